@@ -251,9 +251,10 @@ class Trial:
         return len(self.models) if self.loop is None else max(2, len(self.models))
 
     def drawn_number(self, number: int) -> int:
-        """Return the number by which batch ``number`` is drawn.
+        """Return the number that, with the seed, selects documents and loss of batch ``number``.
 
-        For a loop it is such that every job has all losses in turn.
+        Without a loop this is ``number``. With a loop, ``turns`` consecutive batches get the same
+        number. Each of them runs in another job, so that every job gets all numbers.
         """
         return number if self.loop is None else number // self.turns
 

@@ -34,7 +34,7 @@ _RANKS = 2**32  # more ranks than any job has: one number encodes a verdict and 
 
 @dataclass(frozen=True, slots=True)
 class AcceptedStep:
-    """This rank's part of a step, with what all ranks know about the whole step.
+    """This rank's part of a step, with facts about the full step that all ranks know.
 
     Attributes:
         part: plans of this rank's lockstep group, or of its replica alone.
@@ -97,7 +97,7 @@ class AcceptedSteps:
         following: Following | None,
         forward_only: bool,
     ) -> AcceptedStep:
-        """Return the step for a batch, and have the next steps planned. Collective.
+        """Return the accepted step for a batch, and request plans of the next steps. Collective.
 
         Args:
             iteration: number of the iteration.

@@ -72,14 +72,14 @@ class CostMonitor:
     def busy(
         self, cost: Cost, plan: Plan, records: Sequence[Timed], block: Sequence[Plan] = ()
     ) -> float:
-        """Return the predicted seconds of this rank's ops, and keep the ops as samples for a refit.
+        """Return the predicted seconds of this rank's ops, and save the ops as samples for a refit.
 
         Args:
             cost: cost model that predicts.
             plan: plan of this rank's replica.
             records: measured ops of this rank.
-            block: plans of the lockstep group. In lockstep an op takes as long as its slowest
-                counterpart, so that one's prediction and sample count.
+            block: plans of the lockstep group. In lockstep an op takes as long as the slowest of
+                the ops that run with it, so the slowest op's prediction and sample count.
         """
         first = min(other.replica for other in (*block, plan))
         cost = cost.of_replicas(first, max(1, len(block)))
@@ -118,12 +118,14 @@ class CostMonitor:
         )
 
     def check_drift(self, predicted_seconds: float, report: IterationReport) -> list[str]:
-        """Return warnings about the iteration; they are the same on every rank."""
+        """Record the iteration's prediction error, and return warnings, equal on every rank."""
         return self.drift.see(predicted_seconds, report)
 
     def refit(self, iteration: int, cost: Cost) -> Profile | None:
-        """Return a better cost model to use from the next iteration on, or None.
+        """Refit the cost model if predictions are wrong; return the new one, or None.
 
+        The new cost model applies from the next iteration on. Rank 0 logs it and saves it in
+        ``folders``. A resumed run returns the refits of the earlier run at their iterations.
         Collective while the drift alarm is on.
         """
         recorded = self._recorded.pop(iteration + 1, None)
@@ -217,9 +219,10 @@ class CostMonitor:
         return text
 
     def resume(self, folder: str | None, iteration: int) -> Profile | None:
-        """Return the refit in force at ``iteration``, or None, and keep those of later iterations.
+        """Load the refits of the run in ``folder``; return the one in force at ``iteration``.
 
-        Collective.
+        Return None without one. :meth:`refit` later returns the refits of later iterations. The
+        refits are copied to this run's folders. Collective.
         """
         if not (folder and self.may_refit):
             return None
@@ -244,7 +247,7 @@ class CostMonitor:
 
 
 def last_refit(folder: str) -> Path | None:
-    """Return the cost model that a run with this ``folder`` refitted last; None: there is none."""
+    """Return the file of the last refitted cost model in ``folder``; None without a refit."""
     refits = _refits(folder)
     return refits[max(refits)] if refits else None
 

@@ -17,13 +17,14 @@ PATIENCE = 5  # consecutive iterations before a slow rank is reported
 
 @dataclass
 class Drift:
-    """Detector that receives every iteration and reports each problem once until it ends.
+    """Detector of prediction errors and slow ranks; it reports each problem once until it ends.
 
     Attributes:
         may_refit: whether the job measured its cost model itself and refits it when it drifts.
         alarmed: whether the median error left the band and has not returned.
-        lagging: for each (replica, pipeline rank) that has been slower or faster than predicted for
-            ``PATIENCE`` iterations, against the others: how many times, by the median.
+        lagging: median ratio of measured to predicted time, relative to the other ranks, by
+            (replica, pipeline rank). It has the ranks that were slower or faster than predicted for
+            ``PATIENCE`` iterations.
     """
 
     may_refit: bool = False
@@ -34,11 +35,11 @@ class Drift:
     _recent: dict[tuple[int, int], deque] = field(default_factory=dict)
 
     def see(self, predicted_seconds: float, report: IterationReport) -> list[str]:
-        """Record an iteration and return warnings about it, if any."""
+        """Record an iteration's times; return warnings about prediction errors and slow ranks."""
         return [*self._drifts(predicted_seconds, report), *self._lags(report)]
 
     def forget(self) -> None:
-        """Discard the errors so far, because the cost model has changed."""
+        """Discard all recorded errors and alarms, because the cost model has changed."""
         self._errors.clear()
         self.alarmed = False
         self._slow, self._recent, self.lagging = {}, {}, {}

@@ -54,7 +54,11 @@ class Fallbacks:
                 self._write(folder)
 
     def read(self, text: str, source: str = "") -> None:
-        """Add the lines of ``text``; ``source`` names the file in errors."""
+        """Parse and add the lines of ``text``; ``source`` names the file in errors.
+
+        Raises:
+            ValueError: a line is no fallback.
+        """
         for number, line in enumerate(text.splitlines(), 1):
             match = _LINE.fullmatch(line)
             if match is None:
@@ -73,7 +77,7 @@ class Fallbacks:
         return "".join(f"{line}\n" for _, line in ordered)
 
     def of(self, iteration: int, place: Place = None) -> str | None:
-        """Return the planner that stood in for ``place`` in ``iteration``, or None."""
+        """Return the name of the fallback planner of ``place`` in ``iteration``, or None."""
         everywhere = self._planners.get((iteration, None))
         return self._planners.get((iteration, place), everywhere)
 

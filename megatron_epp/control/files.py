@@ -36,13 +36,13 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class BestEffort:
-    """Runner of actions that training can do without; it logs the first failure of each kind."""
+    """Runner of optional actions: it logs the first failure of each kind, and raises nothing."""
 
     def __init__(self) -> None:
         self._reported: set[str] = set()
 
     def __call__(self, what: str, action: Callable[[], object]) -> None:
-        """Run ``action``; log any exception, with ``what`` naming what is lost."""
+        """Run ``action``; log the first exception for each ``what``, which names what is lost."""
         try:
             action()
         except Exception as error:
@@ -62,13 +62,19 @@ class BestEffort:
 def claim(
     folders: Sequence[tuple[str, str | None]], patience_seconds: float = LOCK_PATIENCE_SECONDS
 ) -> list[TextIO]:
-    """Lock every (flag, folder) for this job while the returned files are open.
+    """Create and lock folders for this job, and return the open lock files.
 
-    The operating system releases the locks when the process and its forks have ended, in whatever
-    way.
+    Each folder gets a lock file that names this process and its host. A folder stays locked while
+    its lock file is open. The operating system releases the locks when the process and its forks
+    have ended, in whatever way.
+
+    Args:
+        folders: pairs (flag, folder); the flag only names the folder in error messages, and an
+            empty folder or None is skipped.
+        patience_seconds: time to wait until another job releases the folders.
 
     Raises:
-        ValueError: a folder cannot be written, or a running job has claimed it.
+        ValueError: a folder cannot be created or written, or a running job has locked it.
     """
     deadline = time.monotonic() + patience_seconds
     locks: dict[Path, TextIO] = {}
@@ -137,7 +143,10 @@ def _lock(file: TextIO) -> bool:
 
 @contextmanager
 def scratch_folder(what: str) -> Iterator[Path]:
-    """Create a temporary folder, and remove those of processes that have been killed."""
+    """Create a temporary folder that is removed at the end of this context.
+
+    Folders with the same ``what`` that killed processes have left are removed first.
+    """
     place = Path(tempfile.gettempdir())
     for left in place.glob(f"{_SCRATCH}{what}-*"):
         _remove_if_left(left)

@@ -71,7 +71,10 @@ class Observer:
         self._try = BestEffort()
 
     def resume(self, iteration: int) -> None:
-        """Restore the memory budgets and the cost model of a resumed run before it begins."""
+        """Restore the memory budgets and the cost model of a resumed run, in the first call.
+
+        Later calls do nothing. Collective in the first call.
+        """
         if self._resumed:
             return
         self._resumed = True
@@ -92,7 +95,9 @@ class Observer:
         failure: Failure | None,
         host_bytes: int = 0,
     ) -> IterationReport:
-        """Gather the reports of all ranks on ``step``. Collective.
+        """Summarise this rank's records of ``step``, and gather the reports of all ranks.
+
+        Collective. In training with a cost model, the ops are saved as samples for a refit.
 
         Args:
             step: step that this rank ran.
@@ -109,7 +114,10 @@ class Observer:
         return gather_report(own_report, groups.leads, groups.control)
 
     def after(self, iteration: int, done: Attempt) -> None:
-        """Log, record and learn from a finished training iteration. Collective."""
+        """Log and record a finished training iteration, and update memory budgets and cost model.
+
+        Collective.
+        """
         self._record(iteration, done)
         step, report = done.step, done.report
         waited = step.planning.waited_seconds

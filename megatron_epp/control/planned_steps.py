@@ -92,7 +92,7 @@ class PlannedSteps:
             self.pool.restart()
 
     def narrow(self) -> None:
-        """Save the budget and plan with it from now on; discard plans made ahead."""
+        """Save the budget, discard plans made ahead, and plan later iterations within it."""
         profile = replace(self.cost.layout.profile, routing=self.budget.routing)
         cost = self.cost.replace(profile=profile)
         self.cost = cost.replace(device_budget_bytes=self.budget.planned_bytes)
@@ -105,25 +105,32 @@ class PlannedSteps:
         self._start_anew()
 
     def shrink_evaluation(self, tokens: int) -> None:
-        """Evaluate in chunks of at most ``tokens`` from now on.
+        """Limit the chunks of later evaluations to ``tokens`` tokens.
 
-        This is not saved for a resumed run, because the loss does not depend on the chunks.
+        The limit is not saved for a resumed run, because the loss does not depend on the chunks.
         """
         self._evaluation_tokens = tokens
 
     def adopt(self, profile: Profile) -> None:
-        """Plan with another cost model from now on."""
+        """Discard plans made ahead, and plan later iterations by the cost model ``profile``."""
         profile = replace(profile, routing=self.budget.routing)
         self.cost = self.cost.replace(profile=profile)
         self._start_anew()
 
     def took(self, seconds: float) -> None:
-        """Set the time of the last iteration, from which time-outs of processes follow."""
+        """Set the duration of the last iteration, from which planner time-outs are derived."""
         if self.pool is not None:
             self.pool.took(seconds)
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
-        """Return this replica's part. Collective over the ranks that are planned together."""
+        """Return the part of this rank's lockstep group, which one rank plans and broadcasts.
+
+        Collective over the ranks of the lockstep group, which is one replica without lockstep.
+
+        Raises:
+            PlanError: On every rank of the group: the documents cannot be planned, or no plan fits
+                the memory budget.
+        """
         group = self.groups.planned_together
         planning = Planning()
 
@@ -225,7 +232,7 @@ class PlannedSteps:
         return part, text
 
     def keep_fallbacks(self, iteration: int) -> None:
-        """Have rank 0 record which replicas the fallback planned in ``iteration``. Collective."""
+        """Gather on rank 0 which replicas the fallback planned, and record them. Collective."""
         control = self.groups.control
         own = (self._place, self._fell_back) if self._fell_back else None
         every: list[Any] | None = [None] * control.size() if control.rank() == 0 else None
@@ -258,7 +265,7 @@ class PlannedSteps:
         return f" ({held / GIB:.4g} GiB, as chunks hold {correction:.3g} times what is predicted)"
 
     def look_ahead(self, iteration: int, following: Following) -> None:
-        """Request plans of the iterations after ``iteration``, as far ahead as planning takes."""
+        """Request plans of the :attr:`PlannerPool.ahead` iterations after ``iteration``."""
         if self.pool is None:
             return
         for later in range(1, self.pool.ahead + 1):
@@ -276,7 +283,7 @@ def shared(
 ) -> SourcedStep:
     """Plan on rank ``source`` of ``group`` and return the step on every rank. Collective.
 
-    The planning rank prints the text once, and every other rank parses it once.
+    The planning rank broadcasts the step's text, which every other rank parses once.
 
     Args:
         plan: function that makes the step; only rank ``source`` calls it.

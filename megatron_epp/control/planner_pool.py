@@ -36,9 +36,9 @@ class _Request:
 
 
 class PlannerPool:
-    """Planner processes that a replica asks for the plans of coming iterations.
+    """Pool of planner processes that plan coming iterations ahead.
 
-    The pool starts another process when the existing ones cannot keep up with the iterations.
+    The pool starts another process if the existing processes plan too slowly.
 
     Args:
         make: function that starts a process.
@@ -77,7 +77,10 @@ class PlannerPool:
         return max(self._planning, default=0.0)
 
     def ask(self, iteration: int, lengths: Sequence[int], forward_only: bool = False) -> str:
-        """Request a plan unless the request is pending, and return the request's name."""
+        """Request a plan unless the same request is pending, and return the request's name.
+
+        If all processes are busy, another process may be started.
+        """
         name = _request_name(iteration, lengths, forward_only)
         if name in self._requests:
             request = self._requests[name]
@@ -92,10 +95,14 @@ class PlannerPool:
         return name
 
     def reply(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> dict[str, Any]:
-        """Return the reply for the iteration that training runs now.
+        """Wait for the plan of the iteration that training runs now, and return the reply.
+
+        A plan that was not requested before is requested. Requests for earlier iterations are
+        discarded.
 
         Raises:
-            PlannerFailed: no reply comes.
+            PlannerRefused: the planner cannot plan these documents.
+            PlannerFailed: the process has ended, or did not reply in time.
         """
         if self._since is not None and not forward_only:
             self._iterations.append(time.monotonic() - self._since)
@@ -112,7 +119,7 @@ class PlannerPool:
         return reply
 
     def took(self, seconds: float) -> None:
-        """Set the time of the last iteration, from which the time-out of a process follows."""
+        """Set the duration of the last iteration, from which time-outs are derived."""
         self._took = seconds
         for process in self.processes:
             process.iteration_seconds = seconds
@@ -125,7 +132,7 @@ class PlannerPool:
             self.discarded += 1
 
     def restart(self) -> None:
-        """Discard plans made ahead and start the processes anew, as their settings changed."""
+        """Discard plans made ahead, and restart all processes, because their settings changed."""
         self._drop(lambda request: True)
         count = len(self.processes)
         self.close()

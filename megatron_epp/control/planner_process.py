@@ -39,9 +39,10 @@ NICENESS = 5
 
 
 def end_with_reader(replies: int) -> None:
-    """End this process when the reader of its replies is gone, even while it plans.
+    """Block until the reader of the pipe ``replies`` is gone, and end this process.
 
-    A killed trainer leaves no other sign. With a terminal or a file this never happens.
+    Call it in a thread, so that a planner process ends after its trainer was killed, even while it
+    plans. If ``replies`` is a terminal or a file, the call blocks forever.
     """
     broken = select.poll()
     broken.register(replies, 0)  # errors are always reported
@@ -50,11 +51,11 @@ def end_with_reader(replies: int) -> None:
 
 
 class PlannerFailed(RuntimeError):
-    """Failure to return a plan: the process died, hung, or answered with an error."""
+    """Error: the planner process returned no plan, because it died, hung, or failed."""
 
 
 class PlannerRefused(PlannerFailed):
-    """Refusal of a working planner, with the reason why these documents cannot be planned."""
+    """Error: a working planner cannot plan these documents; the message has the reason."""
 
 
 class PlannerProcess:
@@ -120,7 +121,10 @@ class PlannerProcess:
         atexit.register(self.close)
 
     def ask(self, name: str, lengths: Sequence[int], forward_only: bool) -> None:
-        """Send a request unless one of the same name is pending."""
+        """Send a request unless a request ``name`` is pending; start a new process if it has died.
+
+        A failure is not raised here; :meth:`reply` reports it.
+        """
         if name in self._asked:
             return
         if self._process is None or self._process.poll() is not None:
@@ -146,7 +150,7 @@ class PlannerProcess:
 
         Raises:
             PlannerRefused: the planner says that these documents cannot be planned.
-            PlannerFailed: no reply will come.
+            PlannerFailed: the process has ended, or did not reply within ``patience_seconds``.
         """
         began = time.monotonic()
         while name not in self._replies:
@@ -166,7 +170,7 @@ class PlannerProcess:
             self._unwanted.add(name)
 
     def collect(self) -> None:
-        """Read the replies that have arrived; a full pipe would block the process."""
+        """Read the replies that have arrived, because a full pipe would block the process."""
         while self._process is not None and self._readable.select(0):
             assert self._process.stdout is not None
             data = os.read(self._process.stdout.fileno(), 1 << 20)
@@ -267,7 +271,7 @@ class PlannerProcess:
             self._process = None
 
     def close(self) -> None:
-        """End the process and delete its cost model."""
+        """End the process and delete its temporary cost model file."""
         self._stop()
         self._profile.close()
         atexit.unregister(self.close)

@@ -11,7 +11,7 @@ MOST_BYTES = 256 << 20  # of a file; a plan of a hundred thousand chunks has a f
 
 
 class RecordedSteps:
-    """Source of the steps in ``--epp-plan``; every rank reads it, and the ranks compare the texts.
+    """Source of the recorded steps of ``--epp-plan``, which every rank reads.
 
     Raises:
         ValueError: the file or folder does not exist, or is no text.
@@ -27,7 +27,12 @@ class RecordedSteps:
             self._step = _read(self.path)
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
-        """Return the step of ``iteration``, or the only one."""
+        """Return the recorded step of ``iteration``, or the only step if ``path`` is a file.
+
+        Raises:
+            ValueError: the file is no text.
+            PlanError: the folder has no step of the iteration, or the text is no valid step.
+        """
         if self._step is not None:
             return self._step
         path = self.path / f"iteration-{iteration:06d}.step"
@@ -40,10 +45,10 @@ class RecordedSteps:
 
 
 def first_recorded(path: str) -> Plan:
-    """Return the first plan of ``--epp-plan``, which shows what all of them have in common.
+    """Return the first replica's plan of the first step of ``--epp-plan``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the path does not exist, has no step, or its text is no valid step.
     """
     source = RecordedSteps(path)
     if source._step is not None:

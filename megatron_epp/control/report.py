@@ -125,14 +125,14 @@ class RankReport:
         return f"{self.failure.op} of stage {self.failure.stage}"
 
     def row(self) -> list[float]:
-        """Return all fields as numbers, the failure's three first; see :meth:`from_row`."""
+        """Return all fields as numbers for an all-gather, beginning with those of the failure."""
         op = self.failure
         failure = (-1, 0, 0) if op is None else (COMPUTE.index(op.kind), op.chunk, op.stage)
         return [*map(float, (*failure, *(getattr(self, field.name) for field in _numbers())))]
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> "RankReport":
-        """Return the report that :meth:`row` turned into numbers."""
+        """Return the report from the numbers of :meth:`row`."""
         kind, chunk, stage, *numbers = row
         op = None if kind < 0 else Op(COMPUTE[int(kind)], int(chunk))
         failure = None if op is None else StageOp(int(stage), op)
@@ -298,9 +298,9 @@ class Recorder:
 def gather_records(
     part: StepPart, records: tuple[Timed, ...], groups: Groups
 ) -> tuple[Step, dict[int, list[Timed]]] | None:
-    """Gather the whole step and every replica's records on rank 0; return None elsewhere.
+    """Gather the full step and every replica's records on rank 0. Collective.
 
-    Collective.
+    On other ranks, return None.
     """
     group = groups.control
     text = str(part) if groups.plans else ""  # sent once for each lockstep group

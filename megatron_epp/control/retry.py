@@ -25,7 +25,7 @@ MOST_REPETITIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Iteration that was run: its step, this rank's records, and the reports of all ranks."""
+    """Results of one run of an iteration: step, this rank's records, reports of all ranks."""
 
     step: AcceptedStep
     records: tuple[Timed, ...]
@@ -33,7 +33,10 @@ class Attempt:
 
 
 class Retry:
-    """Runner that repeats iterations that run out of memory; ``steps`` must be able to replan."""
+    """Runner that repeats iterations that run out of memory, with smaller plans.
+
+    This requires a source of steps that can plan again (AdaptiveSource).
+    """
 
     def __init__(self, steps: StepSource, groups: Groups):
         self.steps, self.groups = steps, groups
@@ -46,7 +49,10 @@ class Retry:
         attempt: Callable[[], Attempt],
         undo: Callable[[], None],
     ) -> Attempt:
-        """Run ``attempt`` until it has enough memory, and return its result.
+        """Run ``attempt`` until no rank runs out of memory, and return its result.
+
+        After a failed attempt, the memory budgets of the failed ranks shrink, or the chunks of
+        evaluations. Rank 0 logs the change, and ``undo`` runs. Collective.
 
         Args:
             iteration: number of the iteration.

@@ -15,7 +15,7 @@ Following = Callable[[int], Sequence[int] | None]
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """How an iteration's plan came about, on the rank that plans; zeros on the others.
+    """Record of how an iteration's plan was made, on the rank that plans; zeros on other ranks.
 
     Attributes:
         waited_seconds: time that training waited for the plan.
@@ -32,13 +32,14 @@ class Planning:
 
 @dataclass(frozen=True, slots=True)
 class SourcedStep:
-    """Step with its text, which ranks compare, and the name of its source for error messages.
+    """Step or part of a step, with the text that ranks compare.
 
     Attributes:
-        step: whole step, the same on all ranks, or the part of this rank's replica.
-        text: ``str(step)``, printed or read once and then passed on.
+        step: full step, the same on all ranks, or the part of this rank's lockstep group, which is
+            one replica without lockstep.
+        text: ``str(step)``, stored so that the step is formatted or parsed only once.
         source: name of the plan in error messages.
-        planning: how the plan came about.
+        planning: how the plan was made.
     """
 
     step: Step | StepPart
@@ -50,12 +51,12 @@ class SourcedStep:
 class StepSource(Protocol):
     """Supplier of the step of every iteration, which all ranks call.
 
-    All ranks get the same step, or each the part of its replica. If some ranks raise a ValueError,
-    :mod:`.accept` raises it on all ranks.
+    All ranks get the same step, or every rank gets the part of its lockstep group. If some ranks
+    raise a ValueError, :mod:`.accept` raises it on all ranks.
     """
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
-        """Return the step of the iteration for a batch of these lengths."""
+        """Return the step of ``iteration`` for documents of ``lengths`` tokens."""
 
     def look_ahead(self, iteration: int, following: Following) -> None:
         """Begin to plan the iterations after ``iteration``, which runs now."""
@@ -79,16 +80,16 @@ class AdaptiveSource(PredictingSource, Protocol):
         """Memory budget of the plans; call :meth:`narrow` after changing it."""
 
     def narrow(self) -> None:
-        """Save the changed budget and plan with it from now on."""
+        """Save the changed budget, and plan later iterations within it."""
 
     def shrink_evaluation(self, tokens: int) -> None:
-        """Evaluate in chunks of at most ``tokens`` from now on."""
+        """Limit the chunks of later evaluations to ``tokens`` tokens."""
 
     def adopt(self, profile: Profile) -> None:
-        """Plan with another cost model from now on."""
+        """Plan later iterations with the cost model of ``profile``."""
 
     def took(self, seconds: float) -> None:
-        """Set the time of the last iteration, from which time-outs follow."""
+        """Set the duration of the last iteration, from which time-outs are derived."""
 
     def keep_fallbacks(self, iteration: int) -> None:
-        """Record which replicas the fallback planned in ``iteration``. Collective."""
+        """Record the plan parts that the fallback planned in ``iteration``. Collective."""

@@ -24,7 +24,12 @@ class Waits:
     _recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WATCHED))
 
     def see(self, planning: Planning, seconds: float) -> list[str]:
-        """Record an iteration of ``seconds`` without its wait, and return warnings about it."""
+        """Record an iteration, and return warnings about waits for plans.
+
+        Args:
+            planning: how the iteration's plan was made, with the time that training waited.
+            seconds: time of the iteration, without the wait.
+        """
         self.seen += 1
         waited = planning.waited_seconds
         if self.seen == 1:

@@ -54,7 +54,12 @@ class ChunkMemory:
 
     @cached_property
     def parameters(self) -> tuple[np.ndarray, np.ndarray]:
-        """[stages] weights on a device with ZeRO 1: those sharded by TP, and those of experts."""
+        """Two float arrays [stages] with the number of parameters on one device with ZeRO 1.
+
+        The first array counts parameters outside of experts, which are sharded over the
+        tensor-parallel ranks. The second counts the experts' parameters, which are sharded over the
+        expert-parallel ranks.
+        """
         layout = self.layout
         of_layers = [np.array([each.layer_parameters]) for each in layout.coefficients]
         of_experts = [np.array([each.expert_parameters]) for each in layout.coefficients]

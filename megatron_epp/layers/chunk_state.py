@@ -32,12 +32,15 @@ class Rows:
 
     @property
     def offset(self) -> int:
-        """Position of its document's first token."""
+        """Position of the first token of the span's document: the number of prefix tokens."""
         return sum(span.tokens for span in self.prefix)
 
     @property
     def context(self) -> tuple[tuple[int, int], ...]:
-        """(document, number of its first tokens) that the span sees of others, by position."""
+        """Pairs (document, number of first tokens) that the span attends to, by position.
+
+        The pairs are the prefix's documents, and the span's own document if the span is not first.
+        """
         others = [(span.document, span.stop) for span in self.prefix]
         own = [(self.span.document, self.span.start)] if self.span.start else []
         return (*others, *own)
@@ -55,13 +58,12 @@ class ChunkState:
         store: K/V of sliced documents.
         training: whether a backward follows.
         host: store of offloaded activations; None if there is none.
-        router_stats: what routers have seen of its documents, in training with MoE
-            (moe.router_stats.RouterStats).
-        local: state of the documents that this rank computes alone, whose rows follow its sharded
-            ones; None if no rank has any.
-        local_documents: such documents of all ranks, in the order of the chunk.
-        repeated: number of layers by which a repeated layer's run follows the one it was installed
-            for.
+        router_stats: router statistics of the iteration (moe.router_stats.RouterStats); None
+            without MoE or training.
+        local: state of the documents that this rank computes alone, whose rows follow the sharded
+            rows; None if no rank has such documents.
+        local_documents: documents that a single rank computes, of all ranks, in the chunk's order.
+        repeated: offset of a repeated layer's index from that of its first run.
     """
 
     chunk: int
@@ -78,13 +80,13 @@ class ChunkState:
     _cached: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def layer(self, installed: int) -> int:
-        """Return the number of the running layer; ``installed`` unless a layer is repeated."""
+        """Return the index of the running layer: ``installed`` plus :attr:`repeated`."""
         return installed + self.repeated
 
     def again(self, layers: int) -> "ChunkState":
-        """Return the state for a run of a repeated layer, ``layers`` after its first one.
+        """Return a copy for a run of a repeated layer, ``layers`` layers after its first run.
 
-        What is cached per chunk stays common to both.
+        Both states share the results of :meth:`once`.
         """
         return replace(self, repeated=layers)
 
@@ -94,14 +96,14 @@ class ChunkState:
         return self.rows[-1].stop if self.rows else 0
 
     def once[T](self, name: str, make: Callable[[], T]) -> T:
-        """Return ``make()``, called for the first layer that asks for ``name`` only."""
+        """Return ``make()``, which is called once per ``name`` and chunk, and cached."""
         if name not in self._cached:
             self._cached[name] = make()
         return self._cached[name]
 
 
 def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = ALL_RANKS) -> tuple[Rows, ...]:
-    """Return the rows of a chunk: its sharded spans in order, or those on one rank.
+    """Return the rows of a chunk's spans in order: sharded spans, or those of a single rank.
 
     Args:
         plan: the plan.
@@ -123,9 +125,9 @@ def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = ALL_RANKS) ->
 
 
 def store_for(plan: Plan, slices: Slices, stores_last_slice: bool) -> Store:
-    """Return an empty K/V cache for an iteration.
+    """Return an empty K/V cache for an iteration of ``plan``.
 
-    ``stores_last_slice`` allocates capacity for last slices too.
+    With ``stores_last_slice``, the buffers have room for the documents' last slices, too.
     """
     contexts = {document: boundaries[-1] for document, boundaries in slices.boundaries.items()}
     kept = {d: plan.documents[d] for d in contexts} if stores_last_slice else contexts
@@ -140,7 +142,7 @@ def store_for(plan: Plan, slices: Slices, stores_last_slice: bool) -> Store:
 
 
 def let_go(state: ChunkState, layer: int) -> None:
-    """Free, in a forward-only pass after ``layer``, what no other span will see."""
+    """Free the K/V of ``layer`` that no later span reads, in a forward-only pass."""
     store = state.store
     for rows in () if state.training else state.rows:
         if store.readers:

@@ -44,7 +44,7 @@ LEAST_PROBABILITY = 1e-10
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """Parameters of a layer.
+    """Parameters of a DSA layer.
 
     Attributes:
         scale: scale of attention's logits.
@@ -67,7 +67,7 @@ class Sparse:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The indexer's tensors of a chunk: queries [T, J, I], weights [T, J] and keys [T, 1, I]."""
+    """Tensors of a chunk's indexer: queries [T, J, I], weights [T, J] and keys [T, 1, I]."""
 
     query_TJI: Tensor
     weight_TJ: Tensor
@@ -84,10 +84,10 @@ def attend_chosen(
     trains_indexer: bool,
     drop: bool,
 ) -> tuple[Tensor, Tensor, AttentionRecompute | None]:
-    """Return the output, the sum of weighted losses, and a recompute handle with ``drop``.
+    """Compute sparse attention over the top-k keys of each row, and the indexer's loss.
 
-    The loss is not differentiable: if ``trains_indexer``, its gradient is added in the backward of
-    the output.
+    The loss is not differentiable. With ``trains_indexer``, the backward of the output adds the
+    loss's gradient to those of the indexer's tensors.
 
     Args:
         q_THD: queries.
@@ -100,7 +100,8 @@ def attend_chosen(
         drop: whether the output is dropped after its use.
 
     Returns:
-        The output [T, H, R], the loss, and the handle that recomputes the output (or None).
+        The output [T, H, R], the sum of the rows' weighted losses, and, with ``drop``, the handle
+        that recomputes the output, else None.
     """
     recompute = AttentionRecompute() if drop else None
     index_tensors = index.query_TJI, index.weight_TJ, index.key_T1I

@@ -36,10 +36,14 @@ BLOCK = 2048  # number of context tokens whose K and V are alive at a time
 class LatentKV:
     """Tensors from which K and V of a chunk are computed.
 
+    T rows, R latent channels, P rotary channels, H heads of this rank. Q and K have D channels per
+    head, of which P are rotary; V has V channels per head.
+
     Attributes:
-        latent_T1R: inputs of the up-projection.
-        rotary_T1P: rotated keys common to all heads.
-        weight_NR: up-projection of this rank's H heads, N = H (D - P + V); K then V of each head.
+        latent_T1R: latents after their norm, the inputs of the up-projection.
+        rotary_T1P: keys with rotary embedding, shared by all heads.
+        weight_NR: up-projection of this rank's heads, N = H (D - P + V); for each head the rows of
+            K precede those of V.
     """
 
     latent_T1R: Tensor

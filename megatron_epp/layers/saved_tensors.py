@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class SavedTensorHooks:
-    """The saved-tensor hooks that are active when this object is made.
+    """Saved-tensor hooks that are active when this object is created.
 
     A function that saves tensors by itself, or in a graph with hooks of its own, passes them
     through these hooks. Meters and offloading then see all of them.
@@ -18,10 +18,10 @@ class SavedTensorHooks:
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what to save for ``tensor``."""
+        """Return the pack hook's result for the detached ``tensor``; without hooks, the tensor."""
         tensor = tensor.detach()
         return tensor if self._hooks is None else self._hooks[0](tensor)
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return the tensor of what was saved."""
+        """Return the tensor of a result of :meth:`pack`."""
         return packed if self._hooks is None else self._hooks[1](packed)

@@ -17,7 +17,7 @@ class HostClock:
         return time.perf_counter() - self._began
 
     def wait(self, mark: float) -> None:
-        """Return at once: the host has passed ``mark``."""
+        """Return immediately, because the host has passed ``mark``."""
 
     def seconds(self, mark: float) -> float:
         """Return the seconds from ``start`` to ``mark``."""
@@ -25,7 +25,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Clock of CUDA events on the current stream, which are read after the iteration."""
+    """Clock that records CUDA events on the current stream and reads them after the iteration."""
 
     def start(self):
         """Record the event from which seconds count."""

@@ -20,7 +20,7 @@ COLLECTIVES = """
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective: its operation, its group's description, and the function that called it."""
+    """Record of a collective: operation, description of its group, and calling function."""
 
     operation: str
     group: str
@@ -32,7 +32,10 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class MessageRecord:
-    """A point-to-point message: ``way`` is "send" or "receive", ``peer`` a rank of the group."""
+    """Record of a point-to-point message.
+
+    ``way`` is "send" or "receive", and ``peer`` is the other rank in the group.
+    """
 
     way: str
     group: str

@@ -53,7 +53,7 @@ def broadcast_text(
 
 
 def broadcast_result(make: Callable[[], str | None], group: dist.ProcessGroup) -> str:
-    """Return what ``make`` returns on rank 0 of ``group``.
+    """Call ``make`` on rank 0 of ``group``, and broadcast the text that it returns. Collective.
 
     Raises:
         PlanError: on all ranks, if ``make`` raises a ValueError.
@@ -74,7 +74,7 @@ def agree(
     expected: str = "the same plan everywhere (same --epp-plan file, same lengths, same flags on "
     "every node)",
 ) -> None:
-    """Require that all ranks of ``group`` hold the same ``text``.
+    """Compare digests of ``text`` over all ranks of ``group``. Collective.
 
     The message size does not depend on the number of ranks, unless texts differ.
 
@@ -93,16 +93,16 @@ def agree(
 
 
 def largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
-    """Return the element-wise maximum of ``values`` over the ranks of ``group`` (collective)."""
+    """All-reduce ``values`` to their element-wise maximum over a CPU ``group``. Collective."""
     every = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(every, dist.ReduceOp.MAX, group=group)
     return every.tolist()
 
 
 def digest_bounds(text: str) -> tuple[float, ...]:
-    """Return numbers whose maximum over all ranks tells whether all hold ``text``.
+    """Return two pieces of the digest of ``text``, and their negatives.
 
-    They are two pieces of the text's digest and their negatives.
+    After an all-reduce by maximum, :func:`same_digests` says whether all ranks have the same text.
     """
     pieces = [float(piece) for piece in struct.unpack("<2I", digest(text.encode())[:8])]
     return (*pieces, *(-piece for piece in pieces))
@@ -112,7 +112,7 @@ DIGEST_NUMBERS = 4  # length of digest_bounds; small, because it is reduced in e
 
 
 def same_digests(bounds: Sequence[float]) -> bool:
-    """Return whether ``bounds``, reduced by maximum over ranks, belong to one text."""
+    """Return whether :func:`digest_bounds`, reduced by maximum over ranks, belong to one text."""
     half = DIGEST_NUMBERS // 2
     return all(most == -least for most, least in zip(bounds[:half], bounds[half:], strict=True))
 
@@ -128,7 +128,7 @@ def _raise_difference(text: str, what: str, group: dist.ProcessGroup, expected: 
 
 
 def require_same(facts: Mapping[str, str], group: dist.ProcessGroup, expected: str) -> None:
-    """Require that all ranks of ``group`` see the same ``facts`` (collective, on the host).
+    """All-gather and compare the ``facts`` that ranks of ``group`` see. Collective, on the host.
 
     Args:
         facts: what this rank sees, by flag or folder.
@@ -163,7 +163,7 @@ def digest(*data: Buffer) -> bytes:
 
 
 def gather(digests: Sequence[bytes], group: dist.ProcessGroup) -> list[list[bytes]]:
-    """Return the digests of all ranks of ``group``: [ranks][digests].
+    """All-gather digests over ``group``, and return them: [ranks][digests]. Collective.
 
     Every rank passes the same number of digests, at least one.
     """

@@ -47,14 +47,14 @@ class Compute(Protocol):
     """
 
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
-        """Run F; ``received`` is the previous stage's output, None on the first stage.
+        """Run F on ``received``, the previous stage's output, which is None on the first stage.
 
         Returns:
             The tensor to send on; None on the last stage without vocabulary parallelism.
         """
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        """Run B; ``gradient`` is that of this stage's output, None on the last stage.
+        """Run B on ``gradient``, that of this stage's output, which is None on the last stage.
 
         Returns:
             The gradient of the stage's input; None on the first stage.
@@ -67,13 +67,13 @@ class Compute(Protocol):
         """Run W, the half of B that computes the weights' gradients."""
 
     def head(self, chunk: int, received: Tensor) -> Tensor | None:
-        """Run H, the product with this stage's vocabulary rows, and return the next H's input."""
+        """Run H, the matmul with this stage's vocabulary rows, and return the next H's input."""
 
     def head_weight(self, chunk: int) -> None:
-        """Run G, the gradient of this stage's vocabulary rows."""
+        """Run G: compute and add the weight gradient of this stage's vocabulary rows."""
 
     def abandon(self) -> None:
-        """Free everything saved for later ops, which will not run."""
+        """Free all tensors saved for later ops, because they will not run."""
 
 
 class LinkEnds(Protocol):
@@ -95,21 +95,21 @@ class LinkEnds(Protocol):
         """Return zeros of the message's shape, to send after a failure."""
 
     def oldest_sending(self) -> Message | None:
-        """Return the first message that has not left; None if all have."""
+        """Return the oldest message that has not been sent; None if all have been sent."""
 
     def oldest_arriving(self) -> Message | None:
-        """Return the first message that the device waits for; None if there is none."""
+        """Return the oldest message that the device waits for, or None."""
 
     def finish(self) -> None:
-        """Wait until all messages have left."""
+        """Wait until all messages have been sent."""
 
 
 class OutOfMemory(RuntimeError):
-    """Error of ranks that compute an op together: one is out of memory, and none can go on."""
+    """Error: a rank ran out of memory in an op that several ranks compute together."""
 
 
 class LinkLost(RuntimeError):
-    """Error of a message that cannot be sent or received: which op of which iteration waited."""
+    """Error: a message cannot be sent or received; the text names the op and the iteration."""
 
 
 class OutsidePhase(str):
@@ -123,7 +123,9 @@ BEFORE = OutsidePhase("the first iteration")
 
 @dataclass
 class CurrentOp:
-    """What this rank does now, for error lines: of a lost link, a stuck rank, or SIGTERM.
+    """Record of the op or phase that this rank is in, for error messages.
+
+    Messages about a lost link, a rank that does not move, and SIGTERM use this record.
 
     Attributes:
         rank: rank in the pipeline.
@@ -143,7 +145,7 @@ class CurrentOp:
     stage: int | None = None
 
     def enter(self, what: Op | Transfer | str, stage: int | None = None):
-        """Set what this rank does from now on."""
+        """Set the current op or phase, its stage and its start time."""
         self.what, self.stage, self.since = what, stage, time.monotonic()
 
     def __str__(self) -> str:
@@ -158,7 +160,7 @@ class CurrentOp:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An op that ran out of memory; the ops after it did nothing.
+    """Record of an op that ran out of memory; all later ops computed nothing.
 
     Attributes:
         op: the op.
@@ -176,7 +178,7 @@ class Failure:
 
 
 class Executor:
-    """Runs ``program`` once.
+    """Executor that runs ``program`` once.
 
     ``_inbox`` and ``_outbox`` hold the tensors between a transfer and its op. Between two stages of
     this rank a tensor moves from one to the other.
@@ -247,7 +249,8 @@ class Executor:
     def run(self) -> tuple[Timed, ...]:
         """Execute every op and transfer of the program and return their records.
 
-        On return the store and both boxes are empty, and all messages have left.
+        On return the store and both boxes are empty, and all messages have been sent. An op that
+        ran out of memory sets :attr:`failure`.
 
         Raises:
             LinkLost: if a message cannot be sent or received.

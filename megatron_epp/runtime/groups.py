@@ -48,7 +48,7 @@ class Groups:
 
     @property
     def planned_together(self) -> dist.ProcessGroup:
-        """The group over which plans of this replica are broadcast."""
+        """CPU group over which the plans of this replica are broadcast."""
         return self.control if self.block is None else self.block
 
     @property
@@ -73,9 +73,9 @@ class Groups:
 
 
 def planning_ranks(hosts: Sequence[str], blocks: Sequence[int]) -> dict[int, int]:
-    """Return the rank that plans for each block.
+    """Return the rank that runs the planner for each block of replicas.
 
-    It is a rank of the block; ranks are chosen so that hosts have equally many planners.
+    The rank belongs to the block. Ranks are chosen so that hosts have equally many planners.
 
     Args:
         hosts: host of every rank of the world.

@@ -54,7 +54,7 @@ class _AtOnce:
     back = out
 
     def wait(self, done: None) -> None:
-        """Return at once."""
+        """Return immediately, because the copies are complete."""
 
 
 class _Streams:
@@ -165,11 +165,11 @@ class OffloadedLayer:
         return flat.view(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
 
     def send(self) -> bool:
-        """Start to copy out what the layer saved; call it after the layer's forward.
+        """Start the copies of the layer's saved tensors to the host, after the layer's forward.
 
         Returns:
-            False if nothing is copied, because the layer saved nothing large or host memory is
-            full.
+            Whether copies were started. If the layer saved nothing large or host memory is full,
+            nothing is copied.
         """
         storages, self._storages = list(self._storages.values()), {}
         blocks = self._store.allocate(sum(storage.nbytes for storage in storages))
@@ -195,7 +195,7 @@ class OffloadedLayer:
         self._moving = []
 
     def fetch(self) -> None:
-        """Start to copy back the storages that are still referenced."""
+        """Start the copies back to the device, of storages that are still referenced."""
         if self._fetched:
             return
         assert not self._moving, "a layer comes back before it has left"
@@ -222,7 +222,7 @@ class OffloadedLayer:
             before.fetch()
 
     def release(self) -> None:
-        """Wait for the copies and return the host memory."""
+        """Wait for the copies and free the host memory."""
         if self._moving:
             self._store.copies.wait(self._moved)
         for storage in (ref() for ref in self._away):
@@ -296,7 +296,7 @@ class HostStore:
 
     @property
     def copies(self) -> Any:
-        """The copy engine, made at the first offload, so that other jobs have no streams for it."""
+        """Copy engine, which is created at the first offload."""
         if self._copies is None:
             self._copies = _Streams() if self.device.type == "cuda" else _AtOnce()
         return self._copies
@@ -311,9 +311,14 @@ class HostStore:
 
     @contextmanager
     def layer(self, chunk: int, shared: Callable[[Tensor], bool]) -> Iterator[None]:
-        """Offload what autograd saves within this context: the forward of one layer of ``chunk``.
+        """Offload what autograd saves in this context, the forward of one layer of ``chunk``.
 
-        ``shared`` returns whether a tensor's storage belongs to several layers.
+        At the end of the context, the copies to the host start. If host memory is full, the layer
+        stays on the device.
+
+        Args:
+            chunk: number of the chunk.
+            shared: returns whether a tensor's storage belongs to several layers, and so stays.
         """
         while len(self._leaving) >= IN_FLIGHT:
             self._leaving.popleft().leave()
@@ -328,23 +333,26 @@ class HostStore:
             self._leaving.append(offloaded)
 
     def wait(self) -> None:
-        """Wait until all layers of F have left the device."""
+        """Wait for the copies of all offloaded layers, and free their device memory."""
         while self._leaving:
             self._leaving.popleft().leave()
 
     def prefetch(self, chunk: int) -> None:
-        """Start to copy back the last offloaded layer of ``chunk``, with which B or I begins."""
+        """Start the copies back of the chunk's last offloaded layer, with which B or I begins."""
         for offloaded in self._offloaded.get(chunk, ())[-1:]:
             offloaded.fetch()
 
     def clear(self) -> None:
-        """Drop all layers, after a failed iteration."""
+        """Wait for all copies and free the host memory of all layers, after a failed iteration."""
         self.wait()
         for offloaded in [one for of_chunk in self._offloaded.values() for one in of_chunk]:
             offloaded.release()
 
     def allocate(self, nbytes: int) -> list[Tensor] | None:
-        """Return blocks of at least ``nbytes`` in total; None if host memory is full."""
+        """Allocate blocks of at least ``nbytes`` in total; None if host memory is full.
+
+        The first time that host memory is full, a warning is logged.
+        """
         sizes = list(_sizes(nbytes))
         taken = sum(sizes)
         if self.bytes + taken > self.limit_bytes:
@@ -363,7 +371,7 @@ class HostStore:
         return tensors
 
     def free(self, offloaded: OffloadedLayer, nbytes: int) -> None:
-        """Account for the host memory of ``offloaded``, which has been returned."""
+        """Subtract ``nbytes`` from the host memory in use, and remove ``offloaded``."""
         self._taken.bytes -= nbytes
         of_chunk = self._offloaded[offloaded.chunk]
         of_chunk.remove(offloaded)

@@ -210,13 +210,13 @@ class Store:
         )
 
     def counts(self, address: int) -> bool:
-        """Return whether ``address`` is the start of a buffer, whose bytes ``bytes`` includes."""
+        """Return whether ``address`` is the start of a buffer that :attr:`bytes` counts."""
         return address in self._addresses
 
     def seen(self, layer: int, document: int, times: int):
-        """Count one of a document's ``times`` readers in a forward-only pass.
+        """Count one read of a layer's K/V of a document in a forward-only pass.
 
-        The last one frees the document.
+        After ``times`` reads, the buffers are freed.
         """
         left = self._unseen.pop((layer, document), times) - 1
         if left:
@@ -225,7 +225,7 @@ class Store:
             self.release(layer, document)
 
     def release(self, layer: int, document: int):
-        """Free a layer's K/V of a document and their gradients."""
+        """Free the K/V buffers of a document in a layer, and their gradients."""
         kept = self._kept.pop((layer, document))
         self._addresses -= kept.addresses
         self.bytes -= kept.bytes

@@ -12,7 +12,7 @@ from megatron_epp.ir import Message, Payload
 
 
 def message_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Return the device on which a tensor of ``device`` must be to be sent over ``group``.
+    """Return the device to which tensors of ``device`` are copied for messages over ``group``.
 
     gloo sends host memory. It is slow for GPU tensors, but allows several ranks to share a GPU,
     which NCCL refuses.
@@ -23,12 +23,12 @@ def message_device(group: dist.ProcessGroup, device: torch.device) -> torch.devi
 
 
 def send_now(tensor: Tensor, group: dist.ProcessGroup, target: int):
-    """Send to rank ``target`` of the group; return when ``tensor`` may be reused."""
+    """Send ``tensor`` to rank ``target`` of the group; return when the tensor may be reused."""
     dist.send(tensor.to(message_device(group, tensor.device)), group=group, group_dst=target)
 
 
 def receive_now(tensor: Tensor, group: dist.ProcessGroup, source: int):
-    """Receive into ``tensor`` from rank ``source`` of the group; block until it is there."""
+    """Receive ``tensor`` from rank ``source`` of the group in place; block until it has arrived."""
     here = tensor.to(message_device(group, tensor.device))
     dist.recv(here, group=group, group_src=source)
     if here is not tensor:
@@ -96,10 +96,10 @@ class _Posted:
 
 
 class Links:
-    """Messages of one rank for one iteration.
+    """Point-to-point messages of one rank for one iteration.
 
-    Activations and gradients have a group each, so that neither waits for the other. Messages of a
-    link are posted, sent and received in the planned order, so they need no tag. Receives are
+    Each payload, such as activations, has its own group, so that none waits for another. Messages
+    of a link are posted, sent and received in the planned order, so they need no tag. Receives are
     posted with the planned shape, at the program's POST. If a group sends only host memory,
     messages are copied to and from the host.
 
@@ -129,7 +129,7 @@ class Links:
         self._arriving: deque[tuple[Message, dist.Work]] = deque()
 
     def post(self, message: Message):
-        """Start to receive ``message``, which must be the next one of its link."""
+        """Post the receive of ``message``, which must be the next message of its link."""
         tensor = torch.empty(
             tuple(self.shape(message)),
             dtype=self.dtype,
@@ -142,9 +142,9 @@ class Links:
         self._posted.setdefault(message.link, deque()).append(_Posted(message, tensor, work))
 
     def receive(self, message: Message) -> Tensor:
-        """Return the tensor of ``message``, the first of its link's posted ones.
+        """Return the tensor of ``message``, which must be the oldest posted one of its link.
 
-        On a CPU it blocks until the tensor is there; on a GPU the stream waits.
+        The host blocks until the tensor has arrived. With NCCL, only the CUDA stream waits.
         """
         posted = self._posted[message.link].popleft()
         assert posted.message == message, f"{message} expected, {posted.message} comes next"
@@ -160,7 +160,7 @@ class Links:
         return tensor
 
     def send(self, message: Message, tensor: Tensor):
-        """Start to send ``tensor``, which is kept alive until its message has left."""
+        """Start to send ``tensor``, and keep a reference until the message has been sent."""
         expected = tuple(self.shape(message))
         assert tuple(tensor.shape) == expected, f"{message}: {tuple(tensor.shape)}, not {expected}"
         tensor = tensor.contiguous()
@@ -194,16 +194,16 @@ class Links:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def oldest_sending(self) -> Message | None:
-        """Return the first message that has not left; None if all have."""
+        """Return the oldest message that has not been sent; None if all have been sent."""
         return self._sending[0][0] if self._sending else None
 
     def oldest_arriving(self) -> Message | None:
-        """Return the first message that the device still waits for; any thread may call this."""
+        """Return the oldest message that the device waits for, or None; thread-safe."""
         arriving = tuple(self._arriving)
         return next((message for message, work in arriving if not work.is_completed()), None)
 
     def finish(self):
-        """Wait until all messages have left."""
+        """Wait until all messages have been sent."""
         while self._sending:
             self._sending[0][2].wait()
             self._sending.popleft()

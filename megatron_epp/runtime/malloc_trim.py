@@ -15,11 +15,11 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # constants of malloc.h
 
 
 class HostHeap:
-    """Returns the free pages of the heap to the host when they have become too many.
+    """Heap of this process, which is trimmed when it has too many free pages.
 
-    The heap is trimmed when resident memory exceeds what was ever in use by that amount again, and
-    by at least ``step_bytes``. Memory in use is the most that a trim left, plus the most that one
-    op added. Trims cost 0.1 s and page faults, but are rare once the largest ops have run.
+    The heap is trimmed when resident memory reaches twice the peak memory in use, and exceeds the
+    peak by at least ``step_bytes``. The peak is the most that a trim left, plus the most that one
+    op added. A trim takes 0.1 s and causes page faults, but trims are rare after the largest ops.
 
     Args:
         step_bytes: least excess in bytes.
@@ -40,11 +40,11 @@ class HostHeap:
         self._most_in_op = 0
 
     def begin(self) -> None:
-        """Attribute what was allocated since the last op to no op."""
+        """Begin a program: memory that was allocated since the last op belongs to no op."""
         self._before = self._resident()
 
     def settle(self) -> bool:
-        """Trim the heap after an op if it is time to, and return whether it was.
+        """Trim the heap after an op if it has too many free pages; return whether it was trimmed.
 
         Without a trim this takes 20 microseconds.
         """
@@ -62,7 +62,7 @@ class HostHeap:
 
 
 def keep_large_blocks() -> bool:
-    """Make glibc keep large tensors in its heap too; return whether it does.
+    """Set glibc's malloc to keep large blocks in its heap; return whether this succeeded.
 
     By default glibc requests every tensor above 32 MiB, and every regrowth of the heap, from the
     kernel. The kernel clears these pages, which takes a fifth of the time for chunks of 32K tokens

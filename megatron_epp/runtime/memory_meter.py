@@ -23,14 +23,14 @@ class NoMeter:
         return nullcontext()
 
     def check(self):
-        """Return: there is no limit."""
+        """Do nothing, because there is no limit."""
 
     def op_peak(self) -> int:
         """Return 0 bytes."""
         return 0
 
     def hold(self, tensor: Tensor) -> Any:
-        """Return the token of ``tensor``, which is the tensor."""
+        """Return ``tensor`` as its own token."""
         return tensor
 
     def held(self, token: Any) -> Tensor:
@@ -39,10 +39,7 @@ class NoMeter:
 
 
 class LimitReached(MemoryError):
-    """Error of chunks that hold more than the limit.
-
-    The limit simulates a device's memory on the host.
-    """
+    """Error: chunks hold more bytes than the limit, which simulates a device's memory."""
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -53,7 +50,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def free_cached_memory():
-    """Return unused blocks of the CUDA allocator, so that other sizes fit."""
+    """Free the unused blocks of the CUDA caching allocator, so that other sizes fit."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -105,9 +102,9 @@ class SavedBytesMeter:
         return self.saved_bytes + (self._store.bytes if self._store is not None else 0)
 
     def check(self):
-        """Require that no more than the limit was held since ``op_peak``.
+        """Check that at most the limit was held since the last :meth:`op_peak`.
 
-        It is checked between ops: an error raised while autograd saves a tensor leaks the graph.
+        Call it between ops: an error raised while autograd saves a tensor would leak the graph.
 
         Raises:
             LimitReached: if more was held.
@@ -119,7 +116,7 @@ class SavedBytesMeter:
             )
 
     def op_peak(self) -> int:
-        """Return the most bytes held since the last call."""
+        """Return the peak of the bytes held since the last call, and begin a new peak."""
         peak = max(self._op_peak, self.now)
         self.peak_bytes = max(self.peak_bytes, peak)
         self._op_peak = self.now
@@ -128,7 +125,7 @@ class SavedBytesMeter:
     def hold(self, tensor: Tensor) -> "_Saved | Tensor":
         """Return a token that counts the tensor's storage for as long as the token lives.
 
-        Returns the tensor itself if it has no storage of its own to count.
+        If the storage does not count, such as that of a parameter, the token is the tensor.
         """
         if has_no_storage(tensor):
             return tensor
@@ -164,20 +161,19 @@ class SavedBytesMeter:
 def active_bytes(figure: str) -> int:
     """Return the bytes in use of the CUDA allocator: "current", or their "peak" since its reset.
 
-    They include blocks of freed tensors that a stream may still use; a message's block returns only
-    after the messages before it. torch.cuda's own functions leave these out, and flatten about 110
-    statistics to return one. That takes half a millisecond of the host, where a small chunk's op
-    takes five.
+    The bytes include blocks of freed tensors that a stream may still use, such as those of a
+    message. torch.cuda's own functions exclude these blocks, and flatten about 110 statistics to
+    return one. That takes 0.5 ms of host time, compared with 5 ms for an op of a small chunk.
     """
     return torch.cuda.memory_stats_as_nested_dict()["active_bytes"]["all"][figure]
 
 
 class AllocatorMeter:
-    """Meter by the CUDA caching allocator, relative to what was in use when watching began.
+    """Meter by the CUDA caching allocator, relative to the bytes in use when watching began.
 
-    ``every_op`` measures each op's own peak, for records. It resets the allocator's peak with every
-    op, so Megatron's memory report covers the last op only. Otherwise ``op_peak`` is the most since
-    watching began, and Megatron's report covers the whole iteration.
+    With ``every_op``, :meth:`op_peak` returns each op's peak, for records. The allocator's peak is
+    then reset with every op, so Megatron's memory report covers the last op only. Otherwise
+    :meth:`op_peak` returns the peak since watching began.
     """
 
     limit_bytes = math.inf  # the device's own limit
@@ -200,7 +196,7 @@ class AllocatorMeter:
         return active_bytes("current") - self._base
 
     def check(self):
-        """Return: the allocator itself raises when memory runs out."""
+        """Do nothing, because the allocator itself raises when memory runs out."""
 
     def op_peak(self) -> int:
         """Return the peak above the baseline: of the last op with ``every_op``, else of all ops."""
@@ -211,7 +207,7 @@ class AllocatorMeter:
         return peak
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """Return the tensor as its token: the allocator counts it."""
+        """Return ``tensor`` as its own token, because the allocator counts it."""
         return tensor
 
     def held(self, tensor: Tensor) -> Tensor:

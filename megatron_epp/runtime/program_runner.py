@@ -17,14 +17,11 @@ from megatron_epp.runtime.memory_meter import Meter
 
 @dataclass
 class ProgramRunner:
-    """What exists once per rank, whatever stages it has, to run programs on ``device``.
-
-    ``compute`` and ``store`` of ``run`` belong to the stage; with several stages, to all of them
-    (executor.py).
+    """Runner of programs on one rank, with what is created once per rank.
 
     Attributes:
         device: device of the stages.
-        current_op: what the rank does now.
+        current_op: record of the op or phase that the rank is in.
         groups: groups to the pipeline's other ranks; None if there are none.
         clock: clock of the device.
         heap: heap that is trimmed between ops; None on a GPU.
@@ -42,7 +39,12 @@ class ProgramRunner:
         self.heap = None if on_gpu else HostHeap()
 
     def links(self, shape: Callable[[Message], Sequence[int]], dtype: torch.dtype) -> LinkEnds:
-        """Return this rank's links for one program; ``shape`` returns the shape of a message."""
+        """Return new links of this rank for one program.
+
+        Args:
+            shape: returns the shape of a message.
+            dtype: dtype of all messages.
+        """
         if self.groups is None:
             return Links({}, shape, dtype, self.device)
         ranks = self.groups.pipeline_ranks
@@ -56,7 +58,7 @@ class ProgramRunner:
         links: LinkEnds,
         meter: Meter,
     ) -> tuple[tuple[Timed, ...], Failure | None]:
-        """Run a program.
+        """Run a program once on a new executor.
 
         Args:
             program: ops and transfers of this rank.

@@ -17,10 +17,10 @@ def done_by_rank_zero(
     group: dist.ProcessGroup,
     beat_seconds: float = BEAT_SECONDS,
 ) -> str:
-    """Return on every rank the result of ``work(beat)``, which rank 0 runs (collective).
+    """Run ``work(beat)`` on rank 0, and return its result on every rank. Collective.
 
-    ``work`` calls ``beat()`` often. A rank fails if it receives no heartbeat within the group's
-    timeout.
+    ``work`` must call ``beat()`` often, which sends a heartbeat to the other ranks. A rank fails if
+    it receives no heartbeat within the group's timeout.
 
     Args:
         work: function that rank 0 runs; it returns a text.

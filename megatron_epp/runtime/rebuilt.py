@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def speaking(group: Any) -> Any:
-    """Return the process group that ``group`` wraps, or ``group`` itself if it is no wrapper."""
+    """Return the process group that the wrapper ``group`` wraps; other groups are returned."""
     return getattr(group, "group", group)
 
 

@@ -36,7 +36,10 @@ class Peers:
         self._failures = 0
 
     def any(self, failed: bool) -> bool:
-        """Return whether one of the ranks failed (collective, at the same op on all ranks)."""
+        """All-reduce ``failed``, and return whether one of the ranks failed.
+
+        Collective, at the same op on all ranks.
+        """
         flag = torch.tensor([float(failed)], device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
         return bool(flag)
@@ -44,8 +47,9 @@ class Peers:
     def all_failed(self, what: str) -> bool:
         """Return whether all ranks failed in ``what`` after the same number of collectives.
 
-        Call it on a rank that failed within ``what``. It communicates through the store, so it
-        needs nothing of the ranks that did not fail.
+        Call it on a rank that failed within ``what``. The ranks communicate through
+        torch.distributed's store, so no collective is needed. If a rank does not answer in time,
+        the result is False.
         """
         self._failures += 1
         groups: Sequence[Any] = [speaking(group) for group in self.busy]

@@ -59,7 +59,7 @@ class Watcher:
         self._since, self._after = -1.0, 0.0
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start a daemon thread that calls :meth:`look` until it ends the process."""
         threading.Thread(target=self._watch, name="megatron_epp-watcher", daemon=True).start()
 
     def _watch(self) -> None:
@@ -67,7 +67,7 @@ class Watcher:
             time.sleep(self.look())
 
     def look(self) -> float:
-        """Print a line or end the process if it is time to.
+        """Print a line if the rank has not moved for long; end the process after the timeout.
 
         Returns:
             The seconds until the next look.
@@ -105,7 +105,7 @@ class Watcher:
             return None
 
     def line(self) -> str:
-        """Return one line: the rank, the op of another rank that it waits for, and since when."""
+        """Return one line: the rank, its op and since when, and the op that it waits for."""
         what, line = self.current_op.what, f"rank {self.rank} does not move: {self.current_op}"
         if isinstance(what, Transfer):
             return f"{line}: {self._explained(what)}"

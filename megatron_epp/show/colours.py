@@ -120,7 +120,11 @@ _MOST_SWATCHES = 4
 
 
 def shades(paints: Palette) -> tuple[str, ...]:
-    """Return sample colours of a whole document, a first and a last slice; () if none is cut."""
+    """Return the legend's sample colours of the shades.
+
+    The three colours show a whole document, the first slice of a cut document and the last slice.
+    The tuple is empty if no document is cut.
+    """
     if not any(paints.accent):
         return ()
     full, first, last = (0.73, 0.75), (0.66, 1.0), (0.42, 1.0)

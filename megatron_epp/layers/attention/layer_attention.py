@@ -16,7 +16,7 @@ class Attention(Protocol):
 
     Attributes:
         name: name of the back end.
-        stores_last_slice: whether K/V of a document's last slice are in the store too.
+        stores_last_slice: whether K/V of a document's last slice are stored, too.
         stores_latent: whether layers with MLA cache latents instead of K/V.
     """
 
@@ -26,7 +26,7 @@ class Attention(Protocol):
 
     @property
     def all_heads(self) -> "Attention":
-        """The same over all heads of the tensor-parallel rank, for documents on one CP rank."""
+        """Attention over all heads of the tensor-parallel rank, for documents on one CP rank."""
 
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, drop: bool

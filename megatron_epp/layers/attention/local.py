@@ -26,20 +26,21 @@ Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, RecomputeHandle | None
 
 
 def sharded_rows(state: ChunkState, ulysses: Ulysses) -> int:
-    """Return s, the number of this rank's first rows that are exchanged."""
+    """Return the number of this rank's rows of sharded documents, which precede its other rows."""
     return state.tokens // ulysses.group.size()
 
 
 def attention_parts(
     ulysses: Ulysses, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, state: ChunkState
 ) -> tuple[Tensor, ...]:
-    """Return Q, K and V of sharded documents (all rows, some heads), then of this rank's own.
+    """All-to-all Q, K and V of the chunk's sharded documents from rows to heads.
 
-    The own documents' tensors have this rank's rows and all heads. There are three tensors if a
-    chunk has only one of the two parts.
+    Return Q, K and V of the sharded documents, with all rows and this rank's heads. Then follow Q,
+    K and V of the documents that this rank computes alone, with all heads. A chunk with only one
+    kind of documents yields three tensors.
 
     Args:
-        ulysses: the exchange.
+        ulysses: the all-to-all.
         q_tHD: queries of this rank's rows.
         k_tGD: keys of this rank's rows.
         v_tGD: values of this rank's rows.
@@ -63,12 +64,14 @@ def attend_parts(
     sharded: Attend,
     local: Attend,
 ) -> tuple[Tensor, RecomputeHandle | None]:
-    """Return the output of this rank's rows [t, H, D], and the handle that recomputes it.
+    """Compute the attention of :func:`attention_parts`, with an all-to-all from heads to rows.
+
+    Return the output [t, H, D] of this rank's rows, and the handle that recomputes it or None.
 
     Args:
         parts: tensors of :func:`attention_parts`, or Q, K and V without context parallelism.
         state: state of the chunk.
-        ulysses: the exchange; None without context parallelism.
+        ulysses: the all-to-all; None without context parallelism.
         sharded: attention of the sharded documents.
         local: attention of this rank's own documents.
     """

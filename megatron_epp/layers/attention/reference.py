@@ -25,7 +25,7 @@ class ReferenceKernel:
         return type(self)(self.scale, before)
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
-        """Return the output [T, H, D] and None: the backward recomputes everything."""
+        """Return the output [T, H, D] and None, because the backward recomputes everything."""
         with torch.no_grad():
             q, k, v, *sinks = call.tensors
             return self._attend(q, k, v, call.cu_seqlens, *sinks), None

@@ -51,7 +51,7 @@ def require_right(
     before: int | None = None,
     sinks: bool = False,
 ) -> None:
-    """Require that ``kernel`` computes attention on this device.
+    """Test the forward and backward of ``kernel`` against reference attention on this device.
 
     Args:
         kernel: the kernel.

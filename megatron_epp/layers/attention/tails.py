@@ -36,20 +36,20 @@ class Tails:
 
     @property
     def capacity(self) -> int | None:
-        """Rows of the buffer; None for as many as the document's context."""
+        """Number of rows of the buffer; None for the length of the document's context."""
         return None if self.boundaries is None else sum(self._sizes(self.boundaries))
 
     def kept(self, start: int, stop: int) -> tuple[int, int]:
-        """Return (position in the buffer, number) of the rows that slice [start, stop) caches."""
+        """Return the first buffer row and the number of rows that slice [start, stop) caches."""
         if self.boundaries is None:
             return start, stop - start
         places = list(accumulate(self._sizes(self.boundaries), initial=0))
         return places[self.boundaries.index(stop)], min(self.before, stop - start)
 
     def seen(self, start: int, most: int | None = None) -> tuple[int, int]:
-        """Return the range in the buffer that the slice from ``start`` on sees of earlier slices.
+        """Return the buffer's row range that the slice from ``start`` on attends to.
 
-        ``most`` limits the number of rows; default: the window.
+        ``most`` limits the number of rows; None is the window.
         """
         most = self.before if most is None else most
         if self.boundaries is None:
@@ -63,7 +63,7 @@ class Tails:
 
 
 def keys_and_values(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Return concatenated (k, v) of ``parts``; not copied if there is only one."""
+    """Concatenate the keys and the values of ``parts``; a single part is not copied."""
     keys, values = zip(*parts, strict=True)
     return concatenated(keys), concatenated(values)
 
@@ -98,7 +98,7 @@ class SliceTails:
         return parts[::-1]
 
     def keep(self, k_TGD: Tensor, v_TGD: Tensor) -> None:
-        """Cache the end of the slice's rows, if later slices need it."""
+        """Cache the last rows of the slice's K and V, unless it is the document's last slice."""
         span = self.rows.span
         if self.rows.last:
             return
@@ -109,9 +109,10 @@ class SliceTails:
         self.store.append(self.layer, span.document, place, *kept, tails.capacity)
 
     def context(self) -> tuple[Tensor, Tensor] | None:
-        """Return k and v [P, G, D] before the slice; None if it begins at the first position.
+        """Return the cached k and v [P, G, D] of the rows before the slice.
 
-        They are views if they belong to one document.
+        The result is None if the slice begins at the first position. If the rows belong to one
+        document, k and v are views of the cache.
         """
         parts = [self.store.context(self.layer, d, end, first) for d, first, end in self._seen]
         return keys_and_values(parts) if parts else None
@@ -119,13 +120,15 @@ class SliceTails:
     def hand_over(
         self, own_tGD: tuple[Tensor, Tensor], front_PGD: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Exchange gradients with the store, and free the tails after a document's first slice.
+        """Exchange gradients of k and v with the store, in the backward of the slice.
+
+        The gradients that later slices stored for this slice's tail are added to ``own_tGD`` in
+        place. After a document's first slice, the cached tails are freed.
 
         Args:
-            own_tGD: gradients of the slice's k and v, to which those that later slices left for its
-                tail are added, rounded once.
-            front_PGD: gradients of the context, which are left to earlier slices; None without
-                context.
+            own_tGD: gradients of the slice's k and v.
+            front_PGD: gradients of the context's k and v, which are stored for earlier slices; None
+                without context.
         """
         span = self.rows.span
         if self.rows.cut and not self.rows.last:

@@ -44,13 +44,16 @@ class Ulysses:
     group: dist.ProcessGroup
 
     def to_heads(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor) -> tuple[Tensor, ...]:
-        """Return q [T, H/N, D], and k and v [T, max(1, G/N), D], of all rows."""
+        """All-to-all q, k and v of this rank's rows to its heads of all rows.
+
+        Return q [T, H/N, D], and k and v [T, max(1, G/N), D].
+        """
         return self.each_to_heads((q_tHD, k_tGD, v_tGD))
 
     def each_to_heads(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return tensors [t, H, D] of some rows as [T, H/N, D] each.
+        """All-to-all tensors [t, H, D] of this rank's rows to [T, H/N, D] of its heads.
 
-        If there are fewer heads than ranks, they are copied.
+        If there are fewer heads than ranks, heads are repeated first, so that every rank has one.
         """
         ranks = self.group.size()
         shared = (
@@ -60,18 +63,18 @@ class Ulysses:
         return _ToHeads.apply(self.group, *shared)
 
     def to_rows(self, out_THD: Tensor) -> Tensor:
-        """Return the output [T, H/N, D] of some heads as [t, H, D] of some rows."""
+        """All-to-all the output [T, H/N, D] of this rank's heads to [t, H, D] of its rows."""
         return _ToRows.apply(self.group, out_THD)
 
     def to_all(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return tensors [t, G, D] of some rows as [T, G, D] of all rows, on every rank.
+        """All-gather tensors [t, G, D] of this rank's rows to [T, G, D] of all rows.
 
-        Gradients, of some heads on each rank, add up.
+        The backward reduce-scatters the gradients, to which each rank contributes its heads.
         """
         return _ToAll.apply(self.group, *tensors)
 
     def of_my_heads(self, weight_NK: Tensor) -> Tensor:
-        """Return the rows of ``weight`` that produce this rank's heads."""
+        """Return the rows of ``weight_NK`` that produce this rank's heads, as a view."""
         return weight_NK.chunk(self.group.size())[self.group.rank()]
 
 
@@ -116,20 +119,20 @@ class _ToRows(torch.autograd.Function):
 
 
 def _rows_to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Return [t, N h, D] as [T, h, D] for each tensor."""
+    """All-to-all each tensor [t, N h, D] of this rank's rows to [T, h, D] of its heads."""
     # [t, N, h, D] -> [N, t, h, D]: what goes to one rank is contiguous.
     parts = [x.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous() for x in tensors]
     return tuple(x.flatten(0, 1) for x in _exchange(parts, group))
 
 
 def _heads_to_rows(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """Return [T, h, D] as [t, N h, D] for each tensor."""
+    """All-to-all each tensor [T, h, D] of this rank's heads to [t, N h, D] of its rows."""
     parts = [x.contiguous().unflatten(0, (group.size(), -1)) for x in tensors]
     return tuple(x.transpose(0, 1).flatten(1, 2) for x in _exchange(parts, group))
 
 
 def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Send part n of every tensor [N, ...] to rank n.
+    """All-to-all every tensor [N, ...]: part n goes to rank n.
 
     All messages are issued before the first wait; on a GPU the stream waits, not the host.
     """
@@ -144,9 +147,9 @@ def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]
 
 
 class RowsRecompute:
-    """Recompute handle of an attention output that must be exchanged again too.
+    """Recompute handle of an attention output that also repeats the all-to-all.
 
-    All ranks hold the same handles and use them in the same order, that of backward.
+    All ranks have the same handles and use them in the same order, the order of the backward.
     """
 
     def __init__(self, ulysses: Ulysses, recompute: RecomputeHandle):
@@ -154,7 +157,7 @@ class RowsRecompute:
         self._value: Tensor | None = None
 
     def value(self) -> Tensor:
-        """Return the recomputed output [t, H, D]; computed once."""
+        """Return the recomputed output [t, H, D]. Collective in the first call, then cached."""
         if self._value is None:
             (self._value,) = _heads_to_rows((self._again.value(),), self._ulysses.group)
         return self._value

@@ -55,11 +55,11 @@ class CuSeqlens:
 
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> "CuSeqlens":
-        """Build them from the numbers of queries and keys of every document."""
+        """Compute cumulative lengths from the numbers of queries and keys of every document."""
         return cls(_sums(queries, device), _sums(keys, device), max(queries), max(keys))
 
     def padded(self, documents: int) -> "CuSeqlens":
-        """Return the same with empty documents appended, ``documents`` in total; cached."""
+        """Return a copy with empty documents appended up to ``documents`` in total; cached."""
         more = documents + 1 - len(self.queries)
         if more <= 0:
             return self
@@ -79,7 +79,7 @@ def _sums(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a host tensor on ``device``; the copy from pinned memory does not block the host."""
+    """Copy a host tensor to ``device``; the copy from pinned memory does not block the host."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -105,7 +105,7 @@ class Operands:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Operands with gradients: q, k, v and the sinks."""
+        """Operands that have gradients: q, k, v and, if there are any, the sinks."""
         qkv = self.q_THD, self.k_SGD, self.v_SGD
         return qkv if self.sinks_H is None else (*qkv, self.sinks_H)
 
@@ -129,23 +129,27 @@ class Kernel(Protocol):
         ...
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
-        """Return the output [T, H, D], and what a backward needs beyond the operands.
+        """Compute attention; return the output [T, H, D] and the state for :meth:`backward`.
 
-        The second result may be None unless ``backward``.
+        Without ``backward``, the state may be None.
         """
 
     def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v and, if there are sinks, of these.
+        """Return the gradients of q, k, v and, if there are any, of the sinks.
 
-        ``kept`` is the second result of ``forward``.
+        ``kept`` is the state that :meth:`forward` returned.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows [start, stop) of a chunk for one call.
+    """Rows [start, stop) of a chunk for one kernel call.
 
-    ``slice`` is the slice or branch that they are; None for unsliced documents.
+    Attributes:
+        start: first row.
+        stop: row after the last one.
+        slice: the slice or branch with a context; None if the rows are unsliced documents.
+        cu_seqlens: lengths of the call's documents.
     """
 
     start: int
@@ -162,9 +166,9 @@ class Piece:
 def pieces_of(
     state: ChunkState, device: torch.device, before: int | None = None
 ) -> tuple[Piece, ...]:
-    """Return the calls for the chunk in layers with a window of ``before``.
+    """Return the kernel calls of a chunk in layers with a window of ``before`` tokens.
 
-    They are computed for the first such layer, and reused by the others.
+    The result is computed in the first layer with this window, and cached for the others.
     """
     return state.once(f"pieces {before}", lambda: tuple(_pieces(state.rows, device, before)))
 
@@ -218,7 +222,7 @@ class VarlenAttention:
 
     @property
     def all_heads(self) -> "VarlenAttention":
-        """The same over all heads of the tensor-parallel rank, for documents on one CP rank."""
+        """Attention over all heads of the tensor-parallel rank, for documents on one CP rank."""
         if self._all_heads is None:
             return self
         return VarlenAttention(self._all_heads, None, self.before, self.sinks)

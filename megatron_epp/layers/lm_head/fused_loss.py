@@ -31,12 +31,15 @@ def fused_backward(
     gather: Exchange | None = None,
     scatter: Exchange | None = None,
 ) -> Tensor:
-    """Return the losses [1, T] of ``hidden``; their backward must have the gradient ``weights``.
+    """Return the losses [1, T], and compute the gradient of the hidden states in the forward.
+
+    The backward of the losses must receive the gradient ``weights_1T``. Gradients of the weights
+    that ``losses`` uses are accumulated in the forward, too.
 
     Args:
         hidden_t1H: hidden states of this rank's rows.
         weights_1T: weight of every token in the sum.
-        losses: computes the losses of some rows.
+        losses: computes the losses [1, t] of some rows.
         block: number of rows whose logits are alive at a time.
         gather: all-gather of rows [t, 1, H] -> [T, 1, H], if other ranks have other rows.
         scatter: reduce-scatter of gradients [T, 1, H] -> [t, 1, H].

@@ -63,7 +63,7 @@ class OutputWeightShard:
         return self.ranks if self.scattered else 1
 
     def gathered(self, tensor_t: Tensor) -> Tensor:
-        """Return [t, ...] as [T, ...]; collective if rows are sharded."""
+        """All-gather the rows [t, ...] to [T, ...] if they are sharded; else return the tensor."""
         if not self.scattered or self.ranks == 1:
             return tensor_t
         full_T = tensor_t.new_empty(len(tensor_t) * self.ranks, *tensor_t.shape[1:])
@@ -78,7 +78,11 @@ class OutputWeightShard:
         return tensor_T[self.group.rank() * rows :][:rows]
 
     def summed(self, tensor_T: Tensor) -> Tensor:
-        """Return the sum over ranks of [T, ...] as [t, ...] (collective)."""
+        """Sum [T, ...] over the ranks, and return this rank's rows [t, ...]. Collective.
+
+        Sharded rows are reduce-scattered. Otherwise t = T, and ``tensor_T`` is all-reduced in
+        place.
+        """
         if not self.scattered:
             dist.all_reduce(tensor_T, group=self.group)
             return tensor_T
@@ -91,9 +95,9 @@ class OutputWeightShard:
     ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Yield the rows of every block, their logits, their labels' indices, and a mask.
 
-        Logits are [t, V] in the statistics' dtype. Indices are those among this rank's vocabulary
-        rows; the mask says whether the label is one of them. Delete the logits before the next
-        block.
+        Logits are [t, V] in the statistics' dtype. Indices are relative to ``first``; the mask says
+        whether the label is among this rank's vocabulary rows. The caller must delete the logits
+        before the next block.
         """
         for rows in row_blocks(len(hidden_TH), self.block):
             logits_tV = hidden_TH[rows] @ self.weight_VH.t()
@@ -112,8 +116,8 @@ class Statistics:
     """Softmax statistics over the vocabulary rows so far.
 
     Attributes:
-        lse_t: log-sum-exp of their logits.
-        logit_t: the label's logit; 0 if the label is none of them.
+        lse_t: log-sum-exp of the logits of these vocabulary rows.
+        logit_t: logit of the label; 0 if these vocabulary rows do not include the label.
         rows: weight rows for the gradient; None without a gradient.
     """
 
@@ -122,9 +126,9 @@ class Statistics:
     rows: "WeightRows | None"
 
     def merged(self, other: "Statistics") -> "Statistics":
-        """Return the statistics merged with those of other vocabulary rows.
+        """Return the statistics over the vocabulary rows of both.
 
-        The memory of both is reused.
+        The weight rows of both objects are overwritten; use neither object afterwards.
         """
         lse_t = torch.logaddexp(self.lse_t, other.lse_t)
         rows = None
@@ -170,9 +174,9 @@ def statistics_dtype(hidden: torch.dtype) -> torch.dtype:
 def statistics(
     hidden_tH: Tensor, labels_T: Tensor, words: OutputWeightShard, gradient: bool
 ) -> Statistics:
-    """Return the statistics of H for this rank's t rows (collective over ``words.group``).
+    """Compute H: the softmax statistics of this rank's t rows. Collective over ``words.group``.
 
-    They cover the vocabulary rows of this rank and of its tensor-parallel group.
+    The statistics cover the vocabulary rows of all ranks of the tensor-parallel group.
 
     Args:
         hidden_tH: hidden states of this rank's rows.
@@ -226,7 +230,7 @@ def weight_gradients(
 ) -> Iterator[Tensor]:
     """Yield the gradient [V, H] of the vocabulary rows (G), one block of chunk rows at a time.
 
-    It is collective over the group if rows are sharded.
+    If rows are sharded, hidden states and statistics are first all-gathered over the group.
 
     Args:
         hidden_tH: hidden states of this rank's rows.
@@ -247,7 +251,7 @@ def weight_gradients(
 
 
 def log_of_sums(lse_T: Tensor, words: OutputWeightShard) -> Tensor:
-    """Return the log-sum-exp over the vocabulary rows of all ranks."""
+    """All-reduce ``lse_T`` to the log-sum-exp over the vocabulary rows of all ranks. Collective."""
     most_T = lse_T.clone()
     dist.all_reduce(most_T, dist.ReduceOp.MAX, group=words.group)
     sum_T = torch.exp(lse_T - most_T)
@@ -256,7 +260,10 @@ def log_of_sums(lse_T: Tensor, words: OutputWeightShard) -> Tensor:
 
 
 def softmax_mass(lse_t: Tensor, of_t: Tensor, like_tH: Tensor) -> Tensor:
-    """Return the softmax mass [t, 1] of some vocabulary rows among more."""
+    """Return exp(lse_t - of_t) as [t, 1] in the dtype of ``like_tH``.
+
+    This is the probability of the vocabulary rows of ``lse_t`` among those of ``of_t``.
+    """
     return torch.exp(lse_t - of_t)[:, None].to(like_tH.dtype)
 
 

@@ -18,7 +18,7 @@ from megatron_epp.layers.chunk_state import ChunkState
 
 
 class CurrentChunk:
-    """``state`` of the running chunk; None outside of a layer, and without a plan."""
+    """Holder of the running chunk's ``state``; None outside of a layer, and without a plan."""
 
     def __init__(self) -> None:
         self.state: ChunkState | None = None
@@ -38,9 +38,9 @@ def note_in_layer(
     current_chunk: CurrentChunk,
     state_of: Callable[[dict[str, Any]], ChunkState | None],
 ) -> Callable[..., Any]:
-    """Wrap a layer's ``forward`` so that the state among its arguments is recorded.
+    """Wrap a layer's ``forward`` to set ``current_chunk`` to the state among its arguments.
 
-    This also holds when the whole layer is recomputed.
+    The state is also set when the full layer is recomputed.
     """
 
     @wraps(forward)

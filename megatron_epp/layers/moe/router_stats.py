@@ -124,9 +124,9 @@ class RouterStats:
     # -------------------------------------------------------------- rows
 
     def owners(self, state: ChunkState, device: torch.device) -> Tensor:
-        """Return [t] int64, the pool of each of this rank's rows.
+        """Return the index of the pool of each of this rank's rows: int64 [t].
 
-        Padding has the number of pools.
+        For padding, the index is the number of pools.
         """
         return state.once("owners", lambda: on_device(self._owners(state), device))
 
@@ -146,7 +146,7 @@ class RouterStats:
         return owners
 
     def valid(self, state: ChunkState, device: torch.device) -> Tensor:
-        """Return a mask [t] of this rank's rows that are not padding."""
+        """Return a bool mask [t] of this rank's rows that are not padding."""
         return self.owners(state, device) < len(self.tokens)
 
     # -------------------------------------------------------------- auxiliary losses
@@ -161,6 +161,9 @@ class RouterStats:
         fraction: float = 1.0,
     ) -> Tensor:
         """Return the logits of ``layer``; their backward adds gradients of auxiliary losses.
+
+        In the first run of a chunk, the chosen experts and the scores are added to the statistics.
+        The backward all-reduces the counts of a pool once.
 
         Args:
             logits_tE: logits.
@@ -205,9 +208,11 @@ class RouterStats:
         return self._counts_DLE, self._scores_DLE
 
     def _sum_over_ranks(self, state: ChunkState) -> None:
-        """All-reduce the counts of the chunk's pools, for all layers at once.
+        """All-reduce the token counts of the chunk's pools, and add auxiliary losses to the log.
 
-        It happens in the backward of a document's last slice, in whichever layer comes first.
+        One all-reduce covers all layers of the pools that were not reduced yet. It runs in the
+        backward of a document's last slice, in the first layer that needs the counts. The auxiliary
+        losses are those of this rank's rows, computed from the reduced counts.
         """
         documents = [rows.span.document for rows in state.rows] + list(state.local_documents)
         pools = dict.fromkeys(self.pools.of[document] for document in documents)
@@ -244,7 +249,8 @@ class RouterStats:
     def restrained(self, logits_tE: Tensor, layer: int, state: ChunkState, first: bool) -> Tensor:
         """Return the logits of ``layer``; their backward adds the z-loss's gradient.
 
-        It is a loss per token, hence the same in any chunk; padding has none.
+        The z-loss is a loss per token, so it does not depend on the chunks. Padding has no loss. In
+        the first run of a chunk, the z-loss is added to the log.
 
         Args:
             logits_tE: logits.
@@ -277,9 +283,9 @@ class RouterStats:
     # -------------------------------------------------------------- for the log
 
     def losses(self) -> dict[str, Tensor]:
-        """Return this rank's part of every loss without its coefficient, by name in the log.
+        """Return this rank's part of every router loss, by name in the log: [layers] each.
 
-        It is [layers], summed over this replica's documents.
+        The losses are summed over this replica's documents, and exclude their coefficients.
         """
         losses: dict[str, Tensor] = {}
         if self._auxiliary_L is not None:

@@ -25,9 +25,10 @@ TOLERANCE, LEAST = 1e-4, 1e-8
 
 
 def balanced_weights(logits_tE: Tensor, state: ChunkState, rules: Balancing) -> Tensor:
-    """Return the weights [t, E], float32, of this rank's rows of a chunk of unsliced documents.
+    """Return Sinkhorn weights of this rank's rows: float32 [t, E].
 
-    It is collective over the ranks over which the rows are sharded.
+    The chunk's documents must be unsliced. The logits are all-gathered over the ranks over which
+    the rows are sharded. Collective.
     """
     assert state.local is None, "documents are spread over all ranks"
     logits_tE = logits_tE.detach().to(torch.float32)
@@ -48,9 +49,12 @@ def _owners(state: ChunkState) -> Tensor:
 
 
 def weights(logits_TE: Tensor, owners_T: Tensor, documents: int) -> Tensor:
-    """Return the weights [T, E] of the rows, each document balanced individually.
+    """Return the Sinkhorn weights [T, E] of all rows; each document is balanced individually.
 
-    Padding is not balanced.
+    Args:
+        logits_TE: logits.
+        owners_T: index of each row's document; ``documents`` for padding, which is not balanced.
+        documents: number of documents.
     """
     cost_TE = torch.exp(logits_TE)
     # Sums per document as one product. Index-wise addition has no fixed order on GPUs, but a

@@ -17,9 +17,12 @@ from megatron_epp.layers.chunk_state import ChunkState
 def offloading(
     state: ChunkState, layer: int, others: Mapping[str, Any]
 ) -> AbstractContextManager[None]:
-    """Return a context that offloads what ``layer`` saves in its forward.
+    """Return a context that offloads the tensors that ``layer`` saves in its forward.
 
-    ``others`` are its arguments besides the hidden states.
+    Args:
+        state: state of the chunk.
+        layer: number of the layer in the stage.
+        others: arguments of the layer other than the hidden states, which are not offloaded.
     """
     assert state.host is not None, "a chunk that is offloaded has a store on the host"
     excluded = {tensor.untyped_storage()._cdata for tensor in _tensors(tuple(others.values()))}
@@ -31,10 +34,10 @@ def offloading(
 
 
 def entrance(received: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (leaf, hidden): an empty leaf for the gradient of ``received``, and its hidden states.
+    """Return a leaf without data that receives the gradient, and the hidden states to compute on.
 
-    A stage keeps the leaf until B. If the leaf were ``received`` itself, that would stay on the
-    device even when its first layer is offloaded.
+    A stage saves the leaf until B. If ``received`` were the leaf, its data would stay on the device
+    although the first layer is offloaded.
     """
     leaf = received.new_empty(1).expand(received.shape).requires_grad_()
     return leaf, _Entrance.apply(leaf, received)

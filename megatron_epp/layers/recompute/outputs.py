@@ -19,11 +19,11 @@ class RecomputeHandle(Protocol):
     """Handle that recomputes a dropped tensor once, in backward."""
 
     def value(self) -> Tensor:
-        """Return the recomputed tensor."""
+        """Recompute the tensor in the first call, and return it."""
 
 
 class AttentionRecompute:
-    """Handle of an attention's output, and of other values that its backward needs."""
+    """Handle that recomputes an attention's output and other values that its backward needs."""
 
     def __init__(self):
         self._node: Any = None
@@ -31,15 +31,15 @@ class AttentionRecompute:
         self._result: tuple[Tensor, Any] | None = None
 
     def of(self, node: Any, run: Callable[[Any], tuple[Tensor, Any]]):
-        """Set the autograd node that made the output, and the function that recomputes it."""
+        """Set the autograd node of the output, and the function that recomputes the output."""
         self._node, self._run = node, run
 
     def value(self) -> Tensor:
-        """Return the recomputed output."""
+        """Recompute the output in the first call, and return it."""
         return self.result()[0]
 
     def result(self) -> tuple[Tensor, Any]:
-        """Return the recomputed output and the other values; computed once."""
+        """Recompute the output and the other values in the first call, and return them."""
         if self._result is None:
             assert self._run is not None, "the output is asked for before its node's backward"
             with torch.no_grad():
@@ -54,9 +54,10 @@ class AttentionRecompute:
 
 
 class DroppedOutputs:
-    """Handles of the tensors that one layer drops, by data address.
+    """Registry of the outputs that modules of one layer drop, with their recompute handles.
 
-    ``modules`` are those that drop their output; set around every pass through the layer.
+    Attributes:
+        modules: Names of the modules that drop their outputs in the present pass.
     """
 
     def __init__(self):
@@ -74,13 +75,14 @@ class DroppedOutputs:
             self._handles.clear()
 
     def add(self, output: Tensor, handle: RecomputeHandle):
-        """Register the handle of ``output``, which is alive until its consumer takes the handle."""
+        """Register the handle of ``output``, which stays alive until :meth:`take` removes it."""
         self._handles[output.data_ptr()] = output, handle
 
     def take(self, tensor: Tensor, last: bool = True) -> RecomputeHandle | None:
-        """Return the handle of ``tensor``, or of the tensor that it is a full view of, if any.
+        """Return the handle of ``tensor``, or None if the tensor was not dropped.
 
-        ``last`` removes it: no other consumer of this pass will take it.
+        ``tensor`` may be a full view of the dropped output. With ``last``, the handle is removed,
+        because no other module of this pass reads the output.
         """
         output, handle = self._handles.get(tensor.data_ptr(), (None, None))
         if output is None or output.numel() != tensor.numel():
@@ -91,7 +93,10 @@ class DroppedOutputs:
 
 
 def recomputable(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, RecomputeHandle]:
-    """Return ``function(x)``, saving only x, and the handle that recomputes it."""
+    """Run ``function(x)``, saving only x for the backward.
+
+    Return the output and the handle that recomputes it.
+    """
     (output,), (handle,) = recomputable_all(lambda x: (function(x),), (x,))
     return output, handle
 
@@ -99,10 +104,10 @@ def recomputable(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tenso
 def recomputable_all(
     function: Callable[..., tuple[Tensor, ...]], inputs: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], tuple[RecomputeHandle, ...]]:
-    """Return the outputs of ``function(*inputs)``, saving only the inputs, and a handle for each.
+    """Run ``function(*inputs)``, saving only the inputs for the backward.
 
-    All outputs have one backward. A weight that is used elsewhere too may be among the outputs; it
-    then gets one gradient, the sum of both.
+    Return the outputs and a recompute handle for each. All outputs have one backward. A weight that
+    is used elsewhere, too, may be among the outputs; it then gets one gradient, the sum of both.
     """
     recompute = _Recompute(function)
     outputs = _Recomputable.apply(recompute, *inputs)
@@ -112,14 +117,17 @@ def recomputable_all(
 def saving_handle(
     tensor: Tensor, handle: RecomputeHandle | None, function: Callable[[], Any]
 ) -> Any:
-    """Run ``function``, which saves ``tensor``, with its handle saved instead."""
+    """Run ``function``; where it would save ``tensor``, autograd saves ``handle`` instead.
+
+    Without a handle, the tensor is saved.
+    """
     return function() if handle is None else saving_handles([(tensor, handle)], function)
 
 
 def saving_handles(
     dropped: Sequence[tuple[Tensor, RecomputeHandle]], function: Callable[[], Any]
 ) -> Any:
-    """Run ``function``, which saves tensors, with their handles saved instead."""
+    """Run ``function``; where it would save a dropped tensor, autograd saves its handle instead."""
     handles = {tensor.data_ptr(): (tensor.numel(), handle) for tensor, handle in dropped}
 
     def pack(saved: Tensor) -> Any:

@@ -39,7 +39,7 @@ def wrap_layer(
         index: number of the layer in the stage.
         state_of: returns the chunk's state from the keyword arguments.
         checkpoint: runs a function, saving only its input.
-        dropped: what the layer's wrapped modules read.
+        dropped: outputs that the layer drops; its modules are set for every forward.
     """
 
     @wraps(forward)
@@ -89,7 +89,10 @@ def wrap_norm(norm: nn.Module, dropped: DroppedOutputs):
 
 
 def wrap_mlp(mlp: nn.Module, dropped: DroppedOutputs):
-    """Wrap an MLP so that only its input is saved, or not even that, if MLPs are recomputed."""
+    """Wrap an MLP to save only its input if MLPs are recomputed.
+
+    If the input was dropped, too, its recompute handle is saved instead.
+    """
     forward = mlp.forward
 
     @wraps(forward)
@@ -111,9 +114,9 @@ def wrap_mlp(mlp: nn.Module, dropped: DroppedOutputs):
 
 
 def wrap_consumer(linear: nn.Module, dropped: DroppedOutputs, last: bool = True):
-    """Wrap a linear that would save what a module before it has dropped.
+    """Wrap a linear to save a recompute handle if its input was dropped by an earlier module.
 
-    ``last`` says that it is the last one that reads it.
+    ``last`` says that no later module of the pass reads the input.
     """
     forward = linear.forward
 

@@ -133,16 +133,17 @@ def _boundaries(state: ChunkState, rows: Rows) -> tuple[int | None, int | None]:
 
 
 class CarriedStates:
-    """States and rows at slice boundaries, in one pass of a chunk through a layer.
+    """States and convolution rows at slice boundaries, in one pass of a chunk through a layer.
 
-    The layer uses it call by call, in order. It first gets the rows before the call
-    (:meth:`front`). Then it passes those that the next call will need (:meth:`after`), and finally
-    the state with the outputs (:meth:`leave`).
+    For each kernel call, in order, the layer calls :meth:`front` for the rows before the call and
+    :meth:`after` with the rows that the next call needs. Then it calls :meth:`initial` for the
+    state, and :meth:`leave` with the outputs and the final state.
 
     Args:
         state: state of the chunk.
         layer: number of the layer in the stage.
-        taps: taps of its convolution, or of each of several, whose channels are concatenated.
+        taps: taps of the layer's convolution, or of each of several convolutions, whose channels
+            are concatenated.
         channels: number of channels of a row.
         alone: whether each sequence is a call of its own.
     """
@@ -164,14 +165,19 @@ class CarriedStates:
         self._within: Tensor | None = None
 
     def of_calls(self, rows: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
-        """Return ``rows`` of the chunk, which are dimension ``dim``, split by call."""
+        """Split the chunk's ``rows`` along dimension ``dim`` into those of each call."""
         return rows.split([call.stop - call.start for call in self.calls], dim)
 
     def front(self, number: int, rows_LC: Tensor, first: int = 0) -> Tensor | None:
-        """Return the W - 1 rows [W-1, C] before call ``number``; None at the start of a document.
+        """Return the W - 1 rows [W-1, C] before call ``number``, for a convolution of W taps.
 
-        ``rows_LC`` are the call's rows; their channels are those of the convolution from ``first``
-        on.
+        The result is None at the start of a document. If the rows before are in another chunk,
+        state and rows are read from the store.
+
+        Args:
+            number: index of the call.
+            rows_LC: rows of the call.
+            first: index of the first channel of ``rows_LC`` among all convolved channels.
         """
         call = self.calls[number]
         if call.before is None:
@@ -205,9 +211,10 @@ class CarriedStates:
         return self._taken.pop(number)[0]
 
     def after(self, number: int, rows_LC: Tensor) -> None:
-        """Record the end of call ``number``'s rows as its convolution saw them, with those before.
+        """Record the last W - 1 input rows of call ``number``'s convolution, for the next call.
 
-        Several convolutions are recorded one after the other.
+        ``rows_LC`` includes the rows of :meth:`front`. Several convolutions are recorded one after
+        the other. If nothing follows the call, nothing is recorded.
         """
         call, wanted = self.calls[number], self.taps - 1
         if call.after is None:
@@ -220,9 +227,16 @@ class CarriedStates:
         self._tails.setdefault(number, []).append(rows_LC[len(rows_LC) - wanted :])
 
     def leave(self, number: int, outputs: Tensor, final: Tensor | None) -> Tensor:
-        """Return ``outputs`` of call ``number``, and store ``final``, its state after the last row.
+        """Return ``outputs`` of call ``number``, and store its final state for what follows.
 
-        It is stored if a boundary follows. The backward of the outputs reads the state's gradient.
+        If a slice boundary follows, the state goes to the store, and the backward of the outputs
+        reads the state's gradient from there. If another call of the document follows in this
+        chunk, it gets the state by :meth:`initial`.
+
+        Args:
+            number: index of the call.
+            outputs: outputs of the call.
+            final: state after the last row; None if :meth:`wants_final` is false.
         """
         call = self.calls[number]
         if call.after is None:
@@ -239,10 +253,10 @@ class CarriedStates:
         return self.calls[number].after is not None
 
     def boundaries(self, number: int, front: int, device: torch.device) -> Tensor | None:
-        """Return the cumulative lengths, int64, of the sequences of call ``number``.
+        """Return the cumulative lengths of the sequences of call ``number``: int64.
 
         The first sequence includes ``front`` rows before a boundary. All layers of the chunk get
-        the same tensor. None if calls have one sequence each.
+        the same cached tensor. The result is None if every sequence is a call (``alone``).
         """
         if self.alone:
             return None
@@ -255,7 +269,7 @@ class CarriedStates:
         return boundaries
 
     def sequences(self, number: int, front: int, device: torch.device) -> Tensor | None:
-        """Return [1, L] int32, the sequence of each row of call ``number``.
+        """Return the sequence index of each row of call ``number``: int32 [1, L].
 
         The result is None if there is only one sequence.
         """

@@ -24,14 +24,14 @@ from torch.nn import Parameter
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """How a linear layer is sharded over its tensor-parallel ``group``.
+    """Sharding of a linear layer over its tensor-parallel group.
 
     Attributes:
         weight_NK: this rank's weight.
         group: tensor-parallel group.
-        gathers: sequence parallelism: forward all-gathers the input, backward reduce-scatters its
-            gradient.
-        reduces: backward all-reduces the input's gradient.
+        gathers: whether the forward all-gathers the input and the backward reduce-scatters the
+            input's gradient (sequence parallelism).
+        reduces: whether the backward all-reduces the input's gradient.
     """
 
     weight_NK: Parameter
@@ -44,10 +44,13 @@ class Linear:
 
 
 class DeferredWeightGrads:
-    """Weight gradients that one chunk's I leaves to its W.
+    """Weight gradients that one chunk's I defers to its W.
 
-    There is a root for each run of a linear, by weight, in backward's order. Linears of a repeated
-    layer run several times. ``noticed`` is called with every weight whose gradient is deferred.
+    For each run of a linear, the object stores an autograd root whose backward computes the weight
+    gradient. Linears of a repeated layer run several times.
+
+    Args:
+        noticed: function that is called with every weight whose gradient is deferred.
     """
 
     def __init__(self, noticed: Callable[[Parameter], None] | None = None):
@@ -67,7 +70,7 @@ class DeferredWeightGrads:
         return tuple(self._roots)
 
     def add(self, linear: Linear, input_tK: Tensor, grad_TN: Tensor):
-        """Hold what the weight gradient of ``linear`` is computed from."""
+        """Defer the weight gradient of ``linear``: save the input and the output's gradient."""
         weight = linear.weight_NK
         # Detached: with its history the input would keep the chunk's whole graph alive until W.
         with torch.enable_grad():
@@ -75,7 +78,10 @@ class DeferredWeightGrads:
         self.hold(root, weight)
 
     def hold(self, root: Tensor, weight: Parameter, bias: Parameter | None = None):
-        """Hold a root that leads to ``weight``, and to ``bias`` if its product computes both."""
+        """Store an autograd root whose backward computes the gradients of ``weight`` and ``bias``.
+
+        ``bias`` is None if autograd computes its gradient in I. ``noticed`` is called.
+        """
         self._roots.setdefault(weight, []).append(root)
         if bias is not None:
             self._with[bias] = weight
@@ -83,7 +89,10 @@ class DeferredWeightGrads:
             self._noticed(weight)
 
     def accumulate(self, parameter: Parameter):
-        """Compute the gradient of ``parameter``, add it to its ``grad``, and free its inputs."""
+        """Compute and accumulate the deferred gradient of ``parameter``, and free its inputs.
+
+        The hooks of the parameter run. A bias is computed together with its weight.
+        """
         weight = self._with.get(parameter, parameter)
         roots = self._roots.pop(weight)
         self._with = {bias: other for bias, other in self._with.items() if other is not weight}
@@ -92,7 +101,7 @@ class DeferredWeightGrads:
         torch.autograd.backward(roots, [root.detach() for root in roots])
 
     def accumulate_all(self):
-        """Compute all deferred gradients."""
+        """Compute and accumulate all deferred gradients."""
         for weight in self.weights:
             self.accumulate(weight)
 
@@ -100,13 +109,16 @@ class DeferredWeightGrads:
 def deferred_linear(
     input_tK: Tensor, bias_N: Tensor | None, linear: Linear, deferred: DeferredWeightGrads
 ):
-    """Return ``input`` through ``linear`` [T, ..., N], with the weight gradient deferred.
+    """Compute ``linear`` on an input; the backward defers the weight gradient.
 
     Args:
-        input_tK: must require a gradient; otherwise there is no backward that could defer anything.
+        input_tK: input, which must require a gradient: its backward defers the weight gradient.
         bias_N: bias, or None.
         linear: the layer.
-        deferred: receives what the weight gradient is computed from.
+        deferred: receives the input and the output's gradient.
+
+    Returns:
+        The output [T, ..., N].
     """
     return _DeferredLinear.apply(input_tK, bias_N, linear, deferred)
 

@@ -29,7 +29,7 @@ Product = Callable[..., Sequence[Tensor | None]]
 
 
 def can_defer(module: nn.Module) -> bool:
-    """Return whether ``module`` is a linear with this protocol and one weight."""
+    """Return whether ``module`` is a linear with a ``wgrad_store`` and exactly one weight."""
     named = getattr(module, "weight_names", None)
     wanted = ("apply_bias", "gemm_bias_unfused_add", "fuse_wgrad_accumulation", "wgrad_store")
     return (
@@ -42,7 +42,12 @@ def can_defer(module: nn.Module) -> bool:
 def deferred_forward(
     module: Any, forward: Callable[..., Any], deferred: DeferredWeightGrads, *args, **others
 ):
-    """Return ``forward(*args, **others)`` of ``module``, with its weight gradients deferred."""
+    """Run ``forward(*args, **others)`` of ``module`` with weight gradients deferred to W.
+
+    The backward of the output adds a root to ``deferred``, whose backward computes the weight
+    gradient. During the forward, the module has another ``wgrad_store`` and other leaves for its
+    parameters; both are restored afterwards.
+    """
     store = _DeferringStore(module, deferred)
     parameters, own = module._parameters, module.wgrad_store
     real = {name: parameters[name] for name in store.leaves}
@@ -118,7 +123,12 @@ def _put_together(shell: tuple[Any, int] | None, queue: list[Tensor | None]) -> 
 
 
 class _Product(torch.autograd.Function):
-    """Root whose backward computes the weight gradient."""
+    """Autograd function whose backward computes a linear's weight gradient, for W.
+
+    The forward saves the operands and returns an empty scalar, the root of the backward. The
+    backward calls ``product`` on the operands and returns the gradients of weight and bias. With
+    ``fused``, ``product`` adds the weight gradient to ``main_grad``, and a placeholder is returned.
+    """
 
     @staticmethod
     def forward(

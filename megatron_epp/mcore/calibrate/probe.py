@@ -111,11 +111,11 @@ class Measurement:
 
 
 class Probe:
-    """Runner of parts of ``model``, this stage's unwrapped GPTModel.
+    """Runner of single modules of ``model``, this stage's unwrapped GPTModel.
 
     ``row_shard`` is this rank's shard of a chunk's rows. ``context`` is the length of the model's
-    tables of positions; longer chunks start again at 0. Gradients of parameters accumulate as in
-    training; the caller clears them. ``clock`` measures the seconds.
+    position tables; positions of longer chunks restart at 0. ``at`` is the index of the first layer
+    that runs. Gradients accumulate as in training; the caller clears them.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Probe:
 
     @property
     def layer(self) -> Any:
-        """Module of the first layer that runs."""
+        """Megatron's module of layer :attr:`at` of the stage, where the probe begins."""
         return layers_of(self.model)[self.at]
 
     @property

@@ -25,9 +25,10 @@ def _sharded(model: Any) -> Iterator[ShardedTensor]:
 
 
 def _place(tensor: ShardedTensor) -> tuple[int | slice, ...]:
-    """Return the place of the rank's shard in the full tensor: layers by number, then ranges.
+    """Return the index of this rank's shard in the global tensor.
 
-    0.19 has ``global_slice`` for it; later versions do not.
+    The index has one int for each prepended axis, such as the layer, and one slice for each axis of
+    the shard. Megatron 0.19 has ``ShardedTensor.global_slice`` for this; later versions lack it.
     """
     offsets, layers = tensor.global_offset, tensor.prepend_axis_num
     starts = zip(offsets[layers:], tensor.local_shape, strict=True)

@@ -12,7 +12,7 @@ from megatron_epp.mcore.data.documents import DocumentConfig
 
 
 class TokenBlend(BlendedDataset):
-    """Megatron's blend, with documents in an order whose tokens follow the weights."""
+    """Megatron's blended dataset, in an order that draws tokens in proportion to the weights."""
 
     def _build_indices(self) -> tuple[numpy.ndarray, numpy.ndarray]:
         lengths = [part.first_lengths for part in self.datasets]
@@ -20,11 +20,11 @@ class TokenBlend(BlendedDataset):
 
 
 class DocumentBuilder(BlendedMegatronDatasetBuilder):
-    """Megatron's builder, which makes a :class:`TokenBlend` if weights count tokens."""
+    """Megatron's dataset builder, with :class:`TokenBlend` as blend if weights count tokens."""
 
     @staticmethod
     def build_generic_dataset(cls: Any, is_built: Callable[[], bool], *args: Any) -> Any:
-        """Build a dataset; Megatron's first parameter is called ``cls``."""
+        """Build a dataset of class ``cls``, or a TokenBlend if the weights count tokens."""
         if cls is BlendedDataset and _weighs_tokens(*args[1:]):
             cls = TokenBlend
         return BlendedMegatronDatasetBuilder.build_generic_dataset(cls, is_built, *args)

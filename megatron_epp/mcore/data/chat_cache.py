@@ -36,13 +36,14 @@ _TOKENIZER_SUFFIXES = {".jinja", ".json", ".model", ".tiktoken", ".txt", ".vocab
 
 
 def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
-    """Return the corpus of every chat file of the data flags, by the path given. Collective.
+    """Convert the chat files of all data flags, and return path -> corpus prefix. Collective.
 
-    Blends and splits are included. A corpus is the prefix of its files.
+    Rank 0 tokenizes each file whose corpus the cache lacks, writes the corpus, and prints a line
+    per file. The corpora lie in --data-cache-path, or next to the file in the folder ``cache``.
 
     Raises:
-        PlanError: On every rank: the error, with its file and line.
-        ValueError: A rank does not see what rank 0 has written.
+        PlanError: On every rank: a file cannot be converted; the message has file and line.
+        ValueError: On every rank: a rank does not see the files that rank 0 has written.
     """
     paths = _chat_files(args)
     text = done_by_rank_zero(lambda beat: "\n".join(_convert(args, paths, beat)), group)
@@ -53,7 +54,7 @@ def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
 
 
 def check_chat_flags(args: Any) -> None:
-    """Raise a ValueError for errors of ``--sft`` that are visible before a build or read."""
+    """Raise a ValueError for errors of ``--sft`` that are found without reading chat files."""
     if args.tokenizer_type != "SFTTokenizer" or not args.tokenizer_model:
         raise ValueError(
             "--sft needs --tokenizer-type SFTTokenizer and --tokenizer-model FOLDER; or give a "
@@ -120,7 +121,7 @@ def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[
 
 
 def tokenizer_files(path: str) -> list[Path]:
-    """Return the files of a tokenizer; empty if ``path`` is a name on a hub."""
+    """Return the files of the tokenizer at ``path``; empty if ``path`` is no file or folder."""
     place = Path(path)
     if place.is_file():
         return [place]
@@ -132,9 +133,9 @@ def tokenizer_files(path: str) -> list[Path]:
 def digest_of(
     files: Sequence[Path], beat: Callable[[], None] = lambda: None, text: str = ""
 ) -> str:
-    """Return a digest of ``text`` and of the names and bytes of ``files``.
+    """Return the SHA-256 hex digest of ``text`` and of the names and bytes of ``files``.
 
-    ``beat`` is called for every block read.
+    ``beat`` is called after every block that is read.
     """
     digest = hashlib.sha256(text.encode())
     for file in files:

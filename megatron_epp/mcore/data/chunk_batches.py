@@ -71,9 +71,17 @@ class _Tensors:
 
 
 class ChunkBatchBuilder:
-    """Builder of the batches of a plan's chunks.
+    """Builder of the inputs of a plan's chunks, on one stage.
 
-    ``samples[d]`` is the sample number of document d.
+    Args:
+        plan: The plan.
+        slices: Slices of the plan's documents.
+        samples: Sample number of every document of the plan.
+        documents: Source of the tokens.
+        stage: Index of the stage.
+        row_shard: This rank's shard of a chunk's rows.
+        device: Device of the tensors.
+        predictions: Tokens predicted for each row; None is the next token only.
     """
 
     def __init__(
@@ -95,11 +103,17 @@ class ChunkBatchBuilder:
         self._ready: dict[int, _Tensors] = {}
 
     def rows(self, chunk: int) -> int:
-        """Return the rows of the chunk's tensors over all ranks, including padding."""
+        """Return the number of rows of ``chunk`` over all ranks, including padding."""
         return self.row_shard.rows(self.plan.chunks[chunk])
 
     def batch(self, chunk: int, store: Store, training: bool) -> ChunkBatch:
-        """Return the batch of ``chunk``, with its tokens and its state."""
+        """Return the batch of ``chunk``; read its tokens unless :meth:`prepare` has read them.
+
+        Args:
+            chunk: Number of the chunk.
+            store: K/V store of the stage.
+            training: Whether a backward follows.
+        """
         recompute = self.plan.recompute[self.stage][chunk]
         row_shard, of_chunk = self.row_shard, self.plan.chunks[chunk]
         sharded = row_shard.sharded_rows(of_chunk)
@@ -129,7 +143,7 @@ class ChunkBatchBuilder:
         )
 
     def prepare(self, chunk: int) -> None:
-        """Read the tokens of ``chunk`` now, while a GPU computes earlier work."""
+        """Read the tokens of ``chunk`` now for :meth:`batch`, while the GPU runs earlier ops."""
         self._ready[chunk] = self._tensors(chunk)
 
     def _tensors(self, chunk: int) -> _Tensors:

@@ -14,10 +14,12 @@ from megatron_epp.layers.chunk_state import ChunkState
 class ChunkParams(PackedSeqParams):
     """Parameters of a chunk that Megatron passes to every layer, also in recomputation.
 
-    To Megatron, this rank's rows of the chunk are one sequence [0, t). ``state`` has the documents
-    of all rows of the chunk. ``positions`` [t] are the positions of this rank's rows in their
-    documents, for the rotary embedding. ``mtp_tokens`` [D, t] are the tokens that MTP modules read
-    for them, None without MTP.
+    To Megatron, this rank's rows of the chunk are one sequence [0, t).
+
+    Attributes:
+        state: State of the chunk, with the documents of all rows.
+        positions: [t] positions of this rank's rows in their documents, for the rotary embedding.
+        mtp_tokens: [D, t] tokens that the D MTP modules read for these rows; None without MTP.
     """
 
     state: ChunkState
@@ -28,7 +30,7 @@ class ChunkParams(PackedSeqParams):
     def of(
         cls, state: ChunkState, positions: Tensor, mtp_tokens: Tensor | None = None
     ) -> "ChunkParams":
-        """Return the parameters of a chunk with this state."""
+        """Return the parameters of a chunk, with boundaries of one sequence of all its rows."""
         # On the CPU: the unfused rotary embedding reads it with .tolist(), which must not wait for
         # a device. The fused one needs it on the device (PositionedRotary).
         rows = positions.shape[0]
@@ -45,7 +47,7 @@ class ChunkParams(PackedSeqParams):
         )
 
     def repeated(self, layers: int) -> "ChunkParams":
-        """Return the parameters of another run of a shared MTP layer (:meth:`ChunkState.again`)."""
+        """Return a copy for another run of a shared MTP layer (:meth:`ChunkState.again`)."""
         return replace(self, state=self.state.again(layers))
 
 

@@ -45,12 +45,19 @@ class ChatTokenizer(Protocol):
     def tokenize_conversation(
         self, conversation: list[Message], return_target: bool, add_generation_prompt: bool
     ) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return the tokens and targets of a conversation: two [tokens]."""
+        """Return the tokens and the targets of a conversation: two arrays [tokens]."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedChats:
-    """Tokenized conversations of a chat file; ``lengths`` [conversations] int64 in tokens."""
+    """Counts of a tokenized chat file.
+
+    Attributes:
+        lines: Number of lines.
+        lengths: [conversations] int64 tokens of each conversation.
+        targets: Number of tokens with a loss.
+        untargeted: Number of conversations without a target.
+    """
 
     lines: int
     lengths: numpy.ndarray
@@ -114,9 +121,10 @@ def read_lines(
 
 
 def unread_line(path: Path, unread: set[tuple[str, str]], chat_format: str) -> str | None:
-    """Return the warning about the keys that ``read_lines`` has collected; None if there are none.
+    """Return a warning that names the unread keys collected by ``read_lines``, or None.
 
-    The tokenizer's own template (the format default) may read any key of a message.
+    With the chat format "default", keys of messages are not named, because the tokenizer's template
+    may read them.
     """
     known = sorted((key, of) for key, of in unread if not of or chat_format != "default")
     if not known:
@@ -127,7 +135,7 @@ def unread_line(path: Path, unread: set[tuple[str, str]], chat_format: str) -> s
 
 
 def conversations_of(messages: Sequence[Message]) -> list[list[Message]]:
-    """Return the conversations of a line: each system message begins one."""
+    """Split the messages of a line into conversations; each system message begins a new one."""
     conversations: list[list[Message]] = []
     for message in messages:
         if not conversations or message["role"] == "system":
@@ -139,7 +147,7 @@ def conversations_of(messages: Sequence[Message]) -> list[list[Message]]:
 def encode(
     conversation: list[Message], tokenizer: ChatTokenizer, chat_format: str
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Return (tokens int64, mask uint8) of a conversation: two [tokens].
+    """Tokenize a conversation; return tokens (int64) and loss mask (uint8), both [tokens].
 
     Raises:
         ValueError: The format does not support the turns, or the tokenizer refuses them.
@@ -217,7 +225,7 @@ def _check_turns(conversation: Sequence[Message]) -> None:
 def encode_line(
     numbered: tuple[int, list[Message]], path: Path, tokenizer: ChatTokenizer, chat_format: str
 ) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
-    """Return (tokens, mask) of every conversation of a line from ``read_lines``.
+    """Tokenize every conversation of a line; return (tokens, mask) of each, as :func:`encode`.
 
     Args:
         numbered: Number and messages of the line.

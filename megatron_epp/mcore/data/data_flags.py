@@ -10,10 +10,13 @@ _SPLIT_FLAGS = ("train_data_path", "valid_data_path", "test_data_path", "per_spl
 
 
 def blends_of(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
-    """Return the blend of --data-path, or those of training, validation and test, as Megatron does.
+    """Return the blend of --data-path, and the blends of training, validation and test.
+
+    As in Megatron, at least one of the two results is None.
 
     Raises:
-        ValueError: A file cannot be read, there is no corpus, or weights are invalid.
+        ValueError: --data-path and --data-args-path are both given, a file cannot be read, a blend
+            names no corpus, or a weight is invalid.
     """
     # Imported here: reading documents needs no trainer.
     from megatron.training.utils import get_blend_and_blend_per_split
@@ -49,7 +52,7 @@ def blends_of(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
 
 
 def require_data_flags(args: Any) -> None:
-    """Raise a ValueError for what Megatron asserts about data flags when it builds, or later."""
+    """Raise a ValueError for data flags on which Megatron would fail later, with an assertion."""
     blend, per_split = blends_of(args)
     if blend is None and per_split is not None and args.split is not None:
         raise ValueError(

@@ -61,9 +61,12 @@ _CACHED_DOCUMENTS = 64
 
 @dataclass
 class DocumentConfig(GPTDatasetConfig):
-    """Megatron's dataset configuration with fields for documents; not frozen, as its parents.
+    """Megatron's dataset configuration with fields for documents; mutable, as its base class.
 
-    ``sequence_length`` is the context: the most inputs of a document that are kept.
+    ``sequence_length`` is the context, the largest number of inputs of a document.
+
+    Raises:
+        ValueError: The policy, ``blend_by`` or the context is invalid.
     """
 
     overlong: str = "truncate"
@@ -76,10 +79,10 @@ class DocumentConfig(GPTDatasetConfig):
     """Rows of the embedding, including padding; larger tokens are refused. None: no check."""
 
     rewrite: Callable[[numpy.ndarray, int], numpy.ndarray] | None = field(default=None, repr=False)
-    """Rewrites a document from its tokens and item to as many tokens; None: no rewriting."""
+    """Function (tokens, item) -> the same number of rewritten tokens; None: no rewriting."""
 
     indices: dict[tuple[str, Split], DocumentIndex] = field(default_factory=dict, repr=False)
-    """Results of ``check_corpora`` for each corpus and split, which are computed once."""
+    """Document index of each (corpus, split), which :func:`check_corpora` sets."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,9 +94,10 @@ class DocumentConfig(GPTDatasetConfig):
 
 
 class DocumentDataset(MegatronDataset):
-    """One split of one corpus, built by Megatron's builder, so blends and splits work as usual.
+    """Dataset of the documents of one split of one corpus, built by Megatron's builder.
 
-    Its length is the number of samples wanted, over several epochs if necessary, or one epoch.
+    The length of the dataset is ``num_samples``, over several epochs if necessary. If
+    ``num_samples`` is None, the length is one epoch.
     """
 
     def __init__(
@@ -122,16 +126,16 @@ class DocumentDataset(MegatronDataset):
     def numel_low_level_dataset(
         low_level_dataset: IndexedDataset | MockGPTLowLevelDataset,
     ) -> int:
-        """Return the number of sequences, which splits count, as in GPTDataset."""
+        """Return the number of sequences in the corpus, by which Megatron computes splits."""
         return low_level_dataset.sequence_lengths.shape[0]
 
     @staticmethod
     def build_low_level_dataset(
         dataset_path: str | None, config: DocumentConfig
     ) -> IndexedDataset | MockGPTLowLevelDataset:
-        """Open the corpus; ``check_corpora`` has reported damage before.
+        """Open the corpus, which ``check_corpora`` has checked before.
 
-        Mock data are Megatron's, 100,000 documents of 1 to 4,095 tokens.
+        Without a path, return Megatron's mock data: 100,000 documents of 1 to 4,095 tokens.
         """
         if dataset_path is None:
             return MockGPTDataset.build_low_level_dataset(None, config)
@@ -170,27 +174,40 @@ class DocumentDataset(MegatronDataset):
         return self._orders[epoch]
 
     def lengths(self, items: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
-        """Return the inputs of each item, from the index alone: [n] -> [n] int64."""
+        """Return the number of inputs of each item's document: [n] -> [n] int64.
+
+        No token is read.
+        """
         return self.index.inputs[self.documents(items)].astype(numpy.int64)
 
     def first_lengths(self, count: int) -> numpy.ndarray:
-        """Return the inputs of the first ``count`` items, over several epochs: [count] int64."""
+        """Return the number of inputs of each of the first ``count`` items: [count] int64.
+
+        ``count`` may exceed an epoch. No token is read.
+        """
         epochs = range(-(-count // self.counts.documents))
         inputs = [self.index.inputs[self._order(epoch)] for epoch in epochs]
         return numpy.concatenate([numpy.empty(0, numpy.int64), *inputs])[:count].astype(numpy.int64)
 
     def length(self, item: int) -> int:
-        """Return the inputs of one item."""
+        """Return the number of inputs of one item's document."""
         return int(self.lengths([item])[0])
 
     def tokens(self, item: int, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """Return tokens [start, stop) of an item, which has ``length + 1``: int64.
+        """Return an int64 array with tokens [start, stop) of the document of sample ``item``.
 
-        Only these are read, unless documents are rewritten. The inputs of a span [a, b) are tokens
-        [a, b), its labels tokens [a + 1, b + 1).
+        A document with ``length`` inputs has ``length + 1`` tokens. The inputs of a span [a, b) are
+        tokens [a, b), and the labels of the span are tokens [a + 1, b + 1). Only the requested
+        tokens are read, unless ``config.rewrite`` is set, which needs the full document.
+
+        Args:
+            item: Index of the sample.
+            start: First token.
+            stop: End of the tokens; None is the end of the document.
 
         Raises:
-            ValueError: The item has fewer tokens.
+            ValueError: The span lies outside of the document, or a token that was read is not in
+                [0, ``config.vocabulary_size``).
         """
         document = int(self.documents([item])[0])
         tokens_there = int(self.index.inputs[document]) + 1
@@ -223,11 +240,11 @@ class DocumentDataset(MegatronDataset):
         return read.astype(numpy.int64)
 
     def loss_mask(self, inputs: numpy.ndarray, labels: numpy.ndarray) -> numpy.ndarray:
-        """Return 1.0 where the label has a loss: float32, by the rules of GPTDataset.
+        """Return the loss mask of ``labels`` as float32, by the rules of GPTDataset.
 
-        It is 0 where the *input* is the end of a document, with --eod-mask-loss: what follows
-        belongs to another document, but the EOD itself is a target. It is also 0 where the label is
-        the tokenizer's own padding token.
+        The mask is 0 if the label is the tokenizer's padding token. With --eod-mask-loss, the mask
+        is also 0 if the *input* is the end-of-document token: the label then belongs to another
+        document. The end-of-document token itself is a target. All other labels have 1.
         """
         mask = numpy.ones(len(inputs), numpy.float32)
         if self.config.eod_mask_loss:
@@ -236,10 +253,13 @@ class DocumentDataset(MegatronDataset):
         return mask
 
     def targets(self, item: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return (labels int64, loss mask float32) of an item's inputs [start, stop).
+        """Return labels (int64) and loss mask (float32) of an item's inputs [start, stop).
 
-        Only these are read. Labels are made before any cut: the last label of a span is the first
-        input of the next.
+        Labels are those of the full document: the last label of a span is the first input of the
+        next. The corpus's own loss mask, if there is one, is multiplied in.
+
+        Raises:
+            ValueError: As :meth:`tokens`.
         """
         tokens = self.tokens(item, start, stop + 1)
         mask = self.loss_mask(tokens[:-1], tokens[1:])
@@ -274,7 +294,7 @@ def index_of_split(
 
     Args:
         sequence_lengths: Tokens of every sequence of the corpus.
-        sequences: Numbers of the split's sequences.
+        sequences: Consecutive indices of the split's sequences.
         config: The configuration, with context and policy for overlong documents.
         masks: Loss masks; documents then end at their last target.
     """
@@ -292,7 +312,7 @@ def refuse_empty(
     num_samples: int | None,
     config: DocumentConfig,
 ) -> None:
-    """Raise a ValueError if documents of a split are wanted and none is left.
+    """Raise a ValueError if a split has no usable document, unless 0 samples are wanted.
 
     Args:
         counts: Counts of the split.
@@ -335,8 +355,8 @@ def config_from_args(
         blend_by: What the weights of a blend count: tokens or documents.
 
     Raises:
-        ValueError: A flag asks for a data path without documents, or --fim-data cannot rewrite the
-            documents.
+        ValueError: No corpus is given, the blend is invalid, a flag skips reading the .idx files,
+            or --fim-data cannot rewrite the documents.
     """
     for flag in (
         "dataloader_fast_cache_load",
@@ -378,7 +398,7 @@ def config_from_args(
 
 
 def dataset_fields(args: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
-    """Return the fields of Megatron's GPTDatasetConfig that its flags set for any dataset."""
+    """Return the fields of Megatron's GPTDatasetConfig that ``args`` set for every dataset."""
     return {
         "random_seed": args.seed,
         "sequence_length": args.seq_length,
@@ -401,13 +421,19 @@ def _in_place_of(chats: Mapping[str, str], blend: Blend | None) -> Blend | None:
 
 
 def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
-    """Find all errors in the corpora before Megatron builds on them.
+    """Check the corpora before Megatron builds datasets, and fill ``config.indices``.
 
-    Every rank calls it: Megatron builds on rank 0 first, and if only that fails, the others block.
-    ``sizes`` are the samples wanted for training, validation and test; None is one epoch.
+    Every rank calls it. Megatron builds on rank 0 first; if only rank 0 failed, the other ranks
+    would block. Rank 0 warns about corpora that are split into sentences. Corpora in object storage
+    are not checked.
+
+    Args:
+        config: The configuration.
+        sizes: Samples wanted for training, validation and test; None is one epoch.
 
     Raises:
-        ValueError: Files are damaged, no document is usable, or tokens are beyond the vocabulary.
+        ValueError: A file is damaged or no corpus, no document is usable, tokens exceed the
+            vocabulary, or --fim-data would rewrite documents with loss masks.
     """
     examined: dict[str, tuple[CorpusFiles, LossMasks | None]] = {}
     for prefix, split, (begin, end), size in _shares(config, sizes):
@@ -443,13 +469,13 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
 
 
 def require_same_documents(config: DocumentConfig, group: torch.distributed.ProcessGroup) -> None:
-    """Require that every rank of ``group`` has the same documents. Collective, on the CPU.
+    """Compare the document indices of all ranks of ``group``, on the CPU. Collective.
 
-    Tokens are not read. Without shared files, each node reads its own. Lengths that differ only in
-    the thousandth iteration would end the job there.
+    Nodes without shared files read different files, which may differ in a later document only. The
+    comparison finds this before training. Tokens are not compared.
 
     Raises:
-        ValueError: The difference, and the ranks that have it.
+        ValueError: Ranks have different corpora or documents; the message names the ranks.
     """
     agree(
         repr([(prefix, split.name) for prefix, split in config.indices]),

@@ -23,7 +23,7 @@ _SEEDS = 1 << 32  # of numpy's RandomState
 
 
 def fim_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields that GPTFIMDatasetConfig adds to GPTDatasetConfig's, from the flags."""
+    """Return the fields of GPTFIMDatasetConfig that GPTDatasetConfig lacks, from ``args``."""
     return {
         "fim_rate": args.fim_rate,
         "fim_spm_rate": args.fim_spm_rate,
@@ -35,14 +35,15 @@ def fim_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class FillInMiddle:
-    """Rewriting of a document, called with its tokens and its item; see ``DocumentConfig``.
+    """Fill-in-the-middle rewriting of one document, for ``DocumentConfig.rewrite``.
 
-    ``words`` is the number of rows of the embedding; None disables the check.
+    Args:
+        config: Megatron's configuration, with the rates and special tokens.
+        words: Number of rows of the embedding; None disables the check of the special tokens.
 
     Raises:
-        ValueError: The tokenizer cannot decode without special tokens, it lacks tokens, or rates
-            are
-            not between 0 and 1.
+        ValueError: The tokenizer cannot decode without special tokens, it lacks one of the special
+            tokens, or a rate is not between 0 and 1.
     """
 
     def __init__(self, config: GPTFIMDatasetConfig, words: int | None):
@@ -55,11 +56,11 @@ class FillInMiddle:
     def of(
         cls, args: argparse.Namespace, fields: dict[str, Any], words: int | None
     ) -> "FillInMiddle":
-        """Return the rewriting of Megatron's flags; ``fields`` are GPTDatasetConfig's."""
+        """Return the rewriting for Megatron's ``args``; ``fields`` are GPTDatasetConfig's."""
         return cls(GPTFIMDatasetConfig(**fields, **fim_fields(args)), words)
 
     def __call__(self, tokens: numpy.ndarray, item: int) -> numpy.ndarray:
-        """Return the rewritten ``tokens``: [n] -> [n] int64."""
+        """Return the rewritten ``tokens``: [n] -> [n] int64, random by the seed and ``item``."""
         sample = self._sample
         sample.dataset = _OneDocument(tokens)
         sample.sample_index = _bounds(tokens)

@@ -30,10 +30,10 @@ class TokenSource(Protocol):
     """Source of any span of the documents' tokens; see :class:`Documents`."""
 
     def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
-        """Return inputs [start, stop) of a document: int64."""
+        """Return inputs [start, stop) of a sample's document as int64."""
 
     def targets(self, sample: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return (labels int64, loss mask float32) of the inputs [start, stop)."""
+        """Return labels (int64) and loss mask (float32) of the inputs [start, stop)."""
 
 
 class DocumentSource(TokenSource, Protocol):
@@ -46,11 +46,11 @@ class DocumentSource(TokenSource, Protocol):
     def __len__(self) -> int: ...
 
     def lengths(self, samples: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
-        """Return the inputs of each sample's document: [n] -> [n] int64."""
+        """Return the number of inputs of each sample's document: [n] -> [n] int64."""
 
 
 class Documents:
-    """A corpus or a blend of several, by sample number: lengths, and any span of the tokens."""
+    """Documents of a corpus or of a blend, indexed by sample number."""
 
     def __init__(self, dataset: DocumentDataset | BlendedDataset) -> None:
         self.dataset = dataset
@@ -68,7 +68,7 @@ class Documents:
 
     @property
     def fractions(self) -> str | None:
-        """Fractions of documents and tokens from each corpus of a blend; None for one corpus."""
+        """Text with each corpus's fraction of documents and tokens; None for a single corpus."""
         if not isinstance(self.dataset, BlendedDataset):
             return None
         documents, tokens = numpy.array(self._drawn).T
@@ -82,7 +82,7 @@ class Documents:
 
     @property
     def mean_length(self) -> float:
-        """Mean inputs of a document over all samples."""
+        """Mean number of inputs per document over all samples."""
         documents, tokens = numpy.array(self._drawn).sum(0)
         return tokens / documents
 
@@ -98,7 +98,7 @@ class Documents:
         ]
 
     def locate(self, samples: Sequence[int] | numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return (corpus, item of its DocumentDataset) of each sample: two [n] int64.
+        """Return two int64 arrays [n]: the corpus of each sample, and the item in that corpus.
 
         Raises:
             ValueError: A sample is beyond the dataset.
@@ -116,7 +116,10 @@ class Documents:
         )
 
     def lengths(self, samples: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
-        """Return the inputs of each sample's document, from the indices alone: [n] -> [n] int64."""
+        """Return the number of inputs of each sample's document: [n] -> [n] int64.
+
+        No token is read.
+        """
         corpora, items = self.locate(samples)
         lengths = numpy.empty_like(items)
         for corpus in numpy.unique(corpora):
@@ -129,18 +132,22 @@ class Documents:
         return self.parts[int(corpora[0])], int(items[0])
 
     def tokens(self, sample: int, start: int = 0, stop: int | None = None) -> numpy.ndarray:
-        """Return tokens [start, stop) of a document, which has one more than inputs: int64."""
+        """Return tokens [start, stop) of a sample's document as int64.
+
+        A document has one token more than inputs; ``stop`` None is the end of the document.
+        """
         part, item = self._item(sample)
         return part.tokens(item, start, stop)
 
     def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
-        """Return inputs [start, stop) of a document: int64. A first stage reads only these."""
+        """Return inputs [start, stop) of a sample's document as int64, for a first stage."""
         return self.tokens(sample, start, stop)
 
     def targets(self, sample: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return (labels int64, loss mask float32) of the inputs [start, stop), for a last stage.
+        """Return labels (int64) and loss mask (float32) of inputs [start, stop), for a last stage.
 
-        Labels are made before any cut: the last label of a span is the first input of the next.
+        Labels are those of the full document: the last label of a span is the first input of the
+        next.
         """
         part, item = self._item(sample)
         return part.targets(item, start, stop)
@@ -148,7 +155,7 @@ class Documents:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Global batch: sample numbers and the inputs of their documents."""
+    """Global batch: sample numbers, and the number of inputs of each sample's document."""
 
     samples: numpy.ndarray  # [size] int64
     lengths: numpy.ndarray  # [size] int64
@@ -157,7 +164,8 @@ class Batch:
 def scheduled_sizes() -> Callable[[int], int]:
     """Return a function from consumed samples to the size of the next training batch.
 
-    It is Megatron's own calculator: one size, or that of --step-batch-size-schedule.
+    The function uses Megatron's own calculator: the size is constant, or follows
+    --step-batch-size-schedule.
     """
     calculator = copy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
 
@@ -169,7 +177,7 @@ def scheduled_sizes() -> Callable[[int], int]:
 
 
 def scheduled_samples(iterations: int, size_after: Callable[[int], int]) -> int:
-    """Return the samples of the first ``iterations`` iterations."""
+    """Return the number of samples consumed by the first ``iterations`` iterations."""
     consumed = 0
     for _ in range(iterations):
         consumed += size_after(consumed)
@@ -177,9 +185,15 @@ def scheduled_samples(iterations: int, size_after: Callable[[int], int]) -> int:
 
 
 class GlobalBatches:
-    """Iterator over the global batches from ``consumed`` samples on, which can look ahead.
+    """Iterator over the global batches, with look-ahead.
 
-    ``size`` is the number of samples of each, or a function of the samples consumed before.
+    Args:
+        documents: Source of the documents.
+        size: Number of samples per batch, or a function from consumed samples to this number.
+        consumed: Number of samples consumed before the first batch.
+
+    Raises:
+        ValueError: The size or ``consumed`` is invalid; in ``next``: too few samples are left.
     """
 
     def __init__(
@@ -207,7 +221,10 @@ class GlobalBatches:
         return batch
 
     def peek(self, ahead: int = 0) -> Batch | None:
-        """Return the batch ``ahead`` batches after the next; None if the dataset has ended."""
+        """Return the batch ``ahead`` batches after the next one, without consuming any.
+
+        The result is None if too few samples are left.
+        """
         first = self.consumed
         for _ in range(ahead):
             first += self.size_after(first)
@@ -237,7 +254,7 @@ class FullPasses(GlobalBatches):
         return batch
 
     def peek(self, ahead: int = 0) -> Batch:
-        """Return the batch ``ahead`` batches after the next."""
+        """Return the batch ``ahead`` batches after the next one, without consuming any."""
         number = (self._drawn + ahead) % self.batches
         samples = numpy.arange(self._bounds[number], self._bounds[number + 1])
         return Batch(samples, self.documents.lengths(samples))
@@ -248,12 +265,15 @@ def build_documents(
     sizes: Sequence[int | None],
     group: torch.distributed.ProcessGroup | None = None,
 ) -> list[Documents | None]:
-    """Check and build the documents of training, validation and test. Every rank calls it.
+    """Check and build the documents of training, validation and test. Collective.
 
     Args:
         config: The configuration.
-        sizes: Samples wanted for each; None is one epoch.
-        group: Group of all ranks, on the CPU, whose documents are compared; None: no comparison.
+        sizes: Samples wanted for each of the three; None is one epoch.
+        group: CPU group of all ranks, which compare their documents; None: no comparison.
+
+    Returns:
+        The documents of training, validation and test; None for a split without documents.
 
     Raises:
         ValueError: As ``check_corpora``, or ranks have different documents.

@@ -26,7 +26,7 @@ _CACHED_ITEMS = 16
 
 
 class VarlenItems(Protocol):
-    """Dataset of variable-length items; ``original_seq_lens`` [items] has their lengths."""
+    """Dataset of variable-length items; ``original_seq_lens`` has the tokens of each item."""
 
     original_seq_lens: Sequence[int]
 
@@ -36,15 +36,19 @@ class VarlenItems(Protocol):
 
 
 class ItemDocuments:
-    """Documents of ``items``; has the interface of global_batches.Documents.
+    """Documents of ``items``, with the interface of global_batches.Documents.
 
-    Attributes:
-        context: Most inputs of a document; ``overlong`` is the policy for longer ones.
-        wanted: Samples that training takes; None is one epoch.
-        vocabulary: Rows of the embedding; tokens and labels beyond are refused.
+    Args:
+        items: The dataset.
+        context: Largest number of inputs of a document.
+        overlong: Policy for longer documents: truncate, drop or split.
+        wanted: Number of samples; None is one epoch.
+        vocabulary: Rows of the embedding.
 
     Raises:
-        ValueError: Lengths are invalid; when reading, an item has another length than announced.
+        ValueError: In the constructor: lengths are invalid, or no document is usable. When reading:
+            an item lacks a key or rows, its length differs from ``original_seq_lens``, its loss
+            mask is not 0 or 1, or a token or label exceeds the vocabulary.
     """
 
     def __init__(
@@ -83,7 +87,10 @@ class ItemDocuments:
         return self._samples
 
     def lengths(self, samples: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
-        """Return the inputs of each sample's document: [n] -> [n] int64; no item is read."""
+        """Return the number of inputs of each sample's document: [n] -> [n] int64.
+
+        No item is read.
+        """
         places = numpy.asarray(samples, numpy.int64) % self.counts.documents
         return self._index.inputs[places].astype(numpy.int64)
 
@@ -93,7 +100,7 @@ class ItemDocuments:
         return tokens[offset + start : offset + stop]
 
     def targets(self, sample: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return (labels int64, loss mask float32) of a document's inputs [start, stop)."""
+        """Return labels (int64) and loss mask (float32) of a document's inputs [start, stop)."""
         _, labels, mask, offset = self._rows(sample)
         return labels[offset + start : offset + stop], mask[offset + start : offset + stop]
 

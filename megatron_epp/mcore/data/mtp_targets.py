@@ -22,9 +22,11 @@ from megatron_epp.mcore.data.global_batches import TokenSource
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """Tokens predicted for each row: the next, and one by each of ``depths`` MTP modules.
+    """Number of tokens predicted for each row: the next token, and one per MTP module.
 
-    ``scale`` is that of the losses of all MTP modules together (--mtp-loss-scaling-factor).
+    Attributes:
+        depths: Number of MTP modules.
+        scale: Factor on the mean of the MTP modules' losses (--mtp-loss-scaling-factor).
     """
 
     depths: int = 0
@@ -34,7 +36,7 @@ class Predictions:
     def of(cls, config: Any, training: bool) -> "Predictions":
         """Return the predictions of Megatron's ``config`` (TransformerConfig).
 
-        An evaluation predicts the next token only.
+        Without ``training``, only the next token is predicted.
         """
         depths = getattr(config, "mtp_num_layers", None) or 0
         return cls(depths, config.mtp_loss_scaling_factor) if depths and training else cls()
@@ -82,7 +84,7 @@ class TargetRows:
             sample: Sample number of the document.
             span: Inputs [start, stop) of the document.
             length: Inputs of the document.
-            counts: Returns the targets of each MTP module (:func:`target_counts`).
+            counts: Returns :func:`target_counts` of the document; called with MTP only.
         """
         start, stop = span
         depths = self.predictions.depths
@@ -104,9 +106,9 @@ class TargetRows:
 def target_counts(
     documents: TokenSource, sample: int, length: int, predictions: Predictions
 ) -> numpy.ndarray:
-    """Return the number of targets of a document for each prediction: [1 + D].
+    """Return the number of targets of a document for each prediction: float64 [1 + D].
 
-    It reads the labels and loss mask of the full document.
+    This reads the labels and the loss mask of the full document.
 
     Args:
         documents: Source of the tokens.
@@ -121,9 +123,9 @@ def target_counts(
 def mtp_tokens(
     documents: TokenSource, sample: int, span: tuple[int, int], length: int, depths: int
 ) -> numpy.ndarray:
-    """Return the tokens that the MTP modules read for a span: [D, stop - start].
+    """Return the tokens that the MTP modules read for a span: int64 [D, stop - start].
 
-    After the end of the document they are 0, as in Megatron.
+    Tokens after the end of the document are 0, as in Megatron.
 
     Args:
         documents: Source of the tokens.

@@ -12,12 +12,16 @@ from megatron_epp.planner.padding import GPU_ROWS
 
 
 def row_block(args: Any) -> int:
-    """Return the multiple of a rank's rows, from Megatron's args or configuration.
+    """Return the multiple to which the rows of a rank are padded.
 
-    On a GPU, Transformer Engine's tuned norms need a multiple of 4 (the others are slower, and from
-    4096 columns on cooperative). Triton compiles another kernel for sizes that 16 does not divide.
-    In fp8, GEMMs need 16 rows; a scale of MXFP8 covers 32, which it does not pad. Blocks of 128 are
-    padded, but with sequence parallelism, an all-gather in fp8 needs full ones.
+    On a GPU, Transformer Engine's tuned norms need a multiple of 4; its general norms are slower,
+    and cooperative kernels from 4096 columns on. Triton compiles another kernel for sizes that 16
+    does not divide. In fp8, GEMMs need a multiple of 16, and MXFP8 of 32, the rows of a scale.
+    Blocks of 128 rows are padded by the kernels. With sequence parallelism, the fp8 all-gather
+    needs full blocks of 128.
+
+    Args:
+        args: Megatron's args or configuration.
     """
     block: int | None = getattr(args, "epp_row_multiple", None)
     if block is None:
@@ -38,16 +42,22 @@ def row_ranks(args: Any) -> int:
 
 
 def chunk_multiple(args: Any) -> int:
-    """Return the multiple of a chunk's rows."""
+    """Return the multiple to which a chunk's rows over all ranks are padded."""
     return row_ranks(args) * row_block(args)
 
 
 @dataclass(frozen=True, slots=True)
 class RowShard:
-    """Sharding of a chunk's rows into ``parts``, one per context-parallel rank; ``part`` is ours.
+    """Sharding of a chunk's rows over context-parallel and sequence-parallel ranks.
 
-    With sequence parallelism, a part's rows are sharded over ``splits`` tensor-parallel ranks
-    between the linear layers. Rows are padded to a multiple of both, and of a rank's ``block``.
+    A chunk's rows are padded to a multiple of ``parts * splits * block``.
+
+    Attributes:
+        parts: Number of context-parallel ranks.
+        part: Index of this context-parallel rank.
+        splits: Number of tensor-parallel ranks over which sequence parallelism shards a part's rows
+            between the linear layers; 1 without sequence parallelism.
+        block: Multiple of a rank's rows (:func:`row_block`).
     """
 
     parts: int = 1
@@ -60,7 +70,7 @@ class RowShard:
 
     @classmethod
     def of(cls, args: Any) -> "RowShard":
-        """Return this rank's shard in a job with Megatron's ``args``; its groups must exist."""
+        """Return this rank's shard by Megatron's ``args``; its process groups must exist."""
         return cls(
             args.context_parallel_size,
             mpu.get_context_parallel_rank(),
@@ -74,30 +84,30 @@ class RowShard:
         return self.parts * self.splits * self.block
 
     def padded(self, tokens: int) -> int:
-        """Return the padded rows of a chunk of ``tokens``, over all ranks.
+        """Return the number of padded rows of a chunk of ``tokens`` tokens, over all ranks.
 
         An empty chunk has one row per rank: Megatron's routers accept no tensor without rows.
         """
         return -(-max(1, tokens) // self.multiple) * self.multiple
 
     def rows(self, chunk: Chunk) -> int:
-        """Return the rows of a chunk's tensors over all ranks, including padding."""
+        """Return the number of rows of ``chunk`` over all ranks, including padding."""
         return self.padded(chunk.rows(self.parts))
 
     def sharded_rows(self, chunk: Chunk) -> int:
-        """Return the number of a rank's rows from documents that are sharded over all ranks.
+        """Return the number of this rank's rows from documents that are sharded over all ranks.
 
-        They come first; the rows of documents computed by this rank alone follow.
+        These rows precede the rows of documents that this rank computes alone.
         """
         if self.parts > 1 and chunk.has_local:
             return -(-chunk.sharded_tokens // self.parts)
         return self.rows(chunk) // self.parts
 
     def local(self, rows: int) -> slice:
-        """Return this rank's contiguous slice of a chunk's padded ``rows``."""
+        """Return the slice of this context-parallel rank in a chunk's ``rows`` padded rows."""
         count = rows // self.parts
         return slice(self.part * count, (self.part + 1) * count)
 
     def message(self, rows: int) -> int:
-        """Return the number of a chunk's padded ``rows`` that this rank sends to the next stage."""
+        """Return the number of rows that this rank sends of a chunk with ``rows`` padded rows."""
         return rows // (self.parts * self.splits)

@@ -10,12 +10,12 @@ from typing import Any
 UNITS = {
     "--data-path": "weights: tokens, as in Megatron; `--epp-blend documents` for documents",
     "--split": "documents, as in Megatron: consecutive sequences of each corpus",
-    "--mid-level-dataset-surplus": "nothing: a corpus gives as many documents as are drawn",
+    "--mid-level-dataset-surplus": "nothing: a corpus supplies the documents that are drawn",
     "--global-batch-size": "documents; so do `--eval-global-batch-size` and `--micro-batch-size`",
     "--step-batch-size-schedule": "thresholds: documents times `--seq-length`, not their tokens",
-    "--decrease-batch-size-if-needed": "documents: a batch that the replicas divide",
-    "--rampup-batch-size": "nothing: Megatron 0.19.2 reads it and has no effect of it",
-    "--train-iters": "iterations; so do all flags in iterations, their tokens are the documents'",
+    "--decrease-batch-size-if-needed": "documents: the batch becomes a multiple of the replicas",
+    "--rampup-batch-size": "nothing: Megatron 0.19.2 reads the flag but does not use it",
+    "--train-iters": "iterations, as all flags in iterations do; the number of tokens varies",
     "--train-samples": "documents",
     "--lr-decay-samples": "documents",
     "--lr-warmup-samples": "documents",
@@ -24,7 +24,7 @@ UNITS = {
     "--full-validation": "every document of the validation set once",
     "--phase-transition-iterations": "iterations of `--global-batch-size` documents",
     "--override-ckpt-iteration": "iterations of `--global-batch-size` documents",
-    "--log-progress": "its tokens: documents times `--seq-length`; the log has the true ones",
+    "--log-progress": "tokens, as documents times `--seq-length`; the log has the true number",
 }
 # Flags that count samples in Megatron, or tokens by their number; reported at start if given.
 _SAID = (

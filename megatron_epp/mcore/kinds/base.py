@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class LayerKind:
-    """A layer kind, by Megatron's parsed ``args``."""
+    """Properties of a layer kind, such as attention or MoE, as functions of Megatron's args.
+
+    The methods' defaults suit a kind that changes nothing.
+    """
 
     PRICED: type[Part] | None = None  # class in cost/kinds; None: it changes another kind's cost
     NAME: str = ""  # of layers that consist of it
@@ -47,77 +50,80 @@ class LayerKind:
     # -------------------------------------------------------------- the model
 
     def layers(self, args: Any) -> tuple[bool, ...]:
-        """Return the mask of the layers that have it: those of its symbols; all of a GPTModel."""
+        """Return the mask of the layers of this kind: one bool per layer of the decoder.
+
+        The default selects the layers with the kind's symbols, and all layers of a GPTModel.
+        """
         return layers_with(args, self.SYMBOLS or self.SYMBOL)
 
     def sizes(self, args: Any) -> dict[str, Any]:
-        """Return the fields of LayerShape for a layer that has it."""
+        """Return the fields of LayerShape for a layer of this kind."""
         return {}
 
     def model_sizes(self, args: Any) -> dict[str, Any]:
-        """Return the fields of the cost model's Model that depend on it."""
+        """Return the fields of the cost model's Model that depend on this kind."""
         return {}
 
     def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
-        """Return values by destination with which exactly the layers of ``mask`` have it."""
+        """Return values of args, by name, that give this kind to exactly the layers of ``mask``."""
         return {}
 
     def words(self, args: Any) -> list[str]:
-        """Return words that distinguish the profile of such a model from others."""
+        """Return words for a profile's key that tell models with this kind apart."""
         return []
 
     def active(self, config: Any) -> int:
-        """Return the number of such modules of a layer that a token passes."""
+        """Return the number of this kind's modules in a layer that process each token."""
         return 1
 
     def heads(self, config: Any, context: int) -> Heads | None:
-        """Return the heads of one of ``context`` ranks; None without attention."""
+        """Return the attention heads of one of ``context`` context-parallel ranks, or None."""
         return None
 
     def layers_see(self, config: Any) -> Sequence[tuple[int | None, bool]]:
-        """Return (window, has sinks) of every attention variant in the model; () without."""
+        """Return (window, has sinks) of every attention variant in the model."""
         return ()
 
     # -------------------------------------------------------------- flags
 
     def defaults(self, wanted: Any) -> dict[str, Any]:
-        """Return Megatron's flags that --epp implies where a model of ``wanted`` has it."""
+        """Return the args that --epp sets if the args ``wanted`` select this kind, by name."""
         return {}
 
     def require(self, args: Any, tp: int) -> None:
         """Raise a ValueError if flags as typed are inconsistent on ``tp`` tensor-parallel ranks."""
 
     def refuse(self, args: Any) -> None:
-        """Raise a ValueError for what --epp cannot run and LIMITS do not name."""
+        """Raise a ValueError for args that --epp cannot run and that LIMITS do not cover."""
 
     def unfit_pattern(self, args: Any, symbols: str) -> str | None:
         """Return the reason why layers of ``symbols`` do not fit ``args``; None if they do."""
         return None
 
     def needs_full_documents(self, args: Any) -> bool:
-        """Return whether training compares all tokens of a document, so must not cut it."""
+        """Return whether documents must not be cut, because training compares all their tokens."""
         return False
 
     def unshared(self, holder: Any) -> str:
-        """Return the name of what cannot be computed once for a shared prefix; "" if nothing."""
+        """Return the name of a feature that shared prefixes do not support, or an empty string."""
         return ""
 
     def replays(self, config: Any) -> bool:
-        """Return whether later passes replay, in order, what it records in forwards."""
+        """Return whether later passes replay recorded forwards, so ops keep the call's order."""
         return False
 
     # -------------------------------------------------------------- ranks
 
     def expert_ranks(self, args: Any) -> int:
-        """Return the number of ranks that share a layer's experts, lockstep replicas' included."""
+        """Return the number of ranks that share a layer's experts, over all lockstep replicas."""
         return 1
 
     def layer_groups(self, holder: Any) -> list[ProcessGroup]:
-        """Return this rank's groups for its layers, besides tensor- and context-parallel ones."""
+        """Return this rank's process groups of these layers, other than those of TP and CP."""
         return []
 
     def trainer_groups(self, args: Any) -> list[ProcessGroup]:
-        """Return this rank's groups in which Megatron's trainer communicates for it."""
+        """Return this rank's process groups that Megatron's trainer uses for this kind."""
         return []
 
 
@@ -133,10 +139,10 @@ class OpenChoice(Protocol):
     values: tuple[str, ...]
 
     def excluded(self, model: Any, attention: Attention) -> dict[str, str]:
-        """Return the values that this rank's ``model`` does not support, with the reasons."""
+        """Return value -> reason for the values that this rank's ``model`` does not support."""
 
     def measured_with(self, coefficients: Iterable[LayerCoefficients]) -> str:
-        """Return the value with which layer kinds were measured."""
+        """Return the value that was set when ``coefficients`` were measured."""
 
     def settle(self, attention: Attention, value: str) -> None:
         """Set the value on ``attention``."""
@@ -144,9 +150,11 @@ class OpenChoice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Place where a kind is installed: Megatron's ``layer``, number ``index`` of its stage.
+    """Layer in which the modules of a kind are patched, with what the patches need.
 
     Attributes:
+        layer: Megatron's layer.
+        index: Index of the layer in its stage.
         context: Most tokens of a document.
         attention: The attention of the job.
         dropped: Outputs that the layer drops, to be recomputed in the backward.
@@ -163,11 +171,11 @@ class LayerPlace:
 
 
 class KindModule:
-    """A layer kind in Megatron's modules.
+    """Patches of Megatron's modules for one layer kind.
 
     Attributes:
-        KIND: Its flags.
-        CHOICES: Its flags that may stay AUTO until the model is built.
+        KIND: Properties of the layer kind.
+        CHOICES: Flags of the kind that may stay AUTO until the model is built.
     """
 
     KIND: LayerKind
@@ -178,45 +186,47 @@ class KindModule:
         return False
 
     def prepare(self, config: Any) -> None:
-        """Prepare, on every stage, what Megatron logs for a model of ``config``."""
+        """Create Megatron's log entries of this kind, equally on every stage."""
 
     def install(self, place: LayerPlace) -> None:
-        """Make the module compute chunks."""
+        """Patch the kind's module in ``place.layer`` to compute chunks."""
         raise NotImplementedError
 
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
-        """Return the shapes of what earlier slices of ``context`` tokens store on this rank.
+        """Return the shapes of what ``context`` tokens of a document cache on this rank.
 
-        ``layer`` must compute chunks already.
+        ``layer`` must be patched already.
         """
         return KeptShapes()
 
     def changed(self, model: Any) -> list[Tensor]:
-        """Return the tensors that an iteration changes besides weights and gradients."""
+        """Return the tensors that an iteration changes, other than weights and gradients."""
         return []
 
     # -------------------------------------------------------------- on CPU-only hosts
 
     def local_layer(self, config: Any) -> Any:
-        """Return the spec of such a layer of a HybridModel, of Megatron's local modules."""
+        """Return the spec of a HybridModel's layer of this kind with Megatron's local modules."""
         raise NotImplementedError
 
     def local_block(self, config: Any, vp_stage: int | None) -> Any:
-        """Return the spec of a stage's layers of a GPTModel, of Megatron's local modules.
+        """Return the spec of a stage's layers of a GPTModel with Megatron's local modules.
 
-        None means that Megatron's own spec is used.
+        None selects Megatron's own spec.
         """
         return None
 
     def fix_local(self, layer: Any, config: Any) -> None:
-        """Complete ``layer``, the submodules of a local layer of Megatron's."""
+        """Complete ``layer``, the submodules of one of Megatron's local layers, in place."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptShapes:
-    """Shapes of what slices leave in the store: two tensors, or none.
+    """Shapes of the tensors that a slice caches in the store.
 
-    ``last`` says whether a document's last slice leaves them, too.
+    Attributes:
+        shapes: Shapes of two tensors, or an empty tuple.
+        last: Whether a document's last slice is cached, too.
     """
 
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -224,17 +234,17 @@ class KeptShapes:
 
 
 def layers_with(args: Any, symbols: str) -> tuple[bool, ...]:
-    """Return the mask of the layers with these ``symbols``; of a GPTModel all."""
+    """Return the mask of the layers with one of ``symbols``; all layers of a GPTModel."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     by_symbol = tuple(symbol in symbols for symbol in symbols_of_layers(pattern or ""))
     return by_symbol or (True,) * args.num_layers
 
 
 def mask_of_layers(flag: str, values: Sequence[int], layers: int) -> tuple[bool, ...]:
-    """Return ``values`` of ``flag`` as a mask of all layers.
+    """Return the 0s and 1s ``values`` of ``flag`` as a mask, one bool per layer.
 
     Raises:
-        ValueError: There are more or fewer than ``layers`` values.
+        ValueError: The number of values is not ``layers``.
     """
     if len(values) != layers:
         raise ValueError(f"{flag}: {len(values)} layers; expected --num-layers, {layers}")

@@ -33,7 +33,10 @@ class Limit:
 
 
 def any_of(*names: str, harmless: tuple[Any, ...] = ()) -> Callable[[Any], bool]:
-    """Return a test for flags with a value other than None, False and ``harmless``."""
+    """Return a function that tests whether one of the flags ``names`` is set.
+
+    A flag is set if its value is not None, False or one of ``harmless``.
+    """
 
     def asked(args: Any) -> bool:
         values = [getattr(args, name, None) for name in names]
@@ -43,9 +46,13 @@ def any_of(*names: str, harmless: tuple[Any, ...] = ()) -> Callable[[Any], bool]
 
 
 def settings(before: str = "", **words: str) -> Reason:
-    """Return a function that names the first of these settings that a configuration has.
+    """Return a function that returns a text about the first setting that a configuration has.
 
-    It takes a model or a call of a loop.
+    The function takes a model or a call of a loop, and returns None without such a setting.
+
+    Args:
+        before: Text before the setting's description.
+        words: Description of each setting, by its name in the configuration.
     """
 
     def reason(holder: Any) -> str | None:
@@ -58,10 +65,10 @@ def settings(before: str = "", **words: str) -> Reason:
 
 
 def not_computed(**words: str) -> Reason:
-    """Return a function that names the first of these settings that slices do not support."""
+    """Return :func:`settings` with a text that says that slices do not compute the setting."""
     return settings("slices do not compute ", **words)
 
 
 def of_config(asked: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    """Return ``asked`` for a loop's model; its configuration has the flags' names."""
+    """Return a function that applies ``asked`` to the configuration of a loop's model."""
     return lambda model: bool(asked(model.config))

@@ -34,7 +34,7 @@ NORM_OF_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def local_submodules(config: Any, mla: bool = False) -> TransformerLayerSubmodules:
-    """Return the submodules of a layer with attention and an MLP."""
+    """Return the submodules of Megatron's local layer with attention and an MLP."""
     return get_gpt_layer_local_submodules(
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=mla,
@@ -46,13 +46,13 @@ def local_submodules(config: Any, mla: bool = False) -> TransformerLayerSubmodul
 def local_attention(
     config: Any, attention: Any = None, keys: Mapping[str, str] = NORM_OF_QKV, mla: bool = False
 ) -> ModuleSpec:
-    """Return the spec of a layer of ``attention``, by default multi-head.
+    """Return the spec of a layer that consists of attention.
 
     Args:
         config: The TransformerConfig.
-        attention: Spec of the attention.
-        keys: Keys of checkpoints for its norm.
-        mla: Whether the default attention is MLA.
+        attention: Spec of the attention; None selects multi-head attention or MLA.
+        keys: Checkpoint keys for the norm before the attention.
+        mla: Whether ``attention`` None selects MLA.
     """
     layer = local_submodules(config, mla)
     submodules = TransformerLayerSubmodules(
@@ -80,9 +80,13 @@ def block_with(
     vp_stage: int | None,
     changed: Callable[[int, TransformerLayerSubmodules], dict[str, Any]],
 ) -> Any:
-    """Return the spec of a stage's layers of a GPTModel with another attention variant.
+    """Return the spec of a stage's layers of a GPTModel with some submodules replaced.
 
-    ``changed`` returns the changed submodules of a layer by its number in the model, from 0 on.
+    Args:
+        config: The TransformerConfig.
+        vp_stage: Index of the stage on its rank; None without interleaving.
+        changed: Returns the replaced submodules by name, from the layer's number in the model,
+            which begins at 0, and its present submodules.
     """
     copied = copy.copy(config)
     copied.experimental_attention_variant = None
@@ -112,7 +116,10 @@ def block_with(
 
 
 def fix_local_attention(layer: Any, config: Any) -> None:
-    """Complete the local multi-head attention in ``layer``, the submodules of a layer."""
+    """Patch local multi-head attention for context parallelism and QK L2 norm, in place.
+
+    Other attention in ``layer``, the submodules of a layer, does not change.
+    """
     attention = local_attention_of(layer, mla=False)
     if attention is None:
         return
@@ -123,9 +130,9 @@ def fix_local_attention(layer: Any, config: Any) -> None:
 
 
 def norm_as_engines(layer: Any) -> None:
-    """Give the norm before an MoE its key in Transformer Engine's layers.
+    """Set the checkpoint key of the norm before an MoE to that of Transformer Engine's layers.
 
-    Local layers save it under the key of a dense layer.
+    Megatron's local layers would save this norm under the key of a dense layer.
     """
     names = getattr(layer.submodules_config, "sharded_state_dict_keys_map", {})
     kept = {
@@ -136,7 +143,10 @@ def norm_as_engines(layer: Any) -> None:
 
 
 def local_attention_of(layer: Any, mla: bool) -> Any:
-    """Return the submodules of ``layer``'s local attention, MLA or not; None if it is another."""
+    """Return the submodules of ``layer``'s local attention.
+
+    Return None if the attention is not local, or if ``mla`` does not match.
+    """
     own = layer.self_attention
     submodules = getattr(own, "submodules", None)
     if getattr(submodules, "core_attention", None) is not DotProductAttention:

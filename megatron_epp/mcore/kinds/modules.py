@@ -34,10 +34,10 @@ _SLOTS = ("self_attention", "cross_attention", "mixer", "mlp")
 
 
 def kinds_of_layer(layer: Any) -> tuple[KindModule, ...]:
-    """Return the kinds of a layer of Megatron's.
+    """Return the kinds of the modules in one of Megatron's layers.
 
     Raises:
-        ValueError: The layer has a module of no kind.
+        ValueError: The layer has a module that no kind supports.
     """
     kinds = []
     for slot in _SLOTS:
@@ -55,7 +55,7 @@ def kinds_of_layer(layer: Any) -> tuple[KindModule, ...]:
 
 
 def timed_modules(layer: Any) -> Mapping[str, tuple[Any, ...]]:
-    """Return the modules of ``layer`` that are timed alone, by their name in recompute."""
+    """Return the modules of ``layer`` to time separately, by their name in selective recompute."""
     modules: dict[str, tuple[Any, ...]] = {}
     for kind in kinds_of_layer(layer):
         for name, attribute in kind.KIND.TIMED.items():
@@ -64,5 +64,8 @@ def timed_modules(layer: Any) -> Mapping[str, tuple[Any, ...]]:
 
 
 def changed_tensors(model: Any) -> list[tuple[Tensor, Tensor]]:
-    """Return (tensor, copy) of what an iteration changes besides weights and gradients."""
+    """Copy the tensors that an iteration changes, other than weights and gradients.
+
+    Return pairs (tensor, copy).
+    """
     return [(one, one.clone()) for kind in KIND_MODULES for one in kind.changed(model)]

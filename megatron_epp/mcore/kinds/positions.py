@@ -9,15 +9,19 @@ from megatron_epp.mcore.data.chunk_params import ChunkParams
 
 
 class PositionedRotary(nn.Module):
-    """Rotary embedding by each row's own position, instead of rows 0, 1, 2, ...
+    """Rotary embedding by each row's position in its document, instead of rows 0, 1, 2, ...
 
-    It wraps Megatron's, whose table is made once for the whole context: its cache is keyed by
-    length. Megatron sees the rows as one sequence with a table of their own. So a kernel that
-    counts positions from 0 in every sequence (``fused``) finds the right ones, too. Inputs that are
-    not chunks use Megatron's own.
+    This module wraps Megatron's rotary embedding, whose table is computed once for the full
+    context. Megatron treats the rows of a chunk as one sequence, and gets the table's rows of their
+    positions. A fused kernel that counts positions from 0 in every sequence therefore reads the
+    right table rows. Inputs that are not chunks use Megatron's rotary embedding.
 
-    ``computed`` is the chunk of a model that may never ask for its length here. It gets the full
-    table, and its result is replaced before the layers read it.
+    Attributes:
+        rotary: Megatron's rotary embedding.
+        context: Number of rows of the table.
+        fused: Whether a fused kernel applies the embedding.
+        computed: The chunk of a model that may not call :meth:`get_rotary_seq_len`. The model then
+            gets the full table, which :meth:`replaced` replaces before the layers read it.
     """
 
     def __init__(self, rotary: Any, context: int, fused: bool):
@@ -28,11 +32,14 @@ class PositionedRotary(nn.Module):
 
     @property
     def inv_freq(self) -> Tensor:
-        """Frequencies, which models of frameworks read."""
+        """Inverse frequencies of Megatron's rotary embedding, which frameworks' models read."""
         return self.rotary.inv_freq
 
     def get_rotary_seq_len(self, *args: Any) -> int:
-        """Return the context for a chunk, and remember its positions; else Megatron's length."""
+        """Return the context for a chunk, or Megatron's length for other inputs.
+
+        The chunk's positions are stored for the next :meth:`forward`.
+        """
         self._positions = None
         params = args[-1] if args else None
         if not isinstance(params, ChunkParams):
@@ -42,7 +49,10 @@ class PositionedRotary(nn.Module):
         return self.context
 
     def forward(self, length: int, *args: Any, **others: Any) -> Tensor | tuple[Tensor, float]:
-        """Return the table rows of the chunk's positions, with YaRN's factor if there is one."""
+        """Return the table rows of the stored positions, with YaRN's factor if there is one.
+
+        Without stored positions, return the full table for ``computed``, or Megatron's own result.
+        """
         positions, self._positions = self._positions, None
         if positions is None and self.computed is None:
             return self.rotary(length, *args, **others)
@@ -54,7 +64,10 @@ class PositionedRotary(nn.Module):
         return _rows_of(table, positions)
 
     def replaced(self, table: Any) -> Any:
-        """Return the rotary embedding for the layers, in place of a model's ``table``."""
+        """Return the table rows of ``computed``'s positions instead of ``table``, and reset it.
+
+        Without ``computed``, return ``table``.
+        """
         params, self.computed = self.computed, None
         if params is None or table is None:
             return table

@@ -62,7 +62,7 @@ SYMBOLS = {part.SYMBOL: part.NAME for part in LAYER_KINDS if part.SYMBOL}
 
 
 def kind_sizes(args: Any, there: Collection[LayerKind]) -> dict[str, Any]:
-    """Return the fields of LayerShape for a layer that has the kinds ``there``."""
+    """Return the fields of LayerShape for a layer with the kinds ``there``."""
     sizes: dict[str, Any] = {}
     for part in LAYER_KINDS:
         sizes |= part.sizes(args) if part in there else part.ABSENT
@@ -70,7 +70,7 @@ def kind_sizes(args: Any, there: Collection[LayerKind]) -> dict[str, Any]:
 
 
 def model_sizes(args: Any) -> dict[str, Any]:
-    """Return the fields of the cost model's Model that depend on the kinds."""
+    """Return the fields of the cost model's Model that depend on the layer kinds, by name."""
     return {name: size for part in LAYER_KINDS for name, size in part.model_sizes(args).items()}
 
 
@@ -80,19 +80,20 @@ def expert_ranks_of(args: Any) -> int:
 
 
 def replaced_by_kinds() -> tuple[ReplacedFlags, ...]:
-    """Return Megatron's flags that the kinds replace with --epp."""
+    """Return Megatron's flags that a layer kind replaces with --epp."""
     return tuple(row for part in LAYER_KINDS for row in part.REPLACED)
 
 
 def kind_defaults(wanted: Any) -> dict[str, Any]:
-    """Return Megatron's flags that the kinds imply with --epp."""
+    """Return the args that --epp sets because of the layer kinds of ``wanted``, by name."""
     return {name: value for part in LAYER_KINDS for name, value in part.defaults(wanted).items()}
 
 
 def lockstep_of(args: Any) -> int:
-    """Return the number of neighbouring replicas whose ranks share a layer, so run in lockstep.
+    """Return the number of neighbouring replicas that share experts, and so run in lockstep.
 
-    Megatron places experts on the ranks of a stage in order. 1: each replica has all experts.
+    Megatron places experts on the ranks of a stage in order. The result is 1 if every replica has
+    all experts.
     """
     if (ranks := expert_ranks_of(args)) == 1:
         return 1
@@ -100,32 +101,38 @@ def lockstep_of(args: Any) -> int:
 
 
 def modes_of_kinds(args: Any) -> str:
-    """Return the recompute modes that only layers of some kinds have."""
+    """Return the recompute modes that the model's layer kinds add to those of all layers."""
     there = (part.PRICED for part in LAYER_KINDS if any(part.layers(args)))
     return "".join(priced.MODES for priced in there if priced is not None)
 
 
 def sees_full_documents(args: Any) -> bool:
-    """Return whether the model trains on unsliced documents only."""
+    """Return whether a layer kind needs unsliced documents in training."""
     return any(part.needs_full_documents(args) for part in LAYER_KINDS)
 
 
 def require_shared(holder: Any, what: str) -> None:
-    """Raise a ValueError if a kind needs every document in full, so that ``what`` is impossible."""
+    """Raise a ValueError if a layer kind does not support shared prefixes.
+
+    Args:
+        holder: Megatron's args or configuration.
+        what: Name of the feature that shares prefixes; the message begins with it.
+    """
     refused = ", ".join(filter(None, (part.unshared(holder) for part in LAYER_KINDS)))
     if refused:
         raise ValueError(f"{what}: not with {refused}; expected a model without")
 
 
 def limits_of_kinds() -> tuple[Limit, ...]:
-    """Return all limits of the kinds."""
+    """Return the limits of all layer kinds."""
     return tuple(limit for part in LAYER_KINDS for limit in part.LIMITS)
 
 
 def require_pattern(args: Namespace) -> None:
-    """Raise a ValueError unless the pattern of ``args`` is valid and fits the pipeline.
+    """Raise a ValueError if the layer pattern is invalid or does not fit the pipeline.
 
-    ``args`` are flags as typed.
+    Args:
+        args: Flags as typed; without a pattern, nothing is checked.
     """
     pattern = pattern_of(args)
     if pattern is None:
@@ -153,9 +160,11 @@ def require_pattern(args: Namespace) -> None:
 
 
 def heads_of(config: Any, context: int | None = None) -> Heads:
-    """Return the heads of a rank, sharded over tensor- and context-parallel ranks.
+    """Return the attention heads of one rank, after sharding over TP and CP ranks.
 
-    ``context`` replaces the configuration's number of context-parallel ranks.
+    Args:
+        config: Megatron's configuration.
+        context: Number of context-parallel ranks; None takes that of ``config``.
     """
     ranks = config.context_parallel_size if context is None else context
     known = (part.heads(config, ranks) for part in reversed(LAYER_KINDS))

@@ -53,7 +53,7 @@ class Adapter(Protocol):
     """
 
     def lengths(self, micro_batch: Any) -> Sequence[int]:
-        """Return the tokens of every document; tokens attend to earlier ones of their document."""
+        """Return the number of tokens of every document, within which tokens attend."""
 
     def rows(
         self, micro_batch: Any, document: int, start: int, stop: int
@@ -81,10 +81,9 @@ class Adapter(Protocol):
 
         Args:
             micro_batch: The micro-batch.
-            outputs: The forward step's outputs for each document, [L, ...], whatever slices they
-                came
-                from.
-            non_loss_data: Whether any value may be returned, which the schedule collects.
+            outputs: Outputs of the forward step for each document: [L, ...], with the outputs of
+                all slices concatenated.
+            non_loss_data: Whether the result may be any value, which the schedule collects.
 
         Returns:
             (loss, report) or (loss, tokens, report), as Megatron's schedules accept.
@@ -93,7 +92,7 @@ class Adapter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelStandIn:
-    """Stand-in for a loop's ``model``: it has the model's attributes and computes nothing."""
+    """Stand-in for a loop's ``model`` with the model's attributes; calling it returns None."""
 
     model: Any
 
@@ -108,16 +107,22 @@ class ModelStandIn:
 def loss_function_of(
     forward_step: Callable[..., Any], source: Any, model: Any
 ) -> Callable[..., Any]:
-    """Return the loss function of a loop's ``forward_step``, without running the forward.
+    """Run a loop's ``forward_step`` without the model's forward, and return its loss function.
 
-    The forward step draws its micro-batch from ``source``.
+    The forward step gets a :class:`ModelStandIn`, and draws its micro-batch from ``source``.
     """
     function: Callable[..., Any] = forward_step(source, ModelStandIn(model))[1]
     return function
 
 
 def refuse_asked(whose: str, who: str, asked: Mapping[str, bool]) -> None:
-    """Raise a ValueError if something in ``asked`` is wanted, because slices do not support it."""
+    """Raise a ValueError if an option in ``asked`` is true, because slices do not support it.
+
+    Args:
+        whose: Name of the framework, for the message.
+        who: Subject and verb of the message, before the option.
+        asked: Options by their description.
+    """
     if what := next((what for what, wanted in asked.items() if wanted), None):
         raise ValueError(
             f"slices of {whose} micro-batches: {who} for {what}; leave it out, or run whole "
@@ -131,7 +136,8 @@ LOSS_KEYS = ("loss_mask",)
 def shared_prefixes_of(adapter: Any, micro_batch: Any, least: int) -> PrefixForest:
     """Return the documents of a micro-batch and their shared prefixes of at least ``least`` tokens.
 
-    Documents share a prefix if the adapter's ``rows`` are equal there. 0: nothing is shared.
+    Documents share a prefix if the adapter's ``rows`` of the prefix are equal, except for its
+    ``loss_keys``. With ``least`` 0, documents share nothing, and no rows are compared.
     """
     lengths = adapter.lengths(micro_batch)
     if not least:
@@ -154,7 +160,10 @@ def _compared(adapter: Any, rows: Mapping[str, Tensor | None]) -> dict[str, Tens
 def parts_of(
     micro_batch: Mapping[str, Any], keys: Iterable[str], where: tuple[slice, slice]
 ) -> dict[str, Tensor | None]:
-    """Return the slices at ``where`` of the existing tensors ``keys`` [B, S, ...]."""
+    """Index the entries ``keys`` [B, S, ...] of a micro-batch with ``where``.
+
+    Missing keys are left out; entries that are None stay None.
+    """
     return {
         key: None if micro_batch[key] is None else micro_batch[key][where]
         for key in keys
@@ -165,7 +174,7 @@ def parts_of(
 def rows_of(
     adapter: Adapter, micro_batch: Any, number: int, document: int, start: int, stop: int
 ) -> Mapping[str, Tensor | None]:
-    """Return ``adapter.rows``.
+    """Return the checked result of ``adapter.rows``: tensors [1, stop - start, ...] by name.
 
     Args:
         adapter: The adapter.
@@ -176,7 +185,7 @@ def rows_of(
         stop: End of the tokens.
 
     Raises:
-        ValueError: A tensor has another number of rows.
+        ValueError: A tensor does not have the shape [1, stop - start, ...].
     """
     rows = adapter.rows(micro_batch, document, start, stop)
     for name, tensor in rows.items():
@@ -193,9 +202,10 @@ def rows_of(
 def side_by_side(
     parts: Sequence[Mapping[str, Tensor | None]], rows: int
 ) -> dict[str, Tensor | None]:
-    """Concatenate slices to [1, rows, ...] each, padded with the last row.
+    """Concatenate the tensors of several slices by name, and pad them to [1, rows, ...].
 
-    The padding repeats a real row, so a model can compute it.
+    The padding repeats the last row, so that a model can compute it. A name with None in any slice
+    stays None.
     """
     joined: dict[str, Tensor | None] = {}
     for name in parts[0]:
@@ -214,7 +224,9 @@ def side_by_side(
 
 
 def forest_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> PrefixForest:
-    """Return the documents of a micro-batch with the prefixes that the adapter finds, if any.
+    """Return the documents of a micro-batch with the shared prefixes that the adapter finds.
+
+    Without a function ``prefixes`` of the adapter, documents share nothing.
 
     Args:
         adapter: The adapter.
@@ -223,7 +235,8 @@ def forest_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> Pre
         most: Most tokens of a document.
 
     Raises:
-        ValueError: Lengths are invalid, or a shared prefix differs between its documents.
+        ValueError: Lengths are invalid, ``prefixes`` does not return a PrefixForest of these
+            lengths, or the rows of a shared prefix differ between its documents.
     """
     lengths = lengths_of(adapter, micro_batch, number, most)
     find = getattr(adapter, "prefixes", None)
@@ -271,7 +284,7 @@ def _require_alike(adapter: Adapter, micro_batch: Any, number: int, forest: Pref
 
 
 def lengths_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> tuple[int, ...]:
-    """Return ``adapter.lengths``.
+    """Return the checked result of ``adapter.lengths``: the tokens of every document.
 
     Args:
         adapter: The adapter.

@@ -33,16 +33,18 @@ _HERE = "_megatron_epp_attached"
 
 
 class AttachedModel:
-    """A model that computes slices by ``adapter``; ``slicing`` turns that on and off.
+    """State of a loop's model whose modules were patched to compute slices of documents.
 
     Attributes:
+        adapter: Splits the loop's micro-batches into documents.
+        slicing: Whether calls run slices; if false, they run whole micro-batches.
         part: The module with Megatron's layers, often the model itself.
         context: Most tokens of a document.
         stores_last_slice: Whether the attention needs the K and V of a document's last slice
             stored.
-        head_again: Whether the head of slices with a later loss is recomputed in the backward, so
-            that no logits are held.
-        memory: Limit of what slices may hold, for which plans choose recomputed layers; None: the
+        head_again: Whether the LM head is recomputed in the backward if the loss follows later, so
+            that the logits are not saved.
+        memory: Limit of the activations, for which plans choose recomputed layers. With None, the
             loop's own flags choose them.
     """
 
@@ -80,7 +82,7 @@ class AttachedModel:
 
     @property
     def has_front(self) -> bool:
-        """Whether modules before the layers see documents unsliced."""
+        """Whether the adapter has ``inputs``, for modules that need a document unsliced."""
         return hasattr(self.adapter, "inputs")
 
     @contextmanager
@@ -89,7 +91,10 @@ class AttachedModel:
     ) -> Iterator[None]:
         """Make the model's forwards compute ``chunk`` in this context.
 
-        ``front`` has the inputs from modules that have seen the chunk's documents unsliced.
+        Args:
+            chunk: The chunk's parameters for the layers.
+            head_again: Whether to recompute the LM head, if the attribute is set, too.
+            front: Inputs from the modules before the layers, which ran on unsliced documents.
         """
         self._chunk, self._front = chunk, front
         self._again = head_again and self.head_again
@@ -100,9 +105,7 @@ class AttachedModel:
             self._chunk, self._front, self._again = None, None, False
 
     def reached_with(self, model: Any, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the arguments that reach the layers in a call of ``model`` with ``inputs``.
-
-        The modules before the layers run.
+        """Run ``model`` on ``inputs`` up to the layers; return the arguments that reach them.
 
         Raises:
             ValueError: The forward does not reach the layers.
@@ -121,9 +124,12 @@ class AttachedModel:
 
     @contextmanager
     def recomputing(self, modes: str) -> Iterator[None]:
-        """Recompute the layers with the mode for it in this context, for a whole micro-batch.
+        """Set the recompute modes of the layers in this context, for a whole micro-batch.
 
-        Use it only with a ``memory`` limit. ``modes`` has a recompute mode per layer.
+        Layers with the mode for full recompute are recomputed. Requires a ``memory`` limit.
+
+        Args:
+            modes: A recompute mode per layer.
         """
         self._modes = modes
         try:
@@ -283,7 +289,7 @@ def _recomputed_head(*, hidden_states: Tensor, **arguments: Any) -> Tensor:
 
 
 def attached(model: Any) -> AttachedModel | None:
-    """Return the object attached to the loop's ``model``, wrapped or not; None if there is none."""
+    """Return the :class:`AttachedModel` of ``model``, wrapped or not; None if not attached."""
     (inner,) = unwrap_model([model])
     return getattr(inner, _HERE, None)
 
@@ -295,14 +301,17 @@ def attach_to(
     head_again: bool = True,
     memory_gib: float | None = None,
 ) -> AttachedModel:
-    """Make the loop's model compute slices.
+    """Patch the loop's model to compute slices of documents.
 
     Args:
-        model_chunks: The model, or a list with it.
+        model_chunks: The model, or a list with only this model.
         adapter: Splits the loop's micro-batches into documents.
         attention: Value of --epp-attention.
-        head_again: Whether to recompute the head of slices with a later loss.
-        memory_gib: Limit of what slices may hold, in GiB; None: the loop's recompute flags apply.
+        head_again: Whether to recompute the LM head of slices whose loss follows later.
+        memory_gib: Limit of the activations in GiB; None applies the loop's recompute flags.
+
+    Returns:
+        The state of the patched model, which is also stored on the model.
 
     Raises:
         ValueError: One line that says what cannot run.

@@ -40,7 +40,7 @@ class LoopCall:
 
     @classmethod
     def of(cls, keywords: dict[str, Any]) -> "LoopCall":
-        """Return the call with these keywords."""
+        """Return the call with these keyword arguments of Megatron's schedule function."""
         known = {name: value for name, value in keywords.items() if name in cls.__slots__}
         return cls(**known, others=tuple(sorted(set(keywords) - set(known))))
 
@@ -79,7 +79,7 @@ class LoopCall:
 
 
 def megatron_only(call: LoopCall, stages: int) -> str | None:
-    """Return the reason why Megatron's schedule must run ``call``; None if a plan can.
+    """Return the reason why Megatron's schedule must run ``call``; None if a plan can run it.
 
     ``stages`` is the number of pipeline ranks.
     """
@@ -125,7 +125,7 @@ def _chunks_megatron_only(call: LoopCall, ranks: int) -> str | None:
 
 
 def process_groups(call: LoopCall) -> Any:
-    """Return the groups that the call names, else Megatron's own."""
+    """Return the call's ``pg_collection``, or else Megatron's default process groups."""
     if call.pg_collection is not None:
         return call.pg_collection
     build = getattr(schedules, "_build_default_pg_collection", default_groups)
@@ -133,7 +133,7 @@ def process_groups(call: LoopCall) -> Any:
 
 
 def default_groups() -> ProcessGroupCollection:
-    """Return Megatron's groups, as its schedules before 0.19 collect them for themselves."""
+    """Return Megatron's default process groups, for versions before 0.19."""
     groups = ProcessGroupCollection()
     groups.tp = mpu.get_tensor_model_parallel_group()
     groups.cp = mpu.get_context_parallel_group()
@@ -148,7 +148,7 @@ def default_groups() -> ProcessGroupCollection:
 
 
 def fixed_shape(call: LoopCall, groups: Any) -> tuple[int, ...] | None:
-    """Return the shape of every message between stages; None if micro-batches differ in it."""
+    """Return the shape of all messages between stages; None with ``variable_seq_lengths``."""
     config = call.config
     if config.variable_seq_lengths:  # get_tensor_shapes of 0.16 ignores it
         return None

@@ -12,13 +12,23 @@ from megatron_epp.runtime.kv_store import Store
 
 
 class FailureGuard:
-    """Wrapper of ``compute`` that handles exceptions of the loop's forward step or loss.
+    """Wrapper of a stage's ``compute`` that catches exceptions of the loop's forward step or loss.
 
-    After an exception it computes nothing, but still sends every message of the plan, filled with
-    zeros. ``error`` is the exception; the gradients are then invalid. Ranks that share the layers
-    of the stage must fail together, or they wait for this one inside a layer. ``compute`` may
-    itself be the error of a stage that could not begin. ``last_op``, the stage's last one that adds
-    gradients, waits for the ``vote`` on the replica's shapes.
+    After an exception the stage computes nothing, but still sends every message of the plan, filled
+    with zeros. All gradients are then invalid. Ranks that share the layers of the stage must fail
+    together, or they block in a collective of a layer. Out-of-memory errors are not caught.
+
+    Args:
+        compute: The model side of the stage, or the exception of a stage that could not begin.
+        store: K/V store of the stage, which is cleared after an exception.
+        zeros: Returns a message of zeros for a chunk.
+        first: Whether this is the first stage.
+        last: Whether this is the last stage.
+        vote: All-reduce of whether all shapes were read correctly; None without it.
+        last_op: The stage's last op that adds gradients, which waits for the vote.
+
+    Attributes:
+        error: The first exception; None without one.
     """
 
     def __init__(
@@ -43,7 +53,7 @@ class FailureGuard:
         return self._begun
 
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
-        """Run F and count it for the vote; return what the stage sends."""
+        """Run F of ``chunk``, count it for the vote, and return the hidden states to send."""
         sent = self._do(
             lambda: self._compute.forward(chunk, received), None if self._last else chunk
         )
@@ -52,33 +62,33 @@ class FailureGuard:
         return sent
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        """Run B after the vote; return what the stage sends."""
+        """Run B of ``chunk`` and return the gradient to send; the last op waits for the vote."""
         self._hear(Op(Kind.BACKWARD, chunk))
         return self._do(
             lambda: self._compute.backward(chunk, gradient), None if self._first else chunk
         )
 
     def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        """Run I; return what the stage sends."""
+        """Run I of ``chunk`` and return the gradient to send."""
         return self._do(
             lambda: self._compute.input_backward(chunk, gradient), None if self._first else chunk
         )
 
     def weight_backward(self, chunk: int) -> None:
-        """Run W after the vote."""
+        """Run W of ``chunk``; the last op waits for the vote."""
         self._hear(Op(Kind.WEIGHT, chunk))
         self._do(lambda: self._compute.weight_backward(chunk), None)
 
     def head(self, chunk: int, received: Tensor) -> Tensor | None:
-        """Refuse H: external training loops have the LM head on the last stage."""
+        """Raise NotImplementedError, because loops have the LM head on the last stage alone."""
         raise NotImplementedError(f"H{chunk}: a loop's output layer lies on its last stage")
 
     def head_weight(self, chunk: int) -> None:
-        """Refuse G: external training loops have the LM head on the last stage."""
+        """Raise NotImplementedError, because loops have the LM head on the last stage alone."""
         raise NotImplementedError(f"G{chunk}: a loop's output layer lies on its last stage")
 
     def abandon(self) -> None:
-        """Abandon the ops of the stage, and contribute to the vote."""
+        """Free what the stage saved for later ops, and start the all-reduce of the vote."""
         if self._begun is not None:
             self._begun.abandon()
         if self._vote is not None:

@@ -22,7 +22,13 @@ from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 @dataclass(frozen=True, slots=True)
 class FrameworkReader:
-    """Reader of ``fields`` of a framework's micro-batches; an error counts as an unknown shape."""
+    """Reader of the shapes of a framework's micro-batches.
+
+    Attributes:
+        framework: Name of the framework, for messages.
+        fields: Names of the entries that are read, for messages.
+        reader: Returns the shape of a micro-batch; an exception counts as an unknown shape.
+    """
 
     framework: str
     fields: str
@@ -36,7 +42,7 @@ class FrameworkReader:
             return None
 
     def unlike(self, number: int, read: tuple[int, ...], came: tuple[int, ...] | None) -> str:
-        """Return the reason why Megatron's schedule runs the micro-batches, for the log line."""
+        """Return a log message: micro-batch ``number`` has shape ``came`` instead of ``read``."""
         return (
             f"micro-batches that {self.framework} lays out otherwise: micro-batch {number} was "
             f"read as {read} ({self.reader.__module__}, by {self.fields}) and came as {came}"
@@ -48,7 +54,10 @@ COMMON_FORM = FrameworkReader("this loop", "tokens or input_ids", shape_of)
 
 
 def reader_of(call: LoopCall, groups: Any) -> FrameworkReader | None:
-    """Return the reader for the framework that makes ``call``; None if there is none."""
+    """Return the reader for the framework whose forward step ``call`` has.
+
+    None means an unknown framework, or one without a reader for this call.
+    """
     framework = framework_of(call.forward_step_func)
     if framework is None:
         return None
@@ -64,7 +73,7 @@ def reader_of(call: LoopCall, groups: Any) -> FrameworkReader | None:
 
 @dataclass
 class ShapeWitness:
-    """Forward step that records the shape of each output."""
+    """Wrapper of ``forward_step`` that records the shape of each output in ``seen``."""
 
     forward_step: Callable[..., Any]
     seen: list[tuple[int, ...] | None] = field(default_factory=list)
@@ -80,7 +89,7 @@ class ShapeWitness:
         return result
 
     def unlike(self, expected: list[tuple[int, ...]], reader: FrameworkReader) -> str | None:
-        """Return the first difference to the ``expected`` shapes as a text, else None."""
+        """Return a message about the first shape that differs from ``expected``, or None."""
         for number, predicted in enumerate(expected):
             came = self.seen[number] if number < len(self.seen) else None
             if predicted != came:

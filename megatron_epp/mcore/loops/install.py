@@ -38,7 +38,7 @@ NEEDED = {
 
 
 def require_megatron() -> None:
-    """Raise an ImportError if Megatron is older than OLDEST, or lacks anything in NEEDED."""
+    """Raise an ImportError unless Megatron is recent enough and has all functions in NEEDED."""
     version = str(getattr(megatron.core, "__version__", ""))
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST:
@@ -56,7 +56,14 @@ def require_megatron() -> None:
 
 
 class Installation:
-    """Replacement of Megatron's three schedules until ``remove()`` or the end of the context."""
+    """Replacement of Megatron's three schedule functions by a :class:`LoopSchedule`.
+
+    The constructor patches ``megatron.core.pipeline_parallel.schedules``. ``remove()`` or the end
+    of the context restores Megatron's own functions.
+
+    Raises:
+        ValueError: The schedule functions are replaced already.
+    """
 
     def __init__(self, settings: Settings):
         self._stock: dict[str, Callable[..., Any]] = {}
@@ -96,12 +103,12 @@ class Installation:
 
 
 def installed() -> Installation | None:
-    """Return the installation that currently replaces Megatron's schedules, if any."""
+    """Return the installation that currently replaces Megatron's schedules, or None."""
     function = getattr(schedules, TARGETS[PIPELINE])
     return getattr(function, "__megatron_epp__", None)
 
 
 def install_where_none() -> None:
-    """Install our schedule with its defaults, unless an installation exists."""
+    """Replace Megatron's schedules with default settings, unless they are replaced already."""
     if installed() is None:
         Installation(Settings())

@@ -21,9 +21,11 @@ from megatron_epp.runtime.executor import OutsidePhase
 
 
 class LoopSchedule:
-    """Schedule of external training loops.
+    """Replacement of Megatron's schedule functions for external training loops.
 
-    ``stock`` are Megatron's own schedules, by the kinds of ``autoload.TARGETS``.
+    Attributes:
+        settings: Settings of :func:`megatron_epp.install_schedule`.
+        stock: Megatron's own schedule functions, by the keys of ``autoload.TARGETS``.
     """
 
     def __init__(self, settings: Settings, stock: dict[str, Callable[..., Any]]):
@@ -34,7 +36,7 @@ class LoopSchedule:
         self._gave_up = False  # after a failure before the first op of a call
 
     def __call__(self, kind: str, keywords: dict[str, Any]) -> list[Any]:
-        """Run a call by a plan, else by Megatron's own schedule; return its result.
+        """Run a call by a plan, or else by Megatron's own schedule; return forward_data_store.
 
         Any unexpected failure before the first op falls back to Megatron's schedule, so a loop that
         worked before still works. A misread shape falls back in any call. Errors of the forward

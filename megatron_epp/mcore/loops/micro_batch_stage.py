@@ -23,7 +23,7 @@ from megatron_epp.runtime.kv_store import Store
 
 
 class NoBatchBuilder:
-    """Builder of a stage that gets its data from the loop."""
+    """Batch builder of a stage whose forward step draws its own data; it reads none."""
 
     def __init__(self, stage: int, device: torch.device):
         self.stage, self.device = stage, device
@@ -35,10 +35,10 @@ class NoBatchBuilder:
 class MicroBatchStage(ModelStage):
     """Stage that runs whole micro-batches.
 
-    ``cp_size`` is the number of context-parallel ranks, ``shape(chunk)`` the shape of a message to
-    the next stage. In an interleaved pipeline, ``call`` has one model chunk, number ``vp_stage`` of
-    the rank, and ``config`` is that chunk's. ``data[chunk]`` has what the loss function returned
-    besides the loss.
+    ``cp_size`` is the number of context-parallel ranks. ``shape(chunk)`` is the expected shape of a
+    message to the next stage; another shape raises a WrongShape. In an interleaved pipeline,
+    ``call`` has only model chunk ``vp_stage`` of the rank, and ``config`` is its configuration.
+    ``data[chunk]`` has the results of the loss function other than the loss.
     """
 
     def __init__(
@@ -107,15 +107,15 @@ class MicroBatchStage(ModelStage):
         return self._attached.recomputing(self._recompute[chunk])
 
     def in_callers_order(self) -> list[Any]:
-        """Return Megatron's forward_data_store; empty on stages before the last."""
+        """Return Megatron's forward_data_store in the loop's order; empty before the last stage."""
         return [item for chunk in sorted(self.data) for item in self.data[chunk]]
 
 
 def scalar(loss: Any, whose: str) -> Tensor:
-    """Return ``loss`` if it is a tensor of one number.
+    """Return ``loss`` unchanged after checking that it is a tensor of one element.
 
     Raises:
-        ValueError: It is not.
+        ValueError: ``loss`` is not a tensor, or has several elements; ``whose`` begins the message.
     """
     if not isinstance(loss, Tensor):
         raise ValueError(

@@ -10,15 +10,18 @@ from typing import Any
 
 
 def draws_by_offset(source: Any) -> bool:
-    """Return whether ``source`` is read by ``get_next(keys)`` at an ``offset``, as in slime."""
+    """Return whether ``source`` has ``get_next(keys)`` and ``offset``, as slime's iterators."""
     return hasattr(source, "get_next") and hasattr(source, "offset")
 
 
 class MicroBatches:
-    """``count`` micro-batches of the iterator ``source``; some ranks have no iterator.
+    """Micro-batches of one call, drawn from the loop's data iterator in any order.
 
-    With ``repeatable``, they may be drawn again. A shallow copy of each drawn one is then kept,
-    because forward steps take entries out of it.
+    Attributes:
+        source: The loop's data iterator; None on ranks without one.
+        count: Number of micro-batches of the call.
+        repeatable: Whether micro-batches may be drawn again. A shallow copy of each drawn
+            micro-batch is then kept, because forward steps may remove entries from it.
     """
 
     def __init__(self, source: Any, count: int):
@@ -28,18 +31,19 @@ class MicroBatches:
 
     @property
     def readable(self) -> bool:
-        """Whether this rank has an iterator."""
+        """Whether this rank has a data iterator."""
         return hasattr(self.source, "__next__") or draws_by_offset(self.source)
 
     @property
     def drawn(self) -> bool:
-        """Whether the source was drawn from, so that another reader needs ``from_the_start``."""
+        """Whether ``next`` was called on the source; other readers then need from_the_start."""
         return bool(self._drawn)
 
     def item(self, number: int) -> Any:
-        """Return micro-batch ``number`` and keep it until :meth:`let_go`.
+        """Return micro-batch ``number``, which stays cached until :meth:`let_go`.
 
-        For a source with an offset, return a reader at that offset.
+        All micro-batches up to ``number`` are drawn from the source and cached. For a source with
+        an offset, nothing is drawn: the result is a reader at the micro-batch's offset.
 
         Raises:
             ValueError: The source ends before this micro-batch.
@@ -57,22 +61,25 @@ class MicroBatches:
         return self._drawn[number]
 
     def let_go(self, number: int) -> None:
-        """Release micro-batch ``number``; if repeatable, keep a shallow copy."""
+        """Drop micro-batch ``number`` from the cache; if repeatable, cache a shallow copy."""
         if number < len(self._drawn):
             self._drawn[number] = copy.copy(self._drawn[number]) if self.repeatable else None
 
     def only(self, number: int) -> "SingleMicrobatch":
-        """Return the iterator that the forward step of micro-batch ``number`` draws from."""
+        """Return an iterator over micro-batch ``number`` alone, for its forward step."""
         if draws_by_offset(self.source):
             return _SingleRead(self, number)
         return SingleMicrobatch(self, number)
 
     def from_the_start(self) -> Any:
-        """Return an iterator over all micro-batches of the source, also those drawn already."""
+        """Return an iterator over all micro-batches of the source, including drawn ones."""
         return _Again(self) if self._drawn else self.source
 
     def finish(self) -> None:
-        """Set the offset of the source after the last micro-batch, as forward steps would."""
+        """Set ``source.offset`` to the end of the call, as Megatron's schedule leaves it.
+
+        A source without an offset does not change.
+        """
         if draws_by_offset(self.source):
             self.source.offset = self._place(self.count)
 
@@ -83,7 +90,10 @@ class MicroBatches:
 
 
 class SingleMicrobatch:
-    """Iterator over one micro-batch that raises a ValueError when it is drawn from twice."""
+    """Iterator over one micro-batch; a second ``next`` raises a ValueError.
+
+    ``next`` drops the micro-batch from the cache of :class:`MicroBatches`.
+    """
 
     def __init__(self, batches: MicroBatches, number: int):
         self._batches, self._number, self._handed_out = batches, number, False
@@ -152,7 +162,7 @@ class _Again:
 
 
 class SingleValue:
-    """Iterator over one value."""
+    """Iterator over one value; a second ``next`` raises a ValueError."""
 
     def __init__(self, value: Any):
         self._value, self._handed_out = value, False

@@ -18,10 +18,10 @@ ShapeFunction = Callable[[Any], MicrobatchShape | int | None]
 
 
 def shape_of(micro_batch: Any) -> MicrobatchShape | None:
-    """Return the shape of a micro-batch of a common form; None for another form.
+    """Return the shape of a micro-batch that is a mapping with ``tokens`` or ``input_ids`` [B, S].
 
-    The form is a mapping with ``tokens`` or ``input_ids`` [B, S]. Packed documents need
-    ``packed_seq_params`` or ``cu_seqlens``.
+    Return None for any other micro-batch. Packed documents also need ``packed_seq_params`` or
+    ``cu_seqlens``, whose differences are the lengths.
     """
     if not isinstance(micro_batch, Mapping):
         return None
@@ -39,7 +39,7 @@ def shape_of(micro_batch: Any) -> MicrobatchShape | None:
 def on_ranks_of_its_own(micro_batch: Any) -> bool:
     """Return whether a micro-batch sets its own number of context-parallel ranks.
 
-    The rows of its messages then do not follow from those of the stage.
+    The number of rows in a message then does not follow from the micro-batch's tokens.
     """
     try:
         params = micro_batch.get("packed_seq_params", None)
@@ -50,12 +50,15 @@ def on_ranks_of_its_own(micro_batch: Any) -> bool:
 
 
 def measured(micro_batch: Any, by: ShapeFunction | None, number: int) -> MicrobatchShape | None:
-    """Return the shape of micro-batch ``number``; None if it is unknown.
+    """Return the shape of a micro-batch; None if it is unknown.
 
-    ``by`` is the loop's own function, if it has one.
+    Args:
+        micro_batch: The micro-batch.
+        by: The loop's own function or a framework's reader; None selects :func:`shape_of`.
+        number: Number of the micro-batch, for messages.
 
     Raises:
-        ValueError: That function does not return a shape.
+        ValueError: ``by`` returns neither a shape, a positive number of rows, nor None.
     """
     if on_ranks_of_its_own(micro_batch):
         return None

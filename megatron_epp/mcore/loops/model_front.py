@@ -37,12 +37,12 @@ _KNOWN = frozenset(
 
 
 def language_part(model: Any) -> Any:
-    """Return the module of a loop's unwrapped ``model`` with Megatron's decoder layers.
+    """Return the module with Megatron's decoder layers in a loop's unwrapped ``model``.
 
-    It is often the model itself.
+    This module is often the model itself.
 
     Raises:
-        ValueError: No module has them, or several have.
+        ValueError: No module has decoder layers, or several modules have.
     """
     modules = [
         module
@@ -97,8 +97,11 @@ class EncodedDocuments:
     """Documents of a call as encoded by the modules before the layers.
 
     Attributes:
-        encode: (document) -> arguments that reach the language part for all of it.
-        row_shard: The rows of a chunk that belong to this rank.
+        encode: (document) -> arguments that reach the language part for the full document.
+        lengths: Number of tokens of every document.
+        row_shard: This rank's shard of a chunk's rows.
+        tp_group: Tensor-parallel group.
+        training: Whether gradients are needed.
     """
 
     encode: Callable[[int], Mapping[str, Any]]
@@ -110,9 +113,17 @@ class EncodedDocuments:
     _chunks: dict[int, tuple[Tensor, tuple[Rows, ...], int]] = field(default_factory=dict)
 
     def inputs(self, chunk: int, rows: Sequence[Rows], total: int) -> ChunkInputs:
-        """Return the inputs of a chunk of ``total`` rows, in its forward.
+        """Return this rank's inputs of a chunk, and encode the documents that begin in the chunk.
 
-        Documents that begin in the chunk are encoded here.
+        Call it once per chunk, in the chunk's forward.
+
+        Args:
+            chunk: Number of the chunk.
+            rows: Slices of the chunk, in order.
+            total: Number of rows of the chunk over all ranks, including padding.
+
+        Raises:
+            ValueError: The modules before the layers pass arguments that slices do not support.
         """
         for part in rows:
             if part.span.start == 0:
@@ -144,9 +155,10 @@ class EncodedDocuments:
         return ChunkInputs(hidden, positions)
 
     def backward(self, chunk: int) -> None:
-        """Run the backward of the modules before the layers, for documents completed by this chunk.
+        """Accumulate the gradients of the chunk's inputs, after the chunk's backward.
 
-        Call it after the chunk's backward. The gradients of other documents are accumulated.
+        If the chunk has a document's first slice, the document's gradient is complete. The backward
+        of the modules before the layers then runs for that document.
         """
         if chunk not in self._chunks:
             return
@@ -167,7 +179,7 @@ class EncodedDocuments:
                     torch.autograd.backward(document.hidden, document.gradient)
 
     def clear(self) -> None:
-        """Drop all documents and chunks."""
+        """Free all saved documents and chunks."""
         self._documents.clear()
         self._chunks.clear()
 

@@ -93,13 +93,13 @@ class ModelPipeline:
 
     @property
     def shown(self) -> bool:
-        """Whether enough calls have been compared."""
+        """Whether enough calls have confirmed the shapes that the reader reads."""
         several = len(frozenset().union(*self.witnessed)) > 1
         return len(self.witnessed) >= (WITNESSED_CALLS if several else WITNESSED_ALIKE)
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
+        """Number of pipeline stages over all ranks."""
         return len(self.layers)
 
     @property
@@ -114,7 +114,7 @@ class ModelPipeline:
 
     @property
     def interleaved(self) -> bool:
-        """Whether ranks have several stages."""
+        """Whether every rank has several stages."""
         return self.ranks < self.stages
 
     @property
@@ -125,13 +125,19 @@ class ModelPipeline:
 
     @property
     def current_op(self) -> CurrentOp:
-        """The op or phase that this rank is in."""
+        """Record of the op or phase that this rank is in, which the watcher reports."""
         return self.programs.current_op
 
     def options(self, call: LoopCall, wanted: CallOptions, tokens: Sequence[int]) -> CallOptions:
-        """Return the options of a plan of ``call``, among those that the user ``wanted``.
+        """Return the options for planning ``call``, and update ``had_bytes``.
 
-        ``tokens`` are those of each micro-batch. All ranks of a replica compute the same options.
+        All ranks of a replica compute the same options. In lockstep and in validation calls, plans
+        neither reorder micro-batches nor split backwards.
+
+        Args:
+            call: The call.
+            wanted: Options that the user allows.
+            tokens: Number of tokens of each micro-batch.
         """
         if not call.forward_only and self.stages > 1 and not self.interleaved:
             now = bytes_of_1f1b(tokens, self.stages, self.token_bytes)
@@ -148,22 +154,25 @@ class ModelPipeline:
         )
 
     def plan(self, key: object, make: Callable[[], Plan]) -> Plan:
-        """Return the plan of :meth:`ReplicaPlans.plan`.
+        """Set the current phase to planning, and return :meth:`ReplicaPlans.plan`. Collective.
 
-        The first call compiles the planner on one rank. That may take half a minute on a busy host,
-        so the watcher must not warn.
+        The first call compiles the planner on one rank, which may take half a minute on a busy
+        host. In the planning phase, the watcher does not warn.
         """
         self.current_op.enter(PLANNING)
         return self.planning.plan(key, make)
 
     def learn(self, rates: dict[int, tuple[list[np.ndarray], bool]]) -> None:
-        """Take over the rates of every rank's stages, and whether they are measured."""
+        """Set ``rates_SK3`` and ``measured`` from ``rates``: pipeline rank -> (rates, measured)."""
         self.rates_SK3 = np.stack(_by_stage([rates[rank][0] for rank in range(self.ranks)]))
         self.measured = all(rates[rank][1] for rank in range(self.ranks))
 
 
 class Pipelines:
-    """Pipelines of all models that were called; models of one process group share our groups."""
+    """Cache of the pipelines of all called models.
+
+    Models with the same pipeline group share the process groups of this package.
+    """
 
     def __init__(self, settings: Settings):
         self.settings = settings
@@ -172,10 +181,18 @@ class Pipelines:
         self._initialised: InitialisedGroups | None = None
 
     def of(self, call: LoopCall, ranks: int) -> ModelPipeline:
-        """Return the pipeline of the call's model. Collective if it or its groups are new.
+        """Return the pipeline of the call's model, which is created if it is new.
+
+        Collective over the replica if the pipeline is new, and over the world if its process groups
+        are.
+
+        Args:
+            call: The call.
+            ranks: Number of pipeline ranks.
 
         Raises:
-            ValueError: Our messages would block in this world.
+            ValueError: torch.distributed was initialised in a way that blocks pipelines, or ranks
+                have different numbers of model chunks.
             LoopFailed: A rank cannot set up its stages.
         """
         group = None if ranks == 1 else mpu.get_pipeline_model_parallel_group()

@@ -1,4 +1,4 @@
-"""One call that a plan runs: from the sizes of its micro-batches to its result."""
+"""One call of Megatron's schedule function that a plan runs, from micro-batch sizes to result."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -57,12 +57,13 @@ LoopStage = MicroBatchStage | SliceStage
 
 @dataclass(frozen=True, slots=True)
 class CallWork:
-    """Ops of a call on this rank.
+    """Plan of a call, with the functions that this rank needs to execute the plan.
 
     Attributes:
-        make_stage: Makes the executor's model side of a stage, from its index on this rank.
-        shape: Shape of a chunk's message.
-        sizes_3C: Features of all chunks.
+        plan: Plan of the replica.
+        make_stage: Returns the stage with this index on the rank, to be run by the executor.
+        shape: Returns the shape of a chunk's message.
+        sizes_3C: Features of all chunks, from which op times are fitted (call_cost.features).
     """
 
     plan: Plan
@@ -76,8 +77,10 @@ class MessageExtents:
     """Shapes of a call's micro-batches.
 
     Attributes:
-        fixed: Shape of all messages, if they are equal.
-        parts: Number of ranks of a stage that share the rows of a micro-batch.
+        shapes: Shape of every micro-batch.
+        fixed: Shape of all messages; None if their shapes differ.
+        parts: Number of ranks of a stage over which the rows of a micro-batch are sharded.
+        hidden: Hidden size; 0 with a fixed shape, which needs none.
     """
 
     shapes: Sequence[MicrobatchShape]
@@ -86,17 +89,17 @@ class MessageExtents:
     hidden: int
 
     def message(self, chunk: int) -> tuple[int, ...]:
-        """Return the shape of what this rank sends for a chunk."""
+        """Return the shape of the message that this rank sends to the next stage for ``chunk``."""
         shape = self.shapes[chunk]
         return self.fixed or (shape.rows // self.parts, shape.samples, self.hidden)
 
 
 class PlannedCall:
-    """A call on a model's ``pipeline``; ``count`` numbers the planned calls of the schedule.
+    """One call of the schedule function by an external training loop, executed by a plan.
 
-    ``committed`` says that errors of the call are raised to the loop. That holds from the first op
-    on. It holds from the start if the model is attached, because the user asked for slices or a
-    budget. Before, Megatron's own schedule can run the call.
+    ``count`` returns the number of the call. ``committed`` says that errors are raised to the loop;
+    otherwise Megatron's own schedule can run the call. It is always set for an attached model. Else
+    it is set before the first op or the call of :meth:`_show`, and reset if no rank could begin.
     """
 
     def __init__(
@@ -111,26 +114,27 @@ class PlannedCall:
 
     @property
     def first_rank(self) -> int:
-        """First rank of the replica."""
+        """First global rank of the replica; 0 with a single pipeline stage."""
         control = self.pipeline.control
         return 0 if control is None else dist.get_global_rank(control, 0)
 
     def undo(self) -> None:
-        """Restore what the ops have changed."""
+        """Restore random states, buffers and gradients, if :meth:`run` has saved them."""
         if self._state is not None:
             self._state.restore()
 
     def with_batches_from_the_start(self, keywords: dict[str, Any]) -> dict[str, Any]:
-        """Return ``keywords`` with iterators that start again, if micro-batches were drawn."""
+        """Return ``keywords``, with iterators that start again if micro-batches were drawn."""
         if not any(batches.drawn for batches in self.batches):
             return keywords
         iterators = [batches.from_the_start() for batches in self.batches]
         return {**keywords, "data_iterator": iterators if len(iterators) > 1 else iterators[0]}
 
     def result(self, keywords: dict[str, Any], pipelined: Callable[..., Any]) -> list[Any] | None:
-        """Return the result of the call; None if it cannot be planned.
+        """Run the call and return Megatron's forward_data_store; None if it cannot be planned.
 
-        ``pipelined`` is Megatron's own schedule, which runs a framework's first calls.
+        In training, gradients are finalised. ``pipelined``, Megatron's own schedule, runs a
+        framework's first calls. Errors: MisreadCall, LoopRefusal, LoopFailed, or the loop's own.
         """
         call, pipeline, config = self.call, self.pipeline, self.call.config
         slicing = self.model is not None and self.model.slicing
@@ -266,7 +270,7 @@ class PlannedCall:
     # -------------------------------------------------------------- the ops, and after them
 
     def run(self, work: CallWork) -> list[LoopStage]:
-        """Compute the call; return the stages. If any rank fails, all ranks raise."""
+        """Execute this rank's ops; return its stages. If any rank fails, all raise. Collective."""
         call, pipeline, config = self.call, self.pipeline, self.call.config
         programs = pipeline.programs
         programs.current_op.iteration = self._count()

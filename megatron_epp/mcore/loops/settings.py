@@ -16,12 +16,12 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True)
 class CallRecord:
-    """A call on this rank.
+    """Record of one executed call on this rank.
 
     Attributes:
         plan: The plan that ran.
-        records: Records of this rank's ops.
-        peak_bytes: Most bytes that chunks held; 0 without a meter.
+        records: Start, stop and peak bytes of each of this rank's ops.
+        peak_bytes: Peak bytes of the chunks' activations; 0 without a meter.
     """
 
     plan: Plan
@@ -44,7 +44,7 @@ def _sliced_plan(*arguments: Any) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings; see :func:`megatron_epp.install_schedule`."""
+    """Settings of :func:`megatron_epp.install_schedule`, which documents them."""
 
     lengths: ShapeFunction | None = None
     options: CallOptions = field(default_factory=CallOptions)

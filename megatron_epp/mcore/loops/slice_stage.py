@@ -35,10 +35,9 @@ from megatron_epp.mcore.model.stage import ModelStage
 class SliceStage(ModelStage):
     """Stage that runs slices of documents.
 
-    ``forests[micro-batch]`` has its documents. Documents of the plan are the forests' nodes: parts
-    of documents that several may share. ``row_shard`` selects this rank's rows of a chunk; other
-    ranks of ``groups.cp`` have the rest. ``data[micro-batch]`` is what the loss returned besides
-    the loss.
+    ``forests[micro-batch]`` has its documents with shared prefixes. Their nodes are the documents
+    of the plan. ``row_shard`` is this rank's shard of a chunk's rows over ``groups.cp``.
+    ``data[micro-batch]`` has the results of the loss function other than the loss.
     """
 
     def __init__(
@@ -286,7 +285,7 @@ class SliceStage(ModelStage):
             self._front.clear()
 
     def in_callers_order(self) -> list[Any]:
-        """Return Megatron's forward_data_store; empty on stages before the last."""
+        """Return Megatron's forward_data_store in the loop's order; empty before the last stage."""
         return [item for number in sorted(self.data) for item in self.data[number]]
 
 
@@ -305,9 +304,13 @@ def _of_all_parts(gradients: tuple[Tensor, ...], group: Any) -> tuple[Tensor, ..
 
 
 def samples_of(forest: PrefixForest, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return [L, ...] of every document from those of its nodes.
+    """Concatenate the outputs of the nodes of each document to [L, ...].
 
-    The gradients of shared nodes are summed over their documents.
+    In the backward, autograd sums the gradients of a shared node over its documents.
+
+    Args:
+        forest: Documents with their shared prefixes.
+        outputs: Outputs [tokens, ...] of every node.
     """
     paths = map(forest.path, range(len(forest.last)))
     return [
@@ -317,10 +320,15 @@ def samples_of(forest: PrefixForest, outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def groups_of(plan: Plan, of_document: Sequence[int]) -> tuple[int, ...]:
-    """Return the micro-batch of every chunk of ``plan``.
+    """Return the number of the micro-batch that every chunk of ``plan`` belongs to.
+
+    Args:
+        plan: The plan.
+        of_document: Number of the micro-batch of every document of the plan.
 
     Raises:
-        PlanError: A chunk has tokens of two micro-batches, or a backward comes before its loss.
+        PlanError: A chunk has tokens of two micro-batches, or the last stage runs a backward before
+            all forwards of the micro-batch.
     """
     groups = []
     for number, chunk in enumerate(plan.chunks):

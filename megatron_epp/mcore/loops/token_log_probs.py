@@ -37,8 +37,8 @@ def model_log_probs(
         inputs: Arguments of the model's forward.
 
     Returns:
-        Log-probabilities [B, S], with ``entropy`` a pair with the entropies. Before the last stage,
-        the output of the model.
+        Log-probabilities [B, S]; with ``entropy``, a pair of log-probabilities and entropies.
+        Before the last stage, the output of the model.
 
     Raises:
         ValueError: Labels or temperature have another shape, or the LM head is not supported.

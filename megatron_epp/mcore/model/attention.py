@@ -30,19 +30,25 @@ _REFUSALS = (AssertionError, ImportError, OSError, RuntimeError, TypeError, Valu
 
 
 def this_device() -> torch.device:
-    """Return the device that this rank computes on."""
+    """Return this rank's device: its current CUDA device, or the CPU without a GPU."""
     if cpu_host.has_gpu():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
-    """Return the attention of ``--epp-attention wanted`` for a model of Megatron's ``config``.
+    """Select the attention for a model, and test its kernels on the device.
 
-    On a GPU the kernels are first tested on the device; ``auto`` takes the first correct one.
+    Without a GPU, torch's CPU kernels are used without a test. If a kernel is refused, a warning
+    says why.
+
+    Args:
+        wanted: Value of --epp-attention; ``auto`` takes the first correct kernels.
+        config: Megatron's configuration of the model.
+        device: Device of this rank.
 
     Raises:
-        ValueError: No attention can be used; the message has each reason.
+        ValueError: No kernels can be used; the message has each reason.
     """
     heads, all_heads = heads_of(config), heads_of(config, context=1)
     by_gpu_kernels = device.type == "cuda" or cpu_host.has_gpu_kernels()

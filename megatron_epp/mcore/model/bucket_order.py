@@ -26,8 +26,10 @@ from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 class ReadyOrder:
     """Recorder of the order in which a backward completes gradients.
 
-    ``report(parameter)`` tells DDP that a gradient is complete. ``first`` are weights with
-    gradients from an op of their own.
+    Args:
+        model: Stage module.
+        report: Function that reports a parameter's complete gradient to DDP.
+        first: Parameters whose gradients come from G alone; they are reported first.
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class ReadyOrder:
         self._noting = False
 
     def note(self, parameter: Parameter) -> None:
-        """Record that the gradient of ``parameter`` was accumulated or deferred.
+        """Append ``parameter`` to the order in which :meth:`finish` reports gradients to DDP.
 
-        A B would report it at this point. A weight with several uses is recorded at its last one.
+        The hooks call this method when a gradient is accumulated, and the linear layers when a
+        weight gradient is deferred to W. If a weight is used several times, its last use determines
+        the order. Outside of :meth:`noting`, the method does nothing.
         """
         if self._noting:
             self._order.pop(parameter, None)
@@ -54,7 +58,10 @@ class ReadyOrder:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Record the order in this context, around the stage's last B or I."""
+        """Record the order of gradients in this context, around the stage's last B or I.
+
+        Hooks on the parameters call :meth:`note`; they are removed at the end.
+        """
         handles = [p.register_post_accumulate_grad_hook(self.note) for p in self._parameters]
         self._noting = True
         try:
@@ -65,10 +72,13 @@ class ReadyOrder:
                 handle.remove()
 
     def finish(self, deferred: DeferredWeightGrads | None = None) -> None:
-        """Report all parameters in the recorded order, in the stage's last W or G.
+        """Report all parameters to DDP in the recorded order, and clear the order.
 
-        DDP's hooks are enabled. The last G has reported the ``first`` weights and has nothing
-        ``deferred``.
+        Call it in the stage's last W or G, after DDP's hooks are enabled.
+
+        Args:
+            deferred: Weight gradients of the last W, which are computed here. None in the last G,
+                which has reported the parameters ``first`` itself.
         """
         if deferred is None:
             deferred = DeferredWeightGrads()

@@ -25,7 +25,10 @@ from megatron_epp.mcore.model.quantisation import quantise_everywhere
 def install_in_model(
     model: GPTModel | HybridModel, context: int, attention: Attention, in_loop: bool = False
 ) -> None:
-    """Make ``model`` compute chunks: its attention, its rotary embedding, its layers' recompute.
+    """Patch ``model`` to compute chunks.
+
+    This patches layers, rotary embedding, MTP, and Transformer Engine's linears in place. It also
+    creates the log entries of the layer kinds.
 
     Args:
         model: A stage module, not wrapped.
@@ -79,10 +82,10 @@ def _from_here_on(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def add_every_gradient(model: nn.Module) -> None:
-    """Make Transformer Engine's linears add to their weights' gradients, never overwrite them.
+    """Make Transformer Engine's linears add to weight gradients instead of overwriting them.
 
-    They overwrite them in the backward of an iteration's first micro-batch: the first that runs
-    forward. Here other chunks may run backward before it, and their gradients would be lost.
+    By default, the backward of the micro-batch that ran forward first overwrites the gradients. A
+    plan may run the backward of other chunks before, and their gradients would be lost.
     """
     _set_in_modules(model, "is_first_microbatch", False)
     # Also take no micro-batch for the first: fp8 weights would be quantised only in that one.
@@ -92,9 +95,8 @@ def add_every_gradient(model: nn.Module) -> None:
 def fuse_weight_gradients(model: nn.Module) -> None:
     """Make Transformer Engine's linears accumulate weight gradients into ``main_grad`` directly.
 
-    The GEMM adds them, so no bf16 gradient is written, read or held. The linears are built without
-    fusion, because the flag also applies to Megatron's output layer, which would need apex. Each
-    parameter's attribute tells DDP whether its gradient has been added.
+    The GEMM adds the gradients, so no bf16 gradient is written or stored. The linears are built
+    without fusion, because the flag also applies to Megatron's output layer, which would need apex.
     """
     _set_in_modules(model, "fuse_wgrad_accumulation", True)
 

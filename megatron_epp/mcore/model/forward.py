@@ -13,7 +13,15 @@ from megatron_epp.mcore.lm_head.head import HiddenStates
 
 
 def chunk_forward_step(batches: Iterator[ChunkBatch], model: Any) -> tuple[Tensor, Any]:
-    """Run one chunk through this stage; return its output and the last stage's loss function."""
+    """Run the forward of one chunk on this stage; a forward step for Megatron's schedules.
+
+    Args:
+        batches: Iterator over the chunk's inputs, from which one is drawn.
+        model: Stage module.
+
+    Returns:
+        The model's output, and the loss function for the last stage.
+    """
     batch = next(batches)
     processor: Any = None
     if batch.hidden_only:
@@ -42,20 +50,21 @@ def chunk_loss(
     means_DT: Tensor | None = None,
     documents: int = 0,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the loss summed over the chunk's unmasked tokens, their number, and both for the log.
+    """Return the loss summed over unmasked tokens, the number of these tokens, and a report.
 
-    With D MTP layers, losses and weights have shape [1 + D, T]. The sum covers all rows. The log
-    has each row alone, those of MTP as a mean over ``documents`` under Megatron's names.
+    With D MTP layers, losses and weights have shape [1 + D, T], and the sum covers all rows. The
+    report has one entry (sum, divisor) per row under Megatron's names. The entries of MTP are sums
+    of the documents' means, with the divisor ``documents``.
 
     Megatron divides once per iteration, over the global batch (--calculate-per-token-loss). Its log
-    divides unconditionally, so the number in the report is never exactly zero: a batch without
-    targets has the loss 0, and no other number changes.
+    divides unconditionally, so the divisor in the report is never exactly zero: a batch without
+    targets has the loss 0, and no other divisor changes.
 
     Args:
         loss_mask_1T: Weights of the tokens.
         token_losses_1T: Losses of the tokens.
         means_DT: Weights of the MTP losses in the log.
-        documents: Number of documents of the iteration.
+        documents: Number of documents that begin in these rows.
     """
     assert loss_mask_1T is not None, "the last stage has one"
     dtype = torch.promote_types(token_losses_1T.dtype, torch.float32)

@@ -50,9 +50,13 @@ class LocalHybridStack(HybridStack):
 
 
 def local_stack_spec(config: Any, pattern: str) -> ModuleSpec:
-    """Return the spec of the layers of ``pattern``, as hybrid_stack_spec, with local modules.
+    """Return the spec of a HybridStack with local modules for the layers of ``pattern``.
 
-    ``config`` is the TransformerConfig.
+    The spec replaces Megatron's hybrid_stack_spec, which has Transformer Engine's modules.
+
+    Args:
+        config: The TransformerConfig.
+        pattern: Layer symbols, as in --hybrid-layer-pattern.
     """
     symbols, layers = symbols_of_layers(pattern) + mtp_symbols(pattern), {}
     for kind in KIND_MODULES:
@@ -67,10 +71,10 @@ def local_stack_spec(config: Any, pattern: str) -> ModuleSpec:
 
 
 def take_output_processor(model: HybridModel | GPTModel) -> None:
-    """Add ``output_processor`` to the forward of ``model``, as in GPTModel.
+    """Patch the forward of ``model`` to accept ``output_processor``, as GPTModel's forward.
 
-    It is a callable that replaces the output layer and the loss. With MTP, GPTModel computes the
-    MTP losses before it would call it.
+    ``output_processor`` is a callable that replaces the output layer and the loss. GPTModel is
+    patched with MTP, because it would compute the MTP losses first.
     """
     original: Callable[..., Tensor] = model.forward
 

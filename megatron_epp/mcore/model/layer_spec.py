@@ -14,9 +14,9 @@ from megatron_epp.mcore.model.hybrid_stack import local_stack_spec
 
 
 def described(args: Any) -> Any:
-    """Return the model configuration of Megatron's ``args`` that its trainer builds from.
+    """Return the model configuration from which Megatron's trainer builds the model.
 
-    It describes a HybridModel if ``args`` have a layer pattern, else a GPTModel.
+    The model is a HybridModel if ``args`` have a layer pattern, else a GPTModel.
     """
     if args.hybrid_layer_pattern is None:
         return argument_utils.gpt_config_from_args(args)
@@ -24,9 +24,10 @@ def described(args: Any) -> Any:
 
 
 def fix_layer_spec(description: Any) -> None:
-    """Complete Megatron's local layers in the model that ``description`` builds (local_layers.py).
+    """Replace the layer spec in ``description``, so that local layers lack no feature.
 
-    ``description`` is a result of :func:`described`. Other layer implementations do not change.
+    ``description`` is a result of :func:`described` and changes in place. With another
+    --transformer-impl than local, nothing changes.
     """
     config = description.transformer
     if config.transformer_impl != "local":

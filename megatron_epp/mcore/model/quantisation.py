@@ -29,12 +29,12 @@ _CACHED_WEIGHTS = "_fp8_workspaces"
 
 
 def per_tensor_scales(args: Any) -> bool:
-    """Return whether one scale serves a whole tensor, so that results depend on the plan."""
+    """Return whether fp8 scales are per tensor, so that results depend on the plan."""
     return bool(getattr(args, "fp8", None)) and args.fp8_recipe == "tensorwise"
 
 
 def warn_of_scales(args: Any) -> None:
-    """Warn on rank 0 that results depend on the plan, if they do."""
+    """Log a warning on rank 0 if fp8 scales are per tensor: results depend on the plan."""
     if args.rank == 0 and per_tensor_scales(args):
         logger.warning(
             "megatron_epp: --fp8-recipe tensorwise: what is computed together shares a scale, so "
@@ -44,10 +44,10 @@ def warn_of_scales(args: Any) -> None:
 
 
 def weight_bytes(args: Any) -> float:
-    """Return the bytes per parameter of the weights during and between iterations.
+    """Return the bytes per parameter of the weights, including quantised copies.
 
-    They count the weight and its quantised copies, or the copies alone with --fp8-param-gather, but
-    at least the bytes of an embedding's format.
+    With --fp8-param-gather, only the copies count, but at least the bytes of ``params_dtype``,
+    which embeddings have.
     """
     full_precision = float(args.params_dtype.itemsize)
     if not getattr(args, "fp8", None):
@@ -57,9 +57,10 @@ def weight_bytes(args: Any) -> float:
 
 
 def quantise_everywhere(model: nn.Module, config: Any) -> None:
-    """Make the linears of ``model`` compute in the format of ``config`` in every forward.
+    """Patch the linears of ``model`` to compute in the fp8 format of ``config`` in every forward.
 
-    They cache their quantised weights until :func:`forget_quantised_weights`.
+    The linears cache their quantised weights until :func:`forget_quantised_weights`. Without fp8,
+    nothing changes.
     """
     if not getattr(config, "fp8", None):
         return
@@ -77,12 +78,12 @@ def quantise_everywhere(model: nn.Module, config: Any) -> None:
 
 
 def quantises(module: nn.Module) -> bool:
-    """Return whether ``module`` is a linear of Transformer Engine that can quantise."""
+    """Return whether ``module`` is a linear of Transformer Engine with a quantised weight cache."""
     return hasattr(module, _CACHED_WEIGHTS) and hasattr(module, "is_first_microbatch")
 
 
 def forget_quantised_weights(model: nn.Module) -> None:
-    """Clear the cached quantised weights, before an iteration."""
+    """Clear the quantised weights cached in ``model``, because an optimizer step changed them."""
     for module in model.modules():
         kept = getattr(module, _CACHED_WEIGHTS, None)
         if kept:

@@ -7,7 +7,7 @@ from megatron.core import tensor_parallel
 
 
 def random_states() -> Any:
-    """Return the states of the CPU, the GPU and Megatron's tracker."""
+    """Return the random states of the CPU, the current GPU and Megatron's RNG tracker."""
     tracker = tensor_parallel.get_cuda_rng_tracker()
     return (
         torch.get_rng_state(),
@@ -17,7 +17,7 @@ def random_states() -> Any:
 
 
 def restore_random_states(states: Any) -> None:
-    """Restore the states that :func:`random_states` returned."""
+    """Set the random states of CPU, GPU and RNG tracker to a result of :func:`random_states`."""
     cpu, cuda, tracked = states
     torch.set_rng_state(cpu)
     if cuda is not None:

@@ -14,7 +14,7 @@ from megatron_epp.mcore.kinds.registry import LAYER_KINDS, kind_sizes, model_siz
 
 
 def model_shape(args: Any) -> Model:
-    """Return the shape of the model of Megatron's ``args``.
+    """Return the cost model's description of the model that Megatron's ``args`` define.
 
     Raises:
         ValueError: A pattern does not fit the layers.
@@ -37,7 +37,7 @@ def model_shape(args: Any) -> Model:
 
 
 def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
-    """Return the differences of each decoder layer from a standard one, first layer first."""
+    """Return the LayerShape of each decoder layer, first layer first."""
     there = [(part, part.layers(args)) for part in LAYER_KINDS]
     return tuple(
         LayerShape(**kind_sizes(args, [part for part, layers in there if layers[at]]))
@@ -46,10 +46,10 @@ def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
 
 
 def mtp_shapes(args: Any) -> tuple[LayerShape, ...]:
-    """Return the differences from a standard layer of each layer of the MTP modules.
+    """Return the LayerShape of each layer of the MTP modules.
 
-    An MTP module has the layers of its pattern, or one built like the decoder's last. Sliding
-    windows go by Megatron's layer numbers, which begin at 1 again.
+    An MTP module has the layers of its pattern, or one layer like the decoder's last one. Sliding
+    windows depend on Megatron's layer numbers, which restart at 1 in MTP modules.
     """
     depths = getattr(args, "mtp_num_layers", None) or 0
     if not depths:
@@ -71,13 +71,13 @@ def mtp_shapes(args: Any) -> tuple[LayerShape, ...]:
 
 
 def with_mtp(args: Any, layers: Sequence[int]) -> tuple[int, ...]:
-    """Return the layers of every stage including MTP layers; ``layers`` are the decoder's."""
+    """Add the MTP layers to the last stage of ``layers``, the decoder layers of every stage."""
     *others, last = layers
     return (*others, last + len(mtp_shapes(args)))
 
 
 def stage_layers(args: Namespace, pp: int, layout: Sequence[Sequence[str]] | None) -> list[int]:
-    """Return the transformer layers of every stage, as Megatron's flags place them.
+    """Return the number of transformer layers of every stage, as Megatron's flags place them.
 
     Args:
         args: Megatron's arguments.

@@ -33,15 +33,19 @@ _LINEARS = (ColumnParallelLinear, RowParallelLinear)
 
 
 def early_modules(model: Any, early: bool) -> tuple[nn.Module, ...]:
-    """Return modules with a backward in F only, which defer nothing: a fused head (``early``)."""
+    """Return the modules whose backward runs in F, so that they defer nothing.
+
+    With ``early``, the fused LM head, these are the output layer; else there are none.
+    """
     return (get_attr_wrapped_model(model, "output_layer"),) if early else ()
 
 
 def refuse_split(model: nn.Module, besides: Collection[nn.Module] = ()) -> None:
-    """Raise a PlanError unless every linear of ``model`` but ``besides`` can defer its gradient.
+    """Raise a PlanError unless all linears of ``model`` can defer their weight gradients to W.
 
-    Of Transformer Engine's linears, those with one weight can. Grouped linears, fused MLPs and
-    linears of a version without a store for weight gradients cannot.
+    Modules in ``besides`` are not checked. Megatron's linears must not fuse gradient accumulation.
+    Transformer Engine's linears with one weight can defer it. Its grouped linears, fused MLPs and
+    linears of a version without ``wgrad_store`` cannot.
     """
     for name, module in model.named_modules():
         if any(module is other for other in besides):
@@ -59,7 +63,7 @@ def refuse_split(model: nn.Module, besides: Collection[nn.Module] = ()) -> None:
 
 
 def has_engines(model: nn.Module) -> bool:
-    """Return whether a linear layer of ``model`` is Transformer Engine's."""
+    """Return whether ``model`` has a linear layer of Transformer Engine."""
     return any(map(_is_engines, model.modules()))
 
 
@@ -71,7 +75,10 @@ def _is_engines(module: nn.Module) -> bool:
 
 
 class Deferral:
-    """Context in which the linears of one stage, except ``besides``, may defer weight gradients."""
+    """Context that patches the linears of one stage so that they can defer weight gradients.
+
+    Inside of :meth:`into`, they do. Linears in ``besides`` are not patched.
+    """
 
     def __init__(self, model: nn.Module, besides: Collection[nn.Module] = ()):
         modules = [m for m in model.modules() if not any(m is other for other in besides)]
@@ -103,7 +110,10 @@ class Deferral:
 
     @contextmanager
     def into(self, deferred: DeferredWeightGrads | None) -> Iterator[None]:
-        """Defer weight gradients of forwards in this context, also recomputed ones."""
+        """Add the weight gradients of all forwards in this context to ``deferred``.
+
+        This includes recomputed forwards. With None, no weight gradient is deferred.
+        """
         self._deferred = deferred
         try:
             yield

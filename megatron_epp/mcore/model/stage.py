@@ -42,12 +42,12 @@ type ForwardStep = Callable[[Iterator[ChunkBatch], Any], tuple[Tensor, Callable]
 
 
 class ModelStage:
-    """Model side of the executor: runs chunks of one plan through a stage of Megatron's model.
+    """Model side of the executor: runs the ops of one plan on a stage of Megatron's model.
 
-    Like Megatron's schedules, it accumulates gradients without reduction until the last op that
-    makes some, whose hooks start the overlapped reduction. It scales the loss for the optimizer and
-    frees outputs once sent. ``fused_head``: the last stage's F runs the backward of its head.
-    ``host`` stores what offloaded layers save, ``head`` runs H and G (vocabulary parallelism).
+    Gradients accumulate without reduction until the last op with gradients, whose hooks start the
+    overlapped reduction. The loss is scaled for the optimizer; outputs are freed once sent. With
+    ``fused_head``, the last stage's F also runs the backward of the LM head. ``host`` stores the
+    tensors of offloaded layers. ``head`` runs H and G (vocabulary parallelism).
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ModelStage:
 
     @property
     def balanced_together(self) -> Sequence[Sequence[int]] | None:
-        """Lengths of documents over which experts are balanced together; None: each alone."""
+        """Lengths of the documents of each pool for load balancing; None: a pool per document."""
         return None
 
     def _stats_of_routers(self, plan: Plan) -> RouterStats | None:
@@ -138,7 +138,7 @@ class ModelStage:
                 self.config.grad_sync_func(self.model.parameters())
 
     def abandon(self) -> None:
-        """Free what is saved for later ops; the gradients of this iteration are dropped."""
+        """Free all tensors saved for later ops; the iteration's gradients are then invalid."""
         self._saved.clear()
         self._deferred.clear()
         self._loss_of.clear()
@@ -161,7 +161,7 @@ class ModelStage:
                 group.start_grad_sync(self.model.force_all_reduce)
 
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
-        """Run F of ``chunk`` on the hidden states received; return those to send, if any."""
+        """Run F of ``chunk`` on the received hidden states; return the output to send, if any."""
         sent = self._forward(chunk, received)
         if (following := self._following.get(chunk)) is not None:
             self.builder.prepare(following)
@@ -219,7 +219,7 @@ class ModelStage:
         return loss
 
     def head(self, chunk: int, received: Tensor) -> Tensor | None:
-        """Run H of ``chunk`` (this rank's vocabulary rows); return what it sends, if any."""
+        """Run H of ``chunk`` on this rank's vocabulary rows; return the message to send, if any."""
         assert self.head_ops is not None, "a plan with H runs where its output layer is spread"
         with torch.no_grad():
             output = self.head_ops.head(chunk, received)
@@ -229,7 +229,7 @@ class ModelStage:
         return None
 
     def head_weight(self, chunk: int) -> None:
-        """Run G of ``chunk``: the weight gradient of this rank's vocabulary rows."""
+        """Run G of ``chunk``: add the weight gradient of this rank's vocabulary rows."""
         assert self.head_ops is not None, "a plan with G runs where its output layer is spread"
         with self._reducing(Op(Kind.HEAD_WEIGHT, chunk)) as ready:
             self.head_ops.weight_gradient(chunk)
@@ -247,17 +247,17 @@ class ModelStage:
         return self.config.grad_scale_func(torch.ones((), device=device))
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        """Run B of ``chunk``; return the gradient to send, if any."""
+        """Run B of ``chunk``; return the gradient to send, None on the first stage."""
         op = Op(Kind.BACKWARD, chunk)
         with self._reducing(op):
             return self._run_backward(op, gradient)
 
     def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        """Run I of ``chunk``: defer weight gradients; return the gradient to send, if any."""
+        """Run I of ``chunk``, deferring weight gradients; return the gradient to send, if any."""
         return self._run_backward(Op(Kind.INPUT, chunk), gradient)
 
     def weight_backward(self, chunk: int) -> None:
-        """Run W of ``chunk``: compute its deferred weight gradients."""
+        """Run W of ``chunk``: compute and add its deferred weight gradients."""
         deferred = self._deferred.pop(chunk)
         with self._reducing(Op(Kind.WEIGHT, chunk)) as ready:
             if ready is not None:
@@ -331,7 +331,7 @@ class ModelStage:
         return self.training and self.config.no_sync_func is not None and self._hooks_reduce
 
     def reduce_after(self, other: "ModelStage") -> None:
-        """Start reductions after ``other`` of this rank, whose last gradients come later."""
+        """Delay this stage's reductions until ``other`` of this rank has started its own."""
         if not (self._reduces_early and other._reduces_early):
             return
         self._waits = True
@@ -351,7 +351,16 @@ class ModelStage:
 
 
 def reserve_exchange(stage: ModelStage, plans: Sequence[Plan], row_shard: RowShard) -> None:
-    """Prepare the exchange of tokens between experts for chunks of ``plans``, run in lockstep."""
+    """Allocate HybridEP's buffers for the token dispatch of all chunks of ``plans``.
+
+    This also sets the number of rows of every chunk in the dispatchers of the stage's MoE layers.
+    Without HybridEP, nothing changes.
+
+    Args:
+        stage: Stage with the MoE layers.
+        plans: Plans of all replicas that run in lockstep, including this rank's.
+        row_shard: This rank's shard of a chunk's rows.
+    """
     reserve_rows([layer for _, layer in moe_layers(stage.layers_model)], plans, row_shard)
 
 
@@ -371,12 +380,15 @@ def reduce_in_turn(stages: Mapping[int, ModelStage], ran: Sequence[tuple[int, Op
 
 
 def last_op(order: tuple[Op, ...], kinds: tuple[Kind, ...]) -> Op | None:
-    """Return the last op of ``order`` that is of one of ``kinds``."""
+    """Return the last op of ``order`` whose kind is in ``kinds``; None without such an op."""
     return next((op for op in reversed(order) if op.kind in kinds), None)
 
 
 def sum_reports(reports: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Return one report for the iteration (in a list): every entry summed over the chunks."""
+    """Sum every entry of the reports over the chunks.
+
+    Return a list with the summed report, or an empty list without reports.
+    """
     if not reports:
         return []
     return [{key: torch.stack([r[key] for r in reports]).sum(0) for key in reports[0]}]

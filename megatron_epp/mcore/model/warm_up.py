@@ -27,7 +27,7 @@ PACKED, PACKS_TO = (DOCUMENTS, 2 * DOCUMENTS, 4 * DOCUMENTS), 32768
 
 
 def buckets(most: int) -> list[int]:
-    """Return the upper ends of the buckets up to ``most`` tokens; the last one is ``most``."""
+    """Return the largest sizes of the buckets up to ``most`` tokens; the last one is ``most``."""
     sizes, size = [], FIRST
     while size < most:
         sizes.append(size)
@@ -37,10 +37,14 @@ def buckets(most: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class WarmUpCall:
-    """One call of attention over ``documents`` packed documents.
+    """Sizes of one attention call over packed documents.
 
-    ``queries`` and ``keys`` count the tokens of all documents. With ``alone``, one context-parallel
-    rank computes the documents with all heads of its tensor-parallel rank, else with its own heads.
+    Attributes:
+        queries: Number of queries of all documents.
+        keys: Number of keys of all documents.
+        alone: Whether one context-parallel rank computes the documents, with all heads of its
+            tensor-parallel rank; else each rank computes its own heads.
+        documents: Number of documents.
     """
 
     queries: int
@@ -102,9 +106,10 @@ def warm_up(
     device: torch.device,
     packs_to: int | None = None,
 ) -> int:
-    """Run forward and backward of :func:`calls` once each; return the number of calls run.
+    """Run forward and backward of the attention calls of :func:`calls`, so that graphs are built.
 
-    Only Transformer Engine's attention is warmed up, for at most ``SECONDS``. The device's random
+    Only Transformer Engine's attention is warmed up. The warm-up ends after ``SECONDS``, or when
+    the device runs out of memory. Rank 0 logs the number of calls and the time. The device's random
     state is restored, because Transformer Engine draws from it in every call.
 
     Args:
@@ -114,6 +119,9 @@ def warm_up(
         context: Most tokens of a document.
         device: Device of this rank.
         packs_to: Tokens of the largest pack; None for ``PACKS_TO``.
+
+    Returns:
+        The number of calls that were run.
     """
     if not isinstance(attention, VarlenAttention) or attention.name != "te":
         return 0

@@ -373,7 +373,7 @@ def MTP_LAYERS(original: Callable[..., Any], config: Any, *args: Any, **kwargs: 
     "megatron.training.initialize.set_jit_fusion_options",
 )
 def FUSION_WARM_UP(original: Callable[..., None], tp_size: int | None = None) -> None:
-    """Skip the warm-up."""
+    """Skip Megatron's warm-up of the JIT-fused kernels."""
 
 
 def _multiply_as_configured(

@@ -34,8 +34,12 @@ class ElasticSchedule:
     """Replacement of Megatron's ``forward_backward_func``: one call runs one global batch.
 
     Attributes:
-        validate: Shows the iteration's summed loss to Megatron's re-run state machine.
-        ran: The latest attempt, on this rank.
+        steps: Source of the accepted steps.
+        runner: Runner of this rank's part of a step.
+        retry: Repeats an iteration that ran out of memory.
+        observer: Logs and records iterations.
+        validate: Passes the iteration's summed loss to Megatron's re-run state machine.
+        ran: Results of the latest attempt on this rank.
     """
 
     def __init__(
@@ -69,10 +73,11 @@ class ElasticSchedule:
         pg_collection: Any = None,
         force_all_reduce: bool = False,
     ) -> list[dict[str, torch.Tensor]]:
-        """Run one iteration over the next global batch of documents.
+        """Run one iteration over the next global batch of documents, and reduce the gradients.
 
-        ``data_iterator`` yields a :class:`Batch` per call. ``num_microbatches`` and the shapes are
-        Megatron's counters and have no effect.
+        ``data_iterator`` yields a :class:`Batch` per call. An iteration that runs out of memory is
+        planned and run again. ``num_microbatches`` and the shapes are Megatron's counters and have
+        no effect.
 
         Returns:
             On the last stage, one report: each entry summed over the tokens of this replica.

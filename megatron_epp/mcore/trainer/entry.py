@@ -38,9 +38,10 @@ def main(
     datasets: Callable[..., Any] | None = None,
     hybrid: bool = False,
 ) -> None:
-    """Train with the flags of the command line.
+    """Train with the flags of the command line, and end the job.
 
-    A user's mistake ends the process with status 2.
+    After a user's mistake, or if another rank is lost, a message is printed and the process exits;
+    other exceptions are raised. The exit status of a user's mistake is 2.
 
     Args:
         program_start: Seconds since the epoch when the program started.
@@ -68,7 +69,7 @@ def train(
     datasets: Callable[..., Any] | None = None,
     hybrid: bool = False,
 ) -> None:
-    """Read the command line and train; see :func:`main`.
+    """Install the patches of Megatron, read the command line, and train; see :func:`main`.
 
     Args:
         program_start: Seconds since the epoch when the program started.

@@ -26,12 +26,17 @@ from megatron_epp.runtime.groups import Groups
 
 @dataclass(frozen=True, slots=True)
 class JobContext:
-    """This rank's place in the job, known when Megatron has built the model.
+    """Context of this rank in the job, created when Megatron has built the model.
 
     Attributes:
-        layers: Of every stage.
-        row_shard: The rows of a chunk that this rank computes.
-        placement: The rank of every stage; empty if stage i lies on rank i.
+        args: Megatron's args.
+        config: Flags of this package.
+        groups: Process groups of this rank.
+        layers: Number of layers of every stage.
+        row_shard: This rank's shard of a chunk's rows.
+        device: Device of this rank.
+        attention: Attention of the job.
+        placement: Pipeline rank of every stage; empty if stage i is on rank i.
     """
 
     args: Any
@@ -45,10 +50,13 @@ class JobContext:
 
 
 def make_steps(place: JobContext, model: Any) -> StepSource:
-    """Return the steps of --epp-plan, or the planner's. Collective.
+    """Return the source of steps: recorded steps with --epp-plan, else the planner. Collective.
 
-    Without a given cost model, the planner's is measured. ``model`` is this rank's first stage
-    module, wrapped, in its final number format.
+    Without --epp-cost-model, the cost model is measured on the ranks of the job.
+
+    Args:
+        place: Context of this rank.
+        model: This rank's first stage module, wrapped, in its final number format.
     """
     if place.config.epp_plan is not None:
         return RecordedSteps(place.config.epp_plan)
@@ -58,7 +66,10 @@ def make_steps(place: JobContext, model: Any) -> StepSource:
 
 
 def limit_bytes(config: Config) -> float:
-    """Return the most bytes that chunks may hold on a CPU-only host, whatever was planned."""
+    """Return --epp-memory-limit-gib in bytes, infinity without the flag.
+
+    On a CPU-only host, chunks that hold more bytes fail as out of memory.
+    """
     limit = config.epp_memory_limit_gib
     return math.inf if limit is None else limit * GIB
 
@@ -68,20 +79,21 @@ class TrainerHooks:
     """Replacements of the trainer's components by a benchmark, an example or a test.
 
     Attributes:
-        pre_wrap: (stage modules): the stage modules with adapters or the like, before the trainer
-            wraps them; or None.
-        make_steps: The source of steps.
-        items: (samples wanted for training, validation, test, or None for one epoch): three
-            datasets of items that replace the corpora of --data-path (data/item_documents.py), or
-            None.
-        make_batches: (documents, batch size or a function from consumed samples to it, samples
-            consumed): the global batches.
-        summary: The line that is logged for an iteration.
-        choose: (sublayers, flags, layers of every stage): values of open choices.
-        attention_for: (--epp-attention, model's configuration, device): the attention.
-        install_in_model: (model, context, attention): makes the model compute chunks.
-        make_stage: Makes the model's side of the executor.
-        limit_bytes: (configuration): the most bytes that chunks may hold on a host.
+        pre_wrap: Function from the stage modules to changed ones, such as modules with adapters,
+            before Megatron wraps them; or None.
+        make_steps: Returns the source of steps from the context and the first stage module.
+        items: Function from the numbers of samples for training, validation and test (None is one
+            epoch) to three datasets of items, which replace the corpora of --data-path
+            (data/item_documents.py); or None.
+        make_batches: Returns the global batches from documents, batch size (or a function from
+            consumed samples to it) and consumed samples.
+        summary: Returns the log line of an iteration.
+        choose: Returns values of open choices from sublayers, flags and the layers of every stage.
+        attention_for: Returns the attention from --epp-attention, the model's configuration and the
+            device.
+        install_in_model: Patches a model to compute chunks, from model, context and attention.
+        make_stage: Creates the model's side of the executor.
+        limit_bytes: Returns the largest number of bytes that chunks may hold on a CPU-only host.
     """
 
     pre_wrap: Callable[[list[Any]], list[Any]] | None = None

@@ -30,10 +30,10 @@ _FILE_FLAGS = (
 
 
 def require_same_facts(args: Any, group: dist.ProcessGroup) -> None:
-    """Require that all ranks of ``group`` see the same checkpoint, tokenizer and files. Collective.
+    """Compare the checkpoint, tokenizer and files that ranks of ``group`` see. Collective.
 
     Raises:
-        ValueError: On every rank: which rank sees what in which folder.
+        ValueError: On every rank: ranks see different files; the message names ranks and paths.
     """
     require_same(
         facts_of(args), group, "the same on every host: a shared file system, or copies of it"
@@ -41,7 +41,10 @@ def require_same_facts(args: Any, group: dist.ProcessGroup) -> None:
 
 
 def facts_of(args: Any) -> dict[str, str]:
-    """Return what this rank sees of the files that ``args`` name, by flag and path."""
+    """Return a text for each flag that names a file or checkpoint, by flag and path.
+
+    The text has a digest of the files, or the iteration of the checkpoint.
+    """
     folders = folders_of(args)
     if pretrained := getattr(args, "pretrained_checkpoint", None):
         folders[f"--pretrained-checkpoint {pretrained}"] = Path(pretrained)

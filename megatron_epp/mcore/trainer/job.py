@@ -75,26 +75,29 @@ class Job:
         self._schedule: ElasticSchedule | None = None
 
     def install(self, model_config: Any) -> None:
-        """Make Megatron's builder call this job when it builds the model of ``model_config``."""
+        """Append :meth:`attach` and :meth:`prepare` to the builder's hooks in ``model_config``."""
         model_config.pre_wrap_hooks.append(self.attach)
         model_config.post_wrap_hooks.append(self.prepare)
 
     @property
     def schedule(self) -> ElasticSchedule:
-        """The schedule that ``prepare`` made."""
+        """Schedule that :meth:`prepare` has created."""
         assert self._schedule is not None, "the model is not built yet"
         return self._schedule
 
     @property
     def place(self) -> JobContext:
-        """The context that ``attach`` made."""
+        """Context that :meth:`attach` has created."""
         assert self._place is not None, "the model is not built yet"
         return self._place
 
     # -------------------------------------------------------------- before the model is wrapped
 
     def attach(self, models: list[Any]) -> list[Any]:
-        """Make the model compute chunks (Megatron's pre-wrap hook). Collective.
+        """Patch the model to compute chunks (Megatron's pre-wrap hook). Collective.
+
+        This also creates process groups, locks the job's folders, converts chat files, starts the
+        watcher, and sets :attr:`place`.
 
         Args:
             models: Stage modules of this rank, first to last.
@@ -208,9 +211,15 @@ class Job:
     # -------------------------------------------------------------- after the model is wrapped
 
     def prepare(self, models: list[Any]) -> list[Any]:
-        """Make the schedule (Megatron's post-wrap hook).
+        """Create :attr:`schedule` (Megatron's post-wrap hook). Collective.
 
-        The model has its final number format here, so it can be measured and steps can be planned.
+        The model has its final number format here, so the cost model can be measured.
+
+        Args:
+            models: Wrapped stage modules of this rank, first to last.
+
+        Returns:
+            ``models``.
         """
         place, args = self.place, self.args
         if cpu_host.has_gpu_kernels():
@@ -295,7 +304,7 @@ class Job:
     # -------------------------------------------------------------- what Megatron calls
 
     def choose_schedule(self, original: Any) -> Any:
-        """Return the replacement of Megatron's ``get_forward_backward_func``."""
+        """Return a replacement of get_forward_backward_func, which returns :attr:`schedule`."""
 
         def get_forward_backward_func(*args: Any, **kwargs: Any) -> ElasticSchedule:
             return self.schedule
@@ -303,8 +312,11 @@ class Job:
         return get_forward_backward_func
 
     def datasets(self, samples: Sequence[int]) -> tuple[GlobalBatches | None, ...]:
-        """Return the global batches of training, validation and test, in Megatron's order.
+        """Build the documents; return the global batches of training, validation and test.
 
-        They begin where the checkpoint stopped.
+        The batches begin after the samples that the checkpoint has consumed. Collective.
+
+        Args:
+            samples: Number of documents for training, validation and test.
         """
         return self._data.global_batches(samples, self.place.groups.control)

@@ -24,7 +24,10 @@ from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
 
 def consumed_in_phase(args: Any) -> int:
-    """Return the training samples consumed in the current phase (--phase-transition-iterations)."""
+    """Return the number of training samples consumed since the current phase began.
+
+    Phases begin at --phase-transition-iterations; without that flag there is one phase.
+    """
     progress = progress_of(args)
     if not args.phase_transition_iterations:
         return progress.consumed_train_samples
@@ -56,11 +59,20 @@ class JobData:
     def global_batches(
         self, samples: Sequence[int], group: Any
     ) -> tuple[GlobalBatches | None, ...]:
-        """Return the global batches of training, validation and test after the checkpoint.
+        """Build the documents and return the global batches of training, validation and test.
+
+        The batches begin after the samples that the checkpoint has consumed. A split without
+        documents has None. Rank 0 prints the document counts of training. With
+        --full-validation, ``args.full_validation`` becomes false and ``args.eval_iters`` the
+        number of batches of a pass. Collective over ``group``.
 
         Args:
-            samples: Number of documents that each of the three needs.
-            group: Process group of all ranks, over which indices are built once.
+            samples: Number of documents for training, validation and test.
+            group: Process group of all ranks, over which the documents are compared.
+
+        Raises:
+            ValueError: Files are damaged, flags are invalid, no document is usable, or ranks have
+                different documents.
         """
         args = get_args()
         print_rank_0("> building the documents of training, validation and test ...")
@@ -92,7 +104,7 @@ class JobData:
         return tuple(batches)
 
     def _describe(self, training: DocumentSource, args: Any) -> None:
-        """Print the corpora and the document counts of training."""
+        """Print the corpora and the document counts of training, and set truncated_documents."""
         print_rank_0(f"> {training.counts}")
         self.truncated_documents = training.counts.truncated
         if isinstance(training, Documents):

@@ -24,7 +24,9 @@ _watching: set[int] = set()  # this process, once it watches; a forked process h
 
 
 def end_with_launcher() -> None:
-    """Start a thread that watches the torchrun that started this process, if any.
+    """Start a thread that ends this process when the torchrun that started it is gone.
+
+    Without torchrun, nothing happens. The thread waits for a checkpoint that is being written.
 
     Call it before anything else. torchrun may be killed while this process imports torch and
     Megatron, and the process then has another parent. A launcher that ended earlier is detected at

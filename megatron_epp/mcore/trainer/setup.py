@@ -33,6 +33,9 @@ def setup(
 ) -> tuple[Any, Any]:
     """Install elastic pipeline parallelism in this process.
 
+    This patches Megatron, adds hooks to ``model_config``, sets the flags in ``args`` that are
+    ``auto``, and starts a thread that watches torchrun. Rank 0 prints what was chosen.
+
     Args:
         args: Megatron's arguments, including those of :mod:`megatron_epp.mcore.flags.config`.
         model_config: The model configuration that ``pretrain`` builds from.
@@ -43,7 +46,7 @@ def setup(
         The forward step and the data provider for Megatron's ``pretrain``.
 
     Raises:
-        ValueError: One line that says what cannot run.
+        ValueError: Flags or the model are not supported; the message is one line.
     """
     if args.epp_vocab_parallel == AUTO:
         args.epp_vocab_parallel = OFF  # a user's own script may change the model

@@ -41,11 +41,13 @@ class StageRun:
     """Results of a rank for its part of a step.
 
     Attributes:
-        reports: Each entry summed over this replica's tokens; empty on ranks without the last
-            stage.
+        plan: Plan of this replica.
+        records: Start, stop and peak bytes of each of this rank's ops.
+        reports: One report of the loss, with every entry summed over this replica's chunks; empty
+            on ranks without the last stage.
         tokens: Number of tokens with a loss.
-        failure: The op that ran out of memory, if any; the other results are then void.
-        host_peak_bytes: Peak of host memory that offloaded layers took.
+        failure: The op that ran out of memory; the other results are then invalid. None without.
+        host_peak_bytes: Peak of the host memory of offloaded layers.
     """
 
     plan: Plan
@@ -61,8 +63,14 @@ class StageRunner:
     """Runner of a rank's part of steps.
 
     Attributes:
+        programs: Runs the rank's programs.
         stages: Stages of the rank, first to last.
-        make_stage: Makes the model's side of the executor (model/stage.py).
+        replica: Number of this rank's replica.
+        row_shard: This rank's shard of a chunk's rows.
+        meter: Meter of the bytes held.
+        fused_head: Whether the last stage's F also runs the backward of the LM head.
+        stores_last_slice: Whether K/V of a document's last slice are stored, too.
+        make_stage: Creates the model's side of the executor (model/stage.py).
         host_bytes: Limit of the host memory that offloaded layers may take.
     """
 
@@ -85,7 +93,7 @@ class StageRunner:
         config: Any,
         forward_step: ForwardStep,
     ) -> StageRun:
-        """Run this replica's plan on its documents of ``batch``.
+        """Run this replica's plan on its documents of ``batch``, accumulating gradients.
 
         Args:
             step: The accepted step, which has the plans of all replicas.
@@ -98,6 +106,9 @@ class StageRunner:
         Returns:
             Records, summed losses and number of tokens. An op that ran out of memory is reported in
             :attr:`StageRun.failure`; no exception is raised for it.
+
+        Raises:
+            PlanError: The plan splits the backward, which a linear of a model does not support.
         """
         # Step 1: select this replica's plan and its samples of the global batch.
         replica, device = self.replica, self.programs.device
@@ -159,10 +170,10 @@ class StageRunner:
         return StageRun(plan, records, reports, tokens, failure, host.peak_bytes)
 
     def flop_boundaries(self, plan: Plan) -> Tensor:
-        """Return the cumulative lengths of the documents of ``plan``: [documents + 1] int64.
+        """Return the cumulative lengths of the documents of ``plan``: int64 [documents + 1].
 
-        Without documents, return those of one document without tokens. All ranks take part in
-        Megatron's sum, and an empty document adds nothing to it.
+        Without documents, return [0, 0], one empty document: all ranks take part in Megatron's sum
+        of FLOPs, to which an empty document adds nothing.
         """
         boundaries = numpy.concatenate(([0], numpy.cumsum(plan.documents or (0,))))
         return torch.from_numpy(boundaries).to(self.programs.device)

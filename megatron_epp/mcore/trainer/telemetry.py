@@ -10,9 +10,12 @@ from megatron_epp.cost.catalogue.devices import GIB
 
 
 def scalars(step: AcceptedStep, report: IterationReport, truncated: int) -> dict[str, float]:
-    """Return the scalars of an iteration, by name.
+    """Return the scalars of an iteration for TensorBoard and Weights & Biases, by name.
 
-    ``truncated`` is the number of training documents that are longer than the context.
+    Args:
+        step: The iteration's step.
+        report: Reports of all ranks.
+        truncated: Number of training documents that were truncated to the context.
     """
     values: dict[str, float] = {
         "tokens-per-second": step.tokens / report.seconds,

@@ -13,9 +13,10 @@ from megatron_epp.ir import BACKWARDS, KEEP, OFFLOAD, Kind
 
 
 def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
-    """Return [stages, chunks] the most layers whose copies overlap with F, and with B and I.
+    """Return the largest number of layers whose copies overlap with F, and with B and I.
 
-    Layers of the first kind come first, because a byte takes equally long whichever layer saved it.
+    The result is an array [stages, chunks] for each layer kind with the recompute mode OFFLOAD.
+    Layers of the first kind are taken first, because every byte takes equally long to copy.
     If it is only one or two, all of them are on the device while their chunk's ops run
     (ir.IN_FLIGHT), and off it otherwise.
     """
@@ -79,14 +80,15 @@ class HostHeadroom:
 def layers_offloaded(
     cost: Cost, loads: Loads, host: HostHeadroom, least: np.ndarray, backward: np.ndarray
 ) -> dict[Choice, np.ndarray]:
-    """Return :func:`hidden_layers` as far as they fit host memory.
+    """Return the number of layers to offload, [stages, chunks] for each layer kind.
 
-    Each layer kind has an equal part of the memory, and so has each stage of a rank with several.
+    These are the layers of :func:`hidden_layers`, or fewer on a stage whose host memory they
+    exceed. Host memory is divided equally between layer kinds, and between a rank's stages.
 
     Args:
         cost: cost of the layout.
         loads: loads of the chunks.
-        host: host memory.
+        host: limit of the host memory for each stage's offloaded layers.
         least: [stages, chunks] forwards before each backward (planner.order.warmup).
         backward: chunks in the order of their backwards.
     """
@@ -118,10 +120,10 @@ def _host_peak(moved: np.ndarray, least: np.ndarray, backward: np.ndarray) -> fl
 
 
 def without_offload(counts: Counts) -> Counts:
-    """Return the counts of other modes than offloading."""
+    """Return the entries of ``counts`` whose recompute mode is not OFFLOAD."""
     return {choice: grid for choice, grid in counts.items() if choice[1] != OFFLOAD}
 
 
 def offload_of(counts: Counts) -> Counts:
-    """Return the counts of offloaded layers."""
+    """Return the entries of ``counts`` whose recompute mode is OFFLOAD."""
     return {choice: grid for choice, grid in counts.items() if choice[1] == OFFLOAD}

@@ -23,9 +23,15 @@ from megatron_epp.mcore.kinds.local_layers import fix_local_attention, local_att
 class ElasticAttention:
     """Replacement of the forward of a layer's core attention.
 
-    The module itself stays, so checkpoints keep their keys. t rows of this rank, T of the chunk; T
-    is larger if ``ulysses`` exchanges rows for heads. ``local`` attends over documents that this
-    rank computes alone. ``original`` is Megatron's forward, for inputs that are not chunks.
+    The module is not replaced, so checkpoints keep their keys. t rows are those of this rank.
+
+    Attributes:
+        original: Megatron's forward, for inputs that are not chunks.
+        attention: Attention over documents that are sharded over the context-parallel ranks.
+        local: Attention over documents that this rank computes alone.
+        layer: Index of the layer in the stage.
+        dropped: Outputs that the layer drops, to be recomputed in the backward.
+        ulysses: All-to-all between rows and heads; None without context parallelism.
     """
 
     def __init__(
@@ -51,7 +57,10 @@ class ElasticAttention:
         packed_seq_params: Any = None,
         **others: Any,
     ) -> Tensor:
-        """Return the attention's output [t, H D]."""
+        """Compute the attention of a chunk and return the output [t, H D].
+
+        With context parallelism, this runs an all-to-all before and after the attention.
+        """
         if not isinstance(packed_seq_params, ChunkParams):
             inputs = query_tHD, key_tGD, value_tGD, attention_mask
             return self.original(*inputs, packed_seq_params=packed_seq_params, **others)
@@ -89,7 +98,7 @@ class SingleRank:
 
 
 def install_heads(place: LayerPlace) -> None:
-    """Make the attention of a layer of the stage compute chunks."""
+    """Replace the core attention's forward in a layer, and wrap modules for recompute."""
     around, dropped = place.layer.self_attention, place.dropped
     core, (own, single_rank, ulysses) = around.core_attention, attention_of(place)
     core.forward = ElasticAttention(core.forward, own, single_rank, place.index, dropped, ulysses)
@@ -99,11 +108,12 @@ def install_heads(place: LayerPlace) -> None:
 
 
 def attention_of(place: LayerPlace) -> tuple[Attention, Attention, Ulysses | None]:
-    """Return the attentions of a layer over all ranks' rows and over this rank's, and its Ulysses.
+    """Disable Megatron's context parallelism in a layer, and return what replaces it.
 
-    The first attends over the rows of all context-parallel ranks, the second over documents that
-    this rank computes alone. Ulysses exchanges rows for heads. Megatron's own context parallelism
-    of the layer is disabled.
+    Returns:
+        The attention over documents that are sharded over the context-parallel ranks. The attention
+        over documents that this rank computes alone. The all-to-all between rows and heads, or None
+        without context parallelism.
     """
     around = place.layer.self_attention
     ranks = around.pg_collection.cp

@@ -62,7 +62,7 @@ class MLAKind(AttentionKind):
         return {"kv_heads": args.num_attention_heads, "head_size": args.qk_head_dim}
 
     def defaults(self, wanted: Any) -> dict[str, Any]:
-        """Disable fused rotary embedding: Megatron's for MLA is YaRN's and has fixed positions."""
+        """Disable fused RoPE, because Megatron's fused kernel for MLA has fixed positions."""
         return {"apply_rope_fusion": False} if wanted.multi_latent_attention else {}
 
     @override
@@ -127,9 +127,9 @@ class MLAKind(AttentionKind):
 
 
 def mla_scale(config: Any) -> float:
-    """Return the softmax scale, including YaRN's factor of the context.
+    """Return the softmax scale of MLA, including YaRN's factor for longer contexts.
 
-    It does not depend on the rotary embedding of the layer (MultiLatentAttention.__init__).
+    As in MultiLatentAttention.__init__, the factor applies with any type of rotary embedding.
     """
     from megatron.core.models.common.embeddings import _yarn_get_mscale
 

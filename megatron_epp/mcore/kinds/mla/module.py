@@ -62,16 +62,16 @@ UP_PROJECTION = "mla_up_proj"  # Megatron's name for the projections of latents 
 
 
 def install_mla(place: LayerPlace, kind: "type[MLALayer]") -> None:
-    """Make the MLA of a layer of the stage compute chunks."""
+    """Patch the MLA of a layer to compute chunks, and wrap its input norm for recompute."""
     around, (own, single_rank, ulysses) = place.layer.self_attention, attention_of(place)
     kind(around, own, single_rank, place.index, place.context, place.dropped, ulysses).install()
     wrap_norm(place.layer.input_layernorm, place.dropped)
 
 
 class MLALayer:
-    """Layer ``layer`` of the stage, with Megatron's MLASelfAttention ``around``.
+    """MLA on chunks in layer ``layer`` of the stage; ``around`` is Megatron's MLASelfAttention.
 
-    ``local`` attends over documents that this rank computes alone; ``context``: most tokens of one.
+    ``local`` attends over this rank's own documents; ``context`` is the most tokens of a document.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class MLALayer:
         self._queries = getattr(around, up)
 
     def install(self) -> None:
-        """Replace Megatron's projections and core attention."""
+        """Replace Megatron's projections and core attention, and call :meth:`wrap_readers`."""
         around = self.around
         self._originals = around.get_query_key_value_tensors, around._run_core_attention
         around.get_query_key_value_tensors = self.project
@@ -104,9 +104,9 @@ class MLALayer:
         self.wrap_readers()
 
     def wrap_readers(self, *more_readers: Any) -> None:
-        """Wrap the linears that read dropped outputs; ``more_readers`` read the norm, too."""
+        """Wrap linears whose inputs recompute may drop; hook the gradient of ``q_layernorm``."""
         around = self.around
-        # Only the last one takes the handle of the layer's norm.
+        # All linears that read the input norm; only the last one takes the norm's handle.
         if around.config.q_lora_rank is None:
             readers = around.linear_kv_down_proj, around.linear_q_proj, *more_readers
         else:
@@ -132,10 +132,10 @@ class MLALayer:
         packed_seq_params: Any = None,
         **ignored: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Return Q [T, H, D], K [T, H, D], V [T, H, V] of this rank's heads, and two None.
+        """Return Q [T, H, D], K [T, H, D] and V [T, H, V] of this rank's heads, and twice None.
 
-        Megatron uses the last two in inference only. Without a chunk, return Megatron's own
-        tensors. ``attend`` handles documents of one rank next to sharded ones.
+        With context parallelism, this runs an all-to-all from rows to heads. State for
+        :meth:`attend` is set. Without a chunk, return the tensors of Megatron's own function.
         """
         state: ChunkState | None = getattr(packed_seq_params, "state", None)
         if state is None:
@@ -250,7 +250,7 @@ class MLALayer:
         packed_seq_params: Any = None,
         **ignored: Any,
     ) -> Tensor:
-        """Return [t, H V], of this rank's rows and all heads of the tensor-parallel rank."""
+        """Return the output [t, H V] of this rank's rows, with all heads of the TP rank."""
         if getattr(packed_seq_params, "state", None) is None:
             return self._originals[1](
                 query_THD, key_THD, value_THV, attention_mask, packed_seq_params, **ignored
@@ -314,7 +314,8 @@ class _Projected:
 def why_expanded(model: Any, attention: Attention) -> str | None:
     """Return the reason why this rank's ``model`` cannot cache latents; None if it can.
 
-    K and V must follow from a latent by the weight alone, of Megatron's own linear without a norm.
+    Caching latents requires the CPU attention and layers without windows. K and V must be the
+    latent times a weight of Megatron's own linear, without bias or norm.
     """
     if not isinstance(attention, PartsAttention):
         return "attention kernels of GPUs take K and V of a whole context only"
@@ -337,7 +338,7 @@ class LatentCacheChoice:
     values: tuple[str, ...] = (EXPANDED, LATENTS)
 
     def excluded(self, model: Any, attention: Attention) -> dict[str, str]:
-        """Exclude latents, with the reason, if ``model`` cannot cache them."""
+        """Return {LATENTS: reason} if ``model`` cannot cache latents, else an empty dict."""
         reason = why_expanded(model, attention)
         return {} if reason is None else {LATENTS: reason}
 

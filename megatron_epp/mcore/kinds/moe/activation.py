@@ -23,9 +23,11 @@ ACTIVATION = "moe_act"
 
 
 def wrap_activations(layer: MoELayer, dropped: DroppedOutputs) -> None:
-    """Drop the output of the experts' activation after its use, where a plan recomputes it.
+    """Patch experts to recompute their activation in the backward, if the chunk's mode says so.
 
-    ``dropped`` collects what the layer drops.
+    Args:
+        layer: Megatron's MoE layer.
+        dropped: Has the modules to recompute in the present pass through the layer.
     """
     experts = layer.experts
     if hasattr(experts, "activation_recompute"):
@@ -67,15 +69,15 @@ def _wrap(expert: MLP, dropped: DroppedOutputs) -> None:
 
 
 def activation(expert: MLP, inside: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
-    """Return the second linear's input, [t, inner] -> [t, ffn], from the first linear's output.
+    """Return the input [t, ffn] of an expert's second linear.
 
-    Rows are weighted by ``scale`` [t]. It runs Megatron's own forward between the linears.
+    This runs Megatron's own forward between the two linears.
 
     Args:
         expert: An expert of Megatron's.
-        inside: Output of its first linear.
-        bias: Bias of its first linear.
-        scale: Weights of the rows.
+        inside: Output [t, inner] of the expert's first linear.
+        bias: Bias of the first linear.
+        scale: Factor [t] on the rows.
     """
     between = copy.copy(expert)
     between._modules = {

@@ -19,7 +19,11 @@ from torch import Tensor
 
 
 def fix_expert_biases(layer: MoELayer) -> None:
-    """Make the experts of ``layer`` support biases, without summing gradients of other experts."""
+    """Patch the experts of an MoE layer to support biases.
+
+    Parameters lose the attribute ``sequence_parallel``, so that Megatron does not sum gradients of
+    different experts. With a bias, the output of a second linear is copied.
+    """
     for parameter in layer.experts.parameters():
         if getattr(parameter, "sequence_parallel", False):
             parameter.sequence_parallel = False

@@ -31,7 +31,10 @@ _HELD = (
 
 
 def install_exchange(experts: Any, current_chunk: CurrentChunk) -> None:
-    """Make an MoE layer's dispatcher exchange the planned number of rows of a chunk."""
+    """Patch HybridEP's token dispatch to pad a chunk to the number of rows of :func:`reserve_rows`.
+
+    The ranks then need no all-reduce to agree on that number. Other dispatchers do not change.
+    """
     manager = _manager(experts)
     if manager is None or not hasattr(manager, "_padded_num_tokens"):  # only HybridEP's has it
         return
@@ -60,9 +63,9 @@ def install_exchange(experts: Any, current_chunk: CurrentChunk) -> None:
 
 
 def reserve_rows(layers: Sequence[Any], plans: Sequence[Plan], row_shard: RowShard) -> None:
-    """Set the rows of every chunk on the MoE ``layers`` of a rank, and allocate buffers.
+    """Set the number of rows of every chunk in HybridEP's dispatchers, and allocate its buffers.
 
-    Every rank that shares their experts calls it before the plans run.
+    All ranks that share the experts call it before the plans run. Other dispatchers do not change.
 
     Args:
         layers: MoE layers of one rank.
@@ -105,7 +108,7 @@ def _reserve(manager: Any, rows: int) -> None:
 
 
 def drop_exchanged(experts: Any) -> None:
-    """Free what an MoE layer's dispatcher holds of the last chunk; Megatron keeps it."""
+    """Free the tensors of the last chunk in an MoE layer's token dispatcher."""
     for holder in filter(None, (experts.token_dispatcher, _manager(experts))):
         for name in _held(holder):
             setattr(holder, name, None)

@@ -11,7 +11,7 @@ _PER_DOCUMENT = frozenset({"aux_loss", "seq_aux_loss", SINKHORN, "none"})
 
 
 def lockstep_width(args: Any) -> int:
-    """Return the number of replicas that share experts and run in lockstep; 1 without."""
+    """Return the number of replicas that share experts and run in lockstep; 1 without lockstep."""
     return max(1, expert_ranks(args) // dense_ranks(args)) if has_experts(args) else 1
 
 
@@ -40,7 +40,7 @@ def expert_ranks(args: Any) -> int:
 
 
 def dense_ranks(args: Any) -> int:
-    """Return the number of ranks of a stage in one replica."""
+    """Return the number of ranks of a stage in one replica: TP times CP."""
     return int(args.tensor_model_parallel_size * args.context_parallel_size)
 
 

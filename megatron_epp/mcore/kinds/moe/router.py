@@ -43,9 +43,9 @@ LOGGED = (*AUXILIARY.values(), "z_loss")
 
 
 def moe_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
-    """Yield (index in its stage, MoE layer) of every MoE layer of this rank's model.
+    """Yield (index in the stage, MoELayer) for every MoE layer of this rank's model.
 
-    A shared MTP layer occurs once for each run.
+    A shared MTP layer is yielded once for each run.
     """
     model = unwrap_model(model)
     decoder = getattr(model, "decoder", None)
@@ -55,7 +55,17 @@ def moe_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
 
 
 class ChunkRouter:
-    """Replacements of four methods of ``router``, in layer ``index`` of the stage."""
+    """Patch of Megatron's ``router`` that computes losses and counts per document.
+
+    The constructor replaces ``apply_z_loss``, ``is_aux_loss_enabled``, ``_apply_expert_bias`` and
+    ``sinkhorn_load_balancing`` of the router.
+
+    Args:
+        router: Megatron's router.
+        index: Index of the layer in the stage.
+        current_chunk: Holder of the running chunk's state.
+        outside: Whether inputs that are not chunks use Megatron's own methods.
+    """
 
     def __init__(self, router: Any, index: int, current_chunk: CurrentChunk, outside: bool = False):
         self.router, self.index, self.current_chunk = router, index, current_chunk
@@ -73,7 +83,10 @@ class ChunkRouter:
         return self.outside and self.current_chunk.state is None
 
     def losses(self, logits_tE: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Add all losses of the router to ``logits`` [t, E]; replaces ``apply_z_loss``."""
+        """Return ``logits`` [t, E]; their backward adds the gradients of all router losses.
+
+        This replaces ``apply_z_loss``. The first run of a chunk also adds to the router statistics.
+        """
         if self._is_outside:
             return self._z_loss(logits_tE, **_if_masked(padding_mask))
         assert padding_mask is None, "the router stats know padding"
@@ -87,7 +100,10 @@ class ChunkRouter:
         return router_stats.balanced(logits_tE, self._scored, layer, state, self._first, fraction)
 
     def count(self, routing_map_tE: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count tokens per expert of ``routing_map`` [t, E]; replaces ``_apply_expert_bias``."""
+        """Add the tokens per expert of ``routing_map`` [t, E] to ``local_tokens_per_expert``.
+
+        This replaces ``_apply_expert_bias``. Padding and recomputed chunks are not counted.
+        """
         router = self.router
         if self._is_outside:
             self._count(routing_map_tE, **_if_masked(padding_mask))
@@ -99,10 +115,10 @@ class ChunkRouter:
         router.local_tokens_per_expert += (routing_map_tE & valid_t[:, None]).sum(dim=0)
 
     def sinkhorn(self, logits_tE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scores [t, E] of the chosen experts and their mask.
+        """Return scores [t, E], 0 for experts that are not chosen, and the mask of chosen experts.
 
-        It replaces ``sinkhorn_load_balancing``. In evaluation, Megatron's own chooses for each
-        token alone.
+        This replaces ``sinkhorn_load_balancing``, and balances each document in training. In
+        evaluation, Megatron's own function chooses the experts of each token independently.
         """
         router_stats, state = self._router_stats()
         if router_stats is None:
@@ -136,15 +152,16 @@ def _if_masked(padding_mask: Tensor | None) -> dict[str, Tensor]:
 
 
 def install_in_moe(layer: Any, index: int, dropped: DroppedOutputs, in_loop: bool = False) -> None:
-    """Make the experts of Megatron's ``layer`` compute chunks.
+    """Patch the MoE of Megatron's ``layer`` to compute chunks.
 
-    The output of a recomputed norm is read by the shared experts first, then by the router, then by
-    the projection to latents.
+    This patches the router, the token dispatch, expert biases, and the modules that selective
+    recompute covers. The shared experts read the recomputed norm first, then the router, then the
+    projection to latents.
 
     Args:
         layer: Megatron's layer with an MoE.
-        index: Its index in the stage.
-        dropped: Outputs that the layer drops.
+        index: Index of the layer in the stage.
+        dropped: Outputs that the layer drops, to be recomputed in the backward.
         in_loop: Whether inputs that are not chunks use Megatron's methods.
     """
     experts, current_chunk = layer.mlp, CurrentChunk()
@@ -173,15 +190,16 @@ def router_stats_for(
     scale: Callable[[torch.device], Tensor | float],
     micro_batches: Sequence[Sequence[int]] | None = None,
 ) -> RouterStats | None:
-    """Return the router statistics of an iteration on this rank's stage.
+    """Return new router statistics for an iteration on this rank's stage.
+
+    This also converts the routers' token counts to float32.
 
     Args:
         model: The stage module.
         plan: The plan of the iteration.
         scale: Returns the loss scale on a device.
         micro_batches: Document lengths of each micro-batch of a loop; None: every document is
-            balanced
-            alone.
+            balanced independently.
 
     Returns:
         The statistics; None without MoE layers, and in loops whose routers are Megatron's own.
@@ -201,10 +219,10 @@ def router_stats_for(
 def pools_of(lengths: Sequence[Sequence[int]], config: Any, rules: Balancing) -> Pools:
     """Return the pools of documents over which slices of micro-batches balance experts.
 
-    They are those of unsliced micro-batches with documents of ``lengths``, without padding.
+    The pools are those of unsliced micro-batches with documents of ``lengths``, without padding.
 
-        aux_loss       all tokens of a micro-batch
-        seq_aux_loss   a document's, of which Megatron takes each for as long as their mean
+        aux_loss       one pool per micro-batch
+        seq_aux_loss   one pool per document; Megatron weights each as one of the mean length
     """
     alone = AUXILIARY["seq_aux_loss"] in dict(rules.auxiliary)
     of: list[int] = []
@@ -273,7 +291,7 @@ def balancing_of(config: Any) -> Balancing:
 
 
 def report(router_stats: RouterStats, model: Any) -> None:
-    """Add the iteration's losses to those that Megatron logs."""
+    """Add the iteration's router losses to Megatron's MoE metrics tracker."""
     tracker, config = _tracker(), unwrap_model(model).config
     replicas = mpu.get_data_parallel_world_size()
     for name, losses_L in router_stats.losses().items():
@@ -285,9 +303,9 @@ def report(router_stats: RouterStats, model: Any) -> None:
 
 
 def logged_number(layer: MoELayer) -> int:
-    """Return the number under which Megatron logs an MoE layer.
+    """Return the layer number, from 1, under which Megatron logs an MoE layer.
 
-    Layers of MTP modules, which are numbered from 1 again, follow the decoder's.
+    Layers of MTP modules are numbered after those of the decoder.
     """
     is_mtp = getattr(layer.router, "is_mtp_layer", False)
     return int(layer.layer_number + (layer.router.config.num_layers if is_mtp else 0))
@@ -296,7 +314,7 @@ def logged_number(layer: MoELayer) -> int:
 def fraction_of_run(router: Any) -> float:
     """Return the weight of one run in a router's auxiliary losses and in its logged z-loss.
 
-    The runs of a shared MTP layer count once together.
+    The weights of all runs of a shared MTP layer sum to 1; other layers have weight 1.
     """
     config = router.config
     if getattr(router, "is_mtp_layer", False) and config.mtp_use_repeated_layer:
@@ -305,10 +323,10 @@ def fraction_of_run(router: Any) -> float:
 
 
 def prepare_log(config: Any) -> None:
-    """Prepare Megatron's log of MoE losses in the same way on every stage.
+    """Create the entries for MoE losses in Megatron's metrics tracker, equally on every stage.
 
-    Losses are summed over the ranks that share documents and over replicas; each has added its
-    part. Megatron's own log averages, which gloo cannot, and gives every chunk the same weight.
+    Each entry sums over tensor-, context- and data-parallel ranks, each of which adds its part.
+    Megatron's own entries average, which gloo does not support, and weight every chunk equally.
     """
     for name in LOGGED:
         _entry(_tracker(), name, config)
@@ -334,7 +352,7 @@ def _entry(tracker: Any, name: str, config: Any) -> Any:
 
 
 def routing_tensors(model: Any) -> list[Tensor]:
-    """Return the tensors that an iteration changes besides gradients.
+    """Return the tensors of the routers that an iteration changes.
 
     These are the expert biases, the token counts for them, and the losses to log.
     """
@@ -346,6 +364,6 @@ def routing_tensors(model: Any) -> list[Tensor]:
 
 
 def drop_routing(model: Any) -> None:
-    """Free what dispatchers hold of the last chunk; Megatron keeps it until the next."""
+    """Free the tensors of the last chunk in all token dispatchers, where Megatron keeps them."""
     for _, layer in moe_layers(model):
         drop_exchanged(layer)

@@ -23,10 +23,13 @@ from megatron_epp.mcore.data.chunk_params import ChunkParams
 
 @dataclass(frozen=True, slots=True)
 class MtpLayer:
-    """An MTP module of the stage.
+    """An MTP module of the stage, or one run of a shared MTP module.
 
-    ``module`` is Megatron's MultiTokenPredictionLayer, ``first`` the index of its first layer in
-    the stage. ``repeated`` is the offset of a shared module's layers from those of its first run.
+    Attributes:
+        module: Megatron's MultiTokenPredictionLayer.
+        first: Index in the stage of the module's first layer.
+        layers: Layers of the module.
+        repeated: Offset of the layers' indices from those of the shared module's first run.
     """
 
     module: Any
@@ -36,7 +39,7 @@ class MtpLayer:
 
 
 def mtp_layers_of(model: Any) -> tuple[MtpLayer, ...]:
-    """Return the MTP modules of Megatron's GPTModel or HybridModel on this stage."""
+    """Return the MTP modules of this stage's ``model``; empty without MTP."""
     block = getattr(model, "mtp", None)
     if block is None:
         return ()
@@ -55,7 +58,7 @@ def mtp_layers_of(model: Any) -> tuple[MtpLayer, ...]:
 def layers_of(model: Any) -> tuple[Any, ...]:
     """Return the layers of a stage in the order of recompute modes: the decoder's, then MTP's.
 
-    Layers of a shared MTP module occur once for each run.
+    Layers of a shared MTP module are repeated for each run.
     """
     return (
         *model.decoder.layers,
@@ -64,7 +67,7 @@ def layers_of(model: Any) -> tuple[Any, ...]:
 
 
 def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
-    """Return the kinds of the layers of this stage's ``model``; () if ``shape`` has none."""
+    """Return the cost model's kind of each layer of this stage; () if all have the default."""
     word = shape.layer_kinds
     if not word:
         return ()
@@ -74,7 +77,7 @@ def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
 
 
 def embedded(model: Any, tokens_t: Tensor, positions_t: Tensor) -> Tensor:
-    """Return the embeddings of the tokens that an MTP module reads."""
+    """Return the embeddings of an MTP module's tokens, detached with --mtp-detach-heads."""
     embedding = model.embedding(input_ids=tokens_t[None], position_ids=positions_t[None])
     return embedding.detach() if model.config.mtp_detach_heads else embedding
 
@@ -98,8 +101,9 @@ def enter(
 class MTPForward:
     """Replacement of the forward of ``model.mtp`` for chunks.
 
-    It returns the hidden states of the decoder and of each MTP module as a tuple; in an evaluation
-    the decoder's only. Inputs that are not chunks go to Megatron's forward.
+    The forward returns a tuple with the hidden states of the decoder and of each MTP module. In an
+    evaluation, the tuple has those of the decoder only. Inputs that are not chunks use Megatron's
+    forward. The constructor replaces the forward.
     """
 
     def __init__(self, model: Any):
@@ -145,6 +149,9 @@ class MTPForward:
 
 
 def install_mtp(model: Any) -> None:
-    """Make the MTP modules of ``model`` run on chunks; their layers are installed separately."""
+    """Replace the forward of ``model.mtp`` with :class:`MTPForward`, if the model has MTP.
+
+    The layers of the MTP modules are patched separately.
+    """
     if mtp_layers_of(model):
         MTPForward(model)

@@ -1,8 +1,9 @@
-"""flash-linear-attention's kernels, adapted to chunks of many sizes.
+"""Patches of flash-linear-attention's kernels for chunks of many sizes.
 
-Two of its habits suit one size per run. It tunes the convolution again for every 1,024 more rows,
-with 16 configurations each, although neither kernel reads that number. It makes its table of blocks
-with a device synchronisation. Both would happen during iterations, on one stage after the other.
+flash-linear-attention expects one size per run. It autotunes the convolution again for every 1,024
+more rows, with 16 configurations each, although neither kernel reads that number. It computes the
+table of chunk indices with a device synchronisation. Unpatched, both would happen during
+iterations, on one stage after the other.
 """
 
 import inspect
@@ -29,9 +30,11 @@ _BLOCKS = "epp_blocks"  # attribute of a tensor of boundaries: its tables, by ro
 
 @cache
 def suit_many_sizes() -> None:
-    """Tune the convolution once for all sizes, and make tables of blocks on the CPU.
+    """Patch flash-linear-attention for chunks of varying sizes, once per process.
 
-    Releases of flash-linear-attention that work otherwise are left unchanged.
+    The convolution kernels then autotune once, instead of once per 1,024 rows. The table of chunk
+    indices is computed on the CPU, without synchronising with the device. Releases of
+    flash-linear-attention without these functions are not patched.
     """
     for name in _CONVOLUTIONS:
         module = _module(name)
@@ -53,7 +56,11 @@ def _module(name: str) -> Any:
 
 
 def tune_once(kernel: Any) -> None:
-    """Launch ``kernel`` always with the same number of 1,024 rows, if its body does not read it."""
+    """Patch ``kernel.run`` to pass NB = 1, so that one autotuning serves all sizes.
+
+    NB counts 1,024 rows and is part of the autotuner's key. A kernel whose body reads NB is not
+    patched.
+    """
     body: Any = kernel
     while not inspect.isfunction(body):
         body = getattr(body, "fn", None)
@@ -93,9 +100,10 @@ def _blocks_on_host(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def block_table(lengths: tuple[int, ...], rows: int) -> Tensor:
-    """Return [blocks, 2]: the sequence of each block of ``rows``, and its number in the sequence.
+    """Return the table of all blocks of up to ``rows`` rows of sequences with these ``lengths``.
 
-    It is int64, on the CPU. Blocks end with their sequence; ``lengths`` are the sequences'.
+    The table is int64 [blocks, 2] on the CPU. Each row has the index of the sequence, and the index
+    of the block in the sequence. No block spans two sequences.
     """
     counts = [-(-length // rows) for length in lengths]
     sequences = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))

@@ -21,11 +21,12 @@ from megatron_epp.mcore.kinds.ssm.fla_kernels import suit_many_sizes
 
 @dataclass(frozen=True, slots=True)
 class FlaLayer:
-    """Names that a kind of layer calls.
+    """Names that the forward of a flash-linear-attention layer uses.
 
     Attributes:
-        convolutions: Attributes with its ShortConvolutions, in the order of its calls.
-        package, rule: Where the layer looks its rule up.
+        convolutions: Attributes of the layer with ShortConvolutions, in the order of their calls.
+        package: Package from which the layer imports its rule.
+        rule: Name of the rule in the package.
     """
 
     convolutions: tuple[str, ...]
@@ -38,9 +39,15 @@ KDA = FlaLayer(("q_conv1d", "k_conv1d", "v_conv1d"), "fla.ops.kda", "chunk_kda")
 
 
 def install_fla_layer(module: Any, index: int, kind: FlaLayer) -> None:
-    """Make ``module``, of layer ``index`` of the stage, compute chunks.
+    """Replace the forward of ``module`` to compute chunks, and patch fla's kernels for many sizes.
 
-    Its forward takes hidden states, and Megatron's parameters of packed sequences by name.
+    During the forward of a chunk, the convolutions and the rule are replaced by functions that
+    carry states between slices.
+
+    Args:
+        module: Module whose forward takes hidden states, and ``packed_seq_params`` by name.
+        index: Index of the layer in the stage.
+        kind: Names of the convolutions and of the rule.
     """
     suit_many_sizes()
     original: Callable[..., Any] = module.forward

@@ -32,7 +32,7 @@ from megatron_epp.mcore.kinds.ssm.fla_kernels import suit_many_sizes
 
 
 def install_gated_delta_net(place: LayerPlace) -> None:
-    """Make the gated delta net of a layer of the stage scan chunks."""
+    """Patch the gated delta net of a layer to scan chunks, and fla's kernels for many sizes."""
     suit_many_sizes()
     net, dropped = place.layer.self_attention, place.dropped
     net.forward = GatedDeltaNetScan(net, place.index, dropped)
@@ -42,7 +42,11 @@ def install_gated_delta_net(place: LayerPlace) -> None:
 
 
 class GatedDeltaNetScan:
-    """Replacement of the forward of ``net``."""
+    """Replacement of the forward of Megatron's gated delta net ``net``.
+
+    The scan carries states between the slices of a document. Inputs that are not chunks use
+    Megatron's own forward.
+    """
 
     def __init__(self, net: Any, layer: int, dropped: DroppedOutputs):
         self.net, self.layer, self.dropped = net, layer, dropped
@@ -79,9 +83,12 @@ class GatedDeltaNetScan:
         return net.out_proj(y_tHP.flatten(1)[:, None])
 
     def scan(self, rows_TC: Tensor, state: ChunkState, of_my_heads: bool) -> Tensor:
-        """Return the outputs [T, H, P] of the rows, and carry states between slices.
+        """Return the outputs [T, H, P] of the rows; read and store states at slice boundaries.
 
-        ``of_my_heads`` says whether rows have this context-parallel rank's heads, else all heads.
+        Args:
+            rows_TC: Rows after the input projection.
+            state: State of the chunk.
+            of_my_heads: Whether the rows have only the heads of this context-parallel rank.
         """
         net = self.net if of_my_heads else self.single_rank
         group = net.pg_collection.cp
@@ -152,7 +159,10 @@ class _KeepsDouble(TorchFunctionMode):
 
 
 def make_rule_double() -> None:
-    """Make Megatron's rule of --deterministic-mode, which casts, compute in float64."""
+    """Patch Megatron's gated delta rule of --deterministic-mode to compute in float64.
+
+    Megatron's own function casts its inputs to float32.
+    """
     original = gdn.torch_chunk_gated_delta_rule
     if hasattr(original, "__wrapped__"):
         return

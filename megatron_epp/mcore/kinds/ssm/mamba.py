@@ -28,7 +28,7 @@ NO_TIME = -1e4
 
 
 def install_mamba(place: LayerPlace) -> None:
-    """Make the Mamba mixer of a layer of the stage scan chunks."""
+    """Patch the Mamba mixer of a layer to scan chunks, and wrap its modules for recompute."""
     layer, dropped = place.layer, place.dropped
     mixer = layer.mixer
     MambaScan(mixer, place.index)
@@ -39,7 +39,11 @@ def install_mamba(place: LayerPlace) -> None:
 
 
 class MambaScan:
-    """Replacement of what ``mixer`` does between its two projections, except its norm."""
+    """Replacement of ``_ssm_training`` and ``cp.pre_conv_ssm`` of Megatron's ``mixer``.
+
+    The scan carries states between the slices of a document. Inputs that are not chunks use
+    Megatron's own functions.
+    """
 
     def __init__(self, mixer: Any, layer: int):
         self.mixer, self.layer = mixer, layer
@@ -76,9 +80,12 @@ class MambaScan:
         return concatenated([mixer.norm(y) for y in y_t1I.split(most_rows(y_t1I.shape[-1]))])
 
     def scan(self, rows_TC: Tensor, state: ChunkState, of_my_heads: bool) -> Tensor:
-        """Return the outputs [T, H, P] of the rows, and carry states between slices.
+        """Return the outputs [T, H, P] of the rows; read and store states at slice boundaries.
 
-        ``of_my_heads`` says whether rows have this context-parallel rank's heads, else all heads.
+        Args:
+            rows_TC: Rows after the input projection.
+            state: State of the chunk.
+            of_my_heads: Whether the rows have only the heads of this context-parallel rank.
         """
         mixer, cp = self.mixer, self.local if of_my_heads else self.single_rank
         weight_CW = cp.get_conv1d_weight().squeeze(1)

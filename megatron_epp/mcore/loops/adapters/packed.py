@@ -25,9 +25,11 @@ class PackedDocuments(Samples):
     """Adapter for packed documents.
 
     Attributes:
-        loss_of: (micro-batch, outputs [1, T, ...]): the loop's own loss; outputs of padding are 0.
+        loss_of: The loop's own loss, called with the micro-batch and the outputs [1, T, ...];
+            outputs of padding are 0.
         keys: Entries [1, T, ...] that forward steps draw, if the micro-batch has them.
-        share_from, loss_keys: Those of ``Samples``.
+        share_from: Least tokens of a shared prefix, which is computed once; 0 disables sharing.
+        loss_keys: Keys that may differ in a shared prefix, because only the loss reads them.
     """
 
     def __init__(
@@ -64,10 +66,12 @@ class PackedDocuments(Samples):
 
 
 def documents_of(micro_batch: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return the rows [start, stop) of each document in [1, T].
+    """Return the row range (start, stop) of each non-empty document in a packed micro-batch.
+
+    The ranges are read from ``packed_seq_params``, or from ``cu_seqlens_q`` or ``cu_seqlens``.
 
     Raises:
-        ValueError: The micro-batch has no boundaries, or they lie outside of its rows.
+        ValueError: The micro-batch has no boundaries, or they exceed its rows.
     """
     params = micro_batch.get("packed_seq_params")
     if params is None:

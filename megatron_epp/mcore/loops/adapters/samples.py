@@ -25,13 +25,13 @@ LossOf = Callable[..., Any]
 class Samples:
     """Adapter for micro-batches of padded samples.
 
-    The length of a sample is that of the entry "lengths" if the micro-batch has one. Else the
-    sample ends at its last token with a loss, or at S without a loss mask.
+    The micro-batch's entry "lengths" has the length of each sample. Without this entry, a sample
+    ends at its last token with a loss; without a loss mask, every sample has S tokens.
 
     Attributes:
         loss_of: The loop's loss on [B, S]; by default Megatron's sum over unmasked tokens.
         keys: Entries that forward steps draw, if the micro-batch has them.
-        share_from: Least tokens of a common prefix that is computed once; 0: samples share nothing.
+        share_from: Least tokens of a shared prefix, which is computed once; 0 disables sharing.
         loss_keys: Keys that may differ in a shared prefix, because only the loss reads them.
     """
 
@@ -47,7 +47,7 @@ class Samples:
         self.keys = tuple(keys)
 
     def lengths(self, micro_batch: Mapping[str, Any]) -> Sequence[int]:
-        """Return the tokens of every sample without its padding."""
+        """Return the number of tokens of every sample, without padding."""
         if "lengths" in micro_batch:
             return tuple(map(int, micro_batch["lengths"]))
         samples, rows = micro_batch["tokens"].shape[:2]
@@ -59,13 +59,13 @@ class Samples:
         return tuple(max(1, int((places * (row != 0)).max())) for row in mask)
 
     def prefixes(self, micro_batch: Mapping[str, Any]) -> PrefixForest:
-        """Return the samples and their shared prefixes."""
+        """Compare the samples, and return them with their shared prefixes."""
         return shared_prefixes_of(self, micro_batch, self.share_from)
 
     def rows(
         self, micro_batch: Mapping[str, Any], document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
-        """Return tokens [start, stop) of a sample: [1, t, ...] for every key."""
+        """Return tokens [start, stop) of a sample: a tensor [1, t, ...] for each of ``keys``."""
         rows = slice(document, document + 1), slice(start, stop)
         return parts_of(micro_batch, self.keys, rows)
 
@@ -75,14 +75,14 @@ class Samples:
         outputs: Sequence[Tensor],
         non_loss_data: bool = False,
     ) -> Any:
-        """Return ``loss_of`` for the outputs of the samples, padded to [B, S, ...]."""
+        """Call ``loss_of`` with the outputs padded to [B, S, ...], and return its result."""
         laid_out = self.laid_out(micro_batch, outputs)
         if non_loss_data:
             return self.loss_of(micro_batch, laid_out, non_loss_data=True)
         return self.loss_of(micro_batch, laid_out)
 
     def laid_out(self, micro_batch: Mapping[str, Any], outputs: Sequence[Tensor]) -> Tensor:
-        """Return the documents' outputs as rows of the micro-batch, with zeros for padding."""
+        """Return the documents' outputs as one tensor [B, S, ...], padded with zeros."""
         rows = micro_batch["tokens"].shape[1]
         padded = pad_sequence(list(outputs), batch_first=True)
         missing = rows - padded.shape[1]
@@ -95,9 +95,9 @@ class Samples:
 def masked_sum(
     micro_batch: Mapping[str, Any], token_losses_BS: Tensor, non_loss_data: bool = False
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the loss summed over unmasked tokens, their number, and both for the log.
+    """Return the loss summed over unmasked tokens, the number of these tokens, and a report.
 
-    This is Megatron's loss function.
+    The report {"lm loss": [sum, number]} is for the log. Megatron's loss function returns the same.
     """
     mask_BS = micro_batch["loss_mask"].to(token_losses_BS.dtype)
     total = (token_losses_BS * mask_BS).sum()
@@ -107,7 +107,10 @@ def masked_sum(
 
 
 def samples_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """Compute the losses of the drawn tokens: a forward step for loops without their own."""
+    """Run the model on the next micro-batch; a forward step for loops without their own.
+
+    Return the losses [B, S] and the loss function :func:`masked_sum` of the micro-batch.
+    """
     batch = next(data_iterator)
     output = model(
         batch["tokens"], batch.get("position_ids"), batch.get("attention_mask"),

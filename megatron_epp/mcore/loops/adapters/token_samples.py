@@ -21,30 +21,32 @@ from megatron_epp.mcore.model.attention import this_device
 
 
 class TokenSamples:
-    """Adapter for samples of their own lengths.
+    """Adapter for micro-batches of unpadded samples with different lengths.
 
-    ``tokens_of(micro-batch)`` returns [L] for every sample; ``share_from`` is that of ``Samples``.
+    Args:
+        tokens_of: Returns the tokens [L] of every sample of a micro-batch.
+        share_from: Least tokens of a shared prefix, which is computed once; 0 disables sharing.
     """
 
     def __init__(self, tokens_of: Callable[[Any], Sequence[Tensor]], share_from: int = 0):
         self._tokens_of, self.share_from = tokens_of, share_from
 
     def lengths(self, micro_batch: Any) -> Sequence[int]:
-        """Return the tokens of every sample."""
+        """Return the number of tokens of every sample."""
         return tuple(map(len, self._tokens_of(micro_batch)))
 
     def prefixes(self, micro_batch: Any) -> PrefixForest:
-        """Return the samples and their shared prefixes."""
+        """Compare the samples, and return them with their shared prefixes."""
         return shared_prefixes_of(self, micro_batch, self.share_from)
 
     def after(self, samples: Sequence[Tensor], number: int) -> int:
-        """Return the label of a sample's last token; no loss of an answer reads it."""
+        """Return the label of the last token of sample ``number``, which no loss reads: 0."""
         return 0
 
     def rows(
         self, micro_batch: Any, document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
-        """Return tokens [start, stop) of a sample and their labels: [1, t] each."""
+        """Return ``tokens`` [start, stop) of a sample and their ``labels``, two tensors [1, t]."""
         samples = self._tokens_of(micro_batch)
         tokens = samples[document]
         labels = tokens[start + 1 : stop + 1]
@@ -56,8 +58,11 @@ class TokenSamples:
 def log_prob_step(temperature: float, entropy: bool) -> Callable[..., Any]:
     """Return a forward step for slices that computes log-probabilities of the labels.
 
-    Its output is [1, t], or with entropies of the vocabulary distributions [1, t, 2]. Drawn rows
-    named ``temperature`` replace the argument.
+    The forward step returns log-probabilities [1, t], or log-probabilities and entropies [1, t, 2].
+
+    Args:
+        temperature: Divisor of the logits; drawn rows named ``temperature`` replace it.
+        entropy: Whether to compute the entropies of the vocabulary distributions, too.
     """
 
     def forward_step(data_iterator: Any, model: Any) -> tuple[Any, None]:
@@ -81,15 +86,16 @@ def in_training(model: Any) -> bool:
 
 
 def on_this_device(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the drawn ``rows`` on the model's device."""
+    """Copy the drawn ``rows`` to this rank's device; entries that are None stay None."""
     device = this_device()
     return {name: one if one is None else on_device(one, device) for name, one in rows.items()}
 
 
 def zigzag_part(full_L: Tensor) -> Tensor:
-    """Return the rows [l, ...] of a sample on this context-parallel rank, in Megatron's layout.
+    """Return this context-parallel rank's rows [l, ...] of a sample, in Megatron's zigzag order.
 
-    They include zeros after the end of the sample. With one rank, these are all rows.
+    The sample is first padded with zeros to a multiple of twice the number of ranks. With one rank,
+    the sample is returned unchanged.
     """
     ranks = mpu.get_context_parallel_world_size()
     if ranks <= 1:  # 0 without groups
@@ -100,9 +106,9 @@ def zigzag_part(full_L: Tensor) -> Tensor:
 
 
 def log_probs_and_entropies(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities and entropies [T] of concatenated samples.
+    """Concatenate outputs of :func:`log_prob_step`; return log-probabilities and entropies [T].
 
-    ``outputs`` are those of :func:`log_prob_step`.
+    Without entropies in the outputs, the second result is None.
     """
     joined = torch.cat(list(outputs))
     if joined.dim() == 1:

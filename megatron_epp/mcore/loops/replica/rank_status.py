@@ -12,20 +12,26 @@ import torch.distributed as dist
 
 
 class LoopRefusal(ValueError):
-    """Input of a loop that no schedule can run; raised on every rank, in one line."""
+    """Error: input of a loop that no schedule can run; raised on every rank."""
 
 
 class RanksDiffer(LoopRefusal):
-    """Ranks of a pipeline read their micro-batches differently."""
+    """Error: ranks of a pipeline read their micro-batches differently."""
 
 
 class LoopFailed(RuntimeError):
-    """Another rank of this replica failed; the message has the rank and its error."""
+    """Error: a rank of this replica failed; the message has the rank and its error."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankStatus:
-    """Status of one rank: its ``value``, its ``refusal`` (a user's mistake), or its ``error``."""
+    """Status that a rank sends to the other ranks of the replica.
+
+    Attributes:
+        value: Result, if there is one.
+        refusal: Message of a user's mistake, which all ranks raise as LoopRefusal.
+        error: Message of any other error, which all ranks raise as LoopFailed.
+    """
 
     value: Any = None
     refusal: str | None = None
@@ -33,21 +39,24 @@ class RankStatus:
 
 
 def error_text(error: Exception) -> str:
-    """Return the type and message of ``error``."""
+    """Return the type and message of ``error`` as one text."""
     return f"{type(error).__name__}: {error}"
 
 
 def refused_by(error: Exception) -> str:
-    """Return why micro-batches cannot be read.
+    """Return the message of ``error``, with which a rank refuses its micro-batches.
 
-    A ValueError is a refusal with its own message. Other errors come from a function of the loop,
-    such as lengths or an adapter.
+    For other exceptions than a ValueError, the message begins with the type. Such exceptions come
+    from a function of the loop, such as ``lengths`` or an adapter.
     """
     return str(error) if isinstance(error, ValueError) else error_text(error)
 
 
 def gather_statuses(own_status: RankStatus, control: dist.ProcessGroup | None) -> list[RankStatus]:
-    """Return every rank's status by place in ``control``; None: one rank. Collective."""
+    """All-gather the status of every rank of ``control``, in rank order. Collective.
+
+    If ``control`` is None, the result has only this rank's status.
+    """
     if control is None:
         return [own_status]
     every: list[Any] = [None] * control.size()
@@ -60,7 +69,7 @@ def raise_remote_failure(every: Sequence[RankStatus], control: dist.ProcessGroup
 
     Raises:
         LoopRefusal: A rank refused its input; the message is that of the first such rank.
-        LoopFailed: A rank met another error, which it raises itself.
+        LoopFailed: A rank had another error; the message is that of the first such rank.
     """
     for place, status in enumerate(every):
         if status.refusal is not None:
@@ -77,9 +86,12 @@ def _message(place: int, words: str, control: dist.ProcessGroup | None) -> str:
 
 
 def agreed(every: Sequence[Sequence[Any] | None], what: str, control: Any) -> list[Any] | None:
-    """Return the list that all ranks which have one agree on; None if no rank has one.
+    """Return the common list of all ranks that have a list; None if no rank has one.
 
-    ``every`` is by place in ``control``, with None for ranks without a list.
+    Args:
+        every: List of every rank of ``control``, in rank order; None for ranks without a list.
+        what: Description of the items, for the message.
+        control: Process group of the replica; None with one rank.
 
     Raises:
         RanksDiffer: Two ranks differ; the message has the first micro-batch in which they do.

@@ -30,21 +30,23 @@ def read_shapes(
     shape: tuple[int, ...] | None,
     by: ShapeFunction | None,
 ) -> list[MicrobatchShape] | None:
-    """Return the shape of every micro-batch. Collective.
+    """Read and compare the shape of every micro-batch. Collective over the replica.
 
     Args:
         call: The call.
         pipeline: The pipeline of the call's model.
         batches: The micro-batches of this rank.
-        shape: Shape of all messages, if they have one.
+        shape: Shape of all messages; None if shapes vary.
         by: The loop's own function, or a framework's reader.
 
     Returns:
-        The shapes; None if they differ and are unknown, or if ranks have readers of several
-            frameworks.
+        The shapes. None if shapes vary and one is unknown, if no rank has a data iterator, or if
+        ranks have readers of several frameworks.
 
     Raises:
-        ValueError: On every rank: ranks differ, or a rank refuses what it reads.
+        RanksDiffer: On every rank: ranks read different shapes.
+        LoopRefusal: On every rank: a rank cannot read its micro-batches, or ranks have different
+            numbers of micro-batches.
     """
     count = call.num_microbatches
     if pipeline.stages == 1:
@@ -69,13 +71,16 @@ def read_shapes(
 def read_documents(
     call: LoopCall, pipeline: ModelPipeline, batches: MicroBatches, model: AttachedModel
 ) -> list[PrefixForest]:
-    """Return the documents of every micro-batch and their shared prefixes. Collective.
+    """Read and compare the documents of every micro-batch. Collective over the replica.
 
     Args:
         call: The call.
         pipeline: The pipeline of the call's model.
         batches: The micro-batches of this rank.
         model: The attached model.
+
+    Returns:
+        The documents of each micro-batch with their shared prefixes.
 
     Raises:
         ValueError: As :func:`read_shapes`, or no rank has a data iterator.

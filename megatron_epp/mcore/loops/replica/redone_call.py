@@ -15,7 +15,7 @@ from megatron_epp.mcore.model.rng import random_states, restore_random_states
 
 
 class WrongShape(ValueError):
-    """Error: the output of a stage has another shape than was read."""
+    """Error: the output of a stage has another shape than the micro-batch's entries imply."""
 
     def __init__(self, chunk: int, expected: tuple[int, ...], came: tuple[int, ...]):
         """Name the micro-batch, the ``expected`` shape, and the one that ``came``."""
@@ -28,7 +28,7 @@ class WrongShape(ValueError):
 
 
 class MisreadCall(Exception):
-    """Error: Megatron's schedule must run the call again; its text says what was read."""
+    """Error: the call was undone and Megatron's schedule must repeat it; the text says why."""
 
 
 class CallState:
@@ -39,7 +39,7 @@ class CallState:
     """
 
     def __init__(self, models: Sequence[Any], training: bool):
-        """Save the state; gradients only if the call is ``training``."""
+        """Save the state; save gradients only if ``training``."""
         self._random = random_states()
         # By name: ``buffers`` of Megatron's DDP is an attribute, its gradient buffers.
         named = [buffer for model in models for _, buffer in model.named_buffers()]
@@ -61,7 +61,7 @@ class CallState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the saved state."""
+        """Restore random states, buffers and gradients to their values before the call."""
         restore_random_states(self._random)
         for buffer, before in self._buffers:
             buffer.copy_(before)
@@ -74,28 +74,35 @@ class CallState:
 
 
 class ShapeVote:
-    """Vote on whether every output of a replica had the shape that was read.
+    """All-reduce of whether every output of a replica had the expected shape.
 
-    Each rank contributes after its last forward, and waits for the result before its last backward,
-    which starts the reduction of gradients over replicas: that cannot be undone. A stage's last
-    backward depends on all forwards of all stages, so no rank blocks.
+    Each rank starts the all-reduce after its last forward, and waits for the result before its last
+    backward. The last backward starts the reduction of gradients over replicas, which cannot be
+    undone. A stage's last backward depends on all forwards of all stages, so no rank blocks.
+
+    Attributes:
+        misread: Set by the caller if an output of this rank has another shape than expected.
     """
 
     def __init__(self, control: dist.ProcessGroup, forwards: int):
-        """Expect ``forwards`` on this rank; ``control`` spans the replica."""
+        """Expect ``forwards`` forwards on this rank; ``control`` is the replica's CPU group."""
         self._control, self._left = control, forwards
         self._work: Any = None
         self._wrong = torch.zeros(1, dtype=torch.int32, device="cpu")
         self.misread = False
 
     def forward_done(self) -> None:
-        """Count a forward of this rank."""
+        """Count a forward of this rank; after the last one, start the all-reduce of the vote."""
         self._left -= 1
         if self._left == 0:
             self.cast()
 
     def cast(self) -> None:
-        """Contribute once: after the last forward, or if no forward will run any more."""
+        """Start the all-reduce of this rank's vote over the replica, without waiting for it.
+
+        The all-reduce starts after the rank's last forward, or when no further forward will run.
+        Later calls do nothing.
+        """
         if self._work is None:
             self._wrong.fill_(int(self.misread))
             self._work = dist.all_reduce(
@@ -104,7 +111,7 @@ class ShapeVote:
 
     @property
     def passed(self) -> bool:
-        """Whether all shapes were as read; waits for every rank."""
+        """Whether every rank's outputs had the expected shapes; waits for the all-reduce."""
         self.cast()
         self._work.wait()
         return not int(self._wrong)

@@ -24,10 +24,10 @@ CONTROL = "epp_loop_control"
 
 
 def replica_ranks() -> tuple[int, ...]:
-    """Return the ranks of this replica: the tensor- and context-parallel ranks of every stage.
+    """Return the global ranks of this replica: tensor- and context-parallel ranks of every stage.
 
-    Megatron numbers ranks with a stride per degree. So the ranks of another stage have the same
-    distance from these as that stage's rank of this pipeline has from this rank.
+    Megatron numbers ranks with a stride per degree. The ranks of another stage therefore follow by
+    adding the distance between this rank and that stage's rank in this pipeline.
     """
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     together = dist.get_process_group_ranks(mpu.get_tensor_and_context_parallel_group())
@@ -38,8 +38,8 @@ def replica_ranks() -> tuple[int, ...]:
 def meets_other_replicas(config: Any) -> bool:
     """Return whether ranks communicate with other replicas inside of ops.
 
-    This is so for layers that are sharded over replicas, and for fp8 scales that are computed over
-    them. Such replicas must run the same ops in the same order, whatever documents each has.
+    They do if layers are sharded over replicas, or if fp8 scales are all-reduced over replicas.
+    Such replicas must run the same ops in the same order, whatever documents each has.
     """
     own_replica = {*replica_ranks()}
     if any(
@@ -54,9 +54,14 @@ def meets_other_replicas(config: Any) -> bool:
 
 
 def initialise_communicator(groups: Groups, device: torch.device, config: Any) -> None:
-    """Initialise all groups of a call, in an order that cannot block. Collective over the world.
+    """Initialise the communicators of all groups of a call. Collective over the world.
 
-    It runs before any early receive. ``config`` is the model's.
+    All ranks initialise them in the same order, before any receive is posted, so no rank blocks.
+
+    Args:
+        groups: Groups of this replica.
+        device: Device of this rank.
+        config: Megatron's configuration of the model.
     """
     ranks = groups.pipeline_ranks
     connect(groups.payload, groups.pipeline_rank, len(ranks), device, ranks)
@@ -66,10 +71,18 @@ def initialise_communicator(groups: Groups, device: torch.device, config: Any) -
 
 
 def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
-    """Make the groups of the replicas. Collective over the world, after Megatron's groups exist.
+    """Create the process groups of all replicas, and return this replica's. Collective.
 
-    Afterwards no replica waits for another. ``control`` of the result spans the replica. The groups
-    of ``payload`` span the world, and a message names both its ends.
+    All ranks of the world call it, after Megatron's groups exist. Afterwards no replica waits for
+    another.
+
+    Args:
+        device: Device of this rank.
+        timeout: Timeout of the groups' collectives.
+
+    Returns:
+        Groups whose ``control`` is a gloo group over the replica. The groups in ``payload`` span
+        the world; sender and receiver of each message are given by rank.
 
     Raises:
         ValueError: torch.distributed was initialised in a way that blocks pipelines.

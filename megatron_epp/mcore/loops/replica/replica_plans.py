@@ -11,9 +11,9 @@ MOST_REMEMBERED = 64  # limit of cached plans
 
 
 def counted(plan: Plan) -> Plan:
-    """Return ``plan`` with one token per chunk.
+    """Return ``plan`` with every chunk replaced by a document of one token.
 
-    Replicas in lockstep have this plan in common, whatever the lengths of their micro-batches.
+    Replicas in lockstep have this plan in common, because it is independent of their lengths.
     """
     return dataclasses.replace(
         plan,
@@ -23,18 +23,21 @@ def counted(plan: Plan) -> Plan:
 
 
 class ReplicaPlans:
-    """Cache of the replica's plans; all its ranks ask for the same ones, in the same order."""
+    """Cache of the replica's plans, which all its ranks request in the same order."""
 
     def __init__(self, groups: Groups | None):
         self.groups = groups
         self._known: dict[object, Plan] = {}
 
     def plan(self, key: object, make: Callable[[], Plan]) -> Plan:
-        """Return the cached plan for ``key``, else ``make`` it on one rank. Collective.
+        """Return the cached plan for ``key``, or make, check and broadcast it. Collective.
+
+        Without a cached plan, rank 0 of the replica calls ``make``; the other ranks receive and
+        parse the plan's text. A full cache is cleared first.
 
         Raises:
-            PlanError: On every rank: there is no valid plan.
-            ValueError: On every rank: ``make`` failed.
+            PlanError: On every rank: the plan is invalid.
+            ValueError: On every rank: ``make`` raised an exception, whose text is the message.
         """
         if key in self._known:
             return self._known[key]
