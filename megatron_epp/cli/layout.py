@@ -143,12 +143,7 @@ def choose_layout(
 ) -> tuple[Cost, list[tuple[int, int, float | None, str]]]:
     """Return the fastest layout's cost, and the layouts tried: (pp, cp, seconds or None, reason).
 
-    Args:
-        arguments: options of the command.
-        lengths: document lengths of the planned batch.
-        first: batches on which choices are made.
-        options: options of the planner.
-        planner: name of the planner.
+    The arguments are those of :func:`layout_cost`.
 
     Raises:
         ValueError: if no layout works.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_epp.control.drift import SLOW, Drift
+from megatron_epp.control.drift import Drift, relative_slowness
 from megatron_epp.control.files import BestEffort, write_atomically
 from megatron_epp.control.report import IterationReport
 from megatron_epp.cost.cost import Cost
@@ -175,8 +175,7 @@ class CostMonitor:
         slower = {place for place, factor in places.items() if factor > 1}
         for place in faster or slower:
             slowness[place] *= places[place]
-        least = min(slowness)
-        slowness = [factor / least if factor / least > SLOW else 1.0 for factor in slowness]
+        slowness = relative_slowness(slowness)
         learnt = profile.with_slowness(slowness, ranks)
         if learnt == profile:
             return None

@@ -5,6 +5,7 @@ A warning says what to do, or that nothing needs to be done.
 
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_epp.control.report import IterationReport
@@ -13,6 +14,12 @@ BAND = 0.15  # relative error of predicted seconds beyond which the cost model c
 RECENT = 8  # number of iterations whose median error counts
 SLOW = 1.1  # a rank's measured/predicted ratio over the other ranks' median
 PATIENCE = 5  # consecutive iterations before a slow rank is reported
+
+
+def relative_slowness(factors: Sequence[float]) -> list[float]:
+    """Return each factor over the smallest one; 1 if it is at most ``SLOW``."""
+    least = min(factors)
+    return [factor / least if factor / least > SLOW else 1.0 for factor in factors]
 
 
 @dataclass

@@ -237,9 +237,9 @@ def _gain(page: SurveyPage) -> str:
         for p in page.gains
     ]
     text = (
-        "Seconds of Megatron's own schedule with its overlaps, whole documents packed to the best "
-        "length, over seconds of the plan: documents of one batch, cut to each context, first "
-        "plans without a search. No mark: packed documents do not fit."
+        "Seconds of Megatron's own schedule with packed documents, the fastest of its baselines, "
+        "over seconds of the plan: documents of one batch, cut to each context, first plans "
+        "without a search. No mark: packed documents do not fit."
     )
     drawing = Drawing(_WIDTH, low + 28, tuple(shapes), "none")
     figure = _figure("Gain by context", text, drawing, _key(names, (_MARK, _OTHER)))

@@ -11,12 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
-from megatron_epp.control.drift import SLOW
+from megatron_epp.control.drift import relative_slowness
 from megatron_epp.mcore.choose.layouts import ChosenLayout, predicted_seconds
 from megatron_epp.mcore.flags.config import LAYOUT_KEY, SLOWNESS
 from megatron_epp.mcore.job.device_speeds import read_speeds
-
-ORDER_PAYS = 0.005  # of the time, as with layers by time
+from megatron_epp.planner.choose.choice import PARTITION_PAYS
 
 
 def speeds_of(devices: Sequence[str], folder: str | None) -> tuple[float, ...]:
@@ -27,9 +26,8 @@ def speeds_of(devices: Sequence[str], folder: str | None) -> tuple[float, ...]:
     kept = read_speeds(folder)
     if kept is None:
         return ()
-    factors = [kept.get(device, 1.0) for device in devices]
-    least = min(factors)
-    return tuple(round(f / least, 3) if f / least > SLOW else 1.0 for f in factors)
+    factors = relative_slowness([kept.get(device, 1.0) for device in devices])
+    return tuple(round(factor, 3) for factor in factors)
 
 
 def ordered(wanted: Namespace, chosen: ChosenLayout) -> ChosenLayout:
@@ -42,7 +40,7 @@ def ordered(wanted: Namespace, chosen: ChosenLayout) -> ChosenLayout:
     for order in orders(chosen.speeds, unit, chosen.layout.pp, chosen.ranks):
         one = replace(chosen, order=order)
         seconds = seconds_of(wanted, one)
-        if seconds is not None and seconds < least * (1 - ORDER_PAYS):
+        if seconds is not None and seconds < least * (1 - PARTITION_PAYS):
             best, least = replace(one, seconds=seconds), seconds
     return best
 
