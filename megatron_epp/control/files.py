@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -150,9 +150,14 @@ def scratch_folder(what: str) -> Iterator[Path]:
     place = Path(tempfile.gettempdir())
     for left in place.glob(f"{_SCRATCH}{what}-*"):
         _remove_if_left(left)
-    folder = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{what}-"))
-    with (folder / LOCK_NAME).open("a") as lock:
-        _lock(lock)
+    with ExitStack() as held:
+        while True:
+            folder = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{what}-"))
+            with suppress(FileNotFoundError):
+                lock = held.enter_context((folder / LOCK_NAME).open("a"))
+                # Another process may have found the folder before it was locked, and removed it.
+                if _lock(lock) and os.fstat(lock.fileno()).st_nlink:
+                    break
         try:
             yield folder
         finally:

@@ -1,6 +1,7 @@
 """What a job keeps: whole or not at all, by one job at a time, never at the price of training."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.control import files
 from megatron_epp.control.files import (
     LOCK_NAME,
     BestEffort,
@@ -133,3 +135,23 @@ def test_scratch_folders_of_killed_processes_go(tmp_path, monkeypatch) -> None:
         for one in started:
             one.kill()
             one.wait()
+
+
+def test_a_scratch_folder_that_was_removed_before_it_was_locked_is_made_anew(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    removed: list[Path] = []
+    lock = files._lock
+
+    def late(file) -> bool:
+        if not removed:
+            removed.append(Path(file.name).parent)
+            shutil.rmtree(removed[0])
+        return lock(file)
+
+    monkeypatch.setattr(files, "_lock", late)
+    with scratch_folder("trial") as folder:
+        assert folder != removed[0]
+        assert list(tmp_path.iterdir()) == [folder]
+    assert not list(tmp_path.iterdir())
