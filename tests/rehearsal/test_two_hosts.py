@@ -30,8 +30,8 @@ INTERFACE = "epplink"
 # first plan on a quiet machine, where the planner's loops are compiled already (COMPILE).
 TIMEOUT_SECONDS = 60
 COMPILE = (
-    "-m megatron_epp compare --lengths wlb --model gpt-7b --device a100-80g --pp 4 --cp 8 --context 65536"
-    " --global-batch-size 16 --batches 1 --levers all"
+    "-m megatron_epp compare --lengths wlb --model gpt-7b --device a100-80g --pp 4 --cp 8"
+    " --context 65536 --global-batch-size 16 --batches 1 --levers all"
 )
 
 

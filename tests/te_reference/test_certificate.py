@@ -195,6 +195,30 @@ def test_local_layers_in_float64_have_no_norm_of_it(tmp_path) -> None:
     assert hidden.stdout.split()[-1] == "WrappedTorchNorm"
 
 
+SERVER = """
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.protocol import Role
+from megatron_epp.certify.trial import LLAMA, Trial
+from megatron_epp.mcore.certify import backend, rank
+from megatron_epp.mcore.patching import cpu_host, cuda_host, patch_points
+trial = Trial(Degrees(1, 2, 1), (tuple(LLAMA.split()),), device="cuda")
+with (ExitStack() as held, patch.object(cuda_host, "prepare"), patch.object(rank, "Rank"),
+      patch.object(backend, "_require_gpu"), patch.object(cpu_host, "install_cpu_host")):
+    backend.make_server(Role(0, Path("."), trial), held)
+print(patch_points.is_installed(patch_points.SEQUENCE_PARALLEL_NORM))
+"""
+
+
+def test_local_layers_on_gpus_have_a_norm_for_sequence_parallelism() -> None:
+    """Megatron refuses torch's there; a certificate over an H100 with two-way TP met it."""
+    seen = python("-c", SERVER)
+    assert seen.returncode == 0, seen.stderr
+    assert seen.stdout.split()[-1] == "True"
+
+
 ROTARY = """
 import torch
 from megatron_epp.mcore.patching import cpu_host

@@ -57,6 +57,8 @@ def make_server(role: Role, until_the_end: ExitStack) -> Any:
         until_the_end.enter_context(cpu_host.double_precision())
         if role.trial.device != "cpu":
             rotate_in_double()
+            # Local layers, whose norms Megatron refuses with sequence parallelism.
+            patch_points.install([patch_points.SEQUENCE_PARALLEL_NORM])
     if role.trial.loop is not None:
         from megatron_epp.mcore.certify.loops.loop_rank import LoopRank
         from megatron_epp.mcore.certify.loops.reference_loop import ReferenceLoop
