@@ -9,7 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Any, Self
+
+from megatron_epp.planner.epp.progress import watched
 
 # CPU seconds after which starting worker processes pays.
 _ALONE = 2.0
@@ -23,6 +26,28 @@ def bar[T](items: Iterable[T], total: int, what: str) -> Iterator[T]:
     from tqdm import tqdm
 
     yield from tqdm(items, total=total, desc=what, delay=2, leave=False, file=sys.stderr)
+
+
+@contextmanager
+def search_bar(what: str) -> Iterator[None]:
+    """Show a bar over the effort of the search of one plan in this context.
+
+    A search that finds a plan at the lower bound ends early, so the estimate is the longest time.
+    """
+    if not sys.stderr.isatty():
+        yield
+        return
+    from tqdm import tqdm
+
+    form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+    with tqdm(total=0, desc=what, delay=2, leave=False, file=sys.stderr, bar_format=form) as shown:
+
+        def watcher(spent: float, expected: float) -> None:
+            shown.total = max(shown.total + expected, shown.n + spent)
+            shown.update(spent)
+
+        with watched(watcher):
+            yield
 
 
 class Workers:
@@ -46,8 +71,19 @@ class Workers:
                 each.terminate()
 
     def watched(self, what: str) -> Callable[[Callable[..., Any], Sequence[tuple]], Iterator[Any]]:
-        """Return a runner that also shows a bar over the tasks of each call."""
-        return lambda function, tasks: bar(self(function, tasks), len(tasks), what)
+        """Return a runner that also shows a bar over the tasks, or over the effort of a single one.
+
+        ``what`` is the plural of a task's name.
+        """
+
+        def run(function: Callable[..., Any], tasks: Sequence[tuple], /) -> Iterator[Any]:
+            if len(tasks) == 1:
+                with search_bar(what.removesuffix("s")):
+                    yield from self(function, tasks)
+            else:
+                yield from bar(self(function, tasks), len(tasks), what)
+
+        return run
 
     def __call__(self, function: Callable[..., Any], tasks: Sequence[tuple], /) -> Iterator[Any]:
         """Yield the results in the order of the tasks."""

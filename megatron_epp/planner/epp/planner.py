@@ -17,8 +17,9 @@ from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.cost.profile import ANALYTIC
 from megatron_epp.ir import Kind
 from megatron_epp.planner.choose.partition import LIKELY_CHUNKS, fastest_layers, with_layers
+from megatron_epp.planner.epp import progress
 from megatron_epp.planner.epp.least_memory import least_memory
-from megatron_epp.planner.epp.preparation import PreparedChunkings
+from megatron_epp.planner.epp.preparation import Effort, PreparedChunkings
 from megatron_epp.planner.epp.search import Search
 from megatron_epp.planner.feasibility import no_plan_fits
 from megatron_epp.planner.lower_bound import lower_bound_seconds
@@ -75,6 +76,9 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
         PlanError: if no plan of the batch fits.
     """
     hedged = _with_slower_hosts(cost) if "hedge" in options.levers else cost
+    effort = Effort(EFFORT if options.effort is None else options.effort).left
+    local = "local" in options.levers and can_be_local(cost, options)
+    progress.report(expected=effort * len(_sets(options.levers, cost)) * (1 + local))
     best = _fastest(batch, hedged, options)
     return dataclasses.replace(best, cost=cost.replace(layers=best.cost.layout.layers))
 

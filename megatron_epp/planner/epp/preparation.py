@@ -12,6 +12,7 @@ from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import ChunkingParams
+from megatron_epp.planner.epp import progress
 from megatron_epp.planner.options import EFFORT, Options
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import SortedBatch
@@ -65,6 +66,7 @@ class Effort:
     def spend(self, ops: float) -> None:
         """Charge a number of ops."""
         self.left -= ops
+        progress.report(spent=ops)
 
     @property
     def spent(self) -> bool:
