@@ -7,8 +7,8 @@
 # (scripts/prepare_corpus.py makes both). The other variables, with their defaults:
 #   GPUS      processes of this node: the number of GPUs, or 2 without any (gloo, on the CPU)
 #   PP TP     pipeline stages (GPUS) and tensor-parallel degree (1); replicas are what is left
-#   CONTEXT   the most inputs of a document (16384)
-#   BATCH     documents in a global batch (64)
+#   CONTEXT   the most inputs of a document (16384; 2048 without GPUs)
+#   BATCH     documents in a global batch (64; 8 without GPUs)
 #   ITERS     iterations (100)
 #   SIZE      tiny (runs on a laptop), 1b, 7b or 13b: the shape below
 #   SAVE      checkpoint folder; empty: none
@@ -22,8 +22,8 @@ found=$({ nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l)
 GPUS=${GPUS:-$((found > 0 ? found : 2))}
 TP=${TP:-1}
 PP=${PP:-$((GPUS / TP))}
-CONTEXT=${CONTEXT:-16384}
-BATCH=${BATCH:-64}
+CONTEXT=${CONTEXT:-$((found > 0 ? 16384 : 2048))}
+BATCH=${BATCH:-$((found > 0 ? 64 : 8))}
 ITERS=${ITERS:-100}
 SAVE=${SAVE:-}
 
