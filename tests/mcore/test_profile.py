@@ -151,6 +151,14 @@ def test_default_budgets_are_by_rank_where_devices_go_by_different_names() -> No
     assert job_cost.unlike_budgets([*alike[:1], *other]) == (7.0, 3.0)
 
 
+@pytest.mark.parametrize(
+    "flag, counted", [("alltoall", "alltoall"), ("allgather", "alltoall"), ("flex", "flex")]
+)
+def test_an_analytic_profile_sends_tokens_to_experts_as_the_job_does(flag, counted) -> None:
+    profile = job_cost.analytic(args(moe_token_dispatcher_type=flag))
+    assert profile.token_dispatcher == counted
+
+
 def test_an_analytic_profile_was_measured_on_nothing() -> None:
     analytic = analytic_profile(Model("m", 2, 64, 128, 4, 2, 8, 128), DEVICES["cpu"])
     assert require(analytic, provenance_of(args()), "a.json") is analytic

@@ -22,7 +22,7 @@ from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import GIB, device, device_budgets, device_like, gpu_name
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
-from megatron_epp.cost.profile import Profile, States
+from megatron_epp.cost.profile import ALLTOALL, FLEX, Profile, States
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
@@ -183,7 +183,13 @@ def unusable_levers(args: Any) -> dict[str, str]:
 def analytic(args: Any) -> Profile:
     """Return the profile of --epp-cost-model analytic: the model's shape on the named device."""
     early = fused_head(args)
-    profile = analytic_profile(model_shape(args), device(device_name()), logits_held=not early)
+    flex = getattr(args, "moe_token_dispatcher_type", None) == FLEX
+    profile = analytic_profile(
+        model_shape(args),
+        device(device_name()),
+        logits_held=not early,
+        moe_token_dispatcher_type=FLEX if flex else ALLTOALL,
+    )
     attention = VarlenAttention if cpu_host.has_gpu_kernels() else PartsAttention
     return replace(
         profile,
