@@ -78,7 +78,7 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     hedged = _with_slower_hosts(cost) if "hedge" in options.levers else cost
     effort = Effort(EFFORT if options.effort is None else options.effort).left
     local = "local" in options.levers and can_be_local(cost, options)
-    progress.report(expected=effort * len(_sets(options.levers, cost)) * (1 + local))
+    progress.report_effort(expected=effort * len(_sets(options.levers, cost)) * (1 + local))
     best = _fastest(batch, hedged, options)
     return dataclasses.replace(best, cost=cost.replace(layers=best.cost.layout.layers))
 

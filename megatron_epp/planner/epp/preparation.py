@@ -66,7 +66,7 @@ class Effort:
     def spend(self, ops: float) -> None:
         """Charge a number of ops."""
         self.left -= ops
-        progress.report(spent=ops)
+        progress.report_effort(spent=ops)
 
     @property
     def spent(self) -> bool:

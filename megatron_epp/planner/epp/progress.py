@@ -20,7 +20,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
         _watcher.reset(token)
 
 
-def report(spent: float = 0.0, expected: float = 0.0) -> None:
+def report_effort(spent: float = 0.0, expected: float = 0.0) -> None:
     """Report ops that a search has spent, and ops that searches may spend from now on."""
     watcher = _watcher.get()
     if watcher is not None:
