@@ -2,7 +2,7 @@
 
 Megatron's own parser is exact, but runs only after torch and Megatron are loaded, in every process
 of the command. Every flag occurs in Megatron's source, as ``--its-name`` or as the field
-``its_name`` of a configuration. A word that occurs nowhere is no flag.
+``its_name`` of a configuration. A word that occurs nowhere in the source is not a flag.
 """
 
 import difflib
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_epp.cli.options import PROGRAM, UsageError
 
-# A flag as written, and the field of a class from which one is made.
+# A flag in source text. _FIELD is a field of a class, from which Megatron makes a flag.
 _FLAG = re.compile(r"--[A-Za-z][A-Za-z0-9_-]*")
 _PACKAGES = ("certify", "mcore")  # packages whose commands have flags of their own
 _FIELD = re.compile(r"^ {4}([a-z]\w*) *:", re.MULTILINE)
