@@ -1,4 +1,4 @@
-"""The ``compare`` command: every planner on the same batches, and the batches on which epp does not pay."""
+"""The ``compare`` command: every planner on the same batches, and where epp does not pay off."""
 
 import argparse
 import json
@@ -189,7 +189,7 @@ def _layers(layers: Sequence[int]) -> str:
 def _warm_up(
     costs: Mapping[str, Cost], lengths: Sequence[int], options: Options, replicas: int
 ) -> float:
-    """Load solver and compiled code by planning a small batch; return the seconds it took."""
+    """Load solver and compiled code by planning a small batch; return the seconds that this took."""
     began = time.perf_counter()
     for name, cost in costs.items():
         try:

@@ -67,7 +67,7 @@ class Batches:
 
 
 def open_batches(arguments: argparse.Namespace, numbers: Sequence[int]) -> Batches:
-    """Return the batches that the options name; the command will use batches ``numbers``."""
+    """Return the batches of the corpus; ``numbers`` are the batches that the command uses."""
     corpus = open_corpus(
         arguments.lengths, arguments.context, arguments.overlong, arguments.tokenizer, bar
     )

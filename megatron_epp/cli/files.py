@@ -117,7 +117,7 @@ def require_run_of(plan: Plan, records: Sequence[Timed], path: str) -> None:
 
 
 def read_records(path: str) -> tuple[Timed, ...]:
-    """Return the timed records in the file; raise a ValueError if there are none."""
+    """Return the timed records in the file; raise a ValueError if it has none."""
     try:
         records = parse_records(read_text(path, "records"))
     except PlanError as error:

@@ -209,7 +209,7 @@ class CheckedMachineFlags(PlansMachineFlags):
 
 @dataclass
 class ServedMachineFlags(MachineFlags):
-    """The machine of ``serve``, on which the running job has already decided."""
+    """The machine of ``serve``; the job is running, so no setting may be auto."""
 
     OMIT: ClassVar = ("partition",)
 

@@ -148,7 +148,7 @@ def cost_of(
 
 
 def _as_used(named: str | Topology, node_devices: int, layout: Layout, ep: int) -> str | Topology:
-    """Return the topology of the nodes that ``layout`` uses, if ``named`` is a grid; else ``named``."""
+    """Return ``named``; if it is a grid of nodes, only the part that ``layout`` uses."""
     known = topology(named) if isinstance(named, str) else named
     if known is None or not known.nodes:
         return named

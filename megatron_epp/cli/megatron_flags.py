@@ -1,4 +1,4 @@
-"""Check that a flag exists in Megatron or here, before Megatron is imported.
+"""Check that a flag exists in Megatron or megatron_epp, before Megatron is imported.
 
 Megatron's own parser is exact, but runs only after torch and Megatron are loaded, in every process
 of the command. Every flag occurs in Megatron's source, as ``--its-name`` or as the field
@@ -20,7 +20,7 @@ _FIELD = re.compile(r"^ {4}([a-z]\w*) *:", re.MULTILINE)
 
 
 def require_known(command: str, words: Sequence[str]) -> None:
-    """Raise a UsageError for a ``--word`` that occurs neither in Megatron nor here."""
+    """Raise a UsageError for a ``--word`` that occurs neither in Megatron nor in megatron_epp."""
     flags = [word.split("=")[0] for word in words if word.startswith("--") and word != "--"]
     roots = _roots()
     if not flags or len(roots) <= len(_PACKAGES):
@@ -41,7 +41,7 @@ def require_known(command: str, words: Sequence[str]) -> None:
 
 
 def _roots() -> list[tuple[Path, str]]:
-    """Return the folders and patterns of files that define flags, here and in Megatron."""
+    """Return the folders and patterns of files that define flags, in megatron_epp and Megatron."""
     patterns = [(Path(__file__).parents[1] / package, "**/*.py") for package in _PACKAGES]
     spec = find_spec("megatron")  # a top-level name, so nothing is imported
     for folder in spec.submodule_search_locations or () if spec else ():

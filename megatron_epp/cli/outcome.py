@@ -71,7 +71,7 @@ class Outcome:
 
     @property
     def peak_bytes(self) -> list[int]:
-        """Peak of each pipeline rank, maximum over replicas; of each group without a pipeline."""
+        """Peak of each pipeline rank over all replicas; of each device group without pipelines."""
         if self.step is None:
             return [int(peak) for replica in self.replicas for peak in replica.peak_bytes]
         return [

@@ -291,7 +291,7 @@ def _lockstep_lines(result: Outcome) -> list[str]:
 
 
 def _overlapped(plan: Plan, cost: Cost) -> list[str]:
-    """Return lines on communication that overlaps with computation, and its exposed part."""
+    """Return lines on messages and the exchange of replicas: total time and exposed time."""
     cost = cost.replace(layers=plan.layers)  # the lever uneven may have moved layers
     table = cost.table(plan)
     played = play(plan, table)

@@ -1,4 +1,4 @@
-"""Comment before a plan on the machine that the plan was made for; other commands read it.
+"""Comment before a plan that names the plan's machine, for the other commands.
 
     # made for: --model llama3-8b --device h100-80g --tp 8
 

@@ -45,7 +45,10 @@ def check(plan: Plan, rules: Rules | None = None) -> None:
 
 
 def check_ranks(plan: Plan, ranks: int) -> None:
-    """Raise a PlanError if a single-rank document is not on one of several ``ranks``."""
+    """Raise a PlanError if a single-rank document is on a rank that does not exist.
+
+    ``ranks`` is the context-parallel size. If it is 1, no document may be single-rank.
+    """
     for index, chunk in enumerate(plan.chunks):
         for span in chunk.spans:
             if span.local and (span.rank >= ranks or ranks == 1):
@@ -167,7 +170,7 @@ def _circle(lacking: Sequence[Lacking | None], rank_of: Sequence[int]) -> list[i
 
 
 def backward_of(plan: Plan) -> tuple[dict[int, Kind], ...]:
-    """Return for every stage whether the backward of each chunk is B or I, by chunk."""
+    """Return for every stage the kind (B or I) of the backward of each chunk."""
     return tuple(
         {op.chunk: op.kind for op in order if op.kind in BACKWARDS} for order in plan.orders
     )

@@ -68,7 +68,7 @@ class Kind(Enum):
     """Send, in lowered programs only: ``isend(tensor, target)``; the next op does not wait."""
 
     RECEIVE = "RECV"
-    """Receive, in lowered programs only: wait for the ``irecv`` that a :class:`Post` issued."""
+    """Receive, in lowered programs only: wait for the ``irecv`` that a :class:`Post` started."""
 
 
 TRANSFERS = (Kind.SEND, Kind.RECEIVE)
@@ -87,7 +87,7 @@ _STAGE_OP = re.compile(rf"([{''.join(_CODES)}])({NUMBER})\.({NUMBER})")
 
 @dataclass(frozen=True, slots=True, order=False)
 class Op:
-    """Work of ``kind`` (one of COMPUTE) on ``chunk``, on the stage of the order with this op."""
+    """Work of ``kind`` (one of COMPUTE) on ``chunk``, on the stage whose order contains it."""
 
     kind: Kind
     chunk: int
@@ -207,7 +207,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Issue of the ``irecv`` of ``message`` at its target; it takes no time and is not recorded."""
+    """Start of the ``irecv`` of ``message`` at its target; it takes no time and is not recorded."""
 
     message: Message
 

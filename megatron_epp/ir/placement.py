@@ -108,7 +108,7 @@ def named_placement(text: str, ranks: int) -> Placement | None:
 
 
 def read_placement(text: str, ranks: int, read: Callable[[str], str]) -> Placement:
-    """Return the placement named ``text``, or the one in the file at ``text``.
+    """Return the placement named ``text``, or the placement in the file at ``text``.
 
     Args:
         text: name of a placement, or path of a file.
@@ -193,7 +193,7 @@ def _numbers(number: int, line: str, text: str) -> tuple[int, ...]:
 
 
 def _place_of(of_ranks: dict[int, list[int]], ranks: int) -> tuple[int, ...]:
-    """Return the rank of every stage, after checking that each stage is on exactly one."""
+    """Return the rank of every stage, after checking that each stage is on exactly one rank."""
     stage_texts = {rank: list(map(str, stages)) for rank, stages in of_ranks.items()}
     every = [stage for stages in of_ranks.values() for stage in stages]
     if not every or max(every) >= MOST_STAGES * ranks or max(of_ranks) >= ranks:

@@ -25,7 +25,7 @@ context-parallel rank 1 computes document 2 alone (:mod:`megatron_epp.ir.span`).
 
 With the line ``prefix 3: 0[0:4000]`` after ``documents``, document 3 continues the first 4000
 tokens of document 0. These tokens are computed once, even if several documents continue them.
-Spans of document 3 count its own tokens from 0, but its positions start at 4000. A span of
+Spans of document 3 count from the first token of its own, whose position is 4000. A span of
 document 0 must end at token 4000 (:mod:`megatron_epp.ir.slices`).
 
 Stage i is on rank i of the pipeline unless a ``place`` line after ``layers`` says otherwise. If a

@@ -1,7 +1,8 @@
 """Random valid plans, which certificates and property tests run.
 
 They cut documents, pack and order chunks and recompute layers in every way that the plan language
-allows, which no planner does. They therefore test an executor for the plans of any planner.
+allows, which no planner does. An executor that runs random plans correctly can therefore be
+expected to run the plans of any planner.
 """
 
 from collections.abc import Callable, Sequence
@@ -181,7 +182,7 @@ def arbitrary_block(
 def with_local(plan: Plan, random: Random, ranks: int) -> Plan:
     """Return ``plan`` with some of its whole documents moved to single context-parallel ranks.
 
-    In each chunk no document, about half or all of the documents move, each to a random rank below
+    In each chunk, none, about half or all of the documents move, each to a random rank below
     ``ranks``. A rank may receive no document. Cut documents, documents with a prefix and documents
     that others continue stay sharded.
     """
@@ -374,7 +375,7 @@ def _parents_first(prefixes: Prefixes) -> list[int]:
 
 
 def by_stage(plan: Plan, walked: Sequence[tuple[int, Op]]) -> tuple[tuple[Op, ...], ...]:
-    """Return the order of every stage of ``plan``, given ``walked``, its ops as (stage, op)."""
+    """Return the order of every stage of ``plan``; ``walked`` lists its ops as (stage, op)."""
     return tuple(
         tuple(op for where, op in walked if where == stage) for stage in range(plan.stages)
     )

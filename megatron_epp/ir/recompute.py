@@ -35,8 +35,8 @@ _RUN = re.compile(rf"([1-9][0-9]{{0,3}})([{MODES}])")
 def offload_among(choice: str, count: int) -> str:
     """Return ``choice`` with ``count`` offloaded layers inserted at even distances.
 
-    The first layer is offloaded. The copy of each offloaded layer can then overlap with the layers
-    between it and the next offloaded layer.
+    The first offloaded layer is layer 0. The copy of an offloaded layer can then overlap with the
+    layers between this layer and the next offloaded layer.
     """
     layers, others = len(choice) + count, iter(choice)
     return "".join(

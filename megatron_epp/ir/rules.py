@@ -8,7 +8,7 @@ checked and simulated with the table, and tests compare the times
 
 ``c`` is the chunk of the op and ``s`` the stage of the op. ``earlier`` is the chunk with the
 preceding slice of the same document, or with the end of the prefix that the document continues.
-``later`` are the chunks with a following slice; there are several where documents branch.
+``later`` stands for the chunks with a following slice, of which there are several at a branch.
 
     op  needs                                    makes                      frees
     F   F of c on s-1   (its input)              activations of c           workspace
@@ -21,8 +21,8 @@ preceding slice of the same document, or with the end of the prefix that the doc
     W   I of c on s     (inputs, output grads)   workspace                  weight inputs of c
                                                                             workspace
 
-With vocabulary parallelism, the rows of the LM head are sharded over all stages. The table then has
-also:
+With vocabulary parallelism, the rows of the LM head are sharded over all stages. The table then
+also contains:
 
     H   s = 0: F of c on last (its output)       head inputs of c           workspace
         s > 0: H of c on s-1  (partial result)   workspace
@@ -60,7 +60,7 @@ from megatron_epp.ir.op import BACKWARDS, OF_HEAD, Kind, Payload
 
 
 class PlanTrait(Flag):
-    """Traits of a plan; a row applies if the plan has all traits that the row is marked with."""
+    """Traits of a plan; a row applies if the plan has all traits in the row's ``only``."""
 
     TRAINING = auto()
     EVALUATION = auto()  # forward-only
@@ -72,7 +72,7 @@ TRAINING, EVALUATION, VOCABULARY = PlanTrait
 
 
 class Relation(Enum):
-    """Relation of a row's chunk to the op's own chunk."""
+    """Relation of the chunk in a row of the table to the chunk of the op."""
 
     SAME = 0
     EARLIER = 1  # the chunk with the preceding slice, if there is one
@@ -180,7 +180,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Rows of one kind of op, which exists in plans with all traits in ``only``."""
+    """Rows of one kind of op; only plans with the traits ``only`` contain ops of the kind."""
 
     needs: tuple[Need, ...]
     makes: tuple[Effect, ...]

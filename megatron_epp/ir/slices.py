@@ -17,7 +17,7 @@ class CachedDocument:
 
     Attributes:
         document: number of the document.
-        first: chunk with its first slice.
+        first: chunk with the first slice of the document.
         readers: chunks that attend to the cached K and V: first the chunks with the document's
             later slices, in order, then the chunks of all documents that continue it, directly or
             not. ``first`` is included if it also holds such a document.
@@ -35,11 +35,12 @@ class Slices:
     """Cut document of every chunk, and the chunks with the preceding and following slices.
 
     Attributes:
-        document: for each chunk, the cut document of which the chunk holds a slice, or -1.
-        earlier: for each chunk, the chunk with the preceding slice of the same document or with the
-            end of its prefix, or -1. Chunks form a forest, so there is at most one.
-        later: for each chunk, the chunk with the following slice of the same document, or -1.
-        children: for each chunk, the chunks of which it is ``earlier``; several at a branch.
+        document: ``document[c]`` is the cut document of which chunk c holds a slice, or -1.
+        earlier: ``earlier[c]`` is the chunk with the preceding slice of the same document, or with
+            the end of the document's prefix; -1 if there is none.
+        later: ``later[c]`` is the chunk with the following slice of the same document, or -1.
+        children: ``children[c]`` contains every chunk whose ``earlier`` is c: several at a branch.
+            The chunks form a forest.
         kept: documents whose K and V are cached, by ascending number.
     """
 

@@ -21,7 +21,7 @@ class Span:
     Attributes:
         document: number of the document.
         start: first token.
-        stop: token after the last one.
+        stop: token after the last token.
         rank: context-parallel rank that computes the whole document alone; ALL_RANKS if its rows
             are sharded over all ranks.
     """

@@ -201,7 +201,7 @@ class StepPart:
         return self.plans[replica - self.first]
 
     def documents_of(self, replica: int) -> tuple[int, ...]:
-        """Return the documents of the global batch of ``replica``, in the order of its plan."""
+        """Return the documents of the batch that ``replica`` computes, in the order of its plan."""
         return self.assignments[replica - self.first]
 
     def __str__(self) -> str:

@@ -28,7 +28,7 @@ class Table:
         held_bytes: ``[item][stage][owner]``, bytes of the rule table's items on a device. The owner
             is a chunk, or a document for Item.KV and Item.KV_GRADIENTS.
         workspace_bytes: ``[kind][stage][chunk]``, additional bytes while the op runs; negative if
-            it frees items before it has made all others.
+            the op frees items before it makes other items.
         resident_bytes: ``[stage]``, bytes during the whole iteration: model states and buffers.
     """
 

@@ -42,8 +42,8 @@ _OF_SURVEY = (
 def run(arguments: argparse.Namespace) -> int:
     """Run the ``tune`` command and return its exit status.
 
-    Without --lengths it describes the model, or prints what fits on --gpus. With --lengths it
-    searches the layouts of one number of devices.
+    Without --lengths the command describes the model, or prints what fits on --gpus. With
+    --lengths it searches the layouts of one number of devices.
 
     Example::
 

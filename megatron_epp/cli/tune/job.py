@@ -100,7 +100,7 @@ def job_of(
         arguments: options of the command.
         model: shape of the model.
         config: contents of config.json other than the shape; None without a config.json.
-        gpus: number of devices; None if --nodes gives it.
+        gpus: number of devices; None if --nodes gives the number of nodes.
 
     Raises:
         UsageError: if an option is missing, contradicts another option, or is not supported.

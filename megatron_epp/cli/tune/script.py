@@ -1,4 +1,4 @@
-"""Launch script of a choice: Megatron's flags and --epp's."""
+"""Launch script of a choice, with the flags of Megatron and of --epp."""
 
 import argparse
 import shlex

@@ -53,8 +53,8 @@ def lower_rank(plan: Plan, rank: int, block: Sequence[Plan] = ()) -> Program:
         plan: plan to lower.
         rank: pipeline rank.
         block: plans of the lockstep group, including ``plan``. All plans of the group get the same
-            program. A replica that waits for the group in an op then never waits for a message at
-            the same time.
+            program. Its replicas wait for each other in their ops, and with one program they do not
+            also wait for each other's messages.
     """
     return tuple(_programs(plan, (rank,), None, block)[rank])
 
