@@ -32,9 +32,9 @@ def install(
         args: Megatron's arguments, including those of :func:`add_arguments`.
         model_config: result of ``gpt_config_from_args`` or ``hybrid_config_from_args`` for
             ``args``.
-        items: function that returns your own documents in place of --data-path. Its argument is the
-            number of samples for training, validation and test (None: one epoch). It returns a
-            dataset, or None, for each of the three. A dataset has a length, and
+        items: function that returns your own documents in place of --data-path. Its argument
+            contains the number of samples for training, validation and test (None: one epoch). It
+            returns a dataset, or None, for each of the three. A dataset has a length, and
             ``original_seq_lens`` with the length of every item. An item is a mapping with tokens,
             labels, loss_mask and original_seq_len (docs/guides/data.md).
 
@@ -84,8 +84,9 @@ def install_schedule(
     This replaces the functions that ``megatron.core.pipeline_parallel.get_forward_backward_func``
     returns. The loop does not change: forward step, iterator, model, losses and the order of
     results stay the same. Each micro-batch is one chunk. Plans choose the order of micro-batches,
-    and which backwards are split, by times measured in earlier calls. No rank holds more memory
-    than the fullest rank holds with Megatron's 1F1B, in this call or an earlier call.
+    and which backwards are split, by times measured in earlier calls. Without
+    ``headroom``, no rank holds more memory than the fullest rank holds with Megatron's 1F1B, in
+    this call or an earlier call.
 
     If a plan gains nothing, Megatron's order runs. Megatron also runs the calls that plans do not
     support, such as calls with CUDA graphs; this is logged once. Megatron before 0.16 keeps its own

@@ -42,7 +42,7 @@ CONNECTIONS, QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", "32"
 
 
 def asked(value: str | None) -> bool:
-    """Return whether ``value`` of the variable requests scheduling mode.
+    """Return whether ``value``, of MEGATRON_EPP, requests scheduling mode.
 
     Raises:
         ValueError: if ``value`` is neither in ON nor in OFF.
@@ -54,7 +54,7 @@ def asked(value: str | None) -> bool:
 
 
 def start() -> None:
-    """Turn scheduling mode on if the variable requests it.
+    """Turn scheduling mode on if MEGATRON_EPP requests it.
 
     This function raises no error, because an error would abort the import that calls it.
     """

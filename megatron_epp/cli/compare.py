@@ -189,7 +189,7 @@ def _layers(layers: Sequence[int]) -> str:
 def _warm_up(
     costs: Mapping[str, Cost], lengths: Sequence[int], options: Options, replicas: int
 ) -> float:
-    """Load solver and compiled code by planning a small batch; return the seconds that this took."""
+    """Load solver and compiled code by planning a small batch; return the seconds of this."""
     began = time.perf_counter()
     for name, cost in costs.items():
         try:

@@ -52,7 +52,7 @@ class SurveyPage:
         budgets: memory budget of every rank in bytes.
         packed: timeline of packed whole documents of one batch; None if they do not fit.
         planned: timeline of the plan for the same batch; None if the plan does not fit.
-        gains: gains, by ascending context.
+        gains: points of the gain curve, by ascending context.
         lengths: tokens of each document, for the histogram.
         context: most tokens of a document in the survey.
         notes: sentences on what was assumed, left out, or not planned.

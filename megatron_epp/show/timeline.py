@@ -76,7 +76,7 @@ class Timeline:
         return self.plan.rank_of[record.stage]
 
     def name(self, record: Timed) -> str:
-        """Return the name of the record's op, with its stage if a rank has several."""
+        """Return the name of the record's op, with its stage if a rank has several stages."""
         return self.plan.op_name(record.stage, op_of(record))
 
     @property
@@ -338,7 +338,7 @@ def recomputed_fraction(plan: Plan, stage: int, chunk: int) -> float:
 
 
 def recomputes(plan: Plan) -> bool:
-    """Return whether any backward recomputes anything."""
+    """Return whether any backward recomputes a layer, fully or in part."""
     choices = {choice for stage in plan.recompute for choice in stage}
     return bool(set("".join(choices)) - {KEEP, OFFLOAD})
 
