@@ -25,23 +25,24 @@ def install(
 ) -> tuple[Any, Any]:
     """Install elastic pipelines in Megatron's trainer, for entry scripts of your own.
 
-    Call it after parsing the flags and before ``pretrain``. On a CPU-only host call
+    Call this function after parsing the flags and before ``pretrain``. On a CPU-only host call
     :func:`prepare_host` before the first import of Megatron.
 
     Args:
         args: Megatron's arguments, including those of :func:`add_arguments`.
-        model_config: what ``gpt_config_from_args`` or ``hybrid_config_from_args`` returns for them.
-        items: returns your own documents in place of --data-path. It is called with the numbers of
-            samples that training, validation and test want (None: one epoch), and returns a dataset
-            or None for each. A dataset has a length and ``original_seq_lens``, the length of every
-            item. Its items are mappings with tokens, labels, loss_mask and original_seq_len
-            (docs/guides/data.md).
+        model_config: result of ``gpt_config_from_args`` or ``hybrid_config_from_args`` for
+            ``args``.
+        items: function that returns your own documents in place of --data-path. Its argument
+            contains the number of samples for training, validation and test (None: one epoch). It
+            returns a dataset, or None, for each of the three. A dataset has a length, and
+            ``original_seq_lens`` with the length of every item. An item is a mapping with tokens,
+            labels, loss_mask and original_seq_len (docs/guides/data.md).
 
     Returns:
         The forward step and the data provider to pass to ``pretrain``.
 
     Raises:
-        ValueError: one line on what cannot run.
+        ValueError: the job cannot run; the message gives the reason in one line.
 
     Example::
 
@@ -58,7 +59,7 @@ def install(
 
 
 def prepare_host() -> bool:
-    """Make Megatron run on a CPU-only host, and return whether this is one.
+    """Prepare Megatron for a CPU-only host, and return whether this host is CPU-only.
 
     Example::
 
@@ -80,35 +81,37 @@ def install_schedule(
 ) -> Any:
     """Run the micro-batches of any training loop by plans (scheduling mode).
 
-    It replaces the functions that ``megatron.core.pipeline_parallel.get_forward_backward_func``
+    This replaces the functions that ``megatron.core.pipeline_parallel.get_forward_backward_func``
     returns. The loop does not change: forward step, iterator, model, losses and the order of
-    results stay. Each micro-batch is one chunk. Times measured in earlier calls choose the order of
-    micro-batches and which backwards are split. Memory stays within what Megatron's 1F1B would hold
-    on its fullest rank, in this call or an earlier one.
+    results stay the same. Each micro-batch is one chunk. Plans choose the order of micro-batches,
+    and which backwards are split, by times measured in earlier calls. Without
+    ``headroom``, no rank holds more memory than the fullest rank holds with Megatron's 1F1B, in
+    this call or an earlier call.
 
-    If a plan gains nothing, Megatron's order runs. Calls that plans do not support, such as CUDA
-    graphs, are left to Megatron, which is logged once. A Megatron before 0.16 keeps its own
-    schedule: a warning, and ``reason`` of the returned object, say why. A loop that stores the
-    schedule function must be built after this call.
+    If a plan gains nothing, Megatron's order runs. Megatron also runs the calls that plans do not
+    support, such as calls with CUDA graphs; this is logged once. Megatron before 0.16 keeps its own
+    schedule; a warning, and ``reason`` of the returned object, give the reason. A loop that stores
+    the schedule function must be built after this call.
 
     Args:
-        lengths: maps a micro-batch of the iterator to the rows of its hidden states over all ranks
-            of a stage, including padding. It may also return a MicrobatchShape
-            (planner/calls/microbatch.py), or None if it does not know. It is needed if
-            ``variable_seq_lengths`` is on and micro-batches are not mappings with ``tokens`` or
-            ``input_ids``; else Megatron's schedule runs such calls.
+        lengths: function that maps a micro-batch of the iterator to the number of rows of its
+            hidden states, over all ranks of a stage, including padding. It may also return a
+            MicrobatchShape (planner/calls/microbatch.py), or None if the number is unknown. Some
+            calls need the function: calls with ``variable_seq_lengths`` whose micro-batches are not
+            mappings with ``tokens`` or ``input_ids``. Without it, Megatron's schedule runs them.
         reorder: whether micro-batches may run in another order (never with MoE).
         split_backward: whether backwards may be split into input and weight gradients. None: with
             Megatron's local layers, but not with Transformer Engine's.
         headroom: memory above Megatron's 1F1B on its fullest rank, as a fraction.
-        timeout: ``datetime.timedelta`` that a rank waits for another; default 10 minutes.
-        observe: called after every call with its plan, records and memory peak (loops/settings.py).
+        timeout: ``datetime.timedelta`` for which a rank waits for another rank; default 10 minutes.
+        observe: function that is called after every call of the schedule, with the call's plan,
+            records and memory peak (mcore/loops/settings.py).
 
     Returns:
         An object whose ``remove()`` restores Megatron's schedules; also a context manager.
 
     Raises:
-        ValueError: one line on what cannot be used.
+        ValueError: the schedule cannot be used; the message gives the reason in one line.
 
     Example::
 
@@ -146,26 +149,26 @@ def log_probs(
 ) -> Any:
     """Compute log-probabilities of tokens without materialising the model's logits.
 
-    At most a block of rows of logits is alive at once, in forward and backward. Use it in a forward
-    step in place of ``model(**inputs)``, under any schedule, with or without :func:`attach`. The
-    model is, or holds, Megatron's GPTModel or HybridModel. Softmax runs over all vocabulary entries
-    including padding, as in Megatron's loss.
+    Forward and backward hold the logits of one block of rows at a time. Call this function in a
+    forward step in place of ``model(**inputs)``, under any schedule, with or without
+    :func:`attach`. Softmax runs over all vocabulary entries including padding, as in Megatron's
+    loss.
 
     Args:
-        model: the model.
-        labels: [B, S], the token that each position predicts; with context parallelism those of
-            this rank. None is allowed except on the last stage.
+        model: Megatron's GPTModel or HybridModel, or a module that contains one.
+        labels: [B, S], the token that each position predicts; with context parallelism, of the
+            positions of this rank. Stages before the last may pass None.
         temperature: divisor of the logits: a number, or a tensor that expands to [B, S].
         entropy: whether to return entropies too.
         inputs: arguments of the model's forward, without labels.
 
     Returns:
         On the last stage, log-probabilities [B, S] in float32 (float64 for a float64 model). With
-        ``entropy``, a pair of them and the entropies [B, S] of the distributions. Both are
-        differentiable. On other stages, the model's output.
+        ``entropy``, a pair: the log-probabilities, and the entropies [B, S] of the distributions.
+        Both are differentiable. On other stages, the model's output.
 
     Raises:
-        ValueError: if labels have another shape, or the LM head has a bias or adapters, or the
+        ValueError: if labels are not [B, S], or the LM head has a bias or adapters, or the
             model has multi-token prediction.
 
     Example::
@@ -198,8 +201,9 @@ def divide(
 ) -> tuple[tuple[int, ...], ...]:
     """Divide samples over data-parallel replicas by their predicted time.
 
-    The longest sample goes first, each to the replica that finishes first, as --epp divides
-    documents. It is for loops that assign samples themselves, and imports no torch.
+    Samples are assigned by descending length, each to the replica that then finishes first, as
+    --epp divides documents. This function is for loops that assign samples themselves. It does not
+    import torch.
 
     Args:
         lengths: tokens of every sample.
@@ -210,13 +214,13 @@ def divide(
             cost model.
         same_count: whether every replica gets equally many samples.
         prefixes: result of ``megatron_epp.corpus.shared_prefixes.shared_prefixes`` for the samples.
-            A prefix is computed once on each replica that has a sample with it.
+            A prefix is computed once on each replica that has a sample with this prefix.
 
     Returns:
         The indices of every replica's samples in ascending order, at least one per replica.
 
     Raises:
-        ValueError: one line on what cannot be divided.
+        ValueError: the samples cannot be divided; the message gives the reason in one line.
 
     Example::
 
@@ -237,29 +241,30 @@ def attach(
 ) -> Any:
     """Run a training loop's micro-batches in slices of documents (slicing mode).
 
-    Call it once the model is built and wrapped. Every pass over this model through
+    Call this function when the model is built and wrapped. Every pass over this model through
     ``get_forward_backward_func`` then runs in slices, including losses that need unsliced
-    documents. It calls :func:`install_schedule` with its defaults if that was not called.
+    documents. If :func:`install_schedule` was not called before, ``attach`` calls it with defaults.
 
     Args:
-        model_chunks: the loop's model, or a list of one: a GPTModel or HybridModel of Megatron, a
-            subclass, or a module that holds one.
-        adapter: lengths, rows and loss of micro-batches (mcore/loops/adapter.py);
-            mcore/loops/adapters has two for common forms.
-        attention: kernels, as --epp-attention.
+        model_chunks: the loop's model, or a list that contains only this model. The model is a
+            GPTModel or HybridModel of Megatron, a subclass, or a module that contains one.
+        adapter: object that splits micro-batches into documents and computes their loss
+            (mcore/loops/adapter.py). The package mcore/loops/adapters has adapters for common
+            training loops.
+        attention: attention kernels, as in --epp-attention.
         head_again: whether the LM head of slices is recomputed in the backward; else logits are
             saved.
-        memory_gib: memory of a stage's chunks between forward and backward, estimated from the
-            model's shape. Layers are recomputed per stage and chunk as needed, instead of the
-            model's own recompute of whole layers. Default: as many tokens as Megatron's 1F1B holds,
-            recomputed as the model says.
+        memory_gib: limit in GiB of the activations that a stage saves between forward and backward,
+            estimated from the model's shape. Plans then choose the recomputed layers of every stage
+            and chunk, in place of the model's own recompute of whole layers. Default: as many
+            tokens as Megatron's 1F1B holds, with the model's own recompute.
 
     Returns:
-        An object with ``adapter``, which another pass may replace, and ``slicing``; False turns
-        slices off.
+        An object with two attributes: ``adapter``, which the loop may replace for another pass, and
+        ``slicing``, which turns slices off if set to False.
 
     Raises:
-        ValueError: one line on what cannot be sliced.
+        ValueError: the model cannot run slices; the message gives the reason in one line.
 
     Example::
 

@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
     Args:
-        arguments: the command line without the program; None takes ``sys.argv``.
+        arguments: words of the command line without the program; default: those of ``sys.argv``.
 
     Example::
 

@@ -1,6 +1,6 @@
 """Import this module on a script's first line to turn scheduling mode on.
 
-The import is the request, whatever MEGATRON_EPP says, as with other frameworks' adaptors.
+The import turns it on for any value of MEGATRON_EPP, as adaptors of other frameworks do.
 """
 
 from megatron_epp.autoload import switch_on

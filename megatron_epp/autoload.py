@@ -1,4 +1,6 @@
-"""MEGATRON_EPP=1: scheduling mode wherever Megatron's schedules are imported.
+"""MEGATRON_EPP=1: scheduling mode in every process that imports Megatron's schedules.
+
+The mode can be turned on in four ways:
 
     torch, at the end of its import     entry points "torch.backends"        start()
     verl, in each of its processes      entry points "verl.plugins"          megatron_epp.plugin
@@ -8,11 +10,11 @@
 Every process, including torchrun's and Ray's, runs torch's entry point before it can import
 Megatron. A .pth file in site-packages would affect every Python of the environment, does not work
 for editable installs, and is forbidden on some clusters. TORCH_DEVICE_BACKEND_AUTOLOAD=0 disables
-torch's entry points; the other ways remain. Without the variable nothing happens.
+torch's entry points; the other ways remain. Without MEGATRON_EPP, entry points do nothing.
 
 Imports are deferred. When Megatron's module of schedules has been imported, its functions are
-replaced by stubs. The first call of a stub installs our schedule. If that fails, one line says why,
-and Megatron's functions are restored.
+replaced by stubs. The first call of a stub installs our schedule. If the installation fails, one
+line gives the reason, and Megatron's functions are restored.
 """
 
 import functools
@@ -40,10 +42,10 @@ CONNECTIONS, QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", "32"
 
 
 def asked(value: str | None) -> bool:
-    """Return whether ``value`` of the variable requests scheduling mode.
+    """Return whether ``value``, of MEGATRON_EPP, requests scheduling mode.
 
     Raises:
-        ValueError: if it is neither yes nor no.
+        ValueError: if ``value`` is neither in ON nor in OFF.
     """
     word = (value or "").strip().lower()
     if word not in ON + OFF:
@@ -52,9 +54,9 @@ def asked(value: str | None) -> bool:
 
 
 def start() -> None:
-    """Turn scheduling mode on if the variable requests it.
+    """Turn scheduling mode on if MEGATRON_EPP requests it.
 
-    It raises nothing, because an error would abort the import that calls it.
+    This function raises no error, because an error would abort the import that calls it.
     """
     value = os.environ.get(VARIABLE)
     if not value:
@@ -63,18 +65,18 @@ def start() -> None:
         if asked(value):
             switch_on()
     except ValueError as refusal:
-        # Reported by processes that import Megatron only.
+        # Only processes that import Megatron report it.
         words = f"{refusal}; Megatron's own schedule runs"
         _when_imported(lambda schedules: say(words))
 
 
 def switch_on() -> None:
-    """Replace Megatron's schedules when they are imported, or now if they are."""
+    """Replace Megatron's schedules when they are imported, or now if they already are."""
     _when_imported(stand_in)
 
 
 class NoInstallation:
-    """Result of ``install_schedule`` where Megatron's schedule stays; one line says why."""
+    """Result of ``install_schedule`` if Megatron's schedule stays; it prints the reason."""
 
     def __init__(self, reason: str):
         self.reason = reason
@@ -98,7 +100,7 @@ def _when_imported(act: Callable[[ModuleType], None]) -> None:
 
 
 class _SchedulesFinder(MetaPathFinder):
-    """Finder that delegates to the others and runs a function after the module's import."""
+    """Finder that delegates to the other finders, and calls ``act`` after the module's import."""
 
     def __init__(self, act: Callable[[ModuleType], None]):
         self.act = act
@@ -131,7 +133,7 @@ class _ActingLoader(Loader):
 
 
 def stand_in(schedules: ModuleType) -> None:
-    """Replace the module's three functions by stubs that act at their first call."""
+    """Replace the module's three functions by stubs; their first call installs our schedule."""
     missing = [name for name in TARGETS.values() if not hasattr(schedules, name)]
     if missing:
         say(f"{SCHEDULES} has no {missing[0]}; Megatron's own schedule runs")
@@ -202,7 +204,7 @@ def _open_queues() -> None:
     """Set CUDA_DEVICE_MAX_CONNECTIONS unless it is set or CUDA is initialised.
 
     With one hardware queue, ops wait for messages that were posted earlier. Some Megatron jobs need
-    1, so an existing value stays, and the schedule reports its cost.
+    the value 1, so an existing value stays, and the schedule reports the cost of that value.
     """
     torch = sys.modules.get("torch")
     started = torch is not None and torch.cuda.is_initialized()
@@ -213,8 +215,8 @@ def _open_queues() -> None:
 def say(words: str, by: int = 0) -> None:
     """Print one line on stderr on rank ``by``.
 
-    Not through logging: some frameworks (Megatron-Bridge) filter the warnings of all loggers, and
-    users must see whether the mode is on.
+    This does not use logging: some frameworks (Megatron-Bridge) filter the warnings of all loggers,
+    and users must see whether the mode is on.
     """
     distributed = getattr(sys.modules.get("torch"), "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

@@ -15,13 +15,14 @@ def flag(
     word: tuple[str, Callable[[str], Any]] | None = None,
     **how: Any,
 ) -> Any:
-    """Return a field whose flag is ``--`` and its name with hyphens.
+    """Return a dataclass field with a flag: ``--`` and the name of the field with hyphens.
 
     Args:
         default: default value.
-        help_: help text, or a function that returns it, if that takes long to import.
-        word: (metavar, type), if the field's own type cannot parse the flag.
-        how: arguments of ``add_argument``, and ``short`` (such as ``-o``) or ``positional``.
+        help_: help text, or a function that returns the text, if its imports take long.
+        word: (metavar, type) of the flag, if the type of the field cannot parse its value.
+        how: more arguments of ``add_argument``; ``short``, a short form such as ``-o``; and
+            ``positional``, True for an argument without a flag.
     """
     read = {} if word is None else {"metavar": word[0], "type": word[1]}
     return field(default=default, metadata={"help": help_, **read, **how})
@@ -30,7 +31,8 @@ def flag(
 def add_flags(parser: Any, schema: type) -> None:
     """Add the fields of the dataclass ``schema`` to a parser.
 
-    They form a group if the schema has a TITLE (and a NOTE). Fields named in its OMIT are left out.
+    If the schema has a TITLE, the flags form a group with this title, described by NOTE. Fields
+    named in the schema's OMIT are left out.
     """
     if title := getattr(schema, "TITLE", None):
         parser = parser.add_argument_group(title, getattr(schema, "NOTE", None))
@@ -57,7 +59,7 @@ def _add_flag(parser: Any, each: Field[Any]) -> None:
 
 
 def flag_of(name: str) -> str:
-    """Return the flag of a field."""
+    """Return the flag of the field ``name``."""
     return "--" + name.replace("_", "-")
 
 
@@ -88,7 +90,7 @@ def whole_number(least: int, most: int = 10**15 - 1) -> Callable[[str], int]:
 def positive(unit: str, most: float = 1e6) -> Callable[[str], float]:
     """Return a type function for numbers from 1 / ``most`` to ``most``.
 
-    ``unit`` is for its message.
+    Its error message names ``unit``.
     """
 
     def read(text: str) -> float:

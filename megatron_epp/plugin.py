@@ -1,4 +1,4 @@
-"""Module for frameworks that load modules by entry point (``verl.plugins``) and call nothing."""
+"""Module for frameworks that only import the modules of entry points (``verl.plugins``)."""
 
 from megatron_epp.autoload import start
 

@@ -1,6 +1,6 @@
 """Entry to train a HybridModel: ``torchrun -m megatron_epp.pretrain_hybrid <flags> [--epp]``.
 
---hybrid-layer-pattern names its layers.
+The flag --hybrid-layer-pattern defines the layers of the model.
 """
 
 import time

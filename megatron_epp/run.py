@@ -4,7 +4,7 @@
     python -m megatron_epp.run -m PACKAGE.MODULE ARGUMENTS
 
 MEGATRON_EPP=0 runs the script unchanged. Processes that the script starts elsewhere, such as Ray's
-workers, need the variable: see docs/guides/frameworks.md.
+workers, need the variable MEGATRON_EPP=1: see docs/guides/frameworks.md.
 """
 
 import os
@@ -22,8 +22,8 @@ def main(words: Sequence[str]) -> int:
     """Run a script or module and return the exit status.
 
     Returns:
-        0, or 2 if there is no such script or the variable's value is invalid. The script's own
-        exit, if any, takes precedence.
+        0 after the script has run; 2 if there is no such script, or if the value of MEGATRON_EPP
+        is invalid. A script that calls ``sys.exit`` sets the exit status itself.
     """
     module = words[:1] == ["-m"]
     rest = list(words[module:])

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-MOST_TEXT_BYTES = 16 << 20  # of a text written by a person or a job; far above any real one
+MOST_TEXT_BYTES = 16 << 20  # limit of texts that people and jobs write, far above any real text
 
 
 def read_bounded(path: str | Path, most_bytes: int, expected: str) -> bytes:
@@ -17,8 +17,9 @@ def read_bounded(path: str | Path, most_bytes: int, expected: str) -> bytes:
     ``<(command)`` is a pipe outside any folder, and is read.
 
     Raises:
-        ValueError: if the file is longer than ``most_bytes``, as an endless device is, or a pipe.
-        OSError: if it cannot be read.
+        ValueError: if the file is longer than ``most_bytes`` (such as an endless device), or is a
+            pipe in a folder.
+        OSError: if the file cannot be read.
     """
     if stat.S_ISFIFO(os.stat(path).st_mode) and os.path.exists(os.path.realpath(path)):
         raise ValueError(f"is a pipe; expected {expected} in a regular file")
@@ -52,8 +53,8 @@ def bounded_text(path: str | Path, expected: str, errors: str = "strict") -> str
     """Return the text of the file at ``path``, as :func:`read_bounded` reads it.
 
     Args:
-        path: the file.
-        expected: what the message says was expected.
+        path: path of the file.
+        expected: description of the expected contents, for error messages.
         errors: error handling of ``bytes.decode``.
 
     Raises:
@@ -73,12 +74,12 @@ def replace_file(path: str | Path, data: str | bytes, durable: bool = False) -> 
     Links and pipes at ``path`` are replaced, not followed or opened.
 
     Args:
-        path: the file.
-        data: its new content.
-        durable: whether to survive a power failure.
+        path: path of the file.
+        data: new content of the file.
+        durable: whether to sync the data to the disk, to survive a power failure.
 
     Raises:
-        OSError: if it fails; ``path`` is then unchanged.
+        OSError: if the file cannot be replaced; ``path`` is then unchanged.
     """
     target = Path(path)
     partial = target.with_name(f".{secrets.token_hex(8)}.partial")
@@ -101,7 +102,7 @@ def open_regular(path: Path) -> int:
     """Return a descriptor of the regular file at ``path``, to read and append; create it if absent.
 
     Raises:
-        OSError: if a link, a pipe or a device is there, or the file cannot be opened.
+        OSError: if ``path`` is a link, a pipe or a device, or cannot be opened.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     file = os.open(path, flags, 0o666)

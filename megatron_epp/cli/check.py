@@ -1,4 +1,4 @@
-"""The ``check`` command: whether a plan can run and, given a machine, fits its memory."""
+"""The ``check`` command: whether a plan can run and, if a machine is given, fits its memory."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The ``compare`` command: every planner on the same batches, and where epp does not pay."""
+"""The ``compare`` command: every planner on the same batches, and where epp does not pay off."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
 from megatron_epp.show.table import text_table
 from megatron_epp.show.units import GIB, fraction_text, seconds_text
 
-# Smaller gains are ignored: no cost model is more exact.
+# Smaller gains are ignored: no cost model is accurate enough for them.
 PAYS = 0.01
 COLUMNS = 100  # maximum line length
 _EPP = "epp"
@@ -189,7 +189,7 @@ def _layers(layers: Sequence[int]) -> str:
 def _warm_up(
     costs: Mapping[str, Cost], lengths: Sequence[int], options: Options, replicas: int
 ) -> float:
-    """Load solver and compiled code by planning a small batch; return the seconds it took."""
+    """Load solver and compiled code by planning a small batch; return the seconds of this."""
     began = time.perf_counter()
     for name, cost in costs.items():
         try:
@@ -260,7 +260,7 @@ def _median_fraction(fractions: Sequence[float]) -> str:
 
 
 def _lockstep_prices(names: Sequence[str], outcomes: Sequence[Outcome], lockstep: int) -> list[str]:
-    """Return a line on the time of every planner in lockstep, relative to free replicas."""
+    """Return a line on every planner's time in lockstep, relative to independent replicas."""
     parts = []
     for name in names:
         prices = [
@@ -280,7 +280,7 @@ def _lockstep_prices(names: Sequence[str], outcomes: Sequence[Outcome], lockstep
 
 
 def _verdict(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return lines on the batches on which epp pays or does not."""
+    """Return a line on the gain of epp, and a line for each batch on which epp does not pay."""
     by_batch: dict[int, dict[str, Outcome]] = {}
     for each in outcomes:
         by_batch.setdefault(each.batch, {})[each.planner] = each

@@ -21,7 +21,7 @@ MOST_TOKENS = 2**32
 
 
 def require_batch(lengths: Sequence[int], where: str) -> None:
-    """Raise a ValueError if a batch's sums would overflow."""
+    """Raise a ValueError if sums over the batch would overflow."""
     if lengths and max(lengths) > MOST_LENGTH:
         raise ValueError(
             f"{where}: a document of {max(lengths)} inputs; expected at most {MOST_LENGTH}, "
@@ -36,7 +36,7 @@ def require_batch(lengths: Sequence[int], where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Batches of a corpus; ``size`` None makes one batch of the whole file in its order."""
+    """Batches of a corpus; if ``size`` is None, the file in its own order is the only batch."""
 
     corpus: Corpus
     size: int | None
@@ -52,7 +52,7 @@ class Batches:
 
     @property
     def first(self) -> list[tuple[int, ...]]:
-        """Batches on which choices are made, as in training."""
+        """First batches, on which layout choices are made, as in training."""
         return [self[number] for number in range(1 if self.size is None else FIRST_BATCHES)]
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Batches:
 
 
 def open_batches(arguments: argparse.Namespace, numbers: Sequence[int]) -> Batches:
-    """Return the batches that the options name; ``numbers`` are those that will be used."""
+    """Return the batches of the corpus; ``numbers`` are the batches that the command uses."""
     corpus = open_corpus(
         arguments.lengths, arguments.context, arguments.overlong, arguments.tokenizer, bar
     )

@@ -25,7 +25,7 @@ Runs = list[Timeline]
 def run(arguments: argparse.Namespace) -> int:
     """Run the ``draw`` command and return its exit status.
 
-    Without --output it prints text; otherwise the file's suffix selects the format.
+    Without --output the command prints text; otherwise the suffix of the file selects the format.
 
     Example::
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _runs(arguments: argparse.Namespace, plan: Plan, block: Sequence[Plan]) -> Runs:
-    """Return the time lines to draw: predicted, measured, or both.
+    """Return the timelines to draw: predicted, measured, or both.
 
     The prediction is drawn if a machine is named or nothing was measured.
     """

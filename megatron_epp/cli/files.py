@@ -30,7 +30,7 @@ def read_text(path: str, what: str) -> str:
     """Return the text of the file at ``path``, or of stdin for ``-``.
 
     Raises:
-        ValueError: one line on why it cannot be read; ``what`` names the kind of file.
+        ValueError: the text cannot be read; the message contains ``what``, the kind of file.
     """
     try:
         if path == "-":
@@ -51,9 +51,9 @@ def read_text(path: str, what: str) -> str:
 
 
 def read_plans(path: str) -> tuple[tuple[Plan, ...], Step | None]:
-    """Return the plans of all replicas in the file, and their step.
+    """Return the plans of all replicas in the file, and the step.
 
-    A single plan, of any replica, has no step (None).
+    The step is None if the file is a single plan, of any replica.
     """
     return _plans(read_text(path, "plan"), path)
 
@@ -72,11 +72,11 @@ def read_plan(path: str, replica: int) -> tuple[Plan, str | None, tuple[Plan, ..
     """Read one replica's plan, and check that it can run.
 
     Returns:
-        The plan, the machine it was made for (None if unknown), and the plans that run in lockstep
-        with it, its own first.
+        The plan, the options of the machine that the plan was made for (None if unknown), and the
+        plans of its lockstep group, this plan first.
 
     Raises:
-        ValueError: if the file has no such replica.
+        ValueError: if the file has no plan for ``replica``.
         PlanError: if a plan cannot run.
     """
     text = read_text(path, "plan")
@@ -117,7 +117,7 @@ def require_run_of(plan: Plan, records: Sequence[Timed], path: str) -> None:
 
 
 def read_records(path: str) -> tuple[Timed, ...]:
-    """Return the timed records in the file; raise a ValueError if there are none."""
+    """Return the timed records in the file; raise a ValueError if it has none."""
     try:
         records = parse_records(read_text(path, "records"))
     except PlanError as error:

@@ -1,4 +1,4 @@
-"""Flags of the commands without torch: one field each, with type, default, unit and help."""
+"""Flags of the commands that need no torch: one field each, with type, default, unit, help."""
 
 import argparse
 import textwrap
@@ -45,7 +45,7 @@ def whole_or_auto(text: str) -> int:
 
 
 def file_to_write(text: str) -> str:
-    """Refuse a folder while parsing, because planning before the write may take minutes."""
+    """Return ``text``, an output path; refuse a folder now, because planning may take minutes."""
     if Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: is a folder; expected a file name")
     return text
@@ -109,7 +109,7 @@ class DocumentFlags:
 
 @dataclass
 class MachineFlags:
-    """The machine that a plan is made for."""
+    """The model, machine and layout for which a plan is made."""
 
     TITLE: ClassVar = "model and machine"
 
@@ -162,7 +162,7 @@ class MachineFlags:
 
 @dataclass
 class PlansMachineFlags(MachineFlags):
-    """The machine that an existing plan runs on; the plan has the other settings."""
+    """The machine that runs an existing plan; the plan contains the other settings."""
 
     NOTE: ClassVar = "What `plan -o` wrote in the plan's comment stands where no option does."
     OMIT: ClassVar = ("pp", "devices", "partition", "placement")
@@ -192,7 +192,7 @@ class PlansMachineFlags(MachineFlags):
 
 @dataclass
 class DrawnMachineFlags(PlansMachineFlags):
-    """The machine of ``draw``, which can do without one."""
+    """The machine of ``draw``, which is optional."""
 
     model: str | None = flag(
         None,
@@ -202,14 +202,14 @@ class DrawnMachineFlags(PlansMachineFlags):
 
 
 class CheckedMachineFlags(PlansMachineFlags):
-    """The machine of ``check``, to compare memory with its budget."""
+    """The machine of ``check``, to compare a plan with the machine's memory budget."""
 
     NOTE: ClassVar = "To hold the plan against the memory of its devices, too."
 
 
 @dataclass
 class ServedMachineFlags(MachineFlags):
-    """The machine of ``serve``, whose choices are made already."""
+    """The machine of ``serve``; the job is running, so no setting may be auto."""
 
     OMIT: ClassVar = ("partition",)
 
@@ -263,7 +263,7 @@ ASSUMPTIONS = tuple(field.name for field in fields(AssumptionFlags))
 
 
 def _planners_help() -> str:
-    # Imported late: they load a compiler and a solver.
+    # Imported late: these modules load a compiler and a solver.
     from megatron_epp.planner import COMPARED
     from megatron_epp.planner.comparison_methods import comparison_methods
 
@@ -321,7 +321,7 @@ class PlanFileFlags:
 
 @dataclass
 class ReplicaFlags:
-    """The replica of a step with several."""
+    """The replica to read from a step with several replicas."""
 
     replica: int = flag(0, "which replica of a step of several (default: 0)", NUMBER)
 
@@ -494,7 +494,7 @@ class TunePlannerFlags:
 
 @dataclass
 class TuneFlags:
-    """Output of ``tune``: the row, and the files written for it."""
+    """Output of ``tune``: the chosen row, and the files that are written for this row."""
 
     row: int | None = flag(None, "the row to write, draw and play (default: the first)", COUNT)
     parts: bool = flag(False, "print the memory of every row by part, not of the chosen one alone")
@@ -569,7 +569,7 @@ FLAGS: dict[str, tuple[type, ...]] = {
 
 
 def add_command_flags(command: argparse.ArgumentParser, schemas: Sequence[type]) -> None:
-    """Add the fields of ``schemas``; the epilog explains the levers."""
+    """Add a flag for each field of ``schemas``; with planner flags, explain the levers."""
     for schema in schemas:
         add_flags(command, schema)
         if issubclass(schema, PlannerFlags):

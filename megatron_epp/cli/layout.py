@@ -1,4 +1,4 @@
-"""Choice of the layout by ``--pp auto`` and ``--cp auto``, on the first batch."""
+"""Choices of the auto options: degrees, partition, placement, vocabulary parallelism."""
 
 import argparse
 import sys
@@ -24,14 +24,14 @@ def layout_cost(
     options: Options,
     planner: str,
 ) -> Cost:
-    """Return the cost of the layout that the options name, or of the fastest one for ``lengths``.
+    """Return the cost of the layout that the options name, or of the fastest for ``lengths``.
 
-    If it is searched, the layouts tried are printed on stderr.
+    With --pp auto or --cp auto, the layouts that were tried are printed on stderr.
 
     Args:
         arguments: options of the command.
         lengths: document lengths of the planned batch.
-        first: batches on which choices are made.
+        first: first batches of the corpus, which determine the padding of chunks.
         options: options of the planner.
         planner: name of the planner.
     """
@@ -53,11 +53,11 @@ def layout_cost(
 def chosen_costs(
     arguments: argparse.Namespace, batches: Batches, cost: Cost, options: Options, planner: str
 ) -> tuple[Cost, Cost]:
-    """Return ``cost`` with the layers of --partition, and the same with the other choices too.
+    """Return ``cost`` with the layers of --partition, and a cost with all automatic choices.
 
-    The second also has the choices of --placement auto and --vocab-parallel auto. Choices are
-    printed on stderr. As in training, they are made on the first batches of the corpus, not on the
-    planned batch.
+    The second cost also has the choices of --placement auto and --vocab-parallel auto. All choices
+    are printed on stderr. As in training, the choices depend on the first batches of the corpus,
+    not on the planned batch.
 
     Args:
         arguments: options of the command.
@@ -67,7 +67,7 @@ def chosen_costs(
         planner: name of the planner.
 
     Raises:
-        UsageError: if an option has no effect, or two options decide the same.
+        UsageError: if an option has no effect, or two options decide the same setting.
     """
     asked = arguments.vocab_parallel
     if asked == "on" and planner not in PLANNERS:
@@ -104,7 +104,7 @@ def chosen_costs(
 def _require_open(
     flag: str, arguments: argparse.Namespace, cost: Cost, options: Options, planner: str
 ) -> None:
-    """Raise a UsageError if ``flag`` auto has no layers per stage to choose."""
+    """Raise a UsageError if ``flag`` auto cannot choose the layers of the stages."""
     if arguments.layers:
         raise UsageError(
             f"--layers names the layers of every stage and {flag} auto chooses the layers of the "
@@ -122,7 +122,7 @@ def _require_open(
 
 
 def _partitioned(cost: Cost, batches: Batches, options: Options, planner: str) -> Cost:
-    """Return ``cost`` with layers by time; print them with Megatron's flags."""
+    """Return ``cost`` with layers balanced by time; print the layers and Megatron's flags."""
     partition = partition_of(cost, batches.first, options, planner)
     flags = layout_flags(partition.key, cost.layout.pinned_layers - 1)
     said = " ".join(flags) if flags else "even layers are best; no flags of Megatron's are needed"
@@ -141,9 +141,9 @@ def choose_layout(
     options: Options,
     planner: str,
 ) -> tuple[Cost, list[tuple[int, int, float | None, str]]]:
-    """Return the fastest layout's cost, and the layouts tried: (pp, cp, seconds or None, reason).
+    """Return the fastest layout's cost, and a (pp, cp, seconds or None, reason) per layout tried.
 
-    The arguments are those of :func:`layout_cost`.
+    The arguments are the same as those of :func:`layout_cost`.
 
     Raises:
         ValueError: if no layout works.

@@ -23,19 +23,19 @@ from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.node_map import map_nodes
 from megatron_epp.safe_files import bounded_text
 
-# Defaults of the analytic cost model: what training runs. The papers' assumptions, which are the
-# library's defaults, are --logits-held --no-kv-read --topology flat.
+# The commands' defaults of the analytic cost model, which match training. The library's defaults
+# are the papers' assumptions, as with --logits-held --no-kv-read --topology flat.
 AS_TRAINED: dict[str, Any] = {"logits_held": False, "kv_read": True, "topology": "nodes"}
 
 
-AUTO_PLACEMENT = "auto"  # --placement: chosen by the corpus's lengths (layout.py)
+AUTO_PLACEMENT = "auto"  # value of --placement: chosen by the corpus's lengths (layout.py)
 
 
 def names_machine(arguments: argparse.Namespace) -> bool:
     """Return whether the options name a machine.
 
     Raises:
-        UsageError: if options only say how to use one.
+        UsageError: if no option names a machine, but options describe how to use a machine.
     """
     if arguments.model or arguments.device or arguments.cost_model:
         return True
@@ -61,7 +61,8 @@ def cost_of(
 ) -> Cost:
     """Return the cost of the model and machine that the options name, in a layout.
 
-    A profile file alone is sufficient if the layers of every stage and a budget are given.
+    A profile file (--cost-model) can replace the model and the device, if the layers of every stage
+    and a memory budget are given.
 
     Args:
         arguments: options of the command.
@@ -147,7 +148,7 @@ def cost_of(
 
 
 def _as_used(named: str | Topology, node_devices: int, layout: Layout, ep: int) -> str | Topology:
-    """Return a topology as a job of that layout sees it: of a grid, the nodes that it uses."""
+    """Return ``named``; if it is a grid of nodes, only the part that ``layout`` uses."""
     known = topology(named) if isinstance(named, str) else named
     if known is None or not known.nodes:
         return named
@@ -166,7 +167,7 @@ def _measured_cost(
     kinds: tuple[str, ...],
     place: tuple[int, ...],
 ) -> Cost:
-    """Return the cost from a profile file alone."""
+    """Return the cost from a profile file, without a model."""
     if layers is None:
         raise UsageError(
             "--layers is missing: a profile file does not say how many layers there are"
@@ -193,7 +194,7 @@ def with_padding(
     batches: Sequence[Sequence[int]],
     replicas: int,
 ) -> Cost:
-    """Return ``cost`` with chunks padded as --multiple says, or as in training.
+    """Return ``cost`` with chunks padded to --multiple; without --multiple, as in training.
 
     Args:
         cost: cost of the layout.
@@ -215,9 +216,10 @@ def padding_text(cost: Cost) -> str:
 
 
 def planning_cost(arguments: argparse.Namespace, batches: Sequence[Sequence[int]] = ()) -> Cost:
-    """Return the cost for a plan that is to be made, without auto options.
+    """Return the cost for making a plan, before :mod:`.layout` decides on auto options.
 
-    ``batches`` are the first ones, which determine the padding of chunks.
+    With --placement auto, stages are placed evenly. With --vocab-parallel auto, vocabulary
+    parallelism is off. ``batches``, the first of the corpus, determine the padding of chunks.
     """
     layers = tuple(arguments.layers) if arguments.layers else None
     pp = arguments.pp

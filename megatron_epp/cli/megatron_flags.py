@@ -1,8 +1,8 @@
-"""Check that a flag exists in Megatron or here, before Megatron is imported.
+"""Check that a flag exists in Megatron or megatron_epp, before Megatron is imported.
 
 Megatron's own parser is exact, but runs only after torch and Megatron are loaded, in every process
 of the command. Every flag occurs in Megatron's source, as ``--its-name`` or as the field
-``its_name`` of a configuration. A word that occurs nowhere is no flag.
+``its_name`` of a configuration. A word that occurs nowhere in the source is not a flag.
 """
 
 import difflib
@@ -13,14 +13,14 @@ from pathlib import Path
 
 from megatron_epp.cli.options import PROGRAM, UsageError
 
-# A flag as written, and the field of a class from which one is made.
+# A flag in source text. _FIELD is a field of a class, from which Megatron makes a flag.
 _FLAG = re.compile(r"--[A-Za-z][A-Za-z0-9_-]*")
 _PACKAGES = ("certify", "mcore")  # packages whose commands have flags of their own
 _FIELD = re.compile(r"^ {4}([a-z]\w*) *:", re.MULTILINE)
 
 
 def require_known(command: str, words: Sequence[str]) -> None:
-    """Raise a UsageError for a ``--word`` that occurs neither in Megatron nor here."""
+    """Raise a UsageError for a ``--word`` that occurs neither in Megatron nor in megatron_epp."""
     flags = [word.split("=")[0] for word in words if word.startswith("--") and word != "--"]
     roots = _roots()
     if not flags or len(roots) <= len(_PACKAGES):
@@ -41,7 +41,7 @@ def require_known(command: str, words: Sequence[str]) -> None:
 
 
 def _roots() -> list[tuple[Path, str]]:
-    """Return the folders and patterns of files that define flags, here and in Megatron."""
+    """Return the folders and patterns of files that define flags, in megatron_epp and Megatron."""
     patterns = [(Path(__file__).parents[1] / package, "**/*.py") for package in _PACKAGES]
     spec = find_spec("megatron")  # a top-level name, so nothing is imported
     for folder in spec.submodule_search_locations or () if spec else ():

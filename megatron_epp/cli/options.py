@@ -21,12 +21,12 @@ COMMANDS = {
     "profile": "measure this host or GPU and write a cost-model file",
     "certify": "gradients of random plans against the plain model",
 }
-# These import torch and Megatron, and parse their own options.
+# Commands that import torch and Megatron, and parse their own options.
 DOING = {"profile": "calibrate.command", "certify": "certify.command"}
 
 
 class UsageError(ValueError):
-    """Error of options that contradict each other, reported like the parser's own."""
+    """Error of options that contradict each other, reported like errors of the parser."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
     def flags(self, command: str | None) -> list[Sequence[str]]:
-        """Return the flags of every option of a command."""
+        """Return the flags of every option of ``command``; None: of the main parser."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction) and command in action.choices:
                 return [option.option_strings for option in action.choices[command]._actions]
@@ -63,7 +63,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(chosen: str | None = None) -> Parser:
-    """Return the parser of all commands, with the options of the ``chosen`` one."""
+    """Return the parser of all commands, with the options of the command ``chosen`` only."""
     # Imported late: the tables of models, devices and distributions take as long as the rest.
     from megatron_epp.cli.flags import FLAGS, add_command_flags
 
@@ -93,7 +93,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line and return its command and options.
 
     Args:
-        arguments: the command line without the program; None takes ``sys.argv``.
+        arguments: words of the command line without the program; default: those of ``sys.argv``.
 
     Raises:
         UsageError: if the command or an option is unknown or invalid.
@@ -109,7 +109,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def machine_flags(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options of ``simulate`` that name a machine; those not in ``words`` are None."""
+    """Parse ``words`` as the machine options of ``simulate``; missing options are None."""
     from megatron_epp.cli.flags import AssumptionFlags, PlansMachineFlags, add_command_flags
 
     command = Parser(prog=PROGRAM, add_help=False)

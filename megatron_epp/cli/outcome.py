@@ -31,12 +31,13 @@ class Outcome:
     Attributes:
         batch: number of the batch.
         planner: name of the planner.
-        slowest: result of the slowest replica, which the iteration waits for.
+        slowest: result of the slowest replica, which determines the time of the iteration.
         replicas: results of all replicas.
-        lower_bound_seconds: lower bound of any plan.
+        lower_bound_seconds: lower bound of the iteration's time with any plan.
         plan_seconds: time of planning.
         step: the step; None for a method without a pipeline.
-        free_seconds: time without lockstep of replicas in lockstep; None if it was not computed.
+        free_seconds: time of the iteration if replicas in lockstep ran independently; None if it
+            was not computed.
     """
 
     batch: int
@@ -50,7 +51,7 @@ class Outcome:
 
     @property
     def lockstep_price(self) -> float:
-        """Additional time of lockstep, as a fraction of that of free replicas."""
+        """Additional time of lockstep, as a fraction of ``free_seconds``."""
         return self.seconds / self.free_seconds - 1 if self.free_seconds else 0.0
 
     @property
@@ -70,7 +71,7 @@ class Outcome:
 
     @property
     def peak_bytes(self) -> list[int]:
-        """Maximum over the replicas per stage, or per device group without a pipeline."""
+        """Peak of each pipeline rank over all replicas; of each device group without pipelines."""
         if self.step is None:
             return [int(peak) for replica in self.replicas for peak in replica.peak_bytes]
         return [
@@ -119,8 +120,9 @@ def outcome(
         options: options of the planner.
         planner: name of the planner.
         replicas: number of replicas.
-        priced: whether to plan replicas in lockstep without it too, for the price of lockstep.
-        run: maps a function over tasks, in worker processes if there are any.
+        priced: whether to plan replicas in lockstep a second time, as independent replicas, to
+            compute the price of lockstep.
+        run: runner that maps a function over tasks, in this process or in worker processes.
 
     Raises:
         ValueError: if the batch cannot be planned.
@@ -162,7 +164,7 @@ def outcome(
 
 
 def known_planner(name: str) -> str:
-    """Return ``name``; raise a ValueError with near matches if there is no such planner."""
+    """Return ``name``; if no planner has this name, raise a ValueError with near matches."""
     known = (*PLANNERS, OVERLAPPED, *comparison_methods())
     if name in COMPARISON_METHODS and name not in known:
         raise ValueError(ABSENT)

@@ -135,10 +135,10 @@ def _read(counts: Counts) -> dict[str, int]:
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """Return the planner's options; layers are open unless --layers names them.
+    """Return the planner's options; --layers forbids the planner to change layers of stages.
 
     Raises:
-        UsageError: if an option has no effect, or two contradict each other.
+        UsageError: if an option has no effect, or two options contradict each other.
     """
     levers = levers_of(arguments)
     if arguments.layers and "uneven" in map(str.strip, arguments.levers.split(",")):
@@ -175,7 +175,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 
 def levers_of(arguments: argparse.Namespace) -> frozenset[str]:
-    """Return the levers of --levers; the default is that of training on the device."""
+    """Return the levers of --levers; their default is the default of training on the device."""
     names = ["cpu"]  # default if no machine is named
     if file := getattr(arguments, "cost_model", None):  # tune has no such option
         names = [Profile.load(file).provenance.device]
@@ -187,7 +187,7 @@ def levers_of(arguments: argparse.Namespace) -> frozenset[str]:
 
 
 def _lockstep(arguments: argparse.Namespace) -> int:
-    """Return the replicas of a block: --lockstep, or those over which experts are sharded."""
+    """Return the size of a lockstep group: --lockstep, or the replicas that share experts."""
     named, shared = arguments.lockstep, 1
     if isinstance(arguments.cp, int) and arguments.ep is not None:
         shared = max(1, arguments.ep // (arguments.tp * arguments.cp))
@@ -211,7 +211,7 @@ def _lockstep(arguments: argparse.Namespace) -> int:
 
 
 def _text(step: Step | None) -> str | None:
-    """Return the plan's text for one replica, else the step's."""
+    """Return the text of the plan if there is one replica, else the text of the step."""
     if step is None:
         return None
     return str(step.plans[0]) if len(step.plans) == 1 else str(step)
@@ -279,7 +279,7 @@ def late_text(outcomes: Sequence[Outcome], cost: Cost) -> str | None:
 
 
 def _lockstep_lines(result: Outcome) -> list[str]:
-    """Return a line on the price of lockstep, if there is any."""
+    """Return a line on the price of lockstep, if the price was computed."""
     if result.step is None or result.free_seconds is None:
         return []
     empty = sum(not chunk.spans for plan in result.step.plans for chunk in plan.chunks)
@@ -291,7 +291,7 @@ def _lockstep_lines(result: Outcome) -> list[str]:
 
 
 def _overlapped(plan: Plan, cost: Cost) -> list[str]:
-    """Return lines on communication that overlaps with computation, and its exposed part."""
+    """Return lines on messages and the exchange of replicas: total time and exposed time."""
     cost = cost.replace(layers=plan.layers)  # the lever uneven may have moved layers
     table = cost.table(plan)
     played = play(plan, table)

@@ -30,9 +30,9 @@ def bar[T](items: Iterable[T], total: int, what: str) -> Iterator[T]:
 
 @contextmanager
 def search_bar(what: str) -> Iterator[None]:
-    """Show a bar over the effort of the search of one plan in this context.
+    """Show a bar over the effort of searches for a plan inside the ``with`` block.
 
-    A search that finds a plan at the lower bound ends early, so the estimate is the longest time.
+    The estimated time is an upper limit: a search ends early if it finds a plan at the lower bound.
     """
     if not sys.stderr.isatty():
         yield
@@ -51,9 +51,9 @@ def search_bar(what: str) -> Iterator[None]:
 
 
 class Workers:
-    """Runner of tasks: in this process, and on all cores once they take long.
+    """Runner of tasks: first in this process; on all cores once the tasks take long.
 
-    It is a context manager that ends all processes at its end.
+    It is a context manager; its exit ends all worker processes.
     """
 
     def __init__(self) -> None:
@@ -71,9 +71,9 @@ class Workers:
                 each.terminate()
 
     def watched(self, what: str) -> Callable[[Callable[..., Any], Sequence[tuple]], Iterator[Any]]:
-        """Return a runner that also shows a bar over the tasks, or over the effort of a single one.
+        """Return a runner that shows a bar over the tasks, or over the effort of a single task.
 
-        ``what`` is the plural of a task's name.
+        ``what`` is the plural name of the tasks, which the bar shows.
         """
 
         def run(function: Callable[..., Any], tasks: Sequence[tuple], /) -> Iterator[Any]:
@@ -98,9 +98,9 @@ class Workers:
                 raise MemoryError("a process that plans was killed") from error
 
     def _shared(self) -> bool:
-        """Start processes if it is time to, and return whether there are any.
+        """Start worker processes if tasks take long; return whether there are worker processes.
 
-        They are forked, so that the compiled code is loaded.
+        Workers are forked, so that they have already loaded the compiled code.
         """
         long = time.process_time() - self._began > _ALONE
         if self._pool is None and self._cores > 1 and long:
@@ -110,5 +110,5 @@ class Workers:
 
 
 def _leave_interrupts() -> None:
-    """Ignore Ctrl-C in a worker: the first process ends the workers."""
+    """Ignore Ctrl-C in a worker: the parent process ends the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Comment before a plan with the machine it was made for, which other commands read.
+"""Comment before a plan that names the plan's machine, for the other commands.
 
     # made for: --model llama3-8b --device h100-80g --tp 8
 
@@ -28,7 +28,7 @@ _NAMES = (
 
 
 def comment(arguments: argparse.Namespace, cost: Cost) -> str:
-    """Return the line with the machine of ``cost``; the plan itself has pp, dp and layers."""
+    """Return the line with the machine of ``cost``; the plan itself contains pp, dp and layers."""
     cut = "on" if cost.layout.vocabulary_parallel else None
     chosen = vars(arguments) | {"cp": cost.layout.cp, "vocab_parallel": cut}
     chosen["multiple"] = cost.multiple
@@ -38,7 +38,7 @@ def comment(arguments: argparse.Namespace, cost: Cost) -> str:
 
 
 def comment_in(text: str) -> str | None:
-    """Return the options in the comment before a plan, or None."""
+    """Return the options in the comment before a plan, or None without such a comment."""
     for line in text.split("\n"):
         if line.startswith(_START):
             return line.removeprefix(_START)
@@ -48,9 +48,9 @@ def comment_in(text: str) -> str | None:
 
 
 def fill_in(arguments: argparse.Namespace, settings_text: str | None) -> str:
-    """Set options that were not given from the comment; return those as text.
+    """Set missing options from the comment ``settings_text``; return the options set, as text.
 
-    A comment that cannot be read, or names a missing file, is ignored with a warning.
+    A comment that cannot be parsed, or that names a missing file, is ignored with a warning.
     """
     if settings_text is None:
         return ""

@@ -1,22 +1,25 @@
 r"""The ``serve`` command: the planner process of a training job.
 
-The trainer starts it as a subprocess. It answers each line with a line, in order, and ends when
-stdin ends. Cost model, levers and effort are options, so a reply depends on the request alone. A
-request that cannot be planned is answered with an error, and the process continues.
+The trainer starts this process, which answers each line on stdin with a line on stdout, in order.
+The process ends when stdin ends. Cost model, levers and effort are fixed by options, so a reply
+depends on the request alone. If a request cannot be planned, the reply contains an error, and the
+process continues.
 
     request   {"id": 7, "lengths": [900, 41], "replicas": 1, "planner": "epp",
                "forward_only": false}
-              id: any JSON value, returned; planner and forward_only are optional
-              replica: a replica, whose part of the step alone is returned; null or absent: the
-              full step
+              id: any JSON value; the reply repeats it
+              planner, forward_only: optional
+              replica: number of a replica; the reply then has only the part of the step for the
+              replica's lockstep group. null or absent: the full step
     reply     {"id": 7, "step": "step v1\ndeal 0: ...", "seconds": 0.031,
                "predicted": {"seconds": 1.9, "bubble_ratio": 0.03, "peak_bytes": [...], ...},
                "lower_bound_seconds": 1.8, "error": null}
               step: text of ir.Step, or of ir.StepPart for a replica's part, for which predicted
               and lower_bound_seconds are null
               seconds: time of planning
-              predicted: of the slowest replica; null for a forward-only plan
-              error: null, or one line of text; step and the others are then null
+              predicted: prediction for the slowest replica; null for a forward-only plan
+              error: null, or one line of text; step, predicted and lower_bound_seconds are then
+              null
 
 Only replies are written to stdout; other output goes to stderr.
 """
@@ -64,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         status = run(parse(options))  # parse of cli.options; requests on stdin
 
     Raises:
-        UsageError: if an option is auto.
+        UsageError: if an option is auto, or --devices is given.
     """
     if AUTO in (arguments.pp, arguments.cp):
         raise UsageError("--pp auto, --cp auto: a job that runs has its degrees; expected numbers")
@@ -78,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     cost = machine.planning_cost(arguments)
     options = options_of(arguments)
-    # The last reply may have no reader: closing may find the pipe broken too.
+    # If the last reply has no reader, closing the pipe raises BrokenPipeError, too.
     with (
         suppress(BrokenPipeError),
         os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as replies,
@@ -93,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 def serve(
     requests: TextIO, replies: TextIO, answered: Callable[[Mapping[str, Any]], dict[str, Any]]
 ) -> None:
-    """Answer every line until the requests end or the reader is gone."""
+    """Answer every line until ``requests`` ends or ``replies`` has no reader."""
     for line in iter(requests.readline, ""):
         if not line.strip():
             continue
@@ -184,4 +187,4 @@ def _warm_up(cost: Cost, options: Options) -> None:
         width = options.lockstep
         answer({"lengths": list(_WARM_UP) * width, "replicas": width}, cost, options)
     except ValueError:
-        return  # the budget is too small for these; requests will report it
+        return  # the budget is too small for these documents; requests will report it

@@ -1,6 +1,6 @@
-"""Plan language: what a plan is, what its ops need, and whether it can run.
+"""Plan language: data types, text form, rule table and checker of plans.
 
-It uses the standard library only. The project uses these terms:
+The package imports the standard library only. The project uses these terms:
 
     document     one sequence of the corpus: L tokens, each of which attends to those before it
     span         tokens [start, stop) of one document
@@ -8,20 +8,21 @@ It uses the standard library only. The project uses these terms:
     pack         several short documents in one chunk
     chunk        what a stage computes at once: a pack, a slice, or a slice and a pack (hybrid)
     tail         the last slice of a cut document
-    prefix       the tokens of another document that a document continues, as others may
+    prefix       the first tokens of a document that one or more other documents continue
     branch       a document with a prefix
-    single rank  a document is computed by one context-parallel rank alone, not sharded over all
-                 (``@RANK``; ``Span.local``)
-    stage        a part of the model: some of its layers
+    single-rank  computed by one context-parallel rank alone, not sharded over all ranks: a
+                 single-rank document (``@RANK``; ``Span.local``)
+    stage        some consecutive layers of the model
     rank         a process; computes one stage, or several (the plan's ``place``)
     replica      one data-parallel copy of the pipeline
     op           one kind of work (F, B, I, W, H, G) on one chunk on one stage
     order        the ops of a stage, or of a rank, first to last
     plan         chunks, orders and recompute modes of one replica for one iteration
     step         one iteration of the whole job: the assignment of documents, a plan per replica
-    lockstep     a group of consecutive replicas runs op by op together (``block`` in code)
-    op template  what the plans of a lockstep group have in common: ops, and where experts are
-                 recomputed
+    lockstep     the replicas of a group, consecutive in number, run the same ops in the same order
+                 (``block`` in code: a lockstep group)
+    op template  what the plans of a lockstep group have in common: the orders of ops, and the
+                 layers whose MLP each chunk recomputes
     program      an order with its sends and receives
     in flight    chunks whose forward has run on a stage and whose backward has not
     bubble       time in which a rank runs no op

@@ -13,7 +13,7 @@ from megatron_epp.ir.slices import Slices, slices_of
 
 __all__ = ["backward_of", "check", "check_ranks", "rules_of", "walk"]
 
-_NAMED_RANKS = 8  # in a deadlock's message; of more ranks only a cycle is named
+_NAMED_RANKS = 8  # most that a deadlock's message names; if more wait, only a cycle of ranks
 Done = Sequence[Mapping[Kind, bytearray]]  # ops that have run, by stage, kind and chunk
 Lacking = tuple[Need, int, tuple[Op, ...]]
 
@@ -22,15 +22,15 @@ def check(plan: Plan, rules: Rules | None = None) -> None:
     """Check that every rank can run its ops to the end.
 
     Every token must be computed once (:func:`slices_of`), and every stage must run the ops of every
-    chunk once (:func:`ops_of_chunk`). Everything that an op needs must come before it.
+    chunk once (:func:`ops_of_chunk`). Every op must run after all ops that it needs.
 
     Args:
         plan: plan to check.
-        rules: rule table; default: the one that governs ``plan``.
+        rules: rule table; default: ``rules_of(plan)``.
 
     Raises:
-        PlanError: the plan breaks a rule. The first line says what and where; a grid of the orders
-            follows, with the place marked.
+        PlanError: the plan breaks a rule. The first line of the message names the violation and its
+            place. If ranks are stuck, a grid of the orders follows, with the stuck ops marked.
     """
     slices = slices_of(plan)
     if plan.vocabulary_parallel and plan.stages == 1:
@@ -45,7 +45,10 @@ def check(plan: Plan, rules: Rules | None = None) -> None:
 
 
 def check_ranks(plan: Plan, ranks: int) -> None:
-    """Raise a PlanError if a document is on a context-parallel rank outside ``ranks``."""
+    """Raise a PlanError if a single-rank document is on a rank that does not exist.
+
+    ``ranks`` is the context-parallel size. If it is 1, no document may be single-rank.
+    """
     for index, chunk in enumerate(plan.chunks):
         for span in chunk.spans:
             if span.local and (span.rank >= ranks or ranks == 1):
@@ -78,10 +81,11 @@ def _check_once(plan: Plan, stage: int, order: tuple[Op, ...]) -> None:
 def walk(
     plan: Plan, slices: Slices | None = None, rules: Rules | None = None
 ) -> Iterator[tuple[int, Op]]:
-    """Yield (stage, op) of all stages in an order that meets every need; O(ops).
+    """Yield the ops of all stages, as (stage, op), in an order that meets every need; O(ops).
 
     Raises:
-        PlanError: no such order exists, such as ``stage 0 at B0: lacks B1 of stage 0``.
+        PlanError: no such order exists; the message begins like ``stage 0 at B0: lacks B1 of stage
+            0``.
     """
     needs = needs_of(plan, rules, slices)
     # Byte arrays, because hashing an op for each lookup costs more.
@@ -89,7 +93,8 @@ def walk(
     orders = plan.rank_orders
     at = [0] * plan.ranks
     pending = sum(map(len, orders))
-    # A blocked rank is checked again when an op of the chunk that it lacks has run on that stage.
+    # Blocked ranks by the stage and the chunk of an op that they lack. They are checked again after
+    # each op that this stage runs for this chunk.
     waiting: dict[tuple[int, int], list[int]] = {}
     ready = list(range(plan.ranks))
     while ready:
@@ -116,7 +121,7 @@ def walk(
 
 
 def _lacking(needs: NeedsOf, done: Done, stage: int, op: Op) -> Lacking | None:
-    """Return the first unmet need of ``op``, its stage and the ops that would meet it, or None."""
+    """Return the first unmet need of ``op``, with the stage and ops that would meet it, or None."""
     for need, where, ops in needs(stage, op):
         there = done[where]
         for other in ops:
@@ -128,7 +133,7 @@ def _lacking(needs: NeedsOf, done: Done, stage: int, op: Op) -> Lacking | None:
 
 
 def _stuck(plan: Plan, needs: NeedsOf, at: list[int], lacking: list[Lacking | None]) -> NoReturn:
-    """Raise the error that says what each rank lacks; None in ``lacking``: it has finished."""
+    """Raise an error that names what each rank lacks; None in ``lacking``: the rank is finished."""
     waits, marks = {}, {}
     for rank, lack in enumerate(lacking):
         if lack is None:
@@ -138,7 +143,7 @@ def _stuck(plan: Plan, needs: NeedsOf, at: list[int], lacking: list[Lacking | No
         marks[rank] = f"lacks {planned} of stage {where}"
         stage, op = plan.rank_orders[rank][at[rank]]
         waits[rank] = f"stage {stage} at {op}: {marks[rank]} ({need.why})"
-        # No other rank can resolve it: a wrong order, not a deadlock
+        # The lacking op is on the same rank: a wrong order, not a deadlock
         if plan.rank_of[where] == rank:
             grid = stuck_grid(plan, needs, at, {rank: marks[rank]}, rank)
             raise PlanError(f"{waits[rank]}\n{grid}")
@@ -153,7 +158,7 @@ def _stuck(plan: Plan, needs: NeedsOf, at: list[int], lacking: list[Lacking | No
 
 
 def _circle(lacking: Sequence[Lacking | None], rank_of: Sequence[int]) -> list[int]:
-    """Return a cycle of ranks, each of which waits for the next and the last for the first."""
+    """Return ranks that wait in a cycle: each for the following rank, the last for the first."""
     path: list[int] = []
     rank = next(rank for rank, lack in enumerate(lacking) if lack is not None)
     while rank not in path:
@@ -165,7 +170,7 @@ def _circle(lacking: Sequence[Lacking | None], rank_of: Sequence[int]) -> list[i
 
 
 def backward_of(plan: Plan) -> tuple[dict[int, Kind], ...]:
-    """Return the kind (B or I) that passes on each chunk's gradient, for every stage."""
+    """Return for every stage the kind (B or I) of the backward of each chunk."""
     return tuple(
         {op.chunk: op.kind for op in order if op.kind in BACKWARDS} for order in plan.orders
     )

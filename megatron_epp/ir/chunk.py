@@ -11,18 +11,18 @@ EMPTY = "-"  # a chunk without spans, in a plan's text
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Spans computed in one pass; the rows of its tensors are the spans' tokens, in this order.
+    """Spans that a stage computes in one pass, in the order of the rows of its tensors.
 
     - Packed: whole short documents.
     - Split: one slice of a long document.
     - Hybrid: one slice of a long document and whole short documents.
 
-    A document appears at most once in a chunk. An empty chunk (``-`` in text) has its ops like any
-    other, but no documents. It fills up a replica that has fewer chunks than another in its
-    lockstep group (ir.step), or no documents.
+    A document appears at most once in a chunk. Every stage runs the ops of an empty chunk (``-`` in
+    text), too. A replica gets empty chunks if other replicas of its lockstep group (ir.step) have
+    more chunks, or if it has no documents.
 
-    With context parallelism a chunk has the same number of rows on each rank: the rank's part of
-    the sharded spans, then its single-rank documents, then padding.
+    With context parallelism a chunk has the same number of rows on each rank: the rank's shards of
+    the sharded spans, then the rank's single-rank documents, then padding.
 
         rank 0   0[0:900] first half    2[0:300]@0
         rank 1   0[0:900] second half   3[0:200]@1 padding
@@ -58,9 +58,9 @@ class Chunk:
         return tokens
 
     def rows(self, ranks: int) -> int:
-        """Return the rows over all ``ranks``: ``ranks`` times those of the fullest rank.
+        """Return the rows on all ``ranks``: ``ranks`` times the rows of the fullest rank.
 
-        Padding for other reasons is not included.
+        They include no padding except the padding up to the fullest rank.
         """
         if ranks == 1 or not self.has_local:
             return self.tokens
@@ -68,7 +68,7 @@ class Chunk:
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs of the chunk's attention, each span within its own document."""
+        """Query-key pairs of the chunk's attention, keys of prefixes excluded."""
         return sum(span.pairs for span in self.spans)
 
     def __str__(self) -> str:

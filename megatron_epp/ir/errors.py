@@ -6,11 +6,11 @@ MOST_OF_A_LINE = 4000
 
 
 class PlanError(ValueError):
-    """Plan that breaks a rule: the message says what, where and what was expected."""
+    """Broken rule of a plan; the message names the problem, the place and what was expected."""
 
 
 class Deadlock(PlanError):
-    """Plan whose ranks would wait for each other forever."""
+    """Orders of a plan in which ranks would wait for each other forever."""
 
 
 def shortened(text: str, most: int = MOST_OF_A_LINE) -> str:

@@ -6,7 +6,10 @@ from megatron_epp.ir.needs import NeedsOf
 from megatron_epp.ir.op import Op
 from megatron_epp.ir.plan import Plan
 
-COLUMNS, ROWS = 16, 16  # of a grid; a larger plan is shown around the place where it is stuck
+COLUMNS, ROWS = (
+    16,
+    16,
+)  # of a grid; of a larger plan, only the surroundings of the stuck ops are drawn
 
 
 def stuck_grid(
@@ -16,17 +19,17 @@ def stuck_grid(
     marks: Mapping[int, str],
     centre: int,
 ) -> str:
-    """Draw the orders of ranks that each ran ``at[rank]`` ops and cannot continue.
+    """Draw the orders of ranks that are stuck after ``at[rank]`` ops each.
 
     Every op takes one step and is drawn as late as the ops that depend on it allow. The ops at
     which the ranks are stuck share a column and are marked by ``>``.
 
     Args:
         plan: plan of the orders.
-        needs: needs of its ops.
+        needs: function that yields the needs of the plan's ops.
         at: number of ops that ran, by rank.
-        marks: text at the end of a rank's line, by rank.
-        centre: rank around which a deep plan is shown.
+        marks: text at the end of the line of a rank, by rank.
+        centre: rank in the middle of the grid if the plan has more than ROWS ranks.
     """
     orders = plan.rank_orders
     steps = _steps(orders, needs, at)

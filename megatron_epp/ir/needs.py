@@ -1,4 +1,4 @@
-"""Needs between the ops of a plan: the one loop over the rule table's needs."""
+"""Needs between the ops of a plan, derived from the rule table."""
 
 from collections.abc import Callable, Iterator
 
@@ -7,18 +7,18 @@ from megatron_epp.ir.plan import Plan
 from megatron_epp.ir.rules import CHUNK_OPS, Need, Rules, rules_for
 from megatron_epp.ir.slices import Slices, slices_of
 
-# For an op on a stage, yields each need that exists there, the stage that meets it, and the ops
-# that would. One of the ops is enough: a backward is a B or an I.
+# Given a stage and an op, yields each need that the op has there, the stage that meets the need,
+# and the ops that would meet it. One of these ops is enough: a backward is a B or an I.
 NeedsOf = Callable[[int, Op], Iterator[tuple[Need, int, tuple[Op, ...]]]]
 
 
 def rules_of(plan: Plan) -> Rules:
-    """Return the rule table that governs ``plan``."""
+    """Return the rule table that applies to ``plan``."""
     return rules_for(plan.vocabulary_parallel, plan.forward_only)
 
 
 def ops_of_chunk(plan: Plan) -> tuple[tuple[Kind, ...], ...]:
-    """Return the sets of ops of which every stage runs one set for every chunk of ``plan``."""
+    """Return sets of op kinds; every stage runs one of the sets for every chunk of ``plan``."""
     kinds = rules_of(plan)
     sets = (tuple(kind for kind in each if kind in kinds) for each in CHUNK_OPS)
     return tuple(dict.fromkeys(sets))
@@ -27,19 +27,19 @@ def ops_of_chunk(plan: Plan) -> tuple[tuple[Kind, ...], ...]:
 def needs_of(plan: Plan, rules: Rules | None = None, slices: Slices | None = None) -> NeedsOf:
     """Return a function that yields the needs of an op of ``plan``.
 
-    A need does not exist on stages outside its position, or if it refers to a stage outside the
-    pipeline. Nor does it exist if the chunk's documents do not have the slice. A need of several
-    slices, such as a backward's of all branches, is yielded once for each. Stages are those of the
-    pipeline, on whichever rank they run.
+    A need does not exist on stages outside ``need.at``, or if its stage is outside the pipeline.
+    Nor does it exist if no chunk has the slice that it refers to. A backward that needs several
+    chunks, because documents branch, has one need for each of them. The ranks of the stages do not
+    matter.
 
     Args:
         plan: plan of the ops.
-        rules: rule table; default: the one that governs ``plan``.
-        slices: slices of ``plan`` if already known.
+        rules: rule table; default: ``rules_of(plan)``.
+        slices: slices of ``plan``, if the caller has them; default: ``slices_of(plan)``.
 
     Returns:
-        Function of a stage and an op that yields (need, stage that meets it, ops that would meet
-        it).
+        Function of a stage and an op that yields (need, stage that meets the need, ops that would
+        meet the need).
 
     Example:
         for need, stage, ops in needs_of(plan)(2, Op(Kind.BACKWARD, 0)): ...

@@ -12,18 +12,23 @@ from megatron_epp.ir.span import NUMBER
 class Kind(Enum):
     """Kinds of ops.
 
-    A new kind needs a member here and four other places. ir/rules: what it needs, makes and frees,
-    and which ops a chunk must have. The cost model, and sim/unit_table for pictures without one:
-    its time. runtime/executor: the method that runs it. show/colours: how it is drawn. Text form,
-    checks, order, messages and simulation follow from these. ``tests/ir/test_costly_kind.py`` adds
-    a kind that takes time and frees memory.
+    A new kind needs a member here and changes in four other places:
+
+    - ir/rules lists what the op needs, makes and frees, and which ops a chunk must have.
+    - The cost model gives the op's time; sim/unit_table gives the time in pictures that are drawn
+      without a cost model.
+    - runtime/executor has the method that runs the op.
+    - show/colours defines the op's appearance.
+
+    The text form, checks, orders, messages and simulation follow from these. The test
+    ``tests/ir/test_costly_kind.py`` adds a kind that takes time and frees memory.
     """
 
     FORWARD = "F"
     """Forward.
 
     ``y = layers(x)``; save activations; send y to stage + 1. The last stage computes the loss of y
-    instead.
+    instead of sending it.
     """
 
     BACKWARD = "B"
@@ -48,8 +53,9 @@ class Kind(Enum):
     HEAD = "H"
     """LM head on the stage's vocabulary rows (vocabulary parallelism, see ir/rules).
 
-    Compute the logits of its rows; merge their maximum, sum and weighted rows into the result of
-    the previous stage; send the result on. The last stage computes the loss and the gradient of y.
+    Compute the logits of the stage's rows; merge their maximum, exponential sum and weighted rows
+    into the result of the previous stage; send the merged result to the next stage. The last stage
+    computes the loss and the gradient of y instead of sending.
     """
 
     HEAD_WEIGHT = "G"
@@ -59,17 +65,17 @@ class Kind(Enum):
     """
 
     SEND = "SEND"
-    """Send, only after lowering: ``isend(tensor, target)``; the next op does not wait for it."""
+    """Send, in lowered programs only: ``isend(tensor, target)``; the next op does not wait."""
 
     RECEIVE = "RECV"
-    """Receive, only after lowering: wait for the ``irecv`` that was posted earlier."""
+    """Receive, in lowered programs only: wait for the ``irecv`` that a :class:`Post` started."""
 
 
 TRANSFERS = (Kind.SEND, Kind.RECEIVE)
 COMPUTE = tuple(kind for kind in Kind if kind not in TRANSFERS)
 # Order of kinds in arrays: F 0, B 1, I 2, W 3, H 4, G 5
 KIND_CODE: Mapping[Kind, int] = {kind: code for code, kind in enumerate(COMPUTE)}
-BACKWARDS = (Kind.BACKWARD, Kind.INPUT)  # either of them passes the gradient on
+BACKWARDS = (Kind.BACKWARD, Kind.INPUT)  # each of them sends the gradient to the previous stage
 OF_LAYERS = (Kind.FORWARD, *BACKWARDS, Kind.WEIGHT)  # ops that run a stage's layers
 MAKE_GRADIENTS = (*BACKWARDS, Kind.WEIGHT, Kind.HEAD_WEIGHT)  # in training plans only
 OF_HEAD = (Kind.HEAD, Kind.HEAD_WEIGHT)  # ops that run a stage's rows of the LM head
@@ -81,7 +87,7 @@ _STAGE_OP = re.compile(rf"([{''.join(_CODES)}])({NUMBER})\.({NUMBER})")
 
 @dataclass(frozen=True, slots=True, order=False)
 class Op:
-    """Work of ``kind`` (one of COMPUTE) on chunk ``chunk``; its stage is that of its order."""
+    """Work of ``kind`` (one of COMPUTE) on ``chunk``, on the stage whose order contains it."""
 
     kind: Kind
     chunk: int
@@ -98,7 +104,7 @@ class Op:
         """Return the op in ``text``, such as ``F0``.
 
         Raises:
-            PlanError: the text is no op.
+            PlanError: the text is not an op.
         """
         match = _OP.fullmatch(text)
         if match is None:
@@ -109,7 +115,7 @@ class Op:
 
 @dataclass(frozen=True, slots=True, order=False)
 class StageOp:
-    """Op of one stage on a rank with several: ``F2.5`` is F of stage 2 on chunk 5."""
+    """Op with its stage, for ranks with several stages: ``F2.5`` is F of stage 2 on chunk 5."""
 
     stage: int
     op: Op
@@ -132,7 +138,7 @@ class StageOp:
         """Return the op and stage in ``text``, such as ``F2.0``.
 
         Raises:
-            PlanError: the text is no op of a stage.
+            PlanError: the text is not an op with a stage.
         """
         match = _STAGE_OP.fullmatch(text)
         if match is None:
@@ -148,7 +154,7 @@ class Payload(Enum):
     """Kinds of tensors that stages send to each other."""
 
     ACTIVATION = "F"  # to the next stage
-    GRADIENT = "B"  # to the previous one
+    GRADIENT = "B"  # to the previous stage
     HEAD = "H"  # input of H: from the last stage to the first, then from each stage to the next
 
 
@@ -159,9 +165,9 @@ class Message:
     Attributes:
         payload: kind of the tensor.
         chunk: number of the chunk.
-        source: stage that sends it.
-        target: stage that receives it.
-        ranks: ranks of the two stages; None if stage i is on rank i.
+        source: stage that sends the tensor.
+        target: stage that receives the tensor.
+        ranks: ranks of ``source`` and ``target``; None if stage i is on rank i.
     """
 
     payload: Payload
@@ -172,7 +178,7 @@ class Message:
 
     @property
     def link(self) -> tuple[int, int]:
-        """Ranks that send and receive it; messages of one link arrive in the order sent."""
+        """Sending and receiving rank; messages of one link arrive in the order of their sends."""
         return self.ranks or (self.source, self.target)
 
 
@@ -201,7 +207,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Start of receiving ``message`` at its target; it takes no time and is not recorded."""
+    """Start of the ``irecv`` of ``message`` at its target; it takes no time and is not recorded."""
 
     message: Message
 

@@ -61,7 +61,7 @@ class Placement:
         return tuple(stage for stage, where in enumerate(self.place) if where == rank)
 
     def of_ranks(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Sum ``values``, one per stage, for every rank."""
+        """Return for every rank the sum of ``values``, one per stage, over its stages."""
         totals = [0.0] * self.ranks
         for rank, value in zip(self.place, values, strict=True):
             totals[rank] += float(value)
@@ -83,10 +83,10 @@ def picture(stages: dict[int, list[str]], ranks: int) -> str:
 
 
 def named_placement(text: str, ranks: int) -> Placement | None:
-    """Return the placement named ``text`` for a pipeline of ``ranks``, or None if it is no name.
+    """Return the placement named ``text`` for a pipeline of ``ranks``; None if it is not a name.
 
     Raises:
-        PlanError: the name has an invalid number.
+        PlanError: the number in the name is invalid.
     """
     if text == EVENLY:
         return Placement(tuple(range(ranks)))
@@ -108,7 +108,7 @@ def named_placement(text: str, ranks: int) -> Placement | None:
 
 
 def read_placement(text: str, ranks: int, read: Callable[[str], str]) -> Placement:
-    """Return the placement named ``text``, or the one in the file at ``text``.
+    """Return the placement named ``text``, or the placement in the file at ``text``.
 
     Args:
         text: name of a placement, or path of a file.
@@ -116,8 +116,8 @@ def read_placement(text: str, ranks: int, read: Callable[[str], str]) -> Placeme
         read: function that returns the contents of a file.
 
     Raises:
-        PlanError: the placement is invalid; the message shows it.
-        OSError: ``read`` raised it.
+        PlanError: the placement is invalid; the message shows the placement.
+        OSError: ``read`` could not read the file.
     """
     named = named_placement(text, ranks)
     return placement_of_file(read(text), ranks) if named is None else named
@@ -169,7 +169,7 @@ def placement_of_file(text: str, ranks: int) -> Placement:
 def require_last_stage(placement: Placement) -> None:
     """Raise a PlanError unless the last stage, which computes the loss, is on the last rank.
 
-    Megatron takes the loss from that rank.
+    Megatron reads the loss on the last rank.
     """
     if placement.place[-1] != placement.ranks - 1:
         _fail(
@@ -193,7 +193,7 @@ def _numbers(number: int, line: str, text: str) -> tuple[int, ...]:
 
 
 def _place_of(of_ranks: dict[int, list[int]], ranks: int) -> tuple[int, ...]:
-    """Return the rank of every stage, after checking that each stage is on exactly one."""
+    """Return the rank of every stage, after checking that each stage is on exactly one rank."""
     stage_texts = {rank: list(map(str, stages)) for rank, stages in of_ranks.items()}
     every = [stage for stages in of_ranks.values() for stage in stages]
     if not every or max(every) >= MOST_STAGES * ranks or max(of_ranks) >= ranks:

@@ -2,31 +2,31 @@
 
     plan v1
     replica 0 of 1
-    documents 9000 1500 900              # tokens of document 0, 1, 2 of this replica's part
-    layers 4 4                           # transformer layers of stage 0, 1
+    documents 9000 1500 900              # tokens of documents 0, 1, 2 of this replica
+    layers 4 4                           # transformer layers of stages 0, 1
     chunk 0: 0[0:5000]                   # spans are half-open
     chunk 1: 0[5000:9000] 1[0:1500]      # hybrid: the tail of document 0 and all of document 1
     chunk 2: 2[0:900]
-    recompute 0: 3f1k 4k 2c2k            # per chunk, run-length over the stage's layers: k saves
+    recompute 0: 3f1k 4k 2c2k            # stage 0, chunks 0, 1, 2; 3f1k: layers 0 to 2 f, layer 3 k
     recompute 1: 4k 4k 4k
     stage 0: F0 F1 F2 B1 B0 B2
     stage 1: F0 F1 B1 B0 F2 B2
     predicted seconds 1.234 peak_gib 10.5 9.8 planner epp
 
-The ``replica``, ``recompute`` and ``predicted`` lines are optional. They default to 0 of 1, no
-recompute, and no prediction. The order of the lines is fixed. :mod:`megatron_epp.ir.recompute`
-defines the recompute modes. A plan with vocabulary parallelism has ``H0`` and ``G0`` in its orders,
-for every chunk on every stage.
+The ``replica``, ``recompute`` and ``predicted`` lines are optional. Without them a plan is for
+replica 0 of 1, recomputes nothing and has no prediction. The order of the lines is fixed.
+:mod:`megatron_epp.ir.recompute` defines the recompute modes. With vocabulary parallelism every
+stage also runs H and G of every chunk (``H0``, ``G0``).
 
-A chunk may be empty (``chunk 3: -``), because all replicas of a lockstep group have the same number
+A chunk may be empty (``chunk 3: -``), because all replicas of a lockstep group need the same number
 of chunks (:mod:`megatron_epp.ir.step`). A replica without documents (``documents -``) has one empty
 chunk, so that it takes part in collectives. ``2[0:900]@1`` is a single-rank document:
 context-parallel rank 1 computes document 2 alone (:mod:`megatron_epp.ir.span`).
 
-``prefix 3: 0[0:4000]``, after ``documents``: document 3 continues these tokens of document 0, which
-are computed once even if several documents continue them. Its own tokens count from 0, its
-positions from 4000. A span of document 0 must end where the prefix ends
-(:mod:`megatron_epp.ir.slices`).
+With the line ``prefix 3: 0[0:4000]`` after ``documents``, document 3 continues the first 4000
+tokens of document 0. These tokens are computed once, even if several documents continue them.
+Spans of document 3 count from the first token of its own, whose position is 4000. A span of
+document 0 must end at token 4000 (:mod:`megatron_epp.ir.slices`).
 
 Stage i is on rank i of the pipeline unless a ``place`` line after ``layers`` says otherwise. If a
 rank has several stages, orders are those of ranks, and ops name their stage: ``F3.0`` is F of stage
@@ -60,17 +60,17 @@ from megatron_epp.ir.recompute import (
 )
 from megatron_epp.ir.span import NUMBER, Span
 
-# Far above any real plan; a small file must not cost minutes or gigabytes.
+# Limits far above any real plan, so that no small file takes minutes or gigabytes to parse.
 MOST_LINES = 2_000_000
-MOST_CHOICE_LAYERS = 10_000_000  # of distinct recompute choices
-MOST_CONTINUED = 1_000_000  # pairs of a document and one that it continues, directly or not
+MOST_CHOICE_LAYERS = 10_000_000  # in the distinct recompute choices
+MOST_CONTINUED = 1_000_000  # pairs of a document and one of its ancestors by prefixes
 
 _NUMBER = re.compile(NUMBER)
 # Floats as Python prints them: 16 digits before the point, 20 after it (0.00012345678901234567).
 _DECIMAL = re.compile(r"[0-9]{1,16}(\.[0-9]{1,20})?(e[+-]?[0-9]{1,3})?")
 Orders = tuple[tuple[Op, ...], ...]
 Turns = tuple[tuple[int, ...], ...]
-Prefixes = tuple[Span | None, ...]  # what each document continues
+Prefixes = tuple[Span | None, ...]  # the span that each document continues, or None
 _PLANNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
 
 
@@ -80,7 +80,7 @@ class Prediction:
 
     Attributes:
         seconds: time of the iteration.
-        peak_gib: peak of each rank in GiB, as the memory budget counts it.
+        peak_gib: peak memory of each rank in GiB, counted as in the memory budget.
         planner: name of the planner.
     """
 
@@ -102,25 +102,26 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Chunks, their order on every stage, and what each stage saves of each chunk from F to B.
+    """Chunks, the order of ops on every stage, and the recompute modes of every stage and chunk.
 
-    A value is well-formed: indices and sizes fit. :func:`megatron_epp.ir.check.check` verifies that
-    it computes every token once and never deadlocks.
+    The constructor verifies indices and sizes only. :func:`megatron_epp.ir.check.check` verifies
+    that the plan computes every token once and cannot deadlock.
 
     Attributes:
-        documents: tokens of each document of this replica's part of the batch.
+        documents: number of tokens of each document of this replica.
         layers: number of transformer layers of each stage.
         chunks: spans of each chunk.
-        recompute: ``recompute[s][c]`` has the recompute mode of each layer of stage s for chunk c
+        recompute: ``recompute[s][c]`` contains the mode of each layer of stage s for chunk c
             (:mod:`megatron_epp.ir.recompute`).
         orders: ops of each stage in execution order.
         replica: data-parallel rank.
         replicas: data-parallel size.
         predicted: the planner's prediction, if any.
         place: rank of each stage; empty if stage i is on rank i.
-        turns: stage of each op of each rank, in execution order; empty if every rank has one stage.
-        prefixes: for each document the span of another document that it continues, which starts at
-            0; None if it continues none. Empty if no document has a prefix.
+        turns: ``turns[r]`` lists the stage of each op that rank r runs, in execution order; empty
+            if every rank has one stage.
+        prefixes: ``prefixes[d]`` is the span of another document, from token 0 on, that document d
+            continues, or None. Empty if no document has a prefix.
 
     Example:
         >>> plan = Plan.parse('''plan v1
@@ -147,7 +148,7 @@ class Plan:
     place: tuple[int, ...] = ()
     turns: tuple[tuple[int, ...], ...] = ()
     prefixes: Prefixes = ()
-    # Caches of pure functions of the fields above (ir.slices; kinds).
+    # Caches of ir.slices.slices_of and of ``kinds``, which depend on the fields above only.
     _slices: Any = field(default=None, init=False, repr=False, compare=False)
     _kinds: Any = field(default=None, init=False, repr=False, compare=False)
 
@@ -270,7 +271,7 @@ class Plan:
 
     @property
     def rank_orders(self) -> tuple[tuple[tuple[int, Op], ...], ...]:
-        """(stage, op) of every rank in execution order."""
+        """Ops of every rank in execution order, as (stage, op)."""
         if self.shares_ranks:
             coming = [iter(order) for order in self.orders]
             return tuple(
@@ -307,14 +308,14 @@ class Plan:
         return sum(prefix.tokens for prefix in self.prefix_of(document))
 
     def pairs(self, chunk: int) -> int:
-        """Return the query-key pairs of a chunk's attention, including those with prefixes."""
+        """Return the query-key pairs of a chunk's attention, keys of prefixes included."""
         spans = self.chunks[chunk].spans if self.prefixes else ()
         before = sum(self.offset(span.document) * span.tokens for span in spans)
         return self.chunks[chunk].pairs + before
 
     @property
     def forward_only(self) -> bool:
-        """Whether no stage runs a backward: a plan for evaluation."""
+        """Whether no stage runs a backward, as in evaluation."""
         return self.kinds.isdisjoint(MAKE_GRADIENTS)
 
     @property
@@ -324,7 +325,7 @@ class Plan:
 
     @property
     def vocabulary_parallel(self) -> bool:
-        """Whether the LM head is sharded over all stages: they run H (and G) of every chunk."""
+        """Whether the LM head is sharded over all stages, which run H (and G) of every chunk."""
         return not self.kinds.isdisjoint(OF_HEAD)
 
     @property
@@ -371,7 +372,7 @@ class Plan:
         """Return the plan that ``text`` describes.
 
         Raises:
-            PlanError: a line is invalid; the message names it.
+            PlanError: a line is invalid, or the lines contradict each other.
         """
         return cls.of_lines(enumerate(lines_of(text), 1))
 
@@ -382,12 +383,12 @@ class Plan:
 
 
 def lines_of(text: str) -> list[str]:
-    """Return the lines of a file.
+    """Split the text of a file at newline characters.
 
-    Not splitlines(), which also splits at separators that are not visible as line ends.
+    ``str.splitlines`` would also split at separators that editors do not show as line ends.
 
     Raises:
-        PlanError: the file has more lines than any plan.
+        PlanError: the text has more than MOST_LINES lines.
     """
     if (count := text.count("\n")) > MOST_LINES:
         raise PlanError(f"{count} lines; expected at most {MOST_LINES} of a plan or a step")
@@ -395,7 +396,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def prefix_lines(prefixes: Prefixes) -> dict[int, str]:
-    """Return the ``prefix`` lines by document."""
+    """Return the ``prefix`` line of every document that has a prefix, by document."""
     return {d: f"prefix {d}: {span}" for d, span in enumerate(prefixes) if span is not None}
 
 
@@ -403,7 +404,8 @@ def checked_prefixes(documents: tuple[int, ...], prefixes: Prefixes) -> Prefixes
     """Return ``prefixes``, or () if no document has one.
 
     Raises:
-        PlanError: a prefix is not the start of another document, or a document continues itself.
+        PlanError: a prefix is not the start of another document, a document continues itself, or
+            documents continue others too many times in all.
     """
     if all(prefix is None for prefix in prefixes):
         return ()
@@ -448,7 +450,7 @@ Line = tuple[int, list[str]]  # line number and words
 
 
 class _Reader:
-    """Parser of a plan's lines in their order; every error names its line."""
+    """Parser of the lines of a plan in their fixed order; its errors quote the wrong line."""
 
     def __init__(self, lines: Iterable[tuple[int, str]]):
         every = ((number, line.split("#")[0].split()) for number, line in lines)
@@ -500,7 +502,7 @@ class _Reader:
         raise PlanError(f"plan line {number} ({quoted(' '.join(words))}): {what}")
 
     def words(self, key: str) -> list[str] | None:
-        """Return the next line's words after ``key``, or None if the line has another key."""
+        """Read the next line if it begins with ``key``, and return the other words, else None."""
         if self.line is None or self.line[1][0] != key:
             return None
         self.last, self.line = self.line, next(self.rest, None)

@@ -1,7 +1,8 @@
 """Random valid plans, which certificates and property tests run.
 
-No planner would choose them. They cut, pack, order and recompute in every way that the language
-allows. An executor that runs them correctly therefore runs the plans of any planner.
+They cut documents, pack and order chunks and recompute layers in every way that the plan language
+allows, which no planner does. An executor that runs random plans correctly can therefore be
+expected to run the plans of any planner.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,26 +41,26 @@ def arbitrary_plan(
     alone: bool = False,
     prefixes: Prefixes = (),
 ) -> Plan:
-    """Return a random valid plan for documents of these lengths.
+    """Return a random valid plan for documents of ``lengths`` tokens.
 
-    The orders are one random walk of all stages through the ops that are ready. Without documents
-    the plan has one empty chunk.
+    The orders come from :func:`random_walk`, over all stages at once. If ``lengths`` is empty, the
+    plan has one empty chunk.
 
     Args:
         lengths: tokens of each document.
         layers: number of layers of each stage.
         random: source of random numbers.
-        split_backward: fraction of backwards that become I and W.
-        modes: recompute modes to draw from.
+        split_backward: probability that a backward is split into I and W.
+        modes: recompute modes from which the mode of each layer is drawn.
         replica: data-parallel rank.
         replicas: data-parallel size.
         vocabulary_parallel: whether the plan has H and G.
         place: rank of each stage; empty if stage i is on rank i.
-        never_cut: whether long documents stay whole; otherwise they are cut into up to five slices,
-            and some of the others are packed with a slice.
-        alone: whether each document is a chunk of its own.
-        prefixes: what each document continues; such documents are in later chunks than their
-            prefixes or in the same chunk.
+        never_cut: whether to cut no document. Otherwise about half of the documents of 8 tokens or
+            more are cut into two to five slices. Ignored if a document has a prefix.
+        alone: whether to give each document a chunk of its own, uncut. Ignored if a document has a
+            prefix.
+        prefixes: the span that each document continues, or None; empty if no document has a prefix.
     """
     chunks = (
         tree_chunks(lengths, prefixes, random)
@@ -89,7 +90,7 @@ def arbitrary_plan(
 def placed(plan: Plan, place: Sequence[int], stages: Sequence[int]) -> Plan:
     """Return ``plan`` with stage s on rank ``place[s]``.
 
-    ``stages`` has the stage of each op of the plan, in an order in which they can run.
+    ``stages`` lists the stage of every op of the plan, in an order in which the ops can run.
     """
     if len(set(place)) in (0, plan.stages):
         return replace(plan, place=tuple(place))
@@ -110,23 +111,23 @@ def arbitrary_block(
     place: Sequence[int] = (),
     never_cut: bool = False,
 ) -> tuple[Plan, ...]:
-    """Return plans of a lockstep group: one op template, and different contents for each replica.
+    """Return random plans of a lockstep group: one op template, different chunks per replica.
 
-    The op template is drawn as in :func:`arbitrary_plan`. Slices come in the order of their chunks,
-    which are renumbered alike for all replicas at the end. Where one replica cuts a document,
-    another may have any chunks, empty ones included.
+    The op template is drawn as in :func:`arbitrary_plan`. Each replica's slices of a document first
+    get chunks in document order. One random permutation then renumbers the chunks of all replicas.
+    A chunk that holds a slice on one replica may hold anything on another, or be empty.
 
     Args:
         lengths: tokens of the documents of each replica.
         layers: number of layers of each stage.
         random: source of random numbers.
-        split_backward: fraction of backwards that become I and W.
-        modes: recompute modes to draw from.
+        split_backward: probability that a backward is split into I and W.
+        modes: recompute modes from which the mode of each layer is drawn.
         first: data-parallel rank of the first replica.
-        replicas: data-parallel size; default: the number of replicas of the group.
+        replicas: data-parallel size; default: the size of the group.
         vocabulary_parallel: whether the plans have H and G.
         place: rank of each stage; empty if stage i is on rank i.
-        never_cut: whether documents stay whole.
+        never_cut: whether to cut no document.
     """
     drawn = [_in_order(arbitrary_chunks(each, random, never_cut=never_cut)) for each in lengths]
     count = max(1, max(map(len, drawn)) + random.randint(0, 1))
@@ -181,8 +182,9 @@ def arbitrary_block(
 def with_local(plan: Plan, random: Random, ranks: int) -> Plan:
     """Return ``plan`` with some of its whole documents moved to single context-parallel ranks.
 
-    None, about half or all of a chunk's documents move, each to a random one of ``ranks``. A rank
-    may receive none. Documents with a prefix and documents that others continue stay sharded.
+    In each chunk, none, about half or all of the documents move, each to a random rank below
+    ``ranks``. A rank may receive no document. Cut documents, documents with a prefix and documents
+    that others continue stay sharded.
     """
     tied = {d for d, prefix in enumerate(plan.prefixes) if prefix is not None}
     tied |= {prefix.document for prefix in plan.prefixes if prefix is not None}
@@ -202,7 +204,10 @@ def with_local(plan: Plan, random: Random, ranks: int) -> Plan:
 
 
 def _in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Return ``chunks`` with the slices of every document in order, in the same places."""
+    """Reorder ``chunks`` so that the slices of every cut document are in document order.
+
+    Chunks with slices of one document exchange places; all other chunks keep theirs.
+    """
     starts: dict[int, list[int]] = {}
     for place, chunk in enumerate(chunks):
         for span in chunk.spans:
@@ -230,8 +235,9 @@ def arbitrary_chunks(
         lengths: tokens of each document.
         random: source of random numbers.
         first: number of the first document.
-        never_cut: whether all documents stay whole.
-        packed: fraction of the whole documents that are packed into another chunk if one has space.
+        never_cut: whether to cut no document.
+        packed: probability that an uncut document is packed into an existing chunk, if a chunk has
+            fewer than four spans.
     """
     chunks: list[list[Span]] = []
     uncut = []
@@ -260,12 +266,12 @@ def arbitrary_prefixes(
 ) -> Prefixes:
     """Return random prefixes: some documents continue the start of an earlier document.
 
-    Several documents may continue one, and be continued themselves; some prefixes have one branch.
+    Several documents may continue the same document. Documents with a prefix may be continued, too.
 
     Args:
         lengths: tokens of each document.
         random: source of random numbers.
-        context: number of positions; None: no limit.
+        context: most positions of a document and its prefixes; None: no limit.
     """
     prefixes: list[Span | None] = [None]
     begins = [0]
@@ -290,12 +296,12 @@ def tree_chunks(
 ) -> tuple[Chunk, ...]:
     """Return random chunks of documents of which some continue others.
 
-    Documents are cut where they branch and anywhere else. They are packed with each other, after
-    their prefix, or in one chunk with it.
+    Documents are cut where another document continues them, and also at random tokens. Each span
+    joins the chunk of its prefix, another chunk that can run after that chunk, or a new chunk.
 
     Args:
         lengths: tokens of each document.
-        prefixes: what each document continues.
+        prefixes: the span that each document continues, or None.
         random: source of random numbers.
         first: number of the first document.
     """
@@ -369,7 +375,7 @@ def _parents_first(prefixes: Prefixes) -> list[int]:
 
 
 def by_stage(plan: Plan, walked: Sequence[tuple[int, Op]]) -> tuple[tuple[Op, ...], ...]:
-    """Return the order of every stage of ``plan`` from the (stage, op) of a walk."""
+    """Return the order of every stage of ``plan``; ``walked`` lists its ops as (stage, op)."""
     return tuple(
         tuple(op for where, op in walked if where == stage) for stage in range(plan.stages)
     )
@@ -382,16 +388,16 @@ def random_walk(
     besides: Callable[[int, Op, Sequence[set[Op]]], bool] = lambda stage, op, finished: True,
     vocabulary_parallel: bool = False,
 ) -> list[tuple[int, Op]]:
-    """Return (stage, op) of all stages of ``plan``: a random walk through the ops that are ready.
+    """Return the ops of all stages of ``plan``, as (stage, op), in a random order that can run.
 
     Args:
         plan: plan without orders.
         random: source of random numbers.
-        split_backward: fraction of backwards that become I and W.
+        split_backward: probability that a backward is split into I and W.
         besides: further condition on (stage, op, ops finished on every stage) for an op to run.
         vocabulary_parallel: whether the plan has H and G.
     """
-    # The plan has no order yet, so its own properties would say that it is an evaluation.
+    # Not rules_of(plan): a plan without orders has no backward, so it counts as forward-only.
     needs = needs_of(plan, rules_for(vocabulary_parallel))
     pending: list[set[Op]] = []
     for _ in plan.layers:

@@ -20,8 +20,8 @@ SELECTIVE = {
     # The activation function of the experts; a layer without experts saves everything.
     "e": ("moe_act",),
 }
-# All is saved, but in host memory between F and B: copied to the host during F, and back during B
-# (or I). The K and V that later slices attend to stay on the device.
+# All is saved, but in host memory between F and B. The layer's activations are copied to the host
+# during F, and back during B (or I). The K and V that later slices attend to stay on the device.
 OFFLOAD = "o"
 IN_FLIGHT = 2  # offloaded layers on the device while an op runs: one in use, one being copied
 # Modes that recompute the MLP in backward; a MoE layer then repeats its all-to-all.
@@ -33,9 +33,10 @@ _RUN = re.compile(rf"([1-9][0-9]{{0,3}})([{MODES}])")
 
 
 def offload_among(choice: str, count: int) -> str:
-    """Return ``choice`` with ``count`` offloaded layers inserted at even distances, one first.
+    """Return ``choice`` with ``count`` offloaded layers inserted at even distances.
 
-    Each copy can then overlap with the layers up to the next offloaded one.
+    The first offloaded layer is layer 0. The copy of an offloaded layer can then overlap with the
+    layers between this layer and the next offloaded layer.
     """
     layers, others = len(choice) + count, iter(choice)
     return "".join(
@@ -46,13 +47,13 @@ def offload_among(choice: str, count: int) -> str:
 # Plans have few distinct choices and many chunks: each choice is parsed, printed and stored once.
 @lru_cache(maxsize=1024)
 def format_recompute(choice: str) -> str:
-    """Return ``"fffk"`` as ``3f1k``, and a stage without layers as ``0k``."""
+    """Return the text of ``choice``: ``3f1k`` for ``"fffk"``, ``0k`` for no layers."""
     return "".join(f"{len(list(run))}{mode}" for mode, run in groupby(choice)) or "0k"
 
 
 @lru_cache(maxsize=1024)
 def parse_recompute(text: str) -> str:
-    """Parse the output of :func:`format_recompute`, and refuse any other text."""
+    """Parse the output of :func:`format_recompute`; raise a PlanError for any other text."""
     choice = "" if text == "0k" else "".join(n_l[1] * int(n_l[0]) for n_l in _RUN.findall(text))
     if format_recompute(choice) != text:
         raise PlanError(

@@ -1,13 +1,14 @@
 """Rule table: what each op needs, makes and frees.
 
-Checker, random plans, simulator and pictures read this table. Lowering makes a message of every
-need that another stage meets, and the executor runs the lowered programs. The planner's compiled
-loops (planner/order/compiled) repeat the needs for speed. The table checks and simulates their
-plans, and tests compare the times (tests/planner/test_placed_schedules.py).
+The checker, the random plans, the simulator and the pictures read this table. Lowering turns every
+need that another stage meets into a message, and the executor runs the lowered programs. For speed,
+the planner's compiled loops (planner/order/compiled) contain a copy of the needs. Their plans are
+checked and simulated with the table, and tests compare the times
+(tests/planner/test_placed_schedules.py).
 
-``c`` is the op's chunk, ``s`` its stage. Slices of one document link their chunks, and so does a
-document that continues another. ``earlier`` is the chunk with the preceding slice. ``later`` are
-the chunks with a following slice: one, or several where documents branch.
+``c`` is the chunk of the op and ``s`` the stage of the op. ``earlier`` is the chunk with the
+preceding slice of the same document, or with the end of the prefix that the document continues.
+``later`` stands for the chunks with a following slice, of which there are several at a branch.
 
     op  needs                                    makes                      frees
     F   F of c on s-1   (its input)              activations of c           workspace
@@ -20,7 +21,8 @@ the chunks with a following slice: one, or several where documents branch.
     W   I of c on s     (inputs, output grads)   workspace                  weight inputs of c
                                                                             workspace
 
-With vocabulary parallelism, which shards the rows of the LM head over all stages, there are also:
+With vocabulary parallelism, the rows of the LM head are sharded over all stages. The table then
+also contains:
 
     H   s = 0: F of c on last (its output)       head inputs of c           workspace
         s > 0: H of c on s-1  (partial result)   workspace
@@ -29,23 +31,23 @@ With vocabulary parallelism, which shards the rows of the LM head over all stage
     G   s < last: B|I of c on s (log-sum-exp)    workspace                  head inputs of c
         s = last: H of c on s   (log-sum-exp)                               workspace
 
-F of the last stage ends after the final norm, and its output X visits all stages. H of stage 0
-passes X on with the statistics of its own rows, and so does each following stage. H of the last
-stage has merged the statistics of all rows into the loss and the gradient of X. The log-sum-exp
-that G needs travels back with the gradients, so G needs no message of its own. Like W, it fills
-bubbles.
+F of the last stage ends after the final norm; its output X is sent to stage 0. H of each stage adds
+the statistics of its own vocabulary rows and sends X and the statistics to the next stage. H of the
+last stage computes the loss and the gradient of X from the statistics of all rows. The log-sum-exp
+that G needs is sent with the gradients, so G needs no message of its own. Like W, G fills bubbles.
 
-(1st) and (last) mean: if c holds the first or the last slice of a cut document. The K/V of a cut
-document is in one buffer per layer. The forward of its first slice allocates the buffer; the
-backward of its first slice, which is the document's last, frees it. The gradients of K and V exist
-from the backward of the last slice on. Documents that are not cut cache nothing. An op holds what
-it makes from its start, and what it frees until its stop. A document that others continue is cached
-like a cut one. Its last slice is then the last of all chunks that attend to it, on each stage: the
-one whose backward comes first, or in evaluation the one whose forward comes last.
+(1st) and (last) restrict a row to chunks with the first or the last slice of a cut document. Each
+layer has one buffer for the K/V of a cut document. The forward of the first slice allocates the
+buffer; the backward of the first slice, which runs last, frees it. The gradients of K and V exist
+from the backward of the last slice on. Documents that are not cut cache nothing. Items that an op
+makes count from the start of the op; items that it frees count until the op ends. A document that
+others continue is cached like a cut document. For such a document, (last) means the chunk, among
+all that attend to the document, whose backward runs first on the stage, or in evaluation the chunk
+whose forward runs last.
 
-A forward-only plan (evaluation) makes no activations, and the forward of a document's last slice
-frees its K/V. With vocabulary parallelism it also has H, which holds nothing after it has run. Rows
-that apply to some plans only are marked ``only``.
+In a forward-only plan (evaluation), F saves no activations, and F of a document's last slice frees
+the document's K/V. With vocabulary parallelism the plan also has H, which saves nothing. The field
+``only`` marks rows that apply to some plans only.
 """
 
 from collections.abc import Mapping
@@ -58,7 +60,7 @@ from megatron_epp.ir.op import BACKWARDS, OF_HEAD, Kind, Payload
 
 
 class PlanTrait(Flag):
-    """Traits of a plan; a row applies if the plan has all traits that the row is marked with."""
+    """Traits of a plan; a row applies if the plan has all traits in the row's ``only``."""
 
     TRAINING = auto()
     EVALUATION = auto()  # forward-only
@@ -70,7 +72,7 @@ TRAINING, EVALUATION, VOCABULARY = PlanTrait
 
 
 class Relation(Enum):
-    """Relation of a row's chunk to the op's own chunk."""
+    """Relation of the chunk in a row of the table to the chunk of the op."""
 
     SAME = 0
     EARLIER = 1  # the chunk with the preceding slice, if there is one
@@ -109,7 +111,7 @@ class StagePosition(Enum):
 class Item(Enum):
     """Items that occupy memory on a stage in addition to model states.
 
-    K/V belong to documents, all else to chunks.
+    K/V and their gradients belong to documents, all other items to chunks.
     """
 
     ACTIVATIONS = "activations"  # saved by F for the backward; on the last stage the logits, too
@@ -126,15 +128,15 @@ DOCUMENT_ITEMS = (Item.KV, Item.KV_GRADIENTS)
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Requirement that one of several kinds of op has run.
+    """Requirement of an op that another op, the provider, has run.
 
     Attributes:
-        kinds: kinds of which one must have run.
-        stage: stage on which it must have run, relative to the op's: 0, -1 or +1; or "last".
-        chunk: chunk for which it must have run.
-        why: what the op gets from it, for error messages.
+        kinds: kinds that the provider may have.
+        stage: stage of the provider, relative to the op's stage: 0, -1 or +1; or "last".
+        chunk: chunk of the provider, relative to the op's chunk.
+        why: what the op receives from the provider, for error messages.
         at: stages whose ops have the need.
-        only: traits of the plans that have the need.
+        only: traits that a plan must have for the need to exist.
     """
 
     kinds: tuple[Kind, ...]
@@ -145,13 +147,13 @@ class Need:
     only: PlanTrait = ANY_PLAN
 
     def met_on(self, stage: int, stages: int) -> int:
-        """Return the stage that meets the need of an op on ``stage``; -1: there is no such need."""
+        """Return the stage that meets this need of an op on ``stage``; -1 if there is no need."""
         where = stage + self.stage if isinstance(self.stage, int) else stages - 1
         return where if self.at.holds(stage, stages) and 0 <= where < stages else -1
 
     @property
     def payload(self) -> Payload:
-        """Payload of the message if another stage meets the need."""
+        """Payload of the message that is sent if another stage meets the need."""
         if self.stage == "last" or set(self.kinds) <= set(OF_HEAD):
             return Payload.HEAD
         return Payload.ACTIVATION if self.kinds == (Kind.FORWARD,) else Payload.GRADIENT
@@ -162,12 +164,12 @@ class Effect:
     """Item that an op makes or frees.
 
     Attributes:
-        item: item of the op's chunk, or of its cut document.
-        slice: slices of the chunk for which the row applies.
-        chunk: relation to the chunk that owns the item; the row applies only if that chunk exists.
-            A relation other than SAME is for items at the boundary of two slices, such as an SSM
-            state.
-        only: traits of the plans that have the row.
+        item: item of a chunk, or of the chunk's cut document.
+        slice: slice that the op's chunk must hold for the row to apply.
+        chunk: chunk of the item, relative to the op's chunk; the row applies only if that chunk
+            exists. A relation other than SAME is for items at the boundary of two slices, such as
+            an SSM state.
+        only: traits that a plan must have for the row to apply.
     """
 
     item: Item
@@ -178,7 +180,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Rows of one kind of op; ``only`` has the traits of the plans that have the kind."""
+    """Rows of one kind of op; only plans with the traits ``only`` contain ops of the kind."""
 
     needs: tuple[Need, ...]
     makes: tuple[Effect, ...]

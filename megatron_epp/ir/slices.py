@@ -1,4 +1,4 @@
-"""Links between chunks by the slices of cut documents and by documents that continue others."""
+"""Links between chunks that hold slices of one document, or a document and its prefix."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,15 @@ from megatron_epp.ir.span import Span
 
 @dataclass(frozen=True, slots=True)
 class CachedDocument:
-    """Document whose K and V are cached, because it is cut or others continue it.
+    """Document whose K and V are cached, because it is cut or other documents continue it.
 
     Attributes:
         document: number of the document.
-        first: chunk with its first slice.
-        readers: chunks that attend to its K and V from other spans: its later slices in order, and
-            those of all its descendants; ``first`` may be among them.
-        boundaries: ends of those of its spans after which another span begins, its own or a
-            branch's.
+        first: chunk with the first slice of the document.
+        readers: chunks that attend to the cached K and V: first the chunks with the document's
+            later slices, in order, then the chunks of all documents that continue it, directly or
+            not. ``first`` is included if it also holds such a document.
+        boundaries: ends of the document's spans after which its next slice or a branch begins.
     """
 
     document: int
@@ -35,12 +35,13 @@ class Slices:
     """Cut document of every chunk, and the chunks with the preceding and following slices.
 
     Attributes:
-        document: cut document of which each chunk holds a slice, or -1.
-        earlier: chunk with the preceding slice, of the same document or of one that it continues;
-            -1 if there is none. There is at most one, as chunks form a forest.
-        later: chunk with the following slice of the same document, or -1.
-        children: chunks whose ``earlier`` is this chunk; several where documents branch.
-        kept: documents whose K and V are cached, in order.
+        document: ``document[c]`` is the cut document of which chunk c holds a slice, or -1.
+        earlier: ``earlier[c]`` is the chunk with the preceding slice of the same document, or with
+            the end of the document's prefix; -1 if there is none.
+        later: ``later[c]`` is the chunk with the following slice of the same document, or -1.
+        children: ``children[c]`` contains every chunk whose ``earlier`` is c: several at a branch.
+            The chunks form a forest.
+        kept: documents whose K and V are cached, by ascending number.
     """
 
     document: tuple[int, ...]
@@ -69,7 +70,7 @@ class Slices:
 
 
 def slices_of(plan: Plan) -> Slices:
-    """Return the slices of ``plan``, computed once and cached in it; see :func:`slices_in`."""
+    """Return the slices of ``plan`` (:func:`slices_in`), computed once and cached in the plan."""
     if plan._slices is None:
         slices = slices_in(plan.documents, plan.chunks, plan.prefixes)
         object.__setattr__(plan, "_slices", slices)
@@ -82,12 +83,12 @@ def slices_in(documents: Sequence[int], chunks: Sequence[Chunk], prefixes: Prefi
     Args:
         documents: tokens of each document.
         chunks: chunks of the plan.
-        prefixes: what each document continues.
+        prefixes: the span that each document continues, or None; empty if no document has a prefix.
 
     Raises:
-        PlanError: a token is computed twice or never; a chunk holds slices of two cut documents,
-            whose K/V would have to be cached together; or a document continues another where no
-            span ends, or several chunks at once.
+        PlanError: a token is computed twice or never; a chunk holds slices of two cut documents; a
+            prefix ends inside a span; a document with a prefix or its parent is single-rank; or a
+            chunk continues several chunks or itself.
     """
     places: list[list[tuple[Span, int]]] = [[] for _ in documents]
     for index, chunk in enumerate(chunks):
@@ -139,7 +140,7 @@ Places = Sequence[Sequence[tuple[Span, int]]]  # (span, chunk) of every document
 def _tie_branches(
     chunks: Sequence[Chunk], prefixes: Prefixes, places: Places, earlier: list[int]
 ) -> None:
-    """Link the first slices of documents to the chunks that they continue."""
+    """Set ``earlier`` of each branch's first chunk to the chunk in which the prefix ends."""
     for number, prefix in enumerate(prefixes):
         if prefix is None:
             continue

@@ -14,14 +14,14 @@ ALL_RANKS = -1  # value of ``rank``: the span's rows are sharded over all ranks
 
 @dataclass(frozen=True, slots=True, order=True)
 class Span:
-    """Tokens ``[start, stop)`` of one document of this replica's part of the batch.
+    """Tokens ``[start, stop)`` of one document of this replica.
 
     The text form is ``2[0:900]``, or ``2[0:900]@1`` for a single-rank document.
 
     Attributes:
         document: number of the document.
         start: first token.
-        stop: token after the last one.
+        stop: token after the last token.
         rank: context-parallel rank that computes the whole document alone; ALL_RANKS if its rows
             are sharded over all ranks.
     """
@@ -47,7 +47,7 @@ class Span:
 
     @property
     def local(self) -> bool:
-        """Whether one context-parallel rank computes it alone."""
+        """Whether one context-parallel rank computes the span alone."""
         return self.rank != ALL_RANKS
 
     @property
@@ -64,7 +64,7 @@ class Span:
         """Return the span in ``text``, such as ``0[0:5000]``.
 
         Raises:
-            PlanError: the text is no span.
+            PlanError: the text is not a span.
         """
         match = _SPAN.fullmatch(text)
         if match is None:

@@ -1,23 +1,23 @@
 """Step: one iteration of the job, with the assignment of documents and every replica's plan.
 
-step v1
-lockstep 2                           # omitted if every replica runs independently
-deal 0: 0 2 3                        # documents of the global batch, in replica 0's order
-deal 1: 1                            # deal 1: - if the batch has no document for replica 1
-plan v1
-replica 0 of 2
-...
-plan v1
-replica 1 of 2
-...
+    step v1
+    lockstep 2                           # omitted if every replica runs independently
+    deal 0: 0 2 3                        # documents of the global batch, in replica 0's order
+    deal 1: 1                            # deal 1: - if the batch has no document for replica 1
+    plan v1
+    replica 0 of 2
+    ...
+    plan v1
+    replica 1 of 2
+    ...
 
-``lockstep N``: the replicas are divided into *lockstep groups* of N consecutive ones. Their ranks
-run the same ops in the same order on every stage, because a layer's experts are sharded over them.
-:mod:`.program.op_template` says what their plans must have in common.
+``lockstep N`` divides the replicas into *lockstep groups* of N consecutive replicas. The replicas
+of a group run the same ops in the same order on every stage, because the experts of a layer are
+sharded over the group. :mod:`.program.op_template` defines what their plans have in common.
 
-In a job that plans during training, a rank holds the part of its own lockstep group alone. Its text
-begins with ``part v1`` and ``division DIGEST``, and continues as above with the lines of the
-group's replicas.
+In a job that plans during training, each rank holds only the part of its own lockstep group. The
+text of a part begins with ``part v1`` and ``division DIGEST``. The ``lockstep``, ``deal`` and
+``plan`` lines of the group's replicas follow, as above.
 """
 
 import hashlib
@@ -42,11 +42,11 @@ class Step:
     """Assignment of the global batch to the replicas, and the plan of each replica.
 
     Attributes:
-        assignments: ``assignments[r]`` has the documents of the global batch that replica r
+        assignments: ``assignments[r]`` lists the documents of the global batch that replica r
             computes.
         plans: plan of each replica; document d of ``plans[r]`` is document ``assignments[r][d]`` of
             the global batch.
-        lockstep: number of consecutive replicas that run op by op together; 1: each independently.
+        lockstep: size of a lockstep group; 1: every replica runs independently.
 
     Example:
         >>> text = '''plan v1
@@ -142,7 +142,7 @@ class Step:
         """Return the step that ``text`` describes; a single plan's text is a step of one replica.
 
         Raises:
-            PlanError: the text is no valid step; the message says where.
+            PlanError: the text is not a valid step; the message names the line or the replica.
         """
         plans, head = _read(text)
         if not head and len(plans) == 1:
@@ -183,7 +183,7 @@ class StepPart:
 
     @property
     def first(self) -> int:
-        """Data-parallel rank of the first plan."""
+        """Data-parallel rank of the first replica of this part."""
         return self.plans[0].replica
 
     @property
@@ -193,7 +193,7 @@ class StepPart:
 
     @property
     def lockstep(self) -> int:
-        """Number of replicas that run op by op together: all of the part."""
+        """Size of the lockstep group: the number of replicas in this part."""
         return len(self.plans)
 
     def plan_of(self, replica: int) -> Plan:
@@ -201,7 +201,7 @@ class StepPart:
         return self.plans[replica - self.first]
 
     def documents_of(self, replica: int) -> tuple[int, ...]:
-        """Return the documents of the global batch that ``replica`` computes, in its order."""
+        """Return the documents of the batch that ``replica`` computes, in the order of its plan."""
         return self.assignments[replica - self.first]
 
     def __str__(self) -> str:
@@ -215,7 +215,7 @@ class StepPart:
         """Return the part that ``text`` describes.
 
         Raises:
-            PlanError: the text is no valid part; the message says where.
+            PlanError: the text is not a valid part; the message names the line or the replica.
         """
         plans, head = _read(text)
         if not head or head[0] != "part v1":
@@ -239,7 +239,7 @@ def _text(
 
 
 def _read(text: str) -> tuple[tuple[Plan, ...], list[str]]:
-    """Return the plans of ``text``, at least one, and the words of the lines before them."""
+    """Return the plans in ``text``, at least one, and the lines before the first plan."""
     lines = lines_of(text)
     starts = [number for number, line in enumerate(lines) if _PLAN.fullmatch(line)]
     if not starts:
@@ -255,7 +255,7 @@ def _read(text: str) -> tuple[tuple[Plan, ...], list[str]]:
 
 
 def _assignments(head: list[str], first: int) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Return the documents of the replicas from ``first`` on, and the size of a lockstep group."""
+    """Return the assignments in ``head``, for replicas from ``first`` on, and the group size."""
     rest, lockstep = head, 1
     if rest and rest[0].split()[0] == "lockstep":
         line, *rest = rest

@@ -1,4 +1,4 @@
-"""Table of the seconds and bytes of every op of a plan, which a cost model gives the simulator."""
+"""Table of the time and memory of every op of a plan: input of the simulator, from a cost model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,18 +16,19 @@ class Table:
     """Times and memory of one plan on one machine.
 
     Attributes:
-        seconds: ``[kind][stage][chunk]``, seconds of an op; those of B and I without recompute.
-        recompute_seconds: ``[stage][chunk]``, added to B, or to I if the backward is split.
+        seconds: ``[kind][stage][chunk]``, seconds of an op; for B and I, without recompute.
+        recompute_seconds: ``[stage][chunk]``, seconds of recompute, added to B, or to I if the
+            backward is split.
         comm_seconds: ``[kind][stage][chunk]``, part of ``seconds`` that is exposed communication
-            (all-to-all, parameter gathers); reported as a fraction.
-        link_seconds: ``[payload][link][chunk]``, time that a message occupies its link; link l
-            joins stages l and l + 1. The payload HEAD has one row more, from the last stage to the
+            (all-to-all, parameter gathers); reports show it as a fraction of the time.
+        link_seconds: ``[payload][link][chunk]``, seconds that a message occupies its link; link l
+            joins stages l and l + 1. The payload HEAD has one more link, from the last stage to the
             first.
-        link_latency_seconds: added to every message without occupying the link.
-        held_bytes: ``[item][stage][owner]``, bytes per device of the rule table's items. The owner
+        link_latency_seconds: seconds that every message takes without occupying its link.
+        held_bytes: ``[item][stage][owner]``, bytes of the rule table's items on a device. The owner
             is a chunk, or a document for Item.KV and Item.KV_GRADIENTS.
         workspace_bytes: ``[kind][stage][chunk]``, additional bytes while the op runs; negative if
-            it frees items before it has made all others.
+            the op frees items before it makes other items.
         resident_bytes: ``[stage]``, bytes during the whole iteration: model states and buffers.
     """
 

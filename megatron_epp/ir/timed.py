@@ -1,7 +1,7 @@
 """Record of one executed op, in the same form from the simulator and the executor.
 
-The text form has one record per line after the line ``timed v1``; seconds since the iteration
-began:
+The text form is the line ``timed v1`` and one line per record, with times in seconds since the
+iteration began:
 
     STAGE OP START STOP PEAK_BYTES        0 F0 0.0 0.25 1048576
 """
@@ -27,7 +27,7 @@ _TRANSFER = re.compile(rf"(SEND|RECV):([FBH])({NUMBER})([<>])({NUMBER})")
 class Timed:
     """Execution of ``op`` on ``stage``.
 
-    A RECEIVE's time is the wait for its message; a SEND's is the time to hand it over.
+    A RECEIVE lasts while the rank waits for its message, a SEND while the rank issues its message.
 
     Attributes:
         stage: stage of the op.
@@ -56,7 +56,7 @@ class Timed:
         """Return the record in ``line``.
 
         Raises:
-            PlanError: the line is no record.
+            PlanError: the line is not a record.
         """
         words = line.split()
         try:
@@ -100,7 +100,7 @@ def parse_records(text: str) -> tuple[Timed, ...]:
     """Parse the output of :func:`format_records`.
 
     Raises:
-        PlanError: a line is no record, or there are too many.
+        PlanError: a line is not a record, or there are more than MOST_RECORDS lines.
     """
     if (count := text.count("\n")) > MOST_RECORDS:
         raise PlanError(f"{count} lines; expected at most {MOST_RECORDS} of records")

@@ -1,7 +1,7 @@
-"""Colours: one family per kind of op, shades for chunks, and an accent per cut document.
+"""Colours of pictures: a family per kind of op, shades for chunks, an accent per cut document.
 
-Within a family the slices of a cut document darken from first to last. Packs alternate between two
-pale shades, so that adjacent chunks differ.
+Within a family, the slices of a cut document darken from the first slice to the last. Packs
+alternate between two pale shades, so that adjacent chunks differ.
 """
 
 import colorsys
@@ -17,10 +17,10 @@ class Family:
 
     Attributes:
         name: name in legends.
-        hue: degrees.
+        hue: hue in degrees.
         saturation: saturation of slices; packs are paler.
-        sign: sign after the label in text.
-        ansi: colour code in a terminal.
+        sign: character that follows the label in text charts.
+        ansi: ANSI colour code for terminals.
         trace: name of a colour of the Chrome trace format.
     """
 
@@ -32,7 +32,7 @@ class Family:
     trace: str = ""
 
     def shade(self, lightness: float, saturation: float | None = None) -> str:
-        """Return the family's colour of this lightness as ``#rrggbb``."""
+        """Return the family's colour with ``lightness``, as ``#rrggbb``."""
         chosen = self.saturation if saturation is None else saturation
         red, green, blue = colorsys.hls_to_rgb(self.hue / 360, lightness, chosen)
         return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
@@ -89,7 +89,7 @@ class Palette:
         return family.shade(self.lightness[chunk], family.saturation * self.saturation[chunk])
 
     def ink(self, chunk: int) -> str:
-        """Return the colour of a label on the chunk."""
+        """Return the colour of a label on the ops of ``chunk``."""
         return PAPER if self.lightness[chunk] < 0.52 else INK
 
 
@@ -113,7 +113,7 @@ def palette(plan: Plan) -> Palette:
     return Palette(tuple(lightness), tuple(saturation), tuple(accent))
 
 
-# Legend of the shades and accents.
+# Legend texts of the shades and accents.
 SHADES = "pale: whole documents; darker: a later slice of a cut one"
 ACCENTED = "upper edge: one colour for each cut document"
 _MOST_SWATCHES = 4
@@ -135,5 +135,5 @@ def shades(paints: Palette) -> tuple[str, ...]:
 
 
 def accents(paints: Palette) -> tuple[str, ...]:
-    """Return the accents of the first cut documents."""
+    """Return the accent colours of up to four cut documents, for the legend."""
     return tuple(dict.fromkeys(filter(None, paints.accent)))[:_MOST_SWATCHES]

@@ -1,4 +1,4 @@
-"""Picture of a grid of nodes: which ranks each node has, which are spare, which failed."""
+"""Picture of a grid of nodes: the ranks of each node, spare nodes and failed nodes."""
 
 import colorsys
 from collections.abc import Iterable, Mapping
@@ -19,8 +19,8 @@ def grid_text(
     Args:
         rows: number of rows.
         columns: number of columns.
-        cells: (group, label) of every node that has ranks.
-        failed: nodes that failed; the others are spare.
+        cells: (group, label) of every node that has ranks; the text shows the label.
+        failed: nodes that failed; nodes neither in ``cells`` nor in ``failed`` are spare.
     """
     failed = set(failed)
     known = {place: label for place, (_, label) in cells.items()}
@@ -53,11 +53,11 @@ def grid_drawing(
     Args:
         rows: number of rows.
         columns: number of columns.
-        cells: (group, label) of every node that has ranks.
-        failed: nodes that failed; the others are spare.
-        failed_links: pairs of nodes, joined by a dashed line.
-        names: names of all nodes, shown when the pointer is over one.
-        title: one line.
+        cells: (group, label) of every node that has ranks; the group determines the colour.
+        failed: nodes that failed; nodes neither in ``cells`` nor in ``failed`` are spare.
+        failed_links: pairs of nodes whose link failed, drawn as dashed lines.
+        names: name of every node, shown when the pointer is over the node.
+        title: heading of one line.
     """
     longest = max((len(label) for _, label in cells.values()), default=1)
     wide = max(_CELL, longest * _TEXT * 0.6 + 8)

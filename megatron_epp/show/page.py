@@ -53,8 +53,8 @@ def to_html(timeline: Timeline, *others: Timeline, title: str = "") -> str:
 
     Args:
         timeline: run to show.
-        others: further runs of the same plan, such as the measured one.
-        title: heading; default: that of ``timeline``.
+        others: more runs of the same plan, such as a measured run.
+        title: heading; default: the title of ``timeline``.
 
     Raises:
         PlanError: the runs are of different plans.
@@ -75,7 +75,7 @@ def to_html(timeline: Timeline, *others: Timeline, title: str = "") -> str:
 
 
 def part(name: str) -> str:
-    """Return the text of a file of this package."""
+    """Return the text of the file ``name`` in the package megatron_epp.show."""
     return resources.files("megatron_epp.show").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -1,11 +1,11 @@
-"""Drawings of timelines, predicted or measured, of one run or of two above each other.
+"""Drawings of one timeline, predicted or measured, or of two timelines above each other.
 
-title, totals
-legend
-stage 0 |F0 F1 F2   B2 B1 B0|     one row per rank, with idle time
-stage 1 |   F0 F1 ...       |
-         0 s    0.5    1.0
-memory of each rank against its budget, on the same time axis
+    title, totals
+    legend
+    stage 0 |F0 F1 F2   B2 B1 B0|     one row per rank, with idle time
+    stage 1 |   F0 F1 ...       |
+             0 s    0.5    1.0
+    memory of each rank and its budget, on the same time axis
 
 Text is at the left, because the right end of a wide picture may not be visible.
 """
@@ -29,8 +29,8 @@ from megatron_epp.show.timeline import (
 )
 from megatron_epp.show.units import GIB, bytes_text, fraction_text, tokens_text
 
-# Pixels. A picture is wide enough for this fraction of its ops to show their numbers, but fits a
-# screen unless a width is given. The page (page.py) has zoom.
+# In pixels, except _NUMBERED. A picture is so wide that this fraction of its ops can show numbers,
+# but at most WIDEST, to fit a screen, unless a width is given. HTML pages (page.py) have zoom.
 _NARROWEST, WIDEST = 1400.0, 2400.0
 _NUMBERED = 0.8
 _LEFT, _RIGHT = 196.0, 28.0
@@ -60,16 +60,16 @@ class _Axis:
 
     @property
     def ticks(self) -> int:
-        """Largest number of ticks."""
+        """Largest number of ticks that fit on the axis."""
         return max(1, int((self.right - self.left) / _PER_TICK))
 
 
 def draw_timeline(timeline: Timeline, width: float | None = None) -> Drawing:
-    """Return the drawing of one run: rows, and memory curves if there are any.
+    """Return the drawing of one run: rows of ops, and memory curves if ``timeline`` has any.
 
     Args:
         timeline: run to draw.
-        width: pixels; default: as many as its ops' numbers need, at most ``WIDEST``.
+        width: width in pixels; default: enough for the numbers of most ops, at most ``WIDEST``.
     """
     return _drawing([timeline], width)
 
@@ -191,7 +191,8 @@ def _next_to(name: str, numbers: str, y: float, height: float, colour: str = "")
 def _critical(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterator[Shape]:
     """Yield the critical path under the bars, with a thin line from each op to the next.
 
-    Outlines would cover bars of a few pixels, and without the lines many short ops would be dots.
+    Outlines of ops would cover bars of a few pixels. Without the thin lines, short ops would look
+    like separate dots.
     """
     ran = {(record.stage, record.op): record for record in timeline.records}
     before: tuple[float, float] | None = None
@@ -209,7 +210,7 @@ def _critical(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterat
 
 
 def _label_size(text: str, width: float, row: float) -> float:
-    """Return the largest font size of ``text`` on a bar."""
+    """Return the largest font size at which ``text`` fits on a bar."""
     return min(_TEXT, row * 0.6, (width - _PADDING) / text_width(text, 1.0))
 
 
@@ -226,7 +227,7 @@ def _fitting(timeline: Timeline, axis: _Axis, row: float, first: int) -> int:
 
 
 def _lost(timeline: Timeline, axis: _Axis, row: float) -> int:
-    """Return the number of bars without a number, or 0 if they are few."""
+    """Return the number of bars too narrow for their number, or 0 if there are few."""
     bars = len(timeline.records)
     lost = bars - _fitting(timeline, axis, row, 1)
     return lost if lost > (1 - _NUMBERED) * bars else 0
@@ -261,7 +262,7 @@ def _bar(
 
 
 def hover(timeline: Timeline, names: tuple[str, ...], record: Timed) -> str:
-    """Return the text that is shown when the pointer is over an op."""
+    """Return the text that is shown when the pointer is over the op of ``record``."""
     op = record.op
     chunk = timeline.plan.chunks[op.chunk]
     lines = [
@@ -290,7 +291,7 @@ _Entry = tuple[tuple[str, ...], float, float, str]
 
 
 def _legend(timelines: list[Timeline], width: float, y: float) -> tuple[list[Shape], float]:
-    """Return the legend of all colours and marks that occur, in lines of ``width``, and its end."""
+    """Return the legend of all colours and marks that occur, and the ``y`` at which it ends."""
     shapes: list[Shape] = []
     x = 14.0
     for marks, down, thick, text in _entries(timelines):
@@ -332,7 +333,7 @@ def _entries(timelines: list[Timeline]) -> Iterator[_Entry]:
 
 
 def _memory(timeline: Timeline, axis: _Axis, y: float) -> tuple[list[Shape], float]:
-    """Return a memory curve for each rank, all to the same scale, and the lower end."""
+    """Return the memory curves of all ranks, to one scale, and the ``y`` at which they end."""
     height = max(22.0, min(54.0, 360.0 / timeline.ranks))
     budgets = timeline.budget_bytes
     most = max([*timeline.peak_bytes, *budgets, 1.0])

@@ -5,15 +5,15 @@ import io
 from megatron_epp.show.shapes import Drawing, Label, Path, Rect
 
 _POINTS_PER_INCH = 72
-# Of a side; viewers refuse larger pictures, and matplotlib refuses four times as much
+# Limit of each side: viewers refuse larger pictures, matplotlib refuses sides 4 times as long
 _MOST_PIXELS = 16384
 
 
 def to_png(drawing: Drawing, scale: float = 2.0) -> bytes:
     """Return the PNG with ``scale`` device pixels per pixel; fewer for a very large drawing."""
     scale = min(scale, _MOST_PIXELS / max(drawing.width, drawing.height))
-    # Imported here, because it takes half a second, which text pictures do not need. Not pyplot,
-    # which would choose a window system and keep every figure in memory.
+    # Imported here, because the import takes half a second and text pictures do not need it. Not
+    # pyplot, which would choose a window system and keep every figure in memory.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D

@@ -1,6 +1,6 @@
-"""Reasons for bubbles, and the critical path, from records and the rule table.
+"""Reasons for bubbles and the critical path of measured runs, from records and the rule table.
 
-They are for measured runs. The simulator also knows its links and has its own.
+The simulator, which also knows the state of its links, computes both itself (sim/play).
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ def op_of(record: Timed) -> Op:
 
 
 def waited_for(plan: Plan, records: Sequence[Timed]) -> dict[tuple[int, Op], tuple[Timed, Need]]:
-    """Return, for every op with needs, the producer that finished last, and the need."""
+    """Return for every op with needs the producer that finished last, and the need it meets."""
     needs = needs_of(plan)
     ran: Ran = {(record.stage, op_of(record)): record for record in records}
     last: dict[tuple[int, Op], tuple[Timed, Need]] = {}
@@ -41,7 +41,7 @@ def waited_for(plan: Plan, records: Sequence[Timed]) -> dict[tuple[int, Op], tup
 
 
 def wait_text(producer: Timed, need: Need, idle_since: float) -> str:
-    """Return the reason why an op started late, given the producer of its last need.
+    """Return the reason why an op started late, given the producer that finished last.
 
     ``idle_since`` is the time from which the rank was idle.
     """
@@ -51,7 +51,7 @@ def wait_text(producer: Timed, need: Need, idle_since: float) -> str:
 
 
 def critical_path(plan: Plan, records: Sequence[Timed]) -> list[tuple[int, Op]]:
-    """Return (stage, op) of the critical path from start to end, as far as records show it.
+    """Return (stage, op) of the critical path from start to end, derived from the records.
 
     The predecessor of an op is the preceding op on its rank or its last producer, whichever
     finished later.

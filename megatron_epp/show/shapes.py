@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """Rectangle; ``title`` is shown when the pointer is over it, if the output format can."""
+    """Rectangle; ``title`` is shown when the pointer is over it, if the format supports it."""
 
     x: float
     y: float

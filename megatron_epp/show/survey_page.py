@@ -13,7 +13,7 @@ from megatron_epp.show.svg import to_svg
 from megatron_epp.show.timeline import Timeline
 from megatron_epp.show.units import GIB, ticks, tokens_text
 
-# Variables of the page's style, which defines them for light and dark.
+# CSS variables, which the page's style defines for light and dark mode.
 _INK, _QUIET, _LINE, _HOT = "var(--ink)", "var(--quiet)", "var(--line)", "var(--hot)"
 _MARK, _OTHER = "var(--mark)", "var(--other)"
 _PART_COLOURS = ("#4e79a7", "#59a14f", "#9c7fc4", "#f0a030", "#d1605e", "#8c8c8c")
@@ -22,12 +22,12 @@ _WIDTH, _LEFT, _RIGHT, _SMALL = 1000.0, 70.0, 20.0, 12.0
 
 @dataclass(frozen=True, slots=True)
 class GainPoint:
-    """Time of packed whole documents relative to the plan's, at one context.
+    """Ratio of two iteration times at one context: packed whole documents over the plan.
 
     Attributes:
         context: most tokens of a document.
-        same: ratio in the layout of the plan; None if packed documents do not fit.
-        best: ratio of the best layouts of both; None likewise.
+        same: ratio if both run in the layout of the chosen row; None if one of them does not fit.
+        best: ratio if each runs in its own best layout; None if one of them does not fit.
     """
 
     context: int
@@ -43,19 +43,19 @@ class SurveyPage:
         title: heading.
         verdict: sentences on the best layout.
         error: sentences on the error of predictions.
-        headers: headers of the table.
-        rows: cells of the table.
+        headers: headers of the table of layouts.
+        rows: cells of the table of layouts.
         chosen: index of the row that the other sections show.
-        flags: flags of every row, as a shell reads them; empty if Megatron has no flags for the
-            model.
-        parts: bytes of every rank at its peak, by part.
+        flags: launch flags of every row, quoted for a shell; empty if Megatron has no flags for
+            the model.
+        parts: memory of every rank at its peak, in bytes, by category.
         budgets: memory budget of every rank in bytes.
-        packed: timeline of one batch without slices in the chosen layout; None if it does not fit.
-        planned: timeline of the plan; None if it does not fit.
-        gains: gains by context, ascending.
-        lengths: tokens of the documents.
-        context: context of the survey.
-        notes: what was assumed, left out, or not planned.
+        packed: timeline of packed whole documents of one batch; None if they do not fit.
+        planned: timeline of the plan for the same batch; None if the plan does not fit.
+        gains: points of the gain curve, by ascending context.
+        lengths: tokens of each document, for the histogram.
+        context: most tokens of a document in the survey.
+        notes: sentences on what was assumed, left out, or not planned.
     """
 
     title: str
@@ -154,7 +154,7 @@ def _key(names: Sequence[str], colours: Sequence[str]) -> str:
 
 
 def _memory(page: SurveyPage) -> str:
-    """Draw the parts of every rank's peak, and its budget."""
+    """Draw the parts of every rank's memory peak, and the rank's budget."""
     names = list(page.parts[0])
     most = max(*page.budgets, *(sum(rank.values()) for rank in page.parts)) / GIB * 1.03
     row, y = 22.0, 8.0
@@ -210,7 +210,7 @@ def _time(page: SurveyPage) -> str:
 
 
 def _gain(page: SurveyPage) -> str:
-    """Draw both gains over the context."""
+    """Draw the ratios ``same`` and ``best`` over the context."""
     values = [each for point in page.gains for each in (point.same, point.best) if each]
     top, high, low = max([1.2, *values]) * 1.05, 20.0, 240.0
     step = (_WIDTH - _LEFT - _RIGHT - 60) / max(1, len(page.gains) - 1)

@@ -1,6 +1,6 @@
 """Gantt chart in characters: ranks as rows, time as columns.
 
-An op is drawn as its label, followed by the sign of its kind (colours.FAMILIES).
+An op is drawn as its label, filled up with the sign of its kind (colours.FAMILIES).
 """
 
 import shutil
@@ -25,12 +25,13 @@ _LABELLED_FRACTION = 0.9
 def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = False) -> str:
     """Return the chart.
 
-    If labels do not fit, the time is broken into blocks below each other. An op that is still too
-    short for its label shows its letter, alternately large and small: ``FfF`` is three ops.
+    If labels do not fit, the time axis is split into several blocks, one below the other. An op
+    that is still too short for its label shows the letter of its kind, alternately in upper and
+    lower case: ``FfF`` is three ops.
 
     Args:
         timeline: run to draw.
-        width: most columns; default: the terminal's, at least 80.
+        width: most columns; default: the width of the terminal, at least 80.
         colour: whether to add ANSI colours.
 
     Raises:
@@ -79,7 +80,7 @@ def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = Fals
 
 
 class _Row:
-    """Characters of one rank, each with the kind of its op, or None."""
+    """Characters of one rank, each with the kind of its op, or None if the rank is idle."""
 
     def __init__(self, columns: int):
         self.cells: list[tuple[str, Kind | None]] = [(_IDLE, None)] * columns
@@ -88,7 +89,7 @@ class _Row:
 
 
 def _columns(timeline: Timeline, headroom: int) -> int:
-    """Return the columns for the whole time: enough for nearly every label, in a few blocks."""
+    """Return the columns of the time axis: enough for most labels, in at most 12 blocks."""
     if not timeline.seconds:
         return headroom
     needs = sorted(

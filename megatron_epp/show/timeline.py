@@ -40,7 +40,7 @@ class Bubble:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Contents of a picture: one row per rank, in seconds since the iteration began.
+    """Contents of a picture: what each rank runs when, in seconds since the iteration began.
 
     Attributes:
         plan: plan that ran.
@@ -52,7 +52,7 @@ class Timeline:
         critical: (stage, op) of the critical path, first to last; may be empty.
         curves: for each rank, (seconds, bytes) at each change of the memory; may be empty.
         budget_bytes: memory budget of each rank; empty if there is none.
-        unit: "s" for seconds; "units" if times are numbers without a machine.
+        unit: "s" for seconds; "units" if no machine is known and ops take unit times.
     """
 
     plan: Plan
@@ -72,11 +72,11 @@ class Timeline:
         return self.plan.ranks
 
     def rank_of(self, record: Timed) -> int:
-        """Return the rank of a record."""
+        """Return the rank that ran the op of ``record``."""
         return self.plan.rank_of[record.stage]
 
     def name(self, record: Timed) -> str:
-        """Return the name of the record's op, with its stage if a rank has several."""
+        """Return the name of the record's op, with its stage if a rank has several stages."""
         return self.plan.op_name(record.stage, op_of(record))
 
     @property
@@ -105,7 +105,7 @@ class Timeline:
         return seconds_text(time) if self.unit == "s" else f"{time:.4g} {self.unit}"
 
     def ticks(self, most: int, stop: float | None = None) -> list[tuple[float, str]]:
-        """Return (place, label) of the ticks up to ``stop``, about ``most``; default: the end."""
+        """Return (time, label) of about ``most`` ticks up to ``stop``, by default the end."""
         stop = self.seconds if stop is None else stop
         if self.unit == "s":
             return time_ticks(stop, most)
@@ -132,7 +132,7 @@ def timeline(
 
     Args:
         plan: plan that ran.
-        records: records of its ops and transfers.
+        records: records of the ops and transfers of the run.
         title: title of the run.
         bubbles: idle times with reasons; default: derived from the records.
         critical: critical path; default: derived from the records.
@@ -141,7 +141,7 @@ def timeline(
         unit: "s" or "units".
 
     Raises:
-        PlanError: a record has a stage or an op that the plan does not have.
+        PlanError: the plan is invalid, or the records are not of a run of the plan.
     """
     check(plan)
     known = [set(order) for order in plan.orders]
@@ -186,7 +186,7 @@ def timeline(
 
 
 def by_rank(records: Iterable[Timed], plan: Plan) -> list[list[Timed]]:
-    """Return the records of each rank, in their order."""
+    """Return the records of each rank, in the order of ``records``."""
     rows: list[list[Timed]] = [[] for _ in range(plan.ranks)]
     for record in records:
         rows[plan.rank_of[record.stage]].append(record)
@@ -237,7 +237,7 @@ def _closed(curve: Sequence[tuple[float, float]], seconds: float) -> list[tuple[
 
 
 def idle(plan: Plan, records: Sequence[Timed], seconds: float) -> list[Bubble]:
-    """Return the times in which a rank ran no op, with the reasons as far as records show them."""
+    """Return the times in which a rank ran no op, with reasons derived from the records."""
     waits = waited_for(plan, records)
     bubbles = []
     for rank, rank_records in enumerate(by_rank(records, plan)):
@@ -258,9 +258,9 @@ def memory_curve(
 ) -> list[tuple[float, float]]:
     """Return (seconds, bytes) of one rank, from the peaks of its ops in execution order.
 
-    During an op the curve has the op's recorded peak. Between two ops it has the lower of their
-    peaks, which bounds the bytes from above, as both ops held them. Before the first op and after
-    the last it has ``resident_bytes``.
+    During an op the curve is at the op's recorded peak. Between two ops it is at the lower of the
+    two peaks. That is an upper bound, because both peaks include the bytes held between the ops.
+    Before the first op and after the last op the curve is at ``resident_bytes``.
     """
     points = [(0.0, resident_bytes)]
     for before, record in zip([None, *records], records, strict=False):
@@ -275,9 +275,9 @@ def memory_curve(
 
 
 def chunk_names(plan: Plan) -> tuple[str, ...]:
-    """Return a description of each chunk: ``slice 2 of 5 of document 0 and 3 whole documents``.
+    """Return descriptions of chunks, like ``slice 2 of 5 of document 0 and 3 whole documents``.
 
-    It includes the ranks of single-rank documents.
+    A description includes the ranks of single-rank documents.
     """
     slices = slices_of(plan)
     names = []
@@ -306,10 +306,10 @@ def chunk_names(plan: Plan) -> tuple[str, ...]:
 
 
 def slice_places(slices: Slices) -> list[tuple[int, int]]:
-    """Return (place, count) of every chunk's slice; (0, 0) without a slice.
+    """Return (place, count) of the slice in every chunk; (0, 0) if a chunk has no slice.
 
-    ``place`` is the number of preceding slices of its cut document, ``count`` the number of all its
-    slices.
+    ``place`` is the number of slices of the same cut document before this slice. ``count`` is the
+    number of all slices of the document.
     """
     places = [(0, 0)] * len(slices.document)
     for first, document in enumerate(slices.document):
@@ -331,14 +331,14 @@ def local_fraction(plan: Plan) -> float:
 
 
 def recomputed_fraction(plan: Plan, stage: int, chunk: int) -> float:
-    """Return the fraction of the stage's layers that are recomputed for ``chunk``, even in part."""
+    """Return the fraction of the stage's layers that ``chunk`` recomputes, fully or in part."""
     choice = plan.recompute[stage][chunk]
     kept = choice.count(KEEP) + choice.count(OFFLOAD)
     return (len(choice) - kept) / len(choice) if choice else 0.0
 
 
 def recomputes(plan: Plan) -> bool:
-    """Return whether any backward recomputes anything."""
+    """Return whether any backward recomputes a layer, fully or in part."""
     choices = {choice for stage in plan.recompute for choice in stage}
     return bool(set("".join(choices)) - {KEEP, OFFLOAD})
 

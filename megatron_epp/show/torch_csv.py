@@ -1,10 +1,10 @@
 """Orders of a plan as the CSV of torch.distributed.pipelining's schedule runtime.
 
-The file has one row per rank with its actions in order: in ``0F0,0F1,0B0`` an action is stage, F,
-B, I or W, and micro-batch. Torch's own lowering adds sends and receives. Torch counts losses in the
-order in which the last stage computes them, so micro-batches are numbered in that order
-(:func:`micro_batches`). Plans that the file cannot express are refused: slices, recompute,
-vocabulary parallelism.
+The file has one row per rank with the rank's actions in order, such as ``0F0,0F1,0B0``. An action
+is a stage, a kind (F, B, I or W) and a micro-batch. Torch's own lowering adds sends and receives.
+Torch counts losses in the order in which the last stage computes them, so micro-batches are
+numbered in that order (:func:`micro_batches`). Plans with slices, recompute, offloading, vocabulary
+parallelism or empty chunks are refused, because the file cannot express them.
 """
 
 from megatron_epp.ir import KEEP, Kind, Plan, PlanError, slices_of
@@ -19,7 +19,7 @@ def to_torch_csv(plan: Plan) -> str:
     """Return the text for ``_PipelineScheduleRuntime._load_csv(file, format="compute_only")``.
 
     Raises:
-        PlanError: the plan has what torch's runtime cannot do.
+        PlanError: the file cannot express the plan.
     """
     _require_words(plan)
     number = {chunk: index for index, chunk in enumerate(micro_batches(plan))}
@@ -31,7 +31,7 @@ def to_torch_csv(plan: Plan) -> str:
 
 
 def _require_words(plan: Plan) -> None:
-    """Raise a PlanError if the orders alone do not say what the plan computes."""
+    """Raise a PlanError if the orders alone do not define what the plan computes."""
     slices = slices_of(plan)
     choices = {choice for choices in plan.recompute for choice in choices}
     has = {

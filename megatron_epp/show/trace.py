@@ -1,7 +1,8 @@
 """Chrome trace of a run, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
-A rank is a process with one thread for its ops, one for its transfers if they were recorded, and a
-counter of its bytes. Arrows lead from an op to the op of another rank that needs it.
+Each rank is shown as a process with a thread for its ops, a thread for its transfers if they were
+recorded, a thread for its bubbles, and a counter of its bytes. Arrows lead from an op to the op of
+another rank that needs it.
 """
 
 import json
@@ -19,7 +20,7 @@ from megatron_epp.show.timeline import (
 )
 from megatron_epp.show.units import GIB
 
-_MICRO = 1e6  # the format has microseconds
+_MICRO = 1e6  # times of the format are in microseconds
 _OPS, _TRANSFERS, _IDLE = 0, 1, 2
 
 

@@ -7,7 +7,7 @@ MIB = 1 << 20
 
 
 def seconds_text(seconds: float) -> str:
-    """Return three or four digits and a unit: ``1.234 s``, ``12.3 ms``, ``0 s``."""
+    """Return ``seconds`` as three or four digits and a unit: ``1.234 s``, ``12.3 ms``, ``0 s``."""
     if seconds == 0:
         return "0 s"
     factor, unit = _second_unit(abs(seconds))
@@ -17,7 +17,7 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """Return GiB, or MiB below a hundredth of one: ``10.5 GiB``, ``3.2 MiB``."""
+    """Return ``count`` bytes in GiB, or in MiB below 0.01 GiB: ``10.50 GiB``, ``3.20 MiB``."""
     if abs(count) >= GIB / 100:
         return f"{count / GIB:.2f} GiB"
     return f"{count / MIB:.2f} MiB"
@@ -29,7 +29,7 @@ def fraction_text(fraction: float) -> str:
 
 
 def tokens_text(tokens: float) -> str:
-    """Return ``812``, ``9.0K`` or ``1.55M``; thousands and millions, not powers of two."""
+    """Return ``tokens`` as ``812``, ``9.0K`` or ``1.55M``; K is 1000 and M is 10**6."""
     if tokens < 1000:
         return f"{tokens:.0f}"
     if tokens < 1e6:
@@ -47,7 +47,7 @@ def ticks(stop: float, most: int) -> list[float]:
 
 
 def time_ticks(stop: float, most: int) -> list[tuple[float, str]]:
-    """Return ticks with their labels in the unit that suits ``stop``; the first label names it."""
+    """Return (seconds, label) of ticks up to ``stop``; the first label contains the unit."""
     factor, unit = _second_unit(stop)
     places = ticks(stop * factor, most)
     step = places[1] if len(places) > 1 else 1.0

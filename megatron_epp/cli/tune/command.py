@@ -33,7 +33,7 @@ from megatron_epp.planner.tuning.parts import memory_parts
 from megatron_epp.planner.tuning.survey import Choice, Survey, choice_of, survey
 from megatron_epp.show.units import GIB
 
-# Options that need the search, and hence --lengths.
+# Options that need the search, and therefore --lengths.
 _OF_SURVEY = (
     *("row", "parts", "html", "script", "hostfile", "grid_svg", "framework", "dry_run_corpus"),
 )
@@ -42,8 +42,8 @@ _OF_SURVEY = (
 def run(arguments: argparse.Namespace) -> int:
     """Run the ``tune`` command and return its exit status.
 
-    Without --lengths it describes the model, or prints what fits on --gpus. With --lengths it
-    searches the layouts of one number of devices.
+    Without --lengths the command describes the model, or prints what fits on --gpus. With
+    --lengths it searches the layouts of one number of devices.
 
     Example::
 
@@ -221,7 +221,7 @@ def _write_and_print(
 
 
 def _require_framework(arguments: argparse.Namespace) -> None:
-    """Raise a UsageError for an unknown framework, or for a setting that only --epp has."""
+    """Raise a UsageError if --for is unknown, or is used with a setting that only --epp has."""
     name = arguments.framework
     if name is None:
         return
@@ -233,7 +233,7 @@ def _require_framework(arguments: argparse.Namespace) -> None:
 
 
 def _rows(first: Choice) -> str:
-    """Return a note on the padding of rows, which training applies to all layouts of a device."""
+    """Return a note on the multiple to which training pads the rows of a device."""
     of_device = first.multiple // (first.layout.tp * first.layout.cp)
     return f"; rows of a device padded to multiples of {of_device}" if of_device > 1 else ""
 

@@ -1,4 +1,4 @@
-"""Description of a model: its sizes by config.json, its parameters, and Megatron's flags for it."""
+"""Description of a model: sizes, parameters, and the Megatron flags that build the model."""
 
 import argparse
 import json
@@ -25,7 +25,7 @@ def states_bytes(model: Model) -> float:
 
 
 def labelled(label: str, text: str) -> str:
-    """Return ``text`` wrapped to the screen, indented after its label."""
+    """Return ``label`` and ``text``, wrapped to ``COLUMNS`` with the text indented."""
     return textwrap.fill(
         printable(text),
         COLUMNS,
@@ -36,7 +36,7 @@ def labelled(label: str, text: str) -> str:
 
 
 def print_model(model: Model, config: HubConfig | None, arguments: argparse.Namespace) -> int:
-    """Print what --model is and the Megatron flags that build it; return exit status 0."""
+    """Print a description of the model and the Megatron flags that build it; return 0."""
     of_model = model_flags(model, config)
     words = [word for group in of_model.groups for word in group]
     notes = [printable(note) for note in (config.notes if config is not None else ())]

@@ -1,4 +1,4 @@
-"""Table of what fits on each number of devices, which needs no document lengths."""
+"""Table of the layouts and documents that fit on each number of devices."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ held by            the layout that holds it, and the GiB of states of its fulles
 
 
 def how_many(model: Model, config: HubConfig | None, arguments: argparse.Namespace) -> int:
-    """Print what fits on each of --gpus; return the exit status, 130 after an interrupt."""
+    """Print what fits on each number in --gpus; return the exit status, 130 if interrupted."""
     jobs = [job_of(arguments, model, config, gpus) for gpus in arguments.gpus or (None,)]
     fits: list[Capacity] = []
     status = 0
@@ -75,7 +75,7 @@ def _row(job: TunedJob, each: Capacity) -> list[str]:
 
 
 def _verdict(jobs: list[TunedJob], fits: list[Capacity], context: int) -> str:
-    """Return the smallest number of devices that holds the states, and that holds the context."""
+    """Return the fewest devices that hold the states, and that hold ``context`` tokens, as text."""
     held = [job for job, each in zip(jobs, fits, strict=True) if each.best is not None]
     if not held:
         return (

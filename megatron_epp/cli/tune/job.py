@@ -24,12 +24,12 @@ class TunedJob:
     Attributes:
         arguments: options of the command.
         model: shape of the model.
-        config: what config.json says besides the shape; None without one.
+        config: contents of config.json other than the shape; None without a config.json.
         device: kind of the devices.
         nodes: number of nodes.
         node_devices: number of devices of a node.
-        joined: topology of the nodes.
-        batches: document lengths by which chunks are padded; () for no padding.
+        joined: topology of the network between devices.
+        batches: document lengths that determine the padding of chunks; () for no padding.
     """
 
     arguments: argparse.Namespace
@@ -84,7 +84,7 @@ class TunedJob:
         return machine.with_padding(cost, self.arguments, self.batches, layout.dp)
 
     def mfu(self, choice: Choice, batches: Sequence[Sequence[int]]) -> float | None:
-        """Return the model FLOPs utilization without recompute; None without the devices' peak."""
+        """Return the model FLOPs utilization without recompute; None if the peak is unknown."""
         if not self.device.peak_flops:
             return None
         flops = sum(map(self.model.training_flops, batches)) / len(batches)
@@ -99,11 +99,11 @@ def job_of(
     Args:
         arguments: options of the command.
         model: shape of the model.
-        config: what config.json says besides the shape; None without one.
-        gpus: number of devices; None if --nodes gives it.
+        config: contents of config.json other than the shape; None without a config.json.
+        gpus: number of devices; None if --nodes gives the number of nodes.
 
     Raises:
-        UsageError: if an option is missing, contradicts another or is not supported by ``tune``.
+        UsageError: if an option is missing, contradicts another option, or is not supported.
     """
     if arguments.device is None:
         raise UsageError(

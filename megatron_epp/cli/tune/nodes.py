@@ -26,7 +26,7 @@ def node_lines(nodes: NodeMap) -> str:
 
 
 def grid_svg(nodes: NodeMap) -> str:
-    """Return the grid as SVG; titles give each node's name and node rank."""
+    """Return the grid as SVG; tooltips show the name and node rank of each node."""
     grid, ranks = nodes.grid, {place: rank for rank, place in enumerate(nodes.nodes)}
     every = [*grid.live, *grid.failed_nodes]
     titles = {

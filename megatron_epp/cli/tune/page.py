@@ -1,4 +1,4 @@
-"""HTML page of a search: its rows, memory and time line of one row, and the gain by context."""
+"""HTML page of a layout search: all rows, memory and timeline of one row, gain by context."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ def survey_page(
     Args:
         job: devices and model.
         result: result of the search.
-        chosen: the row that the pictures show.
-        batches: documents of the corpus.
+        chosen: row that the pictures show.
+        batches: batches of the corpus.
         lengths: document lengths of the batch that the pictures show.
         options: options of the planner.
         workers: worker processes that plan the gain by context.
@@ -91,7 +91,7 @@ def _timeline(choice: Choice | None, title: str) -> Timeline | None:
 def _try(
     job: TunedJob, choice: Choice, planner: str, lengths: Sequence[int], options: Options
 ) -> Choice | None:
-    """Return ``choice``'s layout planned on one batch by another planner; None if no plan fits."""
+    """Plan one batch in the layout of ``choice`` with ``planner``; return None if no plan fits."""
     elastic = planner == ELASTIC and choice.planner == ELASTIC
     cost = job.cost_for(choice.layout)
     layers = choice.layers if elastic else cost.layout.layers
@@ -119,7 +119,7 @@ def _gains(
     options: Options,
     workers: Workers,
 ) -> list[GainPoint]:
-    """Return the gain over packing at ``context`` and at its halves, down to 4096 tokens."""
+    """Return the gain over packing at ``context``, a half, a quarter, ..., down to 4096 tokens."""
     contexts = sorted({max(1, context >> n) for n in range(_CONTEXTS)})
     contexts = [each for each in contexts if each >= min(_LEAST_CONTEXT, context)]
     overlapped = any(each.planner == OVERLAPPED for each in result.choices)

@@ -1,4 +1,4 @@
-"""Text of a search: its table, why the first row wins, and which layouts were left out."""
+"""Text report of a layout search: table, why the first row wins, layouts left out."""
 
 import itertools
 import statistics
@@ -53,8 +53,8 @@ def tuning_lines(
         batches: description of the documents.
         machines: description of the devices.
         rows: the choices shown.
-        mfu: MFU of each of these; None if the device's peak is unknown.
-        parts: peak bytes by category of the ranks of some rows, by the row's index.
+        mfu: MFU of each of ``rows``; None if the device's peak is unknown.
+        parts: index of a row -> peak bytes of each of its ranks, by category; for some rows only.
     """
     lines = [*survey_verdict(result), "", f"lengths  {batches}", f"machine  {machines}", ""]
     text = "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)
@@ -78,7 +78,8 @@ def shown_rows(
 ) -> tuple[list[str], list[list[str]]]:
     """Return headers and cells of the table of choices, without columns that are empty.
 
-    ``ratios`` adds the fractions for waiting, recompute and communication.
+    ``ratios`` adds the fractions of idle time, recompute and communication, and the seconds of the
+    exchange between replicas.
     """
     cells = [_row(n, *each) for n, each in enumerate(zip(rows, mfu, strict=True), 1)]
     shown = [True] * len(_HEADERS)
@@ -134,7 +135,7 @@ def _layers(choice: Choice) -> str:
 
 
 def runs(choice: Choice) -> str:
-    """Return how a choice runs: --epp with its settings, or a baseline's name."""
+    """Return the column ``runs`` of a choice: --epp with settings, or the name of a baseline."""
     if choice.planner != ELASTIC:
         return _BASELINES[choice.planner]
     runs = ["--epp", "offload" * choice.offload, "vocab" * choice.vocabulary_parallel]
@@ -200,7 +201,7 @@ def _with_spare_memory(choices: Sequence[Choice]) -> str:
 
 
 def _why(choices: Sequence[Choice]) -> list[str]:
-    """Return the difference to the next two layouts, with the cause of most of it."""
+    """Return how much slower the next two layouts are, each with the largest cause."""
     first = choices[0]
     others = [c for c in choices[1:] if c.layout != first.layout and c.planner == first.planner]
     lines = []

@@ -1,4 +1,4 @@
-"""Launch script of a choice: Megatron's flags and --epp's."""
+"""Launch script of a choice, with the flags of Megatron and of --epp."""
 
 import argparse
 import shlex
@@ -63,7 +63,7 @@ def launch_script(
 
     Args:
         job: devices and model.
-        choice: what to launch.
+        choice: choice that the script launches.
         documents: number of documents of a global batch.
         context: tokens of the longest document.
         hosts: host names in the order of node ranks; () if they are unknown.
@@ -101,11 +101,11 @@ def _model_flags(job: TunedJob, choice: Choice) -> ModelFlags:
 
 
 def launch_flags(job: TunedJob, choice: Choice, documents: int, context: int) -> list[list[str]]:
-    """Return all flags of a choice, in groups that belong on one line.
+    """Return all flags of a choice, in groups of flags that share a line.
 
     Args:
         job: devices and model.
-        choice: what to launch.
+        choice: choice that the flags launch.
         documents: number of documents of a global batch.
         context: tokens of the longest document.
     """
@@ -151,7 +151,7 @@ def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
 def training_flags(documents: int, *, bf16: bool) -> list[list[str]]:
     """Return the flags that are common to all models.
 
-    ``bf16`` is False on CPUs, which are slow in bf16: they train in float32.
+    ``bf16`` is False on CPUs, which train in float32 because they are slow in bf16.
     """
     return [
         ["--micro-batch-size", "1", "--global-batch-size", str(documents)],
@@ -165,7 +165,7 @@ def training_flags(documents: int, *, bf16: bool) -> list[list[str]]:
 
 
 def expert_flags(model: Model, of_model: ModelFlags) -> list[list[str]]:
-    """Return how experts are computed and balanced, which no model description says."""
+    """Return the flags of expert kernels and balancing, which no model description contains."""
     if not model.most_experts:
         return []
     by_bias = any("--moe-router-enable-expert-bias" in group for group in of_model.groups)
@@ -179,7 +179,7 @@ def elastic_flags(choice: Choice, arguments: argparse.Namespace) -> list[list[st
     if choice.planner != ELASTIC:
         return []
     flags = [["--epp"]]
-    if choice.layout.pp > 1:  # set explicitly: auto might choose otherwise by fewer batches
+    if choice.layout.pp > 1:  # set explicitly: auto might choose otherwise on fewer batches
         flags.append(["--epp-vocab-parallel", "on" if choice.vocabulary_parallel else "off"])
     if choice.place:
         place, layers = (" ".join(map(str, each)) for each in (choice.place, choice.layers))

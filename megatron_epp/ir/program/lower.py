@@ -1,4 +1,4 @@
-"""Lowering: adds sends and receives to a plan's orders, one program per rank."""
+"""Lowering: turn a plan's orders into programs with sends and receives, one per rank."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,22 +17,22 @@ Program = tuple[Item, ...]
 def lower(plan: Plan, rules: Rules | None = None) -> tuple[Program, ...]:
     """Return one program per rank, in which every message of the plan is sent and received once.
 
-    All programs are projections of one sequence of ops and messages (:mod:`.sequence`). In it a
-    message comes after the op that produces it and before the op that needs it:
+    All programs are projections of one sequence of ops and messages (:mod:`.sequence`). In this
+    sequence a message comes after the op that produces it and before the op that needs it:
 
         sequence   F0 of stage 0 | F0>1           | F1 of stage 0 | F0 of stage 1
         stage 0    F0              SEND:F0>1        F1
         stage 1                    POST:F0<0                        RECV:F0<0 F0
 
     A SEND comes directly after the op that produces its tensor. The receiver posts the message
-    (POST) after those of its ops that precede the message in the sequence. It waits for the tensor
-    (RECV) before the op that needs it. Both ends of a link name its messages in the same order, so
-    neither tags nor a handshake for shapes are needed. A receiver that needs a later message first
-    waits for the earlier ones.
+    (POST) after all its ops that precede the message in the sequence. The receiver waits for the
+    tensor (RECV) before the op that needs the tensor. Both ends of a link issue its messages in the
+    same order, so neither tags nor a handshake for shapes are needed. A receiver that needs a later
+    message first waits for all earlier messages of the link.
 
-    The first item in the sequence that has not run can always run, because all that it needs
-    precedes it. Nothing therefore deadlocks, even if a device has a single queue in which sends
-    wait for their receives. Waiting for all issued work also returns at every point
+    The first item in the sequence that has not run can always run, because everything that it needs
+    precedes it. The programs therefore cannot deadlock, even if a device has a single queue in
+    which sends wait for their receives. A rank may also wait for all its issued work at any point
     (tests/ir/queue_check.py).
 
     The rule table determines the messages: one for every need that another rank meets. Between
@@ -41,7 +41,7 @@ def lower(plan: Plan, rules: Rules | None = None) -> tuple[Program, ...]:
 
     Args:
         plan: plan to lower.
-        rules: rule table; default: the one that governs ``plan``.
+        rules: rule table; default: ``rules_of(plan)``.
     """
     return tuple(map(tuple, _programs(plan, range(plan.ranks), rules)))
 
@@ -52,8 +52,9 @@ def lower_rank(plan: Plan, rank: int, block: Sequence[Plan] = ()) -> Program:
     Args:
         plan: plan to lower.
         rank: pipeline rank.
-        block: plans of its lockstep group, itself included. All of them get the same program, so
-            that replicas that synchronise in their ops do not also wait for each other's messages.
+        block: plans of the lockstep group, including ``plan``. All plans of the group get the same
+            program. Its replicas wait for each other in their ops, and with one program they do not
+            also wait for each other's messages.
     """
     return tuple(_programs(plan, (rank,), None, block)[rank])
 
@@ -64,7 +65,7 @@ def _programs(
     rules: Rules | None,
     block: Sequence[Plan] = (),
 ) -> list[list[Item]]:
-    """Return a program per rank, empty for ranks that are not among ``ranks``."""
+    """Return one program per pipeline rank; it is empty if the rank is not in ``ranks``."""
     programs: list[list[Item]] = [[] for _ in range(plan.ranks)]
     rank_of, shares_ranks = plan.rank_of, plan.shares_ranks
     wanted: dict[tuple[int, Op], list[Message]] = {}  # by consumer
@@ -102,9 +103,9 @@ def _programs(
 
 
 def _messages(plan: Plan, rules: Rules | None) -> Iterator[tuple[Message, Op, Op]]:
-    """Yield (message, op that produces it, op that needs it) for needs between stages.
+    """Yield (message, op that produces it, op that needs it) for every need between stages.
 
-    Messages between stages of one rank are included.
+    Needs between stages of one rank are included.
     """
     needs, backwards, rank_of = needs_of(plan, rules), backward_of(plan), plan.rank_of
     for stage, order in enumerate(plan.orders):

@@ -1,17 +1,17 @@
 """Op templates: what the plans of replicas in lockstep must have in common.
 
-If experts are sharded over several replicas, their ranks synchronise in every forward, in every
-backward, and wherever backward recomputes the experts:
+If experts are sharded over several replicas, the ranks of these replicas synchronise in every
+forward, in every backward, and wherever the backward recomputes the experts:
 
     replica 0   stage 0: F0 F1 B1 B0   recompute 0: 2k 1f1k
     replica 1   stage 0: F0 F1 B1 B0   recompute 0: 2k 1m1k      equal: both recompute layer 0's MLP
 
-The ops of every rank are therefore the same in the same order. For every chunk the same layers
-recompute their MLP, by whichever mode (ir.recompute.MLP_RECOMPUTED). Documents, spans, tokens and
-other recompute differ between replicas. If each plan can run alone, all can run together, because
-the needs of their ops are the same.
+All replicas must therefore run the same ops in the same order on each pipeline rank. For every
+chunk the same layers must recompute their MLP, in any of the modes ir.recompute.MLP_RECOMPUTED.
+Documents, spans, tokens and other recompute may differ between replicas. If each plan can run
+alone, all plans can run together, because they have the same needs between ranks.
 
-A plan does not know which layers have experts, so the modes of all layers count.
+A plan does not contain which layers have experts, so the modes of all layers are compared.
 """
 
 from typing import NoReturn
@@ -27,8 +27,8 @@ def check_op_templates(step: Step | StepPart) -> None:
     """Check that the replicas of every lockstep group of ``step`` have one op template; O(ops).
 
     Raises:
-        PlanError: two replicas differ. The first line says where; the ops of all replicas around
-            that place follow it.
+        PlanError: two replicas differ. The first line of the message names the place. If the orders
+            differ, the ops of all replicas around that place follow.
     """
     for first in range(0, len(step.plans), step.lockstep):
         block = step.plans[first : first + step.lockstep]

@@ -1,9 +1,9 @@
 """Common sequence of the ops of all ranks, in which producers precede consumers.
 
 Every rank issues its ops and messages in this sequence (:mod:`.lower`), so it must be the same on
-all ranks: it depends on the plan alone. Ops are ordered by their end, with estimated durations. If
-real durations differ, a message may start a little late (scripts/bench/issue_order.py), but always
-arrives.
+all ranks. It therefore depends on the plan alone. Ops are ordered by their ends, computed from
+estimated durations. If real durations differ, a message may start a little late
+(scripts/bench/issue_order.py), but it always arrives.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,8 +16,8 @@ from megatron_epp.ir.recompute import FULL
 from megatron_epp.ir.rules import Rules
 from megatron_epp.ir.slices import slices_of
 
-# A token's linear layers cost as much as this many query-key pairs: 6 x hidden of a layer with 12
-# hidden^2 weights, for a hidden size of 4096.
+# Query-key pairs that cost as much as the linear layers of one token: 6 x hidden, for a layer with
+# 12 hidden^2 weights and a hidden size of 4096.
 PAIRS_PER_TOKEN = 6 * 4096
 
 # Work of an op, in forwards of its chunk through the stage; other kinds count as 0.
@@ -27,22 +27,22 @@ FORWARDS: Mapping[Kind, int] = {
     Kind.INPUT: 1,
     Kind.WEIGHT: 1,
 }
-# In forwards of its chunk through one layer: about the work of a stage's vocabulary rows.
+# Work of an op on a stage's vocabulary rows, roughly, in forwards of its chunk through one layer.
 LAYERS: Mapping[Kind, int] = {Kind.HEAD: 1, Kind.HEAD_WEIGHT: 1}
 
 
 def sequence(
     plan: Plan, rules: Rules | None = None, block: Sequence[Plan] = ()
 ) -> Iterator[tuple[int, Op]]:
-    """Yield (stage, op) of every op of ``plan``, ordered by their estimated ends.
+    """Yield (stage, op) of every op of ``plan``, ordered by the estimated ends of the ops.
 
     The arithmetic is in integers, so that all machines agree; O(n log n) for n ops.
 
     Args:
         plan: plan of the ops.
-        rules: rule table; default: the one that governs ``plan``.
-        block: plans of its lockstep group, itself included. An op ends when the latest of theirs
-            does, so that all have the same sequence.
+        rules: rule table; default: ``rules_of(plan)``.
+        block: plans of the lockstep group, including ``plan``. The estimates take the longest
+            duration of each op over these plans, so that all plans have the same sequence.
 
     Raises:
         PlanError: the plan cannot run (:func:`~megatron_epp.ir.check.walk`).
