@@ -65,7 +65,7 @@ class LayerKind:
         return {}
 
     def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
-        """Return values of args, by name, that select this kind in exactly the layers of ``mask``."""
+        """Return values of args, by name, that select this kind in only the layers of ``mask``."""
         return {}
 
     def words(self, args: Any) -> list[str]:

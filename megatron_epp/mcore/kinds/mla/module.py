@@ -222,7 +222,7 @@ class MLALayer:
         return query_tHD, key_tHD, value.contiguous()
 
     def _table(self, state: ChunkState, positions_t: Tensor) -> tuple[Tensor, float]:
-        """Return the rows [t, 1, 1, P] of the rotary table for ``positions_t``, and YaRN's factor."""
+        """Return the rotary table's rows [t, 1, 1, P] for ``positions_t``, and YaRN's factor."""
 
         def table() -> tuple[Tensor, float]:
             result = self.around.rotary_pos_emb(self.context, packed_seq=True)
