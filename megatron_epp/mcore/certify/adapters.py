@@ -28,7 +28,7 @@ from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 
 
 class LowRankAdapter(MegatronModule):
-    """Wrapper that adds an adapter to ``linear``; the checkpoint keys of ``linear`` do not change."""
+    """Wrapper that adds an adapter to ``linear`` and does not change its checkpoint keys."""
 
     def __init__(self, linear: Any, rank: int, gated: bool):
         super().__init__(linear.config)

@@ -35,7 +35,7 @@ def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -
 
 
 def _small_pattern(pattern: str, chosen: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
-    """Return the values of args for a HybridModel with the ``chosen`` layers, ``counts`` per stage."""
+    """Return the values of args of a HybridModel with the ``chosen`` layers, ``counts`` a stage."""
     symbols = "".join(symbols_of_layers(pattern)[layer] for layer in chosen)
     return {
         "hybrid_layer_pattern": with_boundaries(symbols + mtp_part_of(pattern), counts),

@@ -1,1 +1,1 @@
-"""LM head: fused head and loss; vocabulary parallelism with its shards, messages, and ops H and G."""
+"""LM head: fused head and loss; shards, messages and the ops H and G of vocabulary parallelism."""

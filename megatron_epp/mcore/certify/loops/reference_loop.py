@@ -33,7 +33,7 @@ from megatron_epp.mcore.kinds.registry import MIXER_FLAGS
 
 
 class ReferenceLoop(ReferenceModel):
-    """Megatron's model in one process, with the loop's losses, scaled as in Megatron's schedules."""
+    """Megatron's model in one process, with the loop's losses and Megatron's loss scaling."""
 
     def prepare(self, turn: int) -> ModelSetup:
         """Build the reference model, and return the setup of the ranks with the loop's settings."""

@@ -57,7 +57,7 @@ def mtp_layers_of(model: Any) -> tuple[MtpLayer, ...]:
 
 
 def layers_of(model: Any) -> tuple[Any, ...]:
-    """Return the layers of a stage in the order of recompute modes: decoder layers, then MTP layers.
+    """Return the layers of a stage in the order of recompute modes: decoder layers first, then MTP.
 
     Layers of a shared MTP module are repeated for each run.
     """
