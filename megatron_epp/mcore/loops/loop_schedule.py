@@ -105,7 +105,7 @@ class LoopSchedule:
             return reason
         try:
             return self._pipelines.of(call, ranks)
-        except ValueError as refusal:  # our messages would block in such a world
+        except ValueError as refusal:  # messages would block with these process groups
             return str(refusal)
 
 

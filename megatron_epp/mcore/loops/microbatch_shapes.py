@@ -65,7 +65,7 @@ def measured(micro_batch: Any, by: ShapeFunction | None, number: int) -> Microba
     if by is None:
         try:
             return shape_of(micro_batch)
-        except Exception:  # a mapping of another form; the error would name our keys
+        except Exception:  # a mapping of another form; the error would not help the user
             return None
     shape = by(micro_batch)
     if isinstance(shape, bool) or not isinstance(shape, MicrobatchShape | int | None):

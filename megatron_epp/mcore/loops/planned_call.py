@@ -97,10 +97,9 @@ class MessageExtents:
 class PlannedCall:
     """One call of the schedule function by an external training loop, executed by a plan.
 
-    ``count`` returns the number of the call. If ``committed`` is true, errors are raised to the
-    loop; otherwise Megatron's own schedule can still run the call. ``committed`` is always true for
-    an attached model. For other models, it is set before the first op or by :meth:`_show`, and
-    reset if no rank could begin.
+    ``count`` returns the number of the call. While ``committed`` is false, Megatron's own schedule
+    can still run the call; later errors are raised. For an attached model, it is always true. For
+    others, it is set before the first op or by :meth:`_show`, and reset if no rank could begin.
     """
 
     def __init__(
@@ -393,8 +392,7 @@ class PlannedCall:
                 plan.predicted.seconds,
                 max(status.value[3] for status in statuses),
             )
-        # The rates of a stage's first rank replace those of its other ranks, so that all ranks of
-        # the replica use equal rates.
+        # All ranks use the rates of each stage's first rank, so that their rates are equal.
         pipeline.learn({status.value[0]: status.value[1:3] for status in reversed(statuses)})
 
 

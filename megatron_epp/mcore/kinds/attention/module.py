@@ -123,7 +123,8 @@ def attention_of(place: LayerPlace) -> tuple[Attention, Attention, Ulysses | Non
     own = single_rank = of_layer(place.attention, ranks)
     if ulysses is not None:
         single_rank = of_layer(place.attention.all_heads, SingleRank())
-    # Megatron would shard the rotary table over context-parallel ranks; ours is sharded already.
+    # Megatron would shard the rotary table over context-parallel ranks, but the table contains only
+    # the positions of this rank's rows.
     around.pg_collection = copy.copy(around.pg_collection)
     around.pg_collection.cp = SingleRank()
     return own, single_rank, ulysses

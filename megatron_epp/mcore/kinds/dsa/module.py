@@ -155,10 +155,7 @@ class DSALayer(MLALayer):
         packed_seq_params: Any = None,
         **others: Any,
     ) -> Tensor:
-        """Return the output [T, H V] of this rank's heads.
-
-        The indexer reads the layer's input ``x`` and the queries' latent ``qr`` from ``others``.
-        """
+        """Return the output [T, H V]; the indexer reads the input ``x`` and Q's latent ``qr``."""
         state: ChunkState | None = getattr(packed_seq_params, "state", None)
         if state is None:
             inputs = query_THD, key_T1D, value, attention_mask

@@ -73,8 +73,7 @@ def install_mla(place: LayerPlace, kind: "type[MLALayer]") -> None:
 class MLALayer:
     """MLA on chunks in layer ``layer`` of the stage; ``around`` is Megatron's MLASelfAttention.
 
-    ``local`` computes the attention of documents that this rank has alone. ``context`` is the
-    maximum number of tokens of a document.
+    ``local`` attends within documents on one rank; a document has at most ``context`` tokens.
     """
 
     def __init__(
@@ -285,8 +284,7 @@ class MLALayer:
     ) -> LatentKV:
         """Return the latents of the chunk's rows and the up-projection of this rank's heads.
 
-        The latents' gradients are from these heads only. The backward of the gather sums them over
-        the tensor-parallel ranks.
+        The backward of the gather sums the latents' gradients over the heads of all ranks.
         """
         if self._tensor > 1:
             if self.around.config.sequence_parallel:

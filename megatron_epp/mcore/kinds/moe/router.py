@@ -227,7 +227,7 @@ def pools_of(lengths: Sequence[Sequence[int]], config: Any, rules: Balancing) ->
 
         aux_loss       one pool per micro-batch
         seq_aux_loss   one pool per document; as in Megatron, all documents of a micro-batch have
-                       equal weight, whatever their lengths
+                       equal weight, even if their lengths differ
     """
     alone = AUXILIARY["seq_aux_loss"] in dict(rules.auxiliary)
     of: list[int] = []
