@@ -1,1 +1,1 @@
-"""`certify` with Megatron: its ranks under test, and its reference model."""
+"""`certify` with Megatron: the ranks under test, and the reference model."""

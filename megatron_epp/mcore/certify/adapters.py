@@ -1,13 +1,14 @@
-"""Low-rank adapters (LoRA) on a frozen model: what ``certify --lora-rank`` trains.
+"""Low-rank adapters (LoRA) on a frozen model, which ``certify --lora-rank`` trains.
 
-    y = W x + U D x      W frozen; D [r, K] and U [N, r] are trained
+    y = W x + U D x      W is frozen; D [r, K] and U [N, r] are trained
 
-Megatron has no adapters of its own; these represent those that frameworks add to its linears. One
-half of each is a linear of Megatron's over the tensor-parallel ranks, the other a torch linear,
-complete on every rank. So both types of layers occur frozen and trained, deferred and not:
+Megatron has no adapters; the adapters here represent the adapters that frameworks add to Megatron's
+linears. One of D and U is a linear of Megatron, sharded over the tensor-parallel ranks. The other
+is a torch linear, which every rank has in full. In this way, a certificate covers frozen and
+trained linears of both types, with and without a deferred weight backward:
 
-    W split over N (linear_qkv, linear_fc1)    D complete, on this rank's rows    U split over N
-    W split over K (linear_proj, linear_fc2)   D split over K, sums over ranks    U complete
+    W sharded over N (linear_qkv, linear_fc1)    D full, on this rank's rows       U sharded over N
+    W sharded over K (linear_proj, linear_fc2)   D sharded over K, with a sum      U full
 """
 
 from typing import Any, override
@@ -27,7 +28,7 @@ from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 
 
 class LowRankAdapter(MegatronModule):
-    """Wrapper of ``linear`` with an adapter of rank r; ``linear`` keeps its checkpoint keys."""
+    """Wrapper that adds an adapter to ``linear`` and does not change its checkpoint keys."""
 
     def __init__(self, linear: Any, rank: int, gated: bool):
         super().__init__(linear.config)
@@ -54,16 +55,16 @@ class LowRankAdapter(MegatronModule):
             self.up = nn.Linear(rank, linear.output_size, bias=False, dtype=dtype, device=device)
             weight = self.up.weight
         config.init_method(weight)
-        # Each rank sees its own rows: finalize_model_grads sums the gradients.
+        # Each rank processes its own rows, so finalize_model_grads must sum the gradients.
         setattr(weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     @property
     def weight(self) -> Tensor:
-        """The frozen weight: Megatron's Mamba mixer reads it when it saves."""
+        """The frozen weight, which Megatron's Mamba mixer reads to save a checkpoint."""
         return self.linear.weight
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the output of the linear with the adapter's, and the bias."""
+        """Return the sum of the outputs of linear and adapter, and the bias of the linear."""
         output, bias = self.linear(x)
         return output + _product(self.up, _product(self.down, x)), bias
 
@@ -81,7 +82,7 @@ class LowRankAdapter(MegatronModule):
                 getattr(self, name), f"{prefix}adapter.{name}.", sharded_offsets, metadata
             )
             if self.gated and name == "up":
-                # As in Megatron's MLP for the linear itself: gate and value on every rank.
+                # As in Megatron's MLP for linear_fc1: every rank has rows of gate and value.
                 key = f"{prefix}adapter.up.weight"
                 part[key] = apply_swiglu_sharded_factory(
                     part[key],
@@ -98,17 +99,17 @@ def _product(half: nn.Module, x: Tensor) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-# Linears of attention, MLA (which has not all of them), SSM and linear-attention layers.
+# Linears of attention, MLA, SSM and linear-attention layers; no layer has all of them.
 _MIXERS = ("linear_qkv", "linear_proj", "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj",
            "linear_kv_down_proj", "linear_kv_up_proj", "in_proj", "out_proj")  # fmt: skip
 
 
 def adapt(model: Any, rank: int) -> Any:
-    """Freeze ``model`` (Megatron's, not wrapped) and add adapters to its layers' linears."""
+    """Freeze ``model``, which is not wrapped, and add adapters to the linears of its layers."""
     for parameter in model.parameters():
         parameter.requires_grad = False
     for layer in dict.fromkeys(layers_of(model)):
-        # In a HybridModel's layer, one of the two has no linears or is missing.
+        # In a HybridModel's layer, the mixer or the MLP is missing or has no linears.
         mixer = layer.mixer if hasattr(layer, "mixer") else layer.self_attention
         mlp: Any = getattr(layer, "mlp", None)
         for name in _MIXERS:
@@ -122,7 +123,7 @@ def adapt(model: Any, rank: int) -> Any:
 
 
 def gradient(parameter: Any, name: str) -> Tensor:
-    """Return the gradient in ``parameter``'s attribute ``name``; zeros for a frozen one."""
+    """Return the gradient in the attribute ``name`` of ``parameter``; zeros if it is frozen."""
     if not parameter.requires_grad:
         return torch.zeros_like(parameter.data)
     return getattr(parameter, name)

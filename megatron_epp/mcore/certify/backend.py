@@ -1,6 +1,7 @@
-"""Megatron as the backend of a certificate: imports and servers of its processes.
+"""Megatron as the backend of a certificate: imports and servers of the certificate's processes.
 
-Importing this module stays light: every process imports it before it has set its environment.
+This module must not import Megatron or torch at the top, because every process imports it before
+its environment is set.
 """
 
 import sys
@@ -13,12 +14,12 @@ from megatron_epp.te_reference import reference_switch
 
 
 def choose_engine(trial: Trial) -> str:
-    """Make the processes use a CPU reference of Transformer Engine, if a model has its layers.
+    """Select the CPU reference of Transformer Engine if a model has Transformer Engine's layers.
 
-    On GPUs its own kernels run.
+    On GPUs, Transformer Engine's own kernels run.
 
     Returns:
-        A line that says that the reference is used, or "".
+        A message that the reference is used; "" if it is not used.
 
     Raises:
         ValueError: The kernels on a GPU do not support the trial's dtype.
@@ -33,15 +34,16 @@ def choose_engine(trial: Trial) -> str:
                 "float64; give --dtype bf16, or leave out --device"
             )
         return ""
-    # An H100 has no such GEMMs.
+    # An H100 has no mxfp8 GEMMs.
     device = "b200" if any(word.endswith("mxfp8") for word in words) else reference_switch.DEVICE
     return reference_switch.require_reference(device)
 
 
 def make_server(role: Role, until_the_end: ExitStack) -> Any:
-    """Return the server of a process: the reference model or a rank, of the trainer or a loop.
+    """Return the server of a process: the reference model, or a rank under test.
 
-    ``until_the_end`` holds contexts until the process ends.
+    Both exist for Megatron's trainer and for loops. Contexts that must stay open until the process
+    ends are entered on ``until_the_end``.
     """
     from megatron_epp.mcore.patching import cpu_host, cuda_host, patch_points
 
@@ -57,7 +59,7 @@ def make_server(role: Role, until_the_end: ExitStack) -> Any:
         until_the_end.enter_context(cpu_host.double_precision())
         if role.trial.device != "cpu":
             rotate_in_double()
-            # Local layers, whose norms Megatron refuses with sequence parallelism.
+            # Without Transformer Engine, Megatron refuses local norms with sequence parallelism.
             patch_points.install([patch_points.SEQUENCE_PARALLEL_NORM])
     if role.trial.loop is not None:
         from megatron_epp.mcore.certify.loops.loop_rank import LoopRank
@@ -74,19 +76,19 @@ def make_server(role: Role, until_the_end: ExitStack) -> Any:
 
 
 def hide_transformer_engine() -> None:
-    """Make Megatron's local layers entirely its own, before Megatron is imported.
+    """Hide Transformer Engine from Megatron; call this function before Megatron is imported.
 
-    If Transformer Engine is installed, they use its norms (core/transformer/transformer_block.py),
-    whose kernels do not compute in float64.
+    If Transformer Engine is installed, Megatron's local layers use its norms, whose kernels do not
+    compute in float64 (core/transformer/transformer_block.py).
     """
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 
 def rotate_in_double() -> None:
-    """Make rotary frequencies in float64 on the CPU, for ranks on GPUs and the reference.
+    """Patch Megatron to compute rotary frequencies in float64 on the CPU.
 
-    Megatron makes them in float32 on the rank's device. A GPU's powers and cosines differ from a
-    CPU's in the last bit: a certificate over an H200 was off by 3e-7.
+    Megatron computes them in float32 on the rank's device. The powers and cosines of a GPU differ
+    from a CPU's results in the last bit, so a certificate on an H200 had an error of 3e-7.
     """
     from functools import wraps
 
@@ -123,7 +125,7 @@ def _require_gpu(rank: int) -> None:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether ``error`` is a user's mistake."""
+    """Return whether ``error`` is caused by the user's input."""
     from megatron_epp.mcore.job.job_exit import is_users_mistake
 
     return is_users_mistake(error)

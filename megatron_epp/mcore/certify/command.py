@@ -13,7 +13,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``python -m megatron_epp certify``; return 0 if certified, else 1.
 
     Raises:
-        ValueError: The input cannot be used.
+        ValueError: The arguments or the installed Megatron are not supported.
 
     Example:
         >>> from megatron_epp.mcore.certify.command import main

@@ -1,4 +1,4 @@
-"""Selection of a model's layers when stages are scaled down: some of every kind."""
+"""Selection of the layers that a scaled-down model keeps: some layers of every kind."""
 
 from argparse import Namespace
 from collections.abc import Hashable, Sequence
@@ -10,16 +10,17 @@ from megatron_epp.mcore.kinds.registry import LAYER_KINDS
 
 
 def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
-    """Return the values that keep layers of every kind of Megatron's parsed ``args``.
+    """Return the values of args with which the small model has layers of every kind of ``args``.
 
-    ``stages`` and ``counts`` are the layers of every stage before and after.
+    ``stages`` and ``counts`` are the numbers of layers of every stage in the full and in the small
+    model.
 
     Raises:
-        ValueError: A mask has more or fewer layers than the model.
+        ValueError: The length of a mask is not the number of layers of the model.
     """
     masks = {part: part.layers(args) for part in LAYER_KINDS}
     bare = _without_positions(args)
-    # Two masks that distinguish the same layers, such as attention's and the MLP's, count once.
+    # Masks that are equal or complementary distinguish the same layers, so they count once.
     differ = {tuple(there == mask[0] for there in mask): mask for mask in (*masks.values(), bare)}
     chosen = kept_layers(list(zip(*differ.values(), strict=True)), stages, counts)
     changed: dict[str, Any] = {}
@@ -34,7 +35,7 @@ def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -
 
 
 def _small_pattern(pattern: str, chosen: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
-    """Return the values of a HybridModel with the ``chosen`` layers, ``counts`` per stage."""
+    """Return the values of args of a HybridModel with the ``chosen`` layers, ``counts`` a stage."""
     symbols = "".join(symbols_of_layers(pattern)[layer] for layer in chosen)
     return {
         "hybrid_layer_pattern": with_boundaries(symbols + mtp_part_of(pattern), counts),
@@ -45,7 +46,7 @@ def _small_pattern(pattern: str, chosen: Sequence[int], counts: Sequence[int]) -
 
 
 def _without_positions(args: Namespace) -> tuple[bool, ...]:
-    """Return the mask of the layers without a rotary embedding: --no-rope-freq."""
+    """Return the mask of the layers without a rotary embedding (--no-rope-freq)."""
     every = args.no_rope_freq
     if every is None or isinstance(every, int):
         return tuple(
@@ -59,13 +60,14 @@ def kept_layers(
 ) -> list[int]:
     """Return the numbers of the layers to keep.
 
-    If possible, a stage keeps at least one layer of every kind that it has. Else it keeps first its
-    most frequent kind, then the kinds that differ most from those kept.
+    If possible, a stage keeps at least one layer of every kind that it has. Otherwise it keeps a
+    layer of its most frequent kind first, and then layers of kinds with the most property values
+    that no kept layer has.
 
     Args:
-        kinds: Of every layer, its value of each property in which layers differ.
-        stages: Layers of every stage before.
-        counts: Layers of every stage after.
+        kinds: Kind of every layer: the values of all properties in which layers differ.
+        stages: Number of layers of every stage in the full model.
+        counts: Number of layers of every stage in the small model.
     """
     kept: list[int] = []
     start = 0

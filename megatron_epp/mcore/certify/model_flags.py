@@ -1,4 +1,4 @@
-"""The user's model flags, read by Megatron's parser and scaled down, in a dtype."""
+"""Model flags of the user, read by Megatron's parser and scaled down, in the certified dtype."""
 
 import sys
 from argparse import Namespace
@@ -56,7 +56,7 @@ _NOT_THE_MODEL: dict[str, Any] = {
     "skip_train": True,
     "eval_iters": 0,
 }
-# Of the above, values that --dtype bf16 has as in training.
+# Of the flags above, values that --dtype bf16 sets as in training.
 _IN_BF16: dict[str, Any] = {"bf16": True, "accumulate_allreduce_grads_in_fp32": True}
 # Values that --overlap adds: gradients reduced in buckets during backward, sharded like the
 # optimizer.
@@ -64,10 +64,10 @@ OVERLAP: dict[str, Any] = {
     "use_distributed_optimizer": True,
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
-    # Small enough that a tiny model has several buckets.
+    # So small that even a tiny model has several buckets.
     "ddp_bucket_size": 4000,
 }
-# Number formats that the reference model's weights are not held in.
+# The weights of the reference model are not stored in fp8.
 _UNHELD: dict[str, Any] = {"fp8_param_gather": False, "reuse_grad_buf_for_mxfp8_param_ag": False}
 # Features that Megatron's local layers lack; the reference model has only these layers.
 _LOCAL: dict[str, Any] = {
@@ -77,8 +77,8 @@ _LOCAL: dict[str, Any] = {
     "fp8": None,
     **_UNHELD,
 }
-# In fp8, the reference model has Transformer Engine's layers in fp8; no trainer reports that
-# weights have changed.
+# In fp8, the reference model has Transformer Engine's layers in fp8. Their transpose cache must be
+# disabled, because no trainer reports to it that weights have changed.
 _QUANTISED: dict[str, Any] = {"disable_parameter_transpose_cache": True, **_UNHELD}
 _NOT_REFERENCE: dict[str, Any] = {
     "pipeline_model_parallel_size": 1,
@@ -97,9 +97,9 @@ _NOT_REFERENCE: dict[str, Any] = {
 
 
 def parsed(flags: Sequence[str], pp: int) -> Namespace:
-    """Return ``flags`` as Megatron's parser reads them, with --epp over ``pp`` stages.
+    """Return the args of ``flags`` from Megatron's parser, with --epp over ``pp`` stages.
 
-    Flags that a plan replaces are taken out.
+    Flags that a plan replaces are removed.
 
     Raises:
         ValueError: A flag is refused.
@@ -114,13 +114,13 @@ def parsed(flags: Sequence[str], pp: int) -> Namespace:
 
 @dataclass(frozen=True, slots=True)
 class ScaledArgs:
-    """Megatron's arguments of the small model: on the ranks, and in one process."""
+    """Megatron's args of the small model: of the ranks, and of the reference model."""
 
-    layers: tuple[int, ...]  # of every stage
+    layers: tuple[int, ...]  # number of layers of every stage
     elastic: Namespace
     reference: Namespace
-    # Same model in the elastic one's dtype, if that is not float64, to which errors are relative;
-    # without fp8 if its scales cover full tensors.
+    # Reference model whose errors are the unit of the elastic model's errors: in the elastic
+    # model's dtype if that is not float64; without fp8 if fp8 scales cover full tensors.
     own: Namespace | None
 
 
@@ -133,7 +133,7 @@ def scaled(
         raw: The user's flags, parsed.
         degrees: Parallel degrees.
         overlap: Whether to overlap gradient reduction with backward.
-        lora_rank: Rank of adapters; 0: none.
+        lora_rank: Rank of adapters; 0 for no adapters.
         dtype: Dtype of the elastic model.
 
     Raises:
@@ -187,7 +187,7 @@ def _require_engine(raw: Namespace, lora_rank: int) -> None:
 
 
 def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
-    """Return the small model as one line."""
+    """Return a description of the small model in one line."""
     groups = query_groups(args)
     words = [
         f"layers {' '.join(map(str, layers))}",
@@ -237,7 +237,7 @@ def _validated(
 
 
 def choose_layers(args: Namespace, implementation: str) -> None:
-    """Set the implementation of layers; Transformer Engine's linears fuse weight gradients."""
+    """Set the implementation of layers, and whether its linears fuse weight gradients."""
     args.transformer_impl = implementation
     setattr(args, FUSED_LINEARS, implementation == "transformer_engine")
 

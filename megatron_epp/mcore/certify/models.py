@@ -30,13 +30,13 @@ from megatron_epp.mcore.placing.parts import place_parts
 
 
 def join(meeting: Path, rank: int, ranks: int, patience: timedelta, backend: str = "gloo") -> None:
-    """Join a world of ``ranks`` that meets at a file, so that no port can be taken.
+    """Initialise torch.distributed with a file store, which needs no free port.
 
     Args:
         meeting: Path of the file.
         rank: This rank.
         ranks: Size of the world.
-        patience: Limit for waits.
+        patience: Timeout of collectives.
         backend: Backend of torch.distributed.
     """
     dist.init_process_group(
@@ -49,13 +49,13 @@ def join(meeting: Path, rank: int, ranks: int, patience: timedelta, backend: str
 
 
 def begin(args: Namespace, seed: int) -> None:
-    """Make Megatron's groups and seed its generators for the model of ``args``."""
+    """Create Megatron's process groups for ``args``, and seed the random generators."""
     set_args(args)
     if args.params_dtype == torch.float64:
         for kind in LAYER_CERTIFICATES:
             kind.make_double(args)
     for kind in LAYER_CERTIFICATES:
-        kind.forget_losses()  # their length is that of the previous model
+        kind.forget_losses()  # entries have one value per layer of the model before
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
     mpu.initialize_model_parallel(
@@ -73,10 +73,10 @@ def begin(args: Namespace, seed: int) -> None:
 
 
 def reference_model(args: Namespace, by_engine: bool) -> Any:
-    """Return Megatron's model, completed where its local layers lack features.
+    """Return Megatron's model, with features added that its local layers lack.
 
-    See kinds/local_layers.py and kinds/moe/biases.py. ``by_engine``: with the keys of Transformer
-    Engine's layers.
+    See kinds/local_layers.py and kinds/moe/biases.py. With ``by_engine``, checkpoint keys are the
+    keys of Transformer Engine's layers.
     """
     description = described(args)
     fix_layer_spec(description)
@@ -93,7 +93,10 @@ def reference_model(args: Namespace, by_engine: bool) -> Any:
 
 
 def _make_double(args: Namespace, models: list[Any]) -> list[Any]:
-    """Return ``models``; in float64, convert also what Megatron always makes in float32."""
+    """Convert all parameters to float64 if that is the dtype of ``args``, and return ``models``.
+
+    Megatron creates some parameters in float32 with any dtype.
+    """
     if args.params_dtype == torch.float64:
         for parameter in (parameter for model in models for parameter in model.parameters()):
             parameter.data = parameter.data.double()
@@ -101,10 +104,10 @@ def _make_double(args: Namespace, models: list[Any]) -> list[Any]:
 
 
 class ChangingWeights:
-    """Weights that change between batches, as by an optimizer, so that stale caches show.
+    """Changes of weights between batches, as by an optimizer, which reveal stale caches.
 
-    Matrices are halved and doubled, which no format rounds, and change their sign, which is not in
-    a scale.
+    Matrices are multiplied by -0.5 and -2 in turn. These factors cause no rounding, and the change
+    of sign cannot be hidden in a scale.
     """
 
     def __init__(self, *models: Any):
@@ -116,7 +119,7 @@ class ChangingWeights:
         factor = next(self._factors)
         with torch.no_grad():
             for matrix in self._matrices:
-                if is_float8tensor(matrix):  # and quantised again, as by an optimizer's step
+                if is_float8tensor(matrix):  # quantised again, as in an optimizer step
                     matrix.copy_(main_copy(matrix).mul_(factor))
                 else:
                     matrix.data.mul_(factor)
@@ -128,15 +131,16 @@ def elastic_models(
     lora_rank: int = 0,
     around: Callable[[Any], Any] | None = None,
 ) -> list[Any]:
-    """Return this rank's stages, each in Megatron's DDP, wired as in ``train``.
+    """Return this rank's stage modules, wrapped in Megatron's DDP and configured as in ``train``.
 
     See training/training.py:3530.
 
     Args:
-        args: Megatron's arguments.
-        install: Adds the job's hooks to the model configuration, after those of adapters.
-        lora_rank: Rank of adapters; 0: none.
-        around: Converts Megatron's model to another class.
+        args: Megatron's args.
+        install: Function that adds the job's hooks to the model configuration. Its hooks run after
+            the hooks that add adapters.
+        lora_rank: Rank of adapters; 0 for no adapters.
+        around: Function that converts Megatron's model to another class.
     """
     description = described(args)
     fix_layer_spec(description)

@@ -1,4 +1,4 @@
-"""Plans of a planner, instead of arbitrary ones, for the batches of a certificate."""
+"""Plans of a planner, instead of arbitrary plans, for the batches of a certificate."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ STAGE_BYTES = 1e15
 
 @dataclass(frozen=True, slots=True)
 class PlansOf:
-    """Planner by name for stages of ``layers``; the other fields are those of Frame.
+    """Planner with the name ``planner``; the other fields have the meaning of Frame's fields.
 
-    Ops cost what those of a large model do. Costs affect only the order, on which gradients do not
-    depend.
+    Op costs are the costs of a large model (llama3-8b). They affect only the order of ops, on which
+    gradients do not depend.
     """
 
     planner: str
@@ -25,7 +25,7 @@ class PlansOf:
     whole: bool
 
     def __call__(self, lengths: Sequence[int]) -> Plan:
-        """Return the plan of one replica's documents.
+        """Return the plan of one replica's documents with these ``lengths``.
 
         Raises:
             ValueError: The planner does not support these stages.

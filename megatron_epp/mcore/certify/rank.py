@@ -1,4 +1,4 @@
-"""Rank of the job under test: components of the trainer, driven batch by batch."""
+"""Rank of the job under test, which runs the trainer's components batch by batch."""
 
 import pickle
 from collections import Counter
@@ -53,12 +53,12 @@ from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES
 
 
 def exact_attention(wanted: str, config: Any, device: torch.device) -> VarlenAttention:
-    """Return attention by explicit scores for GPUs, whose own kernels lack float64."""
+    """Return attention with explicit scores, for GPUs, whose attention kernels lack float64."""
     return VarlenAttention(ReferenceKernel(heads_of(config).scale))
 
 
 class DrawnSteps:
-    """Source of the steps that were drawn with the documents."""
+    """Step source that returns the random steps drawn together with the documents."""
 
     def __init__(self) -> None:
         self.drawn: RandomBatch | None = None
@@ -70,11 +70,11 @@ class DrawnSteps:
         return SourcedStep(step, str(step))
 
     def look_ahead(self, iteration: int, following: Following) -> None:
-        """Do nothing: steps are drawn."""
+        """Do nothing, because steps are already drawn."""
 
 
 class InMemory:
-    """Drawn documents with the interface of the data: one global batch."""
+    """Data source with one global batch of drawn documents."""
 
     def __init__(self, drawn: RandomBatch):
         self.drawn = drawn
@@ -85,7 +85,7 @@ class InMemory:
         return Batch(numpy.arange(len(lengths)), lengths)
 
     def peek(self, ahead: int = 0) -> None:
-        """Return None: there is one batch."""
+        """Return None, because there is no later batch."""
 
     def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
         """Return inputs [start, stop) of a document."""
@@ -98,14 +98,14 @@ class InMemory:
 
 
 class Rank:
-    """Rank that builds the model with the trainer's hook, and runs the trainer's schedule."""
+    """Rank that builds the model with the trainer's hooks, and runs the trainer's schedule."""
 
     mtp_loss: Mapping[str, numpy.ndarray] = MappingProxyType({})  # MTP losses
-    LISTED: ClassVar[Sequence[AllowedCollective]] = (  # collectives that it may issue
+    LISTED: ClassVar[Sequence[AllowedCollective]] = (  # collectives that a rank may issue
         *SCHEDULE,
         *(one for kind in LAYER_CERTIFICATES for one in kind.COLLECTIVES),
     )
-    RESULT: ClassVar[type[RankResult]] = TrainerResult  # of a batch
+    RESULT: ClassVar[type[RankResult]] = TrainerResult  # class of a batch's results
 
     def __init__(self, role: Role):
         self.trial, self.seed = role.trial, role.trial.seed
@@ -130,7 +130,7 @@ class Rank:
         self.weights = ChangingWeights(*(model.module for model in self.models))
 
     def build(self) -> list[Any]:
-        """Return this rank's stage modules, wrapped."""
+        """Return this rank's stage modules, wrapped in Megatron's DDP."""
         for kind in LAYER_CERTIFICATES:
             kind.shrink_blocks()
         self.steps = DrawnSteps()
@@ -153,7 +153,7 @@ class Rank:
         return models
 
     def compute(self, number: int) -> RankResult:
-        """Run batch ``number``: forward-only, and then in training."""
+        """Run batch ``number``, first forward-only and then in training; return the results."""
         self.number = number
         with self.around(number):
             drawn = self.frame.draw(self.seed, number)
@@ -182,15 +182,15 @@ class Rank:
             )
 
     def problems(self, drawn: Any, messages: list[MessageRecord]) -> list[str]:
-        """Return differences from the plan."""
+        """Return a line for each difference of messages and offloaded bytes from the plan."""
         return self._unplanned(drawn.step, messages) + self._not_offloaded(drawn.step)
 
     def results(self, trained: Any, evaluated: Any) -> tuple[Any, ...]:
-        """Return the further fields of a ``RESULT``."""
+        """Return the fields of ``RESULT`` that RankResult does not have."""
         return trained, evaluated, self.routing.taken(self.mtp_loss)
 
     def run(self, drawn: Any, forward_only: bool) -> Any:
-        """Return (loss summed over tokens, tokens) of this rank's rows, zeros if it has none."""
+        """Return (loss summed over tokens, tokens) of this rank's rows; zeros without a loss."""
         self.mtp_loss = {}
         if forward_only:  # alternate the values between batches
             for choice, values in self.open_choices:
@@ -217,7 +217,7 @@ class Rank:
         return total, tokens
 
     def _gather_gradients(self) -> None:
-        """Gather every rank's full gradient buffer: sharded reduction leaves a shard of each."""
+        """All-gather the gradient buffers, of which the sharded reduction reduces only a shard."""
         if not self.args.use_distributed_optimizer:
             return
         replicas = mpu.get_data_parallel_group(with_context_parallel=True)
@@ -230,9 +230,9 @@ class Rank:
                 dist.all_gather_into_tensor(bucket.grad_data, local, group=group)
 
     def _not_offloaded(self, step: Step) -> list[str]:
-        """Return a line if the plan offloads layers that have not left the device.
+        """Return a line if fewer bytes were offloaded than the plan's offloaded layers require.
 
-        A layer saves its input; of a row or two, an attention layer may save nothing to copy.
+        Layers count if their input is large enough; with few rows, a layer may offload nothing.
         """
         rank, plan = self.groups.pipeline_rank, step.plans[self.groups.replica]
         taken = self.schedule.ran.host_peak_bytes
@@ -251,11 +251,11 @@ class Rank:
         return rows * self.args.hidden_size * self.args.params_dtype.itemsize
 
     def _unplanned(self, step: Step, messages: list[MessageRecord]) -> list[str]:
-        """Return the differences of the messages from those of the plan."""
+        """Return a line for each link whose messages differ from the plan's messages."""
         plan, rank = step.plans[self.groups.replica], self.groups.pipeline_rank
         planned = self._planned(plan, lower(plan)[rank])
         problems = []
-        # Sends follow the program; receives are posted early, in the order of their link.
+        # Sends follow the program's order; receives are posted early, in order on each link.
         links = {(message.way, message.group, message.peer) for message in (*planned, *messages)}
         for link in sorted(links):
             wanted = [m.elements for m in planned if (m.way, m.group, m.peer) == link]
@@ -288,9 +288,9 @@ class Rank:
         return planned
 
     def _numbers(self, message: Message, plan: Plan) -> int:
-        """Return the elements per row of a training message.
+        """Return the number of elements per row of a message in training.
 
-        With vocabulary parallelism it has statistics; one in float32 takes two bf16 elements.
+        With vocabulary parallelism, it includes statistics; one in float32 is two bf16 elements.
         """
         hidden, each = self.args.hidden_size, 1 + (self.args.mtp_num_layers or 0)
         place = max(1, 4 // self.args.params_dtype.itemsize)

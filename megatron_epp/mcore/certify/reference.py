@@ -1,4 +1,4 @@
-"""Reference model: Megatron's own, in one process, on every document alone."""
+"""Reference model: Megatron's own model in one process, which runs every document alone."""
 
 import pickle
 from collections.abc import Iterable
@@ -37,18 +37,19 @@ from megatron_epp.mcore.model.quantisation import per_tensor_scales, quantises
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.requested import place_of
 
-# Added to every weight: with norms of exactly one and biases of zero, omissions would not show.
+# Noise added to every weight, because a missing norm weight of 1 or bias of 0 would not show.
 JITTER = 0.1
 
 type Gradients = dict[str, numpy.ndarray]
 
 
 class ReferenceModel:
-    """Megatron's model in float64, with none of our code but the CPU host.
+    """Megatron's model in float64; of this package, it uses only the patches for CPU-only hosts.
 
-    It has local layers, Megatron's own attention with a causal mask, and gradients from autograd.
-    If another dtype is certified, a second model with the same weights computes in that dtype
-    (``own``). In fp8 its layers are Transformer Engine's, because no others support it.
+    The model has Megatron's local layers and Megatron's own attention with a causal mask; autograd
+    computes the gradients. If another dtype is certified, a second model (``own``) with the same
+    weights computes in this dtype. In fp8, the layers are Transformer Engine's, because local
+    layers do not support fp8.
     """
 
     def __init__(self, role: Role):
@@ -60,14 +61,14 @@ class ReferenceModel:
         self._exactly = nullcontext if self.trial.dtype == FLOAT64 else cpu_host.double_precision
 
     def flags(self, turn: int) -> tuple[str, ...]:
-        """Return the model flags of this turn."""
+        """Return the model flags of turn ``turn``; turns cycle through the trial's models."""
         return self.trial.models[turn % len(self.trial.models)]
 
     def prepare(self, turn: int) -> ModelSetup:
-        """Read the flags and build the model.
+        """Read the flags, build the reference model, and return the setup of the ranks.
 
         Raises:
-            ValueError: Flags cannot be used.
+            ValueError: A flag is refused or not supported.
         """
         degrees, lora_rank = self.trial.degrees, self.trial.lora_rank
         raw = parsed(self.flags(turn), degrees.pp)
@@ -75,7 +76,7 @@ class ReferenceModel:
         if self.trial.device != "cpu":
             raw.transformer_impl = "local"  # this process has no GPU
         small = scaled(raw, degrees, self.trial.overlap, lora_rank, self.trial.dtype)
-        # Its kernels support that dtype.
+        # Transformer Engine's kernels on GPUs support this dtype.
         if self.trial.device != "cpu" and self.trial.dtype != FLOAT64:
             choose_layers(small.elastic, asked)
         args = small.reference
@@ -102,7 +103,7 @@ class ReferenceModel:
             fill(self.own, weights)
         fill(self.model, weights)
         self.weights = ChangingWeights(*filter(None, (self.model, self.own)))
-        # Empty if errors are relative to those of another model.
+        # Empty if errors are measured relative to the errors of ``own``.
         exact = self.in_fp8 and small.own is None
         self.quantised = quantised_keys(self.model) if exact else frozenset()
         self.rows = row_block(small.elastic)
@@ -110,7 +111,7 @@ class ReferenceModel:
         splits = all(kind.splits(small.elastic) for kind in LAYER_CERTIFICATES)
         sharded, full = vocabulary_parallel(small.elastic), sees_full_documents(small.elastic)
         place = place_of(small.elastic)
-        # Ranks that share a tensor have a scale each, for their shard.
+        # If ranks share a tensor, each rank has a separate scale for its shard.
         shared = degrees.tp * degrees.cp * small.elastic.expert_model_parallel_size > 1
         drawn_here = self.trial.planner is None and not self.trial.trees
         exact = per_tensor_scales(small.elastic) and drawn_here and not shared
@@ -122,7 +123,7 @@ class ReferenceModel:
                     "it out"
                 )
             plans = PlansOf(self.trial.planner, small.layers, place, sharded, splits, full)
-            plans([CONTEXT, CONTEXT // 2])  # refused before any slow work
+            plans([CONTEXT, CONTEXT // 2])  # raises early if the planner refuses these stages
         self.frame = Frame(
             args.padded_vocab_size,
             small.layers,
@@ -149,7 +150,7 @@ class ReferenceModel:
         )
 
     def built(self, args: Any, elastic: Any) -> Any:
-        """Return the reference model of ``args``, with the keys of the ``elastic`` one's layers."""
+        """Return the reference model of ``args``, with the checkpoint keys of ``elastic``."""
         return reference_model(args, elastic.transformer_impl != args.transformer_impl)
 
     def compute(self, number: int) -> Reference:
@@ -186,7 +187,7 @@ class ReferenceModel:
         )
 
     def _evaluated(self, drawn: RandomBatch) -> float:
-        """Return the loss per token of forward-only passes."""
+        """Return the loss per token in evaluation mode."""
         total = 0.0
         self.model.eval()
         with self._exactly(), torch.no_grad():
@@ -198,7 +199,7 @@ class ReferenceModel:
         return total / drawn.loss_tokens
 
     def _of_documents(self, model: Any, drawn: RandomBatch) -> tuple[list[Tensor], Gradients]:
-        """Return the weighted losses [T] of every document alone, and gradients of their mean."""
+        """Return the masked losses [T] of every document alone, and the gradients of their mean."""
         sums, losses = Sums(model, drawn.loss_tokens), []
         for document in range(len(drawn.tokens)):
             tokens_T, labels_T, mask_T = map(torch.from_numpy, drawn.sequence(document))
@@ -209,7 +210,7 @@ class ReferenceModel:
         return losses, self.gradients(model, sums)
 
     def gradients(self, model: Any, sums: "Sums") -> Gradients:
-        """Return the full model's gradients by key, with routers as finalize_model_grads does."""
+        """Return the full model's gradients by key, after the routers' finalize_model_grads."""
         if model is self.model:
             self.routing.note_counts()
         config = get_model_config(model)
@@ -226,17 +227,17 @@ def token_losses(
     rows: int = 1,
     **besides: Tensor,
 ) -> Tensor:
-    """Return the losses of one document alone: [T].
+    """Return the losses [T] of one document, which the model runs alone.
 
-    It is padded to a multiple of ``rows``, which no earlier token sees.
+    The document is padded to a multiple of ``rows``. Its tokens do not attend to the padding.
 
     Args:
         model: The model.
         tokens_1T: Tokens of the document.
-        labels_1T: Its labels.
-        mask_T: Mask of its targets, for MTP.
-        rows: Multiple of the padded rows.
-        **besides: Further arguments of the model's forward.
+        labels_1T: Labels of the document.
+        mask_T: Loss mask of the document, which MTP losses use.
+        rows: Divisor of the number of rows with padding.
+        **besides: More arguments of the model's forward.
     """
     length = tokens_1T.shape[1]
     missing = -length % rows
@@ -247,7 +248,7 @@ def token_losses(
         torch.ones(1, 1, length + missing, length + missing, dtype=torch.bool).triu(1),
         labels=pad(labels_1T, (0, missing)),
         **({} if mask_T is None else {"loss_mask": pad(mask_T, (0, missing))[None].double()}),
-        # Routers would count it.
+        # Without this mask, routers would count the padding.
         **({"padding_mask": (places_T >= length)[None]} if missing else {}),
         **besides,
     )
@@ -255,7 +256,7 @@ def token_losses(
 
 
 def quantised_keys(model: nn.Module) -> frozenset[str]:
-    """Return the keys of ``model``'s weights with GEMMs in fp8."""
+    """Return the keys of the weights of ``model`` whose GEMMs run in fp8."""
     linears = {
         weight
         for module in filter(quantises, model.modules())
@@ -267,7 +268,7 @@ def quantised_keys(model: nn.Module) -> frozenset[str]:
 
 
 def off(losses: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """Return the 2-norm of all differences."""
+    """Return the 2-norm of all differences between ``losses`` and ``expected``."""
     pairs = zip(losses, expected, strict=True)
     return float(torch.cat([(a.double() - b).flatten() for a, b in pairs]).norm())
 
@@ -275,7 +276,7 @@ def off(losses: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
 class Sums:
     """Gradients of ``model``, accumulated in float64 from backwards in any dtype.
 
-    They are divided by ``tokens`` at the end, as in a trainer, so roundings are not divided.
+    As in the trainer, the division by ``tokens`` follows the accumulation.
     """
 
     def __init__(self, model: Any, tokens: int = 1):
@@ -283,7 +284,7 @@ class Sums:
         self._sums = {one: torch.zeros_like(one, dtype=torch.float64) for one in model.parameters()}
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward of ``loss`` and add its gradients."""
+        """Run the backward of ``loss`` and add its gradients to the sums."""
         loss.backward()
         for parameter in self._model.parameters():
             if parameter.grad is not None:

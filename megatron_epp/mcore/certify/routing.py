@@ -1,4 +1,4 @@
-"""Records of what a model's routers leave besides gradients: tokens per expert, logged losses."""
+"""Records of a model's routing in an iteration: tokens per expert, and logged losses."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,14 +12,14 @@ from megatron_epp.mcore.kinds.moe.router import logged_number, moe_layers
 
 
 class RoutingNotes:
-    """Recorder of what the routers of ``models`` leave in each iteration."""
+    """Recorder of the routers' token counts and logged losses of ``models`` in each iteration."""
 
     def __init__(self, *models: Any):
         self.models = models
         self._counts: dict[int, numpy.ndarray] = {}
 
     def before(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """Wrap Megatron's finalize_model_grads to record first the counts that it resets."""
+        """Wrap Megatron's finalize_model_grads, which resets token counts, to record them first."""
 
         def noting(*args: Any, **others: Any) -> None:
             self.note_counts()
@@ -37,9 +37,9 @@ class RoutingNotes:
         }
 
     def taken(self, extra_losses: Mapping[str, numpy.ndarray] | None = None) -> RoutingRecord:
-        """Return the routing recorded since the last call.
+        """Return the routing recorded since the last call of this method, and reset it.
 
-        Its losses include ``extra_losses``, as a rank reports them or as Megatron's log has them.
+        The losses include Megatron's logged losses and ``extra_losses``.
         """
         tracker = get_moe_metrics_tracker()
         losses = {
@@ -55,7 +55,7 @@ class RoutingNotes:
 def _mtp_losses() -> dict[str, numpy.ndarray]:
     """Return the MTP losses that Megatron has logged since the last call, by name.
 
-    They are summed over micro-batches.
+    The losses are sums over micro-batches.
     """
     values = MTPLossLoggingHelper.tracker.get("loss_values", ())
     losses = {

@@ -1,9 +1,11 @@
-"""A model with the structure of the user's, small enough to be compared bit for bit.
+"""Small model with the structure of the user's model, whose results can be compared exactly.
 
-Heads, head size, vocabulary, context and layers of a stage are reduced. The small model keeps:
+The numbers of heads and of layers of a stage, the head size, the vocabulary and the context are
+reduced. The following do not change:
 
-- attention heads per key/value head, head size and feed-forward size (at most 4) over hidden size;
-- norms, activation, biases, ties and position embeddings;
+- the number of query heads per key/value head (at most 8);
+- the ratios of head size and feed-forward size (at most 4) to the hidden size;
+- norms, activation, biases, tied embeddings and position embeddings;
 - the layout over the stages and the parallel degrees.
 """
 
@@ -25,16 +27,16 @@ from megatron_epp.mcore.model.shape import stage_layers
 from megatron_epp.mcore.placing.requested import asked_placement, layers_of_placement, placed_values
 
 HEAD_SIZE = 8
-VOCABULARY = 61  # about: every tensor-parallel rank gets equally many rows
+VOCABULARY = 61  # rounded up to a multiple of the ranks that share it
 GROUPS_PER_RANK = 2  # key/value heads
 LEAST_HEADS_PER_RANK = 4  # query heads
 MOST_HEADS_PER_GROUP = 8
 UNEVEN_LAYERS = 3  # limit per stage if the stages differ; else 2
-HALF_LAYERS = 6  # limit per stage of a HybridModel: each layer is about half of another model's
+HALF_LAYERS = 6  # limit per stage of a HybridModel, whose layer is about half a GPTModel's layer
 
 
 def _of_pattern(args: Namespace, pattern: str, stages: int) -> Namespace:
-    """Return Megatron's parsed ``args`` as it reads them with a layer pattern."""
+    """Return Megatron's parsed ``args`` with the values that Megatron derives from ``pattern``."""
     small = Namespace(**vars(args))
     small.num_layers = len(symbols_of_layers(pattern))
     small.hybrid_layer_pattern, small.hybrid_override_pattern = pattern, None
@@ -46,7 +48,10 @@ def _of_pattern(args: Namespace, pattern: str, stages: int) -> Namespace:
 
 
 def fewer(counts: Sequence[int]) -> list[int]:
-    """Return few layers for every stage: different stages stay different, empty ones stay empty."""
+    """Return a small number of layers for every stage.
+
+    Stages with different numbers of layers usually keep different numbers; empty stages stay empty.
+    """
     sizes = sorted({count for count in counts if count})
     if len(sizes) == 1:
         return [min(count, 2) for count in counts]
@@ -54,10 +59,10 @@ def fewer(counts: Sequence[int]) -> list[int]:
 
 
 def step_of(args: Namespace, tp: int) -> int:
-    """Return the multiple of rows and columns of a rank's shard of a matrix.
+    """Return the divisor of the numbers of rows and columns of a rank's shard of a matrix.
 
-    In fp8 it is what GEMMs need. If a matrix is split, it is a full block, so that every shard has
-    the scales of the full matrix.
+    In fp8, it is the divisor that GEMMs require. If matrices are sharded, it is the size of a block
+    with one scale, so that the shards have the scales of the full matrix.
     """
     if not getattr(args, "fp8", None) or args.transformer_impl == "local":
         return 1
@@ -65,13 +70,14 @@ def step_of(args: Namespace, tp: int) -> int:
 
 
 def heads(query: int, key: int, tp: int, cp: int = 1) -> tuple[int, int]:
-    """Return (query heads, key/value heads): few of both, in the same ratio up to 8.
+    """Return small numbers of (query heads, key/value heads), with the ratio of the user's model.
 
-    Heads that do not divide over the context-parallel ranks stay as they are, to be refused.
+    The ratio is at most 8. If heads do not divide over the context-parallel ranks, the number of
+    key/value heads does not change, and a later check refuses the model.
 
     Args:
-        query: Query heads of the user's model.
-        key: Its key/value heads.
+        query: Number of query heads of the user's model.
+        key: Number of key/value heads of the user's model.
         tp: Tensor-parallel degree.
         cp: Context-parallel degree.
 
@@ -97,16 +103,16 @@ def _divides(query: int, key: int, cp: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """Layers of every stage, and the values by destination that make Megatron's ``args`` small."""
+    """Number of layers of every stage, and the values of args, by name, of the small model."""
 
     layers: tuple[int, ...]
     values: dict[str, Any]
 
 
 def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | None) -> SmallModel:
-    """Return the model of Megatron's parsed ``args``, scaled down.
+    """Return the scaled-down model of Megatron's parsed ``args``.
 
-    ``layout`` is --pipeline-model-parallel-layout as symbols per stage.
+    ``layout`` contains the symbols of --pipeline-model-parallel-layout for each stage.
 
     Raises:
         ValueError: Flags are missing or inconsistent.

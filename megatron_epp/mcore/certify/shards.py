@@ -1,7 +1,7 @@
-"""Tensors of a model in the coordinates of the full model, as in Megatron's checkpoints.
+"""Shards of a model's tensors with their indices in the full tensors, as in checkpoints.
 
-Megatron's ``sharded_state_dict`` defines which part of a weight a rank has. Here it carries weights
-from the reference model to the ranks, and gradients back.
+Megatron's ``sharded_state_dict`` defines which part of a weight a rank has. It is used here to copy
+weights of the reference model to the ranks, and to assemble the ranks' gradients.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -27,8 +27,8 @@ def _sharded(model: Any) -> Iterator[ShardedTensor]:
 def _place(tensor: ShardedTensor) -> tuple[int | slice, ...]:
     """Return the index of this rank's shard in the global tensor.
 
-    The index has one int for each prepended axis, such as the layer, and one slice for each axis of
-    the shard. Megatron 0.19 has ``ShardedTensor.global_slice`` for this; later versions lack it.
+    The index contains an int for each prepended axis, such as the layer, and a slice for each axis
+    of the shard. Megatron 0.19 has ``ShardedTensor.global_slice`` for this; later versions do not.
     """
     offsets, layers = tensor.global_offset, tensor.prepend_axis_num
     starts = zip(offsets[layers:], tensor.local_shape, strict=True)
@@ -36,9 +36,9 @@ def _place(tensor: ShardedTensor) -> tuple[int | slice, ...]:
 
 
 def shards(model: nn.Module, tensor_of: Callable[[Any], Tensor]) -> list[Shard]:
-    """Return ``tensor_of`` every parameter, sharded as the parameter, in float64.
+    """Return the shards of ``tensor_of(parameter)`` of every parameter, in float64.
 
-    ``tensor_of`` returns the parameter itself, or its gradient.
+    ``tensor_of`` returns a tensor with the shape of the parameter, such as its gradient.
     """
     with _in_place_of_parameters(model, tensor_of):
         return [
@@ -54,10 +54,10 @@ def shards(model: nn.Module, tensor_of: Callable[[Any], Tensor]) -> list[Shard]:
 
 @contextmanager
 def _in_place_of_parameters(model: nn.Module, tensor_of: Callable[[Any], Tensor]) -> Iterator[None]:
-    """Replace the parameters of the modules in this context.
+    """Replace each parameter of ``model`` by a parameter with ``tensor_of(parameter)`` as data.
 
-    If a parameter's data were replaced by data of another dtype, it would lose the hooks that
-    reduce its gradient.
+    The original parameters are restored at the end of the context. Their data are not replaced,
+    because a parameter would lose the hooks that reduce its gradient if its dtype changed.
     """
     others: dict[nn.Parameter, nn.Parameter] = {}
     for parameter in model.parameters():
@@ -76,9 +76,9 @@ def _in_place_of_parameters(model: nn.Module, tensor_of: Callable[[Any], Tensor]
 
 
 def fill(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Write the full model's ``weights`` (numpy, by key) into this rank's parameters.
+    """Copy the full model's ``weights`` (numpy, by key) into this rank's parameters.
 
-    Parameters in fp8 have a main copy (``certified_main``), as in an optimizer.
+    For parameters in fp8, the weights are also stored in a main copy (``certified_main``).
     """
     mains = {one: main_copy(one) for one in model.parameters() if is_float8tensor(one)}
     with torch.no_grad():
@@ -91,7 +91,7 @@ def fill(model: nn.Module, weights: Mapping[str, Any]) -> None:
 
 
 def main_copy(parameter: Any) -> Tensor:
-    """Return the main copy of an fp8 ``parameter``, made at the first call."""
+    """Return the main copy of an fp8 ``parameter``; the first call allocates it."""
     if not hasattr(parameter, "certified_main"):
         shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
         parameter.certified_main = torch.empty(shape, dtype=dtype, device=device)

@@ -1,9 +1,9 @@
-"""Base classes of a layer kind: its meaning in Megatron's flags, and its modules on chunks.
+"""Base classes of a layer kind: :class:`LayerKind` for flags, :class:`KindModule` for modules.
 
-``LayerKind`` reads flags and configurations before Megatron is imported; only methods may import
-it. ``KindModule`` acts on Megatron's modules. A kind overrides the methods that concern it; the
-defaults do nothing. The cost of a kind is a class of :mod:`megatron_epp.cost.kinds`, its
-certificate one of :mod:`.certificate_base`.
+``LayerKind`` reads flags and configurations before Megatron is imported; only its methods may
+import Megatron. ``KindModule`` patches Megatron's modules. By default, the methods change nothing.
+Two other classes belong to a kind: its cost in :mod:`megatron_epp.cost.kinds`, and its certificate,
+a subclass of :class:`.certificate_base.LayerCertificate`.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 class LayerKind:
     """Properties of a layer kind, such as attention or MoE, as functions of Megatron's args.
 
-    The methods' defaults suit a kind that changes nothing.
+    By default, the methods describe a kind that changes nothing.
     """
 
-    PRICED: type[Part] | None = None  # class in cost/kinds; None: it changes another kind's cost
-    NAME: str = ""  # of layers that consist of it
-    SYMBOL: str = ""  # of its layers in a HybridModel's pattern; "": there are none
-    SYMBOLS: str = ""  # of all layers there that have it, if other layers do, too
-    VARIANTS: tuple[str, ...] = ()  # values of --experimental-attention-variant that ask for it
-    SLICED: bool = True  # whether slices of external training loops support it
-    ABSENT: ClassVar[dict[str, Any]] = {}  # fields of LayerShape for a layer without it
-    NUMBERED: bool = False  # an MTP layer has it as the decoder's layer of its number, not the last
-    SLOT: str = ""  # attribute of Megatron's layer with its module; "": it has none
+    PRICED: type[Part] | None = None  # class in cost/kinds; None: kind changes another kind's cost
+    NAME: str = ""  # name of a layer that consists of this kind
+    SYMBOL: str = ""  # layer symbol of this kind in a HybridModel's pattern; "": no symbol
+    SYMBOLS: str = ""  # symbols of all layers that contain this kind; "": only SYMBOL
+    VARIANTS: tuple[str, ...] = ()  # values of --experimental-attention-variant for this kind
+    SLICED: bool = True  # whether slices of external training loops support this kind
+    ABSENT: ClassVar[dict[str, Any]] = {}  # fields of LayerShape for a layer without this kind
+    NUMBERED: bool = False  # whether MTP layer n is as decoder layer n, not as the last layer
+    SLOT: str = ""  # attribute of Megatron's layer that is this kind's module; "": no module
     TIMED: ClassVar[dict[str, str]] = {}  # {name in selective recompute: attribute of the layer}
-    STACK: str = ""  # field of Megatron's HybridStackSubmodules for its layers
-    FLAGS: ClassVar[dict[str, Any]] = {}  # fields of args that ask for it, with neutral values
-    LIMITS: tuple[Limit, ...] = ()  # what it does not run
-    REPLACED: tuple[ReplacedFlags, ...] = ()  # flags that it replaces
+    STACK: str = ""  # field of Megatron's HybridStackSubmodules for layers of this kind
+    FLAGS: ClassVar[dict[str, Any]] = {}  # fields of args that select this kind -> neutral values
+    LIMITS: tuple[Limit, ...] = ()  # features that this kind does not support
+    REPLACED: tuple[ReplacedFlags, ...] = ()  # flags that this kind replaces
 
     # -------------------------------------------------------------- the model
 
@@ -65,11 +65,11 @@ class LayerKind:
         return {}
 
     def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
-        """Return values of args, by name, that give this kind to exactly the layers of ``mask``."""
+        """Return values of args, by name, that select this kind in only the layers of ``mask``."""
         return {}
 
     def words(self, args: Any) -> list[str]:
-        """Return words for a profile's key that tell models with this kind apart."""
+        """Return the words of a profile's key that distinguish models with this kind."""
         return []
 
     def active(self, config: Any) -> int:
@@ -77,7 +77,7 @@ class LayerKind:
         return 1
 
     def heads(self, config: Any, context: int) -> Heads | None:
-        """Return the attention heads of one of ``context`` context-parallel ranks, or None."""
+        """Return the attention heads of each of ``context`` context-parallel ranks, or None."""
         return None
 
     def layers_see(self, config: Any) -> Sequence[tuple[int | None, bool]]:
@@ -87,21 +87,21 @@ class LayerKind:
     # -------------------------------------------------------------- flags
 
     def defaults(self, wanted: Any) -> dict[str, Any]:
-        """Return the args that --epp sets if the args ``wanted`` select this kind, by name."""
+        """Return the values of args, by name, that --epp sets if ``wanted`` selects this kind."""
         return {}
 
     def require(self, args: Any, tp: int) -> None:
-        """Raise a ValueError if flags as typed are inconsistent on ``tp`` tensor-parallel ranks."""
+        """Raise a ValueError if flags are inconsistent with each other or with ``tp`` ranks."""
 
     def refuse(self, args: Any) -> None:
-        """Raise a ValueError for args that --epp cannot run and that LIMITS do not cover."""
+        """Raise a ValueError for args that --epp does not support and that LIMITS does not list."""
 
     def unfit_pattern(self, args: Any, symbols: str) -> str | None:
-        """Return the reason why layers of ``symbols`` do not fit ``args``; None if they do."""
+        """Return the reason why layers with ``symbols`` do not fit ``args``; None if they fit."""
         return None
 
     def needs_full_documents(self, args: Any) -> bool:
-        """Return whether documents must not be cut, because training compares all their tokens."""
+        """Return whether documents must not be cut, because the loss compares all their tokens."""
         return False
 
     def unshared(self, holder: Any) -> str:
@@ -109,17 +109,17 @@ class LayerKind:
         return ""
 
     def replays(self, config: Any) -> bool:
-        """Return whether later passes replay recorded forwards, so ops keep the call's order."""
+        """Return whether later passes replay recorded forwards; ops must then not be reordered."""
         return False
 
     # -------------------------------------------------------------- ranks
 
     def expert_ranks(self, args: Any) -> int:
-        """Return the number of ranks that share a layer's experts, over all lockstep replicas."""
+        """Return the number of ranks, of all replicas, that share the experts of a layer."""
         return 1
 
     def layer_groups(self, holder: Any) -> list[ProcessGroup]:
-        """Return this rank's process groups of these layers, other than those of TP and CP."""
+        """Return this rank's process groups of these layers, other than the TP and CP groups."""
         return []
 
     def trainer_groups(self, args: Any) -> list[ProcessGroup]:
@@ -131,15 +131,15 @@ class OpenChoice(Protocol):
     """Flag of a kind that may stay AUTO until the model is built.
 
     Attributes:
-        flag: Field of args.
-        values: Its possible values.
+        flag: Name of the field of args.
+        values: Possible values of the flag.
     """
 
     flag: str
     values: tuple[str, ...]
 
     def excluded(self, model: Any, attention: Attention) -> dict[str, str]:
-        """Return value -> reason for the values that this rank's ``model`` does not support."""
+        """Map each value that this rank's ``model`` does not support to the reason."""
 
     def measured_with(self, coefficients: Iterable[LayerCoefficients]) -> str:
         """Return the value that was set when ``coefficients`` were measured."""
@@ -150,15 +150,15 @@ class OpenChoice(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Layer in which the modules of a kind are patched, with what the patches need.
+    """Layer in which the modules of a kind are patched, with the arguments of the patches.
 
     Attributes:
         layer: Megatron's layer.
         index: Index of the layer in its stage.
-        context: Most tokens of a document.
-        attention: The attention of the job.
-        dropped: Outputs that the layer drops, to be recomputed in the backward.
-        in_loop: Whether the model also runs inputs of an external training loop that are not
+        context: Maximum number of tokens of a document.
+        attention: The attention implementation of the job.
+        dropped: Outputs that the layer drops in the forward and recomputes in the backward.
+        in_loop: Whether an external training loop also runs the model on inputs that are not
             chunks.
     """
 
@@ -182,42 +182,42 @@ class KindModule:
     CHOICES: tuple[OpenChoice, ...] = ()
 
     def holds(self, module: Any) -> bool:
-        """Return whether ``module``, in the kind's slot, is of this kind."""
+        """Return whether ``module``, which is in the attribute ``KIND.SLOT``, is of this kind."""
         return False
 
     def prepare(self, config: Any) -> None:
-        """Create Megatron's log entries of this kind, equally on every stage."""
+        """Create Megatron's log entries of this kind, which every stage must have."""
 
     def install(self, place: LayerPlace) -> None:
         """Patch the kind's module in ``place.layer`` to compute chunks."""
         raise NotImplementedError
 
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
-        """Return the shapes of what ``context`` tokens of a document cache on this rank.
+        """Return the shapes of the tensors that ``context`` tokens of a document cache per rank.
 
-        ``layer`` must be patched already.
+        ``layer`` must already be patched.
         """
         return KeptShapes()
 
     def changed(self, model: Any) -> list[Tensor]:
-        """Return the tensors that an iteration changes, other than weights and gradients."""
+        """Return the tensors that an iteration changes, except weights and gradients."""
         return []
 
     # -------------------------------------------------------------- on CPU-only hosts
 
     def local_layer(self, config: Any) -> Any:
-        """Return the spec of a HybridModel's layer of this kind with Megatron's local modules."""
+        """Return the spec of a HybridModel's layer of this kind, with Megatron's local modules."""
         raise NotImplementedError
 
     def local_block(self, config: Any, vp_stage: int | None) -> Any:
-        """Return the spec of a stage's layers of a GPTModel with Megatron's local modules.
+        """Return the spec of a GPTModel's layers on a stage, with Megatron's local modules.
 
-        None selects Megatron's own spec.
+        If the result is None, Megatron's own spec is used.
         """
         return None
 
     def fix_local(self, layer: Any, config: Any) -> None:
-        """Complete ``layer``, the submodules of one of Megatron's local layers, in place."""
+        """Complete the submodules ``layer`` of one of Megatron's local layers, in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,17 +234,17 @@ class KeptShapes:
 
 
 def layers_with(args: Any, symbols: str) -> tuple[bool, ...]:
-    """Return the mask of the layers with one of ``symbols``; all layers of a GPTModel."""
+    """Return the mask of the layers with one of ``symbols``; for a GPTModel, of all layers."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     by_symbol = tuple(symbol in symbols for symbol in symbols_of_layers(pattern or ""))
     return by_symbol or (True,) * args.num_layers
 
 
 def mask_of_layers(flag: str, values: Sequence[int], layers: int) -> tuple[bool, ...]:
-    """Return the 0s and 1s ``values`` of ``flag`` as a mask, one bool per layer.
+    """Return ``values``, the 0s and 1s of a flag, as a mask: one bool per layer.
 
     Raises:
-        ValueError: The number of values is not ``layers``.
+        ValueError: The number of values is not ``layers``; the message names ``flag``.
     """
     if len(values) != layers:
         raise ValueError(f"{flag}: {len(values)} layers; expected --num-layers, {layers}")

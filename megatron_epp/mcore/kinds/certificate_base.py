@@ -1,4 +1,4 @@
-"""Base class of a layer kind in certificates: its small model, and fixes of the reference model."""
+"""Base class of a layer kind in certificates: sizes of the small model, fixes of the reference."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class LayerCertificate:
-    """A layer kind in a certificate; by default its methods do nothing.
+    """Layer kind in a certificate; by default, the methods do nothing.
 
     Attributes:
-        KIND: Its flags.
-        COLLECTIVES: Collectives that its layers issue.
+        KIND: Properties of the layer kind.
+        COLLECTIVES: Collectives that layers of this kind issue.
     """
 
     KIND: LayerKind
@@ -28,14 +28,14 @@ class LayerCertificate:
     def small(
         self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
     ) -> dict[str, Any]:
-        """Return values by destination that make the model small.
+        """Return the values of args, by name, that make layers of this kind small.
 
         Args:
             args: Megatron's arguments of the full model.
             hidden: Hidden size of the small model.
-            tp: Tensor-parallel ranks.
+            tp: Number of tensor-parallel ranks.
             head_size: Size of a head of the small model.
-            step: Rows and columns of a rank's matrix must be a multiple of it.
+            step: Divisor of the numbers of rows and columns of a rank's matrix.
 
         Raises:
             ValueError: The sizes are inconsistent.
@@ -43,43 +43,43 @@ class LayerCertificate:
         return {}
 
     def without_ties(self, small: Mapping[str, Any]) -> dict[str, Any]:
-        """Return changes of ``small`` after which rounding decides no discrete choice."""
+        """Return changes of ``small`` with which no discrete choice depends on rounding."""
         return {}
 
     def small_words(self, args: Any) -> list[str]:
-        """Return words on the kind for readers of a certificate."""
+        """Return the words that describe this kind's small model in a certificate."""
         return []
 
     def read_pattern(self, args: Any, symbols: str) -> None:
-        """Set on ``args`` what Megatron derives from the pattern."""
+        """Set the fields of ``args`` that Megatron derives from the layer symbols of a pattern."""
 
     def splits(self, args: Any) -> bool:
-        """Return whether plans may split the backward of its layers."""
+        """Return whether plans may split the backward of layers of this kind."""
         return True
 
     def shrink_blocks(self) -> None:
-        """Reduce the blocks of rows that are computed at a time to the small model's size."""
+        """Reduce the sizes of blocks that are computed at a time, to suit the small model."""
 
     # -------------------------------------------------------------- the reference model
 
     def fix_reference(self, layer: Any, by_engine: bool) -> None:
-        """Fix errors of Megatron's ``layer``; ``by_engine``: give it Transformer Engine's keys."""
+        """Fix errors of Megatron's ``layer``; with ``by_engine``, set Transformer Engine's keys."""
 
     def make_double(self, args: Any) -> None:
-        """Make what Megatron casts to float32 by name compute in float64."""
+        """Patch computations that Megatron casts to float32, so that they run in float64."""
 
     def adds_losses(self, holder: Any) -> bool:
-        """Return whether its layers add losses that depend on all that is computed together.
+        """Return whether layers add losses that depend on all documents computed together.
 
-        ``holder`` is the flags or the model's configuration.
+        ``holder`` is either Megatron's args or the model's configuration.
         """
         return False
 
     def weigh_losses(self, scale: Tensor) -> None:
-        """Multiply the losses that its layers add by ``scale``."""
+        """Multiply the losses that layers of this kind add by ``scale``."""
 
     def forget_losses(self) -> None:
-        """Clear the losses of its layers in Megatron's log."""
+        """Clear the losses of layers of this kind in Megatron's log."""
 
     def finish_reference(self, model: Any, config: Any) -> None:
-        """Do for the reference ``model`` what finalize_model_grads does after an iteration."""
+        """Run this kind's part of finalize_model_grads for the reference ``model``."""

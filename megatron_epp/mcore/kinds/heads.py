@@ -6,7 +6,7 @@ from typing import Any
 def query_groups(args: Any) -> int:
     """Return the number of key and value heads in Megatron's ``args``.
 
-    --num-query-groups is 1 by default, and Megatron reads it with --group-query-attention only.
+    Without --group-query-attention, Megatron ignores --num-query-groups, whose default is 1.
     """
     if not getattr(args, "group_query_attention", True):
         return args.num_attention_heads

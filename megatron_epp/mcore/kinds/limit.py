@@ -1,4 +1,4 @@
-"""A feature that does not run: where, and what to do; a row of docs/reference/refused_flags.md."""
+"""Limit of this package: an unsupported feature, listed in docs/reference/refused_flags.md."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,18 +9,20 @@ Reason = Callable[[Any], str | None]
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """A feature that some places do not run.
+    """Feature that --epp, slices, planned calls or CPU-only hosts do not support.
+
+    Each function returns None or False if the feature is not used, or if it is supported.
 
     Attributes:
-        what: Description with its flags.
-        instead: What to do.
-        epp: Whether flags ask for it; --epp then refuses.
-        slices: Reason if a loop's model asks for it, True for the row's own text; `attach` then
-            refuses.
-        calls: Reason if a loop's call asks for it; Megatron's own schedule then runs the call.
-        no_gpu: Reason if flags ask for it; CPU-only hosts then refuse.
-        typed: Whether --epp refuses its flags if typed; else they are removed with a warning
-            (replaced.py), and refused if they come another way.
+        what: Description of the feature, with its flags.
+        instead: What the user should do instead.
+        epp: Function (args) -> whether the flags select the feature; --epp then refuses the flags.
+        slices: Function (model of a loop) -> the reason why ``attach`` refuses the model. True
+            stands for the text of this row.
+        calls: Function (call of a loop) -> the reason why Megatron's own schedule runs the call.
+        no_gpu: Function (args) -> the reason why CPU-only hosts refuse the flags.
+        typed: Whether --epp refuses the flags if the user has typed them. If false, typed flags are
+            removed with a warning (replaced.py), and refused only if they were set otherwise.
     """
 
     what: str
@@ -46,13 +48,14 @@ def any_of(*names: str, harmless: tuple[Any, ...] = ()) -> Callable[[Any], bool]
 
 
 def settings(before: str = "", **words: str) -> Reason:
-    """Return a function that returns a text about the first setting that a configuration has.
+    """Return a function that describes the first of the settings ``words`` that is set.
 
-    The function takes a model or a call of a loop, and returns None without such a setting.
+    The argument of the returned function is a loop's model or call; its configuration is tested.
+    The function returns None if no setting is set.
 
     Args:
-        before: Text before the setting's description.
-        words: Description of each setting, by its name in the configuration.
+        before: Text before the description of the setting.
+        words: Description of each setting, by the setting's name in the configuration.
     """
 
     def reason(holder: Any) -> str | None:
@@ -65,10 +68,10 @@ def settings(before: str = "", **words: str) -> Reason:
 
 
 def not_computed(**words: str) -> Reason:
-    """Return :func:`settings` with a text that says that slices do not compute the setting."""
+    """Return the function of :func:`settings` with the text "slices do not compute ..."."""
     return settings("slices do not compute ", **words)
 
 
 def of_config(asked: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    """Return a function that applies ``asked`` to the configuration of a loop's model."""
+    """Return a function that applies the test ``asked`` to the configuration of a loop's model."""
     return lambda model: bool(asked(model.config))

@@ -1,10 +1,11 @@
-"""Megatron's local modules on CPU-only hosts, with what they lack compared to Transformer Engine's.
+"""Megatron's local modules on CPU-only hosts, with features of Transformer Engine's modules added.
 
-    context parallelism    local attention refuses it; ours replaces it before it runs
-    norms of Q and K without weights (--qk-l2-norm)    are not passed on by Megatron's trainer
-    layers of a HybridModel    exist only with Transformer Engine's modules
+    context parallelism        Megatron's local attention refuses it; here, elastic attention
+                               replaces the forward, so the check is disabled
+    --qk-l2-norm               Megatron's trainer does not pass it to local layers
+    layers of a HybridModel    in Megatron, they exist only with Transformer Engine's modules
 
-Checkpoints have the keys of Transformer Engine's layers.
+Checkpoint keys are the keys of Transformer Engine's layers.
 """
 
 import copy
@@ -34,7 +35,7 @@ NORM_OF_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def local_submodules(config: Any, mla: bool = False) -> TransformerLayerSubmodules:
-    """Return the submodules of Megatron's local layer with attention and an MLP."""
+    """Return the submodules of Megatron's local layer with attention (or MLA) and an MLP."""
     return get_gpt_layer_local_submodules(
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=mla,
@@ -46,13 +47,13 @@ def local_submodules(config: Any, mla: bool = False) -> TransformerLayerSubmodul
 def local_attention(
     config: Any, attention: Any = None, keys: Mapping[str, str] = NORM_OF_QKV, mla: bool = False
 ) -> ModuleSpec:
-    """Return the spec of a layer that consists of attention.
+    """Return the spec of a layer that contains only attention.
 
     Args:
         config: The TransformerConfig.
         attention: Spec of the attention; None selects multi-head attention or MLA.
-        keys: Checkpoint keys for the norm before the attention.
-        mla: Whether ``attention`` None selects MLA.
+        keys: Checkpoint key of the norm before the attention, by its local key.
+        mla: Whether to build MLA if ``attention`` is None.
     """
     layer = local_submodules(config, mla)
     submodules = TransformerLayerSubmodules(
@@ -65,7 +66,7 @@ def local_attention(
 
 
 def feed_forward(config: Any, experts: Any = None) -> TransformerLayerSubmodules:
-    """Return the submodules of a layer with an MLP, or with ``experts`` and a separate norm."""
+    """Return the submodules of a layer that contains only an MLP, or only the MoE ``experts``."""
     layer = local_submodules(config)
     return TransformerLayerSubmodules(
         pre_mlp_layernorm=layer.pre_mlp_layernorm,
@@ -80,13 +81,13 @@ def block_with(
     vp_stage: int | None,
     changed: Callable[[int, TransformerLayerSubmodules], dict[str, Any]],
 ) -> Any:
-    """Return the spec of a stage's layers of a GPTModel with some submodules replaced.
+    """Return the spec of a GPTModel's layers on a stage, with some submodules replaced.
 
     Args:
         config: The TransformerConfig.
         vp_stage: Index of the stage on its rank; None without interleaving.
-        changed: Returns the replaced submodules by name, from the layer's number in the model,
-            which begins at 0, and its present submodules.
+        changed: Function (number of the layer in the model, from 0; its submodules) -> the
+            replaced submodules by name.
     """
     copied = copy.copy(config)
     copied.experimental_attention_variant = None
@@ -116,9 +117,10 @@ def block_with(
 
 
 def fix_local_attention(layer: Any, config: Any) -> None:
-    """Patch local multi-head attention for context parallelism and QK L2 norm, in place.
+    """Patch local multi-head attention in ``layer`` for context parallelism and QK L2 norm.
 
-    Other attention in ``layer``, the submodules of a layer, does not change.
+    ``layer`` contains the submodules of a layer and is changed in place. Attention of other kinds
+    does not change.
     """
     attention = local_attention_of(layer, mla=False)
     if attention is None:
@@ -130,9 +132,9 @@ def fix_local_attention(layer: Any, config: Any) -> None:
 
 
 def norm_as_engines(layer: Any) -> None:
-    """Set the checkpoint key of the norm before an MoE to that of Transformer Engine's layers.
+    """Set the checkpoint key of the norm before an MoE to the key of Transformer Engine's layers.
 
-    Megatron's local layers would save this norm under the key of a dense layer.
+    Megatron's local layers would save this norm with the key of a dense layer's norm.
     """
     names = getattr(layer.submodules_config, "sharded_state_dict_keys_map", {})
     kept = {
@@ -143,9 +145,9 @@ def norm_as_engines(layer: Any) -> None:
 
 
 def local_attention_of(layer: Any, mla: bool) -> Any:
-    """Return the submodules of ``layer``'s local attention.
+    """Return the submodules of the local attention in ``layer``.
 
-    Return None if the attention is not local, or if ``mla`` does not match.
+    Return None if the attention is not local, or if ``mla`` does not match its class.
     """
     own = layer.self_attention
     submodules = getattr(own, "submodules", None)

@@ -1,6 +1,6 @@
-"""Registry of the layer kinds in Megatron's modules: imported after Megatron.
+"""Registry of the patches of Megatron's modules by layer kind; imports Megatron.
 
-Modules of Megatron's layers that no kind holds are refused.
+If no kind supports a module of one of Megatron's layers, the model is refused.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from megatron_epp.mcore.kinds.moe.module import MoEModule
 from megatron_epp.mcore.kinds.registry import SYMBOLS
 from megatron_epp.mcore.kinds.ssm.module import GatedDeltaNetModule, KDAModule, MambaModule
 
-# Most specific first: the first kind that holds a module is used.
+# Most specific kinds first: of several kinds that support a module, the first is used.
 KIND_MODULES: tuple[KindModule, ...] = (
     MLPModule(),
     MoEModule(),
@@ -29,7 +29,7 @@ KIND_MODULES: tuple[KindModule, ...] = (
     AttentionModule(),
     KDAModule(),
 )
-# Attributes of Megatron's layers with the modules that compute.
+# Attributes of Megatron's layers that are modules of a layer kind.
 _SLOTS = ("self_attention", "cross_attention", "mixer", "mlp")
 
 
@@ -55,7 +55,7 @@ def kinds_of_layer(layer: Any) -> tuple[KindModule, ...]:
 
 
 def timed_modules(layer: Any) -> Mapping[str, tuple[Any, ...]]:
-    """Return the modules of ``layer`` to time separately, by their name in selective recompute."""
+    """Return the modules of ``layer`` to time separately, by name in selective recompute."""
     modules: dict[str, tuple[Any, ...]] = {}
     for kind in kinds_of_layer(layer):
         for name, attribute in kind.KIND.TIMED.items():
@@ -64,8 +64,8 @@ def timed_modules(layer: Any) -> Mapping[str, tuple[Any, ...]]:
 
 
 def changed_tensors(model: Any) -> list[tuple[Tensor, Tensor]]:
-    """Copy the tensors that an iteration changes, other than weights and gradients.
+    """Return pairs (tensor, copy) of the tensors that an iteration changes.
 
-    Return pairs (tensor, copy).
+    Weights and gradients are not among them.
     """
     return [(one, one.clone()) for kind in KIND_MODULES for one in kind.changed(model)]

@@ -1,4 +1,4 @@
-"""Rotary embedding of rows at arbitrary positions of their documents."""
+"""Rotary embedding of a chunk's rows by their positions in their documents."""
 
 from typing import Any
 
@@ -9,19 +9,21 @@ from megatron_epp.mcore.data.chunk_params import ChunkParams
 
 
 class PositionedRotary(nn.Module):
-    """Rotary embedding by each row's position in its document, instead of rows 0, 1, 2, ...
+    """Rotary embedding by each row's position in its document, instead of positions 0, 1, 2, ...
 
-    This module wraps Megatron's rotary embedding, whose table is computed once for the full
-    context. Megatron treats the rows of a chunk as one sequence, and gets the table's rows of their
-    positions. A fused kernel that counts positions from 0 in every sequence therefore reads the
-    right table rows. Inputs that are not chunks use Megatron's rotary embedding.
+    This module wraps Megatron's rotary embedding and selects the table rows of a chunk's positions
+    from the table of the full context. Row i of the result belongs to row i of the chunk, and the
+    chunk is passed to Megatron as one sequence. Therefore also a fused kernel, which reads table
+    row i for row i of a sequence, applies the right rotation. For inputs that are not chunks,
+    Megatron's own rotary embedding is used.
 
     Attributes:
         rotary: Megatron's rotary embedding.
         context: Number of rows of the table.
         fused: Whether a fused kernel applies the embedding.
-        computed: The chunk of a model that may not call :meth:`get_rotary_seq_len`. The model then
-            gets the full table, which :meth:`replaced` replaces before the layers read it.
+        computed: The current chunk, set before the forward of a model that may not call
+            :meth:`get_rotary_seq_len`. Such a model gets the full table from :meth:`forward`;
+            :meth:`replaced` then replaces the table rows before the layers read them.
     """
 
     def __init__(self, rotary: Any, context: int, fused: bool):
@@ -32,13 +34,13 @@ class PositionedRotary(nn.Module):
 
     @property
     def inv_freq(self) -> Tensor:
-        """Inverse frequencies of Megatron's rotary embedding, which frameworks' models read."""
+        """Inverse frequencies of Megatron's rotary embedding; models of frameworks read them."""
         return self.rotary.inv_freq
 
     def get_rotary_seq_len(self, *args: Any) -> int:
-        """Return the context for a chunk, or Megatron's length for other inputs.
+        """Return ``context`` for a chunk, or Megatron's length for other inputs.
 
-        The chunk's positions are stored for the next :meth:`forward`.
+        The chunk's positions are stored for the next call of :meth:`forward`.
         """
         self._positions = None
         params = args[-1] if args else None
@@ -49,14 +51,15 @@ class PositionedRotary(nn.Module):
         return self.context
 
     def forward(self, length: int, *args: Any, **others: Any) -> Tensor | tuple[Tensor, float]:
-        """Return the table rows of the stored positions, with YaRN's factor if there is one.
+        """Return the table rows of the stored positions, with the factor of YaRN if it is used.
 
-        Without stored positions, return the full table for ``computed``, or Megatron's own result.
+        If no positions are stored, return the full table if ``computed`` is set, and otherwise the
+        result of Megatron's rotary embedding.
         """
         positions, self._positions = self._positions, None
         if positions is None and self.computed is None:
             return self.rotary(length, *args, **others)
-        # packed_seq: the full table; Megatron's context parallelism would take a part of it.
+        # With packed_seq, the table is full; otherwise Megatron would shard it over CP ranks.
         table = self.rotary(self.context, packed_seq=True)
         if positions is None:
             return table
@@ -64,9 +67,9 @@ class PositionedRotary(nn.Module):
         return _rows_of(table, positions)
 
     def replaced(self, table: Any) -> Any:
-        """Return the table rows of ``computed``'s positions instead of ``table``, and reset it.
+        """Return the table rows of the positions of ``computed``, and reset ``computed``.
 
-        Without ``computed``, return ``table``.
+        If ``computed`` or ``table`` is None, return ``table``.
         """
         params, self.computed = self.computed, None
         if params is None or table is None:

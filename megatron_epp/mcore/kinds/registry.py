@@ -1,7 +1,6 @@
-"""Registry of the layer kinds; the rest of mcore does not depend on which there are.
+"""Registry of the layer kinds; the rest of mcore does not depend on specific kinds.
 
-A new layer kind is a class here and one of :mod:`megatron_epp.cost.kinds.layer`. Modules of
-Megatron's layers that no class holds are refused.
+A new layer kind needs a class in ``LAYER_KINDS`` and a class in :mod:`megatron_epp.cost.kinds`.
 """
 
 from __future__ import annotations
@@ -47,14 +46,14 @@ LAYER_KINDS: tuple[LayerKind, ...] = (
     WindowKind(),
     MTPKind(),
 )
-# Flags of kinds that replace multi-head attention, with their values without the kind.
+# Flags of kinds that replace multi-head attention, with the values that do not select the kind.
 MIXER_FLAGS = {
     name: neutral
     for part in LAYER_KINDS
     if part.PRICED is None or part.PRICED.MIXER
     for name, neutral in part.FLAGS.items()
 }
-# Symbols of a HybridModel's layers that --epp runs.
+# Layer symbols of a HybridModel that --epp supports.
 SYMBOLS = {part.SYMBOL: part.NAME for part in LAYER_KINDS if part.SYMBOL}
 
 
@@ -75,25 +74,25 @@ def model_sizes(args: Any) -> dict[str, Any]:
 
 
 def expert_ranks_of(args: Any) -> int:
-    """Return the number of ranks that share a layer's experts; 1 if one rank has them all."""
+    """Return the number of ranks over which a layer's experts are sharded; 1 without sharding."""
     return max(kind.expert_ranks(args) for kind in LAYER_KINDS)
 
 
 def replaced_by_kinds() -> tuple[ReplacedFlags, ...]:
-    """Return Megatron's flags that a layer kind replaces with --epp."""
+    """Return the flags of Megatron that --epp replaces because of a layer kind."""
     return tuple(row for part in LAYER_KINDS for row in part.REPLACED)
 
 
 def kind_defaults(wanted: Any) -> dict[str, Any]:
-    """Return the args that --epp sets because of the layer kinds of ``wanted``, by name."""
+    """Return the values of args, by name, that --epp sets for the layer kinds of ``wanted``."""
     return {name: value for part in LAYER_KINDS for name, value in part.defaults(wanted).items()}
 
 
 def lockstep_of(args: Any) -> int:
-    """Return the number of neighbouring replicas that share experts, and so run in lockstep.
+    """Return the number of neighbouring replicas that share experts and therefore run in lockstep.
 
-    Megatron places experts on the ranks of a stage in order. The result is 1 if every replica has
-    all experts.
+    Megatron assigns experts to the ranks of a stage in rank order. The result is 1 if every replica
+    has all experts.
     """
     if (ranks := expert_ranks_of(args)) == 1:
         return 1
@@ -101,7 +100,7 @@ def lockstep_of(args: Any) -> int:
 
 
 def modes_of_kinds(args: Any) -> str:
-    """Return the recompute modes that the model's layer kinds add to those of all layers."""
+    """Return the recompute modes that the model's layer kinds have in addition to common modes."""
     there = (part.PRICED for part in LAYER_KINDS if any(part.layers(args)))
     return "".join(priced.MODES for priced in there if priced is not None)
 
@@ -132,7 +131,7 @@ def require_pattern(args: Namespace) -> None:
     """Raise a ValueError if the layer pattern is invalid or does not fit the pipeline.
 
     Args:
-        args: Flags as typed; without a pattern, nothing is checked.
+        args: Flags as typed. If they contain no pattern, nothing is checked.
     """
     pattern = pattern_of(args)
     if pattern is None:
@@ -164,7 +163,7 @@ def heads_of(config: Any, context: int | None = None) -> Heads:
 
     Args:
         config: Megatron's configuration.
-        context: Number of context-parallel ranks; None takes that of ``config``.
+        context: Number of context-parallel ranks; None selects ``config.context_parallel_size``.
     """
     ranks = config.context_parallel_size if context is None else context
     known = (part.heads(config, ranks) for part in reversed(LAYER_KINDS))

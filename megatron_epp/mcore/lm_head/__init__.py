@@ -1,1 +1,1 @@
-"""LM head: fused head and loss, vocabulary parallelism (shards, messages, the ops H and G)."""
+"""LM head: fused head and loss; shards, messages and the ops H and G of vocabulary parallelism."""

@@ -17,31 +17,31 @@ from megatron_epp.layers.concatenated import concatenated
 from megatron_epp.layers.lm_head.fused_loss import Losses, fused_backward
 from megatron_epp.mcore.patching import cpu_host
 
-# Rows with logits at once on a CPU, where there is no launch overhead.
+# Rows whose logits are computed at a time on a CPU, where there is no launch overhead.
 CPU_BLOCK_TOKENS = 1024
 
 
 def fused_head(args: Any) -> bool:
-    """Return whether the last stage's head may run its backward in F.
+    """Return whether the backward of the LM head may run in F.
 
-    If hooks start the overlapped reduction during the stage's last backward, the output layer's
-    gradient must come there, with the others.
+    If hooks start the overlapped gradient reduction during the stage's last backward, the gradient
+    of the output layer must be computed in that backward, too.
     """
     hooks_reduce = args.pipeline_model_parallel_size == 1 or not args.align_grad_reduce
     return not (args.overlap_grad_reduce and hooks_reduce)
 
 
 def block_tokens(args: Any) -> int:
-    """Return the rows that the head processes at a time."""
+    """Return the number of rows that the LM head processes at a time."""
     words = args.padded_vocab_size // args.tensor_model_parallel_size
     return rows_at_once(words, cpu_host.has_gpu())
 
 
 def rows_at_once(words: int, on_gpu: bool, stages: int = 1) -> int:
-    """Return the rows with logits held at once.
+    """Return the number of rows whose logits are computed at a time.
 
-    ``words`` are the vocabulary rows of this rank: with vocabulary parallelism 1 / ``stages`` of
-    its tensor-parallel rank's.
+    ``words`` is the number of vocabulary rows of this rank. With vocabulary parallelism, these are
+    1 / ``stages`` of the vocabulary rows of a tensor-parallel rank.
     """
     if on_gpu:
         return head_block_tokens(words)
@@ -49,19 +49,19 @@ def rows_at_once(words: int, on_gpu: bool, stages: int = 1) -> int:
 
 
 class FusedHead:
-    """An ``output_processor`` of GPTModel.forward that returns losses with their backward done.
+    """Fused LM head and loss: an ``output_processor`` of GPTModel.forward.
 
-    Losses are [1, T], or [1 + D, T] if hidden states of D MTP modules come with the decoder's.
-    ``weights_1T`` is the gradient of every token's loss. With sequence parallelism, the rank's rows
-    are gathered once, so that their blocks match those of the labels. Their gradients are
-    reduce-scattered once.
+    The call returns losses after running the backward of the head. Losses are [1, T], or
+    [1 + D, T] with D MTP modules. ``weights_1T`` is the gradient of every loss. With sequence
+    parallelism, rows are all-gathered once before the head, so that blocks of rows match blocks of
+    labels. The gradients of the rows are reduce-scattered once.
     """
 
     def __init__(self, weights_1T: Tensor):
         self.weights_1T = weights_1T
 
     def __call__(self, **arguments: Any) -> Tensor:
-        """Return the losses, after the backward of the head."""
+        """Return the losses, and run the backward of the LM head."""
         layer = arguments["output_layer"]
         results = [
             self._early(hidden_t1H, self.weights_1T[depth : depth + 1], losses, layer)
@@ -88,9 +88,9 @@ class FusedHead:
 
 
 def losses_of_each(**arguments: Any) -> Tensor:
-    """Return the losses [1 + D, T] of all predictions of a row (an ``output_processor``).
+    """Return the losses [1 + D, T] of the decoder and of D MTP modules (an ``output_processor``).
 
-    Autograd runs their backward as usual.
+    Autograd runs the backward of the losses later, as usual.
     """
     parts = [losses(hidden_t1H, slice(None)) for hidden_t1H, losses in _predictions(**arguments)]
     return concatenated(parts)
@@ -108,9 +108,10 @@ def _predictions(
     config: Any,
     **others: Any,
 ) -> Iterator[tuple[Tensor, Losses]]:
-    """Yield (hidden states, losses of some of their rows) of the next token, then of MTP modules.
+    """Yield (hidden states, function that returns the losses of a slice of their rows).
 
-    With --mtp-detach-heads, MTP does not train the output layer.
+    The first pair is of the decoder, the others are of the MTP modules. With --mtp-detach-heads,
+    MTP losses do not train the output layer.
     """
 
     def losses(depth: int, weight: Tensor | None, hidden_t1H: Tensor, rows: slice) -> Tensor:
@@ -129,7 +130,7 @@ def _predictions(
 
 @contextmanager
 def _on_gathered_rows(output_layer: ColumnParallelLinear) -> Iterator[None]:
-    """Disable the output layer's gather and gradient reduction over the ranks in this context."""
+    """Disable the gather and the gradient reduction of ``output_layer`` in this context."""
     before = output_layer.sequence_parallel, output_layer.disable_grad_reduce
     output_layer.sequence_parallel, output_layer.disable_grad_reduce = False, True
     try:

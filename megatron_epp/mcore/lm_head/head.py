@@ -1,4 +1,4 @@
-"""H and G of a stage for the executor, and what they exchange with its F and B."""
+"""Ops H and G of a stage for the executor, and the state that they share with F and B."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from megatron_epp.runtime.memory_meter import Meter
 class HiddenStates:
     """Result of the last stage's forward if H and G are separate ops.
 
-    It is no tensor, because Megatron converts tensors of the last stage to float32.
+    It is not a tensor, because Megatron converts output tensors of the last stage to float32.
     """
 
     normed_t1H: Tensor
@@ -29,7 +29,7 @@ class HiddenStates:
     ) -> "HiddenStates":
         """Return the normed hidden states (an ``output_processor`` of GPTModel.forward).
 
-        Rows of MTP modules follow the decoder's.
+        The rows of MTP modules follow the rows of the decoder.
         """
         if isinstance(hidden_states, tuple):
             hidden_states = torch.cat(hidden_states)
@@ -39,12 +39,16 @@ class HiddenStates:
 class ShardedHead:
     """State that H, G, F and B of one stage exchange during one iteration.
 
-    Attributes:
-        hidden: From F on the last stage, from H on the others, until G.
-        gradient: Of the last stage's output: from H until B.
-        lse: Log-sum-exp over the vocabulary: from H on the last stage, from B on the others, until
-            G; and until B, which sends it ``back``. On the last stage either of G and B may run
-            first.
+    For each chunk, the following tensors are saved:
+
+        _hidden      hidden states, saved by F on the last stage and by H on other stages; G reads
+                     them
+        _gradient    gradient of the last stage's output, saved by H; B reads it
+        _lse         log-sum-exp over the vocabulary, saved by H on the last stage and by B on other
+                     stages; G reads it
+        _back        the same log-sum-exp; B sends it to the previous stage. It is saved separately,
+                     because G and B of the last stage may run in either order
+        _labels, _weights    labels and loss weights, saved by F; H and G read them
     """
 
     def __init__(
@@ -74,24 +78,25 @@ class ShardedHead:
         return len(set().union(*self._kept))
 
     def clear(self) -> None:
-        """Drop the state of all chunks."""
+        """Free the state of all chunks."""
         for kept in self._kept:
             kept.clear()
 
     def learn(self, chunk: int, labels_1T: Tensor, weights_1T: Tensor) -> None:
-        """Save the labels and loss weights of a chunk for H and G, in F."""
+        """Save the labels and loss weights of a chunk for H and G; F calls this method."""
         self._labels[chunk], self._weights[chunk] = map(self._in_order, (labels_1T, weights_1T))
 
     def _in_order(self, of_each_DT: Tensor) -> Tensor:
-        """Return [1 + D, T] in the order of gathered hidden states: [(1 + D) T].
+        """Return the values [1 + D, T] flattened in the order of gathered hidden states.
 
-        Each tensor-parallel rank has its rows of all predictions.
+        In this order, the rows of each tensor-parallel rank, for all 1 + D predictions, follow each
+        other.
         """
         ranks = self.shard.words.scatters
         return of_each_DT.view(len(of_each_DT), ranks, -1).transpose(0, 1).reshape(-1)
 
     def _of_each(self, ordered: Tensor) -> Tensor:
-        """Undo :meth:`_in_order`."""
+        """Return the values [1 + D, T], given in the order of :meth:`_in_order`."""
         ranks, each = self.shard.words.scatters, self.shapes.predictions
         return ordered.view(ranks, each, -1).transpose(0, 1).reshape(each, -1)
 
@@ -101,7 +106,7 @@ class ShardedHead:
         return self.shapes.head(chunk, 0).pack((hidden_t1H,), ())
 
     def head(self, chunk: int, received: Tensor) -> Tensor:
-        """Run H; return the message to the next stage, or on the last the losses [1 + D, T]."""
+        """Run H. Return the message to the next stage; on the last stage, the losses [1 + D, T]."""
         alive = [self.meter.hold(received)]  # counted while this op runs
         hidden_tH, before = self._unpacked(chunk, received)
         labels_T = self._labels[chunk]
@@ -132,7 +137,7 @@ class ShardedHead:
             hidden_t1H = self.meter.held(self._hidden[chunk])
             hidden_tH = hidden_t1H.view(-1, hidden_t1H.shape[-1])
         else:
-            # Copied: a view would keep the whole message alive.
+            # Copied, because a view would keep the memory of the whole message.
             hidden_tH, wide = wide[0].clone(), wide[1:]
         rows = WeightRows(*wide) if self.training else None
         lse_t, logit_t = narrow
@@ -154,7 +159,7 @@ class ShardedHead:
         self._hidden.pop(chunk, None)
 
     def gradient(self, chunk: int, received: Tensor | None) -> Tensor:
-        """Return the gradient of the stage's output, for B or I."""
+        """Return the gradient of the stage's output, which B or I needs."""
         if self.is_last:
             return self.meter.held(self._gradient.pop(chunk))
         assert received is not None, "the next stage sends a gradient"
@@ -163,7 +168,7 @@ class ShardedHead:
         return gradient_tH[:, None]
 
     def hand_back(self, chunk: int, gradient_t1H: Tensor | None) -> Tensor | None:
-        """Return the message to the previous stage: its output's gradient, and the log-sum-exp."""
+        """Return the message to the previous stage: gradient of the input, and log-sum-exp."""
         lse_t = self._back.pop(chunk)
         if gradient_t1H is None:
             return None
@@ -171,7 +176,7 @@ class ShardedHead:
         return self.shapes.gradient(chunk).pack((gradient_t1H,), lse)
 
     def weight_gradient(self, chunk: int) -> None:
-        """Run G: add the chunk's gradient of the shard's weight."""
+        """Run G: compute the chunk's gradient of the shard's weight and accumulate it."""
         hidden = self.meter.held(self._hidden.pop(chunk))
         self.shard.add_gradient(
             hidden.view(-1, hidden.shape[-1]),
@@ -184,14 +189,14 @@ class ShardedHead:
 def head_for(
     model: Any, plan: Plan, stage: int, shapes: MessageShapes, meter: Meter
 ) -> ShardedHead | None:
-    """Return the runner of H and G of ``plan``; None if it has none.
+    """Return the object that runs H and G of a stage; None if ``plan`` has no H and G.
 
     Args:
         model: The stage module.
         plan: The plan.
-        stage: The stage.
+        stage: Index of the stage.
         shapes: Shapes of the messages.
-        meter: Meter of the bytes held.
+        meter: Meter of the bytes of saved tensors.
 
     Raises:
         PlanError: The plan and the model disagree on vocabulary parallelism.

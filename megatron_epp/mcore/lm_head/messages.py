@@ -10,17 +10,20 @@ from megatron_epp.layers.lm_head.vocabulary import Packing
 
 
 class MessageShapes:
-    """Shapes of the messages of ``plan``; ``rows`` gives the rows of a chunk that this rank sends.
+    """Shapes of the messages of ``plan``.
 
-    With vocabulary parallelism, a gradient also carries every row's log-sum-exp over the
-    vocabulary, and there are messages of H:
+    ``rows(chunk)`` returns the number of rows of a chunk that this rank sends.
+
+    With vocabulary parallelism, a message with a gradient also contains the log-sum-exp over the
+    vocabulary of every row. There are also messages of H, which contain:
 
         to stage 0            the last stage's hidden states
-        to stages between     the same, mean and label rows of the weight, two statistics
+        to stages between     these hidden states, mean and label rows of the weight, two statistics
         to the last stage     mean and label rows of the weight, two statistics
 
-    Without training they have no rows of the weight. With several ``predictions`` per row (MTP),
-    messages of H are larger by this factor, and a gradient carries as many log-sum-exps.
+    In forward-only passes, messages of H contain no rows of the weight. With MTP, there are several
+    ``predictions`` per row: messages of H are larger by this factor, and a message with a gradient
+    contains one log-sum-exp per prediction.
     """
 
     def __init__(
@@ -45,11 +48,11 @@ class MessageShapes:
         return (self.head(message.chunk, message.target).elements,)
 
     def gradient(self, chunk: int) -> Packing:
-        """Return the packing of a gradient of ``chunk``."""
+        """Return the packing of a message with a gradient of ``chunk``."""
         return Packing(self.rows(chunk), self.hidden, 1, self.predictions, self.dtype)
 
     def head(self, chunk: int, target: int) -> Packing:
-        """Return the packing of H's message of ``chunk`` to the stage ``target``."""
+        """Return the packing of the message of H for ``chunk`` to the stage ``target``."""
         packing = partial(Packing, self.predictions * self.rows(chunk), self.hidden)
         if target == 0:
             return packing(1, 0, self.dtype)

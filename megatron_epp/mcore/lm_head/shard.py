@@ -1,11 +1,12 @@
 """Megatron's output layer with vocabulary parallelism.
 
-Shard i * P + s of the vocabulary rows is on stage s of P, tensor-parallel rank i. Together the
-stages of rank i have what Megatron's last stage has. A checkpoint has them under the same key, with
-finer shards, so it loads and saves with any number of stages and ranks.
+With P stages, tensor-parallel rank i of stage s has shard i * P + s of the vocabulary rows.
+Together, the shards of all stages are the rows that rank i of Megatron's last stage has. In
+checkpoints, the key of the weight does not change, only its shards are smaller. Therefore a
+checkpoint can be loaded and saved with any number of stages and ranks.
 
-With tied embeddings, stage 0 has all of rank i's embedding, as in Megatron, which contains its
-shard. The shards of the other stages are copies of their rows (tied.py).
+With tied embeddings, rank i of stage 0 has its full embedding, as in Megatron; the shard of stage 0
+is a part of it. The shards of the other stages are copies of rows of this embedding (tied.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,11 +33,12 @@ from megatron_epp.mcore.lm_head.fused_head import rows_at_once
 
 
 class VocabularyShard(nn.Module):
-    """Some vocabulary rows of the output layer; replaces ``output_layer`` on every stage.
+    """Shard of the output layer's vocabulary rows; replaces ``output_layer`` on every stage.
 
-    Its forward computes H, so the pre-forward hook of overlapped parameter gathering fires for its
-    weight. ``weight`` is its own parameter, or the first rows of ``of``, a parameter of another
-    module. ``place`` is the pipeline rank of every stage.
+    H is computed in the forward of this module, so that the pre-forward hook of overlapped
+    parameter gathering runs for the weight. ``weight`` is a parameter of this module. If it is
+    None, the weight is the first rows of ``of``, a parameter of another module (tied embeddings).
+    ``place`` contains the pipeline rank of every stage.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class VocabularyShard(nn.Module):
         super().__init__()
         assert (weight_VH is None) == (of is not None)
         self.weight = weight_VH
-        # In a tuple: not registered as a parameter of this module.
+        # In a tuple, so that it is not registered as a parameter of this module.
         self._of: tuple[Parameter, ...] = () if of is None else (of,)
         self.index, self.shards, self.place = index, shards, place
         self.tp_group, self.scattered = tp, scattered
@@ -64,7 +66,7 @@ class VocabularyShard(nn.Module):
 
     @property
     def words(self) -> OutputWeightShard:
-        """This rank's rows of the weight, with the settings to compute on them."""
+        """This rank's rows of the weight, with the settings for computing statistics."""
         # Read at every use: DDP moves parameters to other storage.
         ranks = self.tp_group.size()
         weight_VH = self.weight.detach() if self.weight is not None else self._local(*self._of)
@@ -79,18 +81,21 @@ class VocabularyShard(nn.Module):
         )
 
     def forward(self, hidden_tH: Tensor, labels_T: Tensor, gradient: bool) -> Statistics:
-        """Return the statistics of logits over these rows, with ``gradient`` also weight rows."""
+        """Return the statistics of the logits of this shard's vocabulary rows.
+
+        With ``gradient``, the statistics include the mean and label rows of the weight.
+        """
         return statistics(hidden_tH, labels_T, self.words, gradient)
 
     def add_gradient(
         self, hidden_tH: Tensor, labels_T: Tensor, weights_T: Tensor, lse_t: Tensor
     ) -> None:
-        """Add the weight gradient of a chunk (G); hooks on the weight fire once.
+        """Accumulate the weight gradient of a chunk (op G); hooks of the weight run once.
 
         Args:
             hidden_tH: Hidden states of this rank's rows.
             labels_T: Labels of the chunk.
-            weights_T: Weights of the losses.
+            weights_T: Weight of every token's loss.
             lse_t: Log-sum-exp of the logits over the vocabulary.
         """
         before: Tensor | None = None
@@ -100,7 +105,8 @@ class VocabularyShard(nn.Module):
                 self._add(before)
             before = part_VH
         assert before is not None, "a chunk has rows"
-        if self.weight is None:  # another module reports it: its last B, or the stage's last op
+        # The hooks of a tied embedding run in its last B, or in the stage's last op.
+        if self.weight is None:
             self._add(before)
             return
         with torch.enable_grad():
@@ -117,15 +123,15 @@ class VocabularyShard(nn.Module):
         total[: len(part_VH)] += part_VH
 
     def _local(self, weight: Parameter) -> Tensor:
-        """Return the first rows of ``weight``, which has those of all stages."""
+        """Return the rows of stage 0: the first rows of ``weight``, which has all stages' rows."""
         return weight.detach()[: len(weight) * self.tp_group.size() // self.shards]
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, ShardedTensor | ShardedObject]:
-        """Return the sharded weight and an empty extra state, as Megatron's output layer has.
+        """Return the sharded weight and an empty extra state, as Megatron's output layer does.
 
-        A GPTModel leaves the extra state out of checkpoints, a HybridModel requires it.
+        A GPTModel does not save the extra state in checkpoints; a HybridModel requires it.
         """
         assert not sharded_offsets, "an output layer is one of its kind"
         key, extra = f"{prefix}weight", f"{prefix}_extra_state"
@@ -141,7 +147,7 @@ class VocabularyShard(nn.Module):
         """Return None, as Megatron's output layer does."""
 
     def set_extra_state(self, state: Any) -> None:
-        """Do nothing: there is no extra state."""
+        """Do nothing, because there is no extra state."""
 
 
 def sharded_vocabulary(
@@ -152,7 +158,7 @@ def sharded_vocabulary(
     metadata: dict | None = None,
     replica: tuple[int, ...] | None = None,
 ) -> ShardedTensor:
-    """Return shard ``index`` of a table of vocabulary rows, as checkpoints describe it.
+    """Return shard ``index`` of a table of vocabulary rows as a ShardedTensor for checkpoints.
 
     Args:
         key: Key of the table in checkpoints.
@@ -160,7 +166,7 @@ def sharded_vocabulary(
         index: Index of the shard.
         shards: Number of shards.
         metadata: Megatron's metadata of the checkpoint.
-        replica: Identifies the copy; None: the first of this replica of the model.
+        replica: Megatron's replica_id of this copy; None for the first copy of this model replica.
     """
     if replica is None:
         replica = (0, 0, _data_rank(metadata))
@@ -181,7 +187,7 @@ def _data_rank(metadata: dict | None) -> int:
 
 
 class _BroughtGradient(torch.autograd.Function):
-    """Root of a graph whose backward passes a given gradient to the weight."""
+    """Root of an autograd graph whose backward returns ``gradient_VH`` as the weight's gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight_VH: Parameter, gradient_VH: Tensor) -> Tensor:
@@ -208,12 +214,12 @@ def shard_output_layer(
 ) -> None:
     """Replace the output layer by shards on this rank's stages. Collective over the pipeline.
 
-    The weights come from the last stage's full output layer, or from the first stage's embedding if
-    the two are tied.
+    The weights are copied from the last stage's full output layer. With tied embeddings, they are
+    copied from the first stage's embedding.
 
     Args:
         models: Stage modules of this rank, by stage.
-        place: The rank of every stage; empty if stage i lies on rank i.
+        place: Pipeline rank of every stage; empty if stage i is on rank i.
         device: Device for communication.
     """
     group, tp = mpu.get_pipeline_model_parallel_group(), mpu.get_tensor_model_parallel_group()
@@ -259,9 +265,10 @@ def shard_of(model: Any) -> VocabularyShard | None:
 
 @contextmanager
 def full_output_layer(model: Any) -> Iterator[None]:
-    """Give the last stage an untrained output layer of the full vocabulary in this context.
+    """Replace the last stage's shard by an untrained full output layer in this context.
 
-    Its measured cost gives that of its shards. ``model`` is not wrapped.
+    Calibration measures the full output layer; the costs of the shards follow from its cost.
+    ``model`` is not wrapped.
     """
     own = model.output_layer if model.post_process else None
     if not isinstance(own, VocabularyShard):

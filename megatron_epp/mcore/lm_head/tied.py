@@ -1,10 +1,11 @@
 """Embedding tied to an output layer with vocabulary parallelism.
 
-Stage 0 has Megatron's embedding, which contains its shard of the output layer. Each other stage has
-a copy of its shard's rows. Once per iteration, both copies of a row get the sum of their gradients.
-So their steps are equal, as with Megatron's copies on the first and the last stage. The gradient
-norm counts only the embedding, and a checkpoint contains only the embedding. It has as many parts
-as there are shards, because all copies of a tensor must be sharded equally.
+Stage 0 has Megatron's embedding, which contains stage 0's shard of the output layer. Each other
+stage has a copy of the rows of its shard. Once per iteration, the gradients of both copies of a row
+are set to their sum, so the optimizer changes both copies equally. Megatron does this with its
+copies on the first and the last stage. The gradient norm and checkpoints include only the
+embedding. In checkpoints, the embedding is divided into as many parts as there are shards, because
+all copies of a tensor must be sharded equally.
 """
 
 from collections.abc import Sequence
@@ -23,16 +24,17 @@ from megatron_epp.mcore.lm_head.shard import VocabularyShard, shard_of, sharded_
 
 
 def tie(models: Sequence[Any], device: torch.device) -> None:
-    """Tie the shards of ``models`` to the embedding, if the two are tied. Collective.
+    """Tie the shards of ``models`` to the embedding if the model's embeddings are tied. Collective.
 
-    ``models`` are this rank's stage modules, not wrapped yet. The collective is over the pipeline.
+    ``models`` are this rank's stage modules, which are not yet wrapped. The collective is over the
+    pipeline.
 
     Raises:
-        ValueError: Megatron would exchange their gradients, too.
+        ValueError: Megatron would also exchange the gradients of the tied weights.
     """
     if not models[0].share_embeddings_and_output_weights:
         return
-    # Only the ranks of such a group know it; all refuse together.
+    # Only the ranks of an embedding group know its size; the all-reduce makes all ranks refuse.
     own = mpu.get_embedding_group(check_initialized=False)
     exchanged = torch.tensor(own is not None and own.size() > 1, device=device).int()
     dist.all_reduce(exchanged, group=mpu.get_pipeline_model_parallel_group())
@@ -48,15 +50,15 @@ def tie(models: Sequence[Any], device: torch.device) -> None:
         model.tie_embeddings_and_output_weights_state_dict = partial(_tie_state_dict, model)
         if weight is None:
             continue
-        weight.shared = True  # the norm counts the embedding
-        # With the distributed optimizer it has a bucket of its own, like the embedding.
+        weight.shared = True  # the gradient norm excludes it, because it includes the embedding
+        # With the distributed optimizer, the weight has its own bucket, like the embedding.
         weight.shared_embedding = True
 
 
 def _tie_state_dict(
     model: Any, state: dict[str, Any], output_key: str, embedding_key: str, metadata: dict
 ) -> None:
-    """Replace LanguageModule's function of this purpose on every stage."""
+    """Tie shards and embedding in a state dict; replaces LanguageModule's method on every stage."""
     shard: VocabularyShard = model.output_layer
     group = metadata.get("dp_cp_group")
     if group is None:
@@ -92,14 +94,14 @@ def _tie_state_dict(
 def add_up_tied_gradients(models: Sequence[Any]) -> None:
     """Set the gradients of both copies of every row to their sum. Collective over the pipeline.
 
-    It runs once per iteration, after the reduction over the replicas. ``models`` are this rank's
-    stage modules, wrapped by DDP.
+    Call this function once per iteration, after the reduction over the replicas. ``models`` are
+    this rank's stage modules, wrapped by DDP.
     """
     shard = shard_of(models[0])
     if shard is None or not unwrap_model(models[0]).share_embeddings_and_output_weights:
         return
     group, place = mpu.get_pipeline_model_parallel_group(), shard.place
-    own: list[Tensor] = []  # of this rank's stages
+    own: list[Tensor] = []  # gradients of this rank's stages
     total: Tensor | None = None
     for model in models:
         weight = shard_of(model).weight  # type: ignore[union-attr]
@@ -107,7 +109,7 @@ def add_up_tied_gradients(models: Sequence[Any]) -> None:
             own.append(_full_gradient(model, weight))
             continue
         total = _full_gradient(model, unwrap_model(model).embedding.word_embeddings.weight)
-        # Stage 0 itself, whose gradient is in the total already.
+        # Placeholder for stage 0, whose gradient is already in the total.
         own.append(torch.empty_like(total.chunk(len(place))[0]))
     rounds = max(place.count(rank) for rank in range(group.size()))
     own += [torch.empty_like(own[0])] * (rounds - len(own))  # other ranks have more stages
@@ -143,7 +145,7 @@ def _vocabulary_rows_of(total: Tensor, place: Sequence[int], number: int) -> dic
 def _full_gradient(model: Any, weight: Parameter) -> Tensor:
     """Return ``weight.main_grad`` in full on every replica. Collective over the replicas.
 
-    The distributed optimizer's reduction leaves each replica a shard.
+    With the distributed optimizer, each replica has only a shard of it after the reduction.
     """
     if model.ddp_config.use_distributed_optimizer:
         buckets = model.param_to_bucket_group[weight]

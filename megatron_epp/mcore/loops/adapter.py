@@ -13,67 +13,70 @@ from megatron_epp.corpus.shared_prefixes import PrefixForest, shared_prefixes
 class Adapter(Protocol):
     """Protocol that splits a loop's micro-batches into documents, for :func:`megatron_epp.attach`.
 
-    A micro-batch is whatever the loop's iterator yields. L tokens of a document, t of a slice.
+    A micro-batch is any value that the loop's iterator yields. In shapes, L is the number of tokens
+    of a document, and t the number of tokens of a slice.
 
-    Models with modules before the layers that need a document unsliced, such as an image encoder,
-    have a fourth function:
+    Some models have modules before the layers that need the full document, such as an image
+    encoder. The adapter of such a model has a fourth function:
 
         inputs(micro_batch, document) -> arguments of the model's forward for all of a document,
                                          by name, its images among them
 
-    It is called once per document, on every rank of every stage. The model runs with its result up
-    to the layers, and slices are cut out of the arguments that reach them: embeddings, and
-    positions of several axes [axes, 1, L]. Without the function, these modules see one slice of
-    text after the other, where a token has the same position on every axis.
+    ``inputs`` is called once per document, on every rank of every stage. The model runs on the
+    returned arguments up to the layers. Slices are then cut out of the arguments of the layers:
+    embeddings, and positions with several axes [axes, 1, L]. Without ``inputs``, the modules
+    before the layers receive one slice of text at a time, and the positions of a token are equal
+    on all axes.
 
-    Documents with a common prefix, such as answers to one question, may have a function
+    For documents with a common prefix, such as answers to one question, an adapter may have
 
         prefixes(micro_batch) -> the result of shared_prefixes(rows of every document)
                                  (megatron_epp.corpus.shared_prefixes)
 
-    A shared prefix is then computed once, drawn as rows of one of its documents. ``loss`` receives
-    the outputs of every document in full, so it decides how often they count. All drawn rows of a
-    prefix must be equal, except for keys that only the loss reads: ``loss_keys``, by default a loss
-    mask.
+    Each shared prefix is then computed once, from the ``rows`` of one of its documents. ``loss``
+    receives the outputs of every full document, so ``loss`` decides how often a prefix counts. The
+    rows of a prefix must be equal in all its documents, except for the keys that only the loss
+    reads. The attribute ``loss_keys`` names these keys, by default ``loss_mask``.
 
     With context parallelism, ``loss`` is called on each rank with full documents. If the loop's
-    loss is that of a rank's own shard, set
+    loss function returns only the loss of the rank's own shard, set
 
         partial_loss = True
 
-    Gradients with respect to ``outputs``, and tokens, are then summed over these ranks.
+    The gradients with respect to ``outputs`` and the token counts are then summed over the
+    context-parallel ranks.
 
-    If the loop's forward step returns logits, or makes its micro-batches from what it draws, it
-    cannot draw a slice. Then there is a function
+    A forward step that returns logits, or that builds its micro-batches from the drawn data,
+    cannot draw slices. The adapter of such a loop has the function
 
         sliced(forward_step, model) -> the forward step that computes slices instead
 
-    It is called at the start of every call to the schedule. ``loss`` may then get the loop's own
-    loss function from :func:`loss_function_of`.
+    ``sliced`` is called at the start of every call of the schedule. ``loss`` may then get the
+    loop's own loss function from :func:`loss_function_of`.
     """
 
     def lengths(self, micro_batch: Any) -> Sequence[int]:
-        """Return the number of tokens of every document, within which tokens attend."""
+        """Return the number of tokens of every document; attention stays within a document."""
 
     def rows(
         self, micro_batch: Any, document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
-        """Return tokens [start, stop) of a document as forward steps draw them: [1, t, ...] each.
+        """Return tokens [start, stop) of a document as tensors [1, t, ...] for the forward step.
 
-        Only stages that have them return tensors. Several slices are concatenated. Labels are those
-        of the full document: the last token of a slice predicts the first of the next. Positions
-        and attention follow from the slice; given ones are ignored. Context-parallel ranks that
-        share a document each draw a contiguous part of these rows, and the forward step must not
-        shard them again.
+        The schedule concatenates the rows of several slices. Labels follow the full document: the
+        label of a slice's last token is the first token of the document's next slice. The schedule
+        sets positions and attention, and ignores position ids and attention masks in the rows.
+        With context parallelism, each rank draws a contiguous part of these rows, and the forward
+        step must not shard the drawn rows again.
 
         Args:
             micro_batch: The micro-batch.
-            document: Document of the micro-batch.
-            start: First token.
-            stop: End of the tokens.
+            document: Index of the document in the micro-batch.
+            start: First token of the slice.
+            stop: End of the slice (exclusive).
 
         Returns:
-            The tensors by name, None on stages without them.
+            The tensors by name. The value of a tensor that this stage does not have is None.
         """
 
     def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
@@ -83,7 +86,7 @@ class Adapter(Protocol):
             micro_batch: The micro-batch.
             outputs: Outputs of the forward step for each document: [L, ...], with the outputs of
                 all slices concatenated.
-            non_loss_data: Whether the result may be any value, which the schedule collects.
+            non_loss_data: Whether the result may be any value; the schedule then collects it.
 
         Returns:
             (loss, report) or (loss, tokens, report), as Megatron's schedules accept.
@@ -92,7 +95,7 @@ class Adapter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelStandIn:
-    """Stand-in for a loop's ``model`` with the model's attributes; calling it returns None."""
+    """Stand-in for a loop's ``model``: it has the model's attributes, and a call returns None."""
 
     model: Any
 
@@ -107,9 +110,10 @@ class ModelStandIn:
 def loss_function_of(
     forward_step: Callable[..., Any], source: Any, model: Any
 ) -> Callable[..., Any]:
-    """Run a loop's ``forward_step`` without the model's forward, and return its loss function.
+    """Return the loss function of a loop's ``forward_step``, without running the model's forward.
 
-    The forward step gets a :class:`ModelStandIn`, and draws its micro-batch from ``source``.
+    The forward step is called with a :class:`ModelStandIn` and draws its micro-batch from
+    ``source``.
     """
     function: Callable[..., Any] = forward_step(source, ModelStandIn(model))[1]
     return function
@@ -119,9 +123,9 @@ def refuse_asked(whose: str, who: str, asked: Mapping[str, bool]) -> None:
     """Raise a ValueError if an option in ``asked`` is true, because slices do not support it.
 
     Args:
-        whose: Name of the framework, for the message.
-        who: Subject and verb of the message, before the option.
-        asked: Options by their description.
+        whose: Name of the framework, used in the message.
+        who: Subject and verb of the message; the option's description follows.
+        asked: Maps the description of each option to whether the option is set.
     """
     if what := next((what for what, wanted in asked.items() if wanted), None):
         raise ValueError(
@@ -136,8 +140,8 @@ LOSS_KEYS = ("loss_mask",)
 def shared_prefixes_of(adapter: Any, micro_batch: Any, least: int) -> PrefixForest:
     """Return the documents of a micro-batch and their shared prefixes of at least ``least`` tokens.
 
-    Documents share a prefix if the adapter's ``rows`` of the prefix are equal, except for its
-    ``loss_keys``. With ``least`` 0, documents share nothing, and no rows are compared.
+    Documents share a prefix if the adapter's ``rows`` of the prefix are equal. Rows in the
+    adapter's ``loss_keys`` are not compared. If ``least`` is 0, documents share nothing.
     """
     lengths = adapter.lengths(micro_batch)
     if not least:
@@ -152,7 +156,7 @@ def shared_prefixes_of(adapter: Any, micro_batch: Any, least: int) -> PrefixFore
 
 
 def _compared(adapter: Any, rows: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Return the rows that may affect a token's output, including its label."""
+    """Return the rows that may affect a token's output or label: all except ``loss_keys``."""
     left_out = getattr(adapter, "loss_keys", LOSS_KEYS)
     return {name: x for name, x in rows.items() if x is not None and name not in left_out}
 
@@ -179,10 +183,10 @@ def rows_of(
     Args:
         adapter: The adapter.
         micro_batch: The micro-batch.
-        number: Number of the micro-batch, for messages.
-        document: Document of the micro-batch.
-        start: First token.
-        stop: End of the tokens.
+        number: Number of the micro-batch, used in messages.
+        document: Index of the document in the micro-batch.
+        start: First token of the slice.
+        stop: End of the slice (exclusive).
 
     Raises:
         ValueError: A tensor does not have the shape [1, stop - start, ...].
@@ -204,8 +208,8 @@ def side_by_side(
 ) -> dict[str, Tensor | None]:
     """Concatenate the tensors of several slices by name, and pad them to [1, rows, ...].
 
-    The padding repeats the last row, so that a model can compute it. A name with None in any slice
-    stays None.
+    The padding repeats the last row, which is a valid input of the model. If a name is None in any
+    slice, the result is None for this name.
     """
     joined: dict[str, Tensor | None] = {}
     for name in parts[0]:
@@ -226,17 +230,17 @@ def side_by_side(
 def forest_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> PrefixForest:
     """Return the documents of a micro-batch with the shared prefixes that the adapter finds.
 
-    Without a function ``prefixes`` of the adapter, documents share nothing.
+    If the adapter has no function ``prefixes``, documents share nothing.
 
     Args:
         adapter: The adapter.
         micro_batch: The micro-batch.
-        number: Number of the micro-batch, for messages.
-        most: Most tokens of a document.
+        number: Number of the micro-batch, used in messages.
+        most: Maximum number of tokens of a document.
 
     Raises:
         ValueError: Lengths are invalid, ``prefixes`` does not return a PrefixForest of these
-            lengths, or the rows of a shared prefix differ between its documents.
+            lengths, or the rows of a shared prefix differ between the documents that share it.
     """
     lengths = lengths_of(adapter, micro_batch, number, most)
     find = getattr(adapter, "prefixes", None)
@@ -257,7 +261,7 @@ def forest_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> Pre
 
 
 def _require_alike(adapter: Adapter, micro_batch: Any, number: int, forest: PrefixForest) -> None:
-    """Raise a ValueError if rows of a shared prefix differ; synchronises with the device once."""
+    """Raise a ValueError if rows of a shared prefix differ. Synchronises with the device once."""
     pairs, unlike = [], []
     for document in range(len(forest.last)):
         for node in map(forest.nodes.__getitem__, forest.path(document)):
@@ -289,8 +293,8 @@ def lengths_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> tu
     Args:
         adapter: The adapter.
         micro_batch: The micro-batch.
-        number: Number of the micro-batch, for messages.
-        most: Most tokens of a document.
+        number: Number of the micro-batch, used in messages.
+        most: Maximum number of tokens of a document.
 
     Raises:
         ValueError: There is no document, or a length is not between 1 and ``most``.

@@ -1,7 +1,7 @@
-"""Attachment that makes a loop's model compute slices while the schedule runs a chunk.
+"""Patches of a loop's model, which computes slices while the schedule runs a chunk.
 
-At all other times the model behaves as before: generation, other evaluations and another schedule
-see Megatron's positions and attention.
+At all other times, such as in generation or under another schedule, the model uses Megatron's
+positions and attention.
 """
 
 import inspect
@@ -39,13 +39,13 @@ class AttachedModel:
         adapter: Splits the loop's micro-batches into documents.
         slicing: Whether calls run slices; if false, they run whole micro-batches.
         part: The module with Megatron's layers, often the model itself.
-        context: Most tokens of a document.
-        stores_last_slice: Whether the attention needs the K and V of a document's last slice
-            stored.
-        head_again: Whether the LM head is recomputed in the backward if the loss follows later, so
-            that the logits are not saved.
-        memory: Limit of the activations, for which plans choose recomputed layers. With None, the
-            loop's own flags choose them.
+        context: Maximum number of tokens of a document.
+        stores_last_slice: Whether the attention requires that the K and V of a document's last
+            slice are stored.
+        head_again: Whether the LM head is recomputed in the backward of a slice whose loss is
+            computed after later slices. Its logits are then not saved.
+        memory: Limit of the activations; plans choose the recomputed layers to stay within it. If
+            None, the loop's own flags choose the recomputed layers.
     """
 
     def __init__(
@@ -93,8 +93,8 @@ class AttachedModel:
 
         Args:
             chunk: The chunk's parameters for the layers.
-            head_again: Whether to recompute the LM head, if the attribute is set, too.
-            front: Inputs from the modules before the layers, which ran on unsliced documents.
+            head_again: Whether to recompute the LM head. Requires ``self.head_again``, too.
+            front: Inputs from the modules before the layers, which ran on full documents.
         """
         self._chunk, self._front = chunk, front
         self._again = head_again and self.head_again
@@ -126,10 +126,11 @@ class AttachedModel:
     def recomputing(self, modes: str) -> Iterator[None]:
         """Set the recompute modes of the layers in this context, for a whole micro-batch.
 
-        Layers with the mode for full recompute are recomputed. Requires a ``memory`` limit.
+        Layers with the mode of full recompute are recomputed; other modes have no effect. Requires
+        a ``memory`` limit.
 
         Args:
-            modes: A recompute mode per layer.
+            modes: One recompute mode per layer.
         """
         self._modes = modes
         try:
@@ -140,7 +141,7 @@ class AttachedModel:
 
     @contextmanager
     def _planned_recompute(self) -> Iterator[None]:
-        """Disable the model's own recompute of whole layers in this context, if plans choose it."""
+        """Disable the model's own full recompute in this context if plans choose the recompute."""
         own = self._config.recompute_granularity
         if self.memory is not None and own == "full":
             self._config.recompute_granularity = None
@@ -150,7 +151,7 @@ class AttachedModel:
             self._config.recompute_granularity = own
 
     def _span(self, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
-        """Return the forward of a layer, recomputed if the micro-batch's modes say so."""
+        """Return the forward of layer ``index``, which is recomputed if ``self._modes`` says so."""
 
         def unsliced_shapes(hidden_states: Any, **others: Any) -> Any:
             if self._modes[index : index + 1] != FULL or not torch.is_grad_enabled():
@@ -199,12 +200,15 @@ class AttachedModel:
 
     @property
     def _rotary(self) -> Any:
-        """Module of the rotary embedding by position, if positions have one axis."""
+        """Module that computes the rotary embedding of a chunk's positions; None without one."""
         rotary = getattr(self.part, "rotary_pos_emb", None)
         return rotary if hasattr(rotary, "computed") else None
 
     def _rotated(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the decoder's forward; models may pass it the first rows of the rotary table."""
+        """Return the decoder's forward with the rotary rows of the chunk's positions.
+
+        Some models pass the first rows of the rotary table to the decoder; these are replaced.
+        """
         signature = inspect.signature(forward)
 
         def rotated(*args: Any, **named: Any) -> Any:
@@ -217,7 +221,7 @@ class AttachedModel:
         return rotated
 
     def _positions(self, chunk: ChunkParams, front: ChunkInputs | None) -> Tensor:
-        """Return the positions: [1, t], or [axes, 1, t] if the model has several axes."""
+        """Return the positions: [1, t], or [axes, 1, t] for positions with several axes."""
         if self.part.position_embedding_type != "mrope":
             return chunk.positions[None]
         if self._config.apply_rope_fusion:
@@ -230,7 +234,8 @@ class AttachedModel:
     def _past_the_front(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the forward of a model that contains the language part.
 
-        It passes a chunk with documents that were seen unsliced straight to the language part.
+        If the modules before the layers have run on full documents, the returned forward calls
+        only the language part.
         """
         signature = inspect.signature(forward)
         known = inspect.signature(self.part.forward).parameters
@@ -306,15 +311,16 @@ def attach_to(
     Args:
         model_chunks: The model, or a list with only this model.
         adapter: Splits the loop's micro-batches into documents.
-        attention: Value of --epp-attention.
-        head_again: Whether to recompute the LM head of slices whose loss follows later.
+        attention: Attention implementation, with the values of --epp-attention.
+        head_again: Whether to recompute the LM head of slices whose loss is computed after later
+            slices.
         memory_gib: Limit of the activations in GiB; None applies the loop's recompute flags.
 
     Returns:
         The state of the patched model, which is also stored on the model.
 
     Raises:
-        ValueError: One line that says what cannot run.
+        ValueError: The model, its layers or the adapter are not supported.
     """
     chunks = model_chunks if isinstance(model_chunks, list | tuple) else [model_chunks]
     if len(chunks) != 1:

@@ -1,7 +1,7 @@
-"""Arguments of one call of ``forward_backward_func``, and reasons to leave it to Megatron.
+"""Arguments of one call of ``forward_backward_func``, and reasons to run it with Megatron.
 
-The keywords are those of Megatron's three schedules. A call that asks for an unsupported feature is
-no error: Megatron's own schedule runs it.
+The keywords are those of Megatron's three schedules. If a call requires an unsupported feature,
+Megatron's own schedule runs the call; no error is raised.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from megatron_epp.mcore.placing.part_config import PART_FUNCTIONS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopCall:
-    """Arguments of a call, by Megatron's names; ``others`` are unknown to this version."""
+    """Arguments of a call by Megatron's names; ``others`` lists the names of unknown arguments."""
 
     forward_step_func: Any
     data_iterator: Any
@@ -40,7 +40,7 @@ class LoopCall:
 
     @classmethod
     def of(cls, keywords: dict[str, Any]) -> "LoopCall":
-        """Return the call with these keyword arguments of Megatron's schedule function."""
+        """Return the call with ``keywords``, the keyword arguments of Megatron's schedule."""
         known = {name: value for name, value in keywords.items() if name in cls.__slots__}
         return cls(**known, others=tuple(sorted(set(keywords) - set(known))))
 
@@ -72,7 +72,7 @@ class LoopCall:
         return get_model_config(self.one_model)
 
     def of_part(self, number: int) -> "LoopCall":
-        """Return the call of model chunk ``number`` alone."""
+        """Return the call with only model chunk ``number`` and its data iterator."""
         if len(self.models) == 1:
             return self
         return replace(self, model=self.models[number], data_iterator=self.iterators[number])
@@ -109,7 +109,7 @@ def megatron_only(call: LoopCall, stages: int) -> str | None:
 
 
 def _chunks_megatron_only(call: LoopCall, ranks: int) -> str | None:
-    """Return the reason why Megatron's schedule must run several model chunks per rank."""
+    """Return the reason why no plan can run a call with several model chunks; None if one can."""
     if ranks == 1:
         return "several model chunks without a pipeline"
     if any(attached(model) is not None for model in call.models):
@@ -148,7 +148,7 @@ def default_groups() -> ProcessGroupCollection:
 
 
 def fixed_shape(call: LoopCall, groups: Any) -> tuple[int, ...] | None:
-    """Return the shape of all messages between stages; None with ``variable_seq_lengths``."""
+    """Return the shape of all messages between stages; None if ``variable_seq_lengths`` is set."""
     config = call.config
     if config.variable_seq_lengths:  # get_tensor_shapes of 0.16 ignores it
         return None

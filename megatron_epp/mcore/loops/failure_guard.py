@@ -1,4 +1,4 @@
-"""Guard of a stage: after a failure it sends zeros until the end, so that no other rank blocks."""
+"""Guard of a stage: after a failure, the stage sends zeros, so that no other rank blocks."""
 
 from collections.abc import Callable
 
@@ -15,20 +15,21 @@ class FailureGuard:
     """Wrapper of a stage's ``compute`` that catches exceptions of the loop's forward step or loss.
 
     After an exception the stage computes nothing, but still sends every message of the plan, filled
-    with zeros. All gradients are then invalid. Ranks that share the layers of the stage must fail
-    together, or they block in a collective of a layer. Out-of-memory errors are not caught.
+    with zeros. All gradients are then invalid. The tensor- and context-parallel ranks of the stage
+    must fail together; otherwise they block in a collective of a layer. Out-of-memory errors are
+    not caught.
 
     Args:
-        compute: The model side of the stage, or the exception of a stage that could not begin.
+        compute: The stage that computes the ops, or the exception that its construction raised.
         store: K/V store of the stage, which is cleared after an exception.
-        zeros: Returns a message of zeros for a chunk.
+        zeros: Function that returns a message of zeros for a chunk.
         first: Whether this is the first stage.
         last: Whether this is the last stage.
-        vote: All-reduce of whether all shapes were read correctly; None without it.
-        last_op: The stage's last op that adds gradients, which waits for the vote.
+        vote: All-reduce of whether all shapes were read correctly; None if no vote is needed.
+        last_op: The stage's last op that accumulates gradients; this op waits for the vote.
 
     Attributes:
-        error: The first exception; None without one.
+        error: The first exception; None if no exception was raised.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class FailureGuard:
         return sent
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        """Run B of ``chunk`` and return the gradient to send; the last op waits for the vote."""
+        """Run B of ``chunk`` and return the gradient to send; ``last_op`` waits for the vote."""
         self._hear(Op(Kind.BACKWARD, chunk))
         return self._do(
             lambda: self._compute.backward(chunk, gradient), None if self._first else chunk
@@ -75,7 +76,7 @@ class FailureGuard:
         )
 
     def weight_backward(self, chunk: int) -> None:
-        """Run W of ``chunk``; the last op waits for the vote."""
+        """Run W of ``chunk``; ``last_op`` waits for the vote."""
         self._hear(Op(Kind.WEIGHT, chunk))
         self._do(lambda: self._compute.weight_backward(chunk), None)
 
@@ -88,7 +89,7 @@ class FailureGuard:
         raise NotImplementedError(f"G{chunk}: a loop's output layer lies on its last stage")
 
     def abandon(self) -> None:
-        """Free what the stage saved for later ops, and start the all-reduce of the vote."""
+        """Free the tensors that the stage saved for later ops, and start the vote's all-reduce."""
         if self._begun is not None:
             self._begun.abandon()
         if self._vote is not None:

@@ -1,9 +1,9 @@
 """Row counts of micro-batches, read by the rules of the calling framework.
 
-A framework's layout of micro-batches is known from its code (megatron_epp.frameworks), and code
-changes. Therefore Megatron's own schedule runs the first calls, in which stages exchange every
-shape. This shows whether the rows were read correctly. If they were not, there or in a later call
-(redone_call.py), Megatron's schedule runs all further calls.
+The readers in megatron_epp.frameworks implement the micro-batch layout of each framework, which may
+change with the framework's version. Therefore Megatron's own schedule runs the first calls, and the
+shapes of the outputs are compared with the shapes that were read. If they differ in the first calls
+or in a later call (redone_call.py), Megatron's schedule runs all calls from then on.
 """
 
 import functools
@@ -25,9 +25,10 @@ class FrameworkReader:
     """Reader of the shapes of a framework's micro-batches.
 
     Attributes:
-        framework: Name of the framework, for messages.
-        fields: Names of the entries that are read, for messages.
-        reader: Returns the shape of a micro-batch; an exception counts as an unknown shape.
+        framework: Name of the framework, used in messages.
+        fields: Names of the entries that are read, used in messages.
+        reader: Function that returns the shape of a micro-batch. If it raises, the shape is
+            unknown.
     """
 
     framework: str
@@ -42,7 +43,7 @@ class FrameworkReader:
             return None
 
     def unlike(self, number: int, read: tuple[int, ...], came: tuple[int, ...] | None) -> str:
-        """Return a log message: micro-batch ``number`` has shape ``came`` instead of ``read``."""
+        """Return the log message that micro-batch ``number`` has shape ``came``, not ``read``."""
         return (
             f"micro-batches that {self.framework} lays out otherwise: micro-batch {number} was "
             f"read as {read} ({self.reader.__module__}, by {self.fields}) and came as {came}"
@@ -54,9 +55,9 @@ COMMON_FORM = FrameworkReader("this loop", "tokens or input_ids", shape_of)
 
 
 def reader_of(call: LoopCall, groups: Any) -> FrameworkReader | None:
-    """Return the reader for the framework whose forward step ``call`` has.
+    """Return the reader of the framework that defines the forward step of ``call``.
 
-    None means an unknown framework, or one without a reader for this call.
+    Return None if the framework is unknown or has no reader for this call.
     """
     framework = framework_of(call.forward_step_func)
     if framework is None:
@@ -89,7 +90,7 @@ class ShapeWitness:
         return result
 
     def unlike(self, expected: list[tuple[int, ...]], reader: FrameworkReader) -> str | None:
-        """Return a message about the first shape that differs from ``expected``, or None."""
+        """Return a message about the first shape that differs from ``expected``; else None."""
         for number, predicted in enumerate(expected):
             came = self.seen[number] if number < len(self.seen) else None
             if predicted != came:

@@ -2,7 +2,7 @@
 
 ``megatron.core.pipeline_parallel.get_forward_backward_func`` returns one of three functions, which
 it looks up in its module at every call. All three are replaced. A loop that caches the returned
-function must be built afterwards.
+function must be created after the installation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
 from megatron_epp.mcore.loops.settings import Settings
 
 OLDEST = (0, 16)  # the first release with these signatures of the schedules
-# Functions of Megatron's schedules that a whole micro-batch uses, with their arguments.
+# Functions of Megatron's schedules that scheduling mode calls, with the required arguments.
 NEEDED = {
     "forward_step": (
         "collect_non_loss_data",
@@ -38,7 +38,7 @@ NEEDED = {
 
 
 def require_megatron() -> None:
-    """Raise an ImportError unless Megatron is recent enough and has all functions in NEEDED."""
+    """Raise an ImportError if Megatron is older than OLDEST or lacks a function in NEEDED."""
     version = str(getattr(megatron.core, "__version__", ""))
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers and (int(numbers[1]), int(numbers[2])) < OLDEST:
@@ -58,18 +58,18 @@ def require_megatron() -> None:
 class Installation:
     """Replacement of Megatron's three schedule functions by a :class:`LoopSchedule`.
 
-    The constructor patches ``megatron.core.pipeline_parallel.schedules``. ``remove()`` or the end
-    of the context restores Megatron's own functions.
+    The constructor patches ``megatron.core.pipeline_parallel.schedules``. ``remove()``, or leaving
+    the ``with`` block, restores Megatron's own functions.
 
     Raises:
-        ValueError: The schedule functions are replaced already.
+        ValueError: The schedule functions are already replaced.
     """
 
     def __init__(self, settings: Settings):
         self._stock: dict[str, Callable[..., Any]] = {}
         for kind, name in TARGETS.items():
             function = getattr(schedules, name)
-            # A function that waits for its first call (MEGATRON_EPP=1) is replaced directly.
+            # MEGATRON_EPP=1 wraps the functions until their first call; replace the wrapper.
             self._stock[kind] = getattr(function, WAITS_FOR, function)
         for name, function in zip(TARGETS.values(), self._stock.values(), strict=True):
             if hasattr(function, "__megatron_epp__"):

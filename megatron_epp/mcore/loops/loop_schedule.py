@@ -1,7 +1,7 @@
-"""Schedule that external training loops call: Megatron's contract, executed as a plan.
+"""Schedule function with Megatron's signature, which external training loops call.
 
-One object replaces all of Megatron's schedules. Between calls it keeps process groups of this
-replica, seconds of ops, and plans.
+One :class:`LoopSchedule` replaces all of Megatron's schedules and executes calls as plans. Between
+calls it caches the process groups of this replica, the measured op times, and the plans.
 """
 
 from collections.abc import Callable
@@ -38,9 +38,9 @@ class LoopSchedule:
     def __call__(self, kind: str, keywords: dict[str, Any]) -> list[Any]:
         """Run a call by a plan, or else by Megatron's own schedule; return forward_data_store.
 
-        Any unexpected failure before the first op falls back to Megatron's schedule, so a loop that
-        worked before still works. A misread shape falls back in any call. Errors of the forward
-        step, of ``lengths`` and of slices are raised.
+        After an unexpected failure before the first op, Megatron's schedule runs this call and all
+        later calls. After a misread shape, Megatron's schedule repeats the call. Errors of the
+        forward step, of ``lengths`` and of slices are raised.
         """
         if self._gave_up:
             return self.stock[kind](**keywords)
@@ -81,7 +81,7 @@ class LoopSchedule:
         return self._leave(reason, kind, keywords, speaker)
 
     def _count(self) -> int:
-        """Count a call that a plan runs; return its number."""
+        """Count a call that a plan runs; return the number of such calls so far."""
         self._calls += 1
         return self._calls
 
@@ -93,7 +93,7 @@ class LoopSchedule:
         return self.stock[kind](**keywords)
 
     def _known_pipeline(self, call: LoopCall, kind: str) -> ModelPipeline | str:
-        """Return the pipeline that runs the call, or the reason why Megatron runs it."""
+        """Return the pipeline that runs the call, or the reason why Megatron runs the call."""
         pipelined = kind != NO_PIPELINE
         if pipelined and not mpu.model_parallel_is_initialized():
             return "pipelines without Megatron's global groups"
@@ -105,7 +105,7 @@ class LoopSchedule:
             return reason
         try:
             return self._pipelines.of(call, ranks)
-        except ValueError as refusal:  # our messages would block in such a world
+        except ValueError as refusal:  # messages would block with these process groups
             return str(refusal)
 
 

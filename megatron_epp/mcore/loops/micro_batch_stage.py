@@ -1,7 +1,7 @@
 """Stage of a loop's model for the executor, with every micro-batch as a chunk.
 
-It calls Megatron's own ``forward_step`` and ``backward_step``, so losses are scaled, timed and
-collected as in Megatron's schedules. Only the order of the calls is planned.
+The stage calls Megatron's own ``forward_step`` and ``backward_step``, so losses are scaled, timed
+and collected as in Megatron's schedules. Only the order of these calls is planned.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from megatron_epp.runtime.kv_store import Store
 
 
 class NoBatchBuilder:
-    """Batch builder of a stage whose forward step draws its own data; it reads none."""
+    """Batch builder that reads no data, because the loop's forward step draws its own data."""
 
     def __init__(self, stage: int, device: torch.device):
         self.stage, self.device = stage, device
@@ -36,9 +36,9 @@ class MicroBatchStage(ModelStage):
     """Stage that runs whole micro-batches.
 
     ``cp_size`` is the number of context-parallel ranks. ``shape(chunk)`` is the expected shape of a
-    message to the next stage; another shape raises a WrongShape. In an interleaved pipeline,
-    ``call`` has only model chunk ``vp_stage`` of the rank, and ``config`` is its configuration.
-    ``data[chunk]`` has the results of the loss function other than the loss.
+    message to the next stage; another shape raises a WrongShape. In an interleaved pipeline, the
+    model of ``call`` is model chunk ``vp_stage`` of the rank, and ``config`` is its configuration.
+    ``data[chunk]`` is the chunk's part of Megatron's forward_data_store.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class MicroBatchStage(ModelStage):
         self._first, self._number = forwards[0], {c: n for n, c in enumerate(forwards)}
 
     def _stats_of_routers(self, plan: Plan) -> None:
-        """Return None: Megatron computes the experts' losses per micro-batch."""
+        """Return None, because Megatron computes the MoE auxiliary losses per micro-batch."""
 
     def _forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
         call = self.call
@@ -107,7 +107,7 @@ class MicroBatchStage(ModelStage):
         return self._attached.recomputing(self._recompute[chunk])
 
     def in_callers_order(self) -> list[Any]:
-        """Return Megatron's forward_data_store in the loop's order; empty before the last stage."""
+        """Return Megatron's forward_data_store in the loop's order; empty unless the last stage."""
         return [item for chunk in sorted(self.data) for item in self.data[chunk]]
 
 
@@ -115,7 +115,8 @@ def scalar(loss: Any, whose: str) -> Tensor:
     """Return ``loss`` unchanged after checking that it is a tensor of one element.
 
     Raises:
-        ValueError: ``loss`` is not a tensor, or has several elements; ``whose`` begins the message.
+        ValueError: ``loss`` is not a tensor, or has several elements. The message begins with
+            ``whose``.
     """
     if not isinstance(loss, Tensor):
         raise ValueError(

@@ -1,8 +1,8 @@
 """Micro-batches of one call: each drawn once, and passed to forward steps in any order.
 
-A loop's forward step draws the next micro-batch from an iterator. Here forward steps run in a
-planned order, so each gets an iterator over the one micro-batch it is to draw. On a rank where
-forward steps never draw, nothing is drawn.
+A loop's forward step draws the next micro-batch from an iterator. Because forward steps run in a
+planned order, each forward step receives an iterator over only its own micro-batch. On ranks whose
+forward steps draw nothing, no micro-batch is drawn.
 """
 
 import copy
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def draws_by_offset(source: Any) -> bool:
-    """Return whether ``source`` has ``get_next(keys)`` and ``offset``, as slime's iterators."""
+    """Return whether ``source`` has ``get_next`` and ``offset``, as slime's iterators have."""
     return hasattr(source, "get_next") and hasattr(source, "offset")
 
 
@@ -20,8 +20,8 @@ class MicroBatches:
     Attributes:
         source: The loop's data iterator; None on ranks without one.
         count: Number of micro-batches of the call.
-        repeatable: Whether micro-batches may be drawn again. A shallow copy of each drawn
-            micro-batch is then kept, because forward steps may remove entries from it.
+        repeatable: Whether micro-batches may be drawn again. If so, :meth:`let_go` caches a shallow
+            copy of the micro-batch, because forward steps may remove entries from the original.
     """
 
     def __init__(self, source: Any, count: int):
@@ -36,7 +36,7 @@ class MicroBatches:
 
     @property
     def drawn(self) -> bool:
-        """Whether ``next`` was called on the source; other readers then need from_the_start."""
+        """Whether ``next`` was called on the source; read it again with :meth:`from_the_start`."""
         return bool(self._drawn)
 
     def item(self, number: int) -> Any:
@@ -61,7 +61,7 @@ class MicroBatches:
         return self._drawn[number]
 
     def let_go(self, number: int) -> None:
-        """Drop micro-batch ``number`` from the cache; if repeatable, cache a shallow copy."""
+        """Drop micro-batch ``number`` from the cache; if repeatable, keep a shallow copy."""
         if number < len(self._drawn):
             self._drawn[number] = copy.copy(self._drawn[number]) if self.repeatable else None
 
@@ -76,7 +76,7 @@ class MicroBatches:
         return _Again(self) if self._drawn else self.source
 
     def finish(self) -> None:
-        """Set ``source.offset`` to the end of the call, as Megatron's schedule leaves it.
+        """Set ``source.offset`` to its value after a call of Megatron's schedule.
 
         A source without an offset does not change.
         """
@@ -117,7 +117,7 @@ class SingleMicrobatch:
 
 
 class _SingleRead(SingleMicrobatch):
-    """SingleMicrobatch of a source with an offset; other attributes are the source's."""
+    """SingleMicrobatch of a source with an offset; other attributes are read from the source."""
 
     def get_next(self, *keys: Any, **named: Any) -> Any:
         self._once()
@@ -128,7 +128,7 @@ class _SingleRead(SingleMicrobatch):
 
 
 class _Reader:
-    """Reader of a source at one offset; it may read any number of times."""
+    """Reader of a source at a fixed offset; ``get_next`` may be called any number of times."""
 
     def __init__(self, source: Any, place: int):
         self._source, self._place = source, place
@@ -145,7 +145,7 @@ class _Reader:
 
 
 class _Again:
-    """Iterator over the items already drawn from a source, then over the rest of it."""
+    """Iterator over the items already drawn from a source, then over its remaining items."""
 
     def __init__(self, batches: MicroBatches):
         self._batches, self._next = batches, 0

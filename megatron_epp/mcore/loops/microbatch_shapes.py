@@ -1,8 +1,8 @@
-"""Shapes of a call's micro-batches, read from them or given by the loop.
+"""Shapes of a call's micro-batches, read from the micro-batches or returned by the loop.
 
-Megatron's stages exchange the shape of every message before they send it. Here the shapes of a call
-are known before its ops: from the call if sequences are padded to one length, else from the
-micro-batches on the ranks that read them.
+Megatron's stages exchange the shape of every message before the message is sent. Here all shapes
+are known before the first op. They follow from the call's arguments if sequences are padded to one
+length, and otherwise from the micro-batches on the ranks that read them.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,15 +13,15 @@ import torch
 from megatron_epp.frameworks.rows import lengths_between
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
-# Returns the shape of a micro-batch, as the loop's iterator yields it; None if unknown.
+# Returns the shape of a micro-batch that the loop's iterator yields; None if unknown.
 ShapeFunction = Callable[[Any], MicrobatchShape | int | None]
 
 
 def shape_of(micro_batch: Any) -> MicrobatchShape | None:
     """Return the shape of a micro-batch that is a mapping with ``tokens`` or ``input_ids`` [B, S].
 
-    Return None for any other micro-batch. Packed documents also need ``packed_seq_params`` or
-    ``cu_seqlens``, whose differences are the lengths.
+    Return None for any other micro-batch. Micro-batches of packed documents must also contain
+    ``packed_seq_params`` or ``cu_seqlens``; their differences are the document lengths.
     """
     if not isinstance(micro_batch, Mapping):
         return None
@@ -39,7 +39,7 @@ def shape_of(micro_batch: Any) -> MicrobatchShape | None:
 def on_ranks_of_its_own(micro_batch: Any) -> bool:
     """Return whether a micro-batch sets its own number of context-parallel ranks.
 
-    The number of rows in a message then does not follow from the micro-batch's tokens.
+    In that case, the number of rows of a message does not follow from the number of tokens.
     """
     try:
         params = micro_batch.get("packed_seq_params", None)
@@ -55,7 +55,7 @@ def measured(micro_batch: Any, by: ShapeFunction | None, number: int) -> Microba
     Args:
         micro_batch: The micro-batch.
         by: The loop's own function or a framework's reader; None selects :func:`shape_of`.
-        number: Number of the micro-batch, for messages.
+        number: Number of the micro-batch, used in messages.
 
     Raises:
         ValueError: ``by`` returns neither a shape, a positive number of rows, nor None.
@@ -65,7 +65,7 @@ def measured(micro_batch: Any, by: ShapeFunction | None, number: int) -> Microba
     if by is None:
         try:
             return shape_of(micro_batch)
-        except Exception:  # a mapping of another form; the error would name our keys
+        except Exception:  # a mapping of another form; the error would not help the user
             return None
     shape = by(micro_batch)
     if isinstance(shape, bool) or not isinstance(shape, MicrobatchShape | int | None):

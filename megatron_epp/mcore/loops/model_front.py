@@ -1,10 +1,12 @@
-"""Language part of a loop's model, which slices run through, and the modules before it.
+"""Language part of a loop's model, which computes slices, and the modules before it.
 
-    encoder, word embedding, ...    see a document unsliced, once, with its first slice
+    encoder, word embedding, ...    run once on the full document, before its first slice
     language part                   contains Megatron's layers, and computes slice by slice
 
-The encoder's backward also runs once, after that of the document's first slice, which comes last. L
-tokens of a document, t rows of a chunk on this rank, T on all, H hidden size.
+The backward of the encoder also runs once. It follows the backward of the document's first slice,
+which is the document's last backward. In shapes, L is the number of tokens of a document, t the
+number of rows of a chunk on this rank, T the number of its rows on all ranks, and H the hidden
+size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,7 +44,7 @@ def language_part(model: Any) -> Any:
     This module is often the model itself.
 
     Raises:
-        ValueError: No module has decoder layers, or several modules have.
+        ValueError: No module has decoder layers, or several modules have decoder layers.
     """
     modules = [
         module
@@ -62,7 +64,7 @@ def language_part(model: Any) -> Any:
 class ReachedError(Exception):
     """Exception that ends the forward of a model where its language part begins.
 
-    ``given`` has the arguments of the language part.
+    ``given`` contains the arguments of the language part's forward.
     """
 
     def __init__(self, arguments: Mapping[str, Any]):
@@ -75,8 +77,8 @@ class ChunkInputs:
     """Inputs of a chunk from the modules before the language part.
 
     Attributes:
-        hidden: A leaf of autograd [t, 1, H]; None after the first stage.
-        positions: [axes, 1, t]; None if there is one axis.
+        hidden: Hidden states [t, 1, H], a leaf of autograd; None on stages after the first.
+        positions: Positions [axes, 1, t]; None if positions have one axis.
     """
 
     hidden: Tensor | None
@@ -85,7 +87,7 @@ class ChunkInputs:
 
 @dataclass(slots=True, eq=False)
 class _Document:
-    """Hidden states [L, 1, H], with the graph that made them, and positions [axes, 1, L]."""
+    """Hidden states [L, 1, H] with their autograd graph, and positions [axes, 1, L]."""
 
     hidden: Tensor | None
     positions: Tensor | None
@@ -97,7 +99,8 @@ class EncodedDocuments:
     """Documents of a call as encoded by the modules before the layers.
 
     Attributes:
-        encode: (document) -> arguments that reach the language part for the full document.
+        encode: Function (document) -> arguments of the language part's forward for the full
+            document.
         lengths: Number of tokens of every document.
         row_shard: This rank's shard of a chunk's rows.
         tp_group: Tensor-parallel group.
@@ -113,9 +116,9 @@ class EncodedDocuments:
     _chunks: dict[int, tuple[Tensor, tuple[Rows, ...], int]] = field(default_factory=dict)
 
     def inputs(self, chunk: int, rows: Sequence[Rows], total: int) -> ChunkInputs:
-        """Return this rank's inputs of a chunk, and encode the documents that begin in the chunk.
+        """Encode the documents that begin in a chunk, and return this rank's inputs of the chunk.
 
-        Call it once per chunk, in the chunk's forward.
+        Call this method once per chunk, in the chunk's forward.
 
         Args:
             chunk: Number of the chunk.
@@ -157,8 +160,8 @@ class EncodedDocuments:
     def backward(self, chunk: int) -> None:
         """Accumulate the gradients of the chunk's inputs, after the chunk's backward.
 
-        If the chunk has a document's first slice, the document's gradient is complete. The backward
-        of the modules before the layers then runs for that document.
+        If the chunk contains the first slice of a document, the gradient of this document is now
+        complete. The backward of the modules before the layers then runs for this document.
         """
         if chunk not in self._chunks:
             return
@@ -208,7 +211,7 @@ class EncodedDocuments:
         return _Document(hidden, positions)
 
     def _local(self, total: int) -> slice:
-        """Return this rank's rows of a chunk between linear layers."""
+        """Return the range of this rank's rows of a chunk, sharded by sequence parallelism, too."""
         if self.row_shard.splits == 1:
             return self.row_shard.local(total)
         count = total // self.row_shard.parts // self.row_shard.splits

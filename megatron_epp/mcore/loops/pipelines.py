@@ -1,4 +1,4 @@
-"""Pipelines of a loop's models: what this rank knows of each, from its first call on."""
+"""Pipelines of a loop's models: the state that this rank caches for each model."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -45,8 +45,8 @@ from megatron_epp.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
-# Number of calls that Megatron's schedule runs before a reader is trusted, which may be right by
-# chance: with several shapes, and with one.
+# Number of calls that Megatron's schedule runs before a reader is trusted: the first number if the
+# calls had several shapes, the second if all had one shape, which may be right by chance.
 WITNESSED_CALLS, WITNESSED_ALIKE = 2, 3
 PLANNING = OutsidePhase("the plan of a call, which one rank makes")
 
@@ -56,23 +56,26 @@ class ModelPipeline:
     """Pipeline of one model.
 
     Attributes:
-        group: Megatron's pipeline group, from which ours were made; Megatron may replace its
-            groups.
-        programs: Runs this rank's programs, over our groups.
-        rank: This rank's place in the pipeline, and its first stage.
-        layers: Layers of every stage.
-        rates_SK3: Coefficients of every stage's seconds (stage_seconds); ``measured`` says whether
-            all stages have measured ones.
-        seconds: Measurements of each stage of this rank: several stages if the pipeline is
-            interleaved.
-        track_record: Whether predictions came true.
-        token_bytes: Relative bytes that a token holds from forward to backward: [stages].
-        had_bytes: Most bytes that Megatron's own order has held on a stage so far.
-        split_refused: Why no stage may split backwards; None if all can.
-        unlike: Why the framework's own micro-batches are not read; None if they may be.
-        witnessed: Shapes of each call in which Megatron's schedule confirmed the reader.
-        in_lockstep: Whether ops communicate with those of other replicas, so that nothing may
-            depend on this one's lengths.
+        group: Megatron's pipeline group for which ``programs`` was created; Megatron may later
+            replace its groups.
+        programs: Runs this rank's programs over the process groups of this package.
+        rank: Pipeline rank of this process, which is also the index of its first stage.
+        layers: Number of layers of every stage.
+        rates_SK3: Coefficients of every stage's seconds (planner/calls/stage_seconds.py).
+        measured: Whether the coefficients of all stages were fitted to measurements.
+        seconds: Measurements of each stage of this rank; several if the pipeline is interleaved.
+        planning: Cache of the replica's plans.
+        track_record: Comparison of predicted with measured seconds.
+        token_bytes: Bytes of a token's activations from forward to backward on each stage,
+            relative to the other stages: [stages].
+        had_bytes: Most bytes that Megatron's own order has required on a stage in any call so far.
+        split_refused: Reason why no stage may split backwards; None if all stages can.
+        unlike: Reason why the shapes of the framework's micro-batches are not read; None if they
+            may be read.
+        witnessed: Set of message shapes of each call in which Megatron's schedule was run to check
+            the reader.
+        in_lockstep: Whether ops communicate with ops of other replicas. Plans then must not depend
+            on the lengths of this replica.
     """
 
     group: Any
@@ -93,7 +96,7 @@ class ModelPipeline:
 
     @property
     def shown(self) -> bool:
-        """Whether enough calls have confirmed the shapes that the reader reads."""
+        """Whether Megatron's schedule has run enough calls to trust the reader's shapes."""
         several = len(frozenset().union(*self.witnessed)) > 1
         return len(self.witnessed) >= (WITNESSED_CALLS if several else WITNESSED_ALIKE)
 
@@ -109,7 +112,7 @@ class ModelPipeline:
 
     @property
     def local_stages(self) -> range:
-        """Stages of this rank, first to last."""
+        """Stages of this rank, in pipeline order."""
         return range(self.rank, self.stages, self.ranks)
 
     @property
@@ -119,19 +122,19 @@ class ModelPipeline:
 
     @property
     def control(self) -> Any:
-        """Process group of the replica on the CPU; None with one stage."""
+        """CPU process group of the replica; None with one pipeline rank."""
         groups = self.programs.groups
         return None if groups is None else groups.control
 
     @property
     def current_op(self) -> CurrentOp:
-        """Record of the op or phase that this rank is in, which the watcher reports."""
+        """Record of this rank's current op or phase, which the watcher reports."""
         return self.programs.current_op
 
     def options(self, call: LoopCall, wanted: CallOptions, tokens: Sequence[int]) -> CallOptions:
         """Return the options for planning ``call``, and update ``had_bytes``.
 
-        All ranks of a replica compute the same options. In lockstep and in validation calls, plans
+        All ranks of a replica compute equal options. In lockstep, and in validation calls, plans
         neither reorder micro-batches nor split backwards.
 
         Args:
@@ -154,10 +157,10 @@ class ModelPipeline:
         )
 
     def plan(self, key: object, make: Callable[[], Plan]) -> Plan:
-        """Set the current phase to planning, and return :meth:`ReplicaPlans.plan`. Collective.
+        """Return the plan for ``key`` (see :meth:`ReplicaPlans.plan`). Collective.
 
         The first call compiles the planner on one rank, which may take half a minute on a busy
-        host. In the planning phase, the watcher does not warn.
+        host. Therefore this method enters the planning phase, in which the watcher does not warn.
         """
         self.current_op.enter(PLANNING)
         return self.planning.plan(key, make)
@@ -171,7 +174,7 @@ class ModelPipeline:
 class Pipelines:
     """Cache of the pipelines of all called models.
 
-    Models with the same pipeline group share the process groups of this package.
+    Models that use one Megatron pipeline group share the process groups of this package.
     """
 
     def __init__(self, settings: Settings):
@@ -181,10 +184,10 @@ class Pipelines:
         self._initialised: InitialisedGroups | None = None
 
     def of(self, call: LoopCall, ranks: int) -> ModelPipeline:
-        """Return the pipeline of the call's model, which is created if it is new.
+        """Return the pipeline of the call's model; create the pipeline for a new model.
 
-        Collective over the replica if the pipeline is new, and over the world if its process groups
-        are.
+        Collective over the replica if the pipeline is new, and over the world if the process groups
+        of the pipeline are new.
 
         Args:
             call: The call.
@@ -244,9 +247,9 @@ class Pipelines:
         )
 
     def _programs_of(self, group: Any, config: Any) -> ProgramRunner:
-        """Return the runner over our groups, made once for Megatron's pipeline ``group``.
+        """Return the program runner for Megatron's pipeline ``group``, and cache it.
 
-        The groups are initialised again if a framework has rebuilt their communicators.
+        Its process groups are initialised again if a framework has rebuilt their communicators.
         """
         device, communicators = this_device(), self._initialised
         programs = self._programs[1] if self._programs and self._programs[0] is group else None
@@ -269,7 +272,7 @@ class Pipelines:
         return programs
 
     def _split_refused(self, model: Any) -> str | None:
-        """Return the reason why this stage cannot split backwards; None if it can."""
+        """Return the reason why ``model`` cannot split backwards; None if it can."""
         if not self.settings.options.split:
             return "not wanted"
         try:
@@ -283,7 +286,7 @@ class Pipelines:
 
 
 def _layers_and_vocabulary(wrapped: Any) -> tuple[int, int]:
-    """Return the layers of a stage module, and the vocabulary rows of its LM head, else 0."""
+    """Return the number of layers and of vocabulary rows of a stage; 0 rows without LM head."""
     (model,) = unwrap_model([wrapped])
     sliced = attached(model)
     model = model if sliced is None else sliced.part
@@ -293,5 +296,5 @@ def _layers_and_vocabulary(wrapped: Any) -> tuple[int, int]:
 
 
 def _by_stage(of_ranks: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the values of all stages, first to last, from those of every rank."""
+    """Return the values of all stages in pipeline order, from the lists of values of each rank."""
     return [of_rank[part] for part in range(len(of_ranks[0])) for of_rank in of_ranks]

@@ -1,4 +1,4 @@
-"""One call of Megatron's schedule function that a plan runs, from micro-batch sizes to result."""
+"""One call of Megatron's schedule function, planned and executed by this package."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -61,9 +61,9 @@ class CallWork:
 
     Attributes:
         plan: Plan of the replica.
-        make_stage: Returns the stage with this index on the rank, to be run by the executor.
-        shape: Returns the shape of a chunk's message.
-        sizes_3C: Features of all chunks, from which op times are fitted (call_cost.features).
+        make_stage: Function (index of a stage on this rank) -> the stage for the executor.
+        shape: Function (chunk) -> shape of the chunk's message.
+        sizes_3C: Features of all chunks (call_cost.features), to which op times are fitted.
     """
 
     plan: Plan
@@ -74,13 +74,13 @@ class CallWork:
 
 @dataclass(frozen=True, slots=True)
 class MessageExtents:
-    """Shapes of a call's micro-batches.
+    """Shapes of a call's micro-batches and messages.
 
     Attributes:
         shapes: Shape of every micro-batch.
-        fixed: Shape of all messages; None if their shapes differ.
+        fixed: Shape of all messages; None if message shapes differ.
         parts: Number of ranks of a stage over which the rows of a micro-batch are sharded.
-        hidden: Hidden size; 0 with a fixed shape, which needs none.
+        hidden: Hidden size; 0 if ``fixed`` is set, because then it is not used.
     """
 
     shapes: Sequence[MicrobatchShape]
@@ -97,9 +97,9 @@ class MessageExtents:
 class PlannedCall:
     """One call of the schedule function by an external training loop, executed by a plan.
 
-    ``count`` returns the number of the call. ``committed`` says that errors are raised to the loop;
-    otherwise Megatron's own schedule can run the call. It is always set for an attached model. Else
-    it is set before the first op or the call of :meth:`_show`, and reset if no rank could begin.
+    ``count`` returns the number of the call. While ``committed`` is false, Megatron's own schedule
+    can still run the call; later errors are raised. For an attached model, it is always true. For
+    others, it is set before the first op or by :meth:`_show`, and reset if no rank could begin.
     """
 
     def __init__(
@@ -119,12 +119,12 @@ class PlannedCall:
         return 0 if control is None else dist.get_global_rank(control, 0)
 
     def undo(self) -> None:
-        """Restore random states, buffers and gradients, if :meth:`run` has saved them."""
+        """Restore the random states, buffers and gradients that :meth:`run` saved, if any."""
         if self._state is not None:
             self._state.restore()
 
     def with_batches_from_the_start(self, keywords: dict[str, Any]) -> dict[str, Any]:
-        """Return ``keywords``, with iterators that start again if micro-batches were drawn."""
+        """Return ``keywords`` with data iterators that yield already drawn micro-batches again."""
         if not any(batches.drawn for batches in self.batches):
             return keywords
         iterators = [batches.from_the_start() for batches in self.batches]
@@ -133,8 +133,8 @@ class PlannedCall:
     def result(self, keywords: dict[str, Any], pipelined: Callable[..., Any]) -> list[Any] | None:
         """Run the call and return Megatron's forward_data_store; None if it cannot be planned.
 
-        In training, gradients are finalised. ``pipelined``, Megatron's own schedule, runs a
-        framework's first calls. Errors: MisreadCall, LoopRefusal, LoopFailed, or the loop's own.
+        In training, gradients are finalised. ``pipelined`` is Megatron's own schedule; it runs a
+        framework's first calls. Raises MisreadCall, LoopRefusal, LoopFailed, or the loop's errors.
         """
         call, pipeline, config = self.call, self.pipeline, self.call.config
         slicing = self.model is not None and self.model.slicing
@@ -171,7 +171,7 @@ class PlannedCall:
                 )
                 return None
             varies = pipeline.stages > 1 and fixed is None
-            # Without varying shapes the configuration may lack it.
+            # A configuration may lack hidden_size if shapes do not vary.
             hidden = config.hidden_size if varies else 0
             available = MessageExtents(shapes, fixed, _ranks_of_rows(config, groups), hidden)
             if isinstance(reader, FrameworkReader) and not pipeline.shown:
@@ -206,8 +206,8 @@ class PlannedCall:
     ) -> list[Any]:
         """Run the call with Megatron's own schedule, and compare its shapes with ``extents``.
 
-        This happens in the first calls: until two shapes, or three calls of one shape, were
-        compared.
+        The first calls run this way: two calls if their shapes differ, else three. If the shapes
+        are not as expected, ``pipeline.unlike`` is set.
         """
         pipeline = self.pipeline
         pipeline.current_op.enter(
@@ -228,7 +228,7 @@ class PlannedCall:
         return result
 
     def _slices(self, groups: Any) -> CallWork:
-        """Plan the documents of the micro-batches, cut into slices."""
+        """Return the work of a call in slicing mode, whose documents are cut into slices."""
         call, pipeline, model, batches = self.call, self.pipeline, self.model, self.batches[0]
         assert model is not None, "slices are cut of an attached model's documents"
         forests = read_documents(call, pipeline, batches, model)
@@ -270,7 +270,7 @@ class PlannedCall:
     # -------------------------------------------------------------- the ops, and after them
 
     def run(self, work: CallWork) -> list[LoopStage]:
-        """Execute this rank's ops; return its stages. If any rank fails, all raise. Collective."""
+        """Execute this rank's ops; return its stages. Collective; all ranks raise if one fails."""
         call, pipeline, config = self.call, self.pipeline, self.call.config
         programs = pipeline.programs
         programs.current_op.iteration = self._count()
@@ -353,9 +353,9 @@ class PlannedCall:
     ) -> None:
         """Exchange success or failure with all ranks of the replica; raise if any rank failed.
 
-        ``begun`` says whether this rank could compute at all. If no rank could, nothing has changed
-        yet, and Megatron's schedule can run the call. ``seconds`` of this rank's ops are 0 if not
-        measured. ``refusal`` is the message of a user's mistake.
+        ``begun`` is true if this rank could create its stages. If no rank could, the call has
+        changed nothing, and Megatron's schedule can run it. ``seconds`` is the time of this rank's
+        ops, or 0 if not measured. ``refusal`` is the message of an error in the loop's input.
         """
         pipeline = self.pipeline
         pipeline.current_op.enter("what became of the call on all ranks of the replica")
@@ -376,7 +376,7 @@ class PlannedCall:
             self.committed = self.model is not None
             self._stop_timer()
             raise error
-        # Wrong rows of an earlier stage are not a mistake of this one's forward step.
+        # This stage's error may follow from wrong rows of an earlier stage, which is then raised.
         before = range(pipeline.stages if pipeline.interleaved else pipeline.rank)
         senders = set(before) - {pipeline.rank}
         misled = any(status.refusal and status.value[0] in senders for status in statuses)
@@ -392,16 +392,16 @@ class PlannedCall:
                 plan.predicted.seconds,
                 max(status.value[3] for status in statuses),
             )
-        # The first rank of a stage reports for it: all ranks use the same numbers.
+        # All ranks use the rates of each stage's first rank, so that their rates are equal.
         pipeline.learn({status.value[0]: status.value[1:3] for status in reversed(statuses)})
 
 
 def _unsliced_work(planned: PlannedCall, groups: Any, extents_of_call: MessageExtents) -> CallWork:
-    """Plan every micro-batch of a call as a chunk."""
+    """Return the work of a call in scheduling mode, with every micro-batch as a chunk."""
     call, pipeline, settings = planned.call, planned.pipeline, planned.settings
     extents = extents_of_call.shapes
     make, layers, rates = settings.make_plan, pipeline.layers, pipeline.rates_SK3
-    # Rates that were never measured, or long ago, may rank the orders wrongly.
+    # Rates that were not measured, or not recently, may rank the orders wrongly.
     wanted = settings.options
     tells = not call.forward_only and (planned.model is None or planned.model.memory is None)
     if not pipeline.measured or (tells and pipeline.track_record.due):

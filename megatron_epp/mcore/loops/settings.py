@@ -19,8 +19,8 @@ class CallRecord:
     """Record of one executed call on this rank.
 
     Attributes:
-        plan: The plan that ran.
-        records: Start, stop and peak bytes of each of this rank's ops.
+        plan: The executed plan.
+        records: Start, stop and peak bytes of every op of this rank.
         peak_bytes: Peak bytes of the chunks' activations; 0 without a meter.
     """
 
@@ -30,7 +30,7 @@ class CallRecord:
 
 
 def _plan(*arguments: Any) -> Plan:
-    # Imported when plans are made: the compiler takes a second to load.
+    # Imported when the first plan is made, because the compiler takes a second to load.
     from megatron_epp.planner.calls.call_plan import unsliced_plan
 
     return unsliced_plan(*arguments)
@@ -44,7 +44,7 @@ def _sliced_plan(*arguments: Any) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of :func:`megatron_epp.install_schedule`, which documents them."""
+    """Settings of the schedule; see :func:`megatron_epp.install_schedule`."""
 
     lengths: ShapeFunction | None = None
     options: CallOptions = field(default_factory=CallOptions)

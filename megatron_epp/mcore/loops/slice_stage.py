@@ -1,10 +1,10 @@
 """Stage of a loop's model for the executor, with documents cut into slices.
 
-Attributes:
-    last stage: F of every chunk of a micro-batch    outputs per token are saved, without a graph
-        (of all context-parallel ranks) after the last of them               the loop's loss, once,
-        on full documents B of a chunk                         from the loss' gradient at its
-        tokens.
+On the last stage:
+
+    F of a chunk                    saves the outputs of its tokens, without their graph
+    after a micro-batch's last F    the loop's loss is computed once, on full documents
+    B of a chunk                    starts from the gradient of the loss at the chunk's tokens
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,9 +35,9 @@ from megatron_epp.mcore.model.stage import ModelStage
 class SliceStage(ModelStage):
     """Stage that runs slices of documents.
 
-    ``forests[micro-batch]`` has its documents with shared prefixes. Their nodes are the documents
-    of the plan. ``row_shard`` is this rank's shard of a chunk's rows over ``groups.cp``.
-    ``data[micro-batch]`` has the results of the loss function other than the loss.
+    ``forests[micro-batch]`` contains the documents with their shared prefixes; every node of a
+    forest is a document of the plan. ``row_shard`` is this rank's shard of a chunk's rows over
+    ``groups.cp``. ``data[micro-batch]`` is its part of Megatron's forward_data_store.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SliceStage(ModelStage):
     ):
         self._slices = slices_of(plan)
         self.call, self.plan, self.attached, self.forests = call, plan, attached, forests
-        # The plan numbers documents through the call; each is a node of its micro-batch.
+        # The plan numbers the documents of the whole call; each is a node of a forest.
         nodes = [(number, node) for number, forest in enumerate(forests) for node in forest.nodes]
         self._of, self._nodes = [number for number, _ in nodes], [node for _, node in nodes]
         store = store_for(plan, self._slices, attached.stores_last_slice)
@@ -98,7 +98,7 @@ class SliceStage(ModelStage):
         if config.timers is not None:
             config.timers("forward-compute", log_level=2).start()
         self._left[number] -= 1
-        later = self._left[number] > 0  # the loss comes with a later chunk
+        later = self._left[number] > 0  # the loss is computed after a later chunk
         self.attached.part.set_input_tensor(received)
         autocast: Any = nullcontext()
         if config.enable_autocast:
@@ -146,7 +146,7 @@ class SliceStage(ModelStage):
         return ChunkParams.of(state, on_device(local_positions, device))
 
     def _encode(self, document: int) -> Mapping[str, Any]:
-        """Return the arguments that reach the layers for a full document."""
+        """Return the arguments of the language part's forward for a full document."""
         if not self.batches.readable:
             raise ValueError(
                 "a rank has no data iterator; expected one on every rank, as each runs what stands "
@@ -157,7 +157,7 @@ class SliceStage(ModelStage):
         return self.attached.reached_with(self.model, inputs)
 
     def _drawn(self, chunk: int) -> Any:
-        """Return an iterator with the chunk's rows, if this rank has an iterator."""
+        """Return an iterator that yields the chunk's rows; the source if it is not readable."""
         if not self.batches.readable:
             return self.batches.source
         number = self._group[chunk]
@@ -193,7 +193,7 @@ class SliceStage(ModelStage):
             start += span.tokens
 
     def _loss(self, number: int) -> None:
-        """Compute the loss of a micro-batch after all its forwards, and its gradient."""
+        """Compute the loss of a micro-batch, and its gradient, after all its forwards."""
         documents, call = self._documents[number], self.call
         outputs_of = []
         for document in documents:
@@ -224,7 +224,7 @@ class SliceStage(ModelStage):
         )
         self.batches.let_go(number)
         self.data[number] = data
-        # If all ranks of a document see all of it, count it once.
+        # If every context-parallel rank computes the full loss, only one counts the tokens.
         if self._partial or self.row_shard.part == 0:
             self.tokens = self.tokens + tokens
         if not self.training:
@@ -232,8 +232,8 @@ class SliceStage(ModelStage):
         loss = scalar(loss, f"micro-batch {number}")
         counted = len(returned[0]) == 3 and not self.config.calculate_per_token_loss
         if counted and not self._partial:
-            # Megatron takes the mean over context-parallel ranks; here each has the loss of all
-            # rows.
+            # Megatron takes the mean of gradients over context-parallel ranks; here each rank has
+            # the loss of all rows.
             loss = loss * self.row_shard.parts
         if self.config.grad_scale_func is not None:
             loss = self.config.grad_scale_func(loss)
@@ -248,7 +248,7 @@ class SliceStage(ModelStage):
         )
 
     def _loss_gradients(self, chunk: int) -> Tensor:
-        """Return the loss' gradient at the chunk's tokens that are on this rank."""
+        """Return the gradient of the loss at this rank's rows of the chunk."""
         _, output = self._saved[chunk]
         total = self.row_shard.rows(self.plan.chunks[chunk])
         gradients, start = output.new_zeros(1, total, *output.shape[2:]), 0
@@ -285,32 +285,32 @@ class SliceStage(ModelStage):
             self._front.clear()
 
     def in_callers_order(self) -> list[Any]:
-        """Return Megatron's forward_data_store in the loop's order; empty before the last stage."""
+        """Return Megatron's forward_data_store in the loop's order; empty unless the last stage."""
         return [item for number in sorted(self.data) for item in self.data[number]]
 
 
 def _of_all_ranks(local: Tensor, group: Any) -> Tensor:
-    """Return [t, ...] of every context-parallel rank, concatenated. Collective."""
+    """Return the tensors [t, ...] of all context-parallel ranks, concatenated. Collective."""
     gathered = local.new_empty(group.size() * len(local), *local.shape[1:])
     dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
     return gathered
 
 
 def _of_all_parts(gradients: tuple[Tensor, ...], group: Any) -> tuple[Tensor, ...]:
-    """Return [L, ...] of every document, summed over the context-parallel ranks. Collective."""
+    """Return the gradients [L, ...] of all documents, summed over CP ranks. Collective."""
     every = torch.cat(gradients)
     dist.all_reduce(every, group=group)
     return tuple(every.split([len(one) for one in gradients]))
 
 
 def samples_of(forest: PrefixForest, outputs: Sequence[Tensor]) -> list[Tensor]:
-    """Concatenate the outputs of the nodes of each document to [L, ...].
+    """Return the outputs [L, ...] of every document, concatenated from the outputs of its nodes.
 
-    In the backward, autograd sums the gradients of a shared node over its documents.
+    In the backward, autograd sums the gradients of a shared node over the documents that share it.
 
     Args:
         forest: Documents with their shared prefixes.
-        outputs: Outputs [tokens, ...] of every node.
+        outputs: Outputs [tokens, ...] of every node of the forest.
     """
     paths = map(forest.path, range(len(forest.last)))
     return [
@@ -320,7 +320,7 @@ def samples_of(forest: PrefixForest, outputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def groups_of(plan: Plan, of_document: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of the micro-batch that every chunk of ``plan`` belongs to.
+    """Return the number of the micro-batch of every chunk of ``plan``.
 
     Args:
         plan: The plan.
@@ -328,7 +328,7 @@ def groups_of(plan: Plan, of_document: Sequence[int]) -> tuple[int, ...]:
 
     Raises:
         PlanError: A chunk has tokens of two micro-batches, or the last stage runs a backward before
-            all forwards of the micro-batch.
+            all forwards of the chunk's micro-batch.
     """
     groups = []
     for number, chunk in enumerate(plan.chunks):

@@ -1,9 +1,9 @@
-"""Log-probabilities of tokens by a loop's model, without holding all logits at once.
+"""Log-probabilities of tokens by a loop's model, without saving all logits at once.
 
-The model runs up to its final norm, under any schedule, unsliced or in slices. The LM head then
+The model runs up to its final norm, under any schedule, in slices or not. The LM head then
 processes the hidden states in blocks of rows (layers/lm_head/log_probs.py).
 
-B samples of S tokens, H hidden size
+In shapes, B is the number of samples, S the number of tokens of a sample, and H the hidden size.
 """
 
 from collections.abc import Mapping
@@ -31,17 +31,18 @@ def model_log_probs(
 
     Args:
         model: The loop's model, wrapped or not.
-        labels_BS: Labels of all tokens; unused before the last stage.
+        labels_BS: Labels of all tokens; only the last stage uses them.
         temperature: Divisor of the logits, or a tensor that expands to [B, S].
         entropy: Whether to return the entropies, too.
         inputs: Arguments of the model's forward.
 
     Returns:
-        Log-probabilities [B, S]; with ``entropy``, a pair of log-probabilities and entropies.
-        Before the last stage, the output of the model.
+        On the last stage, log-probabilities [B, S]; with ``entropy``, a pair of log-probabilities
+        and entropies. On other stages, the output of the model.
 
     Raises:
-        ValueError: Labels or temperature have another shape, or the LM head is not supported.
+        ValueError: The labels or the temperature have a wrong shape, the temperature is not
+            positive, or the LM head is not supported.
     """
     (inner,) = unwrap_model([model])
     part = language_part(inner)
@@ -86,7 +87,7 @@ def _output_weight(part: Any) -> Any:
     """Return this rank's vocabulary rows of the LM head's weight.
 
     Raises:
-        ValueError: The LM head has other parameters, or the model has MTP.
+        ValueError: The LM head has parameters other than its weight, or the model has MTP layers.
     """
     if part.config.mtp_num_layers:
         raise ValueError(
@@ -113,7 +114,7 @@ def _temperatures(
     """Return the divisors of the logits [T]; None if they are all 1.
 
     Raises:
-        ValueError: The temperature is not positive or has another shape.
+        ValueError: The temperature is not positive, or does not expand to the labels' shape.
     """
     scale = getattr(config, "mup_output_mult", 1.0) if getattr(config, "use_mup", False) else 1.0
     if not isinstance(temperature, Tensor):

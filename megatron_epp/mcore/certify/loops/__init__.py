@@ -1,1 +1,1 @@
-"""`certify --loop` with Megatron: ranks of a training loop, and its reference model."""
+"""`certify --loop` with Megatron: ranks of a training loop, and the reference model."""

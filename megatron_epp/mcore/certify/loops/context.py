@@ -1,12 +1,12 @@
-"""Loop with a forward step that shards a micro-batch over context-parallel ranks itself.
+"""Loop whose forward step shards a micro-batch over context-parallel ranks.
 
-    padded samples          [B, S]: each rank has two of 2 x ranks equal parts, the first with the
-                            last, ..., as Megatron's get_batch_on_this_cp_rank cuts them
-    documents in one row    [1, T]: the same for every document (THD, packed_seq_params)
+    padded samples          [B, S]: a sample is cut into 2 x ranks equal parts; rank i has parts i
+                            and 2 x ranks - 1 - i, as in Megatron's get_batch_on_this_cp_rank
+    documents in one row    [1, T]: every document is cut in this way (THD, packed_seq_params)
 
-The losses of tokens are summed locally, or gathered for a loss of full sequences, because loops do
-either. On a CPU-only host, Megatron has no attention for this. A simple one replaces it: rows of K
-and V are gathered, and all scores are computed.
+Some loops sum token losses locally, others gather them for a loss of full sequences; both cases
+occur here. On a CPU-only host, Megatron has no attention over context-parallel ranks. A simple
+attention replaces it, which gathers the rows of K and V and computes all scores.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ Parts = Sequence[Tensor]  # the rows of every rank
 
 
 def context_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """Run the forward step that such a loop passes to ``forward_backward_func``."""
+    """Run the model on this rank's shard: the loop's ``forward_step_func``."""
     batch = next(data_iterator)
     local = _on_this_rank(batch)
     params = None
@@ -54,20 +54,20 @@ def _on_this_rank(batch: MicroBatch) -> dict[str, Tensor]:
     full = {name: batch[name] for name in _CUT}
     if "cu_seqlens" not in batch:
         return get_batch_on_this_cp_rank({**full, "cu_seqlens": None}, False, group)
-    # Megatron's own calls Transformer Engine, which needs a GPU.
+    # Megatron's own function for THD calls Transformer Engine, which needs a GPU.
     rows = _parts(batch["cu_seqlens"])[group.rank()]
     return {name: tensor.index_select(1, rows) for name, tensor in full.items()}
 
 
 def _parts(starts: Tensor) -> Parts:
-    """Return the rows of every rank, for documents between ``starts``."""
+    """Return the row indices of every rank; ``starts`` are the boundaries of the documents."""
     ranks = mpu.get_context_parallel_world_size()
     pairs = list(pairwise(starts.tolist()))
     return [torch.cat([a + zigzag(b - a, ranks)[rank] for a, b in pairs]) for rank in range(ranks)]
 
 
 def _loss(batch: MicroBatch, local_losses: Tensor, non_loss_data: bool = False) -> Any:
-    """Return the loop's loss of this rank's token losses, [B, S / ranks] or [1, T / ranks]."""
+    """Return the loop's loss, from this rank's token losses [B, S / ranks] or [1, T / ranks]."""
     group = mpu.get_context_parallel_group()
     packed = "cu_seqlens" in batch
     parts = _parts(batch["cu_seqlens"] if packed else torch.tensor([0, batch["tokens"].shape[1]]))
@@ -84,12 +84,12 @@ def _loss(batch: MicroBatch, local_losses: Tensor, non_loss_data: bool = False) 
     result = loop_loss(batch, losses, non_loss_data)
     if non_loss_data or len(result) == 2:
         return result
-    loss, count, report = result  # every sequence is counted once
+    loss, count, report = result  # tokens are counted on one rank only
     return loss, count if group.rank() == 0 else torch.zeros_like(count), report
 
 
 class _Gathered(Function):
-    """[B, s] of every rank, gathered to [B, S] in order; backward selects this rank's rows."""
+    """Gather of [B, s] of all ranks to [B, S] in order; backward selects this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, parts: Parts, group: Any) -> Tensor:
@@ -107,7 +107,7 @@ class _Gathered(Function):
 
 
 class _RowsOfAll(Function):
-    """[s, ...] of every rank, concatenated; backward sums the gradients of all ranks."""
+    """Concatenation of [s, ...] of all ranks; backward sums the gradients of all ranks."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: Any) -> Tensor:
@@ -124,7 +124,7 @@ class _RowsOfAll(Function):
 
 
 def attend_over_ranks(model: Any) -> None:
-    """Make the attention of ``model`` cover a token's full document, sharded over ranks."""
+    """Patch the attention of ``model`` to attend over documents sharded over CP ranks."""
     for layer in model.decoder.layers:
         core = layer.self_attention.core_attention
         core.forward = _GatheredAttention(core.softmax_scale)
@@ -133,7 +133,8 @@ def attend_over_ranks(model: Any) -> None:
 class _GatheredAttention:
     """Attention with gathered K and V.
 
-    s rows of this rank, S of all, b samples (1 if documents are in one row), D head size
+    In shapes, s is the number of rows of this rank, S of all ranks, b the number of samples (1 if
+    documents are in one row), and D the head size.
     """
 
     def __init__(self, scale: float):

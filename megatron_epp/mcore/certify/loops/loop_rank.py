@@ -1,4 +1,4 @@
-"""Rank of a training loop under test: Megatron's model, the loop's calls, our schedule."""
+"""Rank of a training loop under test: its model, and its calls of the installed schedule."""
 
 import copy
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from megatron_epp.planner.choose.partition import layout_text
 
-# Collectives that a call of a loop may issue: those of a schedule, over a replica.
+# Collectives over a replica that a call of a loop may issue.
 _LOOP_COLLECTIVES = (
     AllowedCollective(
         "call",
@@ -85,7 +85,7 @@ LOOP = (*_LOOP_COLLECTIVES, *(entry for entry in SCHEDULE if entry.name not in _
 
 
 class LoopRank(Rank):
-    """A loop: a model, an iterator, a forward step, and calls of ``get_forward_backward_func``."""
+    """Rank that runs a loop: it calls ``get_forward_backward_func`` with a forward step."""
 
     LISTED: ClassVar = LOOP
     RESULT: ClassVar = LoopResult
@@ -139,7 +139,7 @@ class LoopRank(Rank):
         return replica, values, tuple(evaluated), len(plan.chunks), halved, branches
 
     def run(self, drawn: Any, forward_only: bool) -> Any:
-        """Return Megatron's forward_data_store."""
+        """Call the schedule with the drawn micro-batches, and return its forward_data_store."""
         batches = [*map(_on_device, drawn.micro_batches[mpu.get_data_parallel_rank()])]
         forward_step = loop_forward_step if self.frame.parts == 1 else context_forward_step
         for model in self.models:
@@ -185,7 +185,7 @@ class LoopRank(Rank):
         )
 
     def _random(self, forward_only: bool) -> Random:
-        # The same order for the lockstep group.
+        # All replicas of a lockstep group draw equal orders.
         block = mpu.get_data_parallel_rank() // self.frame.model.lockstep
         return Random(f"{self.seed} {self.number} {block} {forward_only}")
 
@@ -198,7 +198,7 @@ def _on_device(batch: MicroBatch) -> MicroBatch:
 
 
 def _virtual_parts(args: Any) -> Any:
-    """Return ``args`` with which Megatron builds a placed pipeline itself, as interleaved."""
+    """Return ``args`` with which Megatron itself builds a placed pipeline, as interleaved."""
     if not (place := place_of(args)):
         return args
     ranks, own = args.pipeline_model_parallel_size, copy.copy(args)

@@ -1,10 +1,9 @@
-"""Models of other classes around Megatron's layers, as frameworks have them, to test ``attach``.
+"""Models like those of frameworks, with classes other than GPTModel, to test ``attach``.
 
-Attributes:
-    subclass: A GPTModel that never asks its rotary embedding for a length; it takes the rows of the
-        given positions from its table.
-    encoder: An encoder of every token's pixels next to the word embedding, before a language model;
-        it sees documents unsliced, once.
+subclass    a subclass of GPTModel that does not call get_rotary_seq_len of its rotary
+            embedding; it selects the table rows of the position ids
+encoder     a language model whose embeddings are added to the output of an encoder of every
+            token's pixels; the encoder runs once on each full document
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ from megatron_epp.mcore.loops.adapters.samples import Samples
 
 
 class TurnedByPositions(GPTModel):
-    """GPTModel with a ``_preprocess`` that rotates rows as in ms-swift."""
+    """GPTModel with a ``_preprocess`` that selects rotary rows by position, as in ms-swift."""
 
     def _preprocess(
         self,
@@ -49,7 +48,7 @@ class TurnedByPositions(GPTModel):
 
 
 class WithEncoder(MegatronModule):
-    """``language_model`` after an encoder of the pixels [1, L, PIXELS] of every token."""
+    """Model with an encoder of every token's pixels [1, L, PIXELS] before ``language_model``."""
 
     def __init__(self, language_model: Any):
         super().__init__(language_model.config)
@@ -72,7 +71,7 @@ class WithEncoder(MegatronModule):
     ) -> Tensor:
         """Return the language model's output; the first stage encodes ``pixels`` [1, L, PIXELS].
 
-        Other arguments are those of the language model.
+        All other arguments are passed to the language model.
         """
         hidden = None
         if self.pre_process:
@@ -103,7 +102,7 @@ class WithEncoder(MegatronModule):
 
 
 class PixelSamples(Samples):
-    """Samples with pixels for every token."""
+    """Adapter for samples with pixels for every token."""
 
     def inputs(self, micro_batch: Mapping[str, Any], document: int) -> Mapping[str, Any]:
         """Return the arguments of the model's forward for a full document."""

@@ -1,6 +1,7 @@
-"""Reference model on micro-batches: every document alone, and the loop's loss on the outputs.
+"""Reference model on micro-batches: it runs every document alone and computes the loop's loss.
 
-Auxiliary losses of experts cover a micro-batch, including padding; with them it runs unsliced.
+Auxiliary losses of experts depend on the whole micro-batch, including its padding. Models with such
+losses therefore run the whole micro-batch at once.
 """
 
 import pickle
@@ -32,10 +33,10 @@ from megatron_epp.mcore.kinds.registry import MIXER_FLAGS
 
 
 class ReferenceLoop(ReferenceModel):
-    """Megatron's model in one process, with the loop's losses and Megatron's scaling."""
+    """Megatron's model in one process, with the loop's losses and Megatron's loss scaling."""
 
     def prepare(self, turn: int) -> ModelSetup:
-        """Prepare as for the trainer; the arguments of the ranks' model are those of a loop."""
+        """Build the reference model, and return the setup of the ranks with the loop's settings."""
         degrees = self.trial.degrees
         raw = parsed(self.flags(turn), degrees.pp)
         if vocabulary_parallel(raw):
@@ -51,7 +52,7 @@ class ReferenceLoop(ReferenceModel):
         for model in filter(None, (self.model, self.own)):
             get_model_config(model).calculate_per_token_loss = per_token
             for module in model.modules():
-                # A router, which reads it when it is built.
+                # Routers copy this setting when they are built.
                 if hasattr(module, "calculate_per_token_loss"):
                     module.calculate_per_token_loss = per_token
         args = pickle.loads(setup.args)
@@ -120,10 +121,10 @@ class ReferenceLoop(ReferenceModel):
     def _units(
         self, exact: Sequence[Tensor], own: Sequence[Tensor], batches: Sequence[MicroBatch]
     ) -> tuple[tuple[float, float], ...]:
-        """Return the errors of the reference model in its own dtype, for every micro-batch.
+        """Return the errors of the reference model in the certified dtype, for every micro-batch.
 
-        They are upper bounds of the errors of its value and sum, as if the errors of all tokens
-        added up.
+        Each pair contains upper bounds of the errors of the loss value and of the loss sum, for the
+        case that the errors of all tokens add up.
         """
         units = []
         for expected_BS, result_BS, batch in zip(exact, own, batches, strict=True):
@@ -139,10 +140,10 @@ class ReferenceLoop(ReferenceModel):
         return tuple(units)
 
     def _mean(self, batch: MicroBatch, outputs_BS: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss, as Megatron's schedules do from a sum and a number of tokens.
+        """Return the mean loss that Megatron's schedules compute from a sum and a token count.
 
-        If every context-parallel rank returns those of its tokens, it is the mean of the ranks'
-        means.
+        If every context-parallel rank returns the sum and count of its own tokens, the result is
+        the mean of the means of all ranks.
         """
         samples, ranks = batch.get("side by side", batch), self.frame.parts
         mask_BS = samples["loss_mask"].to(outputs_BS.dtype)
@@ -151,7 +152,7 @@ class ReferenceLoop(ReferenceModel):
             local_BS = torch.zeros_like(mask_BS)
             for sample, length in enumerate(samples["lengths"]):
                 rows = mask_BS.shape[1]
-                if samples is not batch:  # documents in one row are padded and cut one by one
+                if samples is not batch:  # documents in one row are padded and cut separately
                     rows = -(-length // self.frame.multiple) * self.frame.multiple
                 local_BS[sample, zigzag(rows, ranks)[rank]] = 1
             local_BS = local_BS * mask_BS
@@ -161,7 +162,7 @@ class ReferenceLoop(ReferenceModel):
 
 @dataclass
 class LoopRun:
-    """Results of one model: ``outputs`` [B, S] of micro-batches; others as in LoopReference."""
+    """Results of one model: ``outputs`` [B, S] per micro-batch; see LoopReference for the rest."""
 
     values: list[list[float]] = field(default_factory=list)
     sums: list[list[float]] = field(default_factory=list)
@@ -172,7 +173,8 @@ class LoopRun:
 def _losses(model: Any, batch: MicroBatch, sliced: bool) -> Tensor:
     """Return the losses [B, S] of every document alone, with zeros on padding.
 
-    Experts' losses of a micro-batch include its padding where that is computed: not in slices.
+    If the model adds auxiliary losses, run the whole micro-batch instead. These losses then include
+    the padding, except in slicing mode, which does not compute padding.
     """
     config = get_model_config(model)
     samples, rows = batch["tokens"].shape
@@ -201,7 +203,7 @@ def _losses(model: Any, batch: MicroBatch, sliced: bool) -> Tensor:
 
 
 def _refuse_for_context(args: Any) -> None:
-    """Raise a ValueError if our attention over ranks does not support the model."""
+    """Raise a ValueError if the loop's attention over CP ranks does not support the model."""
     if any(kind.adds_losses(args) for kind in LAYER_CERTIFICATES):
         raise ValueError(
             "--moe-router-load-balancing-type, --moe-z-loss-coeff: a loop over context-parallel "

@@ -19,7 +19,7 @@ def derived_symbols(kind: type[LayerKind]) -> str:
 
 
 def _undivided(model: Any) -> str | None:
-    """Return the reason why context-parallel ranks cannot share the heads; None if they can."""
+    """Return the reason why heads do not divide over context-parallel ranks; None if they do."""
     config = model.config
     heads, groups = config.num_attention_heads, config.num_query_groups or 0
     tensor, context = config.tensor_model_parallel_size, config.context_parallel_size
@@ -36,7 +36,10 @@ ODD_ROTARY = "an odd number of rotary channels of a head, times --rotary-percent
 
 
 def odd_rotary(args: Any, channels: int) -> bool:
-    """Return whether the number of rotary ``channels`` is odd, so that they form no pairs."""
+    """Return whether the number of rotary channels is odd, so that channels cannot be paired.
+
+    This number is ``channels`` times --rotary-percent.
+    """
     return int(channels * (getattr(args, "rotary_percent", None) or 1.0)) % 2 == 1
 
 
@@ -56,7 +59,7 @@ _ODD_ROTARY = Limit(
 
 
 class AttentionKind(LayerKind):
-    """Attention, in all layers but a HybridModel's MLP, MoE, SSM and linear-attention layers."""
+    """Attention: in every layer of a GPTModel, and in the attention layers of a HybridModel."""
 
     PRICED, NAME, SYMBOL = AttentionPart, "attention", "*"
     ABSENT: ClassVar = {"attention": False}
@@ -94,7 +97,7 @@ class AttentionKind(LayerKind):
     )
 
     def layers(self, args: Any) -> tuple[bool, ...]:
-        """Return the mask of layers with it or a derived kind, without gated delta nets."""
+        """Return the mask of layers with attention of any derived kind, but no gated delta net."""
         layers = layers_with(args, derived_symbols(AttentionKind))
         others = GatedDeltaNetKind().layers(args)
         return tuple(a and not b for a, b in zip(layers, others, strict=True))

@@ -23,14 +23,15 @@ from megatron_epp.mcore.kinds.local_layers import fix_local_attention, local_att
 class ElasticAttention:
     """Replacement of the forward of a layer's core attention.
 
-    The module is not replaced, so checkpoints keep their keys. t rows are those of this rank.
+    The module itself is not replaced, so checkpoint keys do not change. In shapes, t is the number
+    of rows on this rank.
 
     Attributes:
-        original: Megatron's forward, for inputs that are not chunks.
+        original: Megatron's forward, called for inputs that are not chunks.
         attention: Attention over documents that are sharded over the context-parallel ranks.
         local: Attention over documents that this rank computes alone.
         layer: Index of the layer in the stage.
-        dropped: Outputs that the layer drops, to be recomputed in the backward.
+        dropped: Outputs that the layer drops in the forward and recomputes in the backward.
         ulysses: All-to-all between rows and heads; None without context parallelism.
     """
 
@@ -86,7 +87,7 @@ class ElasticAttention:
 
 
 class SingleRank:
-    """Process group of this rank only, with the methods that the rotary embedding calls."""
+    """Stand-in for a process group of one rank, with the methods that rotary embeddings call."""
 
     def size(self) -> int:
         """Return 1."""
@@ -108,12 +109,12 @@ def install_heads(place: LayerPlace) -> None:
 
 
 def attention_of(place: LayerPlace) -> tuple[Attention, Attention, Ulysses | None]:
-    """Disable Megatron's context parallelism in a layer, and return what replaces it.
+    """Disable Megatron's context parallelism in a layer, and return its replacements.
 
     Returns:
-        The attention over documents that are sharded over the context-parallel ranks. The attention
-        over documents that this rank computes alone. The all-to-all between rows and heads, or None
-        without context parallelism.
+        A tuple of three: the attention over documents that are sharded over the context-parallel
+        ranks; the attention over documents that this rank computes alone; and the all-to-all
+        between rows and heads, which is None without context parallelism.
     """
     around = place.layer.self_attention
     ranks = around.pg_collection.cp
@@ -122,7 +123,8 @@ def attention_of(place: LayerPlace) -> tuple[Attention, Attention, Ulysses | Non
     own = single_rank = of_layer(place.attention, ranks)
     if ulysses is not None:
         single_rank = of_layer(place.attention.all_heads, SingleRank())
-    # Each rank would take its rows' positions from the table, which contains only them here.
+    # Megatron would shard the rotary table over context-parallel ranks, but the table contains only
+    # the positions of this rank's rows.
     around.pg_collection = copy.copy(around.pg_collection)
     around.pg_collection.cp = SingleRank()
     return own, single_rank, ulysses

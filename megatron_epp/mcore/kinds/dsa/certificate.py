@@ -12,8 +12,8 @@ from megatron_epp.layers import dsa
 from megatron_epp.mcore.kinds.dsa.kind import DSAKind, asks_for_dsa, indexer_learns
 from megatron_epp.mcore.kinds.mla.certificate import MLACertificate
 
-# For small models. With many heads, a tied score of exactly 0 (all heads negative) is unlikely.
-# With few keys, most queries have to choose, and random slices are shorter and longer.
+# For small models. With many heads, tied scores of exactly 0 (all heads negative) are unlikely.
+# With few keys, most queries have to choose keys, and slices are shorter and longer than top-k.
 MOST_HEADS, MOST_KEYS = 32, 7
 AT_ONCE = 2000  # elements of a block of rows: a few rows of a small model
 
@@ -21,9 +21,9 @@ AT_ONCE = 2000  # elements of a block of rows: a few rows of a small model
 class DSACertificate(MLACertificate):
     """Certificate of DSA layers.
 
-    Besides MLA's sizes, the small model has fewer channels, heads and chosen keys of the indexer.
-    It applies no Hadamard matrix, which rotates queries and keys alike and does not change the
-    scores.
+    In addition to MLA's smaller sizes, the indexer of the small model has fewer channels, heads and
+    chosen keys. The small model does not apply the Hadamard matrix, which rotates queries and keys
+    equally and does not change scores.
     """
 
     KIND = DSAKind()
@@ -54,7 +54,7 @@ class DSACertificate(MLACertificate):
         }
 
     def without_ties(self, small: Any) -> dict[str, Any]:
-        """Choose every key: of two keys with nearly equal scores, rounding would choose."""
+        """Set top-k to all keys, because rounding may choose between nearly equal scores."""
         return {"dsa_indexer_topk": small["seq_length"]} if "dsa_indexer_topk" in small else {}
 
     @override

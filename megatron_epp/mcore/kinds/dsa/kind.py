@@ -16,19 +16,19 @@ _SIZES = ("dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk")
 
 
 def asks_for_dsa(args: Any) -> bool:
-    """Return whether ``args``, possibly incomplete, ask for DSA layers."""
+    """Return whether ``args``, which may be incomplete, select DSA layers."""
     variant = getattr(args, "experimental_attention_variant", None)
     pattern = getattr(args, "hybrid_layer_pattern", None) or ""
     return variant in DSAKind.VARIANTS or DSAKind.SYMBOL in pattern
 
 
 def _where(asked: Any) -> Any:
-    """Return ``asked`` restricted to models with DSA layers."""
+    """Return the test ``asked`` restricted to models with DSA layers."""
     return lambda args: asks_for_dsa(args) and bool(asked(args))
 
 
 class DSAKind(MLAKind):
-    """--experimental-attention-variant dsa with --multi-latent-attention, D of a HybridModel."""
+    """DSA: --experimental-attention-variant dsa, or the layer symbol D of a HybridModel."""
 
     PRICED, NAME, SYMBOL = DSAPart, "sparse attention", "D"
     VARIANTS, SLICED = ("dsa",), False
@@ -94,7 +94,7 @@ class DSAKind(MLAKind):
         return {}  # MLA's
 
     def defaults(self, wanted: Any) -> dict[str, Any]:
-        """Disable the Hadamard matrix on CPU-only hosts, without its kernel; scores are equal."""
+        """Disable the Hadamard matrix on CPU-only hosts, which lack its kernel."""
         lacks = asks_for_dsa(wanted) and cpu_host.is_cpu_host()
         return {"dsa_indexer_rotate_activation": False} if lacks else {}
 
@@ -183,5 +183,5 @@ class DSAKind(MLAKind):
 
 
 def indexer_learns(holder: Any) -> bool:
-    """Return whether the indexer has a loss; ``holder``: flags or the model's configuration."""
+    """Return whether the indexer has a loss; ``holder`` is args or the model's configuration."""
     return asks_for_dsa(holder) and bool(getattr(holder, "dsa_indexer_loss_coeff", None))

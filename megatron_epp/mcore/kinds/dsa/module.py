@@ -1,19 +1,20 @@
-"""DeepSeek sparse attention (DSA) on chunks: Megatron's projections and indexer, our attention.
+"""DeepSeek sparse attention (DSA) on chunks, with Megatron's projections and indexer.
 
-In Megatron's AbsorbedMLASelfAttention, queries include the up-projection of K, and that of V
-follows the attention. All heads share one key: the latent and its rotary part. ``project`` replaces
-``get_query_key_value_tensors`` and makes Q and that key. ``attend`` replaces the forward of the
-core attention, which chooses keys and attends (layers/dsa.py). Its indexer reads the layer's input
-and the queries' latent.
+In Megatron's AbsorbedMLASelfAttention, the up-projection of K is applied to the queries, and the
+up-projection of V is applied to the output of the attention. All heads share one key, which
+consists of the latent and a rotary part. ``project`` replaces ``get_query_key_value_tensors`` and
+returns Q and this key. ``attend`` replaces the forward of the core attention: it chooses keys and
+computes the attention (layers/dsa.py). The indexer reads the layer's input and the queries' latent.
 
-The indexer learns from its own loss only: its inputs are detached, as in Megatron. Its linears are
-equal on all tensor-parallel ranks, which have the same rows, loss and gradients.
+As in Megatron, the inputs of the indexer are detached, so the indexer learns from its own loss
+only. The weights of its linears are equal on all tensor-parallel ranks, and so are their gradients.
 
-On CPU-only hosts its layers are Megatron's local modules, which lack duplicated linears;
-checkpoints have the keys of Transformer Engine's layers.
+On CPU-only hosts, DSA layers consist of Megatron's local modules, with duplicated linears added.
+Checkpoint keys are the keys of Transformer Engine's layers.
 
-t rows of this rank (with sequence parallelism t / TP), T of the chunk, H heads of this rank, R
-channels of a latent, P rotary ones, D = R + P, V; J heads of the indexer
+Shape suffixes: t rows of this rank, s = t / TP rows with sequence parallelism, T rows of the chunk,
+H heads of this rank, R channels of the latent of K and V, L channels of the latent of Q, P rotary
+channels, D = R + P, V channels of a value, J heads of the indexer, I channels of its heads.
 """
 
 from contextlib import nullcontext
@@ -64,7 +65,8 @@ from megatron_epp.mcore.kinds.positions import PositionedRotary
 class _Absorbed:
     """Values that ``project`` passes to ``attend``.
 
-    ``weight_NR`` is the up-projection [N, R] applied to queries, ``with_handles`` a recomputable Q.
+    ``weight_NR`` is the up-projection [N, R] of K and V. ``with_handles`` contains Q with its
+    recompute handle if Q is recomputed in the backward; otherwise it is empty.
     """
 
     weight_NR: Tensor
@@ -72,7 +74,7 @@ class _Absorbed:
 
 
 class DSALayer(MLALayer):
-    """Attention of a layer with Megatron's AbsorbedMLASelfAttention ``around``."""
+    """Patches of Megatron's AbsorbedMLASelfAttention ``around`` for chunks."""
 
     def __init__(self, around: Any, attention: Attention, *others: Any):
         super().__init__(around, attention, *others)
@@ -97,22 +99,22 @@ class DSALayer(MLALayer):
         packed_seq_params: Any = None,
         **ignored: Any,
     ) -> tuple[Tensor, ...]:
-        """Return Q [T, H, D], the key of all heads [T, 1, D], and the queries' latent [t, L].
+        """Return Q [T, H, D], the key of all heads [T, 1, D], and the queries' latent [s, L].
 
-        Without a chunk, return Megatron's own tensors.
+        If the input is not a chunk, return Megatron's own tensors.
         """
         state: ChunkState | None = getattr(packed_seq_params, "state", None)
         if state is None:
             return self._originals[0](hidden_s1E, key_value_states, packed_seq_params, **ignored)
         queries_sL, latent_tR, key_tP = self._compressed(hidden_s1E)
         table, factor = self._table(state, packed_seq_params.positions)
-        if self._tensor > 1:  # each rank's heads yield part of its gradient
+        if self._tensor > 1:  # the gradient of the latent is summed over the ranks' heads
             latent_tR = gather_from_sequence_parallel_region(latent_tR)
         rotary_t1P = self._rotated(key_tP[:, None], table, factor)
         key_T1D = torch.cat((latent_tR[:, None], rotary_t1P), -1)
 
         def heads(queries_sL: Tensor) -> tuple[Tensor, ...]:
-            """Return Q and the up-projection, so that autograd sums both of its gradients."""
+            """Return Q and a view of the up-projection, whose gradient autograd adds to Q's."""
             weight_NR = self.around.linear_kv_up_proj.weight
             return self._queries_of(queries_sL, weight_NR, table, factor), weight_NR.view_as(
                 weight_NR
@@ -139,7 +141,7 @@ class DSALayer(MLALayer):
         return torch.cat((absorbed_THR, self._rotated(turning, table, factor)), -1)
 
     def _up_projections(self, weight_NR: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the up-projections of K and of V, of each head."""
+        """Return the up-projections of K and V, split by head."""
         sizes = [self.around.config.qk_head_dim, self.around.config.v_head_dim]
         of_keys, of_values = weight_NR.unflatten(0, (-1, sum(sizes))).split(sizes, 1)
         return of_keys, of_values
@@ -153,7 +155,7 @@ class DSALayer(MLALayer):
         packed_seq_params: Any = None,
         **others: Any,
     ) -> Tensor:
-        """Return [T, H V] of this rank's heads; the indexer reads ``x`` and ``qr``."""
+        """Return the output [T, H V]; the indexer reads the input ``x`` and Q's latent ``qr``."""
         state: ChunkState | None = getattr(packed_seq_params, "state", None)
         if state is None:
             inputs = query_THD, key_T1D, value, attention_mask
@@ -208,7 +210,7 @@ class DSALayer(MLALayer):
         return query_T1JI.squeeze(1), weight_T1J.squeeze(1), key_T1I
 
     def _loss_scale(self) -> Any:
-        """Return the optimizer's loss scale: the indexer's gradients are added outside of it."""
+        """Return the optimizer's loss scale, by which the indexer's own loss is multiplied."""
         scale = self.around.config.grad_scale_func
         return 1.0 if scale is None else scale(torch.ones(())).reshape(())
 
@@ -217,7 +219,7 @@ class DSALayer(MLALayer):
 
 
 class _Duplicated(DuplicatedLinear):
-    """DuplicatedLinear with the arguments with which Megatron builds an indexer."""
+    """DuplicatedLinear whose constructor accepts the arguments of Megatron's indexer."""
 
     def __init__(self, inputs: int, outputs: int, *, config: Any, init_method: Any, **_: Any):
         super().__init__(inputs, outputs, config, init_method)
@@ -232,14 +234,14 @@ class _Modules(LocalSpecProvider):
 
 
 def _sparse(config: Any) -> ModuleSpec:
-    """Return the spec of the attention, with column-parallel down-projections."""
+    """Return the spec of DSA with column-parallel down-projections."""
     module = get_dsa_module_spec_for_backend(config, _Modules())
     down = {f"linear_{one}_down_proj": ColumnParallelLinear for one in ("q", "kv")}
     return replace(module, submodules=replace(module.submodules, **down))
 
 
 def local_dsa_block(config: Any, vp_stage: int | None) -> Any:
-    """Return the spec of a stage's layers of a GPTModel with DSA in each."""
+    """Return the spec of a GPTModel's layers on a stage, with DSA in every layer."""
     attention = _sparse(config)
     experts = get_moe_layer_pattern(config) if config.num_moe_experts else [0] * config.num_layers
 
@@ -262,7 +264,7 @@ class DSAModule(MLAModule):
         return isinstance(module, AbsorbedMLASelfAttention)
 
     def prepare(self, config: Any) -> None:
-        """Prepare the log of the indexers' losses, also on stages without such layers."""
+        """Create the log entries of the indexers' losses, also on stages without DSA layers."""
         if not indexer_learns(config):
             return
         logged = DSAIndexerLossLoggingHelper.tracker

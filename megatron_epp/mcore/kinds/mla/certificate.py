@@ -9,15 +9,16 @@ from megatron_epp.mcore.kinds.certificate_base import LayerCertificate
 from megatron_epp.mcore.kinds.mla.kind import MLAKind
 
 LEAST_RANK = 8
-BLOCK = 7  # context tokens expanded at a time: as small as the contexts
+BLOCK = 7  # context tokens expanded at a time; small, because the contexts are short
 
 
 class MLACertificate(LayerCertificate):
     """Certificate of MLA layers.
 
-    The small model has smaller sizes and ranks. It keeps whether queries have a latent, and the
-    ratios of a head's sizes, so that Q and K differ from V if they do. It also keeps the ratio of
-    ranks to the hidden size, at least 8.
+    The small model has smaller head sizes and smaller ranks of the latents. If the full model has a
+    latent of the queries, so has the small model. The ratios between the sizes of Q, K and V heads
+    do not change. The ratio of ranks to the hidden size does not change either, but a rank is at
+    least 8.
     """
 
     KIND: LayerKind = MLAKind()
@@ -29,7 +30,7 @@ class MLACertificate(LayerCertificate):
     def small(
         self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
     ) -> dict[str, Any]:
-        """Return sizes of the small model; ``head_size`` of Q and K has no rotary channels."""
+        """Return sizes of the small model; ``head_size`` excludes the rotary channels."""
         if not args.multi_latent_attention:
             return {}
         self.KIND.require(args, tp)

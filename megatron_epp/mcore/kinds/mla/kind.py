@@ -15,13 +15,13 @@ from megatron_epp.mcore.kinds.attention.kind import (
 from megatron_epp.mcore.kinds.limit import Limit, any_of
 from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
 
-KEEPS = "epp_mla_keeps"  # what later slices of a document get: latents, or K and V
+KEEPS = "epp_mla_keeps"  # what is cached for later slices of a document: latents, or K and V
 
 
 class MLAKind(AttentionKind):
-    """--multi-latent-attention.
+    """MLA (--multi-latent-attention).
 
-    All tensor-parallel ranks make the same latents and rotary key.
+    The latents and the rotary key are equal on all tensor-parallel ranks.
     """
 
     PRICED, NAME, SYMBOL = MLAPart, "latent attention", "+"
@@ -38,7 +38,7 @@ class MLAKind(AttentionKind):
     )
 
     def layers(self, args: Any) -> tuple[bool, ...]:
-        """Return the mask, without a GPTModel's layers of a variant with its own latents."""
+        """Return the mask; a GPTModel with another attention variant (DSA) has no such layers."""
         here = bool(getattr(args, "multi_latent_attention", False))
         if not getattr(args, "hybrid_layer_pattern", None):
             variant = getattr(args, "experimental_attention_variant", None)
@@ -62,7 +62,7 @@ class MLAKind(AttentionKind):
         return {"kv_heads": args.num_attention_heads, "head_size": args.qk_head_dim}
 
     def defaults(self, wanted: Any) -> dict[str, Any]:
-        """Disable fused RoPE, because Megatron's fused kernel for MLA has fixed positions."""
+        """Disable fused RoPE, because Megatron's fused kernel for MLA does not accept positions."""
         return {"apply_rope_fusion": False} if wanted.multi_latent_attention else {}
 
     @override
@@ -74,7 +74,7 @@ class MLAKind(AttentionKind):
         return [f"{ranks}, heads of {sizes}, keeps {args.epp_mla_keeps}"]
 
     def require(self, args: Any, tp: int) -> None:
-        """Raise a ValueError unless ``tp`` ranks of Megatron's own linears divide the channels."""
+        """Raise a ValueError if sizes are invalid, or do not divide over ``tp`` local linears."""
         if not args.multi_latent_attention:
             return
         names = ["kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]
@@ -86,7 +86,7 @@ class MLAKind(AttentionKind):
         rotary, both = args.qk_pos_emb_head_dim, args.kv_lora_rank + args.qk_pos_emb_head_dim
         if odd_rotary(args, rotary):
             raise ValueError(f"--qk-pos-emb-head-dim {rotary}: {ODD_ROTARY}")
-        if args.transformer_impl != "local":  # Transformer Engine makes all of them on every rank
+        if args.transformer_impl != "local":  # TE computes all channels on every rank
             return
         over = f"over --tensor-model-parallel-size {tp}; expected a multiple of it"
         if both % tp:
@@ -129,7 +129,7 @@ class MLAKind(AttentionKind):
 def mla_scale(config: Any) -> float:
     """Return the softmax scale of MLA, including YaRN's factor for longer contexts.
 
-    As in MultiLatentAttention.__init__, the factor applies with any type of rotary embedding.
+    As in Megatron's MultiLatentAttention, the factor applies with any type of rotary embedding.
     """
     from megatron.core.models.common.embeddings import _yarn_get_mscale
 

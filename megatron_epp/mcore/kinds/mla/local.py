@@ -1,7 +1,7 @@
 """MLA with Megatron's local modules, on CPU-only hosts.
 
-Megatron's local attention does not support a V of another size than Q and K. A norm of queries
-without a latent exists only inside Transformer Engine's linear.
+Megatron's local attention does not support V heads of another size than Q and K heads. If queries
+have no latent, their norm exists only inside Transformer Engine's linear.
 """
 
 import copy
@@ -18,7 +18,7 @@ from megatron_epp.mcore.kinds.local_layers import NORM_OF_MLP, local_attention_o
 
 
 def fix_local_mla(layer: Any, config: Any) -> None:
-    """Complete the local MLA in ``layer``, the submodules of a layer."""
+    """Complete the local MLA in ``layer``, which contains the submodules of a layer, in place."""
     attention = local_attention_of(layer, mla=True)
     if attention is None:
         return
@@ -37,8 +37,8 @@ def fix_local_mla(layer: Any, config: Any) -> None:
 class _LocalMLAAttention(DotProductAttention):
     """Attention with Q and K heads of ``k_channels`` and V heads of ``v_channels``.
 
-    Megatron's attention shapes its output by the second; it does not need the first. (It is first
-    built without these arguments, and that module is dropped.)
+    Megatron's attention needs only ``v_channels``, for the shape of its output. Megatron first
+    builds a module without these arguments and then drops it.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class _LocalMLAAttention(DotProductAttention):
 
 
 class NormedColumnParallelLinear(ColumnParallelLinear):
-    """Megatron's linear with a norm before it, as in Transformer Engine's.
+    """Megatron's column-parallel linear with a norm of its input, as in Transformer Engine.
 
-    The parameters of the norm are ``layer_norm_weight`` and ``layer_norm_bias``: checkpoints have
-    the same keys.
+    The parameters of the norm are named ``layer_norm_weight`` and ``layer_norm_bias``, as in
+    Transformer Engine, so checkpoint keys are equal.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **others: Any):
@@ -66,7 +66,7 @@ class NormedColumnParallelLinear(ColumnParallelLinear):
         norm = WrappedTorchNorm(config, input_size, eps=config.layernorm_epsilon)
         for name, parameter in norm.named_parameters():
             self.register_parameter(f"layer_norm_{name}", parameter)
-        # In a tuple, so that it is no submodule, whose parameters would have two names.
+        # In a tuple, so that it is not a submodule, whose parameters would have two names.
         self._norm = (norm,)
 
     @override
@@ -76,7 +76,7 @@ class NormedColumnParallelLinear(ColumnParallelLinear):
 
 
 class _NormedQueries(MLASelfAttention):
-    """MLASelfAttention with a norm before the queries' projection of the hidden state."""
+    """MLASelfAttention with a norm of the hidden state before the projection of the queries."""
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         return {

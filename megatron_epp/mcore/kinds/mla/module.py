@@ -1,23 +1,25 @@
-r"""Megatron's multi-latent attention (MLA) on chunks: its own projections, our attention.
+r"""Multi-latent attention (MLA) on chunks, with Megatron's projections.
 
     hidden --- q down, norm --- q up ----------------- rope --- Q
        \------ kv down --------- latent, norm - kv up ---------- K, V
-                   \----------- rotary key ------------ rope ---/  the same for all heads
+                   \----------- rotary key ------------ rope ---/  shared by all heads
 
 Every layer has its own rotary embedding and scale. ``project`` replaces
-``get_query_key_value_tensors`` and makes Q, K and V with Megatron's modules. ``attend`` replaces
+``get_query_key_value_tensors`` and computes Q, K and V with Megatron's modules. ``attend`` replaces
 ``_run_core_attention``, before which Megatron would pad V to the size of Q.
 
-Later slices of a document get either K and V, or what all heads share: the input of the kv
-up-projection (the latent after its norm) and the rotary key.
+For later slices of a document, a slice caches either K and V, or two tensors that all heads share:
+the latent after its norm, which is the input of the kv up-projection, and the rotary key.
 
-Two reductions over tensor-parallel ranks are made here that Megatron 0.19 lacks where its own
-linears make the latents. Each rank's heads yield only part of the rotary key's gradient. Without
-sequence parallelism, the norm of the queries' latent has its full gradient on every rank, but
-finalize_model_grads sums it (it looks for ``q_layernorm``).
+If Megatron's own linears compute the latents, Megatron 0.19 makes two errors over tensor-parallel
+ranks, which are corrected here. First, each rank's heads yield only part of the rotary key's
+gradient, which Megatron does not sum. Second, without sequence parallelism, the norm of the
+queries' latent has its full gradient on every rank, but finalize_model_grads sums the gradients of
+every ``q_layernorm``.
 
-t rows of this rank (s with sequence parallelism, t / TP), T of the chunk, H heads of this rank, R
-latent channels, P rotary ones, D = qk_head_dim + P, V
+Shape suffixes: t rows of this rank, s = t / TP rows with sequence parallelism, T rows of the chunk,
+H heads of this rank, R channels of the latent of K and V, L channels of the latent of Q, P rotary
+channels, D = qk_head_dim + P, V channels of a value.
 """
 
 from collections.abc import Iterable
@@ -71,7 +73,7 @@ def install_mla(place: LayerPlace, kind: "type[MLALayer]") -> None:
 class MLALayer:
     """MLA on chunks in layer ``layer`` of the stage; ``around`` is Megatron's MLASelfAttention.
 
-    ``local`` attends over this rank's own documents; ``context`` is the most tokens of a document.
+    ``local`` attends within documents on one rank; a document has at most ``context`` tokens.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class MLALayer:
     def wrap_readers(self, *more_readers: Any) -> None:
         """Wrap linears whose inputs recompute may drop; hook the gradient of ``q_layernorm``."""
         around = self.around
-        # All linears that read the input norm; only the last one takes the norm's handle.
+        # All linears that read the input norm; only the last linear takes the norm's handle.
         if around.config.q_lora_rank is None:
             readers = around.linear_kv_down_proj, around.linear_q_proj, *more_readers
         else:
@@ -132,10 +134,10 @@ class MLALayer:
         packed_seq_params: Any = None,
         **ignored: Any,
     ) -> tuple[Tensor | None, ...]:
-        """Return Q [T, H, D], K [T, H, D] and V [T, H, V] of this rank's heads, and twice None.
+        """Return Q [T, H, D], K [T, H, D], V [T, H, V] of this rank's heads, None and None.
 
-        With context parallelism, this runs an all-to-all from rows to heads. State for
-        :meth:`attend` is set. Without a chunk, return the tensors of Megatron's own function.
+        With context parallelism, this method runs an all-to-all from rows to heads. It also sets
+        the state for :meth:`attend`. If the input is not a chunk, Megatron's own function runs.
         """
         state: ChunkState | None = getattr(packed_seq_params, "state", None)
         if state is None:
@@ -146,7 +148,7 @@ class MLALayer:
         rotary_t1P = self._rotated(key_tP[:, None], table, factor)
 
         def heads(queries_sL: Tensor, latent_sR: Tensor, rotary_t1P: Tensor) -> tuple[Tensor, ...]:
-            """Return Q, K, V and the up-projection, so that autograd sums both of its gradients."""
+            """Return Q, K, V and a view of the up-projection, whose gradient autograd adds."""
             qkv = self._heads(queries_sL, latent_sR, rotary_t1P, table, factor)
             exchanged = qkv if self.ulysses is None else attention_parts(self.ulysses, *qkv, state)
             weight = self.around.linear_kv_up_proj.weight if expands else None
@@ -169,7 +171,7 @@ class MLALayer:
         return *qkv[:3], None, None
 
     def _compressed(self, hidden_s1E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the input of the queries' projection, the normed latent, the key of all rows."""
+        """Return the input of the queries' projection, the normed latent, and the rotary key."""
         around, config = self.around, self.around.config
         parallel = self._tensor > 1 and config.sequence_parallel
         queries = hidden_s1E
@@ -181,7 +183,7 @@ class MLALayer:
                     queries = scatter_to_sequence_parallel_region(queries)
         both, _ = around.linear_kv_down_proj(hidden_s1E)
         sizes = [config.kv_lora_rank, config.qk_pos_emb_head_dim]
-        if both.shape[-1] != sum(sizes):  # part of the channels, of all rows
+        if both.shape[-1] != sum(sizes):  # a shard of the channels, for all rows
             latent, key = gather_from_tensor_model_parallel_region(both).split(sizes, -1)
             key = copy_to_tensor_model_parallel_region(key)
             if parallel:
@@ -205,7 +207,7 @@ class MLALayer:
         table: Tensor,
         factor: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return Q, K and V of all heads of the tensor-parallel rank, of this rank's rows."""
+        """Return Q, K and V of this rank's rows, with all heads of the tensor-parallel rank."""
         config = self.around.config
         q, _ = self._queries(queries_sL)
         kv, _ = self.around.linear_kv_up_proj(latent_sR)
@@ -219,7 +221,7 @@ class MLALayer:
         return query_tHD, key_tHD, value.contiguous()
 
     def _table(self, state: ChunkState, positions_t: Tensor) -> tuple[Tensor, float]:
-        """Return this rank's rows of the rotary table [t, 1, 1, P], and YaRN's factor."""
+        """Return the rotary table's rows [t, 1, 1, P] for ``positions_t``, and YaRN's factor."""
 
         def table() -> tuple[Tensor, float]:
             result = self.around.rotary_pos_emb(self.context, packed_seq=True)
@@ -229,7 +231,7 @@ class MLALayer:
         return state.once("rotary table", table)  # all MLA layers share it
 
     def _rotated(self, x_tHP: Tensor, table: Tensor, factor: float) -> Tensor:
-        """Apply the rotary embedding; Megatron's fused kernels would count positions from 0."""
+        """Apply the rotary embedding, unfused: Megatron's kernels assume positions from 0."""
         return apply_rotary_pos_emb(
             x_tHP[:, None],
             table,
@@ -282,7 +284,7 @@ class MLALayer:
     ) -> LatentKV:
         """Return the latents of the chunk's rows and the up-projection of this rank's heads.
 
-        Their gradients cover these heads only; the gather of the rows sums them over the ranks.
+        The backward of the gather sums the latents' gradients over the heads of all ranks.
         """
         if self._tensor > 1:
             if self.around.config.sequence_parallel:
@@ -302,8 +304,9 @@ class MLALayer:
 class _Projected:
     """Values that ``project`` passes to ``attend``.
 
-    ``with_handles`` are recomputable Q, K and V, ``latent_kv`` the latents for later slices.
-    ``local`` are Q, K and V of documents of one rank next to sharded ones.
+    ``with_handles`` contains Q, K and V with their recompute handles, if they are recomputed.
+    ``latent_kv`` contains the latents for later slices; None if K and V are cached. ``local``
+    contains Q, K and V of the documents that this rank has alone.
     """
 
     with_handles: tuple[tuple[Tensor, RecomputeHandle], ...]
@@ -314,8 +317,8 @@ class _Projected:
 def why_expanded(model: Any, attention: Attention) -> str | None:
     """Return the reason why this rank's ``model`` cannot cache latents; None if it can.
 
-    Caching latents requires the CPU attention and layers without windows. K and V must be the
-    latent times a weight of Megatron's own linear, without bias or norm.
+    Caching latents requires the CPU attention and layers without sliding windows. The kv
+    up-projection must be Megatron's own linear, without bias or norm.
     """
     if not isinstance(attention, PartsAttention):
         return "attention kernels of GPUs take K and V of a whole context only"
@@ -332,13 +335,13 @@ def why_expanded(model: Any, attention: Attention) -> str | None:
 
 
 class LatentCacheChoice:
-    """Choice of what later slices of a document get: latents, or K and V."""
+    """Choice of the tensors cached for later slices of a document: latents, or K and V."""
 
     flag = KEEPS
     values: tuple[str, ...] = (EXPANDED, LATENTS)
 
     def excluded(self, model: Any, attention: Attention) -> dict[str, str]:
-        """Return {LATENTS: reason} if ``model`` cannot cache latents, else an empty dict."""
+        """Return {LATENTS: reason} if ``model`` cannot cache latents; else an empty dict."""
         reason = why_expanded(model, attention)
         return {} if reason is None else {LATENTS: reason}
 
@@ -347,7 +350,7 @@ class LatentCacheChoice:
         return LATENTS if any(each.kv_replicated for each in coefficients) else EXPANDED
 
     def settle(self, attention: Any, value: str) -> None:
-        """Set ``stores_latent`` on ``attention``."""
+        """Set ``attention.stores_latent`` to whether ``value`` is LATENTS."""
         attention.stores_latent = value == LATENTS
 
 

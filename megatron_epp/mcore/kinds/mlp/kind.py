@@ -7,7 +7,7 @@ from megatron_epp.mcore.kinds.base import LayerKind
 
 
 class MLPKind(LayerKind):
-    """An MLP, or an MoE in its place: all layers of a GPTModel, - and E of a HybridModel."""
+    """MLP or MoE: every layer of a GPTModel, and layers with symbol - or E of a HybridModel."""
 
     PRICED, NAME, SYMBOL, SYMBOLS = MLPPart, "MLP", "-", "-E"
     ABSENT: ClassVar = {"mlp": False}

@@ -1,1 +1,1 @@
-"""Mixture of experts (MoE): routers that balance over documents, experts, exchange of tokens."""
+"""Mixture of experts (MoE): load balancing by document, expert activations, token dispatch."""

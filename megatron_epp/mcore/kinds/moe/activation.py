@@ -1,11 +1,12 @@
-"""Recompute of only the activation in Megatron's experts, without another exchange or routing.
+"""Recompute of only the activation in Megatron's experts, without repeated routing or dispatch.
 
-    saved from F to B    rows of tokens, the first linear's output, each row's weight
-    recomputed in B      the activation, times the weight: what the second linear saves
+    saved from F to B    input rows, output of the first linear, routing weight of each row
+    recomputed in B      the activation times the routing weight: the input of the second linear
 
 For local experts (core/transformer/mlp.py), Megatron's own forward computes the activation, with
-the two linears replaced. Transformer Engine's grouped experts support it themselves
-(core/transformer/moe/experts.py); an attribute is set for each chunk.
+the two linears replaced. Transformer Engine's grouped experts (core/transformer/moe/experts.py)
+already support this recompute; here, their attribute ``activation_recompute`` is set for each
+chunk.
 """
 
 import copy
@@ -27,7 +28,7 @@ def wrap_activations(layer: MoELayer, dropped: DroppedOutputs) -> None:
 
     Args:
         layer: Megatron's MoE layer.
-        dropped: Has the modules to recompute in the present pass through the layer.
+        dropped: Names the modules to recompute in the current pass through the layer.
     """
     experts = layer.experts
     if hasattr(experts, "activation_recompute"):
@@ -71,13 +72,13 @@ def _wrap(expert: MLP, dropped: DroppedOutputs) -> None:
 def activation(expert: MLP, inside: Tensor, bias: Tensor | None, scale: Tensor) -> Tensor:
     """Return the input [t, ffn] of an expert's second linear.
 
-    This runs Megatron's own forward between the two linears.
+    This function runs Megatron's own forward with both linears replaced.
 
     Args:
-        expert: An expert of Megatron's.
+        expert: One of Megatron's local experts.
         inside: Output [t, inner] of the expert's first linear.
         bias: Bias of the first linear.
-        scale: Factor [t] on the rows.
+        scale: Factor [t] of each row.
     """
     between = copy.copy(expert)
     between._modules = {
@@ -90,7 +91,7 @@ def activation(expert: MLP, inside: Tensor, bias: Tensor | None, scale: Tensor) 
 
 
 class _Computed(nn.Module):
-    """Replacement of a linear: returns its input, or the outputs given."""
+    """Replacement of a linear that returns ``output`` and ``bias``; by default, its input."""
 
     def __init__(self, output: Tensor | None = None, bias: Tensor | None = None):
         super().__init__()

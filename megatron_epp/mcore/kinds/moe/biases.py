@@ -1,14 +1,15 @@
 """Fixes for two errors of Megatron with biases of experts.
 
-Megatron adds an expert's last bias in place (core/transformer/mlp.py, ``output += output_bias``).
-The output of its local linears and of Transformer Engine's is a view made by a custom function, on
-which autograd forbids that. Here the output is a tensor of its own.
+First, Megatron adds the bias of an expert's second linear in place (core/transformer/mlp.py,
+``output += output_bias``). The outputs of local linears and of Transformer Engine's linears are
+views created by a custom autograd function, and autograd forbids in-place changes of such views.
+Here, the output is copied.
 
-With sequence parallelism, Megatron marks that bias as if every tensor-parallel rank had a part of
-its gradient (core/tensor_parallel/layers.py, RowParallelLinear), and sums these
-(core/distributed/finalize_model_grads.py). But the ranks hold different experts, or have seen all
-tokens of one expert, or are summed as expert-data-parallel ranks. That sum is never a gradient, so
-the mark is removed.
+Second, with sequence parallelism, Megatron marks this bias as if every tensor-parallel rank had a
+part of its gradient (core/tensor_parallel/layers.py, RowParallelLinear). It then sums the gradients
+over the ranks (core/distributed/finalize_model_grads.py). The sum is always wrong: the ranks have
+different experts, or each rank has processed all tokens of an expert, or the gradients are already
+summed over expert-data-parallel ranks. Therefore the mark is removed.
 """
 
 from functools import wraps
@@ -21,15 +22,15 @@ from torch import Tensor
 def fix_expert_biases(layer: MoELayer) -> None:
     """Patch the experts of an MoE layer to support biases.
 
-    Parameters lose the attribute ``sequence_parallel``, so that Megatron does not sum gradients of
-    different experts. With a bias, the output of a second linear is copied.
+    The attribute ``sequence_parallel`` of parameters is set to False, so that Megatron does not sum
+    gradients of different experts. The output of a second linear with a bias is copied.
     """
     for parameter in layer.experts.parameters():
         if getattr(parameter, "sequence_parallel", False):
             parameter.sequence_parallel = False
     for expert in getattr(layer.experts, "local_experts", ()):
         linear = expert.linear_fc2
-        # Transformer Engine's is empty if there is none.
+        # Transformer Engine's linear without bias has an empty tensor as bias.
         if linear.bias is not None and linear.bias.numel():
             linear.forward = _with_own_output(linear.forward)
 

@@ -25,10 +25,10 @@ MOST_GROUPS = 4
 class MoECertificate(LayerCertificate):
     """Certificate of MoE layers.
 
-    The small model has 8 experts (or twice what a token chooses), at most 4 experts of a token, and
-    smaller widths. It keeps groups of experts and how many a token reaches, at least two experts
-    per rank if the model has them, and shared experts. It also keeps the ratios of the experts',
-    shared experts' and latents' widths to the hidden size.
+    The small model has 8 experts, or twice the number of experts that a token chooses if that is
+    more. A token chooses at most 4 experts. If the full model has groups of experts, shared experts
+    or latents, so has the small model. The ratios of the widths of experts, shared experts and
+    latents to the hidden size do not change, up to rounding.
     """
 
     KIND = MoEKind()
@@ -70,7 +70,7 @@ class MoECertificate(LayerCertificate):
         return changed
 
     def without_ties(self, small: Mapping[str, Any]) -> dict[str, Any]:
-        """Send every token to every expert: rounding would choose between nearly equal scores."""
+        """Set top-k to all experts, because rounding may choose between nearly equal scores."""
         changed = {"moe_router_topk": small["num_experts"]} if small.get("num_experts") else {}
         if groups := small.get("moe_router_num_groups"):
             changed["moe_router_group_topk"] = groups
@@ -96,7 +96,7 @@ class MoECertificate(LayerCertificate):
         return words
 
     def splits(self, args: Any) -> bool:
-        """Return whether plans may split the backward: not with grouped GEMMs of experts."""
+        """Return whether plans may split the backward; false for experts with grouped GEMMs."""
         groups = args.moe_grouped_gemm or args.hybrid_layer_pattern is not None
         return args.transformer_impl == "local" or not has_experts(args) or not groups
 

@@ -1,11 +1,13 @@
-"""Rows of chunks in HybridEP's exchange, one of the backends of Megatron's flex dispatcher.
+"""Row counts of chunks for HybridEP, a backend of Megatron's flex token dispatcher.
 
-DeepEP takes any number of rows per rank. HybridEP needs the same number, a multiple of 64, on every
-rank that shares the experts, and buffers for the largest (core/transformer/moe/,
-token_dispatcher.py and fused_a2a.py). A plan gives both before an iteration. Padding rows, which go
-to no expert, fill a chunk up to the largest of its replicas in lockstep. Buffers are allocated at
-once, because they must not grow while handles to them wait for a backward. Outside of plans,
-Megatron itself asks all ranks of the group before each exchange.
+HybridEP requires an equal number of rows, a multiple of 64, on all ranks that share the experts,
+and buffers for the largest number (token_dispatcher.py and fused_a2a.py in core/transformer/moe/).
+The other backend, DeepEP, accepts any number of rows per rank.
+
+Both numbers follow from the plans before an iteration. Each chunk is padded to the largest chunk of
+this number over the replicas in lockstep; padding rows are sent to no expert. Buffers are allocated
+before the iteration, because they must not grow while the backward still needs handles to them.
+For inputs that are not chunks, Megatron's own all-reduce finds the number of rows.
 """
 
 import copy
@@ -20,9 +22,9 @@ from megatron_epp.layers.moe.current_chunk import CurrentChunk
 from megatron_epp.mcore.data.row_shard import RowShard
 
 ALIGNMENT = 64  # rows, of HybridEP's kernels
-# Our attributes: a manager's rows of each chunk, and the rows a buffer was made for.
+# Attributes set by this module: on a manager, the rows of each chunk; on a buffer, its capacity.
 _ROWS, _RESERVED = "epp_rows", "epp_reserved"
-# What a dispatcher or its manager holds of the last chunk.
+# Attributes with which a dispatcher or its manager references tensors of the last chunk.
 _HELD = (
     "probs", "routing_map", "local_probs", "local_map", "token_probs", "token_indices",
     "dispatched_probs", "dispatched_indices", "dispatched_routing_map", "tokens_per_expert",
@@ -31,9 +33,9 @@ _HELD = (
 
 
 def install_exchange(experts: Any, current_chunk: CurrentChunk) -> None:
-    """Patch HybridEP's token dispatch to pad a chunk to the number of rows of :func:`reserve_rows`.
+    """Patch HybridEP's token dispatch to pad chunks to the row counts of :func:`reserve_rows`.
 
-    The ranks then need no all-reduce to agree on that number. Other dispatchers do not change.
+    The ranks then need no all-reduce to find the number of rows. Other dispatchers do not change.
     """
     manager = _manager(experts)
     if manager is None or not hasattr(manager, "_padded_num_tokens"):  # only HybridEP's has it
@@ -65,12 +67,13 @@ def install_exchange(experts: Any, current_chunk: CurrentChunk) -> None:
 def reserve_rows(layers: Sequence[Any], plans: Sequence[Plan], row_shard: RowShard) -> None:
     """Set the number of rows of every chunk in HybridEP's dispatchers, and allocate its buffers.
 
-    All ranks that share the experts call it before the plans run. Other dispatchers do not change.
+    All ranks that share the experts call this function before the plans run. Other dispatchers do
+    not change.
 
     Args:
-        layers: MoE layers of one rank.
-        plans: Plans of all replicas that run in lockstep, including this rank's.
-        row_shard: Rows of a chunk on a rank.
+        layers: MoE layers of this rank.
+        plans: Plans of all replicas in lockstep, including this rank's plan.
+        row_shard: This rank's shard of the rows of a chunk.
     """
     managers = [one for one in map(_manager, layers) if hasattr(one, "_padded_num_tokens")]
     if not managers:
@@ -85,7 +88,7 @@ def reserve_rows(layers: Sequence[Any], plans: Sequence[Plan], row_shard: RowSha
 
 
 def _reserve(manager: Any, rows: int) -> None:
-    """Make HybridEP's buffers, which all layers share, large enough for ``rows`` of each rank."""
+    """Allocate HybridEP's buffers, which all layers share, for at least ``rows`` rows per rank."""
     from megatron.core.transformer.moe import fused_a2a
 
     config, buffer = manager.config, fused_a2a._hybrid_ep_buffer

@@ -18,7 +18,7 @@ from megatron_epp.mcore.kinds.moe.limits import (
 
 
 class MoEKind(LayerKind):
-    """--num-experts with --moe-layer-freq or the pattern."""
+    """MoE: --num-experts with --moe-layer-freq or --hybrid-layer-pattern."""
 
     PRICED, NAME, SYMBOL, SLOT = MoEPart, "experts", "E", "mlp"
     TIMED: ClassVar = MLPKind.TIMED
@@ -70,7 +70,7 @@ class MoEKind(LayerKind):
         return [*words, f"exchanged by {args.moe_token_dispatcher_type}"]
 
     def require(self, args: Any, tp: int) -> None:
-        """Raise a ValueError unless ranks have equally many experts, and enough for a token."""
+        """Raise a ValueError if --num-experts does not fit the ranks, groups or top-k."""
         experts = getattr(args, "num_experts", None)
         if not experts:
             return

@@ -1,4 +1,4 @@
-"""Limits of MoE: flags of Megatron's that are refused, or replaced by an equivalent."""
+"""Limits of MoE: Megatron's flags that are refused, or replaced by equivalent flags."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ def lockstep_width(args: Any) -> int:
 
 
 def has_experts(holder: Any) -> bool:
-    """Return whether the model of ``holder``, flags or a configuration, has experts."""
+    """Return whether ``holder``, which is args or a model's configuration, selects experts."""
     names = "num_experts", "num_moe_experts"
     return any(getattr(holder, name, None) for name in names)
 
@@ -26,14 +26,14 @@ def _if_experts(asked: Callable[[Any], Any]) -> Callable[[Any], bool]:
 
 
 def _both(asked: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the fields of a Limit that holds for --epp and for slices in loops."""
+    """Return the fields of a Limit with the test ``asked`` for --epp and for slices in loops."""
     return {"epp": asked, "slices": of_config(asked)}
 
 
 def expert_ranks(args: Any) -> int:
-    """Return the number of ranks that share a layer's experts.
+    """Return the number of ranks over which the experts of a layer are sharded.
 
-    Megatron splits the matrices of experts over the tensor-parallel ranks by default.
+    By default, Megatron shards each expert's matrices over the tensor-parallel ranks.
     """
     split = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     return int(args.expert_model_parallel_size * split)
@@ -49,10 +49,10 @@ _BACKENDS = {"deepep": "HAVE_DEEP_EP", "hybridep": "HAVE_HYBRIDEP"}
 
 
 def _cannot_flex(holder: Any) -> bool:
-    """Return whether flex is asked for, but missing or unable to run chunks.
+    """Return whether the flex dispatcher is selected, but is not installed or cannot run chunks.
 
-    ncclep needs one size for all chunks, and the others run bf16 only. ``holder`` is flags or a
-    configuration.
+    The backend ncclep requires equal sizes of all chunks; deepep and hybridep support only bf16.
+    ``holder`` is args or a model's configuration.
     """
     if getattr(holder, "moe_token_dispatcher_type", None) != "flex":
         return False
@@ -72,16 +72,17 @@ def _cannot_exchange(holder: Any) -> bool:
 
 
 def _exchanges_alike(args: Any) -> bool:
-    """Return whether ``args`` name a dispatcher that cannot run chunks but equals alltoall.
+    """Return whether ``args`` select a dispatcher that cannot run chunks and may become alltoall.
 
-    allgather needs as many rows of each rank, which replicas do not have.
+    This is flex, if it cannot run, or allgather over replicas in lockstep: allgather requires equal
+    row counts on all ranks, but the chunks of replicas differ.
     """
     gathers = getattr(args, "moe_token_dispatcher_type", None) == "allgather"
     return _cannot_flex(args) or (gathers and lockstep_width(args) > 1)
 
 
 def balancing_types(holder: Any) -> list[str]:
-    """Return the load-balancing types of ``holder``, flags or a configuration."""
+    """Return the load-balancing types in ``holder``, which is args or a model's configuration."""
     types = getattr(holder, "moe_router_load_balancing_type", None) or ()
     return [types] if isinstance(types, str) else list(types)
 

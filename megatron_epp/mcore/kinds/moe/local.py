@@ -1,7 +1,7 @@
-"""MoE on latents (--moe-latent-size) with Megatron's local layers.
+"""MoE with latents (--moe-latent-size) in Megatron's local layers.
 
-A token's hidden state is projected to fewer channels, exchanged with its experts in that form, and
-projected up after them. Megatron builds the two projections of Transformer Engine's linears only.
+A token's hidden state is projected to fewer channels before dispatch and projected back after the
+experts. Megatron builds these two projections only with Transformer Engine's linears.
 """
 
 import copy
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 
 class DuplicatedLinear(nn.Linear):
-    """Linear like Transformer Engine's with parallel mode "duplicated".
+    """Linear that corresponds to Transformer Engine's linear with parallel mode "duplicated".
 
-    Every tensor-parallel rank has the full weight. With sequence parallelism it multiplies its own
-    rows, so gradients are summed over the ranks (core/extensions/transformer_engine.py, TELinear).
+    Every tensor-parallel rank has the full weight. With sequence parallelism each rank processes
+    its own rows, so gradients are summed over the ranks (core/extensions/transformer_engine.py).
     """
 
     def __init__(self, inputs: int, outputs: int, config: Any, init_method: Any):
@@ -38,12 +38,12 @@ class DuplicatedLinear(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """Return the product and None, which Megatron expects as the bias."""
+        """Return the output, and None in place of the bias that Megatron's linears return."""
         return super().forward(x), None
 
 
 class LatentMoELayer(MoELayer):
-    """MoE layer with projections to latents; all but its experts are built without latents."""
+    """MoE layer with projections to latents; only the experts are built with the latent size."""
 
     def __init__(self, config: Any, submodules: MoESubmodules, *args: Any, **others: Any):
         bare = copy.copy(config)
@@ -65,7 +65,7 @@ class LatentMoELayer(MoELayer):
 
 
 def fix_latent_experts(mlp: Any) -> Any:
-    """Return ``mlp``, a builder of a layer's MLP, with LatentMoELayer in place of MoELayer."""
+    """Return the builder ``mlp`` of a layer's MLP, with LatentMoELayer instead of MoELayer."""
     if getattr(mlp, "func", None) is not MoELayer:
         return mlp
     return partial(LatentMoELayer, *mlp.args, **mlp.keywords)

@@ -1,18 +1,19 @@
-"""Megatron's routers on chunks: the choice is Megatron's, losses come from router statistics.
+"""Patches of Megatron's routers, whose losses on chunks are computed from router statistics.
 
-Four methods of a router are replaced on the instance. Weights, checkpoints and the choice of
-experts stay Megatron's (core/transformer/moe/router.py, ``TopKRouter.routing``):
+Four methods of ``TopKRouter`` (core/transformer/moe/router.py) are replaced on the instance:
 
-    apply_z_loss          first, with the logits: every loss, per document instead of per chunk
-                          (layers/moe/router_stats.py)
-    is_aux_loss_enabled   always False
-    _apply_expert_bias    counts the tokens that move the bias: without padding, once per chunk
-                          (Megatron's counts padding, and fails with a mask)
-    sinkhorn_load_balancing     balances every document alone (layers/moe/sinkhorn.py)
+    apply_z_loss                Megatron calls it first, with the logits; here it adds all router
+                                losses, per document instead of per chunk
+                                (layers/moe/router_stats.py)
+    is_aux_loss_enabled         returns False on chunks
+    _apply_expert_bias          counts the tokens of each expert once per chunk, without padding
+                                (Megatron's method counts padding, and fails with a mask)
+    sinkhorn_load_balancing     balances every document separately (layers/moe/sinkhorn.py)
 
-Outside an iteration, as in calibration and evaluation, a router adds no loss and counts nothing. In
-an external training loop, inputs that are not chunks, such as whole micro-batches, use Megatron's
-methods (``outside``).
+Weights, checkpoints and the choice of experts do not change. Outside of training iterations, for
+example in calibration and evaluation, a router adds no loss and counts no tokens. In an external
+training loop, inputs that are not chunks, such as whole micro-batches, use Megatron's own methods
+(``outside``).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +46,7 @@ LOGGED = (*AUXILIARY.values(), "z_loss")
 def moe_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
     """Yield (index in the stage, MoELayer) for every MoE layer of this rank's model.
 
-    A shared MTP layer is yielded once for each run.
+    An MTP layer that is run several times is yielded once for each run.
     """
     model = unwrap_model(model)
     decoder = getattr(model, "decoder", None)
@@ -55,7 +56,7 @@ def moe_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
 
 
 class ChunkRouter:
-    """Patch of Megatron's ``router`` that computes losses and counts per document.
+    """Patch of Megatron's ``router`` that computes losses and token counts per document.
 
     The constructor replaces ``apply_z_loss``, ``is_aux_loss_enabled``, ``_apply_expert_bias`` and
     ``sinkhorn_load_balancing`` of the router.
@@ -63,13 +64,13 @@ class ChunkRouter:
     Args:
         router: Megatron's router.
         index: Index of the layer in the stage.
-        current_chunk: Holder of the running chunk's state.
+        current_chunk: Holder of the state of the chunk that is being computed.
         outside: Whether inputs that are not chunks use Megatron's own methods.
     """
 
     def __init__(self, router: Any, index: int, current_chunk: CurrentChunk, outside: bool = False):
         self.router, self.index, self.current_chunk = router, index, current_chunk
-        self._first = False  # whether this run of the chunk counts; set by ``losses``
+        self._first = False  # whether this is the chunk's first run (not a recompute); see losses
         self.outside = outside  # whether inputs that are not chunks use Megatron's methods
         self._z_loss, router.apply_z_loss = router.apply_z_loss, self.losses
         original = router.is_aux_loss_enabled
@@ -83,9 +84,10 @@ class ChunkRouter:
         return self.outside and self.current_chunk.state is None
 
     def losses(self, logits_tE: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Return ``logits`` [t, E]; their backward adds the gradients of all router losses.
+        """Return ``logits_tE``, whose backward adds the gradients of all router losses.
 
-        This replaces ``apply_z_loss``. The first run of a chunk also adds to the router statistics.
+        This method replaces ``apply_z_loss``. The first run of a chunk also updates the router
+        statistics.
         """
         if self._is_outside:
             return self._z_loss(logits_tE, **_if_masked(padding_mask))
@@ -100,9 +102,9 @@ class ChunkRouter:
         return router_stats.balanced(logits_tE, self._scored, layer, state, self._first, fraction)
 
     def count(self, routing_map_tE: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Add the tokens per expert of ``routing_map`` [t, E] to ``local_tokens_per_expert``.
+        """Add the tokens of each expert to the router's ``local_tokens_per_expert``.
 
-        This replaces ``_apply_expert_bias``. Padding and recomputed chunks are not counted.
+        This method replaces ``_apply_expert_bias``. It does not count padding or recomputed chunks.
         """
         router = self.router
         if self._is_outside:
@@ -117,8 +119,9 @@ class ChunkRouter:
     def sinkhorn(self, logits_tE: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores [t, E], 0 for experts that are not chosen, and the mask of chosen experts.
 
-        This replaces ``sinkhorn_load_balancing``, and balances each document in training. In
-        evaluation, Megatron's own function chooses the experts of each token independently.
+        This method replaces ``sinkhorn_load_balancing``. In training, it balances each document
+        separately. In evaluation, Megatron's own method chooses the experts of each token
+        independently.
         """
         router_stats, state = self._router_stats()
         if router_stats is None:
@@ -147,22 +150,22 @@ class ChunkRouter:
 
 
 def _if_masked(padding_mask: Tensor | None) -> dict[str, Tensor]:
-    """Return the mask as a keyword, which Megatron before 0.19 does not have."""
+    """Return the mask as a keyword argument; no argument if None, for Megatron before 0.19."""
     return {} if padding_mask is None else {"padding_mask": padding_mask}
 
 
 def install_in_moe(layer: Any, index: int, dropped: DroppedOutputs, in_loop: bool = False) -> None:
     """Patch the MoE of Megatron's ``layer`` to compute chunks.
 
-    This patches the router, the token dispatch, expert biases, and the modules that selective
-    recompute covers. The shared experts read the recomputed norm first, then the router, then the
-    projection to latents.
+    The patches change the router, the token dispatch, expert biases, and the modules that selective
+    recompute supports. Three modules read the recomputed norm, in this order: the shared experts,
+    the router, the projection to latents.
 
     Args:
         layer: Megatron's layer with an MoE.
         index: Index of the layer in the stage.
-        dropped: Outputs that the layer drops, to be recomputed in the backward.
-        in_loop: Whether inputs that are not chunks use Megatron's methods.
+        dropped: Outputs that the layer drops in the forward and recomputes in the backward.
+        in_loop: Whether inputs that are not chunks use Megatron's own methods.
     """
     experts, current_chunk = layer.mlp, CurrentChunk()
     wrap_norm(layer.pre_mlp_layernorm, dropped)
@@ -192,17 +195,17 @@ def router_stats_for(
 ) -> RouterStats | None:
     """Return new router statistics for an iteration on this rank's stage.
 
-    This also converts the routers' token counts to float32.
+    This function also converts the routers' token counts to float32.
 
     Args:
         model: The stage module.
         plan: The plan of the iteration.
-        scale: Returns the loss scale on a device.
-        micro_batches: Document lengths of each micro-batch of a loop; None: every document is
+        scale: Function (device) -> the loss scale on the device.
+        micro_batches: Document lengths of each micro-batch of a loop. If None, every document is
             balanced independently.
 
     Returns:
-        The statistics; None without MoE layers, and in loops whose routers are Megatron's own.
+        The statistics; None if the stage has no MoE layer, or if its routers are not patched.
     """
     model = unwrap_model(model)
     routers = [layer.router for _, layer in moe_layers(model)]
@@ -219,10 +222,12 @@ def router_stats_for(
 def pools_of(lengths: Sequence[Sequence[int]], config: Any, rules: Balancing) -> Pools:
     """Return the pools of documents over which slices of micro-batches balance experts.
 
-    The pools are those of unsliced micro-batches with documents of ``lengths``, without padding.
+    With these pools, the losses equal Megatron's losses of whole micro-batches without padding.
+    ``lengths`` are the document lengths of each micro-batch.
 
         aux_loss       one pool per micro-batch
-        seq_aux_loss   one pool per document; Megatron weights each as one of the mean length
+        seq_aux_loss   one pool per document; as in Megatron, all documents of a micro-batch have
+                       equal weight, even if their lengths differ
     """
     alone = AUXILIARY["seq_aux_loss"] in dict(rules.auxiliary)
     of: list[int] = []
@@ -252,7 +257,7 @@ def pools_of(lengths: Sequence[Sequence[int]], config: Any, rules: Balancing) ->
 def _count_in_full(router: Any) -> None:
     """Convert the router's token counts to float32.
 
-    In bf16, from 257 on, one more token would not change a count, so counts would depend on how
+    In bf16, adding 1 to a count of 256 or more may not change it, so counts would depend on how
     documents are cut.
     """
     counts = router.local_tokens_per_expert
@@ -305,16 +310,17 @@ def report(router_stats: RouterStats, model: Any) -> None:
 def logged_number(layer: MoELayer) -> int:
     """Return the layer number, from 1, under which Megatron logs an MoE layer.
 
-    Layers of MTP modules are numbered after those of the decoder.
+    Layers of MTP modules are numbered after the decoder layers.
     """
     is_mtp = getattr(layer.router, "is_mtp_layer", False)
     return int(layer.layer_number + (layer.router.config.num_layers if is_mtp else 0))
 
 
 def fraction_of_run(router: Any) -> float:
-    """Return the weight of one run in a router's auxiliary losses and in its logged z-loss.
+    """Return the weight of one run of a router in its auxiliary losses and in its logged z-loss.
 
-    The weights of all runs of a shared MTP layer sum to 1; other layers have weight 1.
+    The weight is 1, except for an MTP layer that is run several times. The weights of its runs sum
+    to 1.
     """
     config = router.config
     if getattr(router, "is_mtp_layer", False) and config.mtp_use_repeated_layer:
@@ -323,10 +329,11 @@ def fraction_of_run(router: Any) -> float:
 
 
 def prepare_log(config: Any) -> None:
-    """Create the entries for MoE losses in Megatron's metrics tracker, equally on every stage.
+    """Create the entries for MoE losses in Megatron's metrics tracker; every stage must do so.
 
-    Each entry sums over tensor-, context- and data-parallel ranks, each of which adds its part.
-    Megatron's own entries average, which gloo does not support, and weight every chunk equally.
+    Each tensor-, context- and data-parallel rank adds its part of a loss, and the entry sums over
+    these ranks. Megatron's own entries use averages, which gloo does not support and which weight
+    every chunk equally.
     """
     for name in LOGGED:
         _entry(_tracker(), name, config)
@@ -354,7 +361,7 @@ def _entry(tracker: Any, name: str, config: Any) -> Any:
 def routing_tensors(model: Any) -> list[Tensor]:
     """Return the tensors of the routers that an iteration changes.
 
-    These are the expert biases, the token counts for them, and the losses to log.
+    These are the expert biases, the token counts that change the biases, and the logged losses.
     """
     tensors = [entry.values for entry in _tracker().metrics.values()]
     for _, layer in moe_layers(model):
@@ -364,6 +371,6 @@ def routing_tensors(model: Any) -> list[Tensor]:
 
 
 def drop_routing(model: Any) -> None:
-    """Free the tensors of the last chunk in all token dispatchers, where Megatron keeps them."""
+    """Free the tensors of the last chunk that Megatron's token dispatchers still reference."""
     for _, layer in moe_layers(model):
         drop_exchanged(layer)

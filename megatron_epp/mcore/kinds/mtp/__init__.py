@@ -1,1 +1,1 @@
-"""Multi-token prediction (MTP): layers after the decoder's."""
+"""Multi-token prediction (MTP): layers after the decoder layers."""

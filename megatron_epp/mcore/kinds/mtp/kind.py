@@ -22,7 +22,7 @@ def _tied_over_stages(args: Any) -> bool:
 
 
 def _elsewhere(args: Any) -> bool:
-    """Return whether a layout places MTP layers outside the last stage, or alone on it."""
+    """Return whether a layout places MTP layers before the last stage, or alone on that stage."""
     layout = getattr(args, "pipeline_model_parallel_layout", None)
     if not mtp_depths(args) or layout is None:
         return False
@@ -31,7 +31,7 @@ def _elsewhere(args: Any) -> bool:
 
 
 class MTPKind(LayerKind):
-    """--mtp-num-layers, / in --hybrid-layer-pattern; no layer of the decoder has it."""
+    """MTP: --mtp-num-layers, or / in --hybrid-layer-pattern. No decoder layer has this kind."""
 
     PRICED, NAME = MTPPart, "prediction of further tokens"
     ABSENT: ClassVar = {"predicts": False}

@@ -1,13 +1,13 @@
-"""MTP modules after the decoder on chunks; each predicts one more token.
+"""MTP modules on chunks: each of them runs after the decoder and predicts one more token.
 
     hidden 0 = the decoder's output
     hidden k = layers of MTP module k ( projection ( norm (hidden k-1), norm (embedding of token +
       k) ) )
 
-Megatron gets token + k by rolling a row's tokens, and sums the losses itself
-(core/transformer/multi_token_prediction.py). Here tokens and targets come from the corpus
-(data/mtp_targets.py), and the LM head runs on each hidden state in turn. Layers of MTP modules are
-layers of the last stage: each has a recompute mode in the plan, and K and V of its own in the
+Megatron computes token + k by rolling a row's tokens, and its MTP block sums the losses
+(core/transformer/multi_token_prediction.py). Here, tokens and targets are read from the corpus
+(data/mtp_targets.py), and the LM head runs once for each hidden state. Layers of MTP modules are
+layers of the last stage: each layer has a recompute mode in the plan, and its own K and V in the
 store.
 """
 
@@ -29,7 +29,8 @@ class MtpLayer:
         module: Megatron's MultiTokenPredictionLayer.
         first: Index in the stage of the module's first layer.
         layers: Layers of the module.
-        repeated: Offset of the layers' indices from those of the shared module's first run.
+        repeated: For a repeated run of a shared module: index of this run's first layer minus index
+            of the first run's first layer. Otherwise 0.
     """
 
     module: Any
@@ -56,7 +57,7 @@ def mtp_layers_of(model: Any) -> tuple[MtpLayer, ...]:
 
 
 def layers_of(model: Any) -> tuple[Any, ...]:
-    """Return the layers of a stage in the order of recompute modes: the decoder's, then MTP's.
+    """Return the layers of a stage in the order of recompute modes: decoder layers first, then MTP.
 
     Layers of a shared MTP module are repeated for each run.
     """
@@ -67,7 +68,7 @@ def layers_of(model: Any) -> tuple[Any, ...]:
 
 
 def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
-    """Return the cost model's kind of each layer of this stage; () if all have the default."""
+    """Return the cost model's kind of each layer of this stage; () if all kinds are the default."""
     word = shape.layer_kinds
     if not word:
         return ()
@@ -90,8 +91,8 @@ def enter(
     Args:
         depth: The MTP module.
         model: The model of the last stage.
-        hidden_t1H: Hidden states of the decoder or the previous MTP module.
-        tokens_t: Tokens that the module reads.
+        hidden_t1H: Hidden states of the decoder, or of the MTP module before this module.
+        tokens_t: Tokens whose embeddings the module reads.
         positions_t: Positions of the rows.
     """
     embedding = embedded(model, tokens_t, positions_t)
@@ -101,9 +102,9 @@ def enter(
 class MTPForward:
     """Replacement of the forward of ``model.mtp`` for chunks.
 
-    The forward returns a tuple with the hidden states of the decoder and of each MTP module. In an
-    evaluation, the tuple has those of the decoder only. Inputs that are not chunks use Megatron's
-    forward. The constructor replaces the forward.
+    In training, the forward returns a tuple of the hidden states of the decoder and of each MTP
+    module. In evaluation, the tuple contains only the hidden states of the decoder. For inputs that
+    are not chunks, Megatron's own forward runs. The constructor replaces the forward.
     """
 
     def __init__(self, model: Any):

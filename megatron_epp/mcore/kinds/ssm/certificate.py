@@ -6,17 +6,17 @@ from megatron_epp.mcore.kinds.certificate_base import LayerCertificate
 from megatron_epp.mcore.kinds.ssm.gated_delta_net import make_rule_double
 from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind, MambaKind, SSMKind
 
-# Of small models: unequal, so that a swap of the two is noticed.
+# State sizes of small models: unequal, so that an exchange of the two would show.
 SMALL_KEYS, SMALL_VALUES = 6, 4
 STATE_GROUPS = 2
 MOST_STATE_HEADS = 4
 
 
 class SSMCertificate(LayerCertificate):
-    """Certificate of layers with a state.
+    """Certificate of SSM and linear-attention layers.
 
-    The small model has fewer heads, groups and channels of states. It keeps the heads per group, up
-    to 4.
+    The small model has fewer heads, groups and channels of states. The number of heads per group
+    does not change, up to 4.
     """
 
     KIND: SSMKind
@@ -36,7 +36,7 @@ class SSMCertificate(LayerCertificate):
         return self.KIND.words(args)
 
     def small_heads(self, args: Any, tp: int) -> tuple[int, int]:
-        """Return (heads, groups) of a small model: few of both, in the same ratio up to 4."""
+        """Return small numbers of (heads, groups); heads per group do not change, up to 4."""
         self.KIND.require(args, tp)
         heads, groups = self.KIND.counts(args)
         cp = args.context_parallel_size

@@ -1,9 +1,9 @@
 """Patches of flash-linear-attention's kernels for chunks of many sizes.
 
-flash-linear-attention expects one size per run. It autotunes the convolution again for every 1,024
-more rows, with 16 configurations each, although neither kernel reads that number. It computes the
-table of chunk indices with a device synchronisation. Unpatched, both would happen during
-iterations, on one stage after the other.
+flash-linear-attention assumes that all calls of a run have one size. It autotunes the convolution
+kernels, with 16 configurations each, for every new number of blocks of 1,024 rows, although the
+kernels do not read this number. It also synchronises with the device to compute the table of chunk
+indices. Without patches, both would delay iterations, on one stage after another.
 """
 
 import inspect
@@ -21,11 +21,12 @@ from torch import Tensor
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.ssm.carried import HOST_LENGTHS
 
-# Modules with the convolution's kernels by release, and their argument that counts 1,024 rows.
+# Modules with the convolution kernels in different releases, and their argument that counts blocks
+# of 1,024 rows.
 _CONVOLUTIONS = ("fla.modules.conv.triton.kernels", "fla.modules.convolution")
 _KERNELS, _SIZE = ("causal_conv1d_fwd_kernel", "causal_conv1d_bwd_kernel"), "NB"
 _INDEX, _TABLE = "fla.ops.utils.index", "prepare_chunk_indices"
-_BLOCKS = "epp_blocks"  # attribute of a tensor of boundaries: its tables, by rows of a block
+_BLOCKS = "epp_blocks"  # attribute of a boundaries tensor: its block tables, by rows per block
 
 
 @cache
@@ -56,10 +57,10 @@ def _module(name: str) -> Any:
 
 
 def tune_once(kernel: Any) -> None:
-    """Patch ``kernel.run`` to pass NB = 1, so that one autotuning serves all sizes.
+    """Patch ``kernel.run`` to pass NB = 1, so that the kernel is autotuned only once.
 
-    NB counts 1,024 rows and is part of the autotuner's key. A kernel whose body reads NB is not
-    patched.
+    NB is the number of blocks of 1,024 rows and is part of the autotuner's key. A kernel whose body
+    reads NB is not patched.
     """
     body: Any = kernel
     while not inspect.isfunction(body):
@@ -67,7 +68,7 @@ def tune_once(kernel: Any) -> None:
         if body is None:
             return
     source = inspect.getsource(body)
-    source = source[source.index("def ") :]  # its decorators name it, too
+    source = source[source.index("def ") :]  # without decorators, which also contain NB
     if len(re.findall(rf"\b{_SIZE}\b", source)) != 1:  # only its parameter
         return
     launch: Callable[..., Any] = kernel.run
@@ -80,9 +81,10 @@ def tune_once(kernel: Any) -> None:
 
 
 def _blocks_on_host(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a replacement of ``original`` that uses the lengths which a chunk's boundaries carry.
+    """Return a replacement of ``original`` that computes the table from lengths on the host.
 
-    The table is made once for all layers of a chunk.
+    The lengths are an attribute of the chunk's boundaries. The table is computed once for all
+    layers of a chunk.
     """
 
     @wraps(original)
@@ -102,8 +104,8 @@ def _blocks_on_host(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def block_table(lengths: tuple[int, ...], rows: int) -> Tensor:
     """Return the table of all blocks of up to ``rows`` rows of sequences with these ``lengths``.
 
-    The table is int64 [blocks, 2] on the CPU. Each row has the index of the sequence, and the index
-    of the block in the sequence. No block spans two sequences.
+    The table is int64 [blocks, 2] on the CPU. Each row contains the index of a sequence, and the
+    index of a block in this sequence. No block spans two sequences.
     """
     counts = [-(-length // rows) for length in lengths]
     sequences = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))

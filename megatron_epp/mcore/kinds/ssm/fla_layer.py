@@ -1,7 +1,7 @@
-"""Layers that frameworks build of flash-linear-attention's modules, on chunks.
+"""Layers of frameworks that are built of flash-linear-attention's modules, on chunks.
 
-Their forward stays as it is. While it runs a chunk, the convolutions and the rule that it calls are
-replaced. ``FlaLayer`` says where a kind of layer has them.
+The forward of such a layer is not replaced. While it computes a chunk, the convolutions and the
+rule that it calls are replaced. ``FlaLayer`` contains their names.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,10 +21,10 @@ from megatron_epp.mcore.kinds.ssm.fla_kernels import suit_many_sizes
 
 @dataclass(frozen=True, slots=True)
 class FlaLayer:
-    """Names that the forward of a flash-linear-attention layer uses.
+    """Names of the convolutions and of the rule of a flash-linear-attention layer.
 
     Attributes:
-        convolutions: Attributes of the layer with ShortConvolutions, in the order of their calls.
+        convolutions: Attributes of the layer that are ShortConvolutions, in the order of calls.
         package: Package from which the layer imports its rule.
         rule: Name of the rule in the package.
     """
@@ -34,7 +34,7 @@ class FlaLayer:
     rule: str
 
 
-# Kimi delta attention (arXiv 2510.26692): a decay for each channel of a key.
+# Kimi delta attention (arXiv 2510.26692) has a decay for each channel of a key.
 KDA = FlaLayer(("q_conv1d", "k_conv1d", "v_conv1d"), "fla.ops.kda", "chunk_kda")
 
 
@@ -45,7 +45,7 @@ def install_fla_layer(module: Any, index: int, kind: FlaLayer) -> None:
     carry states between slices.
 
     Args:
-        module: Module whose forward takes hidden states, and ``packed_seq_params`` by name.
+        module: Module whose forward accepts hidden states, and ``packed_seq_params`` by name.
         index: Index of the layer in the stage.
         kind: Names of the convolutions and of the rule.
     """
@@ -76,7 +76,10 @@ def install_fla_layer(module: Any, index: int, kind: FlaLayer) -> None:
 
 
 def _convolution(original: Callable[..., Any], states: CarriedStates, first: int) -> Callable:
-    """Return a replacement of ShortConvolution's forward, for all channels from ``first`` on."""
+    """Return a replacement of a ShortConvolution's forward.
+
+    ``first`` is the convolution's first channel among the channels of all convolutions.
+    """
 
     def forward(x: Tensor, *, cu_seqlens: Any = None, **options: Any) -> tuple[Tensor, None]:
         def of_call(rows_1LC: Tensor, boundaries: Tensor) -> Tensor:
@@ -109,7 +112,10 @@ def _rule(original: Callable[..., Any], states: CarriedStates) -> Callable[..., 
 
 @contextmanager
 def _replaced(holder: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace the attribute ``name`` of ``holder`` in this context; its class may define it."""
+    """Replace the attribute ``name`` of ``holder`` in this context.
+
+    The original may be an attribute of the class of ``holder``.
+    """
     own = vars(holder).get(name)
     setattr(holder, name, value)
     try:

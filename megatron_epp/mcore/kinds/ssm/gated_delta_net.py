@@ -1,10 +1,10 @@
-"""Megatron's gated delta net on chunks, in place of what it does between its projections.
+"""Megatron's gated delta net on chunks: replacement of the computation between its projections.
 
-Its convolution and its rule are flash-linear-attention's (layers/ssm/fla_calls.py). With
---deterministic-mode they are torch's, as in Megatron, which take one sequence per call.
+The convolution and the rule are from flash-linear-attention (layers/ssm/fla_calls.py). With
+--deterministic-mode, as in Megatron, they are torch functions, which accept one sequence per call.
 
-T rows of a chunk, C concatenated channels of Q, K, V, gate, beta and alpha, H heads of V with P
-channels.
+Shape suffixes: T rows of a chunk, C concatenated channels of Q, K, V, gate, beta and alpha, H heads
+of V with P channels.
 """
 
 import copy
@@ -88,7 +88,7 @@ class GatedDeltaNetScan:
         Args:
             rows_TC: Rows after the input projection.
             state: State of the chunk.
-            of_my_heads: Whether the rows have only the heads of this context-parallel rank.
+            of_my_heads: Whether the rows contain only the heads of this context-parallel rank.
         """
         net = self.net if of_my_heads else self.single_rank
         group = net.pg_collection.cp
@@ -136,7 +136,8 @@ class GatedDeltaNetScan:
     def _normed(self, net: Any, y_1THP: Tensor, gate_1THP: Tensor) -> Tensor:
         """Return the normed and gated outputs of the rule.
 
-        They are dropped for recompute if norms are recomputed and no exchange follows.
+        If norms are recomputed and no all-to-all follows, the outputs are dropped and recomputed
+        in the backward.
         """
 
         def norm(y: Tensor, gate: Tensor) -> tuple[Tensor]:
@@ -176,12 +177,12 @@ def make_rule_double() -> None:
 
 
 def _convolved(net: Any) -> list[int]:
-    """Return the channels of Q, K and V, which the convolution reads, on a tensor-parallel rank."""
+    """Return the numbers of channels of Q, K and V on a TP rank, which the convolution reads."""
     return [net.qk_dim_local_tp, net.qk_dim_local_tp, net.v_dim_local_tp]
 
 
 def _of_one_rank(net: Any) -> Any:
-    """Return ``net`` with the same parameters, for one context-parallel rank with all heads."""
+    """Return a copy of ``net`` for one CP rank with all heads; parameters are shared."""
     copied = copy.copy(net)
     copied.cp_size, copied.pg_collection = 1, copy.copy(net.pg_collection)
     copied.pg_collection.cp = SingleRank()

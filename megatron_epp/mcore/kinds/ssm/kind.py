@@ -15,18 +15,18 @@ def _variant(args: Any) -> str | None:
 
 
 class SSMKind(LayerKind):
-    """An SSM or linear-attention layer.
+    """SSM or linear-attention layer.
 
     Attributes:
-        PACKAGES: Packages of its kernels, with their names on PyPI.
-        HEADS: Field of LayerShape with the number of its heads.
+        PACKAGES: Packages that contain the kernels -> their names on PyPI.
+        HEADS: Field of LayerShape for the number of heads.
     """
 
     PACKAGES: ClassVar[dict[str, str]] = {}
     HEADS: ClassVar[str]
 
     def asked(self, args: Any) -> bool:
-        """Return whether ``args``, possibly incomplete, ask for such layers."""
+        """Return whether ``args``, which may be incomplete, select layers of this kind."""
         return self.SYMBOL in (getattr(args, "hybrid_layer_pattern", None) or "")
 
     def counts(self, args: Any) -> tuple[int, int]:
@@ -55,9 +55,9 @@ class SSMKind(LayerKind):
         return [f"{self.NAME} of {heads} heads in {groups} groups, states of {keys} by {values}"]
 
     def require(self, args: Any, tp: int) -> None:
-        """Raise a ValueError unless heads and groups divide over ``tp`` ranks.
+        """Raise a ValueError unless heads and groups divide over ``tp`` tensor-parallel ranks.
 
-        In each of these, they must also divide over the context-parallel ranks.
+        The heads and groups of each of these ranks must also divide over context-parallel ranks.
         """
         if not self.asked(args):
             return
@@ -73,7 +73,7 @@ class SSMKind(LayerKind):
             )
 
     def shares(self, groups: int, cp: int) -> bool:
-        """Return whether a tensor-parallel rank's ``groups`` divide over ``cp`` ranks."""
+        """Return whether ``groups`` of one tensor-parallel rank can be split over ``cp`` ranks."""
         return not groups % cp
 
     @override
@@ -86,7 +86,7 @@ class SSMKind(LayerKind):
 
 
 class MambaKind(SSMKind):
-    """Mamba-2, in HybridModels only."""
+    """Mamba-2, which only HybridModels have."""
 
     PRICED, NAME, SYMBOL, SLOT = MambaPart, "Mamba", "M", "mixer"
     HEADS = "mamba_heads"
@@ -122,10 +122,10 @@ class MambaKind(SSMKind):
 
 
 class GatedDeltaNetKind(SSMKind):
-    """Gated delta net: in a HybridModel, or in place of attention in some layers.
+    """Gated delta net: in a HybridModel, or instead of attention in some layers of a GPTModel.
 
-    The flags of the latter are --experimental-attention-variant gated_delta_net, which later
-    versions of Megatron call gdn, and --linear-attention-freq.
+    For a GPTModel, the flags are --experimental-attention-variant gated_delta_net (gdn in later
+    versions of Megatron) and --linear-attention-freq.
     """
 
     PRICED, NAME, SYMBOL, SLOT = GatedDeltaNetPart, "gated delta net", "G", "self_attention"
@@ -187,7 +187,7 @@ class GatedDeltaNetKind(SSMKind):
 
 
 class KDAKind(LayerKind):
-    """Kimi delta attention, in specs of frameworks: no flag of Megatron's asks for it."""
+    """Kimi delta attention, which only specs of frameworks have; Megatron has no flag for it."""
 
     NAME, SLOT = "Kimi's delta attention", "self_attention"
 

@@ -1,6 +1,6 @@
-"""SSM and linear-attention layers of Megatron's local modules.
+"""Specs of SSM and linear-attention layers with Megatron's local modules.
 
-Megatron builds them of Transformer Engine's modules only. Checkpoints have the same keys.
+Megatron has only specs with Transformer Engine's modules. Checkpoint keys are the same.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def local_gated_delta_net(config: Any) -> ModuleSpec:
 
 
 def _delta(norm: Any) -> ModuleSpec:
-    """Return the spec of a gated delta net with ``norm`` after its rule."""
+    """Return the spec of a gated delta net whose output norm is ``norm``."""
     return ModuleSpec(
         module=GatedDeltaNet,
         submodules=GatedDeltaNetSubmodules(
@@ -54,9 +54,9 @@ def _delta(norm: Any) -> ModuleSpec:
 
 
 def local_gated_delta_net_block(config: Any, vp_stage: int | None) -> Any:
-    """Return the spec of a stage's layers of a GPTModel with gated delta nets.
+    """Return the spec of a GPTModel's layers on a stage, with gated delta nets.
 
-    They replace attention in the layers that --linear-attention-freq selects.
+    Gated delta nets replace attention in the layers that --linear-attention-freq selects.
     """
     linear = get_linear_attention_pattern(config)
 

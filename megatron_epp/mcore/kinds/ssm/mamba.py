@@ -1,10 +1,11 @@
-"""Megatron's Mamba-2 mixer on chunks, in place of its scan.
+"""Replacement of the scan of Megatron's Mamba-2 mixer, for chunks.
 
-The kernel includes the convolution. It takes an initial state, but no preceding rows. So the rows
-before a boundary are added to the call with a time step of zero: they change no state, and their
-outputs are dropped.
+The scan kernel includes the convolution. It accepts an initial state, but not the rows before a
+slice, which the convolution needs. Therefore these rows are added to the call with a time step of
+zero: they change no state, and their outputs are dropped.
 
-T rows of a call, C concatenated channels of z, x, B, C and dt, H heads of P channels.
+Shape suffixes: T rows of a call, C concatenated channels of z, x, B, C and dt, H heads of P
+channels.
 """
 
 import copy
@@ -23,7 +24,7 @@ from megatron_epp.layers.ssm.carried import CarriedStates, most_rows
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.kinds.base import LayerPlace
 
-# With this bias, softplus makes a time step of 0 in any dtype.
+# With this input, softplus returns a time step of 0 in any dtype.
 NO_TIME = -1e4
 
 
@@ -55,7 +56,7 @@ class MambaScan:
         mixer._ssm_training = self._train
 
     def _before(self, rows_t1C: Tensor, packed_seq_params: Any = None) -> Tensor:
-        """Return a chunk's rows unchanged: Megatron's exchange would undo another order."""
+        """Return a chunk's rows unchanged, because Megatron's exchange assumes zigzag order."""
         if isinstance(packed_seq_params, ChunkParams):
             return rows_t1C
         return self.exchange(rows_t1C, packed_seq_params)
@@ -85,7 +86,7 @@ class MambaScan:
         Args:
             rows_TC: Rows after the input projection.
             state: State of the chunk.
-            of_my_heads: Whether the rows have only the heads of this context-parallel rank.
+            of_my_heads: Whether the rows contain only the heads of this context-parallel rank.
         """
         mixer, cp = self.mixer, self.local if of_my_heads else self.single_rank
         weight_CW = cp.get_conv1d_weight().squeeze(1)
@@ -116,7 +117,7 @@ class MambaScan:
             initial, wants = states.initial(number), states.wants_final(number)
             dtype = mixer.mamba_training_ssm_states_dtype
             if initial is not None or wants:
-                # It sums gradients of many slices.
+                # The gradient of a state sums the gradients of many slices.
                 dtype = torch.promote_types(dtype, torch.float32)
             result = mamba_mixer.mamba_split_conv1d_scan_combined(
                 rows[None],
@@ -133,16 +134,16 @@ class MambaScan:
 
 
 def _standing(front: Tensor, rows_TC: Tensor, inner: int) -> Tensor:
-    """Return rows [W-1, C] that show ``front`` to the convolution and have time steps of zero."""
+    """Return rows [W-1, C] with ``front`` as input of the convolution and time steps of zero."""
     gate = front.new_zeros(len(front), inner)
     heads = rows_TC.shape[1] - inner - front.shape[1]
     return torch.cat((gate, front, front.new_full((len(front), heads), NO_TIME)), 1)
 
 
 def _of_one_rank(cp: Any) -> Any:
-    """Return Megatron's ``cp`` for one rank with all heads.
+    """Return a copy of ``cp`` for one rank with all heads.
 
-    ``cp`` shards parameters over context-parallel ranks.
+    ``cp`` is Megatron's object that shards a mixer's parameters over context-parallel ranks.
     """
     copied = copy.copy(cp)
     copied.cp_size = 1

@@ -5,7 +5,7 @@ from typing import Any, override
 from megatron_epp.mcore.kinds.certificate_base import LayerCertificate
 from megatron_epp.mcore.kinds.window.kind import WindowKind
 
-# Window of a small model: random slices are shorter and longer.
+# Window of a small model; random slices are shorter and longer than this window.
 WINDOW = 7
 
 

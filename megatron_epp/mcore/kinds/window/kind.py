@@ -31,7 +31,7 @@ def _slices_softmax(model: Any) -> str | None:
 
 
 class WindowKind(LayerKind):
-    """--window-size, --window-attn-skip-freq of attention layers; sinks of --softmax-type."""
+    """Sliding windows (--window-size, --window-attn-skip-freq) and sinks (--softmax-type)."""
 
     NUMBERED = True
     FLAGS: ClassVar = {"window_size": None, "softmax_type": "vanilla"}

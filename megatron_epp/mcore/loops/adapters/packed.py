@@ -1,10 +1,13 @@
 """Adapter for documents packed into one row (THD) before the iterator yields them.
 
-ms-swift, slime and verl pack inside the forward step, so their micro-batches have no boundaries.
-They have adapters of their own (megatron_epp.frameworks).
+ms-swift, slime and verl pack inside the forward step, so their micro-batches contain no document
+boundaries. These frameworks have their own adapters (megatron_epp.frameworks).
+
+Entries of a micro-batch:
 
 input_ids, labels, ...                 [1, T]
-packed_seq_params, or cu_seqlens       boundaries of documents; or cu_seqlens_q of the micro-batch
+packed_seq_params                      boundaries of documents
+cu_seqlens_q or cu_seqlens             boundaries of documents, if packed_seq_params is missing
 cu_seqlens_q_padded                    boundaries with each document padded to a multiple; the
                                        padding is not computed
 """
@@ -25,10 +28,10 @@ class PackedDocuments(Samples):
     """Adapter for packed documents.
 
     Attributes:
-        loss_of: The loop's own loss, called with the micro-batch and the outputs [1, T, ...];
-            outputs of padding are 0.
-        keys: Entries [1, T, ...] that forward steps draw, if the micro-batch has them.
-        share_from: Least tokens of a shared prefix, which is computed once; 0 disables sharing.
+        loss_of: The loop's loss function. It is called with the micro-batch and the outputs
+            [1, T, ...], in which the outputs of padding are 0.
+        keys: Names of the entries [1, T, ...] that forward steps draw; missing entries are skipped.
+        share_from: Minimum tokens of a shared prefix, which is computed once; 0 disables sharing.
         loss_keys: Keys that may differ in a shared prefix, because only the loss reads them.
     """
 
@@ -68,10 +71,10 @@ class PackedDocuments(Samples):
 def documents_of(micro_batch: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Return the row range (start, stop) of each non-empty document in a packed micro-batch.
 
-    The ranges are read from ``packed_seq_params``, or from ``cu_seqlens_q`` or ``cu_seqlens``.
+    The ranges are read from ``packed_seq_params``, or else from ``cu_seqlens_q`` or ``cu_seqlens``.
 
     Raises:
-        ValueError: The micro-batch has no boundaries, or they exceed its rows.
+        ValueError: The micro-batch has no boundaries, or the boundaries exceed its rows.
     """
     params = micro_batch.get("packed_seq_params")
     if params is None:

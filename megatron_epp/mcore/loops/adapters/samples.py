@@ -2,9 +2,10 @@
 
     tokens, labels, loss_mask, ...   [B, S]: B samples, the shorter ones padded to S
 
-Megatron's own ``get_batch`` broadcasts tensors of the whole context over tensor-parallel ranks,
-into which no slice fits. :func:`samples_forward_step` takes slices as they are drawn, on every rank
-with an iterator. Every sample is a document: its tokens attend to earlier ones of the sample.
+Megatron's own ``get_batch`` broadcasts tensors of the full sequence length over the tensor-parallel
+ranks, so it cannot return slices. :func:`samples_forward_step` does not call ``get_batch``: every
+rank with an iterator draws its slices. Every sample is a document, whose tokens attend to the
+earlier tokens of the sample.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +26,15 @@ LossOf = Callable[..., Any]
 class Samples:
     """Adapter for micro-batches of padded samples.
 
-    The micro-batch's entry "lengths" has the length of each sample. Without this entry, a sample
-    ends at its last token with a loss; without a loss mask, every sample has S tokens.
+    The entry "lengths" of a micro-batch contains the length of each sample. Without this entry, a
+    sample ends at its last token that the loss mask includes. Without a loss mask, every sample has
+    S tokens.
 
     Attributes:
-        loss_of: The loop's loss on [B, S]; by default Megatron's sum over unmasked tokens.
-        keys: Entries that forward steps draw, if the micro-batch has them.
-        share_from: Least tokens of a shared prefix, which is computed once; 0 disables sharing.
+        loss_of: The loop's loss function for [B, S]; by default Megatron's sum over unmasked
+            tokens.
+        keys: Names of the entries that forward steps draw; missing entries are skipped.
+        share_from: Minimum tokens of a shared prefix, which is computed once; 0 disables sharing.
         loss_keys: Keys that may differ in a shared prefix, because only the loss reads them.
     """
 
@@ -59,7 +62,7 @@ class Samples:
         return tuple(max(1, int((places * (row != 0)).max())) for row in mask)
 
     def prefixes(self, micro_batch: Mapping[str, Any]) -> PrefixForest:
-        """Compare the samples, and return them with their shared prefixes."""
+        """Return the samples with the shared prefixes found by comparing the samples."""
         return shared_prefixes_of(self, micro_batch, self.share_from)
 
     def rows(
@@ -97,7 +100,7 @@ def masked_sum(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the loss summed over unmasked tokens, the number of these tokens, and a report.
 
-    The report {"lm loss": [sum, number]} is for the log. Megatron's loss function returns the same.
+    The report for the log is {"lm loss": [sum, number]}, as in Megatron's own loss function.
     """
     mask_BS = micro_batch["loss_mask"].to(token_losses_BS.dtype)
     total = (token_losses_BS * mask_BS).sum()
@@ -107,9 +110,9 @@ def masked_sum(
 
 
 def samples_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """Run the model on the next micro-batch; a forward step for loops without their own.
+    """Run the model on the next micro-batch: a forward step for loops that do not have one.
 
-    Return the losses [B, S] and the loss function :func:`masked_sum` of the micro-batch.
+    Return the losses [B, S], and :func:`masked_sum` bound to the micro-batch as the loss function.
     """
     batch = next(data_iterator)
     output = model(

@@ -1,6 +1,7 @@
-"""Adapter for samples that a framework stores as their tokens, the base for slime and verl.
+"""Base of the adapters of slime and verl, whose micro-batches contain the tokens of each sample.
 
-A token's label is the next one of its sample, as in both frameworks. t tokens of a slice
+As in both frameworks, a token's label is the next token of its sample. In shapes, L is the number
+of tokens of a sample, and t the number of tokens of a slice.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +25,8 @@ class TokenSamples:
     """Adapter for micro-batches of unpadded samples with different lengths.
 
     Args:
-        tokens_of: Returns the tokens [L] of every sample of a micro-batch.
-        share_from: Least tokens of a shared prefix, which is computed once; 0 disables sharing.
+        tokens_of: Function that returns the tokens [L] of every sample of a micro-batch.
+        share_from: Minimum tokens of a shared prefix, which is computed once; 0 disables sharing.
     """
 
     def __init__(self, tokens_of: Callable[[Any], Sequence[Tensor]], share_from: int = 0):
@@ -36,7 +37,7 @@ class TokenSamples:
         return tuple(map(len, self._tokens_of(micro_batch)))
 
     def prefixes(self, micro_batch: Any) -> PrefixForest:
-        """Compare the samples, and return them with their shared prefixes."""
+        """Return the samples with the shared prefixes found by comparing the samples."""
         return shared_prefixes_of(self, micro_batch, self.share_from)
 
     def after(self, samples: Sequence[Tensor], number: int) -> int:
@@ -61,7 +62,8 @@ def log_prob_step(temperature: float, entropy: bool) -> Callable[..., Any]:
     The forward step returns log-probabilities [1, t], or log-probabilities and entropies [1, t, 2].
 
     Args:
-        temperature: Divisor of the logits; drawn rows named ``temperature`` replace it.
+        temperature: Divisor of the logits. If the drawn rows include ``temperature``, its values
+            are used instead.
         entropy: Whether to compute the entropies of the vocabulary distributions, too.
     """
 
@@ -94,8 +96,8 @@ def on_this_device(rows: Mapping[str, Any]) -> dict[str, Any]:
 def zigzag_part(full_L: Tensor) -> Tensor:
     """Return this context-parallel rank's rows [l, ...] of a sample, in Megatron's zigzag order.
 
-    The sample is first padded with zeros to a multiple of twice the number of ranks. With one rank,
-    the sample is returned unchanged.
+    The sample is first padded with zeros to a multiple of twice the number of context-parallel
+    ranks. With one rank, the sample is returned unchanged.
     """
     ranks = mpu.get_context_parallel_world_size()
     if ranks <= 1:  # 0 without groups
@@ -108,7 +110,7 @@ def zigzag_part(full_L: Tensor) -> Tensor:
 def log_probs_and_entropies(outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     """Concatenate outputs of :func:`log_prob_step`; return log-probabilities and entropies [T].
 
-    Without entropies in the outputs, the second result is None.
+    If the outputs contain no entropies, the second result is None.
     """
     joined = torch.cat(list(outputs))
     if joined.dim() == 1:

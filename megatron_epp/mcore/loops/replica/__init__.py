@@ -1,1 +1,1 @@
-"""A replica of an external training loop: its groups, its plans, the exchange between its ranks."""
+"""Replica of an external training loop: process groups, plans and exchanges between its ranks."""

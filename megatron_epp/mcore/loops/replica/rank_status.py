@@ -1,7 +1,7 @@
-"""Messages between the ranks of a replica around a call: what they read, and errors.
+"""Exchange of read shapes and errors between the ranks of a replica.
 
-There are two small exchanges over the replica's control group, before and after the call's ops. If
-a rank refuses its input, or fails in an op, all ranks raise and none waits.
+The ranks exchange statuses over the replica's control group twice per call: before and after the
+ops. If a rank refuses its input, or fails in an op, all ranks raise and no rank blocks.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 class LoopRefusal(ValueError):
-    """Error: input of a loop that no schedule can run; raised on every rank."""
+    """Error: no schedule can run the input of the loop; raised on every rank."""
 
 
 class RanksDiffer(LoopRefusal):
@@ -20,7 +20,7 @@ class RanksDiffer(LoopRefusal):
 
 
 class LoopFailed(RuntimeError):
-    """Error: a rank of this replica failed; the message has the rank and its error."""
+    """Error: a rank of this replica failed; the message contains the rank and its error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class RankStatus:
     """Status that a rank sends to the other ranks of the replica.
 
     Attributes:
-        value: Result, if there is one.
-        refusal: Message of a user's mistake, which all ranks raise as LoopRefusal.
-        error: Message of any other error, which all ranks raise as LoopFailed.
+        value: Result of the rank, if any.
+        refusal: Message of an error in the loop's input; all ranks raise it as LoopRefusal.
+        error: Message of any other error; all ranks raise it as LoopFailed.
     """
 
     value: Any = None
@@ -44,10 +44,10 @@ def error_text(error: Exception) -> str:
 
 
 def refused_by(error: Exception) -> str:
-    """Return the message of ``error``, with which a rank refuses its micro-batches.
+    """Return the message with which a rank refuses its micro-batches because of ``error``.
 
-    For other exceptions than a ValueError, the message begins with the type. Such exceptions come
-    from a function of the loop, such as ``lengths`` or an adapter.
+    If ``error`` is not a ValueError, the message begins with its type. Such an exception is raised
+    by a function of the loop, such as ``lengths`` or an adapter.
     """
     return str(error) if isinstance(error, ValueError) else error_text(error)
 
@@ -68,8 +68,8 @@ def raise_remote_failure(every: Sequence[RankStatus], control: dist.ProcessGroup
     """Raise on every rank if a rank refused its input or failed.
 
     Raises:
-        LoopRefusal: A rank refused its input; the message is that of the first such rank.
-        LoopFailed: A rank had another error; the message is that of the first such rank.
+        LoopRefusal: A rank refused its input; the message is from the first such rank.
+        LoopFailed: A rank had another error; the message is from the first such rank.
     """
     for place, status in enumerate(every):
         if status.refusal is not None:
@@ -90,11 +90,11 @@ def agreed(every: Sequence[Sequence[Any] | None], what: str, control: Any) -> li
 
     Args:
         every: List of every rank of ``control``, in rank order; None for ranks without a list.
-        what: Description of the items, for the message.
+        what: Description of the items, used in the message.
         control: Process group of the replica; None with one rank.
 
     Raises:
-        RanksDiffer: Two ranks differ; the message has the first micro-batch in which they do.
+        RanksDiffer: Two lists differ; the message names the first micro-batch that differs.
     """
     known = [(place, items) for place, items in enumerate(every) if items is not None]
     if not known:

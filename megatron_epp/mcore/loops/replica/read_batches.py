@@ -1,4 +1,4 @@
-"""Sizes of a call's micro-batches, read on the ranks of a replica and compared."""
+"""Reading of a call's micro-batch sizes, which must be equal on all ranks of a replica."""
 
 from collections.abc import Callable
 from typing import Any
@@ -37,11 +37,11 @@ def read_shapes(
         pipeline: The pipeline of the call's model.
         batches: The micro-batches of this rank.
         shape: Shape of all messages; None if shapes vary.
-        by: The loop's own function, or a framework's reader.
+        by: The loop's function ``lengths``, or a framework's reader.
 
     Returns:
-        The shapes. None if shapes vary and one is unknown, if no rank has a data iterator, or if
-        ranks have readers of several frameworks.
+        The shapes. If ``shape`` is None, the result is None in three cases: a micro-batch's shape
+        is unknown, no rank has a data iterator, or ranks have readers of different frameworks.
 
     Raises:
         RanksDiffer: On every rank: ranks read different shapes.
@@ -83,7 +83,7 @@ def read_documents(
         The documents of each micro-batch with their shared prefixes.
 
     Raises:
-        ValueError: As :func:`read_shapes`, or no rank has a data iterator.
+        ValueError: No rank has a data iterator, or one of the errors of :func:`read_shapes`.
     """
     forests = _agreed(
         call,
@@ -105,9 +105,10 @@ def _agreed(
     what: str,
     reader: str = "",
 ) -> list[Any] | None:
-    """Return ``read`` of every micro-batch's number, equal on all ranks with an iterator.
+    """Return ``read(number)`` of every micro-batch after checking that all ranks read equal values.
 
-    Returns None if no rank has one, or if ranks do not have the same ``reader``.
+    Ranks without an iterator read nothing. Return None if no rank has an iterator, or if ``reader``
+    differs between ranks.
     """
     values, refusal = None, None
     if read is not None and batches.readable:

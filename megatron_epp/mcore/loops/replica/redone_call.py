@@ -1,8 +1,8 @@
 """Repetition of a call with misread micro-batches by Megatron's schedule.
 
-The shapes of a framework's micro-batches are read by the rules of its code, which changes. A stage
-with an output of another shape than was read does not end the job. Every rank of the replica
-restores what the call has changed, and Megatron's schedule runs this call and all later ones.
+The readers of a framework's micro-batches may be wrong for another version of the framework. If a
+stage's output then has another shape than expected, the job does not end. Every rank of the replica
+restores the state before the call, and Megatron's schedule runs this call and all later calls.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class WrongShape(ValueError):
     """Error: the output of a stage has another shape than the micro-batch's entries imply."""
 
     def __init__(self, chunk: int, expected: tuple[int, ...], came: tuple[int, ...]):
-        """Name the micro-batch, the ``expected`` shape, and the one that ``came``."""
+        """Create the error for the micro-batch ``chunk`` whose output has shape ``came``."""
         self.chunk, self.expected, self.came = chunk, expected, came
         super().__init__(
             f"micro-batch {chunk}: the model's output has shape {came}, {expected} was told "
@@ -28,20 +28,20 @@ class WrongShape(ValueError):
 
 
 class MisreadCall(Exception):
-    """Error: the call was undone and Megatron's schedule must repeat it; the text says why."""
+    """Error: a shape was misread, so Megatron's schedule must repeat the call."""
 
 
 class CallState:
     """State that a call of ``models`` changes: random states, buffers, gradients.
 
-    Gradients that are zero when the call begins, as after an optimizer step, are not copied; others
-    are copied to host memory.
+    Gradients that are not zero when the call begins are copied to host memory. Gradients that are
+    zero, as after an optimizer step, need no copy.
     """
 
     def __init__(self, models: Sequence[Any], training: bool):
         """Save the state; save gradients only if ``training``."""
         self._random = random_states()
-        # By name: ``buffers`` of Megatron's DDP is an attribute, its gradient buffers.
+        # named_buffers, because ``buffers`` of Megatron's DDP is its list of gradient buffers.
         named = [buffer for model in models for _, buffer in model.named_buffers()]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in named]
         parameters = [p for model in models for p in model.parameters()] if training else []
@@ -77,15 +77,16 @@ class ShapeVote:
     """All-reduce of whether every output of a replica had the expected shape.
 
     Each rank starts the all-reduce after its last forward, and waits for the result before its last
-    backward. The last backward starts the reduction of gradients over replicas, which cannot be
-    undone. A stage's last backward depends on all forwards of all stages, so no rank blocks.
+    backward, because the last backward starts the reduction of gradients over replicas, which
+    cannot be undone. No rank blocks: the last backward of a stage depends on all forwards of all
+    stages.
 
     Attributes:
-        misread: Set by the caller if an output of this rank has another shape than expected.
+        misread: Whether an output of this rank has another shape than expected; set by the caller.
     """
 
     def __init__(self, control: dist.ProcessGroup, forwards: int):
-        """Expect ``forwards`` forwards on this rank; ``control`` is the replica's CPU group."""
+        """Create a vote over the CPU group ``control``, after ``forwards`` forwards per rank."""
         self._control, self._left = control, forwards
         self._work: Any = None
         self._wrong = torch.zeros(1, dtype=torch.int32, device="cpu")
@@ -100,8 +101,8 @@ class ShapeVote:
     def cast(self) -> None:
         """Start the all-reduce of this rank's vote over the replica, without waiting for it.
 
-        The all-reduce starts after the rank's last forward, or when no further forward will run.
-        Later calls do nothing.
+        It is called after the rank's last forward, or when no more forwards will run. Repeated
+        calls do nothing.
         """
         if self._work is None:
             self._wrong.fill_(int(self.misread))

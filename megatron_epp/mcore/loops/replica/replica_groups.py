@@ -1,7 +1,7 @@
 """Process groups of one replica in an external training loop.
 
-A loop may call its schedule more often on one replica than on another, such as log-probability
-passes over batches of several sizes. After the first call, no rank waits for another replica.
+A loop may call its schedule a different number of times on each replica, for example in
+log-probability passes. Therefore only the first call is collective over all replicas.
 """
 
 from datetime import timedelta
@@ -26,8 +26,8 @@ CONTROL = "epp_loop_control"
 def replica_ranks() -> tuple[int, ...]:
     """Return the global ranks of this replica: tensor- and context-parallel ranks of every stage.
 
-    Megatron numbers ranks with a stride per degree. The ranks of another stage therefore follow by
-    adding the distance between this rank and that stage's rank in this pipeline.
+    Megatron numbers ranks with a constant stride per parallel dimension. The ranks of another stage
+    are therefore this stage's ranks plus the distance between the two stages in the pipeline group.
     """
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     together = dist.get_process_group_ranks(mpu.get_tensor_and_context_parallel_group())
@@ -36,10 +36,10 @@ def replica_ranks() -> tuple[int, ...]:
 
 
 def meets_other_replicas(config: Any) -> bool:
-    """Return whether ranks communicate with other replicas inside of ops.
+    """Return whether ops communicate with other replicas.
 
-    They do if layers are sharded over replicas, or if fp8 scales are all-reduced over replicas.
-    Such replicas must run the same ops in the same order, whatever documents each has.
+    Ops do so if layers are sharded over replicas, or if fp8 scales are all-reduced over replicas.
+    All replicas must then run equal ops in one order, although their documents differ.
     """
     own_replica = {*replica_ranks()}
     if any(
@@ -56,7 +56,7 @@ def meets_other_replicas(config: Any) -> bool:
 def initialise_communicator(groups: Groups, device: torch.device, config: Any) -> None:
     """Initialise the communicators of all groups of a call. Collective over the world.
 
-    All ranks initialise them in the same order, before any receive is posted, so no rank blocks.
+    No rank blocks, because all ranks initialise the groups in one order, before any receive.
 
     Args:
         groups: Groups of this replica.
@@ -73,8 +73,8 @@ def initialise_communicator(groups: Groups, device: torch.device, config: Any) -
 def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
     """Create the process groups of all replicas, and return this replica's. Collective.
 
-    All ranks of the world call it, after Megatron's groups exist. Afterwards no replica waits for
-    another.
+    All ranks of the world call this function after Megatron has created its groups. Later calls of
+    the schedule do not wait for other replicas.
 
     Args:
         device: Device of this rank.
@@ -82,7 +82,7 @@ def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
 
     Returns:
         Groups whose ``control`` is a gloo group over the replica. The groups in ``payload`` span
-        the world; sender and receiver of each message are given by rank.
+        the world; messages address their sender and receiver by global rank.
 
     Raises:
         ValueError: torch.distributed was initialised in a way that blocks pipelines.
@@ -95,7 +95,7 @@ def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
     control = None
     replicas = dist.get_process_group_ranks(mpu.get_data_parallel_group())
     for ranks in sorted([rank + other - me for rank in own_replica] for other in replicas):
-        # Every rank makes every replica's group, in one order, as Megatron does.
+        # Every rank creates the groups of all replicas in one order, as new_group requires.
         group = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=CONTROL)
         control = group if me in ranks else control
     assert control is not None, "this rank is part of a replica"

@@ -13,7 +13,7 @@ MOST_REMEMBERED = 64  # limit of cached plans
 def counted(plan: Plan) -> Plan:
     """Return ``plan`` with every chunk replaced by a document of one token.
 
-    Replicas in lockstep have this plan in common, because it is independent of their lengths.
+    This plan is equal on all replicas in lockstep, because it does not depend on document lengths.
     """
     return dataclasses.replace(
         plan,
@@ -23,7 +23,7 @@ def counted(plan: Plan) -> Plan:
 
 
 class ReplicaPlans:
-    """Cache of the replica's plans, which all its ranks request in the same order."""
+    """Cache of the replica's plans; all ranks of the replica must request plans in one order."""
 
     def __init__(self, groups: Groups | None):
         self.groups = groups
@@ -32,12 +32,12 @@ class ReplicaPlans:
     def plan(self, key: object, make: Callable[[], Plan]) -> Plan:
         """Return the cached plan for ``key``, or make, check and broadcast it. Collective.
 
-        Without a cached plan, rank 0 of the replica calls ``make``; the other ranks receive and
-        parse the plan's text. A full cache is cleared first.
+        If no plan is cached, rank 0 of the replica calls ``make``, and the other ranks receive and
+        parse the plan's text. A full cache is cleared before the plan is added.
 
         Raises:
             PlanError: On every rank: the plan is invalid.
-            ValueError: On every rank: ``make`` raised an exception, whose text is the message.
+            ValueError: On every rank: ``make`` raised an exception; the message contains its text.
         """
         if key in self._known:
             return self._known[key]
