@@ -18,9 +18,9 @@ class Capacity:
 
     Attributes:
         layouts: number of layouts tried.
-        fitting: number of these whose devices hold the model states.
-        best: the layout that holds the longest document; None if none holds a document.
-        tokens: length of that document, with everything recomputed.
+        fitting: number of layouts whose devices hold the model states.
+        best: the layout that holds the longest document; None if no layout holds a document.
+        tokens: length of this longest document, with everything recomputed.
         states_bytes: bytes of model states on the fullest device of ``best``.
     """
 
