@@ -78,7 +78,7 @@ class Options:
 
 
 def with_effort(options: Options, documents: int, seconds: float) -> Options:
-    """Return ``options`` with an effort: the user's, or one that depends on the batch.
+    """Return ``options`` with an effort: the user's, or an effort that depends on the batch.
 
     Args:
         options: options of the planner.

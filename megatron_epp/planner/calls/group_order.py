@@ -211,7 +211,7 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
 
 
 def orders_worth_playing(problem: ScheduleProblem, sizes: np.ndarray) -> Iterator[tuple[int, ...]]:
-    """Yield orders of the groups by size, most of them with the large ones in the middle."""
+    """Yield orders of the groups by size, most of them with large groups in the middle."""
     seconds = (problem.ops.seconds[F] + problem.ops.seconds[B]).sum(axis=0)
     total = np.add.reduceat(seconds, np.cumsum(sizes) - sizes)
     rising = [int(g) for g in np.argsort(total, kind="stable")]

@@ -74,7 +74,7 @@ class RunChoice[K: Hashable]:
 
     @property
     def comparison(self) -> str:
-        """Text that compares every candidate with the first one."""
+        """Text that compares every candidate with the first candidate."""
         (first, first_seconds), *others = self.seconds.items()
         parts = []
         for key, seconds in others:
@@ -245,7 +245,7 @@ def partition_by_time(
 def _neighbours(
     layers: tuple[int, ...], seconds: np.ndarray, cost: Cost
 ) -> Iterator[tuple[int, ...]]:
-    """Yield ``layers`` with one layer moved from a stage of a slow rank to one of a faster rank.
+    """Yield ``layers`` with one layer moved from a stage of a slow rank to a faster rank.
 
     The layer moves from one of the two slowest ranks to one of the two fastest. ``seconds``
     [stages, layers] contains the seconds of every layer on every stage.

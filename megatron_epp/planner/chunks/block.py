@@ -4,8 +4,8 @@
     replica 0   a0 a1 a2 a3 |  d0 d1 |  .  |  .       a, b, c, d: slices of sliced documents
     replica 1   b0 b1 c0 c1 |  .  .  |  .  |  .       .: a pack, or nothing
 
-Replicas in lockstep have one order of ops, so a group (the chunks between two bars) is common to
-all of them. The forwards of a group run from left to right, the backwards from right to left. A
+Replicas in lockstep run the same order of ops, so a group (the chunks between two bars) is common
+to all of them. The forwards of a group run from left to right, the backwards from right to left. A
 group has as many positions as its longest document has slices. Shorter sliced documents run one
 after the other in the positions of another replica.
 

@@ -36,7 +36,8 @@ class ChunkingParams:
         front: index into TAPERS for the first packs.
         back: index into TAPERS for the last packs.
         reverse: whether the shortest documents come first.
-        bare: recompute for one document at a time only; memory then delays the other forwards.
+        bare: whether recompute suffices only for one document in flight at a time; the memory
+            budget then delays the other forwards.
         local: a document runs on one context-parallel rank if one rank computes it within this
             fraction of a chunk's time (:mod:`.local`); 0: all documents are sharded.
         ramp: number of first packs that grow by a constant factor, instead of ``front``; 0 for

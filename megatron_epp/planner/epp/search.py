@@ -47,9 +47,8 @@ LOCAL = 1.0  # initial ``ChunkingParams.local``
 class Search(Player):
     """Search for the best plan of one batch on one machine.
 
-    ``shared`` contains chunkings prepared by an earlier search with the same batch, machine,
-    headroom and levers (except `wsplit`). Their effort is charged again, so results do not depend
-    on ``shared``.
+    ``shared`` contains chunkings of an earlier search with the same batch, machine, headroom and
+    levers (except `wsplit`). Their effort is charged again, so results stay the same.
     """
 
     def __init__(

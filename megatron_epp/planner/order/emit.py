@@ -39,7 +39,7 @@ class SortedBatch:
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "SortedBatch":
-        """Sort the caller's documents; raise a ValueError if there is none or one is empty."""
+        """Sort the caller's documents; raise a ValueError for none or an empty document."""
         documents = tuple(int(length) for length in lengths)
         if not documents:
             raise ValueError("no document to plan for; expected at least one length")

@@ -57,7 +57,7 @@ def longest_document(cost: Cost, least: int = 1) -> int:
 
 
 def capacity(layouts: Iterable[Layout], cost_for: Callable[[Layout], Cost]) -> Capacity:
-    """Return how many layouts hold the model states, and which one holds the longest document.
+    """Return how many layouts hold the model states, and which layout holds the longest document.
 
     ``cost_for`` returns the cost of a layout and raises a ValueError if its states do not fit.
     """

@@ -213,7 +213,7 @@ def survey(
 
     Args:
         layouts: layouts to try.
-        batches: document lengths of every batch; the first one decides between layouts.
+        batches: document lengths of every batch; the first batch decides between layouts.
         cost_for: returns the cost of a layout with even layers; raises a ValueError if the layout
             cannot run.
         options: options of the planner.
