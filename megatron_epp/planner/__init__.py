@@ -1,14 +1,14 @@
 """Planners: functions from document lengths to a checked plan.
 
     PLANNERS[name](lengths, cost, options)       one replica's plan (a PlannedReplica)
-    plan_step(lengths, cost, options, name, n)   documents balanced over n replicas, a plan each
+    plan_step(lengths, cost, options, name, n)   one plan for each of n balanced replicas
     evaluation_plan(lengths, cost)               forward-only plan
 
 A plan is a pure function of these arguments. It depends neither on time, nor on random numbers, nor
 on the order of the documents.
 
-Names are loaded on first use: options need neither the compiler nor the solver of the planners,
-which take most of a second to load.
+Names are imported on first use. The options need neither the compiler nor the solver that the
+planners use, and these take most of a second to import.
 """
 
 from importlib import import_module

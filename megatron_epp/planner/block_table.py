@@ -1,9 +1,10 @@
 """Seconds and bytes of a block of replicas in lockstep, from the tables of its replicas.
 
-An op takes as long as that of the slowest replica, because their ranks meet in its layers. Bytes
-are an upper bound for each replica. A chunk holds the maximum over the replicas. K/V of all
-documents that a replica has in a group of positions count from the group's first forward to its
-last backward. The gradients of the largest of them count while any backward of the group runs.
+An op of the block takes as long as the op of the slowest replica, because the replicas' ranks
+communicate within its layers. Bytes are an upper bound for each replica. A chunk of the block holds
+the maximum of the bytes over the replicas. K/V of all documents that a replica has in a group of
+positions count from the group's first forward to its last backward. The K/V gradients of the
+largest of these documents count while any backward of the group runs.
 """
 
 import dataclasses
@@ -22,20 +23,21 @@ from megatron_epp.sim.in_step import in_step
 
 @dataclass(frozen=True, slots=True)
 class BlockLoads(Loads):
-    """Loads of a block's chunks (planner.chunks.block.BlockChunking), and those of its ``members``.
+    """Loads of a block's chunks (planner.chunks.block.BlockChunking) and of its replicas' chunks.
 
-    The members' chunks are at the same positions, but hold their own documents.
+    ``members`` contains the loads of every replica. A replica's chunks are at the block's
+    positions, but hold the replica's own documents.
     """
 
     members: tuple[Loads, ...]
 
 
 class BlockTables:
-    """Tables of a block's chunks: seconds of the slowest replica, and bytes that suffice for each.
+    """Tables of a block's chunks: seconds of the slowest replica, and bytes that suffice for all.
 
     Args:
         cost: cost of the layout.
-        loads: loads of the block and of its members.
+        loads: loads of the block and of its replicas.
         kinds: op kinds of the tables.
     """
 
@@ -44,7 +46,7 @@ class BlockTables:
         self.members = [cost.tables(member, kinds=kinds) for member in loads.members]
 
     def of_counts(self, counts: Counts) -> Table:
-        """Return the table with these recompute counts, as :meth:`ChunkTables.of_counts`."""
+        """Return the block's table for recompute ``counts``, like :meth:`ChunkTables.of_counts`."""
         tables = [member.of_counts(counts) for member in self.members]
         combined = in_step(tables)[0]
         held: dict[Item, np.ndarray] = {}
@@ -68,7 +70,7 @@ class BlockTables:
 def tables_of(
     cost: Cost, loads: Loads, kinds: Sequence[Kind] = OF_LAYERS
 ) -> ChunkTables | BlockTables:
-    """Return ``cost.tables``, or the tables of a block for a block's loads."""
+    """Return :class:`BlockTables` for the loads of a block, else ``cost.tables``."""
     if isinstance(loads, BlockLoads):
         return BlockTables(cost, loads, kinds)
     return cost.tables(loads, kinds=kinds)
@@ -77,7 +79,7 @@ def tables_of(
 def block_seconds(cost: Cost, kind: Kind, loads: Loads) -> np.ndarray:
     """Return [stages, chunks] seconds of an op kind.
 
-    For a block's loads they are those of the slowest replica.
+    For the loads of a block, return the seconds of the slowest replica.
     """
     if isinstance(loads, BlockLoads):
         return np.max([cost.seconds.of(kind, member) for member in loads.members], axis=0)
@@ -87,8 +89,8 @@ def block_seconds(cost: Cost, kind: Kind, loads: Loads) -> np.ndarray:
 def _of_groups(item: Item, of_members: Sequence[np.ndarray], loads: BlockLoads) -> np.ndarray:
     """Return [stages, groups]: the most that any member's documents in a group hold.
 
-    K/V of a member's documents in a group add up. Of their gradients the largest counts, because
-    the documents run backward one after the other.
+    The K/V bytes of a member's documents in a group are summed. Of their K/V gradients only the
+    largest counts, because the documents run their backwards one after the other.
     """
     most = np.zeros((of_members[0].shape[0], len(loads.lengths)))
     for held, member in zip(of_members, loads.members, strict=True):

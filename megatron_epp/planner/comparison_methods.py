@@ -1,6 +1,6 @@
 """Methods without a pipeline that ``compare`` shows next to the planners: an optional plug-in.
 
-They are in ``scripts/bench`` of a checkout, and not in the installed wheel.
+The methods are in ``scripts/bench`` of a checkout, and not in the installed wheel.
 """
 
 import functools

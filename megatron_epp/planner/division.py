@@ -61,12 +61,13 @@ def divided(
 def divided_trees(
     forest: PrefixForest, rates: Rates, replicas: int, most: int | None = None
 ) -> Assignments:
-    """Return the samples of every replica, from 1 to ``most`` of them.
+    """Return the samples of every replica: at least 1, at most ``most``.
 
-    Prefixes that several samples of a replica share cost it once, so groups stay together unless
-    splitting them finishes earlier. The earliest common finish is found by bisection. For a bound,
-    the longest groups go first, each to the replica that finishes first. A group that would exceed
-    the bound continues on another replica, which pays for the prefix again.
+    A replica computes a prefix once for all of its samples that share the prefix. Samples with the
+    same root form a group, which stays together unless splitting it finishes earlier. Bisection
+    finds the earliest finish. For a bound, the longest groups are assigned first, each to the
+    replica with the least seconds so far. A group that would exceed the bound continues on another
+    replica, which computes the prefix again.
 
     Args:
         forest: samples and their shared prefixes.
@@ -124,7 +125,7 @@ class _Dealing:
         return max(self._of([sample], self.paths) for sample in range(len(self.paths)))
 
     def within(self, bound: float) -> tuple[float, Assignments] | None:
-        """Return (seconds of the slowest replica, samples of all) within ``bound``, or None."""
+        """Return (seconds of the slowest replica, all assignments), or None above ``bound``."""
         taken = [0.0] * self.replicas
         assignments: list[list[int]] = [[] for _ in taken]
         has = [set[int]() for _ in taken]
@@ -135,9 +136,10 @@ class _Dealing:
             return taken[replica] + sum(self.seconds[n] for n in new)
 
         def first(samples: int) -> int:
-            """Return the replica that finishes first and has capacity; -1 if there is none.
+            """Return the replica with capacity that finishes first; -1 if there is none.
 
-            Empty replicas come first when only as many samples are left.
+            If the remaining samples are just enough for the empty replicas, only empty replicas
+            count.
             """
             empty = [replica for replica, assignment in enumerate(assignments) if not assignment]
             able = empty if left <= len(empty) else range(self.replicas)
@@ -166,7 +168,7 @@ class _Dealing:
 
 
 def node_seconds(forest: PrefixForest, rates: Rates) -> list[float]:
-    """Return the seconds of every node after its prefix."""
+    """Return the seconds of every node without its prefix."""
     ends = rates.document_seconds(np.array([node.stop for node in forest.nodes]))
     starts = rates.document_seconds(np.array([node.start for node in forest.nodes]))
     seconds: list[float] = (ends - starts).tolist()

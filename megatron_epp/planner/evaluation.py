@@ -1,4 +1,4 @@
-"""Forward-only plans for evaluation, with the chunks of training."""
+"""Forward-only plans for evaluation, with chunks built as for training."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ from megatron_epp.sim.play import play
 
 # A document that does not fit in this many slices is refused: its K/V alone are too large.
 FINEST = 64
-# Factor on the chunk size after chunks that exceed the budget; chosen by hand.
+# Factor on the chunk size if chunks exceed the budget; chosen by hand.
 SMALLER = 0.6
 
 
@@ -29,7 +29,7 @@ def evaluation_plan(lengths: Sequence[int], cost: Cost) -> Plan:
     document at a time.
 
     Raises:
-        PlanError: if even that does not fit.
+        PlanError: if this memory exceeds the budget.
     """
     return evaluation_plans(lengths, cost, Options())[1][0]
 
@@ -37,7 +37,7 @@ def evaluation_plan(lengths: Sequence[int], cost: Cost) -> Plan:
 def evaluation_plans(
     lengths: Sequence[int], cost: Cost, options: Options, most: int | None = None
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Plan, ...]]:
-    """Return the documents of each replica of a block and their forward-only plans.
+    """Return the documents and the forward-only plan of each replica of a block.
 
     Args:
         lengths: documents of the block.
@@ -74,8 +74,8 @@ def evaluation_plans(
 def _order(count: int, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
     """Return [stages, ops] kinds and chunks of forwards in order, the same on every stage.
 
-    With vocabulary parallelism a chunk's H follows its F after as many forwards as stages. The
-    output of the last stage takes that long to arrive, and to pass back through the stages.
+    With vocabulary parallelism, the H of chunk c follows the F of chunk c + stages. The last
+    stage's output for chunk c takes that long to arrive, and to pass back through the stages.
     """
     rules = rules_for(cost.layout.vocabulary_parallel, forward_only=True)
     order = [
@@ -112,7 +112,7 @@ def _turns(kinds: np.ndarray, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
 def _shares(
     batch: SortedBatch, cost: Cost, options: Options, most: int
 ) -> tuple[tuple[MemberPlan, ...], np.ndarray]:
-    """Return plans with chunks of at most ``most`` tokens, and their memory peaks [stages]."""
+    """Return plans with chunks of at most ``most`` tokens, and their memory peaks [ranks]."""
     rates, width = rates_of(cost), options.lockstep
     total = float(rates.document_seconds(batch.lengths).sum())
     pp = cost.layout.stages

@@ -15,10 +15,10 @@ from megatron_epp.sim.inputs import moved_bytes
 _MANY = 1_000_000
 
 
-LONGER = 1.1  # factor on a replica's part of a batch, from which a document is reported
+LONGER = 1.1  # a document that takes more than this times a replica's part is reported
 
-# Cores of a host for planner processes per device. GPU hosts have more than ten, and training uses
-# half of those that its ranks leave idle (control.planner_pool).
+# Cores of a host for planner processes, per device. GPU hosts have more than ten cores per device,
+# and planner processes use half of the cores that ranks leave idle (control.planner_pool).
 PLANNING_CORES = 1.0
 
 # Numbers of slices tried for a single document: finer slices take less workspace.
@@ -26,7 +26,7 @@ _SLICES = (1, 2, 4, 16)
 
 
 def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
-    """Return [stages] peak bytes beyond the states of one document that runs alone.
+    """Return [stages] the peak bytes, without the states, of one document that runs alone.
 
     Everything is recomputed; all forwards run first, then all backwards.
     """
@@ -79,10 +79,11 @@ def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
     """Require that the longest document can be trained at all.
 
     All slices of a document are alive between its last forward and its first backward, so finer
-    slices do not help. Even with everything recomputed, each holds its layers' inputs, K and V.
+    slices do not help. Even with everything recomputed, every slice holds the inputs, K and V of
+    its layers.
 
     Raises:
-        PlanError: names the document and the stage.
+        PlanError: if the document does not fit; names the document and the stage.
     """
     longest = max(range(len(documents)), key=lambda d: documents[d])
     tokens = documents[longest]
@@ -101,8 +102,8 @@ def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
 def overlong_for_replica(cost: Cost, lengths: Sequence[int], replicas: int) -> str | None:
     """Return a warning if a document takes longer than a replica's part of the batch, else None.
 
-    Assigning documents differently cannot help, since one replica must compute it; more devices per
-    replica can.
+    Assigning documents differently cannot help, since one replica must compute the long document.
+    More devices per replica can help.
     """
     seconds = rates_of(cost).document_seconds(np.asarray(lengths, np.int64))
     times = float(seconds.max() * replicas / seconds.sum())
@@ -120,12 +121,12 @@ def overlong_for_replica(cost: Cost, lengths: Sequence[int], replicas: int) -> s
 
 
 def planning_load(cost: Cost, plan_seconds: float, seconds: float) -> float:
-    """Return planning time over what a host's planning cores provide.
+    """Return the planning time divided by the core time that hosts provide for planning.
 
     Above 1, training waits for its plans.
 
     Args:
-        cost: cost of a replica; the load is 0 if its hosts are unknown.
+        cost: cost of a replica; the load is 0 if the number of devices per host is unknown.
         plan_seconds: core seconds of planning one replica.
         seconds: time of the iteration.
     """
@@ -150,7 +151,7 @@ def late_plans(cost: Cost, plan_seconds: float, seconds: float) -> str | None:
 
 
 def no_plan_fits(cost: Cost, documents: tuple[int, ...], peaks: tuple[int, ...]) -> PlanError:
-    """Return the error for a batch whose documents fit individually, but without a fitting plan."""
+    """Return the error for a batch whose documents fit individually, but not together."""
     over = [peak - budget for peak, budget in zip(peaks, cost.device_budget_bytes, strict=True)]
     rank = max(range(len(over)), key=lambda r: over[r])
     longest = max(range(len(documents)), key=lambda d: documents[d])

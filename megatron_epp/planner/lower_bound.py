@@ -18,14 +18,16 @@ def lower_bound_seconds(
 ) -> float:
     """Return a lower bound on the time of any plan of the batch.
 
-    It is the work of the busiest stage, plus the time until its first input and after its last
-    gradient. Every token and pair is computed once on every stage, including communication inside
-    ops, and at least one chunk pays its constants. Before a stage can start, a chunk of at least
-    one token must pass through the previous stages; a gradient must pass back through them at the
-    end. No stage waits for a W, so the bound takes the cheaper of running it then or not.
+    The bound is the work of the busiest stage, plus the time before its first input and after its
+    last gradient. Every stage computes every token and pair once, including communication inside
+    ops, and pays the constants of at least one chunk. Before a stage can start, a chunk of at least
+    one token must pass through the previous stages; at the end, a gradient must pass back through
+    them. For every stage, the smaller of the bounds with split and with unsplit backwards counts.
+    No stage waits for a W, so a W can run while the last gradient passes back.
 
-    With vocabulary parallelism, H runs before the last B of its stage, and G like a W. A rank with
-    several stages does the work of all of them, and passes messages between them at once.
+    With vocabulary parallelism, H runs before the last B of its stage, and no stage waits for a G.
+    A rank with several stages does the work of all its stages; messages between stages of the same
+    rank take no time.
 
     Args:
         lengths: document lengths.
@@ -79,7 +81,7 @@ def least_seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
 def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int, local: bool = False) -> float:
     """Return the lower bound for ``width`` replicas, however documents are assigned to them.
 
-    One replica has at least the mean work, and one has the longest document.
+    Some replica has at least the mean work, and some replica has the longest document.
 
     Args:
         lengths: document lengths in descending order.

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 from megatron_epp.cost.catalogue.named import unknown_name
 
-# Levers of `epp`, with what each does when it is on. Other planners have none.
+# Levers of `epp`, and what each lever does when it is on. Other planners have no levers.
 LEVERS = MappingProxyType(
     {
         "chunks": "choose the number of chunks by simulation, not by InfiniPipe's equation 13",
@@ -25,16 +25,16 @@ LEVERS = MappingProxyType(
     }
 )
 MOST_EFFORT = 1_000_000
-# Default effort: EFFORT, rising in proportion from FEW documents per replica on, up to MANY_EFFORT,
-# but no more than the iteration leaves time for, at SECONDS_OF_EFFORT of a core per unit. 8,192
-# documents of 8B on 4 stages took 3.2% less with 16 than with 4, for 0.7 s more planning; 4,096 and
-# fewer took as long.
+# Default effort: EFFORT; above FEW documents per replica it rises in proportion, up to MANY_EFFORT.
+# It is also limited to the time of an iteration, at SECONDS_OF_EFFORT of a core per unit. An
+# iteration of 8,192 documents of 8B on 4 stages took 3.2% less with an effort of 16 than with 4,
+# for 0.7 s more planning; with 4,096 or fewer documents it took as long.
 EFFORT, MANY_EFFORT = 4, 16
 FEW = 2048
 SECONDS_OF_EFFORT = 0.2
 SIMULATION_ONLY = frozenset({"uneven"})
 ALL = frozenset(LEVERS)
-# What the executor can run. `offload` is added for GPUs whose host memory is known
+# Levers that the executor supports. `offload` is added for GPUs whose host memory is known
 # (default_levers): it frees nothing on a CPU-only host. `wsplit` is removed for layers that cannot
 # split a backward, by the training flags (mcore.job.job_cost.unusable_levers).
 TRAINING_LEVERS = ALL - SIMULATION_ONLY - {"offload"}
@@ -48,13 +48,14 @@ class Options:
     """Arguments of a planner besides lengths and cost.
 
     Attributes:
-        context: most tokens of a document, to which `packing` packs; 0 for the longest document.
+        context: token limit of a document, and pack size of `packing`; 0: length of the longest
+            document.
         levers: names of LEVERS that `epp` may use.
-        effort: work of the search; 0 takes the first good plan, None depends on the batch
+        effort: amount of search; 0: take the first good plan; None: depends on the batch
             (:func:`with_effort`).
         open_layers: whether the planner may change the number of layers per stage (lever `uneven`).
-        lockstep: replicas of a block, which shard the experts of a layer and have one op template
-            (ir.program.op_template); 1 plans every replica individually.
+        lockstep: number of replicas of a block, which shard the experts of a layer and share one op
+            template (ir.program.op_template); 1: every replica is planned individually.
         whole: whether documents must not be sliced, for example because routers compare all tokens
             of a document.
     """
@@ -77,7 +78,7 @@ class Options:
 
 
 def with_effort(options: Options, documents: int, seconds: float) -> Options:
-    """Return ``options`` with an effort: the user's, or one that depends on the batch.
+    """Return ``options`` with an effort: the user's, or an effort that depends on the batch.
 
     Args:
         options: options of the planner.
@@ -91,9 +92,9 @@ def with_effort(options: Options, documents: int, seconds: float) -> Options:
 
 
 def default_levers(device: str, host_memory: bool = False) -> frozenset[str]:
-    """Return the levers that training uses by default on a device of that name.
+    """Return the levers that training uses by default on the named ``device``.
 
-    ``host_memory`` says whether the host memory for offloading is known.
+    ``host_memory``: whether the host memory for offloading is known.
     """
     if device.partition(":")[0] == "cpu":  # "cpu", or "cpu: its processor"
         return TRAINING_LEVERS
@@ -103,7 +104,7 @@ def default_levers(device: str, host_memory: bool = False) -> frozenset[str]:
 def parse_levers(text: str, default: frozenset[str] = TRAINING_LEVERS) -> frozenset[str]:
     """Return the levers that ``text`` names: default, all, none or names, separated by commas.
 
-    ``-name`` removes a lever: ``all,-wsplit`` is everything but split backwards.
+    ``-name`` removes a lever: ``all,-wsplit`` names all levers except `wsplit`.
 
     Raises:
         ValueError: if a name is unknown.

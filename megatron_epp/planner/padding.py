@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-# Rows of a rank are padded to multiples of the first, or of the second if that pads too much.
+# Rows of a rank are padded to multiples of GPU_ROWS, or of FEWER_GPU_ROWS if GPU_ROWS pads too
+# much.
 GPU_ROWS, FEWER_GPU_ROWS = 16, 4
 MOST_PADDING = 0.01  # of a batch's tokens
 MOST_ROWS = 1024  # largest multiple that a user may request

@@ -1,7 +1,8 @@
 """Table of the planners by name.
 
-A planner is a function ``draft(batch, cost, options)``. What planners have in common is here:
-sorting the batch, refusing documents that cannot fit, checking, simulating and timing the draft.
+A planner is a function ``draft(batch, cost, options)``. This module does what all planners have in
+common: it sorts the batch, refuses documents that cannot fit, and checks, simulates and times the
+draft.
 """
 
 import dataclasses
@@ -45,15 +46,16 @@ def _one_stage_a_rank(place: Place) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Planner:
-    """A planner under the name by which training and all commands use it.
+    """A planner and the name that training and all commands use for it.
 
     Attributes:
-        name: its name.
-        draft: returns the plan of a batch as arrays; None only if a bound on seconds was given.
-        whole: whether it can leave all documents unsliced.
-        compared: whether ``compare`` shows it by default.
-        takes: whether it supports a placement.
-        placements: description of the placements that it supports.
+        name: name of the planner.
+        draft: function that returns the plan of a batch as arrays; None only if it is called with a
+            bound on seconds.
+        whole: whether the planner can leave all documents unsliced.
+        compared: whether ``compare`` shows the planner by default.
+        takes: function that returns whether the planner supports a placement.
+        placements: description of the supported placements.
 
     Example::
 
@@ -103,7 +105,7 @@ class Planner:
 def _with_effort(batch: SortedBatch, cost: Cost, options: Options) -> Options:
     """Return ``options`` with an effort for the batch.
 
-    A block gets that of each of its replicas.
+    If the user set no effort, a block gets the effort of one replica times the number of replicas.
     """
     seconds = float(rates_of(cost).document_seconds(batch.lengths).sum())
     chosen = with_effort(
@@ -132,8 +134,9 @@ PLANNERS: Mapping[str, Planner] = {row.name: row for row in _ROWS}
 COMPARED = tuple(row.name for row in _ROWS if row.compared)
 # Methods without a pipeline, in `compare` and in a checkout only (scripts/bench).
 COMPARISON_METHODS = ("flexsp", "megatron-hybrid-cp")
-# Baselines: documents packed to the context; to the best length of each batch; and one of them with
-# Megatron hiding a part of the exchanges (cost.overlap), in `compare` and `tune` only.
+# Baselines: documents packed to the context (PACKED) or to the best length of each batch (STOCK).
+# OVERLAPPED is one of the two with Megatron's overlap of exchanges (cost.overlap), in `compare` and
+# `tune` only.
 PACKED, STOCK, OVERLAPPED = "packing", "packing-best", "packing-overlap"
 
 

@@ -1,4 +1,4 @@
-"""Division of a global batch over data-parallel replicas, with a plan for each."""
+"""Division of a global batch over data-parallel replicas, with a plan for each replica."""
 
 import dataclasses
 import hashlib
@@ -23,10 +23,11 @@ from megatron_epp.planner.registry import planner_of
 from megatron_epp.planner.result import PlannedStep
 from megatron_epp.planner.runner import Runner, in_turn
 
-# Up to this many replicas are balanced twice, the second time with the plans' times of the first,
-# if replicas end further apart than APART of the iteration. Every planner process then plans for
-# all replicas. More replicas are balanced once, by their documents, and each process plans for one.
-# A second round saved nothing on 15 of 21 batches, and at most 3.5%, for twice the time.
+# Up to BALANCED_TWICE replicas are balanced a second time, with the times of the first plans, if
+# the replicas' end times differ by more than APART of the iteration. Every planner process then
+# plans for all replicas. More replicas are balanced once, by their documents, and each process
+# plans for one replica. A second round saved nothing on 15 of 21 batches, and at most 3.5%, for
+# twice the planning time.
 BALANCED_TWICE = 3
 APART = 0.01
 Assignments = tuple[tuple[int, ...], ...]  # documents of every replica
@@ -47,9 +48,9 @@ def balance_replicas(
         lengths: document lengths of the batch.
         cost: cost of the layout.
         replicas: number of replicas.
-        overhead: per replica, seconds of its plan beyond its documents' work.
+        overhead: for every replica, seconds of its plan in addition to the work of its documents.
         least: least number of documents of a replica.
-        seconds: work of every document; default: that of documents sharded over all
+        seconds: work of every document; default: the work of documents sharded over all
             context-parallel ranks.
         most: most documents of a replica; None for no limit.
 
@@ -98,14 +99,15 @@ def balance_blocks(
 ) -> Assignments:
     """Balance documents over ``blocks`` of ``lockstep`` replicas.
 
-    Every replica gets a document if there are enough; otherwise some blocks get fewer.
+    Every replica gets a document if there are enough documents. Otherwise some blocks get fewer
+    documents than they have replicas.
 
     Args:
         lengths: document lengths of the batch.
         cost: cost of the layout.
         blocks: number of blocks.
-        lockstep: replicas of a block.
-        overhead: per block, seconds of its plan beyond its documents' work.
+        lockstep: number of replicas of a block.
+        overhead: for every block, seconds of its plan in addition to the work of its documents.
         seconds: work of every document.
     """
     slowness = block_slowness(lengths, cost, blocks, lockstep)
@@ -118,9 +120,10 @@ def balance_blocks(
 def block_slowness(
     lengths: Sequence[int], cost: Cost, blocks: int, lockstep: int
 ) -> np.ndarray | None:
-    """[blocks]: seconds of each one's slowest rank for these documents over the fastest block's.
+    """Return [blocks] the seconds of each block's slowest rank, relative to the fastest block.
 
-    None: replicas are alike. ValueError: there are more or fewer than were measured.
+    Return None if all replicas are alike. Raise a ValueError if the cost model was measured on
+    another number of replicas.
     """
     measured, ranks = cost.layout.profile.replica_slowness, cost.layout.placement.ranks
     if not measured:
@@ -147,9 +150,9 @@ def _balance_unlike(
     overhead: Sequence[float] | None,
     seconds: np.ndarray | None,
 ) -> Assignments:
-    """Give each document to the replica that ends with it first, the longest ones first.
+    """Assign each document, longest first, to the replica that would finish it first.
 
-    A slow replica may get none. ``slowness`` is that of :func:`block_slowness`.
+    A slow replica may get no document. ``slowness`` is the result of :func:`block_slowness`.
     """
     if seconds is None:
         seconds = rates_of(cost).document_seconds(np.asarray(lengths, dtype=np.int64))
@@ -173,10 +176,10 @@ def plan_step(
 ) -> PlannedStep:
     """Balance documents over replicas, and plan each replica.
 
-    All replicas have the same layers per stage. If layers are open and the replicas' plans differ,
-    those of the slowest replica and those of ``cost`` are compared. Replicas in lockstep
-    (``options.lockstep``) are planned together: documents are balanced over the blocks, and within
-    a block so that chunks at one position are alike.
+    All replicas have the same layers per stage. If layers are open and the replicas' plans have
+    different layers, the layers of the slowest replica are compared with the layers of ``cost``.
+    Replicas in lockstep (``options.lockstep``) are planned together: documents are balanced over
+    the blocks, and within a block so that chunks at one position are alike.
 
     Args:
         lengths: document lengths of the global batch.
@@ -224,7 +227,7 @@ def plan_part(
     replica: int,
     stands_in_for: str | None = None,
 ) -> StepPart:
-    """Return the part of :func:`plan_step`'s result for ``replica`` and those in lockstep with it.
+    """Return the part of :func:`plan_step`'s result for the block that contains ``replica``.
 
     Args:
         lengths: document lengths of the global batch, which is divided over all replicas.
@@ -233,7 +236,8 @@ def plan_part(
         planner: name of the planner.
         replicas: number of replicas of the job.
         replica: number of the replica.
-        stands_in_for: planner of the other replicas, for which documents are divided.
+        stands_in_for: planner of the other replicas, whose division of documents is used; None:
+            ``planner``.
     """
     block = replica // options.lockstep
     others, units = stands_in_for or planner, replicas // options.lockstep
@@ -258,7 +262,7 @@ def divide_documents(
     """Return the documents of every block (without lockstep: of every replica).
 
     The result depends on lengths, options and cost model alone, so that every planner process
-    computes the same division. For few replicas :func:`_planned` refines it.
+    computes the same division. For few replicas, :func:`_planned` refines the division.
 
     Args:
         lengths: document lengths of the global batch.
@@ -277,9 +281,10 @@ def divide_documents(
 def _document_seconds(
     lengths: Sequence[int], cost: Cost, options: Options, units: int, planner: str
 ) -> np.ndarray | None:
-    """Return the seconds of each document for ``planner``, as :func:`balance_replicas` takes them.
+    """Return the seconds of each document for ``planner``, as :func:`balance_replicas` uses them.
 
-    Documents that `epp` will assign to one context-parallel rank exchange nothing.
+    Documents that `epp` will assign to one context-parallel rank have no exchange time. Return None
+    for the default seconds.
     """
     local = planner == "epp" and "local" in options.levers and can_be_local(cost, options)
     if units <= BALANCED_TWICE or not local:
@@ -297,10 +302,10 @@ def _parts(
     blocks: Mapping[int, tuple[Assignments, Sequence[Plan]]],
     replicas: int,
 ) -> list[StepPart]:
-    """Return the step parts of ``blocks``, which are keyed by their numbers.
+    """Return the step parts of ``blocks``, whose keys are block numbers.
 
-    A block's value has the documents of each of its replicas, numbered within the block, and their
-    plans.
+    A block's value contains the documents of each of its replicas, numbered within the block, and
+    the replicas' plans.
     """
     division = hashlib.sha256(repr(assigned).encode()).hexdigest()[:16]
     return [
@@ -319,7 +324,7 @@ def _parts(
 def plan_block(planner: str, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
     """Plan the documents of a replica, or of a block in lockstep.
 
-    The effort for a block is that of all its replicas.
+    A block gets the effort of one replica times the number of replicas.
 
     Args:
         planner: name of the planner.
@@ -346,7 +351,7 @@ def plan_block(planner: str, lengths: Sequence[int], cost: Cost, options: Option
 def _with_stand_ins(lengths: Sequence[int], options: Options) -> list[int]:
     """Return ``lengths``, plus a document of one token for each replica that would have none.
 
-    Planners want a document per replica, and an empty chunk takes about as long.
+    Planners require a document per replica, and an empty chunk takes about as long as one token.
     """
     return [*lengths, *[1] * (options.lockstep - len(lengths))]
 
@@ -356,7 +361,7 @@ def _without_stand_ins(
 ) -> tuple[Assignments, list[Plan]]:
     """Return assignments and plans with only the first ``documents`` documents of the block.
 
-    The others leave an empty chunk, or disappear from a chunk with other documents.
+    A removed document leaves an empty chunk, or a chunk with the remaining documents.
     """
     if documents >= len(plans):
         return assignments, list(plans)
@@ -407,9 +412,9 @@ def _planned(
     planner: str,
     run: Runner = in_turn,
 ) -> tuple[Assignments, list[PlannedBlock]]:
-    """Return the documents of every block and its plans.
+    """Return the documents of every block, and the planned blocks.
 
-    Few replicas are balanced twice, and the better division is returned.
+    Few replicas (BALANCED_TWICE) are balanced twice, and the better division is returned.
     """
     width = options.lockstep
     units = replicas // width
@@ -433,7 +438,7 @@ def _planned(
     if not apart or not _balanced_twice(units, options):
         return assigned, blocks
     rates, inputs = rates_of(cost), np.asarray(lengths, dtype=np.int64)
-    # Documents on one context-parallel rank exchange nothing.
+    # Documents on one context-parallel rank have no exchange time.
     local = _local(assigned, blocks, len(lengths))
     seconds = rates.document_seconds(inputs) - rates.exchange_seconds * inputs * local
     slowness = block_slowness(lengths, cost, units, width)
@@ -482,7 +487,7 @@ def evaluation_part(
     replica: int,
     most: int | None = None,
 ) -> StepPart:
-    """Return the part of :func:`evaluation_step` for ``replica`` and those in lockstep with it.
+    """Return the part of :func:`evaluation_step`'s result for the block with ``replica``.
 
     Args:
         lengths: document lengths of the global batch.

@@ -13,17 +13,18 @@ class PlannerResult:
         planner: name of the planner.
         seconds: predicted time of the iteration.
         lower_bound_seconds: lower bound for these lengths and layers per stage.
-        bubble_ratio: fraction of stages x seconds that is idle.
-        recompute_ratio: fraction for recompute.
-        comm_ratio: fraction for exposed communication.
+        bubble_ratio: idle fraction of ranks x seconds.
+        recompute_ratio: fraction of ranks x seconds for recompute.
+        comm_ratio: fraction of ranks x seconds for exposed communication.
         peak_bytes: peak bytes on the device: per stage, per rank if ranks have several stages, or
             per group and micro-batch if there is no pipeline.
         fits: whether the peaks are within the budgets.
         chunks: number of chunks.
         pipelines: number of pipelines that run one after another; 0 without a pipeline.
         levers: levers that the planner was allowed to use.
-        packing_tokens: length to which unsliced documents are packed; 0 if there is none.
-        note: how the plan was found: slice count, bins, order.
+        packing_tokens: length to which unsliced documents are packed; 0 if documents are not
+            packed.
+        note: description of how the plan was found: slice count, bins, order.
         plan_seconds: wall time of planning, for reports only; 0 until the registry sets it.
     """
 
@@ -50,14 +51,14 @@ class PlannerResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedReplica(PlannerResult):
-    """Plan of one replica, checked and simulated; it ends when all stages have drained."""
+    """Plan of one replica, checked and simulated until all stages have drained."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """An iteration of the whole job: documents balanced, and a plan per replica."""
+    """Plans of one iteration of the whole job: one plan per replica, with balanced documents."""
 
     step: Step
     planned: tuple[PlannedReplica, ...]

@@ -11,7 +11,7 @@ from megatron_epp.planner.options import EFFORT, MANY_EFFORT, MOST_EFFORT
 
 @dataclass(frozen=True, slots=True)
 class SharedSettings:
-    """Default, unit and help of each setting; :func:`shared_setting` makes a field of it."""
+    """Default, unit and help of each setting; :func:`shared_setting` makes a field of a setting."""
 
     planner: str = flag(
         "epp",

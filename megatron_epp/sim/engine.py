@@ -1,10 +1,10 @@
 """Compiled loop of the simulator: exact event times and memory from arrays.
 
 A rank runs one op at a time, of any of its stages. An op starts when its rank has finished the
-previous op and everything it needs has arrived. A need that another rank meets is a message. The
-message departs when its producer has finished and its link is free; there is one link per direction
-of two ranks. It occupies the link for its link seconds, and arrives one latency later. Sends block
-no rank. The rows of the rule table say what an op needs, makes and frees.
+previous op and all inputs of the op have arrived. An input from another rank is a message. A
+message departs when its producer has finished and its link is free; every ordered pair of ranks has
+one link. The message occupies the link for its link seconds, and arrives one latency later. Sends
+do not block a rank. The rule table defines what an op needs, makes and frees.
 """
 
 from typing import NamedTuple
@@ -14,15 +14,15 @@ import numpy as np
 from megatron_epp.sim.jit import njit
 
 # Codes in the arrays. All of them are defined in this file, because numba's cache of compiled code
-# notices changes of its own file only.
+# only detects changes of a function's own file.
 SAME, EARLIER, LATER = 0, 1, 2  # ir.Relation
 NEED_KIND, NEED_MET_BY, NEED_STAGE, NEED_CHUNK, NEED_PAYLOAD, NEED_POSITION = range(6)
-FROM_LAST = 1 << 30  # instead of a step: the last stage meets it
+FROM_LAST = 1 << 30  # in place of a stage step: the last stage meets the need
 ANYWHERE, ON_FIRST, ON_LAST, BEFORE_LAST = 0, 1, 2, 3  # ir.StagePosition
 
 
 class Orders(NamedTuple):
-    """Ops of all ranks, one rank after the other; rank r has [offset[r]:offset[r + 1]].
+    """Ops of all ranks, one rank after the other; rank r has ops offset[r] to offset[r + 1] - 1.
 
     Attributes:
         kind: int8 [ops], ir.KIND_CODE.
@@ -42,14 +42,14 @@ class Orders(NamedTuple):
 class OpArrays(NamedTuple):
     """Seconds and bytes of every op that a plan may have, and the links between its slices.
 
-    It contains what is the same for every order; the simulator and the planner's search read it. K
-    kinds, S stages, C chunks, P payloads, L links; float64 unless stated otherwise.
+    The arrays do not depend on the order of ops; the simulator and the planner's search read them.
+    Dimensions: K kinds, S stages, C chunks, P payloads, L links; float64 unless stated otherwise.
 
     Attributes:
         seconds: [K, S, C], kinds by ir.KIND_CODE; B and I include recompute.
         link_seconds: [P, L, C], payloads in the order of ir.Payload. Link l joins stages l and l +
-            1; the last one, if any, leads from the last stage to the first. With one stage there is
-            one link of zeros.
+            1; the last link, if any, leads from the last stage to the first. With one stage there
+            is one link of zeros.
         latency: seconds of every message.
         moved_bytes: [K, 2, S, C], bytes that an op makes at its start (0) and frees at its stop
             (1).
@@ -69,7 +69,7 @@ class Run(NamedTuple):
     """Events of a simulation: N ops in the order of ``Orders``, M messages in the order of sending.
 
     Attributes:
-        seconds: makespan; infinite if a stage waits forever, and then nothing else is valid.
+        seconds: makespan; infinite if a stage waits forever; the other fields are then invalid.
         peak: [ranks], peak bytes, resident bytes of all stages included.
         left: [ranks], bytes of the rule table's items at the end: 0 for a complete plan.
         start: [N], seconds.
@@ -77,14 +77,14 @@ class Run(NamedTuple):
         op_peak: [N], bytes on the op's rank while it runs.
         op_left: [N], bytes on the op's rank after it.
         need: [N], row of ``needs`` that was met last, or -1.
-        source: [N], op that met it, or -1.
-        message: [N], message that brought it, or -1.
+        source: [N], op that met this need, or -1.
+        message: [N], message that met this need, or -1.
         producer: [M], op that makes the message.
         consumer: [M], op that needs the message.
         ready: [M], seconds at which the message is made.
-        depart: [M], seconds at which it enters the link.
-        arrive: [M], seconds at which it arrives.
-        before: [M], message that it waited for on the link, or -1.
+        depart: [M], seconds at which the message enters the link.
+        arrive: [M], seconds at which the message arrives.
+        before: [M], message that this message waited for on the link, or -1.
     """
 
     seconds: float
@@ -112,9 +112,9 @@ def run(orders: Orders, arrays: OpArrays, needs: np.ndarray) -> Run:
         orders: ops of all ranks.
         arrays: seconds and bytes of the ops.
         needs: int64 [rows, 6]: kind of op; kinds that meet the need, as bits; stage step; code of
-            the Relation; payload of the message if another stage meets it; stages on which it
-            exists (rule_arrays.needs_array). Rows for kinds that ``arrays`` does not have, such as
-            the halves of a backward that is never split, are ignored.
+            the Relation; payload of the message if another stage meets the need; stages whose ops
+            have the need (rule_arrays.needs_array). Rows for kinds that ``arrays`` does not
+            contain, such as the halves of a backward that is never split, are ignored.
     """
     # Compiled code does not check bounds: such a kind would index past the arrays.
     needs = needs[needs[:, NEED_KIND] < len(arrays.seconds)]
@@ -138,8 +138,9 @@ def _lists(mask):
 def _places(needs, stages):
     """Return met_on[row, stage] and wanted_on[row, stage].
 
-    ``met_on`` is the stage that meets the need for an op of ``stage``, or -1 if the op has no such
-    need. ``wanted_on`` is the stage for whose ops an op of ``stage`` meets it, or -1.
+    ``met_on`` is the stage whose ops meet the need of an op on ``stage``, or -1 if the op has no
+    such need. ``wanted_on`` is the stage whose ops have the need that an op on ``stage`` meets, or
+    -1.
     """
     met_on = np.full((len(needs), stages), -1, np.int64)
     wanted_on = np.full((len(needs), stages), -1, np.int64)
@@ -165,7 +166,7 @@ def _places(needs, stages):
 def run_arrays(orders, arrays, needs):
     """Return the fields of :class:`Run` as a plain tuple; callable from compiled code.
 
-    Everything that the loop reads is a local array. Passing tuples of arrays to functions counts
+    The loop reads local arrays only. If it passed tuples of arrays to functions, numba would count
     references for every op, which took two thirds of the time.
     """
     kinds, chunks, op_stage, offset = orders.kind, orders.chunk, orders.stage, orders.offset
@@ -175,8 +176,8 @@ def run_arrays(orders, arrays, needs):
     codes, stages, width = seconds.shape
     ops, ranks = len(kinds), len(offset) - 1
 
-    # related[r, c]: number of chunks in relation r to chunk c. The chunks after c, several where
-    # documents branch, form a linked list: child[c], and then sibling of each.
+    # related[r, c]: number of chunks in relation r to chunk c. The chunks that continue c (several
+    # if documents branch) form a linked list: child[c], then the sibling of each.
     earlier = arrays.earlier
     related = np.zeros((3, width), np.int64)
     related[SAME] = 1
@@ -190,7 +191,7 @@ def run_arrays(orders, arrays, needs):
             sibling[chunk] = child[parent]
             child[parent] = chunk
 
-    # Rows by kind of op: its needs, and the needs that it meets.
+    # Rows by kind of op: the needs that an op has (0), and the needs that an op meets (1).
     mask = np.zeros((2, codes, len(needs)), np.bool_)
     for row in range(len(needs)):
         mask[0, needs[row, NEED_KIND], row] = True

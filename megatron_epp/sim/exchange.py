@@ -4,10 +4,10 @@ Communication within a stage (all-to-all, tensor-parallel gathers) delays the ne
 exposed: it is part of every op's seconds (Cost.comm_seconds).
 
 With Megatron's distributed optimizer, the devices that hold the same weights reduce-scatter their
-gradients (float32) and all-gather the new weights (bf16). With --overlap-grad-reduce a stage begins
-while its last backward runs. With --overlap-param-gather the gather ends while the stage's first
-forward runs. A stage whose first op starts late or whose last op ends early has that time in
-addition.
+gradients (float32) and all-gather the new weights (bf16). With --overlap-grad-reduce, a stage
+begins the reduce-scatter while its last backward runs. With --overlap-param-gather, the all-gather
+ends while the stage's first forward runs. If a stage's first op starts late or its last op ends
+early, communication also overlaps with this idle time.
 """
 
 import dataclasses
@@ -45,8 +45,8 @@ class Exchange:
 def exchange(cost: Cost, played: Simulation) -> Exchange:
     """Return the communication between replicas in an iteration simulated with ``cost``.
 
-    All values are zero if every weight is on one device, or if the network is unknown. They are
-    also zero with ZeRO 3, whose gathers are part of the ops.
+    All values are zero if every weight is on one device, or if the network is unknown. All values
+    are also zero with ZeRO 3, whose gathers are part of the ops.
     """
     rank_of = played.plan.rank_of
     reduce, gather = (np.bincount(rank_of, weights=each) for each in alone_seconds(cost))
@@ -86,7 +86,8 @@ class Messages:
 def messages(plan: Plan, table: Table, played: Simulation) -> Messages:
     """Return the messages of ``plan``, given its simulation on ``table``.
 
-    The exposed time is the difference to a simulation of the same orders with free links.
+    The exposed time is the difference from a simulation of the same orders in which links take no
+    time.
     """
     free = {payload: np.zeros_like(each) for payload, each in table.link_seconds.items()}
     without = play(plan, dataclasses.replace(table, link_seconds=free, link_latency_seconds=0.0))
@@ -95,7 +96,7 @@ def messages(plan: Plan, table: Table, played: Simulation) -> Messages:
 
 
 def alone_seconds(cost: Cost) -> tuple[np.ndarray, np.ndarray]:
-    """Return ([stages] seconds of the reduce-scatter, and of the all-gather), without overlap."""
+    """Return [stages] seconds of the reduce-scatter and of the all-gather, without overlap."""
     layout = cost.layout
     nothing = np.zeros(layout.stages)
     if layout.zero != 1 or layout.network is None:

@@ -1,4 +1,4 @@
-"""Seconds of replicas in lockstep: every op takes as long as the slowest replica's."""
+"""Seconds of replicas in lockstep: every op takes as long as on the slowest replica."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from megatron_epp.ir import BACKWARDS, Table
 
 
 def in_step(tables: Sequence[Table]) -> tuple[Table, ...]:
-    """Return the tables of replicas in lockstep, with each op's seconds of the slowest replica.
+    """Return the tables of replicas in lockstep, with each op's seconds on the slowest replica.
 
     The ranks of a lockstep group synchronise within their ops. A single table is returned
     unchanged.

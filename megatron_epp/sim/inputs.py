@@ -30,11 +30,11 @@ RECOMPUTING = (Kind.FORWARD, *BACKWARDS)
 
 
 class Ties(Protocol):
-    """Links between chunks by their slices: ir.Slices or cost.Loads."""
+    """Links between the slices of chunks; implemented by ir.Slices and cost.Loads."""
 
     @property
     def document(self) -> Sequence[int] | np.ndarray:
-        """Cut document of each chunk, or -1."""
+        """Sliced document of each chunk, or -1."""
 
     @property
     def earlier(self) -> Sequence[int] | np.ndarray:
@@ -46,7 +46,7 @@ class Ties(Protocol):
 
     @property
     def kept(self) -> Sequence[CachedDocument] | None:
-        """Documents whose K and V are cached; None: the cut ones."""
+        """Documents whose K and V are cached; None: the sliced documents."""
 
 
 def orders_of(plan: Plan) -> Orders:
@@ -72,7 +72,7 @@ def op_arrays(
 ) -> OpArrays:
     """Return ``table`` as arrays.
 
-    Kinds of op that no plan of the table has (H and G) have no rows.
+    Op kinds that ``table`` does not contain (H and G) have no rows.
 
     Args:
         table: seconds and bytes of the ops.
@@ -122,11 +122,11 @@ def moved_bytes(
         table: bytes of the ops.
         ties: links between the chunks.
         rules: rule table of the plan.
-        orders: orders of every stage. They determine the last of the chunks that attend to a
-            document where documents branch. None: forwards run in the order of ``ties.kept``, and
+        orders: orders of every stage. If documents branch, the orders determine which chunk is the
+            last to attend to a document. None: forwards run in the order of ``ties.kept``, and
             backwards in reverse.
-        recomputed: True: only what depends on recompute; False: only the rest; None: both. The two
-            parts add up exactly, as bytes are whole numbers.
+        recomputed: True: only bytes that depend on recompute; False: only the other bytes; None:
+            both. The two parts add up exactly, because bytes are whole numbers.
     """
     earlier = np.asarray(ties.earlier, np.int64)
     owners = None if recomputed else _owners(ties, len(table.resident_bytes), orders)
@@ -166,13 +166,15 @@ def moved_bytes(
 
 
 class _Owners(NamedTuple):
-    """Cached documents (D of them) and the chunks that make and free their K and V.
+    """D cached documents, and the chunks that make and free their K and V.
 
     Attributes:
-        document: [D].
+        document: [D], index of the document.
         first: [D], chunk with the first slice.
-        last_forward: [stages, D], the chunk that attends to it whose forward is last.
-        last_backward: [stages, D], the chunk that attends to it whose backward is first.
+        last_forward: [stages, D], the chunk whose forward is last among those that attend to the
+            document.
+        last_backward: [stages, D], the chunk whose backward is first among those that attend to the
+            document.
     """
 
     document: np.ndarray

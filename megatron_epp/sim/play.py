@@ -30,7 +30,7 @@ from megatron_epp.sim.rule_arrays import needs_for
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Idle time of a rank before an op that waits for another.
+    """Idle time of a rank before an op that waits for another op.
 
     Attributes:
         rank: pipeline rank.
@@ -38,10 +38,10 @@ class Wait:
         stage: stage of ``op``.
         op: op that waits.
         start: start of the idle time in seconds.
-        stop: its end.
-        awaited: op that it waits for.
+        stop: end of the idle time in seconds.
+        awaited: op that ``op`` waits for.
         source: stage of ``awaited``.
-        why: what the op needs from it.
+        why: what ``op`` needs from ``awaited``.
     """
 
     rank: int
@@ -170,7 +170,7 @@ class Simulation:
 
     @cached_property
     def critical_path(self) -> tuple[PathOp, ...]:
-        """Ops from the start of the iteration to its end, each of which delays the next."""
+        """Ops from the start of the iteration to its end, each of which delays the next op."""
         run = self.run
         firsts = set(self._boundaries)
         number = int(np.argmax(run.stop))
@@ -193,7 +193,7 @@ class Simulation:
     def _through_link(self, number: int) -> int:
         """Return the op that delayed op ``number``.
 
-        It is the op's source, or that of the message at the head of a queue on the link.
+        It is the op's source, or the producer of the first message in the queue on the link.
         """
         message = int(self.run.message[number])
         if message < 0:
@@ -240,8 +240,8 @@ def play(plan: Plan, table: Table, *, noise: float = 0.0, seed: int = 0) -> Simu
 
     Args:
         plan: plan to simulate.
-        table: seconds and bytes of its ops.
-        noise: standard deviation of every duration, relative to it; 0.05 means 5%.
+        table: seconds and bytes of the plan's ops.
+        noise: standard deviation of every duration, relative to the duration; 0.05 means 5%.
         seed: seed of the noise.
 
     Raises:
@@ -279,7 +279,7 @@ def play(plan: Plan, table: Table, *, noise: float = 0.0, seed: int = 0) -> Simu
 
 
 def _once(orders: Orders, plan: Plan) -> bool:
-    """Return whether every stage has the ops of every chunk once."""
+    """Return whether every stage has each op of every chunk exactly once."""
     count = np.zeros((len(COMPUTE), plan.stages, len(plan.chunks)), np.int64)
     np.add.at(count, (orders.kind, orders.stage, orders.chunk), 1)
     matches = np.zeros(count.shape[1:], np.bool_)

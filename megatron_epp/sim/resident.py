@@ -1,8 +1,8 @@
 """Messages that occupy a GPU concurrently with its ops.
 
 From its post or send until its arrival, a message is a kernel that holds a few of the GPU's
-multiprocessors. Most of that time it waits for its other end. A matrix product that runs
-concurrently may take much longer. The cost model does not include this; scripts/gpu/held_sms.py
+multiprocessors. Most of this time the kernel waits for the other rank. A matrix product that runs
+at the same time may take much longer. The cost model does not include this; scripts/gpu/held_sms.py
 measures it.
 
     op        |  F0  |  F1  |      B0      |      ratio for B0, F1 and F0: 2/3
@@ -21,7 +21,7 @@ Interval = tuple[float, float]
 def resident_ratios(played: Simulation) -> tuple[float, ...]:
     """Return the fraction of every rank's compute time during which a message is resident.
 
-    Messages are issued where the lowered programs of the plan have them.
+    The plan's lowered programs (ir.lower) determine when messages are posted.
     """
     times = {(record.stage, record.op): record for record in played.records}
     flights = {flight.message: flight for flight in played.flights}

@@ -49,5 +49,5 @@ def needs_array(rules: Rules) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def needs_for(vocabulary_parallel: bool, forward_only: bool = False) -> np.ndarray:
-    """Return the needs of the rules of plans with these traits."""
+    """Return the needs array for plans with these properties."""
     return needs_array(rules_for(vocabulary_parallel, forward_only))

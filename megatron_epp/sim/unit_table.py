@@ -1,4 +1,4 @@
-"""Table without a machine: F takes 1 unit, B 2, I and W 1, H and G 1/4; nothing has bytes."""
+"""Table for use without a cost model: F takes 1 unit, B 2, I and W 1, H and G 1/4; bytes are 0."""
 
 import numpy as np
 

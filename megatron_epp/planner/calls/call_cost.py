@@ -1,9 +1,9 @@
 """Seconds and bytes of a call's chunks on every stage.
 
-Seconds do not come from a Cost. The layers of a loop may be of any kind, and are never run alone to
-measure them. Ops of complete stages are measured while the loop runs (stage_seconds). Memory is
-counted in tokens. If there is a budget in bytes, it is that of a Cost for a model of the same
-shape.
+Seconds come from measurements, not from a Cost: the layers of an external training loop may be of
+any kind, and are never timed alone. The ops of complete stages are timed while the loop runs
+(stage_seconds). Memory is counted in tokens. If the user sets a budget in bytes, the Cost of a
+model of the same shape gives the bytes.
 """
 
 import dataclasses
@@ -44,8 +44,9 @@ from megatron_epp.planner.order.problem import loads_of
 
 Groups = Sequence[Sequence[Sequence[tuple[int, int, int]]]]
 
-SPLIT_COST = 1.04  # time of I and W together over B, until they are measured
-# Memory that I leaves for W over what F leaves for B: inputs and output gradients of linears.
+SPLIT_COST = 1.04  # time of I and W together relative to B, until they are measured
+# Bytes held from I to W, relative to bytes held from F to B: inputs and output gradients of
+# linears.
 WEIGHT_INPUT_FRACTION = 0.6
 OP_TOKENS = 32  # constant cost of an op in tokens, until it is measured
 _UNKNOWN_HIDDEN = 1024  # hidden size if the model's configuration has none
@@ -58,7 +59,7 @@ class ActivationBudget:
     Attributes:
         budget_bytes: bytes per device.
         profile: profile of the model.
-        scale: bytes of the model's elements over those of the profile's.
+        scale: bytes of an element of the model, divided by the bytes of an element of the profile.
         tp: number of tensor-parallel ranks of a stage.
     """
 
@@ -78,15 +79,15 @@ class ActivationBudget:
     def cost(self, layers: Sequence[int]) -> Cost:
         """Return the cost of stages with these ``layers``.
 
-        Bytes are those of the profile's elements.
+        The cost counts bytes of the profile's elements, so its budgets are divided by ``scale``.
         """
         budgets = (self.budget_bytes / self.scale,) * len(layers)
         return Cost(StageLayout(self.profile, tuple(layers), tp=self.tp), budgets)
 
     def too_little(self, of: str, tokens: int) -> PlanError:
-        """Return the error that no order ``of`` chunks fits the budget.
+        """Return the error for a budget that no order fits.
 
-        ``tokens`` is the length of the longest micro-batch.
+        The message names the kind of chunks (``of``) and the ``tokens`` of the longest micro-batch.
         """
         return PlanError(
             f"attach(memory_gib={self.budget_bytes / GIB:.6g}): no order of {of} holds so little, "
@@ -98,12 +99,12 @@ class ActivationBudget:
 def guessed_rates(config: Any, layers: int, vocabulary: int, active: int = 1) -> np.ndarray:
     """Return estimated seconds [kinds, 3] of a stage per token, query-key pair and op.
 
-    They are right up to a factor that all chunks have in common.
+    The estimates may be off by a factor that is common to all chunks.
 
     Args:
         config: configuration of Megatron's model.
         layers: number of layers of the stage.
-        vocabulary: vocabulary size of its LM head; 0 without one.
+        vocabulary: vocabulary size of the stage's LM head; 0 if the stage has no LM head.
         active: number of feed-forward modules per layer that process a token.
     """
     cost = Cost(StageLayout(_profile(config, vocabulary, active), (max(1, layers),)), (math.inf,))
@@ -117,10 +118,10 @@ def guessed_rates(config: Any, layers: int, vocabulary: int, active: int = 1) ->
 def guessed_token_bytes(
     config: Any, sizes: Sequence[tuple[int, int]], active: int = 1
 ) -> tuple[float, ...]:
-    """Return estimated bytes per token and stage between forward and backward, including logits.
+    """Return estimated bytes per token that every stage holds until the backward, including logits.
 
-    They are right up to a common factor. ``sizes`` are (layers, vocabulary size) of the stages;
-    other arguments as of :func:`guessed_rates`.
+    The estimates may be off by a common factor. ``sizes`` contains (layers, vocabulary size) of
+    every stage. The other arguments are those of :func:`guessed_rates`.
     """
     one = CallChunks.of([[[(0, 0, 1)]]], (1,))
     held = []
@@ -135,7 +136,7 @@ def guessed_token_bytes(
 def _profile(config: Any, vocabulary: int, active: int = 1) -> Profile:
     """Return the profile of the model that Megatron's ``config`` describes.
 
-    Its ``active`` feed-forward modules count as one dense MLP.
+    The ``active`` feed-forward modules of a layer count as one dense MLP.
     """
 
     def known(name: str, default: int) -> int:
@@ -163,7 +164,7 @@ def _profile(config: Any, vocabulary: int, active: int = 1) -> Profile:
 def features(
     tokens: Sequence[float] | np.ndarray, pairs: Sequence[float] | np.ndarray
 ) -> np.ndarray:
-    """Return [3, chunks]: tokens, pairs and 1, in which seconds are linear."""
+    """Return [3, chunks] features in which seconds are linear: tokens, query-key pairs and 1."""
     return np.stack([np.asarray(tokens, float), np.asarray(pairs, float), np.ones(len(tokens))])
 
 
@@ -171,14 +172,14 @@ def features(
 class CallChunks:
     """The chunks of a call.
 
-    A *group* is one micro-batch: one chunk, or several if its documents are sliced. Its chunks run
-    forward in order and backward in reverse; no backward runs before the last forward, which the
-    loss follows.
+    A *group* is one micro-batch: one chunk, or several if its documents are sliced. The chunks of a
+    group run forward in order and backward in reverse. The loss follows the group's last forward,
+    so no backward of the group runs before it.
 
     Attributes:
         chunking: groups in the order of their forwards.
         documents: tokens of each document.
-        prefixes: the prefixes of documents that continue others.
+        prefixes: the prefix of each document that continues another document; None for the others.
     """
 
     chunking: Chunking
@@ -187,7 +188,7 @@ class CallChunks:
 
     @classmethod
     def of(cls, groups: Groups, documents: Sequence[int], prefixes: Prefixes = ()) -> "CallChunks":
-        """Build the chunks from ``groups``: groups[g][c] has the spans (document, start, stop)."""
+        """Build the chunks from ``groups``: groups[g][c] lists spans (document, start, stop)."""
         chunks = [chunk for group in groups for chunk in group]
         rows = [(number, *span) for number, chunk in enumerate(chunks) for span in chunk]
         chunk, document, start, stop = np.array(rows, np.int64).T
@@ -215,7 +216,7 @@ class CallChunks:
         return loads_of(self.chunking, np.array(self.documents))
 
     def plan(self, layers: Sequence[int]) -> Plan:
-        """Return the chunks as a plan on stages of ``layers``, without orders and recompute."""
+        """Return a plan of the chunks on stages with ``layers``, without orders and recompute."""
         chunks = self.chunking.ir_chunks(range(len(self.documents)))
         return Plan(
             documents=self.documents,
@@ -232,12 +233,12 @@ class CallChunks:
         return np.arange(self.chunking.count) == self.chunking.last_of_group
 
     def arranged(self, order: Sequence[int]) -> "CallChunks":
-        """Return the same groups in another order."""
+        """Return the groups in ``order``."""
         return CallChunks(self.chunking.arranged(order), self.documents, self.prefixes)
 
 
 def chunks_in(order: Sequence[int], sizes: np.ndarray) -> np.ndarray:
-    """Return the indices of the chunks if groups of these ``sizes`` run in ``order``."""
+    """Return the chunk indices in running order, for groups of ``sizes`` that run in ``order``."""
     ends = np.cumsum(sizes)
     return np.concatenate([np.arange(ends[g] - sizes[g], ends[g]) for g in order])
 
@@ -245,9 +246,9 @@ def chunks_in(order: Sequence[int], sizes: np.ndarray) -> np.ndarray:
 def token_table(
     call: CallChunks, rates_SK3: np.ndarray, token_bytes: Sequence[float] = ()
 ) -> Table:
-    """Return the table of ``call`` by measured rates [stages, kinds, 3].
+    """Return the table of ``call`` for measured rates [stages, kinds, 3].
 
-    Its bytes are tokens, or ``token_bytes`` [stages] per token.
+    A token counts as one byte, or as ``token_bytes`` [stages] bytes.
     """
     stages, loads = len(rates_SK3), call.loads
     tokens = np.outer(token_bytes or (1.0,) * stages, loads.tokens)
@@ -272,14 +273,14 @@ def token_table(
 def byte_table(call: CallChunks, rates_SK3: np.ndarray, cost: Cost, again: np.ndarray) -> Table:
     """Return the table of ``call`` with the bytes of ``cost``.
 
-    Logits are held from the forward that the loss follows. Those of earlier slices are recomputed
-    during their backward.
+    The last chunk of a micro-batch holds its logits until its backward, because the loss follows
+    its forward. Earlier slices recompute their logits during their backwards.
 
     Args:
         call: the chunks.
         rates_SK3: measured rates [stages, kinds, 3].
         cost: cost of the model in bytes.
-        again: [stages, chunks], number of layers recomputed.
+        again: [stages, chunks], number of layers to recompute.
     """
     layers = np.array(cost.layout.layers)[:, None]
     counts: Counts = {(0, FULL): again, (0, KEEP): layers - again}

@@ -1,4 +1,4 @@
-"""Options of a call's plan: freedom of order, and memory."""
+"""Options of a call's plan: allowed changes to the order, and memory limits."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 
-# Names of a plan's planner.
+# Names of the planner that a plan's prediction records.
 PLANNED = "loop"
 AS_CALLED = "loop-as-given"  # unsliced micro-batches in the caller's order, by 1F1B
 PAYS_FROM = 0.015  # least fraction of time that another order must save
@@ -18,18 +18,18 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What a plan may change about the caller's order.
+    """Allowed changes to the caller's order, and memory limits.
 
     Attributes:
         reorder: whether micro-batches may run in another order.
         split: whether backwards may be split into I and W.
-        headroom: memory above Megatron's 1F1B, as a fraction.
+        headroom: additional memory, as a fraction of what Megatron's 1F1B holds.
         token_bytes: [stages] relative bytes per token; () if all stages are alike.
-        had_bytes: most that 1F1B had to hold on a rank in earlier calls, in these bytes.
-        correction: measured over predicted seconds of planned orders, relative to that of the
-            caller's order (track_record).
-        memory: bytes that chunks may hold, with recompute as needed. None: tokens by ``headroom``,
-            without recompute.
+        had_bytes: most that 1F1B held on any rank in earlier calls, in bytes by ``token_bytes``.
+        correction: ratio of measured to predicted seconds of planned orders, divided by the same
+            ratio of the caller's order (track_record).
+        memory: budget in bytes; layers are recomputed until a plan fits. None: ``headroom`` limits
+            the tokens held, and no layer is recomputed.
     """
 
     reorder: bool = True
@@ -45,14 +45,14 @@ class CallOptions:
             raise ValueError(f"headroom {self.headroom}: expected at least 0")
 
     def budgets(self, held: np.ndarray) -> Iterator[np.ndarray]:
-        """Yield rising memory budgets [ranks] between forward and backward.
+        """Yield rising budgets [ranks] of the memory held between forward and backward.
 
-        All ranks have equal memory, so each may hold what the fullest rank does in this call or an
-        earlier one, plus the headroom. Budgets are fixed multiples of what this call holds: a
-        larger headroom then extends the same search.
+        All ranks have equal memory. Each may therefore hold as much as the fullest rank holds in
+        this call or held in an earlier call, plus the headroom. Budgets are fixed multiples of what
+        the fullest rank holds in this call, so a larger headroom only adds budgets to the search.
 
         Args:
-            held: [ranks] what Megatron's order holds.
+            held: [ranks] bytes that Megatron's order holds.
         """
         yield held
         most = max(float(held.max()), self.had_bytes) * (1 + self.headroom)
@@ -61,7 +61,7 @@ class CallOptions:
                 yield np.full(len(held), factor * held.max())
 
     def pays(self, seconds: float, call_seconds: float) -> bool:
-        """Return whether predicted ``seconds`` of an order justify leaving the caller's order."""
+        """Return whether predicted ``seconds`` of an order justify replacing the caller's order."""
         return seconds * self.correction < call_seconds * (1 - PAYS_FROM)
 
 
@@ -70,8 +70,8 @@ def bytes_of_1f1b(
 ) -> np.ndarray:
     """Return [stages] the most that Megatron's 1F1B holds in the caller's order.
 
-    It is the largest sum of as many consecutive micro-batches as stages follow, including this one:
-    in tokens, or in ``token_bytes`` of the stages.
+    Stage s of n stages holds at most n - s micro-batches. The result is the largest sum of n - s
+    consecutive micro-batches, in tokens, or in bytes by ``token_bytes``.
     """
     ends = np.concatenate(([0], np.cumsum(tokens)))
     widths = [min(stages - stage, len(tokens)) for stage in range(stages)]

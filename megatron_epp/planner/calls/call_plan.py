@@ -46,8 +46,8 @@ def unsliced_plan(
         rates_SK3: [stages, kinds, 3] rates (stage_seconds).
         options: freedom of order, and memory.
         forward_only: whether the call has no backwards.
-        place: rank of every stage if ranks have several: round-robin, as in Megatron's interleaved
-            pipeline, or in a V.
+        place: rank of every stage, if ranks have several stages: round-robin, as in Megatron's
+            interleaved pipeline, or in a V.
 
     Raises:
         PlanError: if no order fits ``options.memory``.
@@ -69,17 +69,18 @@ def sliced_plan(
     forward_only: bool,
     parents: Sequence[Parents] = (),
 ) -> Plan:
-    """Return the fastest plan whose micro-batches are sliced or not.
+    """Return the fastest plan, with micro-batches sliced or unsliced.
 
     On one stage slicing saves memory but no time, so only micro-batches that do not fit are sliced.
 
     Args:
-        lengths: lengths[micro-batch], tokens of its documents.
+        lengths: lengths[m], tokens of every document of micro-batch m.
         layers: number of layers of every stage.
         rates_SK3: [stages, kinds, 3] rates (stage_seconds).
         options: freedom of order, and memory.
         forward_only: whether the call has no backwards.
-        parents: parents of the documents of every micro-batch, if documents continue others.
+        parents: parents of the documents of every micro-batch (tree_cutting); () if no document
+            continues another.
 
     Raises:
         PlanError: if no order fits ``options.memory``.
@@ -113,7 +114,7 @@ def _fastest(
     options: CallOptions,
     forward_only: bool,
 ) -> Plan:
-    """Return the fastest plan of several ways to slice; the first has unsliced micro-batches."""
+    """Return the fastest plan over ``cuttings``, the first of which slices no micro-batch."""
     uncut, stages = cuttings[0], len(layers)
     unbounded = problem_of_call(uncut, token_table(uncut, rates_SK3), np.full(stages, np.inf))
     called = call_order(unbounded, uncut.sizes)
@@ -152,9 +153,9 @@ def _training(
     budgets: Sequence[np.ndarray],
     ops: int,
 ) -> Plan | None:
-    """Return the fastest plan with backwards, within the last budget or ``options.memory``.
+    """Return the fastest training plan within ``options.memory``, or else the last budget.
 
-    None means that no order fits.
+    Return None if no order fits.
     """
     free = options.split, options.reorder, ops
     again = None
@@ -205,7 +206,7 @@ def _plan(
     by: str,
     again: np.ndarray | None = None,
 ) -> Plan:
-    """Return the plan of the ops; ``again`` [stages, chunks] layers are recomputed (None: none)."""
+    """Return the plan that runs ``orders`` and recomputes ``again`` [stages, chunks] layers."""
     counts = np.zeros((len(layers), call.chunking.count)) if again is None else again
     return replace(
         call.plan(layers),

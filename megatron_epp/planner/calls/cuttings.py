@@ -1,4 +1,4 @@
-"""Ways to slice a call's documents into slices of about equal time, finer and finer."""
+"""Candidate slicings of a call's documents into slices of about equal time, from coarse to fine."""
 
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
@@ -24,10 +24,11 @@ def cuttings(
     """Yield the call's chunks: first all micro-batches unsliced, then finer and finer slices.
 
     Args:
-        lengths: lengths[micro-batch], tokens of its documents.
+        lengths: lengths[m], tokens of every document of micro-batch m.
         rates: seconds per token and pair.
         cut: micro-batches that may be sliced; None for all.
-        parents: parents of the documents of every micro-batch, if documents continue others.
+        parents: parents of the documents of every micro-batch (tree_cutting); () if no document
+            continues another.
     """
     may = range(len(lengths)) if cut is None else cut
     documents = tuple(length for of in lengths for length in of)
@@ -63,11 +64,11 @@ def cuttings(
 def _chunks(
     first: int, lengths: Sequence[int], target: float, rates: Rates
 ) -> Iterator[tuple[tuple[int, int, int], ...]]:
-    """Yield one micro-batch in chunks of about ``target`` seconds.
+    """Yield the chunks of one micro-batch, each of about ``target`` seconds.
 
-    Its documents are ``first``, ``first + 1``, ... Unsliced documents are packed, the longest
-    first, into the least loaded chunk. Packs come first, because the backward of a slice waits for
-    one more forward than that of a pack.
+    The micro-batch contains the documents ``first``, ``first + 1``, ... Unsliced documents are
+    packed, the longest first, into the least loaded chunk. Packs run before slices, because the
+    backward of a slice waits for one more forward than the backward of a pack.
     """
     slices: list[tuple[tuple[int, int, int], ...]] = []
     packs: list[tuple[float, list[tuple[int, int, int]]]] = []

@@ -1,10 +1,10 @@
-"""Search for the order of a call's groups, or Megatron's own order.
+"""Order of a call's groups: searched, or Megatron's own.
 
-The list scheduler orders the ops of chunks in a given order; this module also searches the order of
-the groups. The result is a pure function of seconds and bytes, with bounded work.
+For a given order of the chunks, the list scheduler orders their ops. This module also searches the
+order of the groups. The result depends only on seconds and bytes, and the search is bounded.
 
     caller's   F0 F1 B0 F2 B1 F3 B2 B3          1F1B in the caller's order
-    searched   F2 F0 B2 F1 B0 F3 B1 W2 B3 ...   small ones at both ends, W in the gaps
+    searched   F2 F0 B2 F1 B0 F3 B1 W2 B3 ...   small groups at both ends, W in the gaps
 """
 
 import dataclasses
@@ -26,7 +26,8 @@ from megatron_epp.planner.order.warmup import group_by_group, shrinking_in_fligh
 from megatron_epp.planner.recompute.uniform import strict
 from megatron_epp.sim.inputs import op_arrays
 
-# Bounds of the ops that a search may simulate, most of a microsecond each; the loop waits for it.
+# Bounds on the number of ops that a search simulates. Each op takes most of a microsecond, and the
+# training loop waits for the search.
 LEAST_OPS, MOST_OPS = 25_000, 400_000
 SEARCH_FRACTION = 0.005  # of the call's own seconds
 _OP_SECONDS = 8e-7
@@ -39,7 +40,7 @@ def search_ops(seconds: float) -> int:
 
 
 def problem_of_call(call: CallChunks, table: Table, budget: np.ndarray) -> ScheduleProblem:
-    """Return the scheduling problem of ``call`` with ``budget`` [stages] for its chunks."""
+    """Return the scheduling problem of ``call`` with a memory ``budget`` [stages]."""
     ops, chunking = op_arrays(table, call.loads, rules_for(False)), call.chunking
     return ScheduleProblem(
         ops, chunking.backward, chunking.last_of_group, np.asarray(budget, float)
@@ -49,7 +50,7 @@ def problem_of_call(call: CallChunks, table: Table, budget: np.ndarray) -> Sched
 def arranged(problem: ScheduleProblem, order: Sequence[int], sizes: np.ndarray) -> ScheduleProblem:
     """Return ``problem`` with its groups in ``order``.
 
-    Bytes already express which slices depend on each other.
+    Every chunk keeps its bytes, which already account for dependencies between slices.
     """
     chunks, ops = chunks_in(order, sizes), problem.ops
     starts = starts_of(sizes[list(order)])
@@ -117,14 +118,14 @@ def best_order(
         split: whether backwards may be split into I and W.
         reorder: whether groups may run in another order.
         ops: number of ops that the search may simulate.
-        budgets: rising budgets [stages] to search instead of the problem's; the last one is the
-            limit.
+        budgets: rising budgets [stages], each searched instead of the problem's budget; the last
+            budget is the limit.
     """
-    # ``few`` policies compare orders; ``every`` policy is tried on the best one.
+    # ``few`` policies compare orders; ``every`` policy is tried on the best order.
     few = [PolicyParams(strict=True), PolicyParams(strict=False)]
     few += [PolicyParams(False, True, 4.0, 0.6)] if split else []
     every = list(dict.fromkeys([*policies(False, many=True), *policies(split, many=False)]))
-    # Enough for every policy on at least one order: the first ones may not fit.
+    # Enough ops for every policy on at least one order: the first policies may not fit.
     left = max(ops, 3 * len(every) * problem.stages * problem.chunks)
     search = GroupSearch(problem, sizes, left, _in_flight)
     for _ in search.within(budgets):
@@ -144,13 +145,14 @@ def _in_flight(problem: ScheduleProblem, sizes: np.ndarray) -> Callable[[PolicyP
 
 
 class GroupSearch[Chosen: PolicyParams | Policy]:
-    """Search over the orders of groups; ``best`` is the fastest one that fits.
+    """Search over the orders of groups; ``best`` is the fastest order that fits.
 
     Args:
         problem: the scheduling problem in the caller's order.
         sizes: number of chunks of every group.
         left: number of ops that may still be simulated.
-        policies_for: maps (problem, sizes) of an order to a function from a choice to its policy.
+        policies_for: function of an order's (problem, sizes). It returns a function from an element
+            of ``by`` (:meth:`play`) to a policy.
     """
 
     def __init__(
@@ -166,10 +168,10 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
         self.policy: Chosen | None = None  # policy of the best order
 
     def within(self, budgets: Iterable[np.ndarray]) -> Iterator[None]:
-        """Search within each of the rising budgets, with equally many ops.
+        """Set each of the rising budgets in turn, and yield for the caller to search within it.
 
-        The best order of a smaller budget stays unless it is beaten. Without budgets the problem's
-        own is used.
+        Every budget may simulate the same number of ops. The best order of a smaller budget stays
+        best until a faster order is found. Without ``budgets``, the problem's budget is used.
         """
         ops = self.left
         for budget in list(budgets) or [self.problem.headroom_bytes]:
@@ -177,7 +179,7 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
             yield
 
     def play(self, order: Sequence[int], by: Sequence[Chosen]) -> bool:
-        """Simulate ``order`` by several policies; return whether it is the best so far."""
+        """Simulate ``order`` with every policy of ``by``; return whether it is the best so far."""
         better = False
         problem = arranged(self.problem, order, self.sizes)
         policy_in = self.policies_for(problem, self.sizes[list(order)])
@@ -209,7 +211,7 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
 
 
 def orders_worth_playing(problem: ScheduleProblem, sizes: np.ndarray) -> Iterator[tuple[int, ...]]:
-    """Yield orders of the groups by size, most of them with the large ones in the middle."""
+    """Yield orders of the groups by size, most of them with large groups in the middle."""
     seconds = (problem.ops.seconds[F] + problem.ops.seconds[B]).sum(axis=0)
     total = np.add.reduceat(seconds, np.cumsum(sizes) - sizes)
     rising = [int(g) for g in np.argsort(total, kind="stable")]
@@ -223,7 +225,7 @@ def orders_worth_playing(problem: ScheduleProblem, sizes: np.ndarray) -> Iterato
 
 
 def forward_order(seconds_SC: np.ndarray) -> tuple[int, ...]:
-    """Return the fastest of several orders of a forward-only pass; all stages run the same.
+    """Return the fastest of several orders of a forward-only pass; all stages run the same order.
 
     Such a pipeline is a flow shop, where it matters which chunks come first and last.
     """
@@ -237,8 +239,9 @@ def forward_order(seconds_SC: np.ndarray) -> tuple[int, ...]:
 def _johnson(seconds_SC: np.ndarray) -> tuple[int, ...]:
     """Return the order of Johnson's rule, which is optimal for two stages.
 
-    Chunks that are faster on the first stage come first, in ascending time there. The others follow
-    in descending time of the last stage.
+    Chunks whose first stage is faster than their last stage run first, in ascending order of their
+    time on the first stage. The other chunks follow, in descending order of their time on the last
+    stage.
     """
     first, last = seconds_SC[0], seconds_SC[-1]
     early = [c for c in range(len(first)) if first[c] < last[c]]

@@ -1,7 +1,7 @@
 """Plan of a call whose ranks have several stages.
 
-It is Megatron's interleaved order, or that of ZB-V for stages in a V, or a faster one within the
-memory of the fullest rank.
+The plan uses Megatron's interleaved order, the ZB-V order if stages form a V, or a faster order
+within the memory of the fullest rank.
 """
 
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ def placed_plan(
 
 
 def _policies(problem: ScheduleProblem, sizes: np.ndarray, split: bool) -> list[Policy]:
-    """Return warm-ups to try: that of Megatron or ZB-V first, then shorter and longer ones."""
+    """Return policies to try: the warm-up of Megatron or ZB-V, then shorter and longer warm-ups."""
     place, splits = problem.place, (True, False) if split else (False,)
     ranks, v = 1 + max(place), is_v(place)
     warm = np.full(ranks, 2 * ranks) if v else interleaved_warm_up(ranks, len(place)) + 1
@@ -99,11 +99,11 @@ def v_turns(
 ) -> list[Ran]:
     """Return every rank's ops in the caller's order on stages in a V.
 
-    Backwards are not split, with as many forwards in flight as ZB-V holds (arXiv 2401.10241).
+    Backwards are not split. As many forwards are in flight as in ZB-V (arXiv 2401.10241).
 
     Args:
         call: the chunks.
-        table: their table.
+        table: table of ``call``.
         place: rank of every stage.
         forward_only: whether the call has no backwards.
     """
@@ -122,10 +122,11 @@ def v_turns(
 def call_turns(chunks: int, ranks: int, stages: int, forward_only: bool) -> list[Ran]:
     """Return every rank's ops in the order of Megatron's interleaved schedule.
 
-    As many micro-batches as ranks run through one model chunk after another. Forwards fill the
-    pipeline, then one forward and one backward alternate (arXiv 2104.04473, section 2.2). Megatron
-    requires a multiple of the number of ranks. Other numbers use the order of the next multiple,
-    without its missing micro-batches.
+    In each round, ``ranks`` micro-batches run through the first model chunk, then through the
+    second, and so on. Forwards fill the pipeline, then one forward and one backward alternate
+    (arXiv 2104.04473, section 2.2). Megatron requires a multiple of the number of ranks. For any
+    other number, this function takes the order of the next multiple and drops the ops of the
+    missing micro-batches.
 
     Args:
         chunks: number of micro-batches.

@@ -9,7 +9,7 @@ class MicrobatchShape:
 
     Attributes:
         rows: first dimension of the hidden states, including padding.
-        samples: second dimension; 1 if documents are concatenated.
+        samples: second dimension of the hidden states; 1 if documents are concatenated.
         documents: tokens of every document; attention stays within a document.
     """
 

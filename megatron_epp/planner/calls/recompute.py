@@ -1,8 +1,9 @@
 """Layers that each stage recomputes per chunk, so that a call fits a budget of bytes.
 
-The diagonal program computes the recompute that an order needs, while the search for orders needs
-it beforehand. The search therefore starts with the recompute of 1F1B, with less, or with full
-recompute. What the order it finds does not need is dropped.
+The diagonal program computes the recompute that a given order requires, but the search for orders
+requires the recompute first. The search therefore runs once with each of several choices: none, the
+recompute of 1F1B, the recompute of one group after the other, half of all layers, all layers.
+Recompute that the resulting order does not require is then removed.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ RECOMPUTED_FRACTIONS = (0.5, 1.0)  # of all layers
 
 
 class RecomputeFit:
-    """Search for order and recompute of one call; layers are saved or fully recomputed.
+    """Search for the order and the recompute of one call; layers are saved or fully recomputed.
 
     Args:
         call: the chunks.
@@ -86,7 +87,7 @@ class RecomputeFit:
     def _without_needless(
         self, ordered: OrderedGroups, again: np.ndarray
     ) -> tuple[OrderedGroups, np.ndarray]:
-        """Return the order with the least recompute that it needs, if that is not slower."""
+        """Return the order with only the recompute that it requires, unless that is slower."""
         call, kinds = self.call.arranged(ordered.order), ordered.schedule.kinds
         before = np.cumsum(kinds == F, axis=1)[kinds == B].reshape(self.cost.layout.stages, -1)
         kept = self._problem(call, np.zeros_like(again))
@@ -108,9 +109,9 @@ class RecomputeFit:
     def _least(
         self, call: CallChunks, kept: ScheduleProblem, limit: np.ndarray
     ) -> np.ndarray | None:
-        """Return the layers [stages, chunks] to recompute for an in-flight limit.
+        """Return the least number of layers [stages, chunks] to recompute for an in-flight limit.
 
-        None means that no recompute suffices.
+        Return None if recomputing all layers does not suffice.
         """
         counts = diagonal_counts(self.solver, self.cost, call.loads, kept, limit, integer=False)
         return (

@@ -2,11 +2,11 @@
 
     seconds of an op = token x tokens + pair x query-key pairs + op
 
-No model is built and no time is spent on measuring: the ops of the calls are the measurements.
-Those of the first call are ignored, because much is done for the first time. Estimates are right up
-to a factor that all micro-batches have in common, which does not affect the choice of an order. An
-op kind that recent calls did not run (such as B, if all backwards are split) keeps its last
-coefficients. They are scaled by how much forwards have slowed down since.
+The ops of the calls themselves are timed, so measuring takes no extra time. The first call is
+ignored, because it includes one-time work. Estimates may be off by a factor that is common to all
+micro-batches, which does not affect the choice of an order. An op kind that recent calls did not
+run (such as B, if all backwards are split) keeps its last coefficients. These are scaled by the
+slowdown of the forwards since then.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ from megatron_epp.planner.calls.call_cost import SPLIT_COST
 
 COLD = 1  # number of first calls that are ignored
 CALLS = 4  # number of latest calls whose ops count
-EAGER = 3  # The first calls are each fitted at once; then every SELDOM-th is.
+EAGER = 3  # Each of the first calls is followed by a fit; later, every SELDOM-th call.
 SELDOM = 8
 FEATURES = 3  # tokens, pairs, 1 (call_cost.features)
 _F, _B, _I, _W = (KIND_CODE[kind] for kind in OF_LAYERS)
@@ -48,8 +48,8 @@ class StageSeconds:
         """Add the records of a training call.
 
         Args:
-            chunks_3C: [3, chunks] features of its chunks.
-            records: records of its ops.
+            chunks_3C: [3, chunks] features of the call's chunks.
+            records: records of the call's ops.
         """
         self._calls += 1
         if self._calls < 1:
@@ -69,7 +69,7 @@ class StageSeconds:
                 slow = self._slowness(of)
                 known[KIND_CODE[kind]] = np.asarray(fitted.coefficients, dtype=float), slow
         if _F not in known or not (_B in known or _I in known):
-            return self.rates  # without both kinds they cannot be compared
+            return self.rates  # comparing F with B or I requires both
         self._known, self.measured = known, True
         rates, now = self.guess.copy(), self._slowness(self._seen)
         for code, (coefficients, then) in known.items():
@@ -81,7 +81,7 @@ class StageSeconds:
         return rates
 
     def _slowness(self, calls: Iterable[tuple[np.ndarray, tuple[Timed, ...]]]) -> float:
-        """Return measured over estimated seconds of the forwards."""
+        """Return the ratio of measured to estimated seconds of the forwards."""
         rows, seconds = _measurements(calls, Kind.FORWARD)
         return float(seconds.sum() / (rows @ self.guess[_F]).sum()) if len(rows) else 1.0
 

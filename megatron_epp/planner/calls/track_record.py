@@ -2,9 +2,10 @@
 
     correction = (measured / predicted, planned orders) / (measured / predicted, caller's order)
 
-Predictions leave out what happens between ops, and a machine may be busy otherwise. What slows both
-kinds of calls down equally cancels. The predicted gain of a planned order must exceed the
-correction. After many calls of one kind, the other kind is tried again.
+Predictions omit the time between ops, and other processes may slow the machine down. A slowdown
+that is common to planned orders and the caller's order cancels out. A planned order runs only if
+its predicted gain exceeds the correction. After many calls of one kind, a call of the other kind is
+tried again.
 """
 
 from collections import deque
@@ -31,9 +32,9 @@ class TrackRecord:
         """Add a call.
 
         Args:
-            planned: whether its order differed from the caller's 1F1B.
-            predicted_seconds: predicted time.
-            measured_seconds: measured time.
+            planned: whether the call's order differed from the caller's 1F1B.
+            predicted_seconds: predicted time of the call.
+            measured_seconds: measured time of the call.
         """
         if not (predicted_seconds > 0 and measured_seconds > 0):
             return
@@ -51,9 +52,9 @@ class TrackRecord:
 
     @property
     def correction(self) -> float:
-        """Factor of a planned order's predicted seconds: 1 to ``MOST``, in steps.
+        """Factor on the predicted seconds of a planned order: 1 to ``MOST``, in steps.
 
-        Until the caller's order has been measured, its prediction is taken as exact.
+        Until the caller's order has been measured, its prediction is assumed to be exact.
         """
         if not self._planned:
             return 1.0

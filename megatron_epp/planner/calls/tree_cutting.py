@@ -1,12 +1,13 @@
-"""Slicing of a micro-batch whose documents continue others into chunks of about equal time.
+"""Slicing of micro-batches with documents that continue others, into chunks of about equal time.
 
     parents      - 0 0 0 2          chunks      [0 first half] [0 second half, 1] [2, 4] [3]
-    0 ----- 1                       continues    -             the first           the second, both
+    0 ----- 1                       continues    -              chunk 0             chunk 1 chunk 1
       |---- 2 --- 4
       `---- 3
 
-A prefix is computed once and counts once. A chunk continues at most one other. Subtrees stay
-together after their prefix: in its chunk if there is capacity, else several to a chunk.
+A prefix is computed once and counts once. A chunk continues at most one other chunk. A subtree that
+fits into a chunk stays together: in the chunk of its prefix if that chunk has capacity, else in a
+chunk with sibling subtrees.
 """
 
 from collections.abc import Sequence
@@ -23,14 +24,14 @@ Spans = tuple[tuple[int, int, int], ...]  # (document, start, stop)
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Documents of a micro-batch, and which ones continue which.
+    """Documents of a micro-batch, each with the document that it continues.
 
     Attributes:
         lengths: tokens of each document.
-        parents: the document that each one continues, or -1.
+        parents: index of the document that each document continues, or -1.
         rates: seconds per token and pair.
-        offsets: position of each document's first token.
-        own: seconds of each document after its prefix.
+        offsets: position of each document's first token, counted from the start of its prefix.
+        own: seconds of each document without its prefix.
         below: seconds of each document and all its descendants.
     """
 
@@ -50,7 +51,7 @@ class Tree:
         """Return chunks of about ``target`` seconds, each after the chunk that it continues.
 
         Args:
-            first: number of the first document.
+            first: index, in the call, of the micro-batch's first document.
             target: seconds of a chunk.
             least: least number of tokens of a slice.
         """
@@ -123,7 +124,7 @@ def tree_seconds(lengths: Sequence[int], parents: Parents, rates: Rates) -> Tree
 
 
 def require_parents(lengths: Sequence[int], parents: Parents) -> None:
-    """Raise a ValueError unless every document continues an earlier one or none."""
+    """Raise a ValueError unless every document continues an earlier document or none."""
     if len(parents) != len(lengths):
         raise ValueError(f"{len(parents)} parents of {len(lengths)} documents; expected one each")
     for document, parent in enumerate(parents):

@@ -1,12 +1,12 @@
 """Choices made once per run, by plans of its first batches.
 
     partition_of     layers of every stage: by time, or as flags give them
-    placement_of     stages of every rank: one, or several, each way with layers by time
+    placement_of     stages of every rank: one or several; layers balanced by time
     vocabulary_of    the LM head: on the last stage, or sharded over all stages
 
-Weights do not move between iterations, so a choice holds for a whole run. Each of the three plans
-the batches with every candidate and takes the fastest (:func:`fastest`). Each is a pure function of
-its arguments.
+Weights do not move between iterations, so a choice holds for a whole run. Each of the three
+functions plans the batches with every candidate and chooses the fastest candidate
+(:func:`fastest`). The result depends only on the function's arguments.
 """
 
 import dataclasses
@@ -34,10 +34,11 @@ from megatron_epp.planner.replicas import balance_blocks
 
 SKETCH_EFFORT = 1  # effort of the plans that compare candidates
 MOST_TRIED = 10  # number of partitions planned, over all rounds
-# Fractions of the time that a candidate must save: no cost model is more exact.
+# Fractions of the time that a candidate must save: cost models are not exact enough for less.
 PARTITION_PAYS, PLACEMENT_PAYS, VOCABULARY_PAYS = 0.005, 0.02, 0.01
-# If the plan without vocabulary parallelism exceeds its bound by this factor, or none was found, a
-# search with little effort may have missed a better one. It is repeated with more effort.
+# If the plan without vocabulary parallelism exceeds its bound by this factor, or no plan was found,
+# a search with little effort may have missed a better plan. The search is then repeated with more
+# effort.
 DOUBTFUL = 1.25
 PLACEMENT_NAMES = ("interleaved 2", "v")  # tried besides one stage per rank
 OFF, ON = "off", "on"
@@ -51,7 +52,7 @@ class RunChoice[K: Hashable]:
         cost: cost with the chosen candidate.
         key: name or layers of the chosen candidate.
         seconds: seconds of plans for all batches, by candidate; None if a batch does not fit. The
-            first candidate is what a run has without this choice.
+            first candidate is what the run uses if no choice is made.
     """
 
     cost: Cost
@@ -60,7 +61,7 @@ class RunChoice[K: Hashable]:
 
     @property
     def gain(self) -> float:
-        """Fraction of the first candidate's time that the chosen one saves."""
+        """Fraction of the first candidate's time that the chosen candidate saves."""
         return self.gain_of(self.key)
 
     def gain_of(self, key: K) -> float:
@@ -73,7 +74,7 @@ class RunChoice[K: Hashable]:
 
     @property
     def comparison(self) -> str:
-        """Text that compares every candidate with the first one."""
+        """Text that compares every candidate with the first candidate."""
         (first, first_seconds), *others = self.seconds.items()
         parts = []
         for key, seconds in others:
@@ -92,7 +93,7 @@ def fastest[K: Hashable](
 ) -> RunChoice[K]:
     """Return the fastest of the candidates (key, cost, seconds).
 
-    A candidate other than the first must save the fraction ``pays`` of the first one's time.
+    A candidate other than the first must save the fraction ``pays`` of the first candidate's time.
     Seconds are None if a batch does not fit.
     """
     first, *others = candidates
@@ -111,7 +112,7 @@ def sketched_seconds(
     planner: str,
     effort: int = SKETCH_EFFORT,
 ) -> float | None:
-    """Return the seconds of plans with little effort for all batches; None if one does not fit.
+    """Return the total seconds of low-effort plans for all batches; None if a batch does not fit.
 
     Args:
         cost: cost of the layout.
@@ -155,11 +156,12 @@ def unlike_seconds(
     planner: str,
     by_time: bool = False,
 ) -> float | None:
-    """Return the seconds of plans with little effort for ``batches``, whose replicas are unlike.
+    """Return the total seconds of low-effort plans for all batches on replicas of unlike speed.
 
-    Documents follow the speeds of replicas; of those that are alike the one with most work is
-    planned, and the slowest plan counts. ``by_time``: with the better of the cost's layers and
-    those by time. None: plans do not fit.
+    Documents are assigned by the speeds of the replicas. Of every set of equal replicas, only the
+    replica with the most work is planned. The slowest plan of a batch counts. If ``by_time``,
+    layers balanced by time are tried too, and the faster layers count. Return None if a batch does
+    not fit.
     """
     replicas, taken = cost.layout.dp, []
     ways = [cost.layout.layers]
@@ -194,7 +196,7 @@ def partition_of(
 ) -> RunChoice[tuple[int, ...]]:
     """Return the layers per stage with the fastest plans over ``batches``.
 
-    In each batch the replica with the most work counts.
+    Only the replica with the most work in each batch is planned.
 
     Args:
         cost: cost of the layout, with the layers to start from.
@@ -211,7 +213,7 @@ def partition_by_time(
 ) -> RunChoice[tuple[int, ...]]:
     """Return the fastest layers per stage among at most ``MOST_TRIED`` partitions.
 
-    ``seconds_of`` plans all ``batches`` with a cost, and returns None if one does not fit. The
+    ``seconds_of`` plans all ``batches`` with a cost, and returns None if a batch does not fit. The
     first candidate is ``cost.layout.layers``.
     """
     tried: dict[tuple[int, ...], float | None] = {}
@@ -243,9 +245,10 @@ def partition_by_time(
 def _neighbours(
     layers: tuple[int, ...], seconds: np.ndarray, cost: Cost
 ) -> Iterator[tuple[int, ...]]:
-    """Yield ``layers`` with one layer moved from a stage of a slow rank to one of a faster rank.
+    """Yield ``layers`` with one layer moved from a stage of a slow rank to a faster rank.
 
-    The two slowest ranks give, the two fastest take. ``seconds`` is [stages, layers].
+    The layer moves from one of the two slowest ranks to one of the two fastest. ``seconds``
+    [stages, layers] contains the seconds of every layer on every stage.
     """
     ends = np.cumsum(layers)
     least = [1] * (len(layers) - 1) + [cost.layout.pinned_layers]
@@ -298,7 +301,7 @@ def placement_of(
 
 
 def placed_cost(cost: Cost, name: str) -> Cost | None:
-    """Return ``cost`` with the placement ``name`` and even layers; None if there are too few."""
+    """Return ``cost`` with the placement ``name`` and even layers; None with too few layers."""
     placement = named_placement(name, cost.layout.placement.ranks)
     assert placement is not None
     if placement.stages > sum(cost.layout.layers) - cost.layout.pinned_layers + 1:
@@ -313,9 +316,9 @@ def placement_name(place: tuple[int, ...]) -> str:
 
 
 def with_placement(cost: Cost, placement: Placement) -> Cost:
-    """Return ``cost``, which has one stage per rank, with the stages of ``placement``.
+    """Return ``cost`` with its one stage per rank replaced by the stages of ``placement``.
 
-    Layers are those of ``placement``, or even.
+    The layers per stage are those of ``placement`` if it sets them, else even.
 
     Raises:
         ValueError: if there are more stages than layers.
@@ -329,7 +332,7 @@ def with_placement(cost: Cost, placement: Placement) -> Cost:
 
 
 def ruled_out(cost: Cost) -> str | None:
-    """Return why vocabulary parallelism cannot pay, so that no plan is needed; None if it may."""
+    """Return the reason why vocabulary parallelism cannot pay; None if only plans can decide."""
     if cost.layout.stages == 1:
         return "there is one stage"
     if cost.layout.ep > cost.layout.tp * cost.layout.cp:
@@ -349,14 +352,15 @@ def vocabulary_of(
 ) -> RunChoice[str]:
     """Return ``cost`` with vocabulary parallelism off or on, whichever is faster.
 
-    In each batch the replica with the most work counts.
+    Only the replica with the most work in each batch is planned.
 
     Args:
         cost: cost of the layout.
         batches: document lengths of the job.
         options: options of the planner.
         planner: name of the planner.
-        cut: cost with vocabulary parallelism, if its stages have other layers than ``cost``.
+        cut: cost with vocabulary parallelism, if its layers per stage differ from those of
+            ``cost``.
     """
     uncut = cost.with_vocabulary(False)
     if ruled_out(cost) is not None:

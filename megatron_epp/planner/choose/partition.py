@@ -1,9 +1,10 @@
 """Layers of every stage by time: the partition whose slowest stage is fastest, within memory.
 
-Stages are contiguous layers, whose boundaries AdaPtis (arXiv 2509.23722) moves too. A partition is
-chosen once per run, because weights do not move between iterations, on the lengths expected from
-the corpus. First, sums of times give an exact optimum. Then whole batches are planned, because
-memory and late slices of long documents may favour another partition.
+A stage holds contiguous layers; AdaPtis (arXiv 2509.23722) also moves the boundaries of stages. A
+partition is chosen once per run, because weights do not move between iterations. It is chosen for
+the document lengths expected from the corpus. First, this module finds the exact optimum of summed
+layer times. Then choice.partition_by_time plans whole batches, because memory and late slices of
+long documents may favour another partition.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ LIKELY_CHUNKS = 8
 
 
 def layer_costs(cost: Cost) -> Cost:
-    """Return ``cost`` with one stage per layer; embedding and LM head are on the first and last."""
+    """Return ``cost`` with one stage per layer; the first has the embedding, the last the head."""
     layers = sum(cost.layout.layers)
     budget = max(cost.device_budget_bytes)
     layout = cost.layout.on_devices(layers=(1,) * layers, place=())
@@ -42,7 +43,7 @@ def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
 
 
 def expected_features(cost: Cost, batches: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return [features] of one batch, the mean over ``batches`` of document lengths."""
+    """Return the [features] of a batch: their mean over ``batches`` of document lengths."""
     chunks = float(LIKELY_CHUNKS * cost.layout.stages)
     every = [cost.layout.batch_features(np.array(lengths), chunks) for lengths in batches]
     return np.mean(every, axis=0)
@@ -51,9 +52,9 @@ def expected_features(cost: Cost, batches: Sequence[Sequence[int]]) -> np.ndarra
 def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
     """Return the layers per stage, at least one each, whose slowest stage is fastest.
 
-    Among equals, the least sum of squares wins, which balances the other stages too. With several
-    stages per rank the slowest rank counts (:func:`_fastest_on_ranks`). None means that the states
-    fit in no partition.
+    Ties are broken by the least sum of squared stage seconds, which also balances the other stages.
+    With several stages per rank, the slowest rank counts (:func:`_fastest_on_ranks`). Return None
+    if the states fit in no partition.
     """
     seconds = stage_layer_seconds(cost, features)
     if cost.layout.place:
@@ -96,15 +97,15 @@ def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
 
 
 def _before(seconds: np.ndarray) -> np.ndarray:
-    """Return [stages, layers + 1]: the sum over the layers before each."""
+    """Return [stages, layers + 1]: the seconds of all layers before each layer."""
     return np.concatenate((np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)), axis=1)
 
 
 def _fastest_on_ranks(cost: Cost, seconds: np.ndarray) -> tuple[int, ...] | None:
-    """Return the layers with the fastest slowest rank, then with the least sum of squares.
+    """Return layers that minimise the slowest rank's seconds, then the sum of squared seconds.
 
-    Starting from the layers of ``cost``, one layer at a time moves from any stage to any other.
-    ``seconds`` is [stages, layers].
+    Starting from the layers of ``cost``, the best move of one layer from any stage to any other is
+    repeated while it helps. ``seconds`` is [stages, layers].
     """
     before, each = _before(seconds), np.arange(cost.layout.stages)
     on = np.array(cost.layout.placement.place)
@@ -134,7 +135,7 @@ def _fastest_on_ranks(cost: Cost, seconds: np.ndarray) -> tuple[int, ...] | None
 
 
 def with_layers(cost: Cost, layers: tuple[int, ...]) -> Cost | None:
-    """Return ``cost`` with these layers per stage; None if their states do not fit."""
+    """Return ``cost`` with these ``layers`` per stage; None if the states do not fit."""
     moved = cost.replace(layers=layers)
     states = moved.states_of_ranks
     fits = all(s < b for s, b in zip(states, moved.device_budget_bytes, strict=True))
@@ -144,7 +145,7 @@ def with_layers(cost: Cost, layers: tuple[int, ...]) -> Cost | None:
 def layout_flags(layers: Sequence[int], mtp_layers: int = 0) -> list[str]:
     """Return Megatron's flags for these layers per stage; none if they are even.
 
-    The last ``mtp_layers`` layers are MTP layers, which do not count.
+    The last ``mtp_layers`` layers are MTP layers, which do not count as decoder layers.
     """
     layers = (*layers[:-1], layers[-1] - mtp_layers)
     if len(set(layers)) == 1:

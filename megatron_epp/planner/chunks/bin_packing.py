@@ -1,6 +1,6 @@
 """Packing of tails and short documents into buckets: InfiniPipe's Alg. 1, or longest first.
 
-In both, a bucket holds at most one tail, and hence at most one sliced document.
+With both methods, a bucket holds at most one tail, and hence at most one sliced document.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ def alg1(
 
     Source: InfiniPipe's Alg. 1, lines 3 to 13, in its section on the sequence processor. Short
     documents, in descending time, go to the feasible bucket with the smallest time per token. If no
-    bucket has time left, the target is loosened. Tail t opens bucket t.
+    bucket has time left, the target is raised. Tail t opens bucket t.
 
     Args:
         cuts: tails and short documents.
@@ -58,7 +58,7 @@ def _alg1(tail_seconds, tail_tokens, short_seconds, short_tokens, target, most_t
             seconds[count], tokens[count] = 0.0, 0.0
             count += 1
         else:
-            # Line 13, in one step: loosen the target to what the least loaded bucket can take.
+            # Line 13, in one step: raise the target until the least loaded bucket has time left.
             target = max(target, least + short_seconds[q])
             for b in range(count):
                 if (
@@ -82,13 +82,13 @@ def longest_first(
 ) -> tuple[np.ndarray, int]:
     """Return the bin of every tail and every short document, and the number of bins.
 
-    Each document goes to the bin that finishes first. Tail t opens bin t.
+    Each document goes to the bin with the least seconds so far. Tail t opens bin t.
 
     Args:
         cuts: tails and short documents.
         rates: seconds per token and pair.
-        bins: wanted number of bins; there are at least as many as tails, and more if tokens exceed
-            all bins.
+        bins: wanted number of bins. The result has at least one bin per tail, and more bins if a
+            document exceeds the token limit of every bin.
         most_tokens: token limit of a bin.
         loaded_seconds: seconds that the last bins start with, which makes these bins smaller.
     """
@@ -142,7 +142,7 @@ def _longest_first(tail_seconds, tail_tokens, short_seconds, short_tokens, start
 
 
 def first_fit(cuts: Cuts, most_tokens: float) -> tuple[np.ndarray, int]:
-    """Return the bin of every tail and short document: the first that fits, longest first."""
+    """Return the bin of every tail and short document: first-fit, longest first."""
     tails, shorts = (part.tokens.astype(np.float64) for part in (cuts.tails, cuts.shorts))
     at_once = np.zeros_like(tails), tails, np.zeros_like(shorts), shorts, np.zeros_like(tails)
     return _longest_first(*at_once, float(most_tokens))  # with all times 0

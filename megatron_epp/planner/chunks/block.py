@@ -4,13 +4,14 @@
     replica 0   a0 a1 a2 a3 |  d0 d1 |  .  |  .       a, b, c, d: slices of sliced documents
     replica 1   b0 b1 c0 c1 |  .  .  |  .  |  .       .: a pack, or nothing
 
-Replicas in lockstep have one order of ops, so a group (the chunks between two bars) is common to
-all of them. Its forwards run from left to right, its backwards from right to left. The longest
-document of a group has as many slices as the group has positions; shorter ones fit into it one
-after the other.
+Replicas in lockstep run the same order of ops, so a group (the chunks between two bars) is common
+to all of them. The forwards of a group run from left to right, the backwards from right to left. A
+group has as many positions as its longest document has slices. Shorter sliced documents run one
+after the other in the positions of another replica.
 
-A position takes as long as the slowest replica's chunk, so documents are assigned to balance these.
-Short documents go, longest first, to the place that finishes first, also next to slices.
+A position takes as long as the slowest replica's chunk, so documents are assigned to balance the
+replicas' chunks. Short documents go, longest first, to the replica and position with the least
+seconds so far, also next to slices.
 """
 
 from collections.abc import Sequence
@@ -26,10 +27,10 @@ from megatron_epp.sim.jit import njit
 
 @dataclass(frozen=True, slots=True)
 class BlockChunking(Chunking):
-    """Chunking of a block, with the same positions as those of its ``members``, one per replica.
+    """Chunking of a block; ``members`` are its replicas' chunkings, with the same positions.
 
-    Its own arrays are those of the slowest member at each position; tokens are the maximum. A group
-    of several positions counts as one sliced document.
+    At each position, the block's arrays are those of the slowest member; tokens are the maximum
+    over the members. A group of several positions counts as one sliced document.
     """
 
     members: tuple[Chunking, ...]
@@ -40,7 +41,7 @@ class BlockChunking(Chunking):
         return tuple(part for member in self.members for part in member.contents)
 
     def arranged(self, order: Sequence[int] | np.ndarray) -> "BlockChunking":
-        """Return the same chunks with the groups in another order, the same for all members."""
+        """Return the chunks with the groups in ``order``, for the block and for all members."""
         own = {field.name: getattr(self, field.name) for field in fields(Chunking)}
         chunking = Chunking(**own).arranged(order)
         return BlockChunking(
@@ -49,7 +50,7 @@ class BlockChunking(Chunking):
             starts=chunking.starts,
             tokens=chunking.tokens,
             pairs=chunking.pairs,
-            # Groups stand for documents here, numbered in order.
+            # The document of a block's chunk is the index of the chunk's group.
             document=np.where(chunking.document >= 0, chunking.group, -1),
             slice_tokens=chunking.slice_tokens,
             members=tuple(member.arranged(order) for member in self.members),
@@ -59,7 +60,7 @@ class BlockChunking(Chunking):
 def folded(chunking: Chunking, width: int, rates: Rates) -> Chunking:
     """Return ``chunking``, of all replicas' documents, assigned to ``width`` replicas.
 
-    If ``width`` is 1, it is returned unchanged.
+    If ``width`` is 1, return ``chunking`` unchanged.
     """
     if width == 1:
         return chunking
@@ -101,7 +102,7 @@ def build_block(
     """Return the chunks of ``params`` for ``width`` replicas.
 
     Args:
-        params: parameters; their numbers are per replica.
+        params: parameters; numbers of chunks and packs are per replica.
         lengths: lengths of all replicas' documents, in descending order.
         rates: seconds per token and pair.
         most_tokens: token limit of a chunk.
@@ -156,7 +157,7 @@ def build_block(
 
 @njit()
 def _fill(seconds, tokens, short_seconds, short_tokens, most_tokens):
-    """Return the place of every short document, the one that finishes first and has capacity.
+    """Return the place of every short document: the least loaded place that has capacity.
 
     The second value is False if a document fits nowhere.
     """
@@ -184,7 +185,7 @@ def _sort_packs(
     count: int,
     width: int,
 ) -> None:
-    """Sort every replica's packs from position ``beside`` on in descending time."""
+    """Sort every replica's packs, from position ``beside`` to the end, by descending time."""
     taken = np.zeros((width, count))
     np.add.at(taken, (member, position), seconds)
     for who in range(width):
@@ -198,8 +199,9 @@ def _sort_packs(
 def _assign_runs(sizes: Sequence[int], width: int) -> tuple[list[int], list[tuple[int, int]]]:
     """Assign sliced documents to groups of positions.
 
-    A document goes into the first group with enough free positions, to the replica with most of
-    them. If there is none, it opens a group at the replica with the fewest slices.
+    A document goes into the first group with enough free positions, to the replica with the most
+    free positions in this group. If no group has enough free positions, the document opens a group
+    at the replica with the fewest slices.
 
     Args:
         sizes: numbers of slices in descending order.
@@ -274,7 +276,7 @@ def _block(
 
 
 def _none_empty(spans: Spans, member: np.ndarray, width: int) -> np.ndarray:
-    """Return ``member`` with a document moved to every replica that had none."""
+    """Return ``member`` with a document moved to every replica that has no document."""
     member = member.copy()
     for who in range(width):
         if (member == who).any():
@@ -287,7 +289,7 @@ def _none_empty(spans: Spans, member: np.ndarray, width: int) -> np.ndarray:
 
 
 def _without_gaps(starts: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Remove positions at which no replica has a document; only packs leave such."""
+    """Remove positions at which no replica has a document; only positions of packs can be empty."""
     there = np.zeros(int(starts[-1]), dtype=bool)
     there[position] = True
     before = np.concatenate(([0], np.cumsum(there)))

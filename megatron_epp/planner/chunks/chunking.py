@@ -13,19 +13,19 @@ from megatron_epp.planner.chunks.slicing import Cuts, Rates, Spans
 class Chunking:
     """Chunks numbered in forward order; slices of a sliced document are consecutive.
 
-    A group is the chunks of one sliced document, or one pack. Backward runs the groups in the same
-    order, and the chunks of a group in reverse.
+    A group consists of the chunks of one sliced document, or of one pack. Backwards run the groups
+    in the order of the forwards, but the chunks of a group in reverse.
 
     Attributes:
         spans: all spans.
         chunk: chunk of every span.
-        starts: group g has the chunks starts[g] to starts[g + 1].
+        starts: group g consists of the chunks starts[g] to starts[g + 1] - 1.
         tokens: tokens of every chunk.
         pairs: query-key pairs of every chunk.
-        document: per chunk, the sliced document that it holds a slice of, or -1.
-        slice_tokens: per chunk, tokens of that slice, or 0.
-        rank: per span, the context-parallel rank that computes it alone, or ALL_RANKS. None: all
-            spans are sharded over all ranks.
+        document: for every chunk, the sliced document of which the chunk holds a slice, or -1.
+        slice_tokens: for every chunk, the tokens of this slice, or 0.
+        rank: for every span, the context-parallel rank that computes the span alone, or ALL_RANKS.
+            None: all spans are sharded over all ranks.
         ranks: number of context-parallel ranks.
     """
 
@@ -48,7 +48,7 @@ class Chunking:
         Args:
             spans: all spans.
             chunk: chunk of every span.
-            starts: group g has the chunks starts[g] to starts[g + 1].
+            starts: group g consists of the chunks starts[g] to starts[g + 1] - 1.
             cut: whether each span is a slice of a sliced document.
         """
         count = int(starts[-1])
@@ -98,7 +98,7 @@ class Chunking:
         return tuple(each.tobytes() for each in of)
 
     def arranged(self, order: Sequence[int] | np.ndarray) -> "Chunking":
-        """Return the same chunks with the groups in another order."""
+        """Return the chunks with the groups in ``order``."""
         order = np.asarray(order)
         sizes = self.sizes[order]
         starts = starts_of(sizes)
@@ -135,7 +135,7 @@ class Chunking:
 
 
 def starts_of(sizes: np.ndarray) -> np.ndarray:
-    """Return [groups + 1] the first chunk of each group, and the end of the last one."""
+    """Return [groups + 1] the first chunk of each group, and the end of the last group."""
     return np.concatenate(([0], sizes.cumsum()))
 
 
@@ -151,7 +151,7 @@ def backward_order(starts: np.ndarray) -> np.ndarray:
 
 
 def assemble(cuts: Cuts, bucket: np.ndarray, buckets: int, rates: Rates) -> Chunking:
-    """Return chunks of slices and buckets: sliced documents, then packs, each longest first.
+    """Return chunks of slices and buckets: sliced documents, then packs, both longest first.
 
     Args:
         cuts: slices, tails and short documents.

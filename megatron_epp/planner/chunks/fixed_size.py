@@ -1,4 +1,4 @@
-"""Chunks of one fixed size: documents sliced at multiples of it, remainders packed to it."""
+"""Chunks of one fixed size: documents are sliced at its multiples, remainders are packed."""
 
 from collections.abc import Iterator
 
@@ -27,7 +27,7 @@ def sizes(context: int, multiple: int) -> Iterator[int]:
 def packed_chunks(lengths: np.ndarray, context: int, rates: Rates) -> Chunking:
     """Return unsliced documents packed first-fit into chunks of ``context`` tokens.
 
-    The limit is the length of the longest document if that is larger.
+    If the longest document has more tokens than ``context``, its length is the limit.
     """
     longest = int(lengths[0])
     uncut = cut_at(lengths, np.array([0, longest]))
@@ -38,7 +38,7 @@ def packed_chunks(lengths: np.ndarray, context: int, rates: Rates) -> Chunking:
 def fixed_chunks(lengths: np.ndarray, size: int, rates: Rates) -> Chunking:
     """Return slices of ``size`` tokens.
 
-    Tails and short documents are packed, one tail per chunk.
+    Tails and short documents are packed, at most one tail per chunk.
     """
     points = np.arange(0, int(lengths[0]) + size, size)
     cuts = cut_at(lengths, points)

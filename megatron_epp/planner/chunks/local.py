@@ -3,11 +3,11 @@
     rank 0   tail of a document     | e e e g g   |      a a a a a . |      the tail: on all ranks;
     rank 1   tail of a document     | f f f h h h |      b b c c d d |      a to h: on one rank
 
-A document that one rank computes in about a chunk's time runs on one rank, longest first, in the
-chunk and rank that finish first. Longer documents are sliced and sharded over all ranks. A rank's
-rows are padded to those of the fullest rank of its chunk, and the chunk takes as long as its
-slowest rank. Ranks of packs without sharded documents are therefore sorted by rows, so that similar
-ones share a chunk.
+A document that one rank computes in about a chunk's time or less runs on one rank. These documents
+go, longest first, to the chunk and rank with the least seconds so far. Longer documents are sliced
+and sharded over all ranks. All ranks of a chunk are padded to the rows of the fullest rank, and the
+chunk takes as long as its slowest rank. The ranks of packs without sharded documents are therefore
+sorted by rows, so that ranks with similar rows share a chunk.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from megatron_epp.sim.jit import njit
 
 
 def rank_seconds(lengths: np.ndarray, rates: Rates, ranks: int) -> np.ndarray:
-    """Return the seconds of unsliced documents that one of ``ranks`` computes alone."""
+    """Return the seconds of unsliced documents, each computed by one of ``ranks`` alone."""
     return ranks * (rates.document_seconds(lengths) - rates.exchange_seconds * lengths)
 
 
@@ -40,7 +40,7 @@ def first_local(
     Args:
         lengths: document lengths in descending order.
         chunks: number of chunks.
-        fraction: most time of such a document, as a fraction of a chunk's.
+        fraction: most time of a document that one rank computes, as a fraction of a chunk's time.
         rates: seconds per token and pair.
         most_tokens: token limit of a chunk.
         ranks: number of context-parallel ranks.
@@ -74,9 +74,9 @@ def local_chunks(
         lengths: document lengths in descending order.
         first: index of the first document that one rank computes.
         target_seconds: time of a chunk.
-        cut: time of a slice as a fraction of a chunk's.
+        cut: time of a slice as a fraction of a chunk's time.
         missing: fractions by which the last packs are smaller than a chunk.
-        extra_bins: packs to add to (or remove from) what even filling needs.
+        extra_bins: number of packs more (negative: fewer) than even filling requires.
         rates: seconds per token and pair.
         most_tokens: token limit of a chunk.
         multiple: slice boundaries are multiples of this.
@@ -113,7 +113,7 @@ def local_chunks(
     )
     own = np.zeros(bins * ranks)
     np.add.at(own, place, lengths[first:])
-    # Ranks of packs without sharded documents, and of full size, may be permuted.
+    # Ranks of full-size packs without sharded documents may be permuted.
     free = np.arange(used * ranks, (len(seconds) - small) * ranks)
     new = np.arange(bins * ranks)
     new[free[np.argsort(-own[free], kind="stable")]] = free
@@ -133,8 +133,8 @@ def local_chunks(
 def _assign(seconds, rows, document_seconds, tokens, most_rows, ranks):
     """Return the place of every document, c * ranks + r for rank r of chunk c, and the chunk count.
 
-    Documents go, longest first, to the place that finishes first. New chunks are added when all
-    places are full.
+    Documents go, longest first, to the place with the least seconds so far. New chunks are added
+    when all places are full.
     """
     count = len(seconds)
     taken = np.zeros(count + ranks * (len(tokens) + 1))

@@ -9,8 +9,8 @@ from megatron_epp.planner.chunks.chunking import Chunking, assemble
 from megatron_epp.planner.chunks.local import first_local, local_chunks
 from megatron_epp.planner.chunks.slicing import Cutter, Rates, cut_each
 
-# Sizes of the packs at an end of the iteration, as fractions of the others'. Small packs fill the
-# pipeline sooner at the start and drain it sooner at the end.
+# Sizes of the packs at an end of the iteration, as fractions of the other packs' size. Small packs
+# fill the pipeline sooner at the start and drain it sooner at the end.
 TAPERS: tuple[tuple[float, ...], ...] = (
     (),
     (0.5,),
@@ -20,25 +20,26 @@ TAPERS: tuple[tuple[float, ...], ...] = (
     (0.1, 0.2, 0.3, 0.45, 0.6, 0.8),
 )
 
-RAMP_FROM = 0.05  # size of a ramp's first pack, as a fraction of a full one; chosen by hand
+RAMP_FROM = 0.05  # size of a ramp's first pack, as a fraction of a full pack; chosen by hand
 
-UNCUT = 1e6  # value of ``cut`` with which no document is sliced that a stage can hold
+UNCUT = 1e6  # with this ``cut``, only documents that no stage can hold are sliced
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkingParams:
-    """How a batch becomes chunks.
+    """Parameters of the chunks of a batch.
 
     Attributes:
         chunks: approximate number of chunks.
-        cut: time of a slice as a fraction of a chunk's.
-        extra_bins: packs to add to (or remove from) what even filling needs.
-        front: index into TAPERS of the first packs.
-        back: index into TAPERS of the last packs.
+        cut: time of a slice as a fraction of a chunk's time.
+        extra_bins: number of packs more (negative: fewer) than even filling requires.
+        front: index into TAPERS for the first packs.
+        back: index into TAPERS for the last packs.
         reverse: whether the shortest documents come first.
-        bare: recompute for one document at a time only; memory then delays the other forwards.
-        local: documents that one context-parallel rank computes in this fraction of a chunk's time
-            run on one rank (:mod:`.local`); 0 for none.
+        bare: whether recompute suffices only for one document in flight at a time; the memory
+            budget then delays the other forwards.
+        local: a document runs on one context-parallel rank if one rank computes it within this
+            fraction of a chunk's time (:mod:`.local`); 0: all documents are sharded.
         ramp: number of first packs that grow by a constant factor, instead of ``front``; 0 for
             none.
     """
@@ -55,14 +56,14 @@ class ChunkingParams:
 
     @property
     def ramp_fractions(self) -> tuple[float, ...]:
-        """Sizes of the small first packs as fractions of the others', in order."""
+        """Sizes of the small first packs, in order, as fractions of the other packs' size."""
         if not self.ramp:
             return TAPERS[self.front]
         return tuple(RAMP_FROM ** (1 - pack / self.ramp) for pack in range(self.ramp))
 
     @property
     def missing(self) -> np.ndarray:
-        """Fractions by which the small packs at the front, then at the back, are smaller."""
+        """Missing fractions of a full pack in the small packs at the front, then at the back."""
         return np.array([1 - fraction for fraction in self.ramp_fractions + TAPERS[self.back]])
 
     def __str__(self) -> str:
@@ -130,10 +131,10 @@ def build_chunks(
 
 
 def forward_turns(params: ChunkingParams, groups: int, tails: int) -> np.ndarray:
-    """Return [groups] in the order of their forwards; the first ``tails`` are sliced documents."""
+    """Return the groups in forward order; groups before ``tails`` are sliced documents."""
     small_ones, order = len(params.ramp_fractions), np.arange(groups)
     if params.reverse:
         order = order[::-1]
-    # Packs are in descending order, so the small ones are last: move them to the front.
+    # Packs are in descending order, so the small packs are last: move them to the front.
     small = np.arange(groups - 1, groups - 1 - min(small_ones, groups - tails), -1)
     return np.concatenate((small, order[~np.isin(order, small)]))

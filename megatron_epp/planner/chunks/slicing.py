@@ -1,7 +1,7 @@
 """Slicing of documents into slices of equal time.
 
-A late slice attends to more tokens, so slices of equal time have fewer and fewer tokens. Documents
-are sorted, longest first, so that a plan does not depend on their order.
+A late slice attends to more tokens, so the later of two slices with equal time has fewer tokens.
+Documents are sorted, longest first, so that a plan does not depend on their order.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ class Rates:
 
         seconds = token_seconds * tokens + pair_seconds * pairs + chunk_seconds
 
-    plus the terms of windows and columns, if the stages have layers with such.
+    plus the terms of ``window_seconds`` and ``column_seconds``, if layers have windows or columns.
 
     Attributes:
         token_seconds: seconds per token.
@@ -28,9 +28,9 @@ class Rates:
         window_seconds: (window, seconds per pair within it), narrowest first.
         column_seconds: (column, seconds per unit) of other columns.
         exchange_seconds: part of ``token_seconds`` for exchanging rows and heads; a document on one
-            context-parallel rank does without.
-        host_ops: (fraction of the seconds that an op takes, host seconds to issue it) of forward
-            and backward; () if hosts take no time.
+            context-parallel rank does not need this part.
+        host_ops: for forward and for backward, (the op's fraction of a chunk's seconds, host
+            seconds to issue the op); () if hosts take no time.
     """
 
     token_seconds: float
@@ -43,18 +43,18 @@ class Rates:
 
     @property
     def host_seconds(self) -> float:
-        """Seconds of a chunk below which issuing one of its ops takes the host longer."""
+        """Seconds of a chunk below which the host takes longer to issue an op than the op runs."""
         return max((host / fraction for fraction, host in self.host_ops), default=0.0)
 
     def seconds(self, tokens, pairs):
-        """Return the seconds of tokens and unwindowed pairs, without a chunk's constant.
+        """Return the seconds of tokens and unwindowed pairs, without ``chunk_seconds``.
 
         Arguments are numbers or arrays.
         """
         return self.token_seconds * tokens + self.pair_seconds * pairs
 
     def span_seconds(self, spans: "Spans") -> np.ndarray:
-        """Return the seconds of each span, without a chunk's constant."""
+        """Return the seconds of each span, without ``chunk_seconds``."""
         taken = self.seconds(spans.tokens, spans.pairs)
         if not (self.window_seconds or self.column_seconds):
             return taken
@@ -63,7 +63,7 @@ class Rates:
     def chunk_spans_seconds(
         self, spans: "Spans", chunk: np.ndarray, tokens: np.ndarray, pairs: np.ndarray
     ) -> np.ndarray:
-        """Return the seconds of each chunk, without its constant.
+        """Return the seconds of each chunk, without ``chunk_seconds``.
 
         Args:
             spans: all spans.
@@ -94,7 +94,7 @@ class Rates:
         return taken
 
     def window_document_seconds(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the seconds of unsliced documents without those of other columns."""
+        """Return the seconds of unsliced documents, without ``column_seconds``."""
         taken = self.seconds(lengths, lengths * (lengths + 1) / 2)
         for window, seconds in self.window_seconds:
             taken = taken + seconds * pairs_before(lengths, window)
@@ -171,11 +171,10 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """Sliced documents, with their pieces by further use.
+    """Documents after slicing: slices, tails and unsliced documents.
 
     Attributes:
-        slices: all slices of sliced documents except the last of each, in order: chunks of their
-            own.
+        slices: all slices of sliced documents except the tails, in order; each becomes a chunk.
         tails: last slice of every sliced document.
         shorts: unsliced documents, longest first.
     """
@@ -203,7 +202,7 @@ def cut_each(
     """Slice every document longer than about ``target_seconds`` into slices of equal time.
 
     Each document has its own boundaries. The number of slices brings a slice's time nearest to the
-    target, with no slice longer than ``most_tokens``.
+    target. It is larger if a slice would otherwise exceed ``most_tokens``.
 
     Args:
         lengths: document lengths in descending order.
@@ -232,7 +231,7 @@ Cutter = Callable[[np.ndarray, float, Rates, int, int], Cuts]
 
 
 def remembered(cutter: Cutter = cut_each) -> Cutter:
-    """Return ``cutter`` with a cache, for one batch whose longest documents it is given."""
+    """Return ``cutter`` with a cache, for calls with the n longest documents of one batch."""
     known: dict[tuple[int, float], Cuts] = {}
 
     def cut(
@@ -247,7 +246,7 @@ def remembered(cutter: Cutter = cut_each) -> Cutter:
 
 
 def _cuts(lengths: np.ndarray, starts: list[np.ndarray]) -> Cuts:
-    """Return the pieces; the slices of the d-th longest document begin at ``starts[d]``."""
+    """Return the cuts; the slices of the d-th longest document begin at ``starts[d]``."""
     counts = np.array([len(points) for points in starts], dtype=np.int64)
     document = np.repeat(np.arange(len(starts)), counts)
     start = np.concatenate(starts) if starts else np.zeros(0, dtype=np.int64)
@@ -263,8 +262,8 @@ def _cuts(lengths: np.ndarray, starts: list[np.ndarray]) -> Cuts:
 
 
 # More chunks per stage would shorten warm-up and cool-down by less than 4% of the iteration. Real
-# kernels lose more than that on them, beyond a constant per chunk. In deep pipelines they would not
-# be worth their planning time either.
+# kernels lose more than 4% on smaller chunks, in addition to the constant per chunk. In deep
+# pipelines, more chunks would not be worth the planning time either.
 MOST_CHUNKS_PER_STAGE = 24
 MANY_CHUNKS = 256
 COUNTS_TRIED = 64  # numbers of chunks tried if hosts take time
@@ -275,8 +274,8 @@ def ideal_chunks(total_seconds: float, rates: Rates, stages: int) -> float:
     """Return the number of equal chunks that minimises the time.
 
     n chunks cost n * chunk_seconds plus (stages - 1) * total_seconds / n for warm-up and cool-down.
-    If hosts take time, the best of several numbers by n + stages - 1 ops is taken. An op then takes
-    at least its host time, so that more chunks do not shorten it.
+    If hosts take time, several numbers n of chunks are compared by the time of n + stages - 1 ops.
+    Each op then takes at least its host time, which more chunks do not shorten.
     """
     most = min(
         MOST_CHUNKS_PER_STAGE * stages,

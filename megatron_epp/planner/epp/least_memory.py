@@ -9,17 +9,17 @@ from megatron_epp.planner.epp.search import TIE, Search
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.policies import policy_of
 
-# Number of budgets tried, between the least possible and what the fastest plan takes.
+# Number of budgets tried, between LEAST and the memory of the best plan.
 BISECTIONS = 5
 _REPORTED_GAIN = ", lean"
-LEAST = 0.25  # lower end of the bisection, as a fraction of what the fastest plan takes
+LEAST = 0.25  # lower end of the bisection, as a fraction of the best plan's memory
 
 
 def least_memory(search: Search, fastest: Candidate) -> Candidate:
     """Return the plan with the lowest peak among those at most ``TIE`` slower than ``fastest``.
 
-    If ``fastest`` does not fit, it is returned. Candidates are all plans that ``search`` has seen.
-    Then the winner's policy is tried within smaller budgets, by bisection.
+    If ``fastest`` does not fit, return ``fastest``. Candidates are all plans that ``search`` has
+    simulated. Bisection then tries the best candidate's policy within smaller budgets.
     """
     if fastest.over_bytes > 0:
         return fastest
@@ -43,13 +43,13 @@ def least_memory(search: Search, fastest: Candidate) -> Candidate:
 
 
 def _filled(candidate: Candidate) -> float:
-    """Return the fraction of its headroom that the fullest stage takes."""
+    """Return the largest fraction of its headroom that any stage uses."""
     headroom = np.maximum(candidate.prepared.work.headroom_bytes, 1.0)
     return float((candidate.schedule.peak_bytes / headroom).max())
 
 
 def _within(search: Search, candidate: Candidate, fraction: float) -> Candidate:
-    """Return the plan of the candidate's chunks and policy within a fraction of every headroom."""
+    """Return the plan of the candidate's chunks and policy within ``fraction`` of the headroom."""
     work = candidate.prepared.work
     smaller = dataclasses.replace(work, headroom_bytes=work.headroom_bytes * fraction)
     policy = policy_of(

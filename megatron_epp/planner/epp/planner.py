@@ -1,6 +1,6 @@
 """The ``epp`` planner: chunks, order and recompute by exact simulation.
 
-It also drafts the published schedules, and is therefore never slower than these.
+The planner also drafts the published schedules, so its plans are never slower than theirs.
 """
 
 import dataclasses
@@ -40,28 +40,29 @@ from megatron_epp.planner.recompute.offload import HostHeadroom, offload_of
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 
 # With the paper's memory model (lever `exact` off) a plan may exceed the budget. The budget is then
-# reduced by the excess and a little more, at most this often, because the exact peak depends on the
-# plan. Chosen by hand.
+# reduced by the excess and a little more, at most EXACT_TRIES times, because the exact peak depends
+# on the plan. Chosen by hand.
 EXACT_TRIES = 3
 TIGHTENED_MORE = 1.02
 # With tight memory, retry with more effort, up to EFFORT, while the plan is more than 5% above its
-# lower bound. With 16, 512 documents of 13B on devices of 40 GiB took 0.2% less, and 0.9% with
-# vocabulary parallelism, for two to four times the planning.
+# lower bound. With an effort of 16, iterations of 512 documents of 13B on devices of 40 GiB took
+# 0.2% less time (0.9% with vocabulary parallelism), but planning took two to four times as long.
 FAR = 1.05
-# Factor on the assumed host time. Of 1.4 to 1.7 it loses least at half and twice that time, on the
-# even jobs of scripts/bench/study_jobs.py: at most 6%, against 23% without it, and 3% where the
-# assumption holds. A pipeline of 16 stages with few documents loses 16%, 4% and 2%.
+# Factor on the assumed host time. Of the factors 1.4 to 1.7, this one loses least if the true host
+# time is half or twice the assumed time, on the even jobs of scripts/bench/study_jobs.py: at most
+# 6%, against 23% without a factor, and 3% if the assumption is right. A pipeline of 16 stages with
+# few documents loses 16%, 4% and 2%.
 HEDGE = 1.6
-# Skip the split-backward search of a variant that is more than 1% slower without it.
+# Skip the split-backward search of a variant that is more than 1% slower with unsplit backwards.
 FAR_SLOWER = 1.01
 
 
 class SharedChunkings(
     defaultdict[tuple[bool, tuple[int, ...], tuple[float, ...], HostHeadroom], PreparedChunkings]
 ):
-    """Prepared chunkings within one batch, by offloading, layers per stage and bytes of headroom.
+    """Prepared chunkings of one batch, by offloading, layers per stage and bytes of headroom.
 
-    ``split`` says whether any search splits backwards.
+    ``split``: whether any search splits backwards.
     """
 
     def __init__(self, split: bool):
@@ -84,9 +85,10 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
 
 
 def _with_slower_hosts(cost: Cost) -> Cost:
-    """Return ``cost`` with HEDGE times the host time, if it is an analytic model.
+    """Return ``cost`` with HEDGE times the host time, if its cost model is analytic.
 
-    Too many chunks cost much if hosts are slower than assumed; too few cost little if they are not.
+    Too many chunks cost much time if hosts are slower than assumed. Too few chunks cost little time
+    if hosts are as fast as assumed.
     """
     if cost.layout.profile.provenance.kind != ANALYTIC or not cost.seconds.host[Kind.FORWARD].any():
         return cost
@@ -100,7 +102,7 @@ def _fastest(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
         fitting = [scored.seconds for scored in candidates if scored.over_bytes <= 0]
         theirs = infinipipe.draft_below(batch, cost, options, min(fitting, default=np.inf))
         candidates += [] if theirs is None else [theirs]
-    # With the layers per stage as they are, and as the best draft has them.
+    # With the layers per stage of ``cost``, and with those of the best draft.
     moved = min(candidates, key=lambda candidate: candidate.rank, default=None)
     costs = [cost] if moved is None or moved.cost is cost else [cost, moved.cost]
     for layers, other in product(costs, _others(cost, options)):
@@ -116,7 +118,8 @@ def _fastest(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
         and "persist" in options.levers
         and EFFORT <= effort < MANY_EFFORT
     ):
-        # Memory is tight and a published schedule beats our search, which missed what fits well.
+        # Memory is tight and a published schedule beats our search, which missed chunkings that fit
+        # well.
         more = _searched(batch, cost, dataclasses.replace(options, effort=MANY_EFFORT))
         best = min([best, *more], key=lambda candidate: candidate.rank)
     if best.over_bytes > 0:
@@ -146,15 +149,17 @@ def _others(cost: Cost, options: Options) -> list[Callable[..., ScoredDraft | No
 def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDraft]:
     """Return the drafts of our own searches.
 
-    Unsplit backwards are searched first, so that a plan that splits them must beat one that does
-    not: I and W take longer than B on some machines, and hold more on all. Likewise, a plan that
-    offloads must beat one that does not; offloading is tried if memory made a plan recompute.
+    Unsplit backwards are searched first, so a plan with split backwards must be faster to be
+    chosen: I and W take longer than B on some machines, and hold more memory on all machines.
+    Likewise, a plan that offloads must be faster than a plan that does not. Offloading is tried
+    only if lack of memory made a plan recompute.
 
-    Plans with documents on one context-parallel rank are searched first. If the best is below the
-    lower bound of plans without, the search ends. Otherwise those are searched too, until they are
-    FAR_SLOWER with unsplit backwards.
+    Plans with documents on one context-parallel rank are searched first. The search ends if the
+    best of them is below the lower bound of plans that shard all documents. Otherwise plans that
+    shard all documents are searched too, until they are FAR_SLOWER with unsplit backwards.
     """
-    # The paper's memory model charges what I leaves for W, whether backwards are split or not.
+    # The paper's memory model charges the memory held from I to W, whether backwards are split or
+    # not.
     tables = SharedChunkings("wsplit" in options.levers or "exact" not in options.levers)
     sharded_only = dataclasses.replace(options, levers=options.levers - {"local"})
     if "local" not in options.levers or not can_be_local(cost, options):
@@ -176,7 +181,7 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDr
 def _by_set(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
 ) -> Iterator[list[ScoredDraft]]:
-    """Yield the drafts of one set of levers after the other, unsplit backwards first."""
+    """Yield the drafts for each set of levers in turn, unsplit backwards first."""
     tight = False
     for levers in _sets(options.levers, cost):
         if "offload" in levers and not tight:
@@ -188,7 +193,7 @@ def _by_set(
 
 
 def can_be_local(cost: Cost, options: Options) -> bool:
-    """Return whether computing a document on one context-parallel rank can save anything.
+    """Return whether computing a document on one context-parallel rank can save time.
 
     Replicas in lockstep shard all documents.
     """
@@ -207,7 +212,7 @@ def _sets(levers: frozenset[str], cost: Cost) -> list[frozenset[str]]:
 def _even_and_moved(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
 ) -> Iterator[ScoredDraft | None]:
-    """Yield the best draft with the layers as they are, and with layers moved between stages."""
+    """Yield the best draft with the layers of ``cost``, then with layers moved between stages."""
     best = _persistent(batch, cost, options, tables)
     yield best
     if options.open_layers and "uneven" in options.levers:
@@ -226,9 +231,9 @@ def _persistent(
 ) -> ScoredDraft | None:
     """Return the best draft of our search, with more effort if memory is tight.
 
-    If memory makes it recompute, or nothing fits, the effort rises up to EFFORT while the draft is
-    FAR above the bound. A search that ends early can miss every chunking that fits well, and then
-    be several times too slow.
+    If lack of memory makes the draft recompute, or no draft fits, the effort rises up to EFFORT
+    until the draft is within a factor FAR of the lower bound. A search that ends early can miss
+    every chunking that fits well; its draft is then several times too slow.
     """
     best = _own(batch, cost, options, tables)
     if "persist" not in options.levers:

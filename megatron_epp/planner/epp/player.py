@@ -56,7 +56,7 @@ class Player(Preparation):
         return "wsplit" in self.levers
 
     def recomputed(self, candidate: Candidate, counts: Counts) -> Candidate | None:
-        """Return ``candidate`` with ``counts``, by its policy or in its orders, or None."""
+        """Return ``candidate`` with ``counts``, rescheduled or replayed; None without effort."""
         prepared = self.recounted(candidate.prepared, counts)
         if prepared is None:
             return None
@@ -64,7 +64,7 @@ class Player(Preparation):
         return min(anew, self.replay(prepared, candidate), key=lambda option: option.rank)
 
     def replay(self, prepared: PreparedChunking, candidate: Candidate) -> Candidate:
-        """Return ``prepared``, which has the same chunks, in the orders of ``candidate``."""
+        """Return ``prepared`` simulated in the orders of ``candidate``; their chunks are equal."""
         self._spend_play(prepared, candidate.policy)
         schedule = replayed(prepared.work, candidate.schedule)
         return dataclasses.replace(
@@ -85,14 +85,14 @@ class Player(Preparation):
         return Candidate(schedule.seconds, schedule.over_bytes, prepared, policy, schedule, name)
 
     def _spend_play(self, prepared: PreparedChunking, policy: PolicyParams) -> None:
-        # H and G are no choice of the policy, and not charged.
+        # The policy does not choose when H and G run, so these ops are not charged.
         work = prepared.work
         self.effort.spend(work.stages * work.chunks * (3 if policy.split else 2))
 
     def best_policy(
         self, prepared: PreparedChunking, name: str, *, many: bool = False
     ) -> Candidate:
-        """Return the best of a few policies, or of ``many``, as far as the effort allows."""
+        """Return the best of a few policies, or of ``many``, while effort is left."""
         best: Candidate | None = None
         for policy in self._policies(bool(prepared.counts), many=many):
             if best is not None and self.effort.spent:
@@ -119,7 +119,7 @@ class Player(Preparation):
         return chosen
 
     def unbounded(self, kept: PreparedChunking, name: str) -> Candidate:
-        """Return the best schedule of ``kept`` for unlimited memory; it counts as not fitting."""
+        """Return the best schedule for unlimited memory; the result counts as not fitting."""
         ample = np.full_like(kept.work.headroom_bytes, np.inf)
         work = dataclasses.replace(kept.work, headroom_bytes=ample)
         ample_kept, left = dataclasses.replace(kept, work=work), self.effort.left

@@ -41,13 +41,13 @@ from megatron_epp.planner.recompute.choices import (
 )
 from megatron_epp.planner.recompute.ilp import Solver
 
-# Effort charged in simulated ops: for a chunking and its arrays, fixed and per array element, and
-# for solving a recompute program. Chosen by hand; only the magnitude matters.
+# Effort charged, in simulated ops: CHUNKING_OPS per chunking, OPS_PER_NUMBER per array element, and
+# PROGRAM_OPS per recompute program. Chosen by hand; only the magnitude matters.
 CHUNKING_OPS = 15_000
 OPS_PER_NUMBER = 4
 PROGRAM_OPS = 40_000
-# Array elements (stages times chunks or documents) of tables that are made together. More would
-# save little time and take memory.
+# Array elements (stages times chunks or documents) of tables that are computed together. Larger
+# tables would save little time and take more memory.
 NUMBERS_AT_ONCE = 100_000
 # Simulated ops per unit of --epp-effort. A core does 15 to 20 million per second, so a unit takes
 # about a tenth of a second.
@@ -80,12 +80,12 @@ class PreparedChunking:
 
     Attributes:
         chunking: the chunks.
-        loads: their loads.
+        loads: loads of the chunks.
         counts: recompute counts.
         problems: scheduling problems by recompute counts.
         work: the scheduling problem for ``counts``.
-        min_in_flight: [stages, chunks] forwards before each backward (planner.order.warmup), or
-            [ranks, backwards] if ranks have several stages.
+        min_in_flight: [stages, chunks] least number of forwards before each backward
+            (planner.order.warmup), or [ranks, backwards] if ranks have several stages.
         pipelines: number of pipelines that run one after another.
     """
 
@@ -98,17 +98,17 @@ class PreparedChunking:
     pipelines: int
 
 
-# With the effort that each one costs.
+# The values are a prepared chunking and the ops charged for its preparation.
 PreparedChunkings = dict[ChunkingParams, tuple[PreparedChunking, float]]
 
 
 class Preparation:
-    """Preparation of chunkings for one batch on one machine, with the levers that are on.
+    """Preparation of chunkings for one batch on one machine, with the levers of ``options``.
 
     Args:
         halves: whether chunkings are prepared with I and W.
-        headroom_bytes: bytes per rank beyond the states, if less than all of them.
-        host: host memory for offloading, if less than all of it.
+        headroom_bytes: [ranks] bytes that plans may use beyond the states; None: up to the budget.
+        host: host memory that offloading may use; None: the host budget.
     """
 
     def __init__(
@@ -164,12 +164,14 @@ class Preparation:
     ) -> PreparedChunking | None:
         """Prepare a chunking with the least recompute for its in-flight limit; None if hopeless.
 
-        If none suffices, the limit of one document at a time is tried, and then full recompute.
+        If no recompute suffices, the limit of one document at a time is tried, and then full
+        recompute.
 
         Args:
             chunking: the chunks.
             bare: whether to start with the limit of one document at a time.
-            hopeless: tells from the chunking without recompute that no plan of it is of interest.
+            hopeless: function of the chunking prepared without recompute; returns True if no plan
+                of the chunking is of interest.
             problems: scheduling problems of the chunking, if they exist already.
         """
         problems = problems or self.problems([chunking])[0]
@@ -179,14 +181,14 @@ class Preparation:
         laws = [min_in_flight] if not bare else []
         if "window" in self.levers:
             bare_limit = group_by_group(chunking.sizes, self.cost.layout.stages)
-            # With several stages per rank: no forwards beyond those that a backward needs.
+            # With several stages per rank: no forwards beyond those that a backward requires.
             laws.append(np.zeros_like(min_in_flight) if self.cost.layout.place else bare_limit)
         kept = PreparedChunking(chunking, loads, {}, problems, work, min_in_flight, parts)
-        # The cost of offloading is unknown at this point. Orders of ranks with several stages are
-        # sometimes faster with little memory.
+        # ``hopeless`` is not called with offloading, whose cost is unknown at this point, or with
+        # several stages per rank, whose orders are sometimes faster with little memory.
         asked = "offload" not in self.levers and not self.cost.layout.place
         if asked and laws and not _within(work, laws[0]).all() and hopeless(kept):
-            self.effort.spend(PROGRAM_OPS)  # charged as if it had been prepared
+            self.effort.spend(PROGRAM_OPS)  # charged as if the chunking had been prepared
             self._spend_work(chunking.count)
             return None
         counts: Counts | None = None
@@ -204,7 +206,7 @@ class Preparation:
     def _least_counts(
         self, problems: ChunkProblems, kept: ScheduleProblem, least: np.ndarray
     ) -> Counts | None:
-        """Return the recompute for an in-flight limit, offloading layers whose copies hide."""
+        """Return the recompute for an in-flight limit; layers with hidden copies are offloaded."""
         if _within(kept, least).all():
             return {}
         chunking, loads = problems.chunking, problems.loads
@@ -232,8 +234,8 @@ class Preparation:
                 self.cost, loads, self.host, least, kept.backward_order
             )
             left = left_layers(self.cost, offloaded, chunking.count)
-            # A stage does not offload if layers in transfer leave no headroom even with the rest
-            # recomputed. The last stage is sometimes one, because of its logits.
+            # A stage does not offload if layers in transfer leave no headroom even with all other
+            # layers recomputed. This sometimes happens on the last stage, because of its logits.
             smallest = self.work(problems, {**offloaded, **every_layer(FULL, left)})
             there = _within(smallest, least)[:, None]
             offloaded = {choice: grid * there for choice, grid in offloaded.items()}
@@ -248,7 +250,7 @@ class Preparation:
     def _fewest_layers(
         self, problems: ChunkProblems, offloaded: Counts, least: np.ndarray
     ) -> Counts | None:
-        """Return the least uniform recompute for a limit, of layers not offloaded; None if none."""
+        """Return the least uniform recompute of layers not offloaded; None if none fits."""
         left = left_layers(self.cost, offloaded, problems.chunking.count)
         low, high = 1, max(self.cost.layout.layers)
         counts: Counts | None = None
@@ -262,7 +264,7 @@ class Preparation:
         return counts
 
     def first_layers(self, left: list[np.ndarray], mode: str, layers: int) -> Counts:
-        """Return ``mode`` for the first ``layers`` of every stage, as far as they are ``left``."""
+        """Return counts of ``mode`` for the first ``layers`` of every stage, within ``left``."""
         first = np.minimum(np.sum(left, axis=0), layers)
         by_kind = self.cost.layout.kinds.from_front(np.zeros_like(first), first)
         return {(k, mode): np.minimum(by_kind[k], grid) for k, grid in enumerate(left)}
@@ -289,7 +291,7 @@ class Preparation:
         return pipelines(chunking.sizes, list(cuts), self.cost.layout.stages), len(cuts) + 1
 
     def recounted(self, prepared: PreparedChunking, counts: Counts) -> PreparedChunking | None:
-        """Return ``prepared`` with other recompute choices; None if no effort is left."""
+        """Return ``prepared`` with recompute ``counts``; None if no effort is left."""
         if self.effort.spent:
             return None
         counts = {mode: grid for mode, grid in counts.items() if grid.any()}
@@ -300,7 +302,7 @@ class Preparation:
 def _within(work: ScheduleProblem, least: np.ndarray) -> np.ndarray:
     """Return [stages] whether ``work`` fits with the in-flight limit ``least``.
 
-    With several stages per rank the limit may be lower where memory requires it.
+    With several stages per rank, the list scheduler lowers the limit where memory requires it.
     """
     if work.place:
         everything = np.full_like(least, work.stages * work.chunks)

@@ -1,10 +1,10 @@
-"""Progress of the search of a plan, by the effort that its searches spend."""
+"""Progress of planning, measured by the effort that the planner's searches spend."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-# Called with the ops that were spent, and the ops that one more search may spend.
+# Called with (ops just spent, additional ops that searches may spend from now on).
 Watcher = Callable[[float, float], None]
 
 _watcher: ContextVar[Watcher | None] = ContextVar("_watcher", default=None)
@@ -12,7 +12,7 @@ _watcher: ContextVar[Watcher | None] = ContextVar("_watcher", default=None)
 
 @contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Report the searches of this process to ``watcher`` within the context."""
+    """Report the progress of searches to ``watcher`` within this context."""
     token = _watcher.set(watcher)
     try:
         yield

@@ -26,18 +26,18 @@ from megatron_epp.planner.recompute import offload
 from megatron_epp.planner.recompute.hill_climbing import trimmed
 
 # The numbers down to CLIMB_FRACTION, and those of policies() and neighbours(), were chosen by hand.
-# The batches used for that are not recorded, and no sweep shows how sensitive they are. The exact
-# simulation decides between all proposals.
-# Numbers of chunks tried, as fractions of the ideal one.
+# The batches used for that are not recorded, and no sweep shows how sensitive plans are to them.
+# The exact simulation decides between all proposals.
+# Numbers of chunks tried, as fractions of the ideal number.
 GRID = (0.25, 0.3, 0.35, 0.42, 0.5, 0.6, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5)
 FULL_GRID_EFFORT = (0.35, 0.6, 1.0)  # the same for unsliced documents
-# For seeds with vocabulary parallelism, where no stage waits for the last one's LM head:
+# For seeds with vocabulary parallelism, where no stage waits for the last stage's LM head:
 RAMP = 20  # number of packs of a ramp
-RAMP_MEAN = 0.3  # mean size of a ramp's pack, as a fraction of a full one
-SEED_CUT = 1.4  # time of a slice as a fraction of a chunk's, if short documents come first
+RAMP_MEAN = 0.3  # mean size of a ramp's pack, as a fraction of a full pack
+SEED_CUT = 1.4  # time of a slice as a fraction of a chunk's time, if short documents come first
 SEED_LOCAL = (1.0, 2.0)  # factors on LOCAL
 CLIMBERS = 2  # number of best grid points that are improved
-TIE = 0.005  # fraction of the time within which plans are equal; no cost model is more exact
+TIE = 0.005  # plans count as equal within this fraction of the time; no cost model is more exact
 GRID_FRACTION = 0.35  # of the effort, for the grid
 CLIMB_FRACTION = 0.7  # of the effort, for grid and climbing
 LIKELY = 0.85  # factor on the ideal number of chunks at which the grid begins
@@ -47,8 +47,8 @@ LOCAL = 1.0  # initial ``ChunkingParams.local``
 class Search(Player):
     """Search for the best plan of one batch on one machine.
 
-    ``shared`` has chunkings prepared by an earlier search with the same batch, machine, headroom
-    and levers (except `wsplit`). Their effort is charged again, so results do not depend on them.
+    ``shared`` contains chunkings of an earlier search with the same batch, machine, headroom and
+    levers (except `wsplit`). Their effort is charged again, so results stay the same.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Search(Player):
         self.rates = rates_of(cost)
         self.total = float(self.rates.document_seconds(batch.lengths).sum()) / options.lockstep
         self.most = most_tokens(cost)
-        if options.whole:  # if the longest document does not fit, no plan will
+        if options.whole:  # if the longest document does not fit, no plan does
             self.most = max(self.most, int(batch.lengths[0]))
         self.local = LOCAL if "local" in options.levers else 0.0
         self.known: dict[ChunkingParams, Candidate] = {}
@@ -127,7 +127,7 @@ class Search(Player):
     def build(self, several: Iterable[ChunkingParams]) -> None:
         """Build the chunks of ``several`` parameters together.
 
-        They are charged when they are tried.
+        Their effort is charged when they are tried (:meth:`try_params`).
         """
         lengths, layout = self.batch.lengths, self.cost.layout
         chunkings: dict[ChunkingParams, Chunking] = {}
@@ -200,13 +200,14 @@ class Search(Player):
         ideal = ideal_chunks(self.total, self.rates, self.cost.layout.placement.ranks)
         factors = GRID if "chunks" in self.levers else (1.0,)
         effort_left = self.effort.left
-        # From the middle outwards, so that a small effort tries the likely ones.
+        # From the middle outwards, so that a small effort tries the likely numbers.
         outwards = sorted(factors, key=lambda factor: abs(np.log(factor / LIKELY)))
         seeds = [list(self._seeds(max(1.0, ideal * factor))) for factor in outwards]
         if self.options.whole:
             seeds = [[dataclasses.replace(each, cut=UNCUT) for each in some] for some in seeds]
         for number, some in enumerate(seeds):
-            # The first one alone, because a small effort ends there; then more and more together.
+            # Build the chunks of the first number alone, because a small effort ends there. Then
+            # build those of more and more numbers together.
             if number & (number - 1) == 0:
                 self.build(itertools.chain(*seeds[number : max(1, 2 * number)]))
             for params in some:
@@ -244,7 +245,7 @@ class Search(Player):
         return min(self.known.items(), key=lambda entry: entry[1].rank)
 
     def _climb(self, effort_left: float) -> None:
-        """Go from each of the grid's best to its best neighbour, repeatedly."""
+        """Move from each of the grid's best parameters to the best neighbour, repeatedly."""
         ranked = sorted(self.known, key=lambda params: self.known[params].rank)
         for params in ranked[:CLIMBERS]:
             at: ChunkingParams | None = params
@@ -283,14 +284,15 @@ def _by_eq_13(prepared: PreparedChunking, stages: int) -> float:
 def neighbours(
     params: ChunkingParams, *, tight: bool, fixed_count: bool
 ) -> Iterator[ChunkingParams]:
-    """Yield parameters that differ in one number.
+    """Yield parameters that differ from ``params`` in one field.
 
-    Factors are small (x 1.08) and large (x 1.2) steps, chosen by hand as GRID.
+    The number of chunks changes in small (x 1.08) and large (x 1.2) steps, chosen by hand like
+    GRID.
 
     Args:
         params: the parameters to start from.
-        tight: whether the plan recomputes something.
-        fixed_count: whether the number of chunks stays.
+        tight: whether the plan recomputes any layer.
+        fixed_count: whether the number of chunks stays fixed.
     """
 
     def changed(**fields: Any) -> ChunkingParams:

@@ -1,4 +1,4 @@
-"""Uniform recompute: one recompute mode for equally many layers of every stage and chunk."""
+"""Uniform recompute: one recompute mode for the same number of layers in all stages and chunks."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from megatron_epp.planner.epp.preparation import PreparedChunking
 from megatron_epp.planner.order.problem import left_layers
 from megatron_epp.planner.recompute import offload
 
-ALIKE = (1.0, 0.75, 0.5, 0.25)  # fractions of the layers that uniform recompute needs
+ALIKE = (1.0, 0.75, 0.5, 0.25)  # fractions of the number of layers that uniform recompute requires
 
 
 def uniform_recompute(
@@ -20,9 +20,9 @@ def uniform_recompute(
 ) -> Iterator[Candidate]:
     """Yield the chunkings of ``best`` and ``others`` with uniform recompute.
 
-    It applies to layers that are not offloaded. The number of layers is the least that the
-    in-flight limit, or the candidate's own order, needs; and less, if forwards may wait for memory.
-    The iterator ends when no effort is left.
+    Only layers that are not offloaded are recomputed. The number of layers is the least with which
+    the in-flight limit, or the candidate's own order, fits. Fractions of this number are tried too;
+    forwards may then wait for memory. The iterator ends when no effort is left.
     """
     for candidate in (best, *others):
         steps = "".join(modes[1:] for modes in player.ladders(candidate.prepared.loads))
@@ -52,7 +52,7 @@ def _least_uniform(
 ) -> Candidate | None:
     """Return ``candidate`` with ``mode`` for the fewest layers that fit when scheduled by ``play``.
 
-    All layers have the mode if none fits. None means that no effort is left.
+    If no number of layers fits, all layers have the mode. Return None if no effort is left.
     """
     low, high = 1, max(player.cost.layout.layers)
     best: Candidate | None = None

@@ -1,7 +1,8 @@
 """Compiled loops of list scheduling and of replaying orders.
 
-They are in one file because numba's disk cache notices changes of the function's own file only. For
-the same reason the codes of ir.KIND_CODE and ir.Payload are repeated here.
+The compiled functions are in one file because numba's disk cache only detects changes of a
+function's own file. For the same reason, this file repeats the codes of ir.KIND_CODE and
+ir.Payload.
 """
 
 from typing import Any, NamedTuple
@@ -14,8 +15,8 @@ from megatron_epp.sim.jit import njit
 F, B, I, W, H, G = 0, 1, 2, 3, 4, 5  # noqa: E741  (the letters of plans)
 assert [KIND_CODE[Kind(code)] for code in "FBIWHG"] == [F, B, I, W, H, G]
 ACTIVATION, GRADIENT, HEAD = 0, 1, 2  # ir.Payload
-FORWARD_DONE = 3  # next to payloads: the F of the same stage, which a B needs
-BLOCK = 8  # ranks that _first_to_wake groups
+FORWARD_DONE = 3  # additional index of ``arrival``: the stage's own F, which a B requires
+BLOCK = 8  # number of ranks in a block of _first_to_wake
 # LLVM inlines these functions. They allocate nothing, so numba need not count references to their
 # array arguments, which would take as long as their work. Python code does not call them.
 UNCOUNTED: dict[str, Any] = {
@@ -30,7 +31,7 @@ INLINED: dict[str, Any] = UNCOUNTED | {"forceinline": True}
 def _message(kind, s, stages, head):
     """Return (payload, row of link_seconds, receiving stage) of an op's output on stage ``s``.
 
-    The receiving stage is ``s`` if the output stays there, and -1 if there is none.
+    The receiving stage is ``s`` if the output stays there, and -1 if no op waits for the output.
     """
     if kind == F and s + 1 < stages:
         return ACTIVATION, s, s + 1
@@ -59,8 +60,8 @@ def _arrivals(stages, count, head):
 def _rise(moves, split, head):
     """Return [stages] a bound on :func:`_drain_peak` for any set of live chunks, or infinity.
 
-    If every backward frees at least what it allocates, draining never exceeds what is held by more
-    than one backward allocates.
+    If every backward frees at least what it allocates, draining raises memory by at most the bytes
+    that one backward allocates. Otherwise the bound is infinite.
     """
     stages, count = moves.shape[2], moves.shape[3]
     rise = np.zeros(stages)
@@ -105,10 +106,10 @@ class Problem(NamedTuple):
         moves: bytes that every op allocates and frees.
         backward_order: chunks in the order of their backwards.
         last_of_group: last chunk of each chunk's group.
-        budget: bytes of every rank.
+        budget: memory budget of every rank in bytes.
         rank_of: int64, rank of every stage.
         by_rank: stages sorted by rank.
-        placed: whether a stage may be on another rank than that of its number.
+        placed: whether stage s may be on another rank than rank s.
     """
 
     seconds: np.ndarray
@@ -124,7 +125,7 @@ class Problem(NamedTuple):
 
 
 class PolicyArrays(NamedTuple):
-    """list_scheduler.Policy as arrays; ``head`` says whether there are H and G."""
+    """list_scheduler.Policy as arrays; ``head``: whether there are H and G."""
 
     least: np.ndarray
     first: np.ndarray
@@ -141,7 +142,7 @@ RANK = np.dtype(
         ("first_stage", np.int64),  # its stages: by_rank[first_stage:end_stage]
         ("end_stage", np.int64),
         ("all_ops", np.int64),
-        ("head_reserve", np.float64),  # bytes that its largest H or G needs while it runs
+        ("head_reserve", np.float64),  # most bytes that one H or G of the rank requires
         # The fields below change.
         ("ops", np.int64),  # number of ops run, over all its stages
         ("forwards", np.int64),
@@ -150,8 +151,8 @@ RANK = np.dtype(
         ("held", np.float64),  # bytes
         ("peak", np.float64),
         ("deferred_seconds", np.float64),  # of the W and G that can run
-        ("deferred_bytes", np.float64),  # bytes that these would free
-        ("head_bytes", np.float64),  # bytes that the H of chunks will allocate whose F has run
+        ("deferred_bytes", np.float64),  # bytes that these W and G would free
+        ("head_bytes", np.float64),  # bytes that H will allocate, for chunks whose F has run
     ]
 )
 STAGE = np.dtype(
@@ -176,7 +177,7 @@ class State(NamedTuple):
         ranks: RANK of every rank.
         stages: STAGE of every stage.
         wake: [ranks] time at which a rank looks for its next op.
-        arrival: [inputs, stages, chunks] time at which an input is there: ACTIVATION, GRADIENT,
+        arrival: [inputs, stages, chunks] time at which an input arrives: ACTIVATION, GRADIENT,
             HEAD, and FORWARD_DONE of the stage's own F.
         link_free: [ranks, ranks] time until which a link is busy.
     """
@@ -189,7 +190,7 @@ class State(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """For each op kind the stage of a rank that can run it now, or -1.
+    """For each op kind, the stage of one rank that can run such an op now, or -1.
 
     Attributes:
         forward: stage of an F.
@@ -199,7 +200,7 @@ class Candidates(NamedTuple):
         head_weight: stage of a G.
         memory_blocks: whether an F has its input but lacks memory.
         b_lacks_memory: whether a B or I lacks memory, with or without its input.
-        next_input: time at which the next awaited input is known to arrive.
+        next_input: earliest known arrival of an input that the rank waits for.
     """
 
     forward: int
@@ -240,10 +241,11 @@ def _initial(problem, limits):
 
 @njit(**UNCOUNTED)
 def _drain_peak(problem, limits, stage, chunk, back):
-    """Return how far memory would rise above what is held, in backwards up to ``chunk``.
+    """Return how far memory would rise above its present level in backwards up to ``chunk``.
 
-    The backwards of all complete groups run at once, from the stage's next backward ``back`` on. A
-    W or G runs right after its I, as it would under memory pressure.
+    The result assumes that the backwards of all complete groups run without interruption, starting
+    with the stage's next backward ``back``. Each W or G runs directly after its I, as under memory
+    pressure.
     """
     moves, order = problem.moves, problem.backward_order
     held, peak = 0.0, 0.0
@@ -264,7 +266,7 @@ def _drain_peak(problem, limits, stage, chunk, back):
 
 @njit(**INLINED)
 def _candidates(problem, limits, state, r, now):
-    """Return what rank ``r`` can run ``now``; if an H can run, only that."""
+    """Return the ops that rank ``r`` can run ``now``; if an H can run, only the H."""
     moves, arrival, budget = problem.moves, state.arrival, problem.budget[r]
     rank, count, counted = state.ranks[r], moves.shape[3], limits.least.shape[1]
     forward, backward, weight, head_weight = -1, -1, -1, -1
@@ -283,7 +285,7 @@ def _candidates(problem, limits, state, r, now):
         stage = state.stages[s]
         f, b = stage.forwards, stage.backwards
         if f < count and rank.forwards < limits.most[r, b_done]:
-            # Memory for the F itself, and for draining from there.
+            # Memory must suffice for the F and for the backwards that drain memory afterwards.
             held = rank.held + moves[F, 0, s, f]
             if limits.head:
                 held += rank.head_bytes + moves[H, 0, s, f] - moves[H, 1, s, f] + rank.head_reserve
@@ -356,7 +358,7 @@ def _choice(can, problem, limits, state, r, now):
 def _forced_forward(state, rank_of, deep):
     """Return the first stage whose next F has its input, or -1.
 
-    With ``deep`` it is the last such stage of that rank.
+    With ``deep``, return the last such stage of the same rank.
     """
     first, arrival = -1, state.arrival
     for s in range(len(rank_of)):
@@ -439,7 +441,7 @@ def _send(kind, s, c, done, problem, limits, state):
 def schedule_with(problem, limits):
     """Return the fields of list_scheduler.Schedule except ``over_bytes``.
 
-    Seconds are infinite if no rank can go on.
+    Seconds are infinite if the schedule cannot be completed.
     """
     rank_of, state = problem.rank_of, _initial(problem, limits)
     ranks, wake = state.ranks, state.wake
@@ -492,7 +494,7 @@ def schedule_with(problem, limits):
 def strict_orders(limit, backward_order, last_of_group):
     """Return [stages, ops] kinds and chunks in which backward k follows ``limit[s, k]`` forwards.
 
-    The third value says whether every backward then has the forwards that it needs.
+    The third value is False if a backward precedes a forward that it requires.
     """
     stages, count = limit.shape
     kinds = np.empty((stages, 2 * count), dtype=np.int8)
@@ -514,7 +516,8 @@ def strict_orders(limit, backward_order, last_of_group):
 def replay_of(seconds, link_seconds, latency, moves, kinds, chunks):
     """Replay given orders on arrays (replay.replayed); return seconds, peaks, start and stop.
 
-    The order is valid, so a stage's own dependencies are satisfied: only messages are waited for.
+    The orders are valid, so the dependencies within a stage are satisfied: ops wait only for
+    messages.
 
     Args:
         seconds: seconds of every op.

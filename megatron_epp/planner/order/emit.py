@@ -1,4 +1,4 @@
-"""Plans from arrays and their simulation, as all pipeline planners emit them."""
+"""Conversion of arrays and simulations to plans, for all pipeline planners."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ class SortedBatch:
 
     Attributes:
         lengths: lengths in descending order.
-        names: the caller's number of every document.
+        names: the caller's index of every document.
         documents: lengths in the caller's order.
     """
 
@@ -39,7 +39,7 @@ class SortedBatch:
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "SortedBatch":
-        """Sort the caller's documents; raise a ValueError if there are none or one is empty."""
+        """Sort the caller's documents; raise a ValueError for none or an empty document."""
         documents = tuple(int(length) for length in lengths)
         if not documents:
             raise ValueError("no document to plan for; expected at least one length")
@@ -49,7 +49,7 @@ class SortedBatch:
         return cls(np.array([documents[d] for d in names], dtype=np.int64), tuple(names), documents)
 
     def named(self, loads: Loads) -> Loads:
-        """Return ``loads`` with the caller's document numbers."""
+        """Return ``loads`` with the caller's document indices."""
         names = np.array(self.names)
         return dataclasses.replace(
             loads,
@@ -64,13 +64,14 @@ class Draft:
 
     Attributes:
         chunking: the chunks.
-        counts: [stages, chunks] layers with each recompute mode; the others are saved.
+        counts: [stages, chunks] number of layers with each recompute mode; the other layers are
+            saved.
         kinds: [stages, ops] orders: codes of kinds (ir.KIND_CODE) or NOTHING.
         chunks: [stages, ops] chunks of the ops.
         pipelines: number of pipelines that run one after another.
         note: description of how the plan was found.
-        stages: [ranks, ops] stage of each op, if ranks have several. The orders are then those of
-            ranks.
+        stages: [ranks, ops] stage of each op, if ranks have several stages. ``kinds`` and
+            ``chunks`` are then [ranks, ops].
         packing_tokens: packing length if one was chosen for all chunks, else 0.
     """
 
@@ -107,8 +108,8 @@ def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
 def merge_iw(schedule: Schedule, work: ScheduleProblem) -> np.ndarray:
     """Return the op kinds, with B for adjacent I and W of the first stage if B is no slower.
 
-    No stage waits for the gradient of the first stage's input, so a B delays nothing, and it holds
-    nothing for its W. On other stages an I sends its gradient before its W.
+    No stage waits for the gradient of the first stage's input, so a B delays no other op, and it
+    holds no memory for a W. On other stages, an I sends its gradient before its W runs.
     """
     rank = work.place[0] if work.place else 0
     ran, of, stages = schedule.kinds[rank], schedule.chunks[rank], schedule.stages[rank]
@@ -139,7 +140,7 @@ def as_planned(
         planner: name of the planner.
         plan: the plan.
         draft: the draft of the plan.
-        played: its simulation.
+        played: simulation of ``plan``.
         bound_seconds: lower bound of any plan.
         cost: cost of the layout.
         options: options of the planner.
@@ -166,7 +167,7 @@ def as_planned(
 
 
 def orders_of_arrays(kinds: np.ndarray, chunks: np.ndarray) -> tuple[tuple[Op, ...], ...]:
-    """Return the order of every stage, from [stages, ops] kind codes or NOTHING, and chunks."""
+    """Return the ops of every stage, from [stages, ops] ``kinds`` (or NOTHING) and ``chunks``."""
     ops = [[Op(kind, c) for c in range(int(chunks.max()) + 1)] for kind in COMPUTE]
     return tuple(
         tuple(ops[kind][chunk] for kind, chunk in zip(*row, strict=True) if kind != NOTHING)
@@ -189,7 +190,7 @@ def orders_of_ranks(
 ) -> tuple[tuple[tuple[Op, ...], ...], tuple[tuple[int, ...], ...]]:
     """Return the order of each of ``count`` stages, and the stages of every rank's ops.
 
-    ``ran`` has (kind code, chunk, stage) of the ops of every rank.
+    ``ran`` contains (kind code, chunk, stage) of the ops of every rank.
     """
     orders: list[list[Op]] = [[] for _ in range(count)]
     for row in ran:
@@ -200,10 +201,10 @@ def orders_of_ranks(
 
 
 def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...], ...]:
-    """Return the recompute modes of every stage and chunk, one letter per layer.
+    """Return the recompute modes of every stage and chunk, one one-letter code per layer.
 
-    Per layer kind, the modes of ``counts`` come first, in their order, then saved layers. Offloaded
-    layers are distributed evenly among these.
+    For every layer kind, layers with the modes of ``counts`` precede saved layers. Offloaded layers
+    are distributed evenly among these layers.
     """
     rows = []
     for stage, word in enumerate(cost.layout.kinds.words):

@@ -1,7 +1,7 @@
 """Plans of a block from one draft, checked and simulated.
 
-The plans have one order and one recompute choice, but their own documents. All pipeline planners
-emit through this module; a single replica is a block of one.
+The plans of a block share the order and the recompute, but each plan has its own documents. All
+pipeline planners emit plans through this module; a single replica is a block of width 1.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ from megatron_epp.sim.play import play
 
 @dataclass(frozen=True, slots=True)
 class PlannedBlock:
-    """Plans of a block in lockstep; all have the block's seconds.
+    """Plans of a block in lockstep; all plans have the block's seconds.
 
     Attributes:
-        assignments: documents of the batch, in its order, of every replica.
+        assignments: indices of every replica's documents, in the order of the batch.
         planned: plan of every replica.
     """
 
@@ -38,7 +38,7 @@ class PlannedBlock:
 
 @dataclass(frozen=True, slots=True)
 class MemberPlan:
-    """Documents of a replica, their plan, and its loads with the replica's document numbers."""
+    """Documents and plan of a replica, and loads that use the replica's document indices."""
 
     assignment: tuple[int, ...]
     plan: Plan
@@ -77,7 +77,7 @@ def _member_plan(
 
 
 def tables_in_step(members: tuple[MemberPlan, ...], draft: Draft, cost: Cost) -> tuple[Table, ...]:
-    """Return the table of every replica: its own bytes, and the seconds of the slowest."""
+    """Return the table of every replica: its own bytes, and the seconds of the slowest replica."""
     counts = with_unrecomputed(cost, draft.counts, draft.chunking.count)
     return in_step([cost.table_of(member.loads, counts) for member in members])
 
@@ -87,7 +87,7 @@ def emit_block(
 ) -> PlannedBlock:
     """Return the plans of ``draft`` with their simulation.
 
-    The simulation is compiled, and verifies the same rules as ``check``.
+    The compiled simulation verifies the same rules as ``ir.check``.
 
     Args:
         planner: name of the planner.
@@ -107,7 +107,7 @@ def emit_block(
 
 
 def block_peaks(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
-    """Return [stages] simulated peak bytes, states included: the maximum over the replicas.
+    """Return [ranks] simulated peak bytes, states included: the maximum over the replicas.
 
     Args:
         batch: the documents.

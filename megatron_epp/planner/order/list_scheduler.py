@@ -1,14 +1,14 @@
 """List scheduling: whenever a rank is free, it runs the op that its policy prefers.
 
-Forwards run in chunk order and backwards in theirs on every stage. A policy therefore chooses
-between three ops: the next F, the next B (or I), and the oldest waiting W. A rank with several
-stages takes the F of its last stage that can run one, or of its first (without ``deep``). It takes
-B, H, W or G of its first such stage. Memory is charged to the rank by the rule table. An F waits if
-the rank could not run its backwards afterwards.
+On every stage, forwards run in chunk order and backwards in backward order. A policy therefore
+chooses between three ops: the next F, the next B (or I), and the oldest waiting W. A rank with
+several stages runs the F of its last stage that can run an F, or of its first such stage (without
+``deep``). It runs B, H, W or G of the first stage that can run this op. Memory is charged to the
+rank by the rule table. An F waits if it would leave too little memory for the rank's backwards.
 
-With vocabulary parallelism an H runs as soon as its stage is free and its input is there. The other
-stages' H of that chunk wait for it, and the last stage's B for all of them. G fills gaps as W does,
-and has priority when W has.
+With vocabulary parallelism, an H runs as soon as its rank is free and its input has arrived. The
+later stages' H of this chunk wait for it, and the last stage's B waits for all of them. G fills
+gaps like W, and has priority in the same cases as W.
 """
 
 from dataclasses import dataclass
@@ -25,29 +25,29 @@ from megatron_epp.planner.order.compiled import (
 )
 from megatron_epp.planner.order.problem import ScheduleProblem
 
-# With unsplit backwards only G fills gaps. At most this many wait, in mean seconds of one G, and a
-# gap may be overrun by this fraction of one. Chosen by hand.
+# With unsplit backwards only G fills gaps. HELD_HEADS limits the waiting G, in mean seconds of one
+# G. A G may overrun a gap by the fraction HEAD_PATIENCE of itself. Chosen by hand.
 HELD_HEADS = 4
 HEAD_PATIENCE = 0.6
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Preferences of a rank, in terms of the forwards and backwards of all its stages.
+    """Preferences of a rank; forwards and backwards are counted over all its stages.
 
-    A strict order has least = first = most. Without a split nothing is left to choose then, so
-    memory is only measured, and holds no op back. With unsplit backwards, HELD_HEADS and
+    A strict order has least = first = most. With unsplit backwards, a strict order leaves no
+    choice, so memory is only measured and delays no op. With unsplit backwards, HELD_HEADS and
     HEAD_PATIENCE apply to G in place of ``held_seconds`` and ``patience``.
 
     Attributes:
-        least: [ranks, k] forwards that must precede backward k of the rank.
-        first: [ranks, k] after k backwards, an F precedes a B up to this many forwards.
-        most: [ranks, k] after k backwards, no F runs beyond this many forwards.
+        least: [ranks, k] number of forwards that must precede backward k of the rank.
+        first: [ranks, k] number of forwards up to which F has priority over B, after k backwards.
+        most: [ranks, k] largest number of forwards that may run, after k backwards.
         split: whether to run I and W instead of B.
-        held_seconds: a W or G has priority if this much of their work waits on the stage.
-        patience: a W or G starts only if it ends at most this fraction of itself after the next
-            awaited input.
-        deep: whether to prefer the F of the last stage of a rank to that of the first.
+        held_seconds: W and G have priority if more than these seconds of W and G wait on the rank.
+        patience: a W or G starts only if at most this fraction of its time extends beyond the
+            arrival of the next awaited input.
+        deep: whether to prefer the F of a rank's last stage to the F of its first stage.
     """
 
     least: np.ndarray

@@ -10,8 +10,8 @@ from megatron_epp.planner.order.list_scheduler import Policy
 from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.order.warmup import filling_forwards, group_by_group
 
-# For several stages per rank: factors on the forwards that fill the pipeline once, and (``deep``,
-# ``strict``). Chosen by hand.
+# For several stages per rank: factors on the number of forwards that fill the pipeline once
+# (WARMER), and pairs of ``deep`` and ``strict`` (TURNS). Chosen by hand.
 WARMER = (0.75, 1.0, 1.5, 2.5)
 TURNS = ((True, False), (False, False), (True, True))
 PATIENCE = 0.5  # Policy.patience
@@ -19,12 +19,12 @@ PATIENCE = 0.5  # Policy.patience
 
 @dataclass(frozen=True, slots=True)
 class PolicyParams:
-    """A policy in numbers that apply to any chunking.
+    """Parameters of a policy that apply to any chunking.
 
     Attributes:
         strict: whether to keep the in-flight limit; otherwise only memory limits the forwards.
         split: whether to run I and W.
-        held: number of W that may wait, in mean W seconds of the stage's chunks.
+        held: work of W that may wait, in mean seconds of one W.
         patience: as in Policy.
         lead: number of forwards beyond the in-flight limit that precede a backward.
         warm: factor on the forwards of the in-flight limit, for several stages per rank.
@@ -62,14 +62,14 @@ class PolicyParams:
 def policies(
     split: bool, *, many: bool, strict: bool = False, tight: bool = False, placed: bool = False
 ) -> Iterator[PolicyParams]:
-    """Yield the policies to try: a few for every chunking, or many for the best one.
+    """Yield the policies to try: a few for every chunking, or many for the best chunking.
 
     They were chosen by hand; the simulation decides between them (see epp.search.GRID).
 
     Args:
         split: whether backwards may be split.
-        many: whether to yield many.
-        strict: whether all must keep the in-flight limit.
+        many: whether to yield many policies.
+        strict: whether all policies must keep the in-flight limit.
         tight: whether memory is tight. An unsplit B, which holds nothing for a W, may then be
             better.
         placed: whether ranks have several stages.
@@ -127,7 +127,7 @@ def policy_of(
     """Return the policy of ``style`` for a chunking.
 
     Args:
-        style: the policy's numbers.
+        style: parameters of the policy.
         work: scheduling problem of the chunking.
         sizes: number of chunks of every group.
         limit: [stages, chunks] in-flight limit, or [ranks, backwards] if ranks have several stages.
@@ -158,7 +158,8 @@ def warm_up_policy(place: Sequence[int], chunks: int, warm: np.ndarray, **how: b
         place: rank of every stage.
         chunks: number of chunks.
         warm: [ranks] number of forwards.
-        how: ``strict`` allows no more forwards than that; ``split`` and ``deep`` as in Policy.
+        how: ``strict``, whether ``warm`` also limits the forwards in flight; ``split`` and ``deep``
+            as in Policy.
     """
     backwards = np.arange(chunks * int(np.bincount(place).max()))
     first = backwards[None] + warm[:, None]
@@ -171,7 +172,7 @@ def warm_up_policies(
 ) -> Iterator[tuple[Policy, str]]:
     """Yield shorter and longer warm-ups for groups of ``sizes`` chunks, with a description.
 
-    ``splits`` says whether to try unsplit and split backwards.
+    ``splits`` lists the values of Policy.split to try.
     """
     own, fill = np.bincount(place), filling_forwards(sizes, place)
     for factor in WARMER:

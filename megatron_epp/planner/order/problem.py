@@ -128,10 +128,10 @@ class ScheduleProblem:
 
     @property
     def of_in_flight(self) -> tuple[np.ndarray, np.ndarray]:
-        """``moved_bytes`` and ``headroom_bytes`` if only memory between F and B counts.
+        """``moved_bytes`` and ``headroom_bytes`` for programs that count only memory from F to B.
 
-        What H leaves for G counts from F on. The most that an H or G needs while it runs is
-        subtracted from the headroom.
+        Memory held from H to G counts from F on. The most memory that an H or G requires while it
+        runs is subtracted from the headroom.
         """
         moves = self.ops.moved_bytes
         if not self.vocabulary_parallel:
@@ -147,12 +147,12 @@ class ScheduleProblem:
 
 
 def with_unrecomputed(cost: Cost, counts: Counts, chunks: int) -> Counts:
-    """Return ``counts`` completed by the layers that are saved."""
+    """Return ``counts`` with the remaining layers added as saved layers."""
     return {**counts, **every_layer(KEEP, left_layers(cost, counts, chunks))}
 
 
 def left_layers(cost: Cost, counts: Counts, chunks: int) -> list[np.ndarray]:
-    """Return per kind [stages, chunks] layers that have no mode in ``counts``."""
+    """Return, for every layer kind, [stages, chunks] layers that have no mode in ``counts``."""
     left = [np.tile(layers[:, None], (1, chunks)) for layers in cost.layout.kinds.counts]
     for (kind, _), grid in counts.items():
         left[kind] = left[kind] - grid
@@ -170,8 +170,8 @@ class ChunkProblems:
     Args:
         cost: cost of the layout.
         chunking: the chunks.
-        loads: their loads.
-        split: whether there are I and W; a search without split backwards does not need them.
+        loads: loads of the chunks.
+        split: whether to compute I and W, which a search without split backwards does not use.
     """
 
     def __init__(self, cost: Cost, chunking: Chunking, loads: Loads, split: bool = True):
@@ -191,13 +191,13 @@ class ChunkProblems:
         loads: Sequence[Loads],
         split: bool = True,
     ) -> "list[ChunkProblems]":
-        """Build those of several chunkings together, which takes little longer than one of them.
+        """Build the problems of several chunkings together, which takes little longer than one.
 
         Args:
             cost: cost of the layout.
-            chunkings: the chunks of each.
-            loads: the loads of each.
-            split: whether there are I and W.
+            chunkings: chunks of every problem.
+            loads: loads of every chunking.
+            split: whether to compute I and W.
         """
         every = [cls(cost, *each, split) for each in zip(chunkings, loads, strict=True)]
         if len(every) == 1 or any(isinstance(each, BlockLoads) for each in loads):
@@ -224,7 +224,7 @@ class ChunkProblems:
         return op_arrays(table, self.loads, self._rules, fixed_bytes=self._fixed_bytes)
 
     def of(self, counts: Counts) -> ScheduleProblem:
-        """Return the problem with ``counts`` layers recomputed."""
+        """Return the problem for recompute ``counts``."""
         kept = None if counts else self._kept
         return ScheduleProblem(
             ops=self._ops(counts) if kept is None else kept,
@@ -236,12 +236,12 @@ class ChunkProblems:
 
 
 def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:
-    """Return the problem of ``chunking`` with ``counts`` layers recomputed.
+    """Return the problem of ``chunking`` for recompute ``counts``.
 
     Args:
         cost: cost of the layout.
         chunking: the chunks.
-        loads: their loads.
+        loads: loads of the chunks.
         counts: recompute counts.
     """
     return ChunkProblems(cost, chunking, loads).of(counts)

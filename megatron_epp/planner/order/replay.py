@@ -1,12 +1,12 @@
 """Replay of a given order with other times and bytes.
 
-A list schedule reacts to every change of recompute with another order, although an earlier order is
-sometimes better for the new times too.
+List scheduling returns another order after every change of recompute, but an earlier order is
+sometimes better for the new times.
 
-The simulator's loop (sim.engine) computes the same and more, but takes three to eight times as long
-(4 to 32 stages; scripts/bench/replay_time.py), and a search replays thousands of orders. Tests
-require both to give exactly equal times (tests/planner/test_judges.py). Ranks with several stages
-use the simulator's loop.
+The simulator's loop (sim.engine) computes the same results and more, but takes three to eight times
+as long (4 to 32 stages; scripts/bench/replay_time.py), and a search replays thousands of orders.
+Tests require both loops to return exactly equal times (tests/planner/test_judges.py). Ranks with
+several stages use the simulator's loop.
 """
 
 import numpy as np

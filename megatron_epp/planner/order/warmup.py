@@ -1,8 +1,8 @@
 """In-flight limit of 1F1B: the forwards that a stage runs before each of its backwards.
 
 On a stage with d stages after it, backward k follows k + d + N forwards. N is the number of chunks
-of the pipeline's longest document (InfiniPipe eq. 7). This is d more than on the last stage, so the
-row of the last stage determines all.
+of the pipeline's longest document (InfiniPipe eq. 7). The limit is d more than on the last stage,
+so the row of the last stage determines all rows.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ import numpy as np
 def constant(sizes: np.ndarray, stages: int) -> np.ndarray:
     """Return [stages, chunks] forwards before each backward of one pipeline.
 
-    ``sizes`` are the numbers of chunks of every group, in order. The limit is constant.
+    ``sizes`` contains the number of chunks of every group, in order. The number of forwards in
+    flight stays constant.
     """
     count = int(sizes.sum())
     return _staged(np.arange(count) + int(sizes.max()), count, stages)
@@ -22,7 +23,7 @@ def constant(sizes: np.ndarray, stages: int) -> np.ndarray:
 def pipelines(sizes: np.ndarray, cuts: list[int], stages: int) -> np.ndarray:
     """Return [stages, chunks] forwards before each backward, for pipelines that run one by one.
 
-    Each has its own limit; ``cuts`` are the groups with which a new pipeline begins.
+    Every pipeline has its own limit; ``cuts`` contains the groups at which a new pipeline begins.
     """
     rows, before = [], 0
     for part in np.split(sizes, cuts):
@@ -32,10 +33,10 @@ def pipelines(sizes: np.ndarray, cuts: list[int], stages: int) -> np.ndarray:
 
 
 def shrinking_in_flight(sizes: np.ndarray, stages: int) -> np.ndarray:
-    """Return [stages, chunks] forwards before each backward, by the longest document still to come.
+    """Return [stages, chunks] forwards before each backward, by the longest remaining document.
 
-    If documents come longest first, the limit falls to 1 when the sliced documents run out, and
-    memory with it. No barrier is needed.
+    If documents are sorted longest first, the limit falls to 1 after the sliced documents, and
+    memory falls with the limit. No barrier is needed.
     """
     count = int(sizes.sum())
     to_come = np.repeat(np.maximum.accumulate(sizes[::-1])[::-1], sizes)
@@ -46,8 +47,8 @@ def shrinking_in_flight(sizes: np.ndarray, stages: int) -> np.ndarray:
 def filling_forwards(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
     """Return [ranks] forwards that fill a pipeline whose ranks have several stages.
 
-    These are one group's forwards on all stages of a rank, and twice those in flight to later
-    ranks.
+    The number is the largest group's forwards on all stages of the rank, plus two for every stage
+    of later ranks.
 
     Args:
         sizes: number of chunks of every group.
@@ -60,7 +61,7 @@ def filling_forwards(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
 
 
 def placed_window(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
-    """Return [ranks, backwards] forwards of all stages of a rank before each of their backwards.
+    """Return [ranks, backwards] forwards of a rank, over all stages, before each backward.
 
     Arguments are those of :func:`filling_forwards`.
     """
@@ -74,7 +75,7 @@ def interleaved_warm_up(ranks: int, stages: int) -> np.ndarray:
 
 
 def group_by_group(sizes: np.ndarray, stages: int) -> np.ndarray:
-    """Return the least forwards that dependencies require: a group's before its backwards."""
+    """Return the least limit that dependencies allow: a group's forwards before its backwards."""
     ends = np.repeat(np.cumsum(sizes), sizes)
     return np.repeat(ends[None], stages, axis=0)
 

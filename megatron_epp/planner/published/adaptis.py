@@ -1,7 +1,7 @@
 """Schedule of AdaPtis (`adaptis`, arXiv 2509.23722).
 
-Unsliced documents packed to the context, backwards split or not, the best of a few warm-ups.
-Placement and layer partition are those of the job.
+Unsliced documents are packed to the context. The best of a few warm-ups is chosen, with split or
+unsplit backwards. Placement and layer partition are those of the job.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ def draft(
         batch: the documents.
         cost: cost of the layout.
         options: options of the planner.
-        below: upper bound of interest in seconds.
-        splits: whether to split backwards, for each try.
+        below: drafts that are not faster than these seconds are of no interest.
+        splits: values of Policy.split to try.
 
     Returns:
-        None if its lower bound is not below ``below`` seconds.
+        The draft; None if its lower bound is not below ``below`` seconds.
     """
     chunking, note = packed(batch, cost, options)
     policies = list(warm_up_policies(cost.layout.placement.place, chunking.sizes, splits))

@@ -1,8 +1,9 @@
-"""Schedule of ChunkFlow: chunks of one size, with saved activations for the last K of a document.
+"""Schedule of ChunkFlow: chunks of one size; the last K of a document save their activations.
 
-The earlier chunks of a sliced document recompute all their layers before their backward; here every
-layer's input is saved. Size and K come from a small grid, which its authors search too. Here the
-best is chosen per batch by simulation, in hindsight, so this is a strong baseline.
+The earlier chunks of a sliced document recompute all their layers before their backward; this
+implementation saves the input of every layer. Size and K come from a small grid; the authors of
+ChunkFlow also search a grid. Simulation chooses the best size and K per batch, in hindsight, so
+this is a strong baseline.
 """
 
 import numpy as np
@@ -37,10 +38,10 @@ def draft(
         batch: the documents.
         cost: cost of the layout.
         options: options of the planner.
-        below: upper bound of interest in seconds.
+        below: drafts that are not faster than these seconds are of no interest.
 
     Returns:
-        None if its lower bound is not below ``below`` seconds.
+        The draft; None if its lower bound is not below ``below`` seconds.
     """
     context = max(options.context, int(batch.lengths[0]))
     best: ScoredDraft | None = None

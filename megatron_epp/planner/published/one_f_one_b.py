@@ -1,7 +1,7 @@
-"""Schedule 1F1B (`1f1b`, arXiv 2104.04473), interleaved if the stages are.
+"""Schedule 1F1B (`1f1b`, arXiv 2104.04473), interleaved if ranks have several stages.
 
-Unsliced documents packed to the context, with Megatron's warm-up. Where strict alternation would
-block because chunks differ, further forwards run.
+Unsliced documents are packed to the context and run with Megatron's warm-up. Chunks differ, so
+strict alternation can make a rank wait; relaxed 1F1B then runs more forwards.
 """
 
 from collections.abc import Iterator
@@ -26,10 +26,10 @@ def draft(
         batch: the documents.
         cost: cost of the layout.
         options: options of the planner.
-        below: upper bound of interest in seconds.
+        below: drafts that are not faster than these seconds are of no interest.
 
     Returns:
-        None if its lower bound is not below ``below`` seconds.
+        The draft; None if its lower bound is not below ``below`` seconds.
     """
     chunking, note = packed(batch, cost, options)
     ranks, stages = cost.layout.placement.ranks, cost.layout.stages
@@ -42,7 +42,8 @@ def draft(
 def held_policies(cost: Cost, chunks: int, warm: np.ndarray, split: bool) -> Iterator[NotedPolicy]:
     """Yield two policies with ``warm`` forwards in flight, and their descriptions.
 
-    The first never has more; the second has more if nothing else can run.
+    The first policy never has more forwards in flight. The second policy runs more forwards if
+    nothing else can run.
 
     Args:
         cost: cost of the layout.

@@ -1,7 +1,7 @@
 """Schedule of plain packing (`packing`): 1F1B with the least uniform recompute that fits.
 
-Unsliced documents are packed to the context without attending to each other. It is the simplest
-baseline, and the fallback if another planner fails.
+Unsliced documents are packed to the context without attending to each other. This schedule is the
+simplest baseline, and the fallback if another planner fails.
 """
 
 from dataclasses import replace
@@ -36,10 +36,10 @@ def draft(
         batch: the documents.
         cost: cost of the layout.
         options: options of the planner.
-        below: upper bound of interest in seconds.
+        below: drafts that are not faster than these seconds are of no interest.
 
     Returns:
-        None if its lower bound is not below ``below`` seconds.
+        The draft; None if its lower bound is not below ``below`` seconds.
     """
     chunking, note = packed(batch, cost, options)
     loads = loads_of(chunking, batch.lengths, cost.multiple)

@@ -1,8 +1,8 @@
 """Schedule of packing to the best length per batch (`packing-best`), as a careful user may choose.
 
-Packing to the context turns a batch of a few contexts into one or two micro-batches, and the
-pipeline is idle. Lengths from the longest document to the context are tried in simulation. They are
-chosen per batch in hindsight, so this is a strong baseline.
+If a batch has few tokens, packing to the context results in only one or two micro-batches, and most
+ranks are idle. Packing lengths from the longest document to the context are tried in simulation.
+The best length is chosen per batch in hindsight, so this is a strong baseline.
 """
 
 import dataclasses
@@ -42,11 +42,11 @@ def draft(
         batch: the documents.
         cost: cost of the layout.
         options: options of the planner.
-        below: upper bound of interest in seconds.
+        below: drafts that are not faster than these seconds are of no interest.
         planner: draft function for one packing length.
 
     Returns:
-        None if its lower bound is not below ``below`` seconds.
+        The draft; None if its lower bound is not below ``below`` seconds.
     """
     best: ScoredDraft | None = None
     for tokens in packing_lengths(int(batch.lengths[0]), options.context):

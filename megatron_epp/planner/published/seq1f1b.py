@@ -1,8 +1,8 @@
 """Schedule of Seq1F1B as defined by InfiniPipe's baseline: fixed-size chunks, static recompute.
 
-The original slices every sequence into the same number of slices, which does not suit varying
-lengths; the baseline slices and packs to a fixed size. The best size is chosen per batch by
-simulation, in hindsight, so this is a strong baseline.
+The original Seq1F1B slices every sequence into the same number of slices, which does not suit
+varying lengths. InfiniPipe's baseline slices and packs to a fixed size. The best size is chosen per
+batch by simulation, in hindsight, so this is a strong baseline.
 """
 
 import numpy as np
@@ -27,10 +27,10 @@ def draft(
         batch: the documents.
         cost: cost of the layout.
         options: options of the planner.
-        below: upper bound of interest in seconds.
+        below: drafts that are not faster than these seconds are of no interest.
 
     Returns:
-        None if its lower bound is not below ``below`` seconds.
+        The draft; None if its lower bound is not below ``below`` seconds.
     """
     context = max(options.context, int(batch.lengths[0]))
     best: ScoredDraft | None = None

@@ -1,8 +1,8 @@
 """Schedule of SlimPipe (`slimpipe`, arXiv 2504.14519) without its context exchange.
 
-Slices have one size; a document as long as the context has a multiple of the number of ranks of
-them. Backwards are not split. Activations are offloaded if memory is tight and the lever `offload`
-is on.
+All slices have the same size. A document as long as the context has n slices, where n is a multiple
+of the number of ranks. Backwards are not split. Activations are offloaded if memory is tight and
+the lever `offload` is on.
 """
 
 import numpy as np
@@ -30,10 +30,10 @@ def draft(
         batch: the documents.
         cost: cost of the layout.
         options: options of the planner.
-        below: upper bound of interest in seconds.
+        below: drafts that are not faster than these seconds are of no interest.
 
     Returns:
-        None if its lower bound is not below ``below`` seconds.
+        The draft; None if its lower bound is not below ``below`` seconds.
     """
     context, rates = max(options.context, int(batch.lengths[0])), rates_of(cost)
     offloads = "offload" in options.levers and cost.layout.profile.host_bytes_per_second > 0

@@ -1,8 +1,8 @@
 """Schedule ZB-V (`zb-v`, arXiv 2401.10241), for V placements.
 
-Unsliced documents packed to the context, split backwards, and as many forwards in flight as 1F1B
-has. The paper's own order of ops, which has no bubbles if F, I and W take equally long, is tried
-too.
+Unsliced documents are packed to the context, backwards are split, and as many forwards are in
+flight as with 1F1B. The paper's own order of ops, which has no bubbles if F, I and W take equally
+long, is tried too.
 """
 
 from collections import Counter
@@ -29,10 +29,10 @@ def draft(
         batch: the documents.
         cost: cost of the layout.
         options: options of the planner.
-        below: upper bound of interest in seconds.
+        below: drafts that are not faster than these seconds are of no interest.
 
     Returns:
-        None if its lower bound is not below ``below`` seconds.
+        The draft; None if its lower bound is not below ``below`` seconds.
     """
     chunking, note = packed(batch, cost, options)
     warm = np.full(cost.layout.placement.ranks, 2 * cost.layout.placement.ranks)
@@ -45,8 +45,8 @@ def draft(
 def papers_order(chunking: Chunking, place: tuple[int, ...]) -> Schedule:
     """Return the paper's order of ops for every rank of a V, without times.
 
-    Source: arXiv 2401.10241, section 6. With fewer chunks than fill the V, the ops of missing
-    chunks are left out.
+    Source: arXiv 2401.10241, section 6. If there are fewer chunks than fill the V, the ops of
+    missing chunks are left out.
     """
     ranks, count = len(place) // 2, chunking.count
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]

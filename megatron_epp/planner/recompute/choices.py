@@ -30,8 +30,8 @@ def full_layers(cost: Cost) -> Ladders:
 def ladder(cost: Cost, loads: Loads, modes: Iterable[str] = SELECTIVE, kind: int = 0) -> str:
     """Return the useful recompute modes of a layer kind, from saving to recomputing everything.
 
-    Each step frees its bytes at a lower price than the next: the modes are the lower convex hull of
-    recompute seconds over freed bytes.
+    Each step of the ladder frees bytes at a lower price than the next step. The modes are the lower
+    convex hull of recompute seconds over freed bytes.
 
     Args:
         cost: cost of the layout.
@@ -65,7 +65,7 @@ def _price(low: tuple[float, float, str], high: tuple[float, float, str]) -> flo
 
 
 def freed_bytes(cost: Cost, loads: Loads, steps: str, kind: int = 0) -> np.ndarray:
-    """Return [steps, stages, chunks]: bytes that one more layer on a step of the ladder frees.
+    """Return [steps, stages, chunks]: bytes that each step of the ladder frees per layer.
 
     Args:
         cost: cost of the layout.
@@ -90,7 +90,7 @@ def diagonal_counts(
     headroom_bytes: np.ndarray | None = None,
     layers: Sequence[np.ndarray] | None = None,
 ) -> Counts | None:
-    """Return the cheapest recompute counts that fit under an in-flight limit; None if none do.
+    """Return the cheapest recompute counts that fit with an in-flight limit; None if none fit.
 
     Args:
         solver: solver of the program.
@@ -100,8 +100,8 @@ def diagonal_counts(
         least: [stages, chunks] forwards before each backward.
         integer: whether to solve the integer program instead of its relaxation.
         steps: ladder of every layer kind; default: :func:`full_layers`.
-        headroom_bytes: bytes per stage beyond the states; default: all of them.
-        layers: per kind, [stages, chunks] layers that are not offloaded; default: all.
+        headroom_bytes: bytes per stage beyond the states; default: the headroom of ``kept``.
+        layers: per kind, [stages, chunks] layers that are not offloaded; default: all layers.
     """
     moves, headroom = kept.of_in_flight
     headroom = headroom if headroom_bytes is None else headroom_bytes
@@ -117,10 +117,10 @@ def diagonal_counts(
             every = np.tile(np.array(cost.layout.layers)[:, None], (1, kept.chunks))
             most = ilp.reduce_diagonals(np.nanmin, every, kept.backward_order)
         else:
-            # A chunk recomputes at most the layers that it has left; a stage may have few of a
-            # kind, or none. The bytes freed grow up to there. The program uses the line below,
-            # which is exact at both ends. It therefore finds a solution whenever recomputing
-            # everything left is one.
+            # A chunk recomputes at most its layers in ``left``; a stage may have few layers of a
+            # kind, or none. The bytes freed grow up to this number of layers. The program assumes
+            # instead that they grow linearly up to ``most``, which is exact at both ends. It
+            # therefore finds a solution whenever recomputing all of ``left`` is a solution.
             most = ilp.reduce_diagonals(np.nanmax, left, kept.backward_order)
             reach = ilp.broadcast_diagonals(most, kept.backward_order, cost.layout.stages)
             freed = freed * (left / np.maximum(reach, 1))
@@ -151,7 +151,7 @@ def diagonal_counts(
     row = 0
     for kind, (modes, _, _, left) in enumerate(parts):
         group_counts, row = solution[row : row + len(modes) - 1], row + len(modes) - 1
-        # A layer on a step has taken the steps below.
+        # A layer on a step also counts on the steps below.
         taken = np.maximum.accumulate(group_counts[::-1])[::-1]
         grids = [
             ilp.broadcast_diagonals(step, kept.backward_order, cost.layout.stages) for step in taken

@@ -1,7 +1,7 @@
 """Hill climbing over recompute counts: less recompute where memory has slack.
 
-The diagonal program assumes the in-flight limit; a list schedule needs less in some places and more
-in others. Every change is decided by simulation.
+The diagonal program assumes the in-flight limit; a list schedule has fewer forwards in flight in
+some places and more in others. Simulation decides whether a change is kept.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_epp.cost.layer_kinds import Choice, Counts
 
-# Chosen by hand, as epp.search.GRID.
+# Chosen by hand, like epp.search.GRID.
 SCALES = (0.0, 0.25, 0.5, 0.75, 0.9)
 UNDO_STEPS = (4, 2, 1)  # numbers of layers per diagonal to stop recomputing at once
 
@@ -30,7 +30,7 @@ def trimmed[T](
     Args:
         best: candidate to start from.
         counts_of: returns the recompute counts of a candidate.
-        play: returns the candidate with other counts; None if no effort is left.
+        play: returns the candidate with these recompute counts; None if no effort is left.
         rank: sort key of candidates.
         slots: [stages, chunks] diagonal of each chunk.
     """

@@ -1,9 +1,10 @@
 """InfiniPipe's diagonal program (eqs 15 to 20): how many layers to recompute.
 
-Recompute on one stage delays all others equally, so the chunks that they process in the same slot
-may recompute for free. Slots are diagonals through the stages: the k-th backward of stage s belongs
-to slot k + d, where d stages follow s. The program has one integer per slot: the layers that each
-chunk on that diagonal recomputes. They must keep every stage within its budget at every op.
+Recompute on one stage delays all other stages equally, so the chunks that other stages process in
+the same slot may recompute for free. Slots are diagonals through the stages: the k-th backward of
+stage s belongs to slot k + d, where d stages follow s. The program has one integer per slot: the
+number of layers that each chunk on this diagonal recomputes. These numbers must keep every stage
+within its budget at every op.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,8 @@ MIP_NODES = 400
 class MemoryRows:
     """Constraints freed @ layers >= missing_bytes, one row per op that would exceed memory.
 
-    Rows are compressed: entries starts[r] to starts[r + 1] hold columns and bytes freed per layer.
+    Row r has the entries starts[r] to starts[r + 1] - 1 of ``slot`` (columns) and ``freed`` (bytes
+    per layer).
     Column step * slots + slot is the number of layers of a slot that take a step of the ladder. The
     paper has one step, from saving to recomputing a layer.
     """
@@ -55,9 +57,9 @@ def memory_rows(
         least: [stages, chunks] forwards before each backward (planner.order.warmup).
         backward_order: chunks in the order of their backwards.
         moves: bytes of F and B without recompute (OpArrays.moved_bytes).
-        freed: [steps, stages, chunks] bytes that one more layer on a step frees from F to B.
+        freed: [steps, stages, chunks] bytes that a step of the ladder frees per layer from F to B.
         budget: [stages] bytes.
-        wanted: [stages, chunks] backwards, by index, that get a row; default all.
+        wanted: [stages, chunks] whether backward k of a stage may get a row; default: all may.
     """
     steps, stages, count = freed.shape
     slot = np.empty(count, dtype=np.int64)
@@ -74,8 +76,8 @@ def memory_rows(
 def _missing(least, backward_order, moves, saved, budget):
     """Return [stages, chunks] bytes above the budget, and the largest number of live chunks.
 
-    Bytes are the maximum around each backward. Recompute frees ``saved`` bytes of every chunk.
-    Negative values are headroom.
+    For each backward, the bytes are the maximum since the stage's previous backward. Recompute
+    frees ``saved`` [stages, chunks] bytes. Negative values are headroom.
     """
     stages, count = saved.shape
     missing = np.empty((stages, count))
@@ -114,7 +116,8 @@ def _rows(least, backward_order, slot_of, moves, freed, budget, wanted):
             for k in range(count):
                 tightest = -np.inf
                 at = 0
-                # Forwards only add memory, except for workspace: the worst of a run is one row.
+                # Forwards only add memory, except for workspace: only the worst forward of a run
+                # gets a row.
                 while f < least[s, k]:
                     held += moves[0, 0, s, f]
                     if held - budget[s] > tightest:
@@ -161,9 +164,9 @@ def within(
     return (missing <= 0).all(axis=1)
 
 
-# Above this size the program is solved by row generation: start with FIRST_ROWS rows per stage, and
-# add violated ones in at most ROW_ROUNDS rounds. Deep pipelines have millions of entries, few of
-# which bind. Chosen by hand for their planning time.
+# Above MANY_ENTRIES entries the program is solved by row generation: start with FIRST_ROWS rows per
+# stage, and add violated rows in at most ROW_ROUNDS rounds. Deep pipelines have millions of
+# entries, few of which bind. Chosen by hand for their planning time.
 MANY_ENTRIES = 60_000
 ROW_ROUNDS = 12
 FIRST_ROWS = 8
@@ -188,14 +191,14 @@ def solve_order(
         least: [stages, chunks] forwards before each backward (planner.order.warmup).
         backward_order: chunks in the order of their backwards.
         moves: bytes of F and B without recompute (OpArrays.moved_bytes).
-        freed: [steps, stages, chunks] bytes that one more layer on a step frees from F to B.
+        freed: [steps, stages, chunks] bytes that a step of the ladder frees per layer from F to B.
         budget: [stages] bytes.
         most: upper bounds of the columns.
         weights: cost of a layer per column; default 1.
         integer: whether to solve the integer program (2% gap) or its relaxation, rounded up.
 
     Returns:
-        None if even the upper bounds do not suffice.
+        The layers; None if even the upper bounds do not suffice.
     """
     steps, stages, count = freed.shape
     slots = count + stages - 1
@@ -238,7 +241,7 @@ def _want_worst(wanted: np.ndarray, missing: np.ndarray) -> None:
 class Solver:
     """An instance of HiGHS for many programs.
 
-    Its creation takes longer than the solution of most of them.
+    Creating an instance takes longer than solving most programs.
     """
 
     def __init__(self) -> None:
@@ -255,7 +258,7 @@ class Solver:
         weights: np.ndarray | None,
         integer: bool,
     ) -> np.ndarray:
-        """Return the optimal columns, or none if the solver finds nothing.
+        """Return the optimal columns; an empty array if the solver finds no solution.
 
         Args:
             rows: the constraints.
@@ -309,7 +312,7 @@ def solve_rows(
         integer: whether to solve the integer program (2% gap) or its relaxation, rounded up.
 
     Returns:
-        None if even the upper bounds do not suffice.
+        The layers; None if even the upper bounds do not suffice.
     """
     if not len(rows.missing_bytes):
         return np.zeros(rows.columns, dtype=np.int64)

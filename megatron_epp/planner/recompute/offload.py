@@ -1,4 +1,4 @@
-"""Number of layers to offload to host memory: as many as hide their copies and fit the host."""
+"""Number of layers to offload to host memory: as many as have hidden copies and fit the host."""
 
 import dataclasses
 import math
@@ -16,9 +16,9 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
     """Return the largest number of layers whose copies overlap with F, and with B and I.
 
     The result is an array [stages, chunks] for each layer kind with the recompute mode OFFLOAD.
-    Layers of the first kind are taken first, because every byte takes equally long to copy.
-    If it is only one or two, all of them are on the device while their chunk's ops run
-    (ir.IN_FLIGHT), and off it otherwise.
+    Layers of the first kind are chosen first, because every byte takes equally long to copy. If
+    only one or two layers of a chunk are offloaded, all of them are on the device while the chunk's
+    ops run (ir.IN_FLIGHT), and on the host otherwise.
     """
     kinds = (Kind.FORWARD, *BACKWARDS)
     seconds = np.min([cost.seconds.of(kind, loads) for kind in kinds], axis=0)
@@ -35,7 +35,8 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
 class HostHeadroom:
     """Host memory for each stage's offloaded layers.
 
-    ``at_once`` requires that those of all chunks fit together, so that any order of ops fits.
+    ``at_once``: whether the offloaded layers of all chunks must fit together, so that any order of
+    ops fits.
     """
 
     budget_bytes: float = math.inf
@@ -44,7 +45,7 @@ class HostHeadroom:
     def fitting(
         self, aside: np.ndarray, layer_bytes: np.ndarray, least: np.ndarray, backward: np.ndarray
     ) -> np.ndarray:
-        """Return ``aside`` with fewer layers on the stages where they do not fit.
+        """Return ``aside`` with fewer layers on stages whose layers do not fit.
 
         Args:
             aside: [stages, chunks] layers to offload.
@@ -69,8 +70,8 @@ class HostHeadroom:
     def narrower(self, peak_bytes: float, budget_bytes: float) -> "HostHeadroom":
         """Return a smaller limit after a plan that took ``peak_bytes``.
 
-        A plan may run more forwards than it must, so the limit shrinks by the excess. If that did
-        not suffice, all chunks must fit at once.
+        A plan may run more forwards than ``least`` requires, so the limit first shrinks in
+        proportion to the excess. If the smaller limit did not suffice, all chunks must fit at once.
         """
         if self.budget_bytes == budget_bytes:
             return HostHeadroom(0.98 * budget_bytes * budget_bytes / peak_bytes)

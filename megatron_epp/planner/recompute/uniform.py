@@ -25,9 +25,10 @@ class ScoredDraft:
 
     Attributes:
         seconds: time of the iteration.
-        over_bytes: bytes above the budget; 0 if it fits.
+        over_bytes: bytes above the budget; 0 if the draft fits.
         draft: the plan as arrays.
-        cost: cost it was simulated with, whose layers may have moved (lever `uneven`).
+        cost: cost used in the simulation; its layers per stage may differ from the job's (lever
+            `uneven`).
     """
 
     seconds: float
@@ -44,7 +45,7 @@ class ScoredDraft:
 def better(best: ScoredDraft | None, bound_seconds: float, below: float) -> bool:
     """Return whether a plan of at least ``bound_seconds`` may be the best so far.
 
-    It must also be below ``below`` seconds.
+    The bound must also be below ``below`` seconds.
     """
     return bound_seconds < below and (
         best is None or best.over_bytes > 0 or bound_seconds < best.seconds
@@ -59,7 +60,8 @@ def strict(least: np.ndarray) -> Policy:
 def one_f_one_b(least: np.ndarray, sizes: np.ndarray, cost: Cost) -> list[NotedPolicy]:
     """Return orders of 1F1B for groups of ``sizes`` chunks.
 
-    They have the in-flight limit ``least`` or, if ranks have several stages, several warm-ups.
+    The orders have the in-flight limit ``least``. If ranks have several stages, policies with
+    several warm-ups are returned instead.
     """
     if cost.layout.place:
         return list(warm_up_policies(cost.layout.place, sizes, (False,)))
@@ -108,7 +110,7 @@ def uniform_draft(
 ) -> ScoredDraft | None:
     """Return the best of ``policies`` with the least uniform recompute that fits.
 
-    If nothing fits, everything is recomputed, and the draft says that it does not fit.
+    If nothing fits, everything is recomputed, and the draft has positive ``over_bytes``.
 
     Args:
         batch: the documents.
@@ -117,11 +119,11 @@ def uniform_draft(
         cost: cost of the layout.
         options: options of the planner.
         note: description of the chunking.
-        modes: recompute modes; the first one with which something fits is used.
-        below: upper bound of interest in seconds.
+        modes: recompute modes; the first mode with which the draft fits is used.
+        below: drafts that are not faster than these seconds are of no interest.
 
     Returns:
-        None if the lower bound is not below ``below``.
+        The draft; None if its lower bound is not below ``below``.
     """
     loads = loads_of(chunking, batch.lengths, cost.multiple)
     if np.isfinite(below) and work_bound_seconds(loads, cost) >= below:

@@ -18,9 +18,9 @@ class Capacity:
 
     Attributes:
         layouts: number of layouts tried.
-        fitting: number of these whose devices hold the model states.
-        best: the layout that holds the longest document; None if none holds a document.
-        tokens: length of that document, with everything recomputed.
+        fitting: number of layouts whose devices hold the model states.
+        best: the layout that holds the longest document; None if no layout holds a document.
+        tokens: length of this longest document, with everything recomputed.
         states_bytes: bytes of model states on the fullest device of ``best``.
     """
 
@@ -57,7 +57,7 @@ def longest_document(cost: Cost, least: int = 1) -> int:
 
 
 def capacity(layouts: Iterable[Layout], cost_for: Callable[[Layout], Cost]) -> Capacity:
-    """Return how many layouts hold the model states, and which one holds the longest document.
+    """Return how many layouts hold the model states, and which layout holds the longest document.
 
     ``cost_for`` returns the cost of a layout and raises a ValueError if its states do not fit.
     """

@@ -27,7 +27,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """Degrees that the user fixed; None means free.
+    """Degrees that the user fixed; None: the degree is free.
 
     If ``ep`` is fixed, the layouts keep ``ep`` 0 and the caller applies the fixed value.
     """

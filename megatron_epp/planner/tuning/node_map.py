@@ -2,13 +2,13 @@
 
 Ranks are numbered tensor-parallel first, then context-parallel, data-parallel and
 pipeline-parallel. torchrun numbers the ranks node by node, so the order of the nodes determines the
-whole map. The nodes of a job form rows of one width. A *block* lies within one row: the nodes of
-one replica's stage, or those over which a layer's experts are sharded. The rows depend on the
-topology:
+whole map. The nodes of a job form rows of equal width. A *block* is the nodes of one replica's
+stage, or the nodes over which a layer's experts are sharded. A block lies within one row or fills
+several rows. The rows depend on the topology:
 
     all-to-all   rows with enough live nodes. If a node of a row has failed, another node of the
-                 row replaces it. Its column then takes one more hop: see ``column_load``
-    rings        rows and columns without failed nodes; rings bypass the others
+                 row replaces it. Traffic in its column takes one more hop: ``column_load``
+    rings        rows and columns without failed nodes; rings bypass the other rows and columns
     torus        adjacent rows and columns without failed nodes
     switches     all live nodes form one row
 """
@@ -76,8 +76,9 @@ class _Rows:
         """Return the load of the busiest link if every two nodes of a column exchange one byte.
 
         The load is bytes over bandwidth, relative to a direct link of a column: 1 without failed
-        nodes. Traffic of a replacement node goes through the live one of the two nodes in between.
-        If both have failed, it is split evenly over all routes of three links.
+        nodes. Traffic between nodes of different columns is split evenly over the live ones of the
+        two nodes that are in line with both. If both have failed, the traffic is split evenly over
+        all routes of three links.
         """
         places, live = self._upright(nodes, width), self.live
         load: defaultdict[Link, float] = defaultdict(float)
@@ -120,7 +121,7 @@ class NodeMap:
         nodes: nodes that have ranks; node i has the ranks from i * node_devices on.
         spares: live nodes without ranks.
         topology: the part of the topology that the job uses, without failed nodes.
-        displaced: number of nodes that replace a failed one of another column.
+        displaced: number of nodes that replace a failed node of another column.
         relayed: number of failed links between nodes with ranks; their traffic takes other links.
     """
 
@@ -172,8 +173,8 @@ def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1
         ep: number of devices over which a layer's experts are sharded.
 
     Raises:
-        ValueError: if the live nodes cannot hold the layout's groups; the message says how many
-            nodes they hold.
+        ValueError: if the live nodes cannot hold the layout's groups; the message states how many
+            nodes they can hold.
     """
     block = max(layout.tp * layout.cp, ep)
     if block % node_devices and node_devices % block:
@@ -249,7 +250,7 @@ def _widths(most: int, together: int) -> Iterator[int]:
 def _usable_rows(topology: Topology, aside: bool) -> tuple[_Rows, ...]:
     """Return the ways to select rows of one width from the grid.
 
-    ``aside`` leaves out one end of every failed link.
+    If ``aside``, one end of every failed link is left out.
     """
     grid = topology.grid
     holes = set(grid.failed_nodes)
@@ -289,7 +290,7 @@ Ways = Iterator[tuple[list[int], list[int], int]]
 
 
 def _standing_in(live: np.ndarray) -> Ways:
-    """Yield rows with at least ``width`` live nodes, and the columns with most of these."""
+    """Yield, for every width, rows with enough live nodes and the columns with most live nodes."""
     counts = live.sum(axis=1)
     for width in range(int(counts.max()), 0, -1):
         chosen = np.flatnonzero(counts >= width)
@@ -306,8 +307,8 @@ def _standing_in(live: np.ndarray) -> Ways:
 def _passing_by(live: np.ndarray) -> Ways:
     """Yield rows and columns without failed nodes.
 
-    Rows are left out in descending order of their failed nodes, then the columns that still have
-    one.
+    The rows with the most failed nodes are left out first, then columns that still have a failed
+    node.
     """
     holes = (~live).sum(axis=1)
     order = np.argsort(-holes, kind="stable")

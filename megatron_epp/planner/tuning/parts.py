@@ -26,7 +26,7 @@ PARTS = (*STATES, *dict.fromkeys(_OF_ITEM.values()))
 def states_parts(cost: Cost) -> list[dict[str, float]]:
     """Return the bytes of weights, gradients and optimizer states on a device of every stage.
 
-    ZeRO 1 is assumed. All are 0 on CPUs, whose memory budget does not include them.
+    ZeRO 1 is assumed. All bytes are 0 on CPUs, whose memory budget does not include states.
     """
     resident = cost.layout.profile.states.zero1_resident
     of_weights = min(float(WEIGHT_BYTES), resident)
@@ -42,8 +42,8 @@ def states_parts(cost: Cost) -> list[dict[str, float]]:
 def memory_parts(plan: Plan, cost: Cost) -> list[dict[str, float]]:
     """Return the bytes of each of ``PARTS`` at every rank's memory peak; they add up to the peak.
 
-    The plan is simulated once per category. Op times do not change, so the ops of such a run hold
-    that category alone.
+    The plan is simulated once per category. Op times do not change, and the ops of such a
+    simulation hold only this category.
     """
     cost = cost.with_vocabulary(plan.vocabulary_parallel)
     table = cost.table(plan)

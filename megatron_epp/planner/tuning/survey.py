@@ -3,14 +3,15 @@
     bound    the time of the mean stage; no layer partition and no schedule is faster
     glance   first feasible plan of one batch, most promising layouts first; layouts whose bound
              exceeds the worst wanted result are left out
-    sketch   plans of that batch with little effort, for layouts whose first plan is close to best
-    finals   the best of these, planned on all batches with the full effort. The others rank
+    sketch   plans of that batch with little effort, for layouts whose first plan is nearly best
+    finals   the best sketches, planned on all batches with the full effort. Other layouts rank
              after them, with the seconds of their first batch scaled to all batches
 
-A plan is made for the replica with the most work, which the other replicas wait for. If replicas
-run in lockstep because they share experts, it is made for the block with the most work. Stages have
-equally many layers, or layers balanced by time (planner.choose) if that is faster. The LM head is
-on the last stage, or uses vocabulary parallelism if that is requested or pays.
+Plans are made for the replica with the most work, because the other replicas wait for this replica.
+If replicas run in lockstep because they share experts, plans are made for the block with the most
+work. Stages have the same number of layers, or layers balanced by time (planner.choose) if that is
+faster. The LM head is on the last stage, or uses vocabulary parallelism if this is requested or
+faster.
 """
 
 import dataclasses
@@ -55,7 +56,8 @@ from megatron_epp.sim.play import play
 
 ELASTIC = "epp"
 FINALISTS = 4
-# Bound of the ratio of a first plan's time to its sketch's; the largest one observed is 1.26.
+# Bound of the ratio of a first plan's time to its sketch's time; the largest observed ratio is
+# 1.26.
 GLANCE = 1.3
 # Largest observed relative difference of a sketch from the plan with the full effort.
 MARGIN = 0.02
@@ -63,8 +65,8 @@ MARGIN = 0.02
 TIGHT = 0.005
 OFFLOAD_PAYS = 0.01  # fraction of the time that offloading must save
 TIGHT_MEMORY = 0.05  # of the budget; predicted peaks were off by more on a GPU
-# Number of layouts planned before the next ones are excluded by results. A constant, so that the
-# result does not depend on the number of worker processes.
+# Number of layouts planned together, before results exclude further layouts. A constant, so that
+# the result does not depend on the number of worker processes.
 AT_ONCE = 4
 
 
@@ -77,8 +79,8 @@ class Choice:
         layers: number of layers of every stage.
         planner: name of the planner.
         offload: whether layers may be offloaded.
-        seconds: time of an iteration including the exchange between replicas. It is scaled to all
-            batches if only the first was planned.
+        seconds: time of an iteration including the exchange between replicas. If only the first
+            batch was planned, the time is scaled to all batches.
         tokens_per_second: throughput of the whole job.
         bubble_ratio: fraction of the time in which ranks are idle.
         recompute_ratio: fraction of the time for recompute.
@@ -87,15 +89,18 @@ class Choice:
         hidden_seconds: part of the exchange that overlaps with computation.
         peak_bytes: memory peak of the fullest stage, including model states.
         batches: number of batches planned.
-        ep: number of devices over which a layer's experts are sharded; 1 if they are not.
+        ep: number of devices over which a layer's experts are sharded; 1 if experts are not
+            sharded.
         vocabulary_parallel: whether the LM head uses vocabulary parallelism.
         place: rank of every stage; () if stage i is on rank i.
-        packing_tokens: packing length of every planned batch; () if documents are split.
+        packing_tokens: packing length of every planned batch; () if documents are not packed to one
+            length.
         multiple: chunks are padded to a multiple of this number of tokens.
-        planning_load: CPU seconds of planning over the iteration's time and the hosts' cores. It is
-            measured on this machine, and no decision depends on it.
+        planning_load: CPU seconds of planning, divided by the CPU seconds that the hosts' planning
+            cores provide in an iteration (feasibility.planning_load). The load is measured on this
+            machine, and no decision depends on it.
         plan: plan of the replica with the fullest stage of all planned batches.
-        cost: cost of that plan's layout.
+        cost: cost of the layout of ``plan``.
     """
 
     layout: Layout
@@ -175,10 +180,11 @@ class Survey:
     """Result of :func:`survey`.
 
     Attributes:
-        choices: the fastest first.
+        choices: choices planned on all batches first, then by ascending time.
         refused: layouts that cannot run, with the reason.
         bounded: layouts excluded by their lower bound.
-        stopped: whether the search was interrupted; the other fields then have its results so far.
+        stopped: whether the search was interrupted; the other fields then contain the results so
+            far.
     """
 
     choices: tuple[Choice, ...]
@@ -207,16 +213,16 @@ def survey(
 
     Args:
         layouts: layouts to try.
-        batches: document lengths of every batch; the first one decides between layouts.
-        cost_for: returns the cost of a layout with even layers; raises a ValueError if it cannot
-            run.
+        batches: document lengths of every batch; the first batch decides between layouts.
+        cost_for: returns the cost of a layout with even layers; raises a ValueError if the layout
+            cannot run.
         options: options of the planner.
         top: number of choices wanted.
         partition: whether to try layers balanced by time.
         vocabulary: vocabulary parallelism of the ``epp`` planner: off, on, or auto (if it pays).
         placement: whether to try several stages per rank for the best layouts.
-        stock: planner of Megatron's own schedule. If it packs to the best length, it is also
-            planned with Megatron's overlaps.
+        stock: planner of Megatron's own schedule. If this planner packs to the best length, plans
+            with Megatron's overlaps are made too.
         progress: wraps an iterable in a progress bar.
         run: maps a function over tasks, in worker processes if there are any.
     """
@@ -297,7 +303,7 @@ def _look_at(
     by_time: bool,
     vocabulary: str,
 ) -> tuple[list[Choice], str]:
-    """Return the choices of one layout on one batch, and the first reason why one cannot run."""
+    """Return the choices of one layout on one batch, and the first reason why a plan cannot run."""
     choices: list[Choice] = []
     why = ""
     for planner in planners:
@@ -335,7 +341,7 @@ def _finals(
     progress: Callable[[Iterable, int, str], Iterable],
     run: Runner,
 ) -> list[Choice]:
-    """Return the choices, with the candidates for the best planned with the full effort."""
+    """Return ``choices``, the most promising of them planned with the full effort."""
     elastic = sorted((c for c in choices if c.planner == ELASTIC), key=_order)
     least = min((c.seconds for c in elastic), default=0.0)
     near = [c for c in elastic if c.seconds <= least * (1 + 2 * MARGIN)]
@@ -436,8 +442,8 @@ def _variants(
 ) -> list[tuple[tuple[int, ...], bool, bool]]:
     """Return (layers, offload, vocabulary parallel) of the variants to plan with the full effort.
 
-    Layers are those of the sketch and even ones. Offloading is tried if memory forced a plan to
-    recompute.
+    The layers of the sketch and even layers are tried. Offloading is tried if memory forced a plan
+    to recompute.
     """
     layers = dict.fromkeys((choice.layers, cost.layout.layers))
     variants = [(e, False, cut) for cut in _cuts(cost, choice.planner, vocabulary) for e in layers]
@@ -450,7 +456,7 @@ def _variants(
 def _placements(
     choice: Choice, cost: Cost, lengths: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]]:
-    """Yield variants with several stages per rank: those of _variants, and the rank of every stage.
+    """Yield variants (as in _variants) with several stages per rank, and the rank of every stage.
 
     Layers are balanced by the time of ranks; the LM head is on the last stage.
     """
@@ -465,9 +471,10 @@ def _placements(
 def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:
     """Return a lower bound of the time of any plan, for any layer partition.
 
-    It is the largest of three times of a stage. Two are its mean part of the batch, and of the
-    longest document. The third is the cheapest layer times the number of layers that some stage
-    must have. Documents that may run on one context-parallel rank are counted without K/V exchange.
+    The bound is the largest of three times. The first two are the mean stage's time for a replica's
+    part of the batch, and for the longest document. The third is the time of the cheapest layer,
+    multiplied by the number of layers that some stage must have. Documents that may run on one
+    context-parallel rank are counted without K/V exchange.
     """
     local = "local" in options.levers and can_be_local(cost, options)
     kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
@@ -491,8 +498,8 @@ def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:
 def _estimate(bound: float, cost: Cost) -> float:
     """Return the approximate time of a plan, by which the search orders the layouts.
 
-    It is the bound plus warm-up and cool-down of a pipeline, with the number of chunks that
-    balances these against the constant cost of chunks.
+    The estimate is the bound plus the warm-up and cool-down of a pipeline, with the number of
+    chunks that balances these times against the constant time of every chunk.
     """
     per_chunk = float(
         (cost.seconds.per(Kind.FORWARD) + cost.seconds.per(Kind.BACKWARD))[:, CHUNKS].mean()
@@ -501,7 +508,7 @@ def _estimate(bound: float, cost: Cost) -> float:
 
 
 def partitions(cost: Cost, lengths: Sequence[int], by_time: bool) -> list[tuple[int, ...]]:
-    """Return the even layer partition and, if it differs, the one balanced by time."""
+    """Return the even layer partition and, if different, the partition balanced by time."""
     if not by_time or cost.layout.stages == 1:
         return [cost.layout.layers]
     fastest = fastest_layers(cost, expected_features(cost, [heaviest(lengths, cost)]))
@@ -530,7 +537,7 @@ def choice_of(
         options: options of the planner.
         planner: name of the planner.
         cut: whether to use vocabulary parallelism.
-        place: rank of every stage if a rank has several, else ().
+        place: rank of every stage if ranks have several stages, else ().
 
     Raises:
         ValueError: if the model states or a batch do not fit.
@@ -572,8 +579,8 @@ def choice_of(
         place=place,
         packing_tokens=tuple(p.packing_tokens for p, _, _ in results if p.packing_tokens),
         multiple=cost.multiple,
-        # The minimum: the first plans of a process may have compiled. Effort 0 is no real planning
-        # time.
+        # The minimum, because the first plans of a process may include compilation. With effort 0,
+        # the planning time is not representative.
         planning_load=planning_load(cost, min(taken), float(np.mean(seconds)))
         if planner == ELASTIC and options.effort != 0
         else 0.0,
@@ -585,7 +592,7 @@ def choice_of(
 def heaviest_plan(
     lengths: Sequence[int], cost: Cost, options: Options, planner: str
 ) -> tuple[PlannedReplica, float, float]:
-    """Return the plan of the replica with the most work, and two times of the exchange of replicas.
+    """Return the plan of the replica with the most work, and the times of the replicas' exchange.
 
     Args:
         lengths: document lengths of the global batch.

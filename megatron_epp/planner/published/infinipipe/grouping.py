@@ -1,8 +1,8 @@
 """InfiniPipe's dynamic program: which documents share a 1F1B pipeline, by recompute programs.
 
 Source: InfiniPipe eqs 12 to 20. The in-flight limit of a pipeline depends on its longest document
-(eq. 7), so documents with similar numbers of slices belong together. But every pipeline pays its
-own warm-up, delta.
+(eq. 7), so documents with similar numbers of slices belong together. But every pipeline adds a
+warm-up of ``delta`` seconds.
 """
 
 import itertools
@@ -27,7 +27,7 @@ class RecomputeIlps:
     Args:
         solver: solver of the programs.
         chunking: the chunks.
-        loads: their loads.
+        loads: loads of the chunks.
         cost: cost of the layout.
         headroom_bytes: bytes per stage beyond the states.
         recompute: adaptive, none (no layer may be recomputed) or full (every layer is).
@@ -57,12 +57,12 @@ class RecomputeIlps:
 
         Args:
             first: first group.
-            stop: group after the last one.
+            stop: index after the last group.
             headroom_bytes: bytes per stage beyond the states.
             integer: whether to solve the integer program instead of its relaxation.
 
         Returns:
-            Layers per slot, or None if nothing fits.
+            Recomputed layers per slot (diagonal of stages and chunks); None if nothing fits.
         """
         chunking, cost = self.chunking, self.cost
         begin, end = chunking.starts[first], chunking.starts[stop]
@@ -86,7 +86,7 @@ class RecomputeIlps:
     def seconds(self, first: int, stop: int) -> float:
         """Return T_ckpt of groups ``first`` to ``stop`` by the relaxation.
 
-        Infinity if none fits.
+        Return infinity if no recompute fits.
         """
         layers = self.layers(first, stop, self.headroom_bytes, integer=False)
         return np.inf if layers is None else self.layer_seconds * float(layers.sum())
@@ -94,7 +94,7 @@ class RecomputeIlps:
     def counts(self, cuts: Sequence[int], headroom_bytes: np.ndarray) -> Counts | None:
         """Return the integer recompute counts of pipelines that begin at groups ``cuts``.
 
-        None means that they do not fit in ``headroom_bytes``.
+        Return None if the pipelines do not fit in ``headroom_bytes``.
         """
         chunking, stages = self.chunking, self.cost.layout.stages
         grid = np.zeros((stages, chunking.count))
@@ -113,13 +113,13 @@ def group(
 ) -> tuple[tuple[int, ...], float] | None:
     """Group documents into pipelines by eq. 14.
 
-    Groups are in descending order of their slice counts. A pipeline is therefore a run of groups,
-    and only boundaries at which the count falls need be tried.
+    Groups are in descending order of their slice counts. A pipeline is therefore a run of
+    consecutive groups, and only boundaries at which the count falls are tried.
 
     Args:
         ilps: recompute programs of the chunking.
         delta: warm-up of a pipeline in seconds.
-        below: upper bound of interest in seconds.
+        below: groupings that are not faster than these seconds are of no interest.
 
     Returns:
         The groups at which another pipeline begins, and the seconds of all warm-ups and recompute.
@@ -134,7 +134,8 @@ def group(
     least = [0.0] + [np.inf] * last
     came = [0] * (last + 1)
     for stop in range(1, last + 1):
-        # A longer run needs at least as much recompute, so the first that cannot win ends the row.
+        # A longer run needs at least as much recompute, so the first run that cannot win ends the
+        # loop.
         for first in range(stop - 1, -1, -1):
             if least[first] + delta >= min(least[stop], below):
                 continue

@@ -1,7 +1,7 @@
 """InfiniPipe's memory model of a chunk (eqs 5 to 10).
 
-A slice or hybrid chunk holds K/V gradients for all its tokens from its forward on. The simulator's
-rules are exact instead: see ir.rules and cost.Cost.
+In this model, a slice or hybrid chunk holds K/V gradients for all its tokens from its forward on.
+The simulator uses exact rules instead: see ir.rules and cost.Cost.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ def paper_freed(cost: Cost, loads: Loads) -> np.ndarray:
 
 
 def _held(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
-    """Return [chunks] bytes of one layer's activations, and of K and V of a slice."""
+    """Return [chunks] bytes of one layer's activations, plus the K and V of a slice."""
     tokens = loads.tokens / cost.layout.shards
     carries = loads.document >= 0  # 1 - I_k, as the text defines it
     kept = of.saved_bytes[KEEP].per_token
@@ -54,15 +54,15 @@ def _held(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
 
 
 def _cached_kv(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
-    """Return [chunks] K/V bytes of all tokens, or of those that a window reaches."""
+    """Return [chunks] K/V bytes of all tokens, or of the tokens that a window reaches."""
     tokens = np.minimum(loads.tokens, of.window - 1) if of.window else loads.tokens
     return of.kv_bytes_per_token * tokens / cost.memory.kv_shards(of)
 
 
 def _freed(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
     """Return [chunks] bytes that a checkpointed layer frees."""
-    # K and V of a slice stay. A window's tail is a copy, however, and MLA's latents are not what
-    # was saved.
+    # The K and V of a slice are not freed. However, a window caches a copy of its last tokens, and
+    # MLA caches latents, which are not saved activations.
     carries = (loads.document >= 0) & (not (of.window or of.kv_replicated))
     per_token = (
         of.saved_bytes[KEEP].per_token
@@ -81,7 +81,8 @@ def papers_ledger(
         work: scheduling problem.
         cost: cost of the layout.
         loads: loads of the chunks.
-        counts: recompute counts; selective recompute frees what its saved bytes say.
+        counts: recompute counts; selective recompute frees the saved bytes of KEEP minus the saved
+            bytes of its mode.
     """
     moves = paper_moves(cost, loads)
     for (kind, mode), grid in counts.items():
@@ -93,10 +94,10 @@ def papers_ledger(
             )
         moves[0, 0] -= grid * freed
         moves[1, 1] -= grid * freed
-    moved = work.ops.moved_bytes.copy()  # the paper has no H and G; theirs stay exact
+    moved = work.ops.moved_bytes.copy()  # the paper has no H and G; their bytes stay exact
     moved[W] = 0.0
     moved[F], moved[B], moved[I] = moves[0], moves[1], moves[1]
     held = cost.memory.weight_input_bytes(loads)
-    moved[I, 1] -= np.minimum(held, moved[I, 1])  # what W still needs stays
+    moved[I, 1] -= np.minimum(held, moved[I, 1])  # what W still requires is not freed
     moved[W, 1] = moved[B, 1] - moved[I, 1]
     return dataclasses.replace(work, ops=work.ops._replace(moved_bytes=moved))

@@ -1,10 +1,10 @@
 """InfiniPipe as published: Alg. 1, search over K, grouping into pipelines, diagonal program.
 
-Where the paper is ambiguous, the choice is stated here. T_m of Alg. 1 has two readings: the tokens
-of the first slice, or those that short documents process in a slice's time. Both are tried, and the
-one with the better *predicted* time is taken, as for K. Eq. 13 predicts; nothing is simulated
-before the choice. The search relaxes the program and rounds up. The chosen pipelines are solved as
-integer programs with the paper's gap of 2%.
+Where the paper is ambiguous, this docstring states the choice. T_m of Alg. 1 has two readings: the
+tokens of the first slice, or the tokens of short documents that take as long as a slice. Both
+readings are tried. Like K, the reading with the better time *predicted* by eq. 13 is chosen;
+nothing is simulated before the choice. The search solves the relaxed program and rounds up. The
+chosen pipelines are solved as integer programs with the paper's gap of 2%.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -41,8 +41,8 @@ SLICE_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 # Shorter slices are not tried, unless the longest document itself is short.
 LEAST_SLICE_TOKENS = 1024
 # The paper's memory model is not exact. If a plan's exact peak exceeds the budget, its stages are
-# solved again with the budget reduced by the excess and a little more, at most this often. K and
-# the grouping stay as long as they fit. Both numbers are chosen by hand.
+# solved again with the budget reduced by the excess and a little more, at most TIGHTENINGS times. K
+# and the grouping stay as long as they fit. Both numbers are chosen by hand.
 TIGHTENINGS = 8
 TIGHTENED_BY = 1.01
 
@@ -52,7 +52,8 @@ class Method:
     """The paper's method, or an ablation of it.
 
     Attributes:
-        chunkings: yields the chunkings over which K is searched; in the paper those of Alg. 1.
+        chunkings: function that yields the chunkings to choose from; in the paper, those of Alg. 1
+            for every K.
         recompute: adaptive, none, or full.
     """
 
@@ -65,9 +66,10 @@ class GroupedChunking:
     """A chunking with its best grouping.
 
     Attributes:
-        ilps: its recompute programs.
+        ilps: recompute programs of the chunking.
         cuts: groups at which another pipeline begins.
-        seconds: prediction by eq. 13 plus the work itself, which depends on K through constants.
+        seconds: prediction by eq. 13, plus the work, which depends on K because every chunk has
+            constants.
         note: description of the chunking.
     """
 
@@ -80,13 +82,13 @@ class GroupedChunking:
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, method: Method | None = None
 ) -> ScoredDraft:
-    """Return the paper's draft for one replica, or that of another method.
+    """Return the paper's draft for one replica, or the draft of another ``method``.
 
     Args:
         batch: the documents.
         cost: cost of the layout.
         options: options of the planner.
-        method: another method than the paper's.
+        method: method to use instead of the paper's.
     """
     drafted = draft_below(batch, cost, options, np.inf, method)
     assert drafted is not None, "every plan is of interest"
@@ -100,16 +102,17 @@ def draft_below(
     below: float,
     method: Method | None = None,
 ) -> ScoredDraft | None:
-    """Return :func:`draft`'s result unless its lower bound is not below ``below`` seconds.
+    """Return the result of :func:`draft`, or None if it cannot be below ``below`` seconds.
 
-    Programs are solved only as far as some chunking, and then the chosen one, can be below.
+    Programs are solved only if the lower bound of some chunking is below ``below``. The chosen
+    chunking is simulated only if its own lower bound is below, too.
 
     Args:
         batch: the documents.
         cost: cost of the layout.
         options: options of the planner.
-        below: upper bound of interest in seconds.
-        method: another method than the paper's.
+        below: drafts that are not faster than these seconds are of no interest.
+        method: method to use instead of the paper's.
     """
     method = method or Method(chunkings)
 
@@ -149,7 +152,8 @@ def _anything_that_fits(
 ) -> ScoredDraft:
     """Return the fastest fitting draft with everything recomputed.
 
-    It has one pipeline, or one per group. It is used if the paper's model finds no fitting draft.
+    The draft has one pipeline, or one pipeline per group. This function is called if the paper's
+    model finds no fitting draft.
     """
     best: ScoredDraft | None = None
     for chunking, note in method.chunkings(batch, cost, options, rates_of(cost)):
