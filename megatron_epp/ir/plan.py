@@ -33,10 +33,10 @@ rank has several stages, orders are those of ranks, and ops name their stage: ``
 3 on chunk 0. ``peak_gib`` has one number per rank.
 
     layers 2 2 2 2
-    place 0 1 1 0                        # the rank of stage 0, 1, 2, 3: a V
+    place 1 0 0 1                        # ranks of stages 0 to 3: a V
     ...
-    rank 0: F0.0 F3.0 B3.0 B0.0
-    rank 1: F1.0 F2.0 B2.0 B1.0
+    rank 0: F1.0 F2.0 B2.0 B1.0
+    rank 1: F0.0 F3.0 B3.0 B0.0
 """
 
 import hashlib

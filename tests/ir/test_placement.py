@@ -59,8 +59,8 @@ def test_whatever_a_file_holds_is_a_placement_or_one_line(text: str) -> None:
         ("place 0 1 2\nlayers 4 0 4", "layers 4 0 4: expected at least one for each of 3 stages"),
         ("place 0 1 two", "line 1 ('place 0 1 two'): expected whole numbers"),
         ("stages 0 1 2", "line 1 ('stages 0 1 2'): expected 'place' and the rank of every stage"),
-        ("", "expected one line 'place 0 1 1 0', the rank of every stage, or a line 'rank 0: 0 3'"),
-        ("place 0 1 2\nrank 0: 0", "expected one line 'place 0 1 1 0'"),
+        ("", "expected one line 'place 1 0 0 1' with the rank of every stage, or a line 'rank 0"),
+        ("place 0 1 2\nrank 0: 0", "expected one line 'place 1 0 0 1'"),
         ("rank 0: 0\nrank 0: 1", "line 2 ('rank 0: 1'): rank 0 has a line already"),
     ],
 )  # fmt: skip
