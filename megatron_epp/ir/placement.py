@@ -174,7 +174,7 @@ def require_last_stage(placement: Placement) -> None:
     if placement.place[-1] != placement.ranks - 1:
         _fail(
             placement,
-            f"the last stage, {placement.stages - 1}, lies on rank {placement.place[-1]}; expected "
+            f"the last stage, {placement.stages - 1}, is on rank {placement.place[-1]}; expected "
             f"rank {placement.ranks - 1}, from which Megatron takes the loss",
         )
 
@@ -203,9 +203,9 @@ def _place_of(of_ranks: dict[int, list[int]], ranks: int) -> tuple[int, ...]:
         )
     for stage in every:
         if every.count(stage) > 1:
-            raise PlanError(f"stage {stage} lies on several ranks: {picture(stage_texts, ranks)}")
+            raise PlanError(f"stage {stage} is on several ranks: {picture(stage_texts, ranks)}")
     if missing := set(range(1 + max(every))) - set(every):
-        raise PlanError(f"stage {min(missing)} lies on no rank: {picture(stage_texts, ranks)}")
+        raise PlanError(f"stage {min(missing)} is on no rank: {picture(stage_texts, ranks)}")
     where = {stage: rank for rank, stages in of_ranks.items() for stage in stages}
     return tuple(where[stage] for stage in range(len(where)))
 

@@ -171,7 +171,7 @@ def test_a_placement_is_read_within_a_bound(capsys, tmp_path, lengths, flag):
     assert "is a pipe; expected lines 'place' or" in refused(capsys, *words, flag, pipe)
     assert "longer than 16 MiB; expected lines" in refused(capsys, *words, flag, "/dev/zero")
     (text := tmp_path / "text").write_bytes(b"\xff")
-    assert "is no text" in refused(capsys, *words, flag, text)
+    assert "is not UTF-8 text" in refused(capsys, *words, flag, text)
     assert f"{flag} {tmp_path / 'no'}: No such file" in refused(
         capsys, *words, flag, tmp_path / "no"
     )
