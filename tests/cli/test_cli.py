@@ -494,7 +494,7 @@ def test_bad_records(capsys, plan, tmp_path):
     for text, words in (
         ("", "expected the line 'timed v1'"),
         ("timed v1\n", "holds no record"),
-        ("timed v1\n0 F0 x 1.0 5\n", "is no timed record"),
+        ("timed v1\n0 F0 x 1.0 5\n", "is not a timed record"),
         ("timed v1\n7 F0 0.0 1.0 5\n", "the plan has 2 stages"),
         ("timed v1\n0 W0 0.0 1.0 5\n", "does not hold"),
         ("timed v1\n0 F0 0.0 1.0 5\n", "stage 0 ran nothing as op 2"),
