@@ -1,14 +1,13 @@
 #!/usr/bin/env bash
 # From a fresh checkout to a trained model: the environment, a corpus of real documents (the source
-# text of Python's standard library), a small Llama-style model trained over two pipeline stages by
-# elastic plans. Then the same batches are run four ways, in turn: packed into whole contexts, packed
-# to the length that suits each batch best, elastic in the memory that packing took, and elastic in
-# two fifths of it. Megatron's own schedule
-# is run beside them at a short context. Prints a plan, the losses and a table; draws what happened.
+# text of Python's standard library), a small Llama-style model trained over two pipeline stages with
+# elastic plans. Then the same batches run four ways: packed to the context, packed to the fastest
+# length of each batch, elastic in the memory of packing, and elastic in two fifths of it. Megatron's
+# own schedule runs at a short context, for comparison. Prints a plan, the losses and a table; draws what happened.
 #
 #   bash examples/quickstart.sh [FOLDER]        default: quickstart; 5 to 6 minutes on two cores
 #
-# It runs on the CPU alone, in two processes that talk over gloo, also where there are GPUs: a
+# It runs on the CPU alone, in two processes that communicate over gloo, also where there are GPUs: a
 # demonstration of schedules, not of hardware. examples/pretrain_gpt_epp.sh trains on GPUs.
 # SIZE       24k (default) or 4k: the settings below; 4k is what the quickstart trained at first
 # ITERS, CONTEXT, BATCH, BUDGET, COMPARED     instead of one of them
@@ -26,7 +25,7 @@ esac
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-quickstart}
 
-# All sizes. Of two stages the last one carries the output layer, so it has fewer of the others.
+# All sizes. The last of the two stages also has the LM head, so it has fewer layers.
 # settings: CONTEXT, documents of a BATCH, ITERS trained, batches COMPARED, BUDGET in GiB of
 # activations per stage (of training; what is compared has packing's own), learning rate's warm-up
 case ${SIZE:-24k} in

@@ -276,22 +276,20 @@ def times_faster(run: Run, than: Run) -> tuple[float, float]:
 _DIFFERENCES = """\
 tokens/s    medians over iterations after the first, schedules alone (no planning, no optimizer);
             tokens of documents, no padding counted
-ratio       of the first four lines against packing at best, batch by batch and in turn; of elastic
-            pipelines at the short context against Megatron's own schedule: another run on the same
-            corpus
-predicted   the ratio that the cost model gives, before anything of it ran
-peak        bytes that autograd saved and K/V buffers, worst iteration; no weights, no optimizer
-What differs: elastic pipeline and packing run in one executor with the same kernels on the same
-documents, each of which attends to itself alone. Packing fills micro-batches of one context each
-and recomputes nothing; what it holds then is the memory of the first line, two fifths of it the
-memory of the second. Packing at best fills micro-batches of the length, from the longest
-document's to the context, that suits the batch best. Their few micro-batches (chunks, above) on two
-stages stand for a large job on many stages; with many of them packing idles less and there is less
-to gain. Megatron strings the documents together, cuts the string at the context and lets neighbours
-in a sample see each other (so its losses are not comparable), has no short sample, and its
-attention on a CPU is unfused and keeps a square of the context for every head; on a GPU it would
-not.
-Two processes on two cores: the planner process and the trainer share them."""
+ratio       speed relative to packing at best (first four lines, on the same batches), or to
+            Megatron's own schedule (short context, another run on the same corpus)
+predicted   the ratio that the cost model predicted before the run
+peak        bytes saved by autograd and K/V buffers, worst iteration; no weights, no optimizer
+Differences: elastic plans and packing use the same executor, kernels and documents, and tokens
+attend only to their own document. Packing fills micro-batches up to the context and recomputes
+nothing. Its memory is the budget of the first line; two fifths of it are the budget of the second.
+Packing at best uses the fastest length for each batch, between the longest document and the
+context. Few micro-batches (chunks, above) on two stages resemble a large job on many stages; with
+many micro-batches, packing idles less and elastic plans gain less. Megatron concatenates documents,
+cuts at the context, and lets tokens attend to other documents of a sample, so its losses are not
+comparable. All its samples have full length. On a CPU, its attention is unfused and stores a matrix
+of context x context for every head; on a GPU it does not.
+Two processes run on two cores; the planner process and the trainer share these cores."""
 
 
 def _first_plan(folder: Path, budget: str) -> None:

@@ -64,7 +64,7 @@ def bounded_text(path: str | Path, expected: str, errors: str = "strict") -> str
     try:
         return data.decode("utf-8", errors)
     except UnicodeDecodeError as error:
-        raise ValueError(f"is no text ({error.reason} at byte {error.start})") from error
+        raise ValueError(f"is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
 def replace_file(path: str | Path, data: str | bytes, durable: bool = False) -> None:
@@ -108,5 +108,5 @@ def open_regular(path: Path) -> int:
     file = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
-        raise OSError(None, "is no plain file")
+        raise OSError(None, "is not a regular file")
     return file

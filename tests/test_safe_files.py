@@ -102,7 +102,7 @@ def test_what_has_no_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="/dev/zero, line 1: longer than 16 MiB; expected words"):
         list(bounded_lines("/dev/zero", "words"))
     (tmp_path / "binary").write_bytes(b"ab\xff")
-    with pytest.raises(ValueError, match=r"is no text .* at byte 2"):
+    with pytest.raises(ValueError, match=r"is not UTF-8 text .* at byte 2"):
         bounded_text(tmp_path / "binary", "a list")
 
 

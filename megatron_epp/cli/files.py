@@ -44,7 +44,7 @@ def read_text(path: str, what: str) -> str:
         raise ValueError(f"{what} {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{what} {path}: is no text ({error.reason} at byte {error.start})"
+            f"{what} {path}: is not UTF-8 text ({error.reason} at byte {error.start})"
         ) from error
     except ValueError as error:
         raise ValueError(f"{what} {path}: {error}") from error

@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("--") and word != "--" and word.split("=")[0] not in known:
                 self.error(_unknown(word, known, command))
             if word.startswith("--") and word.endswith("=--"):  # argparse would make it a list
-                self.error(f"argument {word[:-3]}: '--' is no value")
+                self.error(f"argument {word[:-3]}: '--' is not a value")
         arguments, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error(_unknown(unknown[0], known, arguments.command))

@@ -63,7 +63,7 @@ class Fallbacks:
             match = _LINE.fullmatch(line)
             if match is None:
                 raise ValueError(
-                    f"{source}, line {number}: {quoted(line)} is no fallback; expected "
+                    f"{source}, line {number}: {quoted(line)} is not a fallback; expected "
                     "'iteration N planner NAME REASON'; delete the file: the planner then "
                     "plans those iterations, which may round otherwise than before the resume"
                 )

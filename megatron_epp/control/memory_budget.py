@@ -89,7 +89,7 @@ class Event:
         match = _EVENT.fullmatch(line)
         if match is None:
             raise ValueError(
-                f"{quoted(line)} is no budget event; expected "
+                f"{quoted(line)} is not a budget event; expected "
                 "'iteration N stage N budget_bytes N correction X.XXXXXX REASON'"
             )
         iteration, rank, budget_bytes = map(int, match.group(1, 2, 3))

@@ -92,7 +92,8 @@ class Corpus:
         count = len(self.inputs)
         if (index + 1) * size > count * _MOST_EPOCHS:
             raise ValueError(
-                f"batch {index} of {size} documents: lies behind {_MOST_EPOCHS} epochs of {count}"
+                f"batch {index} of {size} documents: needs more than {_MOST_EPOCHS} epochs of "
+                f"{count}"
             )
         drawn, done = np.empty(size, np.int64), 0
         while done < size:
@@ -238,8 +239,8 @@ def read_lengths(path: Path) -> np.ndarray:
                 "(docs/guides/external_loops.md)"
             )
             raise ValueError(
-                f"{path}, line {number}: {quoted(word)} is no document length; expected a positive "
-                f"whole number of tokens, at most {MOST_LENGTH}, on each line"
+                f"{path}, line {number}: {quoted(word)} is not a document length; expected a "
+                f"positive whole number of tokens, at most {MOST_LENGTH}, on each line"
                 f"{shared if word.startswith('prefix') else ''}"
             )
         lengths.append(length)

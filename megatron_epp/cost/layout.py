@@ -65,7 +65,7 @@ class StageLayout:
             )
         if self.rank_devices and len(self.rank_devices) != self.placement.ranks:
             raise ValueError(
-                f"{len(self.rank_devices)} ranks have a device of their own, and the pipeline has "
+                f"{len(self.rank_devices)} ranks have a device, and the pipeline has "
                 f"{self.placement.ranks}; expected the same number"
             )
         measured = self.profile.rank_slowness

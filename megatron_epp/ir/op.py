@@ -109,7 +109,9 @@ class Op:
         match = _OP.fullmatch(text)
         if match is None:
             letters = f"{', '.join(_CODES[:-1])} or {_CODES[-1]}"
-            raise PlanError(f"{quoted(text)} is no op; expected {letters} and a chunk, as in F0")
+            raise PlanError(
+                f"{quoted(text)} is not an op; expected {letters} and a chunk, as in F0"
+            )
         return cls(Kind(match[1]), int(match[2]))
 
 
@@ -144,8 +146,8 @@ class StageOp:
         if match is None:
             letters = f"{', '.join(_CODES[:-1])} or {_CODES[-1]}"
             raise PlanError(
-                f"{quoted(text)} is no op of a stage; expected {letters}, a stage and a chunk, as "
-                "in F2.0"
+                f"{quoted(text)} is not an op of a stage; expected {letters}, a stage and a chunk, "
+                "as in F2.0"
             )
         return cls(int(match[2]), Op(Kind(match[1]), int(match[3])))
 
@@ -191,7 +193,7 @@ class Transfer:
 
     def __post_init__(self):
         if self.kind not in TRANSFERS:
-            raise PlanError(f"{self.kind.value} is no transfer; expected SEND or RECV")
+            raise PlanError(f"{self.kind.value} is not a transfer; expected SEND or RECV")
 
     @property
     def chunk(self) -> int:

@@ -3,11 +3,11 @@
 even             0 1 2 3             stage i on rank i
 interleaved 2    0 1 2 3 0 1 2 3
 v                3 2 1 0 0 1 2 3     first and last stage on the last rank
-a file           a line of a plan, ``place 0 1 1 0``, or a line for each rank:
+a file           the line ``place`` of a plan, ``place 1 0 0 1``, or a line for each rank:
 
-    rank 0: 0 3                      # its stages
-    rank 1: 1 2
-    layers 3 2 2 1                   # of every stage; optional: the caller has a default
+    rank 0: 1 2                      # stages of rank 0
+    rank 1: 0 3
+    layers 3 2 2 1                   # layers of every stage; optional: the caller has a default
 """
 
 import re
@@ -151,8 +151,8 @@ def placement_of_file(text: str, ranks: int) -> Placement:
             )
     if bool(place) == bool(of_ranks):
         raise PlanError(
-            "expected one line 'place 0 1 1 0', the rank of every stage, or a line 'rank 0: 0 3' "
-            "for every rank"
+            "expected one line 'place 1 0 0 1' with the rank of every stage, or a line "
+            "'rank 0: 1 2' with its stages for every rank"
         )
     placement = Placement(_place_of(of_ranks, ranks) if of_ranks else place, layers)
     _require_every_rank(placement, ranks)
@@ -174,7 +174,7 @@ def require_last_stage(placement: Placement) -> None:
     if placement.place[-1] != placement.ranks - 1:
         _fail(
             placement,
-            f"the last stage, {placement.stages - 1}, lies on rank {placement.place[-1]}; expected "
+            f"the last stage, {placement.stages - 1}, is on rank {placement.place[-1]}; expected "
             f"rank {placement.ranks - 1}, from which Megatron takes the loss",
         )
 
@@ -203,9 +203,9 @@ def _place_of(of_ranks: dict[int, list[int]], ranks: int) -> tuple[int, ...]:
         )
     for stage in every:
         if every.count(stage) > 1:
-            raise PlanError(f"stage {stage} lies on several ranks: {picture(stage_texts, ranks)}")
+            raise PlanError(f"stage {stage} is on several ranks: {picture(stage_texts, ranks)}")
     if missing := set(range(1 + max(every))) - set(every):
-        raise PlanError(f"stage {min(missing)} lies on no rank: {picture(stage_texts, ranks)}")
+        raise PlanError(f"stage {min(missing)} is on no rank: {picture(stage_texts, ranks)}")
     where = {stage: rank for rank, stages in of_ranks.items() for stage in stages}
     return tuple(where[stage] for stage in range(len(where)))
 

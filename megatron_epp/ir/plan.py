@@ -33,10 +33,10 @@ rank has several stages, orders are those of ranks, and ops name their stage: ``
 3 on chunk 0. ``peak_gib`` has one number per rank.
 
     layers 2 2 2 2
-    place 0 1 1 0                        # the rank of stage 0, 1, 2, 3: a V
+    place 1 0 0 1                        # ranks of stages 0 to 3: a V
     ...
-    rank 0: F0.0 F3.0 B3.0 B0.0
-    rank 1: F1.0 F2.0 B2.0 B1.0
+    rank 0: F1.0 F2.0 B2.0 B1.0
+    rank 1: F0.0 F3.0 B3.0 B0.0
 """
 
 import hashlib
@@ -175,7 +175,7 @@ class Plan:
                 if len(choice) != layers or not set(choice) <= set(MODES):
                     text = shortened(format_recompute(choice), 60)
                     raise PlanError(
-                        f"recompute {stage}, chunk {choices.index(choice)}: {text} speaks of "
+                        f"recompute {stage}, chunk {choices.index(choice)}: {text} covers "
                         f"{len(choice)} layers; stage {stage} has {layers}"
                     )
         for chunk_index, chunk in enumerate(self.chunks):
@@ -187,7 +187,7 @@ class Plan:
                     )
                 if span.stop > self.documents[span.document]:
                     raise PlanError(
-                        f"chunk {chunk_index}: {span} ends behind document {span.document} "
+                        f"chunk {chunk_index}: {span} exceeds document {span.document} "
                         f"of {self.documents[span.document]} inputs"
                     )
                 if span.local and span.tokens < self.documents[span.document]:
@@ -515,7 +515,7 @@ class _Reader:
 
     def number(self, word: str) -> int:
         if _NUMBER.fullmatch(word) is None:
-            self.fail(f"{quoted(word)} is no whole number", self.last)
+            self.fail(f"{quoted(word)} is not a whole number", self.last)
         return int(word)
 
     def replica(self) -> tuple[int, int]:
@@ -558,7 +558,7 @@ class _Reader:
                 self.fail("expected 'prefix DOCUMENT: SPAN', as in prefix 3: 0[0:4000]", self.last)
             if not last < int(number) < len(documents):
                 self.fail(
-                    f"expected a document behind {last}, of {len(documents)}"
+                    f"expected a document after {last}, of {len(documents)}"
                     if last >= 0
                     else f"document {number}; there are {len(documents)}",
                     self.last,
@@ -579,7 +579,7 @@ class _Reader:
         if len(place) != stages:
             self.fail(f"{len(place)} ranks; expected one for each of {stages} stages", self.last)
         if place == tuple(range(stages)):
-            self.fail("stage i lies on rank i without this line: leave it out", self.last)
+            self.fail("stage i is on rank i without this line: remove it", self.last)
         missing = set(range(max(place))) - set(place)
         if missing:
             self.fail(f"rank {min(missing)} has no stage; expected at least one", self.last)
@@ -629,7 +629,7 @@ class _Reader:
             self.fail("expected 'predicted seconds S peak_gib G ... planner NAME'", self.last)
         for word in (words[1], *words[3:-2]):
             if _DECIMAL.fullmatch(word) is None:
-                self.fail(f"{quoted(word)} is no number", self.last)
+                self.fail(f"{quoted(word)} is not a number", self.last)
         try:
             return Prediction(float(words[1]), tuple(map(float, words[3:-2])), words[-1])
         except PlanError as error:

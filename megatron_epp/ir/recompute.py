@@ -57,7 +57,7 @@ def parse_recompute(text: str) -> str:
     choice = "" if text == "0k" else "".join(n_l[1] * int(n_l[0]) for n_l in _RUN.findall(text))
     if format_recompute(choice) != text:
         raise PlanError(
-            f"{quoted(text)} is no recompute choice; expected runs of a count and one of "
+            f"{quoted(text)} is not a recompute choice; expected runs of a count and one of "
             f"{' '.join(MODES)}, as in 3f1k"
         )
     return choice

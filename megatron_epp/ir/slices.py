@@ -160,7 +160,7 @@ def _tie_branches(
             spans = chunks[index].spans
             if spans.index(span) > spans.index(own):
                 raise PlanError(
-                    f"chunk {index}: {own} continues {span}, which stands behind it; expected it in"
+                    f"chunk {index}: {own} continues {span}, which comes after it; expected it in"
                     " front"
                 )
         elif earlier[index] not in (-1, before):

@@ -69,7 +69,7 @@ class Span:
         match = _SPAN.fullmatch(text)
         if match is None:
             raise PlanError(
-                f"{quoted(text)} is no span; expected DOCUMENT[START:STOP], as in 0[0:5000], and "
-                "behind it @RANK where one context-parallel rank computes the document"
+                f"{quoted(text)} is not a span; expected DOCUMENT[START:STOP], as in 0[0:5000], "
+                "with @RANK after it if one context-parallel rank computes the document"
             )
         return cls(*(int(number) for number in match.groups() if number is not None))

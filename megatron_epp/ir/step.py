@@ -179,7 +179,9 @@ class StepPart:
         if numbers != [(self.first + at, self.replicas) for at in range(len(self.plans))]:
             raise PlanError("the plans are not those of neighbouring replicas of one job")
         if self.first % self.lockstep or self.replicas % self.lockstep:
-            raise PlanError(f"{self.lockstep} replicas from {self.first} on are no lockstep group")
+            raise PlanError(
+                f"{self.lockstep} replicas from {self.first} on are not a lockstep group"
+            )
 
     @property
     def first(self) -> int:

@@ -75,7 +75,7 @@ class Timed:
             return cls(int(stage), _parse_op(op, int(stage)), *seconds, int(peak_bytes))
         except ValueError as error:
             raise PlanError(
-                f"{quoted(line)} is no timed record; expected STAGE OP START STOP PEAK_BYTES, "
+                f"{quoted(line)} is not a timed record; expected STAGE OP START STOP PEAK_BYTES, "
                 f"times of at most {MOST_SECONDS:g} s"
             ) from error
 
@@ -86,7 +86,7 @@ def _parse_op(text: str, stage: int) -> Op | Transfer:
         return Op.parse(text)
     kind, payload, chunk, way, peer = match.groups()
     if (kind == "SEND") != (way == ">"):
-        raise PlanError(f"{quoted(text)} is no transfer; expected SEND:F0>1 or RECV:F0<0")
+        raise PlanError(f"{quoted(text)} is not a transfer; expected SEND:F0>1 or RECV:F0<0")
     ends = (stage, int(peer)) if kind == "SEND" else (int(peer), stage)
     return Transfer(Kind(kind), Message(Payload(payload), int(chunk), *ends))
 

@@ -148,9 +148,7 @@ def timeline(
     seen: set[tuple[int, Op]] = set()
     for record in records:
         if not 0 <= record.stage < plan.stages:
-            raise PlanError(
-                f"a record speaks of stage {record.stage}; the plan has {plan.stages} stages"
-            )
+            raise PlanError(f"a record has stage {record.stage}; the plan has {plan.stages} stages")
         if not record.start <= record.stop:
             raise PlanError(f"stage {record.stage}: {record.op} stops before it starts")
         if isinstance(record.op, Transfer):

@@ -274,7 +274,7 @@ def play(plan: Plan, table: Table, *, noise: float = 0.0, seed: int = 0) -> Simu
     result = run(orders, arrays, needs_for(plan.vocabulary_parallel, plan.forward_only))
     if not np.isfinite(result.seconds):
         check(plan)
-        raise PlanError("the table holds a duration that is no finite number")
+        raise PlanError("the table holds a duration that is not a finite number")
     return _played(plan, table, orders, arrays, factors, result)
 
 

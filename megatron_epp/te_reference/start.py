@@ -36,7 +36,7 @@ def install_reference(device: str = "h100") -> None:
         ValueError: if the device is unknown, or Transformer Engine's Python is missing.
     """
     if device not in DEVICES:
-        raise ValueError(f"EPP_TE_ON_CPU knows {', '.join(DEVICES)}; {device} is none of them")
+        raise ValueError(f"EPP_TE_ON_CPU knows {', '.join(DEVICES)}; {device} is not one of them")
     if isinstance(sys.modules.get(NAME), types.ModuleType):
         return
     if not (FOLDER / PACKAGE / "pytorch").is_dir():

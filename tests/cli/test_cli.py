@@ -433,7 +433,7 @@ WLB = ("plan", "--lengths", "wlb")
         (("plan", "--lenths", "wlb"), ["unknown option '--lenths'", "--lengths"]),
         (
             (*WLB, *COMMON, "--batch", 10**14),
-            ["batch 100000000000000 of 512 documents: lies behind 4294967296 epochs"],
+            ["batch 100000000000000 of 512 documents: needs more than 4294967296 epochs"],
         ),
         (
             (*WLB, *COMMON, "--global-batch-size", 10**8),
@@ -475,7 +475,7 @@ def test_bad_plans(capsys, tmp_path, plan):
                 assert word in line
         refused(capsys, "simulate", path, *MACHINE)
     path.write_bytes(b"\xff\xfe\x00plan")
-    assert "is no text" in refused(capsys, "check", path)
+    assert "is not UTF-8 text" in refused(capsys, "check", path)
     (tmp_path / "d.svg").mkdir()
     assert "is a folder" in refused(capsys, "draw", plan, "-o", tmp_path / "d.svg")
     assert "unknown ending '.gif'" in refused(capsys, "draw", plan, "-o", tmp_path / "x.gif")
@@ -494,7 +494,7 @@ def test_bad_records(capsys, plan, tmp_path):
     for text, words in (
         ("", "expected the line 'timed v1'"),
         ("timed v1\n", "holds no record"),
-        ("timed v1\n0 F0 x 1.0 5\n", "is no timed record"),
+        ("timed v1\n0 F0 x 1.0 5\n", "is not a timed record"),
         ("timed v1\n7 F0 0.0 1.0 5\n", "the plan has 2 stages"),
         ("timed v1\n0 W0 0.0 1.0 5\n", "does not hold"),
         ("timed v1\n0 F0 0.0 1.0 5\n", "stage 0 ran nothing as op 2"),

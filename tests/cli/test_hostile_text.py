@@ -171,7 +171,7 @@ def test_a_placement_is_read_within_a_bound(capsys, tmp_path, lengths, flag):
     assert "is a pipe; expected lines 'place' or" in refused(capsys, *words, flag, pipe)
     assert "longer than 16 MiB; expected lines" in refused(capsys, *words, flag, "/dev/zero")
     (text := tmp_path / "text").write_bytes(b"\xff")
-    assert "is no text" in refused(capsys, *words, flag, text)
+    assert "is not UTF-8 text" in refused(capsys, *words, flag, text)
     assert f"{flag} {tmp_path / 'no'}: No such file" in refused(
         capsys, *words, flag, tmp_path / "no"
     )
@@ -183,7 +183,7 @@ def test_a_time_beyond_any_run_is_no_record(capsys, plan, tmp_path, time, ending
     records = tmp_path / "r.timed"
     records.write_text(f"timed v1\n0 F0 0.0 1.0 0\n0 F1 1.0 {time} 0\n")
     words = ("draw", plan, "--records", records, "-o", tmp_path / f"x.{ending}")
-    assert f"'0 F1 1.0 {time} 0' is no timed record" in refused(capsys, *words)
+    assert f"'0 F1 1.0 {time} 0' is not a timed record" in refused(capsys, *words)
     assert not (tmp_path / f"x.{ending}").exists()
 
 

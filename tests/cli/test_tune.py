@@ -162,7 +162,7 @@ def test_no_script_launches_another_model_than_was_named(
     assert tune(lengths, "--model", folder, "--like", "olmo22") == 2
     assert "--like 'olmo22' is not known; expected one of olmo2" in capsys.readouterr().err
     assert tune(lengths, "--like", "llama") == 2
-    assert "--like llama: llama3-8b is no config.json" in capsys.readouterr().err
+    assert "--like llama: llama3-8b is not a config.json" in capsys.readouterr().err
 
 
 def test_a_pipeline_with_layers_by_time_is_launched_with_megatrons_flags(
@@ -214,7 +214,7 @@ def test_a_grid_with_a_hole_is_mapped_drawn_and_launched(
     assert nodes["nodes"] == [[1, 0], [1, 1]] and nodes["spares"] == [[0, 1]]
     script.write_text(script.read_text().replace(here, "elsewhere"))
     done = run(BASH, script, PYTHON="echo", DATA="corpus", TOKENIZER="t.model")
-    assert done.returncode == 1 and "this host is none of hosts" in done.stderr
+    assert done.returncode == 1 and "this host is not in the list of hosts" in done.stderr
     for wrong, told in (
         (("--nodes", "4"), "--nodes 4: 3 of the 2 x 2 nodes of --topology"),
         (("--cp", "2", "--pp", "1", "--nodes", "3"), "no tp x cp x pp x dp fills them"),

@@ -137,7 +137,7 @@ def test_batches_of_a_named_distribution(name, millions, squares):
         ("wikpedia", "did you mean wikipedia?"),
         ("no/such/file.txt", "no such file or distribution"),
         (".", "is a folder"),
-        ("/dev/null", "is no plain file"),
+        ("/dev/null", "is not a regular file"),
     ],
 )
 def test_an_unknown_name_shows_what_is_near(text, hint):

@@ -146,9 +146,9 @@ def test_plan_and_simulate_follow(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         ("h100-80g*2,a100-80g", "of 3 ranks, and the pipeline has 4"),
         ("h100-80g*4,a100-80g*4", "of 8 ranks, and the pipeline has 4"),
-        ("h100-80g*,a100-80g*2", "'h100-80g*' is no device with a number"),
-        ("h100-80g*2,,a100-80g*2", "'' is no device with a number"),
-        ("h100-80g*x,a100-80g*2", "'h100-80g*x' is no device with a number"),
+        ("h100-80g*,a100-80g*2", "'h100-80g*' is not a device with a number"),
+        ("h100-80g*2,,a100-80g*2", "'' is not a device with a number"),
+        ("h100-80g*x,a100-80g*2", "'h100-80g*x' is not a device with a number"),
         ("h100-80g*2,a100*2", "unknown device 'a100'; did you mean a100-80g"),
         ("h100-80g*2,cpu*2", "a pipeline over CPUs and GPUs"),
     ],

@@ -188,7 +188,7 @@ def test_what_is_refused_is_one_line(tmp_path, changes, says) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ('{"model_type": "llama", "hidden_size": NaN}', "NaN is no number"),
+        ('{"model_type": "llama", "hidden_size": NaN}', "NaN is not a number"),
         ('{"model_type": ' + "[" * 100_000, "no JSON"),
         ('{"model_type": "llama", "hidden_size": ' + "9" * 40 + "}", "whole number of 40 digits"),
         ('{"peft_type": "LORA", "r": 8}', "peft_type: is an adapter's file"),
@@ -256,7 +256,7 @@ def test_another_model_type_is_read_as_one_that_is_known(tmp_path) -> None:
     assert found.name.endswith("(llama), read with --like llama") and found.layers == 2
     with pytest.raises(ValueError, match="--like 'llamma' is not known"):
         model(str(tmp_path), "llamma")
-    with pytest.raises(ValueError, match="--like llama: qwen3-8b is no config"):
+    with pytest.raises(ValueError, match="--like llama: qwen3-8b is not a config"):
         model("qwen3-8b", "llama")
 
 

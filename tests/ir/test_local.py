@@ -48,10 +48,10 @@ def test_every_rank_has_the_rows_of_the_fullest(plan: Plan, ranks: int, seed: in
     ("text", "wrong"),
     [
         ("0[1:4]@1", "only a whole document is local to a rank"),
-        ("0[0:4]@", "is no span"),
-        ("0[0:4]@01", "is no span"),
-        ("0[0:4]@-1", "is no span"),
-        ("0[0:4] @1", "is no span"),
+        ("0[0:4]@", "is not a span"),
+        ("0[0:4]@01", "is not a span"),
+        ("0[0:4]@-1", "is not a span"),
+        ("0[0:4] @1", "is not a span"),
     ],
 )
 def test_what_is_no_local_span_is_refused(text: str, wrong: str) -> None:

@@ -48,13 +48,13 @@ def test_stages_that_swap_ranks_keep_their_lines() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        ("place 0 1 1 0", "place 0 1 2 3", "stage i lies on rank i without this line: leave it"),
+        ("place 0 1 1 0", "place 0 1 2 3", "stage i is on rank i without this line: remove it"),
         ("place 0 1 1 0", "place 0 1 1", "3 ranks; expected one for each of 4 stages"),
         ("place 0 1 1 0", "place 0 2 2 0", "rank 1 has no stage; expected at least one"),
-        ("place 0 1 1 0", "place 0 1 one 0", "'one' is no whole number"),
+        ("place 0 1 1 0", "place 0 1 one 0", "'one' is not a whole number"),
         ("place 0 1 1 0\n", "", "the order is plan, replica, documents, prefix, layers, place, "),
         ("rank 1: ", "stage 1: ", "expected 'rank 1:', as a rank has several stages"),
-        ("rank 1: F1.0", "rank 1: F0", "'F0' is no op of a stage; expected F, B, I, W, H or G, a"),
+        ("rank 1: F1.0", "rank 1: F0", "'F0' is not an op of a stage; expected F, B, I, W, H or G"),
         ("rank 1: F1.0", "rank 1: F4.0", "F4.0 names stage 4; there are 4"),
         ("rank 1: F1.0", "rank 1: F0.0", "rank 0 runs 4 ops of stage 0, which has 5"),
         ("rank 1: F1.0", "rank 1: F1.9", "stage 1: F9 names chunk 9; there are 2"),

@@ -49,8 +49,8 @@ def test_whatever_a_file_holds_is_a_placement_or_one_line(text: str) -> None:
     [
         ("place 0 1 1", "rank 2 has no stage; expected at least one: rank 0: 0 | rank 1: 1 2 | rank"
          " 2: -"),
-        ("rank 0: 0 3\nrank 1: 1", "stage 2 lies on no rank: rank 0: 0 3 | rank 1: 1 | rank 2: -"),
-        ("rank 0: 0 1\nrank 1: 1 2\nrank 2: 3", "stage 1 lies on several ranks: rank 0: 0 1 | rank"
+        ("rank 0: 0 3\nrank 1: 1", "stage 2 is on no rank: rank 0: 0 3 | rank 1: 1 | rank 2: -"),
+        ("rank 0: 0 1\nrank 1: 1 2\nrank 2: 3", "stage 1 is on several ranks: rank 0: 0 1 | rank"
          " 1: 1 2 | rank 2: 3"),
         ("place 0 1 2 7", "there is no rank 7: the pipeline has 3: rank 0: 0 | rank 1: 1 | rank 2: "
          "2 | rank 7: 3"),
@@ -59,8 +59,8 @@ def test_whatever_a_file_holds_is_a_placement_or_one_line(text: str) -> None:
         ("place 0 1 2\nlayers 4 0 4", "layers 4 0 4: expected at least one for each of 3 stages"),
         ("place 0 1 two", "line 1 ('place 0 1 two'): expected whole numbers"),
         ("stages 0 1 2", "line 1 ('stages 0 1 2'): expected 'place' and the rank of every stage"),
-        ("", "expected one line 'place 0 1 1 0', the rank of every stage, or a line 'rank 0: 0 3'"),
-        ("place 0 1 2\nrank 0: 0", "expected one line 'place 0 1 1 0'"),
+        ("", "expected one line 'place 1 0 0 1' with the rank of every stage, or a line 'rank 0"),
+        ("place 0 1 2\nrank 0: 0", "expected one line 'place 1 0 0 1'"),
         ("rank 0: 0\nrank 0: 1", "line 2 ('rank 0: 1'): rank 0 has a line already"),
     ],
 )  # fmt: skip
@@ -82,6 +82,6 @@ def test_megatron_wants_the_loss_on_its_last_rank() -> None:
     with pytest.raises(PlanError) as caught:
         require_last_stage(Placement((0, 1, 1, 0)))
     assert str(caught.value) == (
-        "the last stage, 3, lies on rank 0; expected rank 1, from which Megatron takes the loss: "
+        "the last stage, 3, is on rank 0; expected rank 1, from which Megatron takes the loss: "
         "rank 0: 0 3 | rank 1: 1 2"
     )

@@ -65,8 +65,8 @@ def test_a_plan_without_prefixes_reads_as_before() -> None:
         ("prefix 1: 0[0:40]", "prefix 1: 0[0:39]", "has no border there; expected the end of one"),
         ("prefix 1: 0[0:40]", "prefix 1 0[0:40]", "expected 'prefix DOCUMENT: SPAN'"),
         ("prefix 1: 0[0:40]", "prefix 9: 0[0:40]", "document 9; there are 4"),
-        ("prefix 2: 0[0:40]", "prefix 1: 0[0:40]", "expected a document behind 1, of 4"),
-        ("1[0:5] 3[0:3] 2[0:9]", "3[0:3] 1[0:5] 2[0:9]", "1[0:5], which stands behind it"),
+        ("prefix 2: 0[0:40]", "prefix 1: 0[0:40]", "expected a document after 1, of 4"),
+        ("1[0:5] 3[0:3] 2[0:9]", "3[0:3] 1[0:5] 2[0:9]", "1[0:5], which comes after it"),
         ("1[0:5] 3[0:3]", "1[0:5] 3[0:3]@1", "3[0:3]@1 is local to a rank"),
     ],
 )

@@ -190,11 +190,11 @@ ANSWERED = json.dumps({"messages": turns("a", "b")})
         (json.dumps({"messages": turns("a")[1:] + turns("b", "c")[2:]}), None),
         (
             json.dumps({"messages": [{"role": "assistant", "content": "first"}]}),
-            "message 0: the assistant speaks behind nobody",
+            "message 0: the assistant speaks after no message",
         ),
         (
             json.dumps({"messages": [*turns("a", "b"), *turns("a", "b")[2:]]}),
-            "message 3: the assistant speaks behind assistant",
+            "message 3: the assistant speaks after assistant",
         ),
         (json.dumps({"messages": turns("a", "")}), "message 2: the assistant says nothing"),
         (

@@ -58,7 +58,7 @@ def test_random_plans_compute_what_the_plain_model_computes(batches: int) -> Non
         (
             "8 experts, 4 of a token, over 2 ranks, softmax, aux_loss, z-loss",
             "shared experts, latents of 16, 4 groups, expert bias, seq_aux_loss, layers deee",
-            "learnable sinks, windows of 7 in front in layers wfwf",
+            "learnable sinks, windows of 7 tokens before each in layers wfwf",
         ),
         described,
         strict=True,

@@ -51,7 +51,7 @@ def test_fallbacks_are_kept_and_read_again(tmp_path) -> None:
 def test_a_damaged_file_is_named_with_its_line(tmp_path) -> None:
     (tmp_path / FALLBACKS_FILE).write_text("iteration 7 planner packing died\niteration 0 no\n")
     with pytest.raises(
-        ValueError, match=rf"{FALLBACKS_FILE}, line 2: 'iteration 0 no' is no fallback"
+        ValueError, match=rf"{FALLBACKS_FILE}, line 2: 'iteration 0 no' is not a fallback"
     ):
         Fallbacks([], str(tmp_path))
 

@@ -88,7 +88,7 @@ def test_layers_of_stages_are_as_megatron_places_them() -> None:
 @pytest.mark.parametrize(
     ("wanted", "says"),
     [
-        (given("*-x"), "--hybrid-layer-pattern *-x: 'x' stands for no layer; expected a letter"),
+        (given("*-x"), "--hybrid-layer-pattern *-x: 'x' is not a layer symbol; expected a letter"),
         (given(None, hybrid_override_pattern="?"), "'?' stands for no layer"),
         (given("|", 2), "--hybrid-layer-pattern |: no layer; expected a letter"),
         (given("*+-"), "attention (*) and latent attention (+) in one model"),

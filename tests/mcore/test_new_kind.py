@@ -308,7 +308,7 @@ def test_it_is_six_new_files_and_four_changed_ones(tmp_path: Path) -> None:
         ("mcore/kinds/sums/kind.py", "No module named 'megatron_epp.mcore.kinds.sums.kind'"),
         (
             "mcore/kinds/registry.py",
-            "--hybrid-layer-pattern S*S-: 'S' stands for no layer; expected a letter for",
+            "--hybrid-layer-pattern S*S-: 'S' is not a layer symbol; expected a letter for",
         ),
         ("mcore/kinds/modules.py", "its mixer is a SumMixer, a kind that --epp does not run"),
         ("mcore/kinds/certificates.py", "not enough values to unpack (expected 1, got 0)"),

@@ -326,7 +326,7 @@ def test_files_of_this_version_and_of_earlier_ones_are_read(
         (EARLIER_PARTITION, "[2, 0]", "no partition (expected layers by stage); delete"),
         (EARLIER_PARTITION, "{}", "no partition (expected layers by stage); delete"),
         (EARLIER_PARTITION, "[2, 3]", "layers [2, 3] are not 6 on 2 stages; leave --epp-partition"),
-        (EARLIER_PARTITION, json.dumps(PLACED), "stages lie on ranks 1 0 0 1; expected --epp-pla"),
+        (EARLIER_PARTITION, json.dumps(PLACED), "stages are on ranks 1 0 0 1; expected --epp-pla"),
         (EARLIER_VOCABULARY, '"perhaps"', 'expected "on" or "off"; delete the file, and say with'),
         (CHOICES_FILE, '{"epp_vocab_parallel": true}', 'expected "on" or "off"; delete the file'),
         (CHOICES_FILE, '"on"', "no choices (expected an object); delete the file"),

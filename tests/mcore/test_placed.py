@@ -186,7 +186,7 @@ def test_checkpoints_go_from_placement_to_placement_and_to_megatron(tmp_path: Pa
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"epp-placement": "place 0 1 1 0"}, "the last stage, 3, lies on rank 0; expected rank 1, "
+        ({"epp-placement": "place 0 1 1 0"}, "the last stage, 3, is on rank 0; expected rank 1, "
          "from which Megatron takes the loss: rank 0: 0 3 | rank 1: 1 2"),
         ({"epp-placement": "nowhere"}, "--epp-placement nowhere: No such file or directory"),
         ({"epp-placement": "v", "epp-cost-model": None}, "parts of a model are not measured at"),

@@ -129,7 +129,7 @@ def test_transfers_are_kept_apart():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"stage": 7}, "a record speaks of stage 7; the plan has 2 stages"),
+        ({"stage": 7}, "a record has stage 7; the plan has 2 stages"),
         ({"stop": -1.0}, "stage 0: F0 stops before it starts"),
         ({"op": Op(Kind.WEIGHT, 0)}, "a record of W0, which the plan does not hold"),
         ({"op": Op(Kind.FORWARD, 1)}, "stage 0: two records of F1"),

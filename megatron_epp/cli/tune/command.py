@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         for name in _OF_SURVEY:
             if getattr(arguments, name):
                 flag = "for" if name == "framework" else name.replace("_", "-")
-                raise UsageError(f"--{flag}: of a survey; expected --lengths besides")
+                raise UsageError(f"--{flag}: of a survey; expected --lengths too")
         if arguments.gpus is None and arguments.nodes is None and arguments.device is None:
             return print_model(the_model, config, arguments)
         return how_many(the_model, config, arguments)

@@ -47,7 +47,7 @@ for rank in "${{!hosts[@]}}"; do
         NODE_RANK=${{NODE_RANK:-$rank}}
     fi
 done
-: "${{NODE_RANK:?this host is none of hosts}}"
+: "${{NODE_RANK:?this host is not in the list of hosts}}"
 MASTER_ADDR=${{MASTER_ADDR:-${{hosts[0]}}}}
 """
 

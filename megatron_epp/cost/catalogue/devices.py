@@ -266,7 +266,7 @@ def device_runs(text: str) -> tuple[tuple[str, int], ...]:
         match = _RUN.fullmatch(part)
         if match is None:
             raise ValueError(
-                f"device {quoted(text)}: {quoted(part)} is no device with a number; {_LIST}"
+                f"device {quoted(text)}: {quoted(part)} is not a device with a number; {_LIST}"
             )
         runs.append((match[1], int(match[2] or 1)))
     return tuple(runs)

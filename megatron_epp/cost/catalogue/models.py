@@ -83,7 +83,7 @@ class Model:
             raise ValueError(f"pattern {quoted(self.pattern)}: expected a text")
         if not self.kinds:
             if self.pattern:
-                raise ValueError(f"pattern {quoted(self.pattern)}: expected kinds beside it")
+                raise ValueError(f"pattern {quoted(self.pattern)}: expected kinds with it")
             return
         if not self.pattern and len(self.kinds) > 1:
             raise ValueError("pattern is missing: expected which layer is of which kind")
@@ -91,7 +91,7 @@ class Model:
         for kind in word:
             if kind not in self.kinds:
                 raise ValueError(
-                    f"pattern: {quoted(kind)} is none of kinds, {', '.join(self.kinds)}"
+                    f"pattern: {quoted(kind)} is not one of the kinds, {', '.join(self.kinds)}"
                 )
         if len(word) != self.layers:
             raise ValueError(
@@ -380,7 +380,9 @@ def model(name: str, like: str | None = None) -> Model:
 def require_no_like(name: str, like: str | None) -> None:
     """Raise a ValueError if ``like`` is given for a model that is not a config.json."""
     if like is not None:
-        raise ValueError(f"--like {like}: {name} is no config.json of transformers; leave it out")
+        raise ValueError(
+            f"--like {like}: {name} is not a config.json of transformers; leave it out"
+        )
 
 
 def hub_model(config: HubConfig) -> Model:

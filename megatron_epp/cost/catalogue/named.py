@@ -76,7 +76,7 @@ def read_json(what: str, path: str) -> Any:
 
 
 def _no_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")
 
 
 def _int(digits: str) -> int:

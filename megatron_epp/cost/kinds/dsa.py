@@ -52,12 +52,12 @@ class DSASizes(MLASizes, WindowSizes):
         for name in ("index_size", "chosen_keys"):
             size = getattr(self, name)
             if bool(size) != bool(self.index_heads):
-                wanted = "at least 1" if self.index_heads else "index_heads beside it"
+                wanted = "at least 1" if self.index_heads else "index_heads with it"
                 raise ValueError(f"{name} {size}: expected {wanted}")
         if self.index_heads and not self.kv_rank:
-            raise ValueError(f"index_heads {self.index_heads}: expected kv_rank beside it")
+            raise ValueError(f"index_heads {self.index_heads}: expected kv_rank with it")
         if self.taught_on_all and not self.index_heads:
-            raise ValueError("taught_on_all true: expected index_heads beside it")
+            raise ValueError("taught_on_all true: expected index_heads with it")
         if not self.index_heads:
             return
         if self.index_size < self.rotary_size:
@@ -65,7 +65,7 @@ class DSASizes(MLASizes, WindowSizes):
                 f"index_size {self.index_size}: expected at least rotary_size, {self.rotary_size}"
             )
         if self.window:
-            raise ValueError(f"window {self.window}: expected 0 beside index_heads")
+            raise ValueError(f"window {self.window}: expected 0 with index_heads")
         if not self.carries_latents:
             raise ValueError("carries_latents false: index_heads keep latents; leave it out")
 

@@ -42,9 +42,9 @@ class MLASizes(AttentionSizes):
         super().require()
         for name in ("query_rank", "rotary_size", "value_size"):
             if getattr(self, name) and not self.kv_rank:
-                raise ValueError(f"{name} {getattr(self, name)}: expected kv_rank beside it")
+                raise ValueError(f"{name} {getattr(self, name)}: expected kv_rank with it")
         if self.output_gate and self.kv_rank:
-            raise ValueError("output_gate true: expected false beside kv_rank")
+            raise ValueError("output_gate true: expected false with kv_rank")
         if not self.attention and self.kv_rank:
             raise ValueError("attention false: kv_rank has no effect; leave it out")
 

@@ -35,7 +35,7 @@ class MoESizes(MLPSizes):
         """Raise a ValueError if the sizes are inconsistent."""
         for name in ("active_experts", "expert_hidden", "shared_hidden", "expert_latent"):
             if getattr(self, name) and not self.experts:
-                raise ValueError(f"{name} {getattr(self, name)}: expected experts beside it")
+                raise ValueError(f"{name} {getattr(self, name)}: expected experts with it")
         if self.experts and not 1 <= self.active_experts <= self.experts:
             raise ValueError(
                 f"active_experts {self.active_experts}: expected 1 to {self.experts}, the experts"

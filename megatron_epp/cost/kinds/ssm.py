@@ -47,12 +47,10 @@ class SSMSizes(Sizes):
         for name in others:
             size = getattr(self, name)
             if bool(size) != bool(self.state_heads):
-                wanted = (
-                    "at least 1" if self.state_heads else "mamba_heads or delta_heads beside it"
-                )
+                wanted = "at least 1" if self.state_heads else "mamba_heads or delta_heads with it"
                 raise ValueError(f"{name} {size}: expected {wanted}")
         if self.mamba_heads and self.delta_heads:
-            raise ValueError(f"delta_heads {self.delta_heads}: expected 0 beside mamba_heads")
+            raise ValueError(f"delta_heads {self.delta_heads}: expected 0 with mamba_heads")
         if self.state_heads and self.state_heads % self.state_groups:
             raise ValueError(
                 f"state_groups {self.state_groups}: expected a divisor of the heads, "

@@ -151,7 +151,7 @@ def kept_placement(args: Any) -> Placement | None:
         )
     if not kept.is_even and not placement_by_time(args):
         raise ValueError(
-            f"{path}: stages lie on ranks {kept}; expected --epp-placement auto as the run began, "
+            f"{path}: stages are on ranks {kept}; expected --epp-placement auto as the run began, "
             "or leave --epp-partition auto out"
         )
     return kept

@@ -214,8 +214,8 @@ def _check_turns(conversation: Sequence[Message]) -> None:
             raise ValueError(f"message {place}: role {role!r}; expected one of {', '.join(ROLES)}")
         if role == "assistant" and before not in ("user", "tool"):
             raise ValueError(
-                f"message {place}: the assistant speaks behind {before or 'nobody'}; expected the "
-                "user or a tool in front of it"
+                f"message {place}: the assistant speaks after {before or 'no message'}; "
+                "expected a message of the user or a tool before it"
             )
         if role == "assistant" and not message["content"]:
             raise ValueError(f"message {place}: the assistant says nothing; expected a text")

@@ -85,7 +85,7 @@ def _require_split(args: Any) -> None:
 
     expected = "expected fractions for training, validation and test, as 99,1,0"
     if args.split is None:
-        raise ValueError(f"--split is missing beside {_where(args)}; {expected}")
+        raise ValueError(f"--split is missing with {_where(args)}; {expected}")
     try:
         total = sum(parse_and_normalize_split(args.split))
     except (AssertionError, ArithmeticError, ValueError) as error:

@@ -81,8 +81,8 @@ class Config:
     )
     epp_memory_budget_gib: tuple[float, ...] | None = shared_setting(
         "memory_budget_gib",
-        " (default: the memory of the GPU less a margin; on a CPU 0.8 of the available memory, "
-        "divided over the local ranks)",
+        " (default: the budget of the GPU in the catalogue, at most 0.97 of its free memory; on a "
+        "CPU 0.8 of the available memory, divided over the local ranks)",
         type=float,
     )
     epp_memory_limit_gib: float | None = flag(

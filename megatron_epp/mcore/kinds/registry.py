@@ -144,7 +144,7 @@ def require_pattern(args: Namespace) -> None:
     )
     for symbol in pattern.replace(BOUNDARY, "").replace(MTP_SEPARATOR, ""):
         if symbol not in SYMBOLS:
-            raise ValueError(f"{flag_text}: {symbol!r} stands for no layer; {expected}")
+            raise ValueError(f"{flag_text}: {symbol!r} is not a layer symbol; {expected}")
     symbols = symbols_of_layers(pattern)
     if not symbols:
         raise ValueError(f"{flag_text}: no layer; {expected}")

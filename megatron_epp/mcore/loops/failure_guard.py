@@ -82,11 +82,11 @@ class FailureGuard:
 
     def head(self, chunk: int, received: Tensor) -> Tensor | None:
         """Raise NotImplementedError, because loops have the LM head on the last stage alone."""
-        raise NotImplementedError(f"H{chunk}: a loop's output layer lies on its last stage")
+        raise NotImplementedError(f"H{chunk}: in external loops the LM head is on the last stage")
 
     def head_weight(self, chunk: int) -> None:
         """Raise NotImplementedError, because loops have the LM head on the last stage alone."""
-        raise NotImplementedError(f"G{chunk}: a loop's output layer lies on its last stage")
+        raise NotImplementedError(f"G{chunk}: in external loops the LM head is on the last stage")
 
     def abandon(self) -> None:
         """Free the tensors that the stage saved for later ops, and start the vote's all-reduce."""

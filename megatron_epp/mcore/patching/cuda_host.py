@@ -149,7 +149,7 @@ def one_queue(device: torch.device) -> str | None:
     if device.type != "cuda" or os.environ.get(CONNECTIONS) != "1":
         return None
     return (
-        f"{CONNECTIONS}=1: with one hardware queue, ops stand behind messages that wait, and "
+        f"{CONNECTIONS}=1: with one hardware queue, ops wait for pending messages, and "
         f"planned orders may gain nothing; export {CONNECTIONS}={QUEUES} where the framework lets "
         "you (docs/guides/frameworks.md)"
     )

@@ -196,8 +196,8 @@ def test_slices_side_by_side_are_padded_together() -> None:
         ({"attention_dropout": 0.1}, "slices do not compute dropout in attention"),
         ({"context_parallel_size": 2}, None),
         ({"context_parallel_size": 8}, "4 attention heads of a tensor-parallel rank do not divide"),
-        ({"window_size": (5, 5)}, "slices compute windows of inputs in front of a token, fewer"),
-        ({"window_size": (64, 0)}, "slices compute windows of inputs in front of a token, fewer"),
+        ({"window_size": (5, 5)}, "slices compute windows of W tokens before each, fewer"),
+        ({"window_size": (64, 0)}, "slices compute windows of W tokens before each, fewer"),
         ({"softmax_type": "odd"}, "slices do not compute a softmax of type odd (softmax_type)"),
         ({"position_embedding_type": "yarn"}, None),
         (

@@ -28,5 +28,5 @@ class WindowCertificate(LayerCertificate):
         if args.window_size:
             pattern = args.window_attn_skip_freq
             layers = "" if pattern is None else f" in layers {''.join('fw'[w] for w in pattern)}"
-            words.append(f"windows of {args.window_size[0]} in front{layers}")
+            words.append(f"windows of {args.window_size[0]} tokens before each{layers}")
         return words

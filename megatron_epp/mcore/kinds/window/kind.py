@@ -13,8 +13,8 @@ def _slices_window(model: Any) -> str | None:
     if not window or (0 < window[0] < model.max_sequence_length and window[1] == 0):
         return None
     return (
-        "slices compute windows of inputs in front of a token, fewer than the context (window_size "
-        f"{window})"
+        "slices compute windows of W tokens before each, fewer than the context: window_size "
+        f"(W, 0), not {window}"
     )
 
 
@@ -37,8 +37,7 @@ class WindowKind(LayerKind):
     FLAGS: ClassVar = {"window_size": None, "softmax_type": "vanilla"}
     LIMITS = (
         Limit(
-            "windows that are not W inputs in front of each, fewer than the context "
-            "(--window-size)",
+            "windows other than the W tokens before each, fewer than the context (--window-size)",
             "give --window-size W,0 with W from 1 to --seq-length less 1, or leave it out",
             _flags_window,
             slices=_slices_window,
