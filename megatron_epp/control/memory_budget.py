@@ -240,7 +240,7 @@ class MemoryBudget:
         write_atomically(Path(folder) / BUDGET_FILE, "".join(f"{line}\n" for line in lines))
 
     def load(self, folder: str, iteration: int) -> None:
-        """Read the events of a resumed run, and apply those up to the iteration after ``iteration``.
+        """Read the events of a resumed run; apply those up to the iteration after ``iteration``.
 
         :meth:`measured` applies each later event before the event's iteration.
 

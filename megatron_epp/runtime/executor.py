@@ -61,7 +61,7 @@ class Compute(Protocol):
         """
 
     def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        """Run B on ``gradient``, the gradient of this stage's output; None on the last stage.
+        """Run I, the half of B for the input's gradient; arguments and result as ``backward``."""
 
     def weight_backward(self, chunk: int) -> None:
         """Run W, the half of B that computes the weights' gradients."""
