@@ -1,4 +1,4 @@
-"""Zigzag order of a sequence over context-parallel ranks, as in Megatron and its frameworks.
+"""Zigzag order of a sequence over context-parallel ranks, as in Megatron.
 
 2 ranks     0 1 2 3 4 5 6 7      rank 0: 0 1 6 7      rank 1: 2 3 4 5
 """
