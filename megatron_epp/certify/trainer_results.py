@@ -14,7 +14,7 @@ class TrainerReference(Reference):
     Attributes:
         loss: loss per token in training.
         evaluation_loss: loss per token in evaluation.
-        unit: unit of the loss's error.
+        unit: unit of the errors of ``loss`` and ``evaluation_loss``.
         tokens: number of tokens.
         replicas: number of replicas.
         routed: router statistics.
@@ -52,7 +52,7 @@ class TrainerResult(RankResult):
     Attributes:
         training_loss: (sum of the losses, number of tokens) of the rank's replica, on the reporting
             rank of the last stage; zeros on other ranks.
-        evaluation_loss: sum and number in evaluation, likewise.
+        evaluation_loss: (sum of the losses, number of tokens) in evaluation, on the same rank.
         routed: router statistics.
     """
 

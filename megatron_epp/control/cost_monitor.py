@@ -79,8 +79,8 @@ class CostMonitor:
             cost: cost model that predicts the ops.
             plan: plan of this rank's replica.
             records: measured ops of this rank.
-            block: plans of the lockstep group. In lockstep, all replicas' ops take as long as the
-                slowest of them, so the op with the largest prediction is predicted and sampled.
+            block: plans of the lockstep group. In lockstep, an op takes as long as the slowest
+                replica's op, so the prediction and the sample are those of the slowest replica.
         """
         first = min(other.replica for other in (*block, plan))
         cost = cost.of_replicas(first, max(1, len(block)))
@@ -254,7 +254,7 @@ def last_refit(folder: str) -> Path | None:
 
 
 def _refits(folder: str) -> dict[int, Path]:
-    """All refits in ``folder``, by iteration."""
+    """Return the files of all refits in ``folder``, by iteration."""
     paths = Path(folder).glob("epp-cost-model.from-*.json")
     return {int(named[1]): path for path in paths if (named := _NAMED.fullmatch(path.name))}
 

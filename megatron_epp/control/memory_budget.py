@@ -71,7 +71,7 @@ class Event:
 
     @property
     def line(self) -> str:
-        """Line of the file, which calls a pipeline rank a stage."""
+        """Line of the budget file, in which a pipeline rank is called a stage."""
         return self._text("stage")
 
     def _text(self, rank: str) -> str:

@@ -16,7 +16,7 @@ class Rows:
 
     Attributes:
         start: first row.
-        stop: row after the last one.
+        stop: row after the last row.
         span: the tokens.
         cut: whether K/V of the document are cached, because it is sliced or continued by others.
         last: whether no other span attends to this span's K/V.
@@ -63,8 +63,8 @@ class ChunkState:
             without MoE or training.
         local: state of the documents that this rank computes alone, whose rows follow the sharded
             rows; None if no rank has such documents.
-        local_documents: all documents of the chunk that a single rank computes, in the chunk's
-            order, whichever the rank.
+        local_documents: documents of the chunk that run on a single rank, over all ranks, in the
+            chunk's order.
         repeated: difference between a repeated layer's index and the index of its first run.
     """
 

@@ -9,14 +9,14 @@ For a row t of some document and every key s <= t of that document, in the chunk
              over every key before the row or over the top-k keys
 
 For earlier slices, the store holds attention's key [D] in place of K, and the indexer's key [I] in
-place of V. Attention's key, a latent and its rotated part, is shared by all heads. Its gradient
-comes from the output; the gradient of the indexer's key comes from the loss. Both gradients treat
-the selection of keys as a constant.
+place of V. Attention's key, a latent and its rotated part, is shared by all heads. The gradient of
+attention's key comes from the output, the gradient of the indexer's key from the loss. Both
+gradients treat the selection of keys as a constant.
 
 The loss of a row is independent of the rest of the chunk, so the losses of slices add up to the
 losses of documents. With tensor parallelism, each rank has some of the heads, and p is all-reduced
-over ``group``. Every rank then computes the same loss and the same gradients of the indexer; its
-gradients of attention's keys are those of its heads only.
+over ``group``. All ranks then compute the same loss and the same gradients of the indexer. The
+gradients of attention's keys on a rank are those of the rank's heads only.
 
 Rows are processed in blocks, so that no tensor has the size of (chunk rows) x (prefix keys).
 

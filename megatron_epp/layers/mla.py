@@ -43,7 +43,7 @@ class LatentKV:
         latent_T1R: latents after their norm, the inputs of the up-projection.
         rotary_T1P: keys with rotary embedding, shared by all heads.
         weight_NR: up-projection of this rank's heads, N = H (D - P + V); for each head the rows of
-            K precede those of V.
+            K precede the rows of V.
     """
 
     latent_T1R: Tensor

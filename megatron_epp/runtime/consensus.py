@@ -1,4 +1,4 @@
-"""Collectives on the host that make all ranks agree on one plan, or all fail."""
+"""Collectives on the host after which all ranks have the same plan, or all ranks fail."""
 
 import hashlib
 import socket

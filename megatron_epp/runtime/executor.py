@@ -50,7 +50,7 @@ class Compute(Protocol):
         """Run F on ``received``, the previous stage's output, which is None on the first stage.
 
         Returns:
-            The tensor to send on; None on the last stage without vocabulary parallelism.
+            The output to send; None on the last stage without vocabulary parallelism.
         """
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:

@@ -29,7 +29,7 @@ class Groups:
             stage, in all replicas of a lockstep group (block). None if there is only one such rank.
         lockstep: number of replicas of a block, over which a layer's experts are sharded.
         block: CPU group of the ranks of this replica's block; None if the world is one block.
-        planner: rank in ``block`` that runs the planner processes; in the world if that is None.
+        planner: rank in :attr:`planned_together` that runs the planner processes.
         planners_here: number of ranks of this host that run planner processes.
     """
 

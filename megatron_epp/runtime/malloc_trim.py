@@ -48,7 +48,7 @@ class HostHeap:
     def settle(self) -> bool:
         """Trim the heap after an op if it has too many free pages; return whether it was trimmed.
 
-        Without a trim this takes 20 microseconds.
+        A call without a trim takes 20 microseconds.
         """
         resident = self._resident()
         # An upper bound if the heap is fragmented, and exact after a trim.

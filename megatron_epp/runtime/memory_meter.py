@@ -102,12 +102,12 @@ class SavedBytesMeter:
         return self.saved_bytes + (self._store.bytes if self._store is not None else 0)
 
     def check(self):
-        """Check that at most the limit was held since the last :meth:`op_peak`.
+        """Check that the bytes held since the last :meth:`op_peak` did not exceed the limit.
 
         Call it between ops: an error raised while autograd saves a tensor would leak the graph.
 
         Raises:
-            LimitReached: if more was held.
+            LimitReached: if more bytes were held.
         """
         if max(self._op_peak, self.now) > self.limit_bytes:
             raise LimitReached(

@@ -51,7 +51,8 @@ class LoopResult(RankResult):
     Attributes:
         replica: replica of this rank.
         values: value of each micro-batch's loss; () on ranks without the last stage.
-        collected: value that a forward-only pass collected for each micro-batch, likewise.
+        collected: value that a forward-only pass collected for each micro-batch; () on ranks
+            without the last stage.
         chunks: number of chunks of the plan.
         halved: number of W ops of all stages.
         branches: number of documents that continue others.

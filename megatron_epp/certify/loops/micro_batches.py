@@ -43,7 +43,7 @@ MicroBatch = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class DrawnMicroBatches:
-    """micro_batches[replica][number], and the name of their loss."""
+    """Micro-batches by replica and number, and the name of their loss."""
 
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     loss: str

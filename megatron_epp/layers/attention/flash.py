@@ -3,7 +3,7 @@
 These are the operators of torch.nn.attention.varlen, without the copies that torch's autograd
 function would save. Causal masks with fewer queries than keys are aligned at the bottom right
 (FlashAttention 2.1), and so are windows. The sinks' part of the softmax is merged after the kernel
-(merge.py): the forward returns the log-sum-exp, and the backward has the merged one as an argument.
+(merge.py): the forward returns a log-sum-exp, and the merged log-sum-exp is passed to the backward.
 """
 
 from typing import Any

@@ -108,7 +108,7 @@ class TransformerEngineKernel:
             del self._attend.softmax_offset
 
     def of_layers(self, before: int | None, sinks: bool) -> "TransformerEngineKernel":
-        """Return the kernel of layers with a window or sinks; equal layers share one."""
+        """Return the kernel of layers with a window or sinks; equal layers share a kernel."""
         like = before, sinks
         if like not in self._of_layers:
             self._of_layers[like] = TransformerEngineKernel(*self._arguments, *like)

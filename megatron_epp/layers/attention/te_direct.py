@@ -30,7 +30,7 @@ class KernelCalls:
     Attributes:
         forward: arguments of the forward by name, without :func:`own_arguments`; None if they are
             not recorded.
-        backward: arguments of the backward, likewise.
+        backward: arguments of the backward; None if they are not recorded.
         refused: whether a direct call would not be equivalent to a call of the module.
         sinks: shape and dtype in which the kernel gets the sinks.
     """
@@ -75,7 +75,7 @@ class FusedFunctions:
         return getattr(self.module, self.names[0])(**arguments)
 
     def backward(self, **arguments: Any) -> Any:
-        """Return the gradients of q, k and v, and those of a bias and of sinks, if any."""
+        """Return the gradients of q, k and v, and of a bias and sinks if there are any."""
         return getattr(self.module, self.names[1])(**arguments)
 
     @contextmanager

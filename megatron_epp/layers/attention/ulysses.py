@@ -53,7 +53,7 @@ class Ulysses:
     def each_to_heads(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """All-to-all tensors [t, H, D] of this rank's rows to [T, H/N, D] of its heads.
 
-        If there are fewer heads than ranks, heads are repeated first, so that every rank has one.
+        If there are fewer heads than ranks, heads are repeated first, so that each rank has a head.
         """
         ranks = self.group.size()
         shared = (
@@ -69,7 +69,7 @@ class Ulysses:
     def to_all(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """All-gather tensors [t, G, D] of this rank's rows to [T, G, D] of all rows.
 
-        The backward reduce-scatters the gradients; each rank contributes those of its heads.
+        The backward reduce-scatters the gradients that each rank computes with its heads.
         """
         return _ToAll.apply(self.group, *tensors)
 

@@ -147,7 +147,7 @@ class Piece:
 
     Attributes:
         start: first row.
-        stop: row after the last one.
+        stop: row after the last row.
         slice: the slice or branch with a context; None if the rows are unsliced documents.
         cu_seqlens: lengths of the call's documents.
     """
@@ -168,7 +168,7 @@ def pieces_of(
 ) -> tuple[Piece, ...]:
     """Return the kernel calls of a chunk in layers with a window of ``before`` tokens.
 
-    The result is computed in the first layer with this window, and cached for the others.
+    The result is computed in the first layer with this window, and cached for later layers.
     """
     return state.once(f"pieces {before}", lambda: tuple(_pieces(state.rows, device, before)))
 
@@ -406,7 +406,7 @@ class _Call:
         return Operands(q_THD[piece.local], *keys_and_values(keys), piece.cu_seqlens, self.sinks_H)
 
     def _of_slice(self, rows: Rows, dk_SGD: Tensor, dv_SGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the gradients of the context to the store; return those of the slice's rows.
+        """Add the context's gradients to the store; return the gradients of the slice's K and V.
 
         The result includes the gradients that later slices added to the store.
         """

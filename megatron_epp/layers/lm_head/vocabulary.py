@@ -1,7 +1,7 @@
 """LM head and loss with vocabulary parallelism: each stage and TP rank has some vocabulary rows.
 
-    H   of a rank: logits of its vocabulary rows, merged with those of earlier ranks of the chain
-    G   of a rank: gradient of its vocabulary rows, once all logits are known
+    H   logits of the rank's vocabulary rows; their statistics are merged with those of earlier H
+    G   gradient of the rank's vocabulary rows, after the last H
 
 H sends the state of an online softmax for each row: the log-sum-exp so far, the mean weight row
 under the softmax so far, and the label's logit and weight row (0 until a rank has that vocabulary
@@ -264,7 +264,7 @@ def log_of_sums(lse_T: Tensor, words: OutputWeightShard) -> Tensor:
 def softmax_mass(lse_t: Tensor, of_t: Tensor, like_tH: Tensor) -> Tensor:
     """Return exp(lse_t - of_t) as [t, 1] in the dtype of ``like_tH``.
 
-    This is the softmax probability of the vocabulary rows of ``lse_t``, within those of ``of_t``.
+    This is the softmax probability of the vocabulary rows of ``lse_t`` among the rows of ``of_t``.
     """
     return torch.exp(lse_t - of_t)[:, None].to(like_tH.dtype)
 

@@ -67,7 +67,7 @@ class DroppedOutputs:
 
     @contextmanager
     def by(self, modules: frozenset[str]) -> Iterator[None]:
-        """Set ``modules`` within the context, and forget all handles after it."""
+        """Set ``modules`` within the context, and remove all handles at its end."""
         before, self.modules = self.modules, modules
         try:
             yield

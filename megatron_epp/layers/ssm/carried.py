@@ -44,7 +44,7 @@ class Call:
 
     Attributes:
         start: first row.
-        stop: row after the last one.
+        stop: row after the last row.
         lengths: number of rows of each sequence.
         document: document of the last sequence; -1 if its final state is not stored.
         before: index of the slice boundary of document ``of`` at which the first sequence begins;
@@ -137,7 +137,7 @@ class CarriedStates:
     """States and convolution rows at slice boundaries, in one pass of a chunk through a layer.
 
     For each kernel call, in order, the layer gets the rows before the call from :meth:`front`, and
-    passes the call's rows to :meth:`after`, which saves the last ones for the next call. Then the
+    passes the call's rows to :meth:`after`, which saves the last rows for the next call. Then the
     layer gets the initial state from :meth:`initial`, runs the kernel, and passes the outputs and
     the final state to :meth:`leave`.
 

@@ -88,7 +88,7 @@ def power(exponents: Tensor) -> Tensor:
 
 
 def tiled(x_TK: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the magnitudes of x in blocks [down, rows, across, columns], padded with zeros."""
+    """Return |x| padded with zeros, as [blocks down, rows, blocks across, columns]."""
     missing = -x_TK.shape[1] % columns, -x_TK.shape[0] % rows
     tiles = pad(x_TK, (0, missing[0], 0, missing[1])).abs()
     return tiles.view(tiles.shape[0] // rows, rows, tiles.shape[1] // columns, columns)
@@ -222,7 +222,7 @@ def dequantize(tensor: Any, dtype: Any) -> Tensor:
 
 
 def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
-    """Return bytes [..., K] as [K, ...]."""
+    """Return the fp8 bytes [..., K] transposed to [K, ...]."""
     turned = data.reshape(-1, data.shape[-1]).T.contiguous().view(data.shape[-1], *data.shape[:-1])
     return turned if out is None else out.copy_(turned)
 
