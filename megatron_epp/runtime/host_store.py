@@ -7,9 +7,9 @@
                                                                [ 0 <-         ]
 
 In this example layers 0 and 2 are offloaded and layer 1 is not. At most two offloaded layers are on
-the device at a time, one in use and one in transfer (ir.IN_FLIGHT), at any speed of the copies. In
-forward, the n-th offloaded layer starts after layer n - 2 of them has been copied out. In backward,
-layer n - 1 of them is copied back while layer n computes. On a GPU, each direction has a stream,
+the device at a time, one in use and one in transfer (ir.IN_FLIGHT), at any speed of the copies. Let
+n count offloaded layers. In forward, layer n starts after layer n - 2 has been copied out. In
+backward, layer n - 1 is copied back while layer n computes. On a GPU, each direction has a stream,
 and host memory is pinned; streams wait for events, and the host never waits. On CPU-only hosts,
 copies are synchronous; the same bytes are held at the same ops.
 

@@ -48,9 +48,9 @@ class Call:
         lengths: number of rows of each sequence.
         document: document of the last sequence; -1 if its final state is not stored.
         before: index of the slice boundary of document ``of`` at which the first sequence begins;
-            None if it begins a document.
+            None if it begins a document, ``WITHIN`` if an earlier call has rows of its slice.
         after: index of the slice boundary of ``document`` at which the last sequence ends; None if
-            no slice follows it.
+            no slice follows it, ``WITHIN`` if a later call has rows of its slice.
         of: document of the boundary ``before``.
     """
 
