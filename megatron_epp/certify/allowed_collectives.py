@@ -19,9 +19,9 @@ DATA_GROUP = "DATA_PARALLEL_GROUP_WITH_CP"
 
 @dataclass(frozen=True, slots=True)
 class AllowedCollective:
-    """An entry of the list; ``group`` and ``callers`` are patterns.
+    """Entry of the list; ``group`` and ``callers`` are regular expressions.
 
-    They must match the group's description and the function's dotted name completely.
+    They must match the group's description and the calling function's dotted name completely.
     """
 
     name: str
@@ -38,7 +38,7 @@ class AllowedCollective:
 
 
 def callers_of(*names: str) -> str:
-    """Return a pattern for the functions of these names and what is nested in them."""
+    """Return a pattern that matches these dotted names, and the names nested in them."""
     return "(" + "|".join(re.escape(name) + r"(\..*)?" for name in names) + ")"
 
 
@@ -172,5 +172,5 @@ SCHEDULE = (
 
 
 def name_of(collective: Collective, listed: Iterable[AllowedCollective] = SCHEDULE) -> str | None:
-    """Return the collective's name on the list; None if it is not on it."""
+    """Return the name of the entry that covers the collective; None if no entry does."""
     return next((entry.name for entry in listed if entry.covers(collective)), None)

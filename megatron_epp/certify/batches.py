@@ -31,17 +31,17 @@ class Frame:
         replicas: number of replicas.
         modes: recompute modes to draw from.
         splits: whether the executor can run I and W instead of B.
-        lockstep: replicas of a block, which shard the experts of a layer.
+        lockstep: number of replicas in a lockstep group, which shard the experts of a layer.
         vocabulary_parallel: whether there are ops H and G.
-        ranks: context-parallel ranks of a stage, on one of which documents may run.
-        whole: whether documents are never sliced, and sharded over all ranks.
+        ranks: number of context-parallel ranks of a stage; a document may run on one of them.
+        whole: whether documents are never sliced and always sharded over all ``ranks``.
         place: rank of every stage; () if stage i is on rank i.
         trees: whether documents continue others.
-        plans: returns the plan of a replica's documents, instead of an arbitrary one.
+        plans: function from the document lengths of a replica to its plan; None for random plans.
         alone: in half of the batches every document is a chunk with a multiple of this number of
             tokens, as in the reference model; 0 for none.
-        documents: number of documents of every batch, each on any replica, which may be without
-            any. 0 for a few more than replicas, with at least one on each.
+        documents: number of documents of every batch, each on a random replica; a replica may have
+            no document. 0 for a few more documents than replicas, at least one on each replica.
     """
 
     vocabulary: int
@@ -68,14 +68,14 @@ class Frame:
         return draw(seed, number, self)
 
     def coverage(self, drawn: "RandomBatch", computed: Sequence[Any]) -> "StepCoverage":
-        """Return what the step of a batch makes the executor do."""
+        """Return counts of what the step of a batch exercises in the executor."""
         return StepCoverage.of(drawn)
 
 
 def modes_drawn(executable: str) -> str:
-    """Return all recompute modes that run, and half as many times the mode that saves everything.
+    """Return all executable recompute modes, with extra copies of the mode that saves everything.
 
-    A third of the layers then saves everything, next to layers that recompute.
+    A random choice then saves everything in at least a third of the layers.
     """
     return KEEP * (len(executable) // 2) + executable
 
@@ -85,8 +85,8 @@ class RandomBatch:
     """A global batch of documents, and the steps that run it.
 
     Attributes:
-        tokens: L + 1 int64 per document; inputs are all but the last, labels all but the first.
-        loss_masks: L float32 per document; 0 for a label without a loss.
+        tokens: int64 [L + 1] per document; inputs are all but the last, labels all but the first.
+        loss_masks: float32 [L] per document; 0 for a label without a loss.
         step: the training step.
         evaluation: forward-only step with the same chunks.
     """
@@ -103,9 +103,9 @@ class RandomBatch:
         return tuple(len(tokens) - 1 for tokens in self.tokens)
 
     def sequence(self, document: int) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """Return inputs, labels and loss mask of a document, with a copy of its prefixes.
+        """Return inputs, labels and loss mask of a document, each preceded by its prefixes.
 
-        Labels of prefixes have no loss here: they count where they are computed.
+        The mask of prefixes is 0: their losses count in the documents that contain them.
         """
         if self._before is None:
             object.__setattr__(self, "_before", _documents_before(self.step))
@@ -123,7 +123,7 @@ class RandomBatch:
 
     @property
     def untargeted(self) -> "UntargetedCounts":
-        """Parts of the step without any label with a loss; their gradients must be zero."""
+        """Counts of slices, chunks and replicas in which no label has a loss."""
         slices = chunks = replicas = 0
         for plan, assignment in zip(self.step.plans, self.step.assignments, strict=True):
             has_target = [
@@ -145,7 +145,7 @@ class RandomBatch:
 
 @dataclass(frozen=True, slots=True)
 class UntargetedCounts:
-    """Numbers of slices, chunks and replicas without any label with a loss."""
+    """Numbers of slices, chunks and replicas in which no label has a loss."""
 
     slices: int = 0
     chunks: int = 0
@@ -198,9 +198,9 @@ def _plans(
     fraction: float,
     alone: bool,
 ) -> tuple[Plan, ...]:
-    """Return the plans of every replica; those in lockstep have one op template.
+    """Return the plan of every replica; plans of replicas in lockstep share an op template.
 
-    ``fraction`` of the backwards are split. ``alone`` makes every document a chunk.
+    ``fraction`` of the backwards are split. ``alone`` makes every document a chunk of its own.
     """
     assigned = [[lengths[document] for document in assignment] for assignment in assignments]
     if frame.plans is not None:
@@ -242,7 +242,7 @@ def _plans(
 
 
 def _documents_before(step: Step) -> dict[int, list[tuple[int, int]]]:
-    """Return the prefixes (document, tokens) of every document of the batch, in order."""
+    """Return, for every document of the batch, its prefixes (document, tokens) in order."""
     return {
         document: [(assignment[span.document], span.stop) for span in plan.prefix_of(number)]
         for plan, assignment in zip(step.plans, step.assignments, strict=True)
@@ -255,9 +255,9 @@ def _loss_masks(
 ) -> tuple[numpy.ndarray, ...]:
     """Return a float32 mask [inputs] for every document.
 
-    Half of the batches have random holes. A quarter has turns, as conversations, so that slices and
-    ranks' rows have no label with a loss. A quarter has a chunk, and with several replicas a
-    replica, without any.
+    In half of the batches, random labels have no loss. In a quarter, every second turn of a
+    conversation has no loss, and so some slices and some ranks have no label with a loss. In the
+    last quarter, a chunk of document 0's replica and all other replicas have none.
     """
     lengths = step.lengths
     holes = tuple((generator.random(length) >= MASKED).astype(numpy.float32) for length in lengths)
@@ -285,14 +285,14 @@ def _loss_masks(
 
 
 def _first_input(chunk: Chunk, assignment: tuple[int, ...]) -> bool:
-    """Return whether the chunk has the first input of the batch's document 0."""
+    """Return whether the chunk contains the first input of the batch's document 0."""
     return any(assignment[span.document] == 0 and span.start == 0 for span in chunk.spans)
 
 
 def _lengths(number: int, random: Random, replicas: int) -> list[int]:
-    """Return the lengths of one of four mixtures, so that a few batches have every kind of chunk.
+    """Return document lengths of one of four mixtures; four batches have every kind of chunk.
 
-    Documents of less than 8 inputs are never sliced; one with a single input has no context.
+    Documents with fewer than 8 inputs are never sliced.
     """
     assert LONGEST < CONTEXT
     count = replicas + random.randint(3, 6)
@@ -330,28 +330,28 @@ def forwards_of(plan: Plan) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class StepCoverage:
-    """Numbers that describe what a step makes the executor do.
+    """Counts of what a step exercises in the executor.
 
     Attributes:
         documents: number of documents.
         chunks: number of chunks.
         cut: number of sliced documents.
         packed: number of chunks with packed documents.
-        split: number of chunks with a slice.
+        split: number of chunks that are a single slice.
         hybrid: number of chunks with a slice and packed documents.
         recomputed: number of recomputed layers, over chunks and stages.
-        selective: number of these that recompute some modules only.
+        selective: number of recomputed layers that recompute some modules only.
         offloaded: number of offloaded layers, which do not count as recomputed.
         layers: number of layers, over chunks and stages.
         halved: number of backwards run as I and W.
-        window: most chunks in flight on a stage.
+        window: largest number of chunks in flight on a rank.
         empty: number of chunks without a document.
         idle: number of replicas without a document.
         local: number of documents that one context-parallel rank computes.
-        mixed: number of chunks with such and with sharded documents.
-        branches: number of documents that continue others.
-        beside: number of these in one chunk with what they continue.
-        untargeted: parts without any label with a loss.
+        mixed: number of chunks that contain both ``local`` documents and sharded documents.
+        branches: number of documents that continue another document.
+        beside: number of branches in the same chunk as the end of the prefix that they continue.
+        untargeted: numbers of slices, chunks and replicas in which no label has a loss.
     """
 
     ERROR: ClassVar = "loss error"
@@ -381,7 +381,7 @@ class StepCoverage:
 
     @classmethod
     def of(cls, drawn: RandomBatch) -> "StepCoverage":
-        """Count what the step of a batch does."""
+        """Count what the step of a batch exercises."""
         step = drawn.step
         kinds = [kind for plan in step.plans for kind in _chunk_kinds(plan)]
         modes = [x for plan in step.plans for stage in plan.recompute for c in stage for x in c]
@@ -467,7 +467,7 @@ def _chunk_kinds(plan: Plan) -> list[str]:
 
 
 def _beside(plan: Plan) -> int:
-    """Return the number of documents in one chunk with what they continue."""
+    """Return the number of documents in the same chunk as the end of their prefix."""
     ends = {
         (span.document, span.stop): number
         for number, chunk in enumerate(plan.chunks)
@@ -486,7 +486,10 @@ def _beside(plan: Plan) -> int:
 
 
 def most_offloaded(plan: Plan, rank: int, counts: Callable[[Chunk], bool]) -> int:
-    """Return the most layers of ``rank`` in host memory at a time, over the chunks that count."""
+    """Return the largest number of layers of ``rank`` in host memory at a time.
+
+    Only layers of chunks for which ``counts`` returns true are counted.
+    """
     away = [
         [
             choice.count(OFFLOAD) if counts(chunk) else 0
@@ -498,7 +501,10 @@ def most_offloaded(plan: Plan, rank: int, counts: Callable[[Chunk], bool]) -> in
 
 
 def _most_between(ran: Sequence[tuple[int, Op]], amount: Callable[[int, int], int]) -> int:
-    """Return the maximum over time of ``amount``, held from a chunk's F to its B or I."""
+    """Return the maximum over time of the sum of ``amount`` over the chunks in flight.
+
+    A chunk is in flight on a stage from its F to its B or I.
+    """
     signs = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1}
     most = now = 0
     for stage, op in ran:

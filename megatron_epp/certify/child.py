@@ -49,7 +49,7 @@ def answer_requests(requests: Connection, role: Role, backend: Backend) -> None:
 
 
 def _redirect(log: Path) -> None:
-    """Redirect output to a log, which is shown if the process dies."""
+    """Redirect this process's output to a log, which the parent shows if this process dies."""
     stream = log.open("w", buffering=1)
     for descriptor in (1, 2):
         os.dup2(stream.fileno(), descriptor)

@@ -1,8 +1,8 @@
 """Gradients of random plans against the reference model: ``python -m megatron_epp certify``.
 
 The same code certifies Megatron's trainer (batches.py, trainer_results.py) and, with --loop,
-external training loops (loops/). A ``frame`` draws batches, ranks run them with arbitrary plans,
-and their results are compared in float64 with those of the reference model.
+external training loops (loops/). A ``frame`` draws batches, and ranks run them with random plans.
+The ranks' results are compared with the results of the reference model in float64.
 """
 
 from collections import Counter
@@ -47,16 +47,18 @@ class BatchVerdict:
 
     Attributes:
         number: number of the batch.
-        coverage: what it made the executor do.
+        coverage: counts of what the batch exercised.
         messages: number of messages.
         loss_error: error of the loss.
-        gradient_error: largest error of a gradient, without those of fp8 weights.
-        parameter: parameter with that error.
+        gradient_error: largest error of a gradient, except gradients of fp8 weights.
+        parameter: parameter with the largest error.
         collectives: number of collectives by name.
-        problems: what did not run as planned.
+        problems: failures, and deviations from the plan.
         routing: differences between routers (routed.py).
-        bound: bound of both errors: BOUND, or OWN_BOUND in units of the reference model's own.
-        quantised_error: error of gradients of fp8 weights (QUANTISED_BOUND); None without such.
+        bound: bound of both errors: BOUND, or OWN_BOUND for errors relative to the error of the
+            reference model in the certified dtype.
+        quantised_error: largest error of a gradient of fp8 weights, whose bound is
+            QUANTISED_BOUND; None without fp8 weights.
     """
 
     number: int
@@ -73,7 +75,7 @@ class BatchVerdict:
 
     @property
     def passed(self) -> bool:
-        """Whether all errors are within their bounds, without any problem."""
+        """Whether all errors are within their bounds and no problem occurred."""
         fine = not self.problems and not self.routing
         fine = fine and (self.quantised_error or 0.0) <= QUANTISED_BOUND
         return fine and self.loss_error <= self.bound and self.gradient_error <= self.bound
@@ -83,7 +85,7 @@ def main(backend: Backend, arguments: Sequence[str] | None = None) -> int:
     """Run the ``certify`` command.
 
     Args:
-        backend: how the processes compute.
+        backend: functions with which the processes compute.
         arguments: the command line after ``certify``; None takes ``sys.argv``.
 
     Returns:
@@ -111,7 +113,7 @@ def certify(
 ) -> list[BatchVerdict]:
     """Run the batches of ``trial``, and pass each line of output to ``show``.
 
-    It stops at the first batch in which a rank fails, unless there is only one rank.
+    Stop at the first batch in which a rank has a problem, unless there is only one rank.
 
     Raises:
         ValueError: if flags cannot be used.
@@ -192,7 +194,7 @@ def _worst(
     counts: Callable[[str], bool],
     rounded: bool = False,
 ) -> WorstGradient:
-    """Return the largest error of the gradients whose key ``counts``."""
+    """Return the largest error of the gradients for whose key ``counts`` returns true."""
     parts = (part for one in computed for part in one.gradients if counts(part.key))
     expected = {key: tensor for key, tensor in reference.gradients.items() if counts(key)}
     return worst_gradient(parts, expected, reference.own, rounded)
@@ -221,7 +223,7 @@ def _report_text(checked: BatchVerdict, error: float) -> str:
 
 
 def row(checked: BatchVerdict) -> str:
-    """Return one line of the table; a failed batch has its problems below."""
+    """Return the table row of a batch, followed by a line for each of its problems."""
     why = checked.problems + checked.routing
     return "\n        ".join([_line(_cells(checked), checked.parameter), *why])
 
@@ -233,7 +235,7 @@ def header(checked: BatchVerdict) -> str:
 
 
 def _worst_of(checked: Sequence[BatchVerdict], bound: float) -> str:
-    """Return the largest error of the batches with that bound."""
+    """Return the largest error of the batches whose bound is ``bound``, as text."""
     batches = [batch for batch in checked if batch.bound == bound]
     worst = max(max(batch.loss_error, batch.gradient_error) for batch in batches)
     of = "" if bound == BOUND else " of the plain model's own"
@@ -241,7 +243,7 @@ def _worst_of(checked: Sequence[BatchVerdict], bound: float) -> str:
 
 
 def verdict(checked: Sequence[BatchVerdict]) -> str:
-    """Return the last lines: what was run, and whether it is certified."""
+    """Return the last lines: counts over all batches, and whether the trial is certified."""
     every = [batch.coverage for batch in checked]
     failed = [str(batch.number) for batch in checked if not batch.passed]
     bounds = sorted({batch.bound for batch in checked}, reverse=True)

@@ -1,4 +1,4 @@
-"""Comparison of gradients with the reference model's: the largest error, and coverage."""
+"""Comparison of the ranks' gradients with those of the reference model."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ CANCELLING = ("A_log", "dt_bias", "D")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """``values`` of the model's tensor ``key`` of shape ``shape`` at index ``where``.
+    """Part of the model's tensor ``key``, of shape ``shape``: the ``values`` at index ``where``.
 
-    Leading integers in ``where`` count layers, whose tensors share one key.
+    Leading integers in ``where`` are layer indices, because the tensors of all layers have one key.
     """
 
     key: str
@@ -41,7 +41,7 @@ class Shard:
 
 
 def assembled(shards: Iterable[Shard]) -> dict[str, numpy.ndarray]:
-    """Return the complete tensors of ``shards``; an element without a shard is a bug here."""
+    """Return the complete tensors of ``shards``, which must contain every element."""
     tensors: dict[str, numpy.ndarray] = {}
     for shard in shards:
         tensor = tensors.setdefault(shard.key, numpy.full(shard.shape, numpy.nan))
@@ -53,7 +53,7 @@ def assembled(shards: Iterable[Shard]) -> dict[str, numpy.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class WorstGradient:
-    """The largest error of all parameters, and its parameter."""
+    """Largest error of all parameters, and the name of the parameter with this error."""
 
     error: float
     name: str
@@ -67,17 +67,17 @@ def worst_gradient(
 ) -> WorstGradient:
     """Return the largest error of all parameters.
 
-    The error is max |difference| / max |reference| of each parameter; for parameters in CANCELLING
-    the denominator is that of their module. With ``own`` it is |difference| / |own - reference| in
-    the 2-norm, with ``rounded`` |difference| / |reference| in the 2-norm. All copies count: those
-    of data-parallel replicas, and of tied embeddings on two stages. A gradient that is not finite,
-    or that no rank has computed, has an infinite error.
+    The error of a parameter is max |difference| / max |reference|; for parameters in CANCELLING the
+    denominator is the maximum over their module. With ``own`` the error is |difference| / |own -
+    reference| in the 2-norm. With ``rounded`` it is |difference| / |reference| in the 2-norm. All
+    copies of a parameter are compared: on data-parallel replicas, and on two stages for tied
+    embeddings. A gradient that is not finite, or that no rank has computed, has an infinite error.
 
     Args:
         parts: gradients of the ranks.
         reference: gradients of the reference model.
-        own: gradients of the reference model in the certified dtype.
-        rounded: whether gradients are those of fp8 weights.
+        own: gradients of the reference model in the certified dtype; None if it is float64.
+        rounded: whether the gradients are those of fp8 weights.
     """
     if own is not None:
         error_of = _in_own_errors(reference, own)
@@ -125,10 +125,11 @@ def _in_norm(reference: Mapping[str, numpy.ndarray]) -> Callable[[Shard], float]
 def _in_own_errors(
     reference: Mapping[str, numpy.ndarray], own: Mapping[str, numpy.ndarray]
 ) -> Callable[[Shard], float]:
-    """Return the error of a part in units of the reference model's own error.
+    """Return a function from a part to its error, in units of the reference model's error.
 
-    The own error of a few numbers is a matter of chance. A part's is therefore at least
-    proportional to that of its parameter, and to the median relative error of all parameters.
+    The reference model's error of a few numbers is a matter of chance. The unit is therefore at
+    least the part's fraction of its parameter's error, and at least the error that corresponds to
+    the median relative error of all parameters.
     """
     errors = {key: own[key] - tensor for key, tensor in reference.items()}
     sizes = {key: float(numpy.linalg.norm(tensor)) for key, tensor in reference.items()}

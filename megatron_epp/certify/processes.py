@@ -17,11 +17,11 @@ _SHOWN_LINES = 20
 
 
 class ChildLost(RuntimeError):
-    """Error of a process that died or did not answer: which one, and its last output."""
+    """Error: a process died or did not answer; the message has its name and last output."""
 
 
 class Children:
-    """One process per role, addressed by its rank; leaving the context ends them all."""
+    """Processes of a certificate, one per role, addressed by rank; all end with this context."""
 
     def __init__(self, roles: Sequence[Role], backend: Backend):
         self.backend = backend
@@ -53,10 +53,12 @@ class Children:
             process.join()
 
     def ask(self, ranks: Iterable[int], method: str, *arguments: Any) -> dict[int, Any]:
-        """Return the answers of ``ranks``; if one fails, those of the others that still arrive.
+        """Call ``method`` on ``ranks``, and return their answers by rank.
+
+        If a rank fails, return only the answers that arrive within ``GRACE_SECONDS``.
 
         Raises:
-            ChildLost: if a process ends without an answer, or none arrives in time.
+            ChildLost: if a process ends without an answer, or a rank does not answer in time.
         """
         ranks = list(ranks)
         for rank in ranks:
@@ -81,7 +83,7 @@ class Children:
         return answers
 
     def _last_output(self, ranks: Iterable[int]) -> list[str]:
-        """Return the last lines of terminated ranks: their op (mcore/trainer/sigterm.py)."""
+        """Terminate ``ranks``; return the lines that name their ops (mcore/trainer/sigterm.py)."""
         for rank in ranks:
             self._processes[rank].terminate()
         words = []
@@ -107,11 +109,11 @@ class Children:
 def start_context(
     preloaded: Sequence[str], device: str = "cpu"
 ) -> ForkServerContext | SpawnContext:
-    """Return how processes are started: on CPUs forked from one that imported ``preloaded``.
+    """Return the context that starts processes: a fork server that has imported ``preloaded``.
 
-    Importing Megatron takes each process seconds, and there are more processes than cores. On other
-    systems than Linux, forking a process with torch is not safe, and on a GPU each process needs
-    its own CUDA context: there they are spawned.
+    Importing Megatron takes seconds in each process, and there are more processes than cores. On
+    systems other than Linux, forking a process with torch is not safe. On a GPU, each process needs
+    its own CUDA context. In these two cases, processes are spawned.
     """
     if sys.platform != "linux" or device == "cuda":
         return multiprocessing.get_context("spawn")

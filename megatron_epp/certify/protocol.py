@@ -20,11 +20,11 @@ REFERENCE = -1  # rank of the process with the reference model
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Role of a process in ``trial``; ``folder`` has its log and the rendezvous file.
+    """Role of a process in ``trial``; ``folder`` contains its log and the rendezvous file.
 
     ``trial.interfere`` is a Python file of tests that breaks or replaces parts of the executor. It
-    may define ``around(number)``, a context for the computation of batch ``number``, and ``HOOKS``
-    of the job (setup.py).
+    may define ``HOOKS`` of the job (setup.py), and ``around(number)``, which returns a context
+    manager for the computation of batch ``number``.
     """
 
     rank: int
@@ -42,7 +42,7 @@ class Role:
         return timedelta(seconds=self.trial.timeout)
 
     def interference(self) -> dict[str, Any]:
-        """Return the names that the file ``interfere`` defines."""
+        """Return the globals of the file ``interfere``; {} without a file."""
         interfere = self.trial.interfere
         return {} if interfere is None else runpy.run_path(str(interfere))
 
@@ -59,16 +59,17 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """How the processes of a certificate compute.
+    """Functions with which the processes of a certificate compute.
 
-    Its functions are pickled by name, so they are defined at the top level of a module that is
+    The functions are pickled by name, so they are defined at the top level of a module that is
     cheap to import.
 
     Attributes:
-        choose_engine: maps the trial to a line about the engine, or ""; prepares the processes.
-        make_server: maps (role, exit stack) to the object whose methods are requested.
-        is_refusal: whether an error is about the user's input.
-        preloaded: modules that a fork server imports, so that its processes need not.
+        choose_engine: function that prepares the processes of a trial, and returns a line about
+            the engine, or "".
+        make_server: function from (role, exit stack) to the object whose methods requests call.
+        is_refusal: function that returns whether an error is caused by the user's input.
+        preloaded: modules that a fork server imports, so that its child processes need not.
     """
 
     choose_engine: Callable[[Trial], str]
@@ -86,18 +87,18 @@ class InputRefusal:
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """Answer: the request raised an exception; its last line and its traceback."""
+    """Answer: the request raised an exception; ``reason`` is the last line of its traceback."""
 
     reason: str
     traceback: str
 
 
 class Coverage(Protocol):
-    """Numbers that describe what a batch makes the executor do.
+    """Counts of what a batch exercises in the executor.
 
     Attributes:
-        ERROR: name of the column of the error besides gradients.
-        HELD: what else held, for the last line of a passed certificate.
+        ERROR: name of the column with the error of values other than gradients.
+        HELD: text about further checks, for the last line of a passed certificate.
     """
 
     ERROR: ClassVar[str]
@@ -115,7 +116,7 @@ class Coverage(Protocol):
 
 
 class BatchSource(Protocol):
-    """Source of batches for a model and a job: a Frame, or a LoopFrame for loops."""
+    """Source of batches for a model and a job: a ``Frame``, or a ``LoopFrame`` for loops."""
 
     def draw(self, seed: int, number: int) -> Any:
         """Return batch ``number``, which is the same in every process."""
@@ -124,18 +125,18 @@ class BatchSource(Protocol):
     def coverage(self, drawn: Any, computed: Sequence[Any]) -> Coverage:
         """Return the coverage of a batch.
 
-        ``computed`` are results of all ranks, () if one failed.
+        ``computed`` are the results of all ranks, or () if a rank failed.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
-    """What the ranks need to build their models, from the process of the reference model.
+    """Data from which the ranks build their models; the reference model's process sends it.
 
     Attributes:
-        args: Megatron's arguments, pickled, because the parent only passes them on.
-        frame: a BatchSource.
+        args: Megatron's arguments, pickled, because the parent process only forwards them.
+        frame: source of the batches, a :class:`BatchSource`.
         weights: weights by key.
         description: description of the model.
     """
@@ -152,8 +153,8 @@ class Reference(ABC):
 
     Attributes:
         gradients: gradient of every weight by key; buffers, such as expert biases, after the step.
-        own: the same in the certified dtype; None if that is float64.
-        quantised: keys of weights with fp8 products, where those are compared exactly.
+        own: the same gradients, computed in the certified dtype; None if this dtype is float64.
+        quantised: keys of the weights with fp8 products, if fp8 products are compared exactly.
     """
 
     gradients: Mapping[str, numpy.ndarray]
@@ -162,9 +163,9 @@ class Reference(ABC):
 
     @abstractmethod
     def loss_error(self, computed: Sequence[Any]) -> float:
-        """Return the largest error of values besides gradients.
+        """Return the largest error of values other than gradients.
 
-        It is relative, or in units of the reference model's own error (``own``).
+        The error is relative, or in units of the reference model's error in the certified dtype.
         """
 
     def routing_differences(self, computed: Sequence[Any], bound: float) -> list[str]:
@@ -177,10 +178,10 @@ class RankResult:
     """Results of one rank for a batch.
 
     Attributes:
-        gradients: gradients of its part of the model, over the tokens of the whole batch.
+        gradients: gradients of the rank's part of the model, over the tokens of the full batch.
         messages: number of messages sent and received in training.
         collectives: number of collectives by their name on the list (allowed_collectives.py).
-        problems: what did not run as planned, one line each.
+        problems: deviations from the plan, one line each.
     """
 
     gradients: list[Shard]

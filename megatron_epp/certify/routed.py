@@ -9,11 +9,11 @@ import numpy
 
 @dataclass(frozen=True, slots=True)
 class RoutingRecord:
-    """Router statistics of a part of the model, or of all of it.
+    """Router statistics of a part of the model, or of the full model.
 
     Attributes:
-        counts: by layer, [experts] tokens that chose each expert, which update its bias.
-        losses: by name, [layers] losses without coefficient, summed over documents.
+        counts: for each layer, number of tokens that chose each expert [experts].
+        losses: for each loss name, losses [layers] without coefficient, summed over documents.
     """
 
     counts: Mapping[int, numpy.ndarray] = field(default_factory=dict)
@@ -23,9 +23,9 @@ class RoutingRecord:
 def differences(
     parts: Sequence[RoutingRecord], reference: RoutingRecord, replicas: int, bound: float
 ) -> list[str]:
-    """Return how the ranks' router statistics together differ from the reference model's.
+    """Compare the sum of the ranks' router statistics with those of the reference model.
 
-    Every rank counts its own rows, and has its part of its replica's losses.
+    Every rank counts the tokens of its rows, and has its part of its replica's losses.
 
     Args:
         parts: statistics of the ranks.

@@ -14,7 +14,7 @@ class TrainerReference(Reference):
     Attributes:
         loss: loss per token in training.
         evaluation_loss: loss per token in evaluation.
-        unit: unit of the loss's error.
+        unit: unit of the errors of ``loss`` and ``evaluation_loss``.
         tokens: number of tokens.
         replicas: number of replicas.
         routed: router statistics.
@@ -36,7 +36,7 @@ class TrainerReference(Reference):
         return max(abs(self._loss(parts) - loss) / self.unit for loss, parts in pairs)
 
     def _loss(self, parts: Sequence[tuple[float, float]]) -> float:
-        """Return the loss per token over all replicas; infinite if they counted other tokens."""
+        """Return the loss per token over all replicas; infinite if they ran other tokens."""
         total, counted = map(sum, zip(*parts, strict=True))
         return total / self.tokens if counted == self.tokens else float("inf")
 
@@ -50,9 +50,9 @@ class TrainerResult(RankResult):
     """Results of one rank of the trainer.
 
     Attributes:
-        training_loss: sum over its replica's tokens and their number, from the reporting rank of
-            the last stage; zeros from others.
-        evaluation_loss: the same in evaluation.
+        training_loss: (sum of the losses, number of tokens) of the rank's replica, on the reporting
+            rank of the last stage; zeros on other ranks.
+        evaluation_loss: (sum of the losses, number of tokens) in evaluation, on the same rank.
         routed: router statistics.
     """
 

@@ -1,4 +1,4 @@
-"""Settings of a certificate, one flag each; other flags describe the model.
+"""Settings of a certificate, each with a flag; all other flags describe the model.
 
 A new degree of parallelism is a field of :class:`Degrees` and of :class:`DegreeFlags`. A flag of
 Megatron's that follows from a setting is added by ``implied_flags``.
@@ -40,7 +40,7 @@ GPT = "--hidden-size 1024 --num-attention-heads 16 --position-embedding-type lea
 
 @dataclass(frozen=True, slots=True)
 class DegreeFlags:
-    """Degrees of parallelism; those not given are taken from the model flags."""
+    """Flags of the degrees of parallelism; a missing degree is taken from the model flags."""
 
     pp: int | None = flag(None, "pipeline stages (default: the model flags', or 2)")
     tp: int | None = flag(None, "tensor-parallel ranks (default: flags', or 1)")
@@ -66,7 +66,7 @@ class DegreeFlags:
 
 @dataclass(frozen=True, slots=True)
 class DescribedModelFlags:
-    """A model that is named instead of described by flags."""
+    """Flags that name a model, in place of model flags that describe it."""
 
     TITLE: ClassVar = "model"
 
@@ -82,7 +82,7 @@ class DescribedModelFlags:
 
     @staticmethod
     def flags(name: str, like: str | None, pp: int) -> list[str]:
-        """Return Megatron's flags of the model with ``pp`` stages.
+        """Return Megatron's flags for the model ``name`` with ``pp`` stages.
 
         Raises:
             ValueError: if flags cannot express the model.
@@ -112,11 +112,11 @@ class Trial:
         overlap: whether gradients are reduced during backward.
         lora_rank: rank of adapters; 0 for none.
         timeout: seconds to wait for an answer.
-        interfere: Python file of tests (protocol.py).
+        interfere: Python file with which tests break the executor (protocol.py).
         device: cpu or cuda.
         dtype: float64 or bf16.
-        trees: whether documents continue others.
-        planner: planner of the plans; None for arbitrary plans.
+        trees: whether documents continue other documents.
+        planner: name of the planner that makes the plans; None for random plans.
         loop: level of an external training loop; None for Megatron's trainer.
         loop_model: class of the loop's model.
     """
@@ -238,7 +238,7 @@ class Trial:
 
     @property
     def title(self) -> str:
-        """Degrees, loop and dtype, for the table's title."""
+        """Degrees, loop and dtype as text, for the table's title."""
         words = [str(self.degrees), self.loop or "", self.dtype if self.dtype != FLOAT64 else ""]
         return ", ".join(word for word in words if word)
 
@@ -253,8 +253,8 @@ class Trial:
     def drawn_number(self, number: int) -> int:
         """Return the number that, with the seed, selects documents and loss of batch ``number``.
 
-        Without a loop this is ``number``. With a loop, ``turns`` consecutive batches get the same
-        number. Each of them runs in another job, so that every job gets all numbers.
+        Without a loop, the result is ``number``. With a loop, ``turns`` consecutive batches get the
+        same result. Each of these batches runs in another job, so every job gets all results.
         """
         return number if self.loop is None else number // self.turns
 
@@ -265,7 +265,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def certify_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's own flags."""
+    """Return the parser of all flags of the command except the model flags."""
     parser = _Parser(
         prog="megatron_epp certify",
         description="Random documents are cut, packed, ordered and recomputed by arbitrary plans, "
@@ -313,7 +313,7 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
 
 
 def implied_flags(chosen: argparse.Namespace) -> tuple[str, ...]:
-    """Return the flags of Megatron's that follow from the command's own.
+    """Return the flags of Megatron that follow from the command's flags.
 
     Raises:
         ValueError: if a flag has no meaning for a certificate.
@@ -374,9 +374,9 @@ def _stages(placement: str | None, ranks: int) -> int:
 
 
 def _defaults(degrees: Degrees, stages: int, experts: bool) -> tuple[tuple[str, ...], ...]:
-    """Return the flags of two models; with tensor parallelism one has sequence parallelism.
+    """Return the flags of a Llama and a GPT, or with ``experts`` of a Llama with MoE only.
 
-    ``experts`` selects one with MoE instead.
+    With tensor parallelism, the Llama has sequence parallelism.
     """
     sequence = " --sequence-parallel" if degrees.tp > 1 else ""
     layers = f" --num-layers {2 * stages}"

@@ -1,1 +1,1 @@
-"""The loop around an iteration: plans, budgets, retry, predicted against measured. No Megatron."""
+"""Control of iterations: plans, memory budgets, retries, comparison of predictions with times."""

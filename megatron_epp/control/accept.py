@@ -1,4 +1,4 @@
-"""Agreement of all ranks on a step that fits this job and these documents."""
+"""Agreement of all ranks on a step that fits this job and the documents of a batch."""
 
 import logging
 import math
@@ -39,9 +39,9 @@ class AcceptedStep:
     Attributes:
         part: plans of this rank's lockstep group, or of its replica alone.
         tokens: number of tokens in the global batch.
-        predicted_seconds: prediction for the slowest replica; 0 if the plans have no prediction.
-        predicted_peak_bytes: predicted peak of each pipeline rank in its worst replica; empty if
-            the plans have no prediction.
+        predicted_seconds: predicted time of the slowest replica; 0 if plans have no prediction.
+        predicted_peak_bytes: predicted peak of each pipeline rank, as the maximum over the
+            replicas; empty if the plans have no prediction.
         splits_backward: whether the plan of any replica splits backward into I and W.
         planning: planning facts of the iteration, each the maximum over all ranks.
     """
@@ -70,7 +70,7 @@ class AcceptedSteps:
         steps: source that supplies the step of each iteration.
         groups: process groups of the job.
         layers: number of layers of each stage.
-        current_op: what this rank is doing, for the log and the watcher.
+        current_op: record of this rank's current phase, for the log and the watcher.
         cp: context-parallel size.
         full_documents: whether training accepts whole documents only, each sharded over all
             context-parallel ranks.
@@ -102,13 +102,13 @@ class AcceptedSteps:
         Args:
             iteration: number of the iteration.
             lengths: tokens of each document of the global batch.
-            following: lengths of the batches of later iterations; None if nothing should be planned
-                ahead.
+            following: function that returns the document lengths of later batches; None if nothing
+                should be planned ahead.
             forward_only: whether the step is an evaluation.
 
         Raises:
-            PlanError: the ranks have different steps, a rank has none, or this job cannot run the
-                step.
+            PlanError: the ranks have different steps, a rank has no step, or this job cannot run
+                the step.
         """
         self.current_op.enter("the plan that all ranks agree on")
         try:
@@ -123,8 +123,8 @@ class AcceptedSteps:
     def _agreed(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> AcceptedStep:
         """Get the step and exchange verdicts with all ranks.
 
-        If one rank refuses, all ranks raise its error. A rank takes part in every exchange whatever
-        its own verdict is, so that no rank blocks.
+        If a rank refuses its step, all ranks raise this rank's error. Each rank takes part in every
+        exchange, even if it refuses its step, so that no rank blocks.
         """
         groups, control = self.groups, self.groups.control
         verdict, reason, sourced = _FINE, "", None
@@ -163,7 +163,7 @@ def _part(step: Step | StepPart, replica: int) -> StepPart:
 def _compared(sourced: SourcedStep, lengths: Sequence[int]) -> str:
     """Return the text that must be equal on all ranks.
 
-    It is the whole step, or only the assignment of documents if each replica has its own part.
+    The text is the full step, or the assignment of documents if a rank has only a part of the step.
     """
     step, text = sourced.step, sourced.text
     if isinstance(step, StepPart) and step.lockstep < step.replicas:
@@ -172,9 +172,9 @@ def _compared(sourced: SourcedStep, lengths: Sequence[int]) -> str:
 
 
 def _facts(sourced: SourcedStep | None, groups: Groups) -> list[float]:
-    """Return the numbers of this rank's plans whose maximum over all ranks counts.
+    """Return this rank's numbers for :class:`AcceptedStep`, which has their maxima over all ranks.
 
-    The row has the same length on every rank.
+    The list has the same length on every rank.
     """
     ranks = len(groups.pipeline_ranks)
     if sourced is None:
@@ -223,20 +223,20 @@ def accept(
     """Check that ``replica`` of this job can run the step on these documents.
 
     Args:
-        sourced: step and its origin.
+        sourced: step, and the text that names its source in error messages.
         lengths: tokens of each document of the global batch.
         forward_only: whether the step must be an evaluation.
         layers: number of layers of each stage of this job.
         replica: data-parallel rank whose part is checked.
         replicas: data-parallel size of this job.
-        lockstep: number of replicas over which the experts of a layer are sharded; each of their
-            ranks holds the plans of all of them.
+        lockstep: number of replicas over which the experts of a layer are sharded; every rank of
+            these replicas has the plans of all of them.
         cp: context-parallel size.
         full_documents: whether training accepts whole documents only.
         placement: pipeline rank of each stage; empty if stage i is on rank i.
 
     Raises:
-        PlanError: the step does not fit, with the reason.
+        PlanError: the replica cannot run the step; the text gives the reason.
     """
     step, source = sourced.step, sourced.source
     if step.replicas != replicas:

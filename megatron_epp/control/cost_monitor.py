@@ -1,8 +1,8 @@
 """Comparison of predicted with measured seconds, and refits of the cost model on drift.
 
-A refit takes effect with the next iteration. It is saved next to the checkpoint, in a file named
-after that iteration. A resumed run uses each refit of the earlier run from the same iteration on,
-and makes refits of its own after the last one.
+A refit takes effect in the next iteration. It is saved next to the checkpoint, in a file named
+after that iteration. A resumed run uses each refit of the earlier run from the same iteration on.
+After the last of these refits, it makes new refits.
 """
 
 import json
@@ -47,9 +47,10 @@ class CostMonitor:
         groups: process groups of the job.
         folders: folders in which refits are saved.
         may_refit: whether this job measured the cost model itself, and may therefore replace it.
-        on_these_devices: gives a profile of the run that is resumed this start's slowness of ranks.
-        keep_speeds: called on all ranks with the slowness of every rank of every replica when a
-            rank became slow, or fast again.
+        on_these_devices: function that replaces the slowness of ranks in a profile of the resumed
+            run by the slowness found at this start.
+        keep_speeds: function that is called on all ranks after a rank became slow or recovered,
+            with the slowness of every rank of every replica.
     """
 
     def __init__(
@@ -75,11 +76,11 @@ class CostMonitor:
         """Return the predicted seconds of this rank's ops, and save the ops as samples for a refit.
 
         Args:
-            cost: cost model that predicts.
+            cost: cost model that predicts the ops.
             plan: plan of this rank's replica.
             records: measured ops of this rank.
-            block: plans of the lockstep group. In lockstep an op takes as long as the slowest of
-                the ops that run with it, so the slowest op's prediction and sample count.
+            block: plans of the lockstep group. In lockstep, an op takes as long as the slowest
+                replica's op, so the prediction and the sample are those of the slowest replica.
         """
         first = min(other.replica for other in (*block, plan))
         cost = cost.of_replicas(first, max(1, len(block)))
@@ -100,7 +101,7 @@ class CostMonitor:
         return sum(one.predicted for one, _ in worst)
 
     def _sample(self, cost: Cost, plan: Plan, one: Residual) -> Sample:
-        """Return an op as a sample for a refit, at the speed of the fastest rank's device."""
+        """Return an op as a sample for a refit, with its time scaled to the fastest rank."""
         # An offloaded layer computes as a saved one does; its copies run concurrently.
         choice = plan.recompute[one.stage][one.chunk].replace(OFFLOAD, KEEP)
         has_head = one.stage == plan.stages - 1 and not plan.vocabulary_parallel
@@ -118,15 +119,15 @@ class CostMonitor:
         )
 
     def check_drift(self, predicted_seconds: float, report: IterationReport) -> list[str]:
-        """Record the iteration's prediction error, and return warnings, equal on every rank."""
+        """Record the prediction error; return warnings, which are equal on all ranks."""
         return self.drift.see(predicted_seconds, report)
 
     def refit(self, iteration: int, cost: Cost) -> Profile | None:
-        """Refit the cost model if predictions are wrong; return the new one, or None.
+        """Refit the cost model if predictions are wrong; return the new cost model, or None.
 
         The new cost model applies from the next iteration on. Rank 0 logs it and saves it in
-        ``folders``. A resumed run returns the refits of the earlier run at their iterations.
-        Collective while the drift alarm is on.
+        ``folders``. In a resumed run, this method returns each refit of the earlier run at the
+        refit's iteration. Collective while the drift alarm is on.
         """
         recorded = self._recorded.pop(iteration + 1, None)
         if recorded is not None:
@@ -160,9 +161,10 @@ class CostMonitor:
         return Profile.from_json(text)
 
     def _with_lagging(self, iteration: int, cost: Cost) -> Profile | None:
-        """Return the cost model in which ranks that became slow, or fast again, are so.
+        """Return the cost model with the new slowness of ranks that became slow or recovered.
 
-        None: all are as they were. Collective: reports are the same on all ranks.
+        Return None if no rank's slowness changed. All ranks get the same result, from the same
+        reports.
         """
         profile, ranks = cost.layout.profile, self.groups.pipeline_size
         known = profile.replica_slowness or cost.layout.slowness * self.groups.replicas
@@ -218,10 +220,10 @@ class CostMonitor:
         return text
 
     def resume(self, folder: str | None, iteration: int) -> Profile | None:
-        """Load the refits of the run in ``folder``; return the one in force at ``iteration``.
+        """Load the refits of the run in ``folder``; return the refit in force at ``iteration``.
 
-        Return None without one. :meth:`refit` later returns the refits of later iterations. The
-        refits are copied to this run's folders. Collective.
+        Return None if no refit is in force. :meth:`refit` later returns the refits of later
+        iterations. The refits are copied to this run's folders. Collective.
         """
         if not (folder and self.may_refit):
             return None
@@ -252,7 +254,7 @@ def last_refit(folder: str) -> Path | None:
 
 
 def _refits(folder: str) -> dict[int, Path]:
-    """All refits in ``folder``, by iteration."""
+    """Return the files of all refits in ``folder``, by iteration."""
     paths = Path(folder).glob("epp-cost-model.from-*.json")
     return {int(named[1]): path for path in paths if (named := _NAMED.fullmatch(path.name))}
 

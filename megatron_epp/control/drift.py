@@ -1,6 +1,6 @@
 """Detection of iterations whose time differs from the prediction, and of slow ranks.
 
-A warning says what to do, or that nothing needs to be done.
+Each warning advises the user what to do, or that nothing needs to be done.
 """
 
 import statistics
@@ -17,7 +17,7 @@ PATIENCE = 5  # consecutive iterations before a slow rank is reported
 
 
 def relative_slowness(factors: Sequence[float]) -> list[float]:
-    """Return each factor over the smallest one; 1 if it is at most ``SLOW``."""
+    """Return each factor divided by the smallest factor; quotients up to ``SLOW`` become 1."""
     least = min(factors)
     return [factor / least if factor / least > SLOW else 1.0 for factor in factors]
 
@@ -27,11 +27,12 @@ class Drift:
     """Detector of prediction errors and slow ranks; it reports each problem once until it ends.
 
     Attributes:
-        may_refit: whether the job measured its cost model itself and refits it when it drifts.
-        alarmed: whether the median error left the band and has not returned.
+        may_refit: whether the job measured its cost model itself, and refits it if predictions are
+            wrong.
+        alarmed: whether the median error is outside of the band.
         lagging: median ratio of measured to predicted time, relative to the other ranks, by
-            (replica, pipeline rank). It has the ranks that were slower or faster than predicted for
-            ``PATIENCE`` iterations.
+            (replica, pipeline rank). It contains the ranks that were slower or faster than the
+            other ranks for ``PATIENCE`` iterations.
     """
 
     may_refit: bool = False

@@ -57,7 +57,7 @@ class Fallbacks:
         """Parse and add the lines of ``text``; ``source`` names the file in errors.
 
         Raises:
-            ValueError: a line is no fallback.
+            ValueError: a line cannot be parsed.
         """
         for number, line in enumerate(text.splitlines(), 1):
             match = _LINE.fullmatch(line)
@@ -86,9 +86,9 @@ class Fallbacks:
 
         Args:
             iteration: number of the iteration.
-            planner: name of the planner that stood in.
-            reason: why the usual planner failed.
-            place: (replica, number of replicas); None: all replicas.
+            planner: name of the fallback planner.
+            reason: reason for the failure of the usual planner.
+            place: (replica, number of replicas); None for all replicas.
         """
         words = " ".join(reason.split()) or "no reason"
         where = "" if place is None else f"replica {place[0]} of {place[1]} "

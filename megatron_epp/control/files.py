@@ -1,7 +1,7 @@
 """Files of a job: written atomically, in folders that one job at a time claims.
 
 A job may be killed while it writes, its disk may be full, and another job may use the same folder.
-In none of these cases is a file left unreadable, and none ends a training run that could continue.
+In all of these cases files stay readable, and a training run that can continue does not end.
 """
 
 import fcntl
@@ -42,7 +42,7 @@ class BestEffort:
         self._reported: set[str] = set()
 
     def __call__(self, what: str, action: Callable[[], object]) -> None:
-        """Run ``action``; log the first exception for each ``what``, which names what is lost."""
+        """Run ``action``; log the first exception for each ``what``, the name of the lost data."""
         try:
             action()
         except Exception as error:
@@ -66,7 +66,7 @@ def claim(
 
     Each folder gets a lock file that names this process and its host. A folder stays locked while
     its lock file is open. The operating system releases the locks when the process and its forks
-    have ended, in whatever way.
+    have ended, even if they were killed.
 
     Args:
         folders: pairs (flag, folder); the flag only names the folder in error messages, and an
@@ -112,8 +112,8 @@ def claim(
 def owner_of(folder: str, owner: str = "", patience_seconds: float = LOCK_PATIENCE_SECONDS) -> str:
     """Return the text of the lock in ``folder``, which names the job that claimed it.
 
-    Waits up to ``patience_seconds`` until the text contains ``owner``, because a shared file system
-    may show it late.
+    Wait up to ``patience_seconds`` until the text contains ``owner``, because a shared file system
+    may show a new text late.
     """
     deadline, words = time.monotonic() + patience_seconds, "no such folder"
     while os.path.isdir(folder):
@@ -145,7 +145,7 @@ def _lock(file: TextIO) -> bool:
 def scratch_folder(what: str) -> Iterator[Path]:
     """Create a temporary folder that is removed at the end of this context.
 
-    Folders with the same ``what`` that killed processes have left are removed first.
+    First remove the folders with the same ``what`` that killed processes could not remove.
     """
     place = Path(tempfile.gettempdir())
     for left in place.glob(f"{_SCRATCH}{what}-*"):

@@ -2,11 +2,12 @@
 
 Three values are learned separately:
 
-- The budget: a rank that ran out of memory may hold less than was assumed.
-- The correction: a rank that held more than predicted gets plans whose prediction is lower by that
-  factor. The factor is relative to the predictions of *plans*, so a constant error is learned once.
+- The budget: after a rank ran out of memory, its budget is lower.
+- The correction: if a rank held c times the predicted bytes, later plans may predict only 1/c of
+  its budget. c is relative to the prediction of the *plan*, so a constant error is learned once.
 - The routing: with experts on several devices, memory depends on how many tokens choose each
-  expert. An excess is attributed to this first, as a factor on that part of the memory alone.
+  expert. Excess memory is first attributed to routing: it raises a factor on the memory of the
+  experts' tokens only.
 
 Every change is an event with its iteration, saved next to the checkpoint. A resumed run therefore
 plans each iteration with the same budgets as before.
@@ -39,22 +40,23 @@ _EVENT = re.compile(
 def cut(tried: int) -> float:
     """Return the fraction of the headroom left after the ``tried``-th failure of an iteration.
 
-    The sequence is 0.9, then 0.81, then 0.66, then 0.5 each time, each relative to the one before.
+    The fractions are 0.9, 0.81, 0.66 and then always 0.5. Each is relative to the headroom before
+    that failure.
     """
     return max(LEAST_SHRINK, SHRINK**2 ** (tried - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Change of a memory budget, effective from an iteration on (its repetition included).
+    """Change of a memory budget, effective from an iteration on, or from its repetition on.
 
     Attributes:
         iteration: first iteration that the event applies to.
         rank: pipeline rank.
         budget_bytes: bytes that a device of ``rank`` may hold.
-        correction: bytes held for chunks over those predicted.
+        correction: ratio of the bytes held for chunks to the predicted bytes.
         reason: text for the log and the file.
-        routing: tokens of the most loaded device's experts over an even distribution.
+        routing: tokens of the most loaded device's experts, relative to an even distribution.
     """
 
     iteration: int
@@ -69,7 +71,7 @@ class Event:
 
     @property
     def line(self) -> str:
-        """Line of the file, which calls a pipeline rank a stage."""
+        """Line of the budget file, in which a pipeline rank is called a stage."""
         return self._text("stage")
 
     def _text(self, rank: str) -> str:
@@ -98,16 +100,18 @@ class Event:
 
 
 class MemoryBudget:
-    """Memory that a device of each pipeline rank may hold, and what training learns about it.
+    """Memory budget of a device of each pipeline rank, with the events that changed it.
 
     Args:
         device_bytes: budget of each pipeline rank, model states included.
-        states_bytes: weights, gradients and optimizer states of each rank; the rest is for chunks.
+        states_bytes: bytes of weights, gradients and optimizer states of each rank; the rest of the
+            budget is for chunks.
         most: upper bound of ``routing``: the expert-parallel size.
 
     Attributes:
-        corrections: for each rank, bytes held for chunks over those predicted, at least 1.
-        routing: tokens of the most loaded device's experts over an even distribution.
+        corrections: for each rank, ratio of the bytes held for chunks to the predicted bytes, at
+            least 1.
+        routing: tokens of the most loaded device's experts, relative to an even distribution.
         events: changes so far.
     """
 
@@ -144,7 +148,7 @@ class MemoryBudget:
             rank: pipeline rank that failed.
             held_bytes: bytes held for chunks when it failed.
             what: op and reason, for the log.
-            tried: how often the iteration has failed, this time included.
+            tried: number of failures of the iteration, including this failure.
         """
         states, correction = self.states_bytes[rank], self.corrections[rank]
         headroom = self.device_bytes[rank] - states
@@ -164,16 +168,16 @@ class MemoryBudget:
     ) -> list[Event]:
         """Compare an iteration's peaks with its predictions, and return the resulting events.
 
-        They take effect with the next iteration. While events of a resumed run are left, those are
-        applied instead.
+        The events take effect in the next iteration. While events of a resumed run remain, these
+        are applied instead of new events.
 
         Args:
             iteration: number of the iteration that ran.
             predicted_bytes: predicted peak of each rank, model states included.
             peak_bytes: measured peak of each rank, without model states.
-            routed_bytes: function that returns each rank's increase of the predicted peak if the
-                most loaded device got one even share of tokens more. It is called only if a rank
-                held more than predicted.
+            routed_bytes: function that returns, for each rank, the increase of the predicted peak
+                if the most loaded device's tokens increase by their number in an even distribution.
+                It is called only if a rank held more than predicted.
         """
         if self._recorded:
             due = [event for event in self._recorded if event.iteration <= iteration + 1]
@@ -202,7 +206,7 @@ class MemoryBudget:
         return learnt
 
     def _stepped(self, routing: float) -> float:
-        """Return the next routing step at or above ``routing``, limited to the maximum."""
+        """Return the first routing step at or above ``routing``, at most the upper bound."""
         return min(self.most_routing, _rounded(math.ceil(routing / ROUTING_STEP) * ROUTING_STEP))
 
     def _routing_of(self, iteration: int, rank: int, routing: float) -> Event:
@@ -218,7 +222,7 @@ class MemoryBudget:
         )
 
     def _adopt(self, event: Event) -> Event:
-        """Apply ``event``: budgets only shrink, factors only grow."""
+        """Apply ``event`` so that budgets never grow and factors never shrink; return it."""
         at = event.rank
         if event.budget_bytes < math.floor(self.device_bytes[at]):
             self.device_bytes = _with(self.device_bytes, at, float(event.budget_bytes))
@@ -236,9 +240,9 @@ class MemoryBudget:
         write_atomically(Path(folder) / BUDGET_FILE, "".join(f"{line}\n" for line in lines))
 
     def load(self, folder: str, iteration: int) -> None:
-        """Apply the events of a resumed run up to the iteration after ``iteration``.
+        """Read the events of a resumed run; apply those up to the iteration after ``iteration``.
 
-        Later events are applied when their iteration is next.
+        :meth:`measured` applies each later event before the event's iteration.
 
         Raises:
             ValueError: the file cannot be parsed.

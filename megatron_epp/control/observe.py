@@ -1,4 +1,4 @@
-"""Observation of iterations: log, records, comparison with predictions, and learning from them."""
+"""Observation of iterations: log, records, and updates of memory budgets and cost model."""
 
 import dataclasses
 import logging
@@ -30,26 +30,27 @@ logger = logging.getLogger(__name__)
 MIB = 2**20
 SHORT_SECONDS = 1.0  # shorter waits for the first plan are not logged
 
-# Formats the log line of an iteration from its number, step, report and seconds waited for the
-# plan.
+# Function from an iteration's number, step, report and seconds of waiting for the plan, to its log
+# line.
 Summary = Callable[[int, AcceptedStep, IterationReport, float], str]
-# Writes the same to TensorBoard or Weights & Biases (mcore/trainer/telemetry.py).
+# Function that writes an iteration to TensorBoard or Weights & Biases (mcore/trainer/telemetry.py).
 Telemetry = Callable[[int, AcceptedStep, IterationReport], None]
 
 
 class Observer:
-    """Observer of a job's iterations; a failure to record them never ends training.
+    """Observer of a job's iterations; a failure to record an iteration never ends training.
 
     Args:
         groups: process groups of the job.
         steps: source of the steps.
-        monitor: monitor of predicted against measured seconds.
-        recorder: writer of ``--epp-record``, if any.
-        summary: formatter of the log line.
-        telemetry: writer of scalars.
-        loaded_from: folder of the run that is resumed, with what that run learned.
-        search_ahead: called after each iteration that this job planned, with whether the cost model
-            has changed.
+        monitor: monitor that compares predicted with measured seconds.
+        recorder: writer of the files of ``--epp-record``; None without this flag.
+        summary: function that formats the log line.
+        telemetry: function that writes scalars.
+        loaded_from: folder of the resumed run, with its memory budgets and cost models; None if no
+            run is resumed.
+        search_ahead: function that is called after each iteration that this job planned. Its
+            argument is whether the cost model has changed.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Observer:
         Args:
             step: step that this rank ran.
             records: timed ops of this rank.
-            failure: op at which this rank ran out of memory, if it did.
+            failure: op at which this rank ran out of memory; None if it did not.
             host_bytes: peak of this rank's offloaded bytes in host memory.
         """
         groups, predicted = self.groups, 0.0
@@ -159,7 +160,7 @@ class Observer:
             )
 
     def _of_chunks(self, step: AcceptedStep) -> tuple[float, ...]:
-        """Return predicted peaks as they are measured: chunks only, without model states."""
+        """Return the predicted peaks without model states, because measured peaks have none."""
         predicted = step.predicted_peak_bytes
         if not (predicted and isinstance(self.steps, PredictingSource)):
             return predicted
@@ -169,7 +170,7 @@ class Observer:
     def _learn(
         self, iteration: int, steps: AdaptiveSource, step: AcceptedStep, report: IterationReport
     ) -> None:
-        """Reduce the memory of plans if a peak came near its budget and exceeded its prediction."""
+        """Reduce the memory of later plans if a measured peak exceeded its prediction."""
         if not step.predicted_peak_bytes:
             return
         learnt = steps.budget.measured(
@@ -185,10 +186,10 @@ class Observer:
             steps.narrow()
 
     def _routed(self, cost: Cost, step: AcceptedStep) -> list[float]:
-        """Return the part of each rank's peak that depends on expert routing. Collective.
+        """Return the bytes of each rank's peak that depend on expert routing. Collective.
 
-        Only ranks that plan compute it. All ranks call it or none does, as peaks and predictions
-        are the same on all ranks.
+        Only ranks that plan compute the bytes. Either all ranks call this method or no rank does,
+        because peaks and predictions are equal on all ranks.
         """
         groups = self.groups
         own = routed_bytes(cost, step.plans) if groups.plans else [0.0] * groups.pipeline_size
@@ -202,8 +203,8 @@ def summary_line(
 
     Args:
         iteration: number of the iteration.
-        step: its step, with the predictions.
-        report: its measurements.
+        step: step of the iteration, with predictions.
+        report: measurements of the iteration.
         waited_seconds: time that training waited for the plan.
     """
     predicted, planning = step.predicted_seconds, step.planning

@@ -1,4 +1,4 @@
-"""Steps planned during training: one host plans each replica's part, and only its ranks get it."""
+"""Steps planned during training: one rank plans for each replica, or for each lockstep group."""
 
 import logging
 import time
@@ -29,20 +29,20 @@ _ROUNDING = 1e-9  # relative rounding error of a prediction in GiB
 
 
 class PlannedSteps:
-    """Source that has the part of each replica planned, and broadcasts its text to that replica.
+    """Source of steps: one rank plans the part of a replica and broadcasts it to the replica.
 
-    The assignment of documents to replicas follows from lengths and cost model, and is the same on
-    all hosts. Replicas in lockstep are planned together. If a planner process fails, the fallback
-    planner plans that iteration of the replica. The fallback is logged and recorded for a resumed
-    run.
+    The assignment of documents to replicas follows from the lengths and the cost model, so it is
+    equal on all hosts. Replicas in lockstep are planned together. If a planner process fails, the
+    fallback planner plans that iteration for the replica. The fallback is logged and recorded for a
+    resumed run.
 
     Args:
         cost: cost model of the job.
         options: options of the planners.
         planner: name of the planner.
         groups: process groups of the job.
-        processes: most planner processes on this rank, each on another iteration; 0 plans in this
-            process.
+        processes: maximum number of planner processes on this rank, each of which plans another
+            iteration; 0 plans in this process.
         fallbacks: fallbacks of this run and of the run that it resumes.
         folders: folders in which the memory budget is saved.
 
@@ -74,12 +74,12 @@ class PlannedSteps:
 
     @property
     def _first(self) -> int:
-        """First of the replicas that are planned together."""
+        """First replica of the lockstep group, whose replicas are planned together."""
         return self.groups.replica - self.groups.replica % self.options.lockstep
 
     @property
     def _place(self) -> tuple[int, int] | None:
-        """Key of this replica's fallbacks: None if all replicas are planned together."""
+        """Key of this replica's fallbacks; None if all replicas are planned together."""
         replicas = self.groups.replicas
         return None if replicas == self.options.lockstep else (self._first, replicas)
 
@@ -92,7 +92,7 @@ class PlannedSteps:
             self.pool.restart()
 
     def narrow(self) -> None:
-        """Save the budget, discard plans made ahead, and plan later iterations within it."""
+        """Save the budget, discard plans made ahead, and plan later iterations by the budget."""
         profile = replace(self.cost.layout.profile, routing=self.budget.routing)
         cost = self.cost.replace(profile=profile)
         self.cost = cost.replace(device_budget_bytes=self.budget.planned_bytes)
@@ -112,7 +112,7 @@ class PlannedSteps:
         self._evaluation_tokens = tokens
 
     def adopt(self, profile: Profile) -> None:
-        """Discard plans made ahead, and plan later iterations by the cost model ``profile``."""
+        """Discard plans made ahead, and plan later iterations with the cost model ``profile``."""
         profile = replace(profile, routing=self.budget.routing)
         self.cost = self.cost.replace(profile=profile)
         self._start_anew()
@@ -123,13 +123,13 @@ class PlannedSteps:
             self.pool.took(seconds)
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
-        """Return the part of this rank's lockstep group, which one rank plans and broadcasts.
+        """Plan the part of this rank's lockstep group on one rank, and return it on all of them.
 
-        Collective over the ranks of the lockstep group, which is one replica without lockstep.
+        Collective over the ranks of the lockstep group. Without lockstep, this group is a replica.
 
         Raises:
-            PlanError: On every rank of the group: the documents cannot be planned, or no plan fits
-                the memory budget.
+            PlanError: the documents cannot be planned, or no plan fits the memory budget. All ranks
+                of the group raise this error.
         """
         group = self.groups.planned_together
         planning = Planning()
@@ -158,7 +158,7 @@ class PlannedSteps:
     def _plan(
         self, iteration: int, lengths: Sequence[int], forward_only: bool
     ) -> tuple[StepPart, str]:
-        """Return the part and its text; only the rank that plans calls this."""
+        """Return the planned part and its text; only the rank that plans calls this method."""
         if forward_only and self._evaluation_tokens is not None:
             return self._planned_here(lengths, self.planner, True)
         planner = self.planner
@@ -198,11 +198,11 @@ class PlannedSteps:
     def _asked(
         self, pool: PlannerPool, iteration: int, lengths: Sequence[int], forward_only: bool
     ) -> tuple[StepPart, str]:
-        """Return the part of a planner process and its text.
+        """Return the part that a planner process plans, and its text.
 
         Raises:
-            PlannerFailed: the process gave no answer.
-            PlanError: no plan fits.
+            PlannerFailed: the process did not answer.
+            PlanError: the planner refused the documents, or no plan fits.
         """
         try:
             text = pool.reply(iteration, lengths, forward_only)["step"]
@@ -213,7 +213,7 @@ class PlannedSteps:
     def _stand_in(
         self, pool: PlannerPool, iteration: int, lengths: Sequence[int], failure: PlannerFailed
     ) -> tuple[StepPart, str]:
-        """Return the fallback's part and record it; if it does not fit, ask the planner again."""
+        """Plan by the fallback and record it; if its plan does not fit, ask the planner again."""
         message = f"{self._at(iteration)}: the planner failed ({failure})"
         try:
             part, text = self._planned_here(lengths, FALLBACK, False)
@@ -232,7 +232,7 @@ class PlannedSteps:
         return part, text
 
     def keep_fallbacks(self, iteration: int) -> None:
-        """Gather on rank 0 which replicas the fallback planned, and record them. Collective."""
+        """Gather on rank 0 the replicas that used the fallback, and record them. Collective."""
         control = self.groups.control
         own = (self._place, self._fell_back) if self._fell_back else None
         every: list[Any] | None = [None] * control.size() if control.rank() == 0 else None
@@ -289,10 +289,10 @@ def shared(
         plan: function that makes the step; only rank ``source`` calls it.
         group: process group of the ranks that need the step.
         source: rank of ``group`` that plans.
-        parse: parser of the text.
+        parse: function that parses the text.
 
     Raises:
-        ValueError: ``plan`` raised one on rank ``source``; all ranks raise it.
+        ValueError: ``plan`` raised a ValueError on rank ``source``; all ranks raise it.
     """
     sourced, text, error = None, None, None
     if group.rank() == source:

@@ -1,7 +1,7 @@
 """Planner processes of one replica, each of which plans a different iteration.
 
-The number of processes changes when a plan is ready, but not the plan: one process answers each
-request, from its lengths alone.
+The number of processes affects when a plan is ready, but not the plan: one process answers each
+request, and the plan depends on the request's lengths only.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ PROCESS_BYTES = 400 << 20
 
 
 def default_cores(local_ranks: int) -> int:
-    """Return the number of cores for planner processes: half of those that the ranks leave."""
+    """Return the number of cores for planner processes: half of the cores without a rank."""
     return max(1, (len(os.sched_getaffinity(0)) - local_ranks) // 2)
 
 
@@ -42,7 +42,7 @@ class PlannerPool:
 
     Args:
         make: function that starts a process.
-        most: upper bound of the number of processes.
+        most: maximum number of processes.
 
     Attributes:
         discarded: number of plans that were requested and not used.
@@ -61,7 +61,7 @@ class PlannerPool:
 
     @property
     def ahead(self) -> int:
-        """Number of iterations to plan ahead, one process each.
+        """Number of iterations to plan ahead, each in its own process.
 
         It is the number of iterations that run while the slowest recent plan is made.
         """
@@ -73,7 +73,7 @@ class PlannerPool:
 
     @property
     def slowest(self) -> float:
-        """Seconds of the slowest recent plan."""
+        """Planning time of the slowest recent plan, in seconds."""
         return max(self._planning, default=0.0)
 
     def ask(self, iteration: int, lengths: Sequence[int], forward_only: bool = False) -> str:
@@ -97,8 +97,8 @@ class PlannerPool:
     def reply(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> dict[str, Any]:
         """Wait for the plan of the iteration that training runs now, and return the reply.
 
-        A plan that was not requested before is requested. Requests for earlier iterations are
-        discarded.
+        If the plan was not requested before, this method requests it. Requests for earlier
+        iterations are discarded.
 
         Raises:
             PlannerRefused: the planner cannot plan these documents.
@@ -153,6 +153,6 @@ class PlannerPool:
 
 
 def _request_name(iteration: int, lengths: Sequence[int], forward_only: bool) -> str:
-    """Return a name that depends on all that the plan does, so that a reply fits only its batch."""
+    """Return a name that identifies the batch, so that no reply is used for another batch."""
     digest = hashlib.sha256(repr(list(map(int, lengths))).encode()).hexdigest()[:16]
     return f"{'evaluation' if forward_only else 'iteration'} {iteration} {digest}"

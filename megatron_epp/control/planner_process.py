@@ -1,8 +1,8 @@
-"""Planner process as the trainer sees it: it plans iterations ahead and is replaced if it dies.
+"""Planner process of a trainer, which plans iterations ahead and is restarted if it dies.
 
-It is a subprocess that reads and writes lines of JSON, not a pool of workers. A trainer with a CUDA
-context cannot be forked, and a spawned worker would import the trainer's main module. A process
-with a command line of its own can also be run and inspected by hand.
+It is a subprocess that reads and writes lines of JSON, not a worker of multiprocessing. A trainer
+with a CUDA context cannot be forked, and a spawned worker would import the trainer's main module. A
+subprocess with a command line can also be run and inspected by hand.
 """
 
 import atexit
@@ -39,7 +39,7 @@ NICENESS = 5
 
 
 def end_with_reader(replies: int) -> None:
-    """Block until the reader of the pipe ``replies`` is gone, and end this process.
+    """Block until the pipe ``replies`` has no reader, and end this process.
 
     Call it in a thread, so that a planner process ends after its trainer was killed, even while it
     plans. If ``replies`` is a terminal or a file, the call blocks forever.
@@ -55,7 +55,7 @@ class PlannerFailed(RuntimeError):
 
 
 class PlannerRefused(PlannerFailed):
-    """Error: a working planner cannot plan these documents; the message has the reason."""
+    """Error: a working planner cannot plan these documents; the message gives the reason."""
 
 
 class PlannerProcess:
@@ -69,10 +69,10 @@ class PlannerProcess:
         options: options of the planners.
         planner: name of the planner.
         replicas: data-parallel size.
-        replica: replica to plan for, with those in lockstep with it; None plans whole steps.
+        replica: first replica of the lockstep group to plan for; None plans full steps.
 
     Attributes:
-        iteration_seconds: time of a recent iteration; None before the first.
+        iteration_seconds: duration of a recent iteration, for time-outs; None at first.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class PlannerProcess:
     def ask(self, name: str, lengths: Sequence[int], forward_only: bool) -> None:
         """Send a request unless a request ``name`` is pending; start a new process if it has died.
 
-        A failure is not raised here; :meth:`reply` reports it.
+        This method does not raise the failure of a process; :meth:`reply` does.
         """
         if name in self._asked:
             return
@@ -149,7 +149,7 @@ class PlannerProcess:
         """Wait for the reply to the request ``name`` and return it.
 
         Raises:
-            PlannerRefused: the planner says that these documents cannot be planned.
+            PlannerRefused: the planner cannot plan these documents.
             PlannerFailed: the process has ended, or did not reply within ``patience_seconds``.
         """
         began = time.monotonic()
@@ -203,14 +203,14 @@ class PlannerProcess:
 
     @property
     def patience_seconds(self) -> float:
-        """Seconds that a reply may take."""
+        """Maximum time to wait for a reply, in seconds."""
         if self.iteration_seconds is None:
             return MOST_PATIENCE_SECONDS
         patience = PATIENCE_ITERATIONS * self.iteration_seconds
         return min(max(LEAST_PATIENCE_SECONDS, patience), MOST_PATIENCE_SECONDS)
 
     def _line(self, name: str, began: float) -> bytes:
-        """Return the next line of the process, waiting for ``name`` since ``began``."""
+        """Return the process's next line; the wait for request ``name`` began at ``began``."""
         patience = self.patience_seconds
         report_at = began + min(SILENCE_SECONDS, patience)
         while b"\n" not in self._read:

@@ -14,7 +14,7 @@ class RecordedSteps:
     """Source of the recorded steps of ``--epp-plan``, which every rank reads.
 
     Raises:
-        ValueError: the file or folder does not exist, or is no text.
+        ValueError: the file or folder does not exist, or the file is not a text file.
         PlanError: the text is not a valid step.
     """
 
@@ -30,8 +30,8 @@ class RecordedSteps:
         """Return the recorded step of ``iteration``, or the only step if ``path`` is a file.
 
         Raises:
-            ValueError: the file is no text.
-            PlanError: the folder has no step of the iteration, or the text is no valid step.
+            ValueError: the file is not a text file.
+            PlanError: the folder has no step of the iteration, or the text is not a valid step.
         """
         if self._step is not None:
             return self._step
@@ -48,7 +48,7 @@ def first_recorded(path: str) -> Plan:
     """Return the first replica's plan of the first step of ``--epp-plan``.
 
     Raises:
-        ValueError: the path does not exist, has no step, or its text is no valid step.
+        ValueError: the path does not exist, has no step, or its text is not a valid step.
     """
     source = RecordedSteps(path)
     if source._step is not None:

@@ -44,19 +44,19 @@ class RankReport:
         replica: data-parallel rank.
         rank: pipeline rank.
         start: start of the first op.
-        stop: stop of the last op.
-        busy: time in F, B, I and W.
+        stop: end of the last op.
+        busy: time in compute ops.
         waiting: time in receives and sends.
         peak_bytes: peak of the bytes held for chunks.
-        predicted_busy: the cost model's prediction of ``busy``; 0 if there is none.
-        failure: op that ran out of memory and its stage, if one did.
+        predicted_busy: the cost model's prediction of ``busy``; 0 without a cost model.
+        failure: op that ran out of memory, with its stage; None if no op did.
         held_bytes: bytes held when ``failure`` ran out of memory.
-        host_bytes: peak of the offloaded layers in host memory.
-        failed_tokens: tokens of the chunk of ``failure``; in lockstep, of the largest chunk that
-            ran with it.
-        chunks: chunks of the replica's plan.
-        recomputed: fraction of its layers (over all chunks) that are recomputed in full.
-        recomputed_in_part: fraction of its layers with selective recomputation.
+        host_bytes: peak bytes of the offloaded layers in host memory.
+        failed_tokens: number of tokens of the chunk of ``failure``; in lockstep, of the largest of
+            the chunks that the lockstep group computes in this op.
+        chunks: number of chunks of the replica's plan.
+        recomputed: fraction of the plan's layers (over all chunks) that are recomputed in full.
+        recomputed_in_part: fraction of the plan's layers with selective recomputation.
     """
 
     replica: int
@@ -92,10 +92,10 @@ class RankReport:
             replica: data-parallel rank.
             rank: pipeline rank.
             records: timed ops of the rank, in order.
-            predicted_busy: predicted seconds of its ops.
-            failure: op that ran out of memory, if one did.
-            host_bytes: peak of the offloaded layers in host memory.
-            block: plans of the replicas in lockstep with it, its own included.
+            predicted_busy: predicted seconds of the rank's ops.
+            failure: op that ran out of memory; None if no op did.
+            host_bytes: peak bytes of the offloaded layers in host memory.
+            block: plans of the lockstep group of ``replica``, including the plan of ``replica``.
         """
         modes = _layer_modes(block, replica)
         failed = () if failure is None else [p.chunks[failure.op.chunk].tokens for p in block]
@@ -120,12 +120,12 @@ class RankReport:
 
     @property
     def failed_op(self) -> str:
-        """Failed op and its stage, such as ``F3 of stage 2``."""
+        """Failed op and its stage as text, such as ``F3 of stage 2``."""
         assert self.failure is not None, "no op ran out of memory"
         return f"{self.failure.op} of stage {self.failure.stage}"
 
     def row(self) -> list[float]:
-        """Return all fields as numbers for an all-gather, beginning with those of the failure."""
+        """Return all fields as numbers for an all-gather; the failure's numbers come first."""
         op = self.failure
         failure = (-1, 0, 0) if op is None else (COMPUTE.index(op.kind), op.chunk, op.stage)
         return [*map(float, (*failure, *(getattr(self, field.name) for field in _numbers())))]
@@ -142,7 +142,7 @@ class RankReport:
 
 
 def _layer_modes(block: Sequence[Plan], replica: int) -> list[str]:
-    """Return the recompute mode of every layer for every chunk of the plan of ``replica``."""
+    """Return the recompute modes of all layers and chunks in the plan of ``replica``."""
     plans = (plan for plan in block if plan.replica == replica)
     return [x for plan in plans for stage in plan.recompute for choice in stage for x in choice]
 
@@ -191,17 +191,17 @@ class IterationReport:
 
     @property
     def bubble_ratio(self) -> float:
-        """Fraction of the ranks' time in which they run no op."""
+        """Fraction of the ranks' time in which they run no compute op."""
         return 1 - sum(each.busy for each in self.ranks) / (len(self.ranks) * self.seconds)
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Peak of each pipeline rank in its worst replica."""
+        """Peak bytes of each pipeline rank, as the maximum over the replicas."""
         return self._worst(lambda report: report.peak_bytes)
 
     @property
     def host_bytes(self) -> tuple[int, ...]:
-        """Host-memory peak of each pipeline rank in its worst replica."""
+        """Host-memory peak of each pipeline rank, as the maximum over the replicas."""
         return self._worst(lambda report: report.host_bytes)
 
     def _worst(self, bytes_of: Callable[[RankReport], int]) -> tuple[int, ...]:
@@ -233,7 +233,7 @@ class Recorder:
 
     For each iteration it writes ``iteration-000001.step`` and one ``...replica-0.timed`` per
     replica. ``errors.txt`` compares predicted with measured seconds by stage, op, slice and
-    context. ``planning.csv`` has how long every iteration waited for its plan.
+    context. ``planning.csv`` contains the time that every iteration waited for its plan.
 
     Args:
         folder: folder of the files, created if missing.
@@ -251,7 +251,7 @@ class Recorder:
             raise ValueError(f"--epp-record {folder}: {error.strerror}; name a folder") from error
 
     def path(self, iteration: int, what: str) -> Path:
-        """Return the file of ``iteration`` with the suffix ``what``."""
+        """Return the path of the file of ``iteration`` with the suffix ``what``."""
         return self.folder / f"iteration-{iteration:06d}.{what}"
 
     def write(
@@ -266,10 +266,10 @@ class Recorder:
 
         Args:
             iteration: number of the iteration.
-            step: its step, with the plans of all replicas.
+            step: step of the iteration, with the plans of all replicas.
             records: timed ops of each replica.
             cost: cost model that predicted the ops; None writes no error table.
-            planning: how the plan came about; None adds no row to ``planning.csv``.
+            planning: record of the planning, for ``planning.csv``; None adds no row.
         """
         if planning is not None:
             self._waits[iteration] = (
@@ -300,7 +300,7 @@ def gather_records(
 ) -> tuple[Step, dict[int, list[Timed]]] | None:
     """Gather the full step and every replica's records on rank 0. Collective.
 
-    On other ranks, return None.
+    The other ranks return None.
     """
     group = groups.control
     text = str(part) if groups.plans else ""  # sent once for each lockstep group

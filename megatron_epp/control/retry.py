@@ -1,6 +1,6 @@
 """Repetition of an iteration that ran out of memory, with less memory each time.
 
-All ranks know the failures of all ranks, so all decide alike.
+All ranks know the failures of all ranks, so all ranks make the same decision.
 """
 
 import logging
@@ -51,12 +51,13 @@ class Retry:
     ) -> Attempt:
         """Run ``attempt`` until no rank runs out of memory, and return its result.
 
-        After a failed attempt, the memory budgets of the failed ranks shrink, or the chunks of
-        evaluations. Rank 0 logs the change, and ``undo`` runs. Collective.
+        After a failed attempt in training, the memory budgets of the failed ranks are lowered.
+        After a failed evaluation, the chunks of evaluations become smaller. Rank 0 logs the change,
+        and ``undo`` runs. Collective.
 
         Args:
             iteration: number of the iteration.
-            forward_only: whether it is an evaluation.
+            forward_only: whether the iteration is an evaluation.
             attempt: function that runs the iteration.
             undo: function that discards the results of a failed attempt.
 
@@ -104,9 +105,9 @@ class Retry:
         self.steps.narrow()
 
     def _evaluate_in_less(self, iteration: int, failures: Sequence[RankReport]) -> None:
-        """Repeat an evaluation in smaller chunks.
+        """Limit the chunks of evaluations to half of the chunk that failed.
 
-        It saves nothing for a backward, so the memory budget of training stays.
+        Evaluations save nothing for a backward, so the memory budget of training does not change.
         """
         at = f"the evaluation after iteration {iteration}"
         if not isinstance(self.steps, AdaptiveSource):

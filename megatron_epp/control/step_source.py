@@ -1,4 +1,4 @@
-"""Protocols of step sources: recorded, predicting, and adaptive ones."""
+"""Protocols of step sources: recorded, predicting and adaptive sources."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Step, StepPart
 
-# Returns the lengths of the batch that many iterations later; None: there is none.
+# following(n) returns the document lengths of the batch n iterations later; None if there is none.
 Following = Callable[[int], Sequence[int] | None]
 
 
@@ -20,8 +20,8 @@ class Planning:
     Attributes:
         waited_seconds: time that training waited for the plan.
         ahead: number of iterations planned ahead.
-        discarded: number of plans made ahead and discarded since the iteration before.
-        fell_back: reason why the fallback planned; empty if it did not.
+        discarded: number of plans made ahead that were discarded since the previous iteration.
+        fell_back: reason for the use of the fallback planner; empty if it was not used.
     """
 
     waited_seconds: float = 0.0
@@ -35,11 +35,11 @@ class SourcedStep:
     """Step or part of a step, with the text that ranks compare.
 
     Attributes:
-        step: full step, the same on all ranks, or the part of this rank's lockstep group, which is
-            one replica without lockstep.
+        step: full step, which is equal on all ranks, or the part of this rank's lockstep group.
+            Without lockstep, the group is a replica.
         text: ``str(step)``, stored so that the step is formatted or parsed only once.
         source: name of the plan in error messages.
-        planning: how the plan was made.
+        planning: record of how the plan was made.
     """
 
     step: Step | StepPart
@@ -49,7 +49,7 @@ class SourcedStep:
 
 
 class StepSource(Protocol):
-    """Supplier of the step of every iteration, which all ranks call.
+    """Source of the step of every iteration; all ranks call its methods.
 
     All ranks get the same step, or every rank gets the part of its lockstep group. If some ranks
     raise a ValueError, :mod:`.accept` raises it on all ranks.
@@ -59,7 +59,7 @@ class StepSource(Protocol):
         """Return the step of ``iteration`` for documents of ``lengths`` tokens."""
 
     def look_ahead(self, iteration: int, following: Following) -> None:
-        """Begin to plan the iterations after ``iteration``, which runs now."""
+        """Begin to plan later iterations while ``iteration`` runs."""
 
 
 @runtime_checkable
@@ -73,14 +73,14 @@ class PredictingSource(StepSource, Protocol):
 
 @runtime_checkable
 class AdaptiveSource(PredictingSource, Protocol):
-    """Source that plans during training within a memory budget, and can plan otherwise."""
+    """Source that plans during training, with a memory budget and cost model that can change."""
 
     @property
     def budget(self) -> MemoryBudget:
         """Memory budget of the plans; call :meth:`narrow` after changing it."""
 
     def narrow(self) -> None:
-        """Save the changed budget, and plan later iterations within it."""
+        """Save the changed budget, and plan later iterations within this budget."""
 
     def shrink_evaluation(self, tokens: int) -> None:
         """Limit the chunks of later evaluations to ``tokens`` tokens."""

@@ -1,4 +1,4 @@
-"""Time that training waits for plans, and what to do about it."""
+"""Detection of long waits for plans, with advice to the user."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Waits:
         """Record an iteration, and return warnings about waits for plans.
 
         Args:
-            planning: how the iteration's plan was made, with the time that training waited.
+            planning: record of the iteration's planning, with the time that training waited.
             seconds: time of the iteration, without the wait.
         """
         self.seen += 1

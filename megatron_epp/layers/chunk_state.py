@@ -16,11 +16,11 @@ class Rows:
 
     Attributes:
         start: first row.
-        stop: row after the last one.
+        stop: row after the last row.
         span: the tokens.
         cut: whether K/V of the document are cached, because it is sliced or continued by others.
-        last: whether no other span attends to its K/V.
-        prefix: tokens of other documents before those of its own, by position.
+        last: whether no other span attends to this span's K/V.
+        prefix: spans of other documents that precede the span's document, by position.
     """
 
     start: int
@@ -39,7 +39,8 @@ class Rows:
     def context(self) -> tuple[tuple[int, int], ...]:
         """Pairs (document, number of first tokens) that the span attends to, by position.
 
-        The pairs are the prefix's documents, and the span's own document if the span is not first.
+        The pairs are the prefix's documents and, unless the span begins its document, the span's
+        document.
         """
         others = [(span.document, span.stop) for span in self.prefix]
         own = [(self.span.document, self.span.start)] if self.span.start else []
@@ -57,13 +58,14 @@ class ChunkState:
         recompute: one recompute mode per layer of this stage.
         store: K/V of sliced documents.
         training: whether a backward follows.
-        host: store of offloaded activations; None if there is none.
+        host: store of offloaded activations; None without offload.
         router_stats: router statistics of the iteration (moe.router_stats.RouterStats); None
             without MoE or training.
         local: state of the documents that this rank computes alone, whose rows follow the sharded
             rows; None if no rank has such documents.
-        local_documents: documents that a single rank computes, of all ranks, in the chunk's order.
-        repeated: offset of a repeated layer's index from that of its first run.
+        local_documents: documents of the chunk that run on a single rank, over all ranks, in the
+            chunk's order.
+        repeated: difference between a repeated layer's index and the index of its first run.
     """
 
     chunk: int
@@ -103,7 +105,7 @@ class ChunkState:
 
 
 def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = ALL_RANKS) -> tuple[Rows, ...]:
-    """Return the rows of a chunk's spans in order: sharded spans, or those of a single rank.
+    """Return the rows of a chunk's spans in order: of sharded spans, or of spans on ``rank``.
 
     Args:
         plan: the plan.
@@ -127,7 +129,7 @@ def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = ALL_RANKS) ->
 def store_for(plan: Plan, slices: Slices, stores_last_slice: bool) -> Store:
     """Return an empty K/V cache for an iteration of ``plan``.
 
-    With ``stores_last_slice``, the buffers have room for the documents' last slices, too.
+    With ``stores_last_slice``, the buffers also have capacity for the documents' last slices.
     """
     contexts = {document: boundaries[-1] for document, boundaries in slices.boundaries.items()}
     kept = {d: plan.documents[d] for d in contexts} if stores_last_slice else contexts

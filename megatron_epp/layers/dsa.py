@@ -8,19 +8,20 @@ For a row t of some document and every key s <= t of that document, in the chunk
     loss     KL(p || softmax of I[t]) of row t: p is the mean over all heads of attention's softmax,
              over every key before the row or over the top-k keys
 
-Of earlier slices the store holds the key that all heads share [D], a latent and its rotated part,
-in place of K, and the indexer's key [I] in place of V. The gradient of the first comes from the
-output, that of the second from the loss. The selection of keys is constant for both.
+For earlier slices, the store holds attention's key [D] in place of K, and the indexer's key [I] in
+place of V. Attention's key, a latent and its rotated part, is shared by all heads. The gradient of
+attention's key comes from the output, the gradient of the indexer's key from the loss. Both
+gradients treat the selection of keys as a constant.
 
-The loss of a row is independent of the rest of the chunk, so losses of slices add up to those of
-documents. With tensor parallelism this rank has some of the heads. p is then all-reduced over
-``group``; loss and indexer gradients are replicated, and gradients of keys cover these heads only.
+The loss of a row is independent of the rest of the chunk, so the losses of slices add up to the
+losses of documents. With tensor parallelism, each rank has some of the heads, and p is all-reduced
+over ``group``. All ranks then compute the same loss and the same gradients of the indexer. The
+gradients of attention's keys on a rank are those of the rank's heads only.
 
-Rows are processed in blocks, so that no tensor is both as wide as the prefix and as long as the
-chunk.
+Rows are processed in blocks, so that no tensor has the size of (chunk rows) x (prefix keys).
 
-T rows of the chunk, b of a block, S keys before them, K of the top-k; H heads, D channels of a key,
-R of a value; J heads of the indexer, I channels of each
+T rows of the chunk, b rows of a block, S keys that the rows see, K keys of the top-k; H heads, D
+channels of a key, R channels of a value; J heads of the indexer, I channels of an indexer head
 """
 
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ class Sparse:
         values: R, the channels of a value.
         relu: whether scores apply a ReLU.
         weight: weight of the rows' losses; 0 for no loss.
-        among: whether the loss is over the top-k keys instead of all.
+        among: whether the loss is over the top-k keys instead of all keys.
         group: ranks over which the heads are sharded; None if they are not.
     """
 
@@ -86,8 +87,8 @@ def attend_chosen(
 ) -> tuple[Tensor, Tensor, AttentionRecompute | None]:
     """Compute sparse attention over the top-k keys of each row, and the indexer's loss.
 
-    The loss is not differentiable. With ``trains_indexer``, the backward of the output adds the
-    loss's gradient to those of the indexer's tensors.
+    The returned loss is not differentiable. With ``trains_indexer``, the backward of the output
+    also computes the loss's gradients of the indexer's tensors.
 
     Args:
         q_THD: queries.
@@ -97,7 +98,7 @@ def attend_chosen(
         layer: number of the layer in the stage.
         how: parameters of the layer.
         trains_indexer: whether the loss is computed.
-        drop: whether the output is dropped after its use.
+        drop: whether the output is dropped after its use, and recomputed for the backward.
 
     Returns:
         The output [T, H, R], the sum of the rows' weighted losses, and, with ``drop``, the handle
@@ -146,7 +147,7 @@ class _AttendChosen(torch.autograd.Function):
 
     @staticmethod
     def inputs(ctx: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor], list[Tensor]]:
-        """Return the queries with the indexer's and their weights, keys of both, and the rest."""
+        """Return saved tensors: (q, indexer's q, its weights), (keys, indexer's keys), others."""
         saved = list(ctx.saved_tensors)
         queries, others = tuple(saved[:3]), saved[3:]
         if ctx.kept:
@@ -200,7 +201,7 @@ class _AttendChosen(torch.autograd.Function):
 
 
 def _recomputed(ctx: Any) -> tuple[Tensor, Tensor]:
-    """Return output and top-k of a forward that dropped its own; its loss was added before."""
+    """Recompute the output and the top-k of a forward that dropped them, without the loss."""
     (q_THD, iq_TJI, weight_TJ), keys, _ = _AttendChosen.inputs(ctx)
     out_THR, chosen_TK, _ = _attend_rows(q_THD, iq_TJI, weight_TJ, keys, ctx, False)
     return out_THR, chosen_TK
@@ -216,7 +217,7 @@ def _attend_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output [T, H, R], top-k [T, K], and the sum of the rows' weighted losses.
 
-    Top-k are indices into the keys that the row's document has at this point.
+    Top-k entries are indices into the keys of the row's document, or ``NONE``.
     """
     state, how = ctx.state, ctx.how
     out_THR = q_THD.new_zeros(*q_THD.shape[:2], how.values)
@@ -256,7 +257,7 @@ def _block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of a block's queries, the indexer's queries and their weights.
 
-    Those of the keys ``seen`` are added to ``to_seen``: [S, D] and [S, I].
+    The gradients of the keys ``seen`` are added to ``to_seen``: [S, D] and [S, I].
     """
     grad, q_bHD, iq_bJI, weight_bJ, chosen_bK = (part[block.rows] for part in of_rows)
     key_SD, ikey_SI = (part[: block.stop] for part in seen)
@@ -299,9 +300,9 @@ def _block_backward(
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Some ``rows`` of the chunk.
+    """Consecutive ``rows`` of one document in the chunk.
 
-    The first of them is at position ``first`` of its document's keys; the last sees ``stop`` keys.
+    The first row is at position ``first`` of the document's keys; the last row sees ``stop`` keys.
     """
 
     rows: slice
@@ -312,7 +313,7 @@ class _Block:
         return self.first + self.rows.stop - self.rows.start
 
     def there(self, device: torch.device) -> Tensor:
-        """Return [b, S], the causal mask: whether a row sees a key."""
+        """Return the causal mask [b, S], which is true where a row sees a key."""
         return torch.arange(self.stop, device=device) <= torch.arange(
             self.first, self.stop, device=device
         ).unsqueeze(1)
@@ -330,7 +331,7 @@ def _blocks(
 
 
 def _seen(rows: Rows, keys: tuple[Tensor, Tensor], ctx: Any) -> tuple[Tensor, ...]:
-    """Return keys [S, D] and the indexer's [S, I] of the document up to the span's last token."""
+    """Return the document's keys [S, D] and indexer keys [S, I] up to the span's last token."""
     local, store, span = slice(rows.start, rows.stop), ctx.state.store, rows.span
     own = tuple(key[local] for key in keys)
     parts = [store.context(ctx.layer, *context) for context in rows.context]
@@ -347,10 +348,10 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _product(left_bMN: Tensor, right: Tensor) -> Tensor:
-    """Return the product [b, M, K] with [N, K], or each row's own [b, N, K], in the wide dtype.
+    """Return [b, M, N] times [N, K], or times [b, N, K] row by row, in the wide dtype.
 
-    On a GPU 16-bit operands are multiplied with accumulation in float32, without rounding. torch
-    has no such product elsewhere; there their float32 copies give the same terms.
+    On a GPU, the product of 16-bit operands is accumulated and returned in float32. On other
+    devices, torch has no such product; float32 copies of the operands are multiplied instead.
     """
     wide = _wide(left_bMN)
     halves = left_bMN.dtype == right.dtype and right.itemsize == 2
@@ -362,7 +363,7 @@ def _product(left_bMN: Tensor, right: Tensor) -> Tensor:
 
 
 def _dots(iq_bJI: Tensor, ikey: Tensor) -> Tensor:
-    """Return [b, J, S] with keys [S, I], or with each row's own [b, S, I]."""
+    """Return the dot products [b, J, S] with keys [S, I], or with keys per row [b, S, I]."""
     return _product(iq_bJI, ikey.mT)
 
 
@@ -387,7 +388,7 @@ def _gathered(q_bHD: Tensor, key_SD: Tensor, top_bK: Tensor, how: Sparse) -> tup
 
 
 def _target(probabilities_bHS: Tensor, how: Sparse) -> Tensor:
-    """Return the mean probabilities over the heads of all ranks."""
+    """Return the mean probabilities [b, S] over the heads of all ranks of the group."""
     sums_bS = probabilities_bHS.sum(1)
     if how.group is not None:
         dist.all_reduce(sums_bS, group=how.group)

@@ -4,16 +4,16 @@
     per context block    K = [latent U_K | rotated key for every head]      [S, H, D]
                          V = latent U_V                                     [S, H, V]
 
-U = [U_K | U_V] is the up-projection of the chunk's own K and V, which are inputs. The context is
-processed in blocks; K and V of only one block are alive at a time, in forward and backward. Parts
-are merged by their log-sum-exp, as in cpu.py.
+U = [U_K | U_V] is the up-projection. For the chunk's rows, the caller has computed K and V. The
+context is processed in blocks; K and V of only one block are alive at a time, in forward and
+backward. The outputs over own rows and blocks are merged by their log-sum-exp, as in cpu.py.
 
     forward     out, lse = own rows; for block in context: merge with attend(q, K, V)
     backward    for block in context: dK, dV -> dU += [dK | dV]^T latent; to the store
                 [dK | dV] U and the sum of dK's rotary part over heads
 
-With tensor parallelism this rank has some of the heads. Gradients of latents, in the store and
-returned, then cover these heads only, and the caller reduces them over the ranks.
+With tensor parallelism, each rank has some of the heads. The gradients of latents, in the store and
+in the result, are then those of this rank's heads; the caller reduces them over the ranks.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ class LatentKV:
         latent_T1R: latents after their norm, the inputs of the up-projection.
         rotary_T1P: keys with rotary embedding, shared by all heads.
         weight_NR: up-projection of this rank's heads, N = H (D - P + V); for each head the rows of
-            K precede those of V.
+            K precede the rows of V.
     """
 
     latent_T1R: Tensor
@@ -52,7 +52,7 @@ class LatentKV:
 
 
 class LatentKVAttention:
-    """Attention of chunks by torch's CPU kernels, which caches latents."""
+    """Attention of chunks by torch's CPU kernels, with cached latents in place of K and V."""
 
     name = "torch"
     stores_last_slice = False
@@ -76,10 +76,10 @@ class LatentKVAttention:
             q_THD: queries [T, H, D].
             k_THD: keys [T, H, D].
             v_THV: values [T, H, V].
-            latent_kv: what K and V are computed from.
+            latent_kv: tensors from which K and V are computed.
             state: state of the chunk.
             layer: number of the layer in the stage.
-            drop: whether the output is dropped after its use.
+            drop: whether the output is dropped after its use, and recomputed for the backward.
 
         Returns:
             The output [T, H, V] and, with ``drop``, the handle that recomputes it.
@@ -173,7 +173,7 @@ class _AttendLatentKV(torch.autograd.Function):
 
 
 def _recomputed(ctx: Any) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of a forward that dropped its own."""
+    """Recompute the output and log-sum-exp of a forward that dropped them."""
     q_THD, k_THD, v_THV, weight_NR = ctx.saved_tensors
     return _attend_rows(q_THD, k_THD, v_THV, weight_NR, ctx)
 
@@ -181,7 +181,7 @@ def _recomputed(ctx: Any) -> tuple[Tensor, Tensor]:
 def _attend_rows(
     q_THD: Tensor, k_THD: Tensor, v_THV: Tensor, weight_NR: Tensor, ctx: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return output [T, H, V] and log-sum-exp [T, H] of every span, context included."""
+    """Return the output [T, H, V] and log-sum-exp [T, H] of all spans over context and own rows."""
     state: ChunkState = ctx.state
     out_THV = q_THD.new_empty(*q_THD.shape[:2], v_THV.shape[2])
     dtype = torch.promote_types(q_THD.dtype, torch.float32)

@@ -1,7 +1,7 @@
 """Norms with a zero-centred weight, which torch lacks: y = x / norm(x) * (1 + weight).
 
-The weight is initialised to zero, so weight decay pulls the factor towards one. Checkpoints store
-it like Transformer Engine's norms with ``zero_centered_gamma``.
+The weight is initialised to zero, so weight decay pulls 1 + weight towards 1. Checkpoints store the
+weight like Transformer Engine's norms with ``zero_centered_gamma``.
 """
 
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Saved tensors that go through autograd's hooks without autograd saving them."""
+"""Saved-tensor hooks for tensors that autograd itself does not save."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from torch import Tensor
 class SavedTensorHooks:
     """Saved-tensor hooks that are active when this object is created.
 
-    A function that saves tensors by itself, or in a graph with hooks of its own, passes them
-    through these hooks. Meters and offloading then see all of them.
+    A function that saves tensors by itself, or in a graph with other hooks, passes the tensors
+    through these hooks. Meters and offloading then see all saved tensors.
     """
 
     def __init__(self) -> None:

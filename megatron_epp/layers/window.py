@@ -7,10 +7,10 @@ Queries are processed in tiles, so that a tile has few keys:
     3 4 5       1 2 3 4 5
     6           4 5 6
 
-The band of each tile is a mask, the same for all of one shape. Work per query is at most a tile and
-a window.
+A mask selects the band of each tile; tiles of the same shape share a mask. Each query is compared
+with at most the keys of a tile and a window.
 
-T queries, P context rows that are seen (at most W), H query heads, G key heads, D head size
+T queries, P context rows (at most W), H query heads, G key heads, D head size
 """
 
 from collections.abc import Iterator
@@ -35,8 +35,8 @@ def attend_window(
         q_THD: queries.
         k_TGD: keys.
         v_TGD: values.
-        context: k and v [P, G, D] of the rows right before.
-        before: W.
+        context: k and v [P, G, D] of the rows directly before the queries.
+        before: W, the number of tokens before a query that the query sees.
         scale: scale of the logits.
     """
     outputs, sums = [], []
@@ -60,10 +60,10 @@ def attend_window_backward(
         q_THD: queries.
         k_TGD: keys.
         v_TGD: values.
-        context: k and v [P, G, D] of the rows right before.
-        out_THD: output over all keys of the rows.
-        lse_HT: log-sum-exp over all keys of the rows.
-        before: W.
+        context: k and v [P, G, D] of the rows directly before the queries.
+        out_THD: output of the forward.
+        lse_HT: log-sum-exp of the forward.
+        before: W, the number of tokens before a query that the query sees.
         scale: scale of the logits.
     """
     dq_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -86,7 +86,7 @@ def attend_window_backward(
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """``queries``, the rows of their ``own`` keys, and the number of context keys before these."""
+    """Rows of ``queries``, rows of their keys (``own``), and number of context keys (``front``)."""
 
     queries: slice
     own: slice

@@ -1,4 +1,4 @@
-"""Zigzag order of a sequence over context-parallel ranks, as in Megatron and its frameworks.
+"""Zigzag order of a sequence over context-parallel ranks, as in Megatron.
 
 2 ranks     0 1 2 3 4 5 6 7      rank 0: 0 1 6 7      rank 1: 2 3 4 5
 """
@@ -10,8 +10,8 @@ from torch import Tensor
 def zigzag(rows: int, ranks: int) -> list[Tensor]:
     """Return the row indices of each context-parallel rank in Megatron's zigzag order.
 
-    The rows are divided into 2 x ranks equal parts. Rank 0 has the first and the last part, rank 1
-    the second and the last but one.
+    The rows are divided into 2 x ranks equal parts. Rank 0 has the first part and the last part,
+    rank 1 the second part and the second-to-last part.
     """
     pieces = torch.arange(rows).chunk(2 * ranks)
     return [torch.cat([pieces[rank], pieces[-1 - rank]]) for rank in range(ranks)]

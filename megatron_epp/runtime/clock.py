@@ -9,7 +9,7 @@ class HostClock:
     """Wall clock for CPU ops, which are complete when their call returns."""
 
     def start(self):
-        """Set the time of an iteration to 0."""
+        """Set the current time as the start of an iteration."""
         self._began = time.perf_counter()
 
     def mark(self) -> float:
@@ -42,6 +42,6 @@ class CudaClock:
         mark.synchronize()
 
     def seconds(self, mark: torch.cuda.Event) -> float:
-        """Return the seconds from ``start`` to ``mark``; block until the device has passed it."""
+        """Return the seconds from ``start`` to ``mark``; block until the device passed ``mark``."""
         mark.synchronize()
         return self._began.elapsed_time(mark) / 1e3

@@ -83,7 +83,7 @@ class Traffic:
 
 
 def _caller(frame: FrameType | None) -> str:
-    """Return the name of the calling function: the innermost one outside torch and contextlib."""
+    """Return the name of the innermost calling function outside of torch and contextlib."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module.split(".")[0] not in ("torch", "contextlib") and module != __name__:

@@ -1,4 +1,4 @@
-"""Collectives on the host that make all ranks agree on one plan, or all fail."""
+"""Collectives on the host after which all ranks have the same plan, or all ranks fail."""
 
 import hashlib
 import socket
@@ -22,8 +22,8 @@ def broadcast_text(
     Issues two broadcasts on the host: a header of 16 bytes, then the text.
 
     Args:
-        text: what ``source`` sends; ignored on other ranks.
-        error: message to raise on all ranks instead; ignored on other ranks.
+        text: text that ``source`` sends; ignored on other ranks.
+        error: error message that ``source`` sends instead of ``text``; ignored on other ranks.
         group: a gloo group.
         source: rank in the group that sends.
 
@@ -80,9 +80,9 @@ def agree(
 
     Args:
         text: the text of this rank.
-        what: what the text is, for the message.
-        group: a group on the host.
-        expected: what the message tells the user to do.
+        what: name of the text in the error message.
+        group: a CPU group.
+        expected: the error message's advice to the user.
 
     Raises:
         PlanError: on every rank, if two ranks hold different texts.
@@ -102,7 +102,7 @@ def largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
 def digest_bounds(text: str) -> tuple[float, ...]:
     """Return two pieces of the digest of ``text``, and their negatives.
 
-    After an all-reduce by maximum, :func:`same_digests` says whether all ranks have the same text.
+    After an all-reduce by maximum, :func:`same_digests` returns whether all texts are equal.
     """
     pieces = [float(piece) for piece in struct.unpack("<2I", digest(text.encode())[:8])]
     return (*pieces, *(-piece for piece in pieces))
@@ -112,7 +112,7 @@ DIGEST_NUMBERS = 4  # length of digest_bounds; small, because it is reduced in e
 
 
 def same_digests(bounds: Sequence[float]) -> bool:
-    """Return whether :func:`digest_bounds`, reduced by maximum over ranks, belong to one text."""
+    """Return whether all ranks' texts are equal, from their maximum of :func:`digest_bounds`."""
     half = DIGEST_NUMBERS // 2
     return all(most == -least for most, least in zip(bounds[:half], bounds[half:], strict=True))
 
@@ -131,9 +131,9 @@ def require_same(facts: Mapping[str, str], group: dist.ProcessGroup, expected: s
     """All-gather and compare the ``facts`` that ranks of ``group`` see. Collective, on the host.
 
     Args:
-        facts: what this rank sees, by flag or folder.
-        group: a group on the host.
-        expected: what the message tells the user to do.
+        facts: text that describes what this rank sees, by flag or folder.
+        group: a CPU group.
+        expected: the error message's advice to the user.
 
     Raises:
         ValueError: on every rank, if two ranks see different facts.

@@ -39,45 +39,45 @@ LEAD_OPS = 2
 
 
 class Compute(Protocol):
-    """The model of a stage: one method per op kind.
+    """Interface of the model of a stage: one method per op kind.
 
     Tensors have the planned shapes of their messages. With vocabulary parallelism, the output of
-    the last stage's ``forward`` goes to the first stage's ``head``, and from there from stage to
-    stage.
+    the last stage's ``forward`` goes to the first stage's ``head``. The output of each ``head``
+    goes to the ``head`` of the next stage.
     """
 
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
         """Run F on ``received``, the previous stage's output, which is None on the first stage.
 
         Returns:
-            The tensor to send on; None on the last stage without vocabulary parallelism.
+            The output to send; None on the last stage without vocabulary parallelism.
         """
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        """Run B on ``gradient``, that of this stage's output, which is None on the last stage.
+        """Run B on ``gradient``, the gradient of the stage's output (None on the last stage).
 
         Returns:
             The gradient of the stage's input; None on the first stage.
         """
 
     def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        """Run I, the half of B that computes the input's gradient; arguments as of ``backward``."""
+        """Run I, the half of B for the input's gradient; arguments and result as ``backward``."""
 
     def weight_backward(self, chunk: int) -> None:
         """Run W, the half of B that computes the weights' gradients."""
 
     def head(self, chunk: int, received: Tensor) -> Tensor | None:
-        """Run H, the matmul with this stage's vocabulary rows, and return the next H's input."""
+        """Run H, the matmul with this stage's vocabulary rows; return the next stage's input."""
 
     def head_weight(self, chunk: int) -> None:
         """Run G: compute and add the weight gradient of this stage's vocabulary rows."""
 
     def abandon(self) -> None:
-        """Free all tensors saved for later ops, because they will not run."""
+        """Free all tensors saved for later ops, because these ops will not run."""
 
 
 class LinkEnds(Protocol):
-    """Messages of a rank: :class:`~megatron_epp.runtime.link.Links` in training."""
+    """Interface to a rank's messages: :class:`~megatron_epp.runtime.link.Links` in training."""
 
     sent: int
     received: int
@@ -95,10 +95,10 @@ class LinkEnds(Protocol):
         """Return zeros of the message's shape, to send after a failure."""
 
     def oldest_sending(self) -> Message | None:
-        """Return the oldest message that has not been sent; None if all have been sent."""
+        """Return the oldest message whose send is not complete; None if all are complete."""
 
     def oldest_arriving(self) -> Message | None:
-        """Return the oldest message that the device waits for, or None."""
+        """Return the oldest message that the device still waits to receive, or None."""
 
     def finish(self) -> None:
         """Wait until all messages have been sent."""
@@ -125,16 +125,16 @@ BEFORE = OutsidePhase("the first iteration")
 class CurrentOp:
     """Record of the op or phase that this rank is in, for error messages.
 
-    Messages about a lost link, a rank that does not move, and SIGTERM use this record.
+    Messages about a lost link, a rank without progress, or SIGTERM print this record.
 
     Attributes:
         rank: rank in the pipeline.
         iteration: number of the iteration.
-        what: an op or a transfer of the program, the name of a step that all ranks take together,
+        what: an op or a transfer of the program, the name of a step in which all ranks take part,
             or an :class:`OutsidePhase`.
-        since: ``time.monotonic()`` at its start.
+        since: ``time.monotonic()`` at the start of ``what``.
         links: links of the running program; None between programs.
-        stage: stage of the op or the transfer, one of this rank's; else None.
+        stage: this rank's stage that runs the op or the transfer; None outside of a program.
     """
 
     rank: int
@@ -164,9 +164,9 @@ class Failure:
 
     Attributes:
         op: the op.
-        stage: its stage.
-        rank: its pipeline rank.
-        held_bytes: bytes held at that time, at most the limit.
+        stage: stage of the op.
+        rank: pipeline rank of the op.
+        held_bytes: peak of the bytes held in the op, capped at the limit.
         reason: first line of the error.
     """
 
@@ -180,22 +180,22 @@ class Failure:
 class Executor:
     """Executor that runs ``program`` once.
 
-    ``_inbox`` and ``_outbox`` hold the tensors between a transfer and its op. Between two stages of
-    this rank a tensor moves from one to the other.
+    ``_inbox`` holds received tensors until their op runs; ``_outbox`` holds outputs until they are
+    sent. A tensor for another stage of this rank is moved from ``_outbox`` to ``_inbox``.
 
     If an op runs out of memory, the other ranks must not block. The executor then frees everything,
-    receives the remaining messages, and sends zeros in place of its own until the program ends.
+    receives the remaining messages, and sends zeros instead of outputs until the program ends.
     ``failure`` describes the op; the gradients of the iteration are invalid.
 
     Args:
         program: ops and transfers of this rank.
-        compute: the model of the rank's stage, or of each of its stages by number.
-        links: the rank's messages.
-        store: K/V of all its stages.
-        clock: clock of its device.
+        compute: the model of the rank's stage, or a mapping from stage number to model.
+        links: links that send and receive the rank's messages.
+        store: K/V caches of all stages of the rank.
+        clock: clock of the rank's device.
         meter: meter of the bytes held.
-        current_op: updated with every op, for error lines.
-        peers: ranks that compute the same ops. They all give up at one op, or raise an
+        current_op: record that is updated with every op, for error messages.
+        peers: ranks that compute the same ops. They all give up at the same op, or raise an
             :class:`OutOfMemory`.
         heap: heap that is trimmed between ops, on CPU-only hosts.
 
@@ -249,12 +249,12 @@ class Executor:
     def run(self) -> tuple[Timed, ...]:
         """Execute every op and transfer of the program and return their records.
 
-        On return the store and both boxes are empty, and all messages have been sent. An op that
-        ran out of memory sets :attr:`failure`.
+        On return the store, the inbox and the outbox are empty, and all messages have been sent. If
+        an op ran out of memory, :attr:`failure` is set.
 
         Raises:
             LinkLost: if a message cannot be sent or received.
-            OutOfMemory: if this rank is out of memory and its peers cannot give up with it.
+            OutOfMemory: if this rank is out of memory and its peers did not fail at the same op.
         """
         marks: list[tuple[int, Op | Transfer, Any, Any, int]] = []
         ends: deque = deque(maxlen=LEAD_OPS)  # end marks of the last LEAD_OPS ops
@@ -304,7 +304,7 @@ class Executor:
         return tuple(Timed(at, op, seconds(a), seconds(b), peak) for at, op, a, b, peak in marks)
 
     def _turn_to(self, item: Op | StageOp | Transfer) -> Op | Transfer:
-        """Make the stage of ``item`` the current one, and return its op or transfer."""
+        """Make the stage of ``item`` the current stage, and return the op or transfer."""
         if isinstance(item, StageOp):
             self.stage, self.compute = item.stage, self._computes[item.stage]
             return item.op
@@ -314,9 +314,9 @@ class Executor:
         return item
 
     def _run(self, op: Op | Transfer) -> str | None:
-        """Run ``op``, and return why it ran out of memory (None: it did not).
+        """Run ``op``; return the reason if it ran out of memory, else None.
 
-        Returning frees the error, its frames, and the tensors that these hold.
+        The return frees the error, its frames, and the tensors that the frames hold.
         """
         try:
             self._do[op.kind](op)
@@ -327,10 +327,10 @@ class Executor:
         return None if isinstance(op, Transfer) or self.failure is not None else self._over()
 
     def _no_memory(self, where: str, error: MemoryError | RuntimeError) -> str:
-        """Return the reason of ``error``.
+        """Return the first line of ``error``, after the peers have failed at ``where`` too.
 
         Raises:
-            OutOfMemory: if the peers did not fail at the same place.
+            OutOfMemory: if a peer did not fail at ``where``.
         """
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if self.peers is not None and not self.peers.all_failed(where):
@@ -342,7 +342,7 @@ class Executor:
         return reason
 
     def _over(self) -> str | None:
-        """Return why the finished op exceeds this rank's limit or a peer's; None if it does not."""
+        """Return why the finished op exceeds the limit of this rank or a peer, or None."""
         reason = None
         try:
             self.meter.check()
@@ -373,7 +373,7 @@ class Executor:
             self._inbox.pop(self._at(payload, op.chunk), None)
 
     def _at(self, payload: Payload, chunk: int) -> tuple[int, Payload, int]:
-        """Return the key of a tensor of the current stage in a box."""
+        """Return the key of a tensor of the current stage in the inbox or outbox."""
         return self.stage, payload, chunk
 
     def _forward(self, op: Op):
@@ -434,7 +434,7 @@ class Executor:
             raise self._lost(op.message, error) from error
 
     def _next_op(self, post: Post) -> Op | StageOp:
-        """Return the op after ``post``, to which its failure is attributed."""
+        """Return the op after ``post``, to which a failure of ``post`` is attributed."""
         rest = self.program[self.program.index(post) :]
         return next(item for item in rest if isinstance(item, (Op, StageOp)))
 
@@ -457,7 +457,7 @@ class Executor:
             raise self._lost(message, error) from error
 
     def _finish(self):
-        """Wait until the last messages have left."""
+        """Wait until the last messages have been sent."""
         try:
             message = self.links.oldest_sending()
             if message is not None:
@@ -475,7 +475,7 @@ class Executor:
 def _carrying(program: Program) -> dict[int, dict[Op, Payload]]:
     """Return the payload of each op's output tensor, by stage.
 
-    The SEND or HAND of an output follows its op in the program.
+    In the program, the SEND or HAND of an output follows the op that produces the output.
     """
     carrying: dict[int, dict[Op, Payload]] = {}
     maker: Op | None = None

@@ -16,19 +16,20 @@ class Groups:
     """Process groups of a rank, and its place in its pipeline.
 
     Attributes:
-        control: all ranks of the world, on the host.
-        payload: all ranks of the world, one group per payload; empty if the pipeline has one rank.
+        control: CPU group of all ranks of the world.
+        payload: one group of all ranks of the world per payload; empty if the pipeline has one
+            rank.
         pipeline_ranks: global ranks of this pipeline.
-        pipeline_rank: index of this rank among them.
+        pipeline_rank: index of this rank in ``pipeline_ranks``.
         replica: number of this rank's replica.
         replicas: number of replicas.
         leads: whether this rank reports for the tensor- and context-parallel ranks of its stage.
         timeout: time after which a rank that waits for another fails.
         peers: ranks that compute every op together: tensor- and context-parallel ranks of the
-            stage, in all replicas of a block. None if that is one rank.
+            stage, in all replicas of a lockstep group (block). None if there is only one such rank.
         lockstep: number of replicas of a block, over which a layer's experts are sharded.
-        block: ranks of this replica's block, on the host; None if the world is one block.
-        planner: rank in ``block`` (or the world) that runs the planner processes.
+        block: CPU group of the ranks of this replica's block; None if the world is one block.
+        planner: rank in :attr:`planned_together` that runs the planner processes.
         planners_here: number of ranks of this host that run planner processes.
     """
 
@@ -73,9 +74,9 @@ class Groups:
 
 
 def planning_ranks(hosts: Sequence[str], blocks: Sequence[int]) -> dict[int, int]:
-    """Return the rank that runs the planner for each block of replicas.
+    """Return, for each block of replicas, the rank of the block that runs the planner.
 
-    The rank belongs to the block. Ranks are chosen so that hosts have equally many planners.
+    Ranks are chosen so that planners are distributed evenly over the hosts.
 
     Args:
         hosts: host of every rank of the world.

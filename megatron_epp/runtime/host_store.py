@@ -7,11 +7,11 @@
                                                                [ 0 <-         ]
 
 In this example layers 0 and 2 are offloaded and layer 1 is not. At most two offloaded layers are on
-the device at a time: one in use and one in transfer (ir.IN_FLIGHT), whatever the copies' speed. A
-layer starts when the offloaded layer before the previous one has left. An offloaded layer comes
-back when the next one in the chunk starts its backward. On a GPU each direction has its own stream
-and pinned host memory; streams wait for events, the host for nothing. On CPU-only hosts copies are
-synchronous, with the same bytes held at the same times.
+the device at a time, one in use and one in transfer (ir.IN_FLIGHT), at any speed of the copies. Let
+n count offloaded layers. In forward, layer n starts after layer n - 2 has been copied out. In
+backward, layer n - 1 is copied back while layer n computes. On a GPU, each direction has a stream,
+and host memory is pinned; streams wait for events, and the host never waits. On CPU-only hosts,
+copies are synchronous; the same bytes are held at the same ops.
 
 Each storage of a layer is copied once, even if several views of it were saved. Storages that are
 not the layer's own (parameters, cached K/V, tensors shared by all layers) stay on the device.
@@ -86,9 +86,10 @@ class _Streams:
 
 
 class _Storage:
-    """A storage of a layer, alive as long as a saved view of it.
+    """A storage of a layer; this object lives as long as autograd saves a view of the storage.
 
-    ``held`` is the meter's token while it is on the device; ``blocks`` are its host memory.
+    ``held`` is the meter's token while the storage is on the device; ``blocks`` are its copy in
+    host memory.
     """
 
     __slots__ = ("__weakref__", "blocks", "held", "nbytes")
@@ -99,7 +100,7 @@ class _Storage:
 
 
 class _View:
-    """Replacement that autograd saves for a tensor."""
+    """View of a storage, which autograd saves in place of a tensor."""
 
     __slots__ = ("dtype", "offloaded", "offset", "size", "storage", "stride")
 
@@ -114,9 +115,10 @@ class OffloadedLayer:
 
     Args:
         store: the host store.
-        chunk: the chunk.
-        shared: returns whether a tensor's storage belongs to several layers.
-        before: the chunk's previous offloaded layer, which backward needs next.
+        chunk: number of the chunk.
+        shared: function that returns whether a tensor's storage belongs to several layers.
+        before: offloaded layer before this layer in the chunk, which the backward needs after this
+            layer; None if this layer is the first.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class OffloadedLayer:
         self._sent = self._fetched = self._arrived = False
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd saves for ``tensor``: a view of a storage, or a meter token."""
+        """Return what autograd saves in place of ``tensor``: a ``_View`` or a meter token."""
         # Detached: an op that saves its own output would otherwise keep itself alive through it.
         tensor = tensor.detach()
         if has_no_storage(tensor):
@@ -195,7 +197,7 @@ class OffloadedLayer:
         self._moving = []
 
     def fetch(self) -> None:
-        """Start the copies back to the device, of storages that are still referenced."""
+        """Start to copy the storages that autograd still references back to the device."""
         if self._fetched:
             return
         assert not self._moving, "a layer comes back before it has left"
@@ -210,7 +212,7 @@ class OffloadedLayer:
         )
 
     def _arrive(self) -> None:
-        """Make the layer available for its backward, and start to fetch the next one."""
+        """Wait until the layer is on the device; start to fetch the offloaded layer before it."""
         if self._arrived:
             return
         self._arrived = True
@@ -233,7 +235,7 @@ class OffloadedLayer:
         self._host_bytes = 0
 
     def _ends(self, storage: _Storage) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Return the blocks of a storage on the host, and the same parts of it on the device."""
+        """Return the host blocks of a storage, and the parts of its device memory they mirror."""
         flat = self._store.meter.held(storage.held)
         return storage.blocks, flat.split([block.numel() for block in storage.blocks])
 
@@ -253,9 +255,9 @@ class HostStore:
         device: device of the layers.
         meter: meter of the bytes held on the device.
         parameters: tensors that are never offloaded.
-        limit_bytes: host memory that may be used. A layer that does not fit stays on the device,
-            which is logged once.
-        beside: store of another stage of the rank, with which this one shares the limit.
+        limit_bytes: host memory that may be used. A layer that does not fit stays on the device;
+            the first time, a warning is logged.
+        beside: store of another stage of the rank, with which this store shares the limit.
     """
 
     def __init__(
@@ -278,7 +280,7 @@ class HostStore:
 
     @property
     def limit_bytes(self) -> float:
-        """Host memory that may be used, in bytes."""
+        """Limit of the host memory in use, in bytes."""
         return self._taken.limit_bytes
 
     @property
@@ -302,7 +304,7 @@ class HostStore:
         return self._copies
 
     def is_parameter(self, tensor: Tensor) -> bool:
-        """Return whether the tensor's storage is a parameter's."""
+        """Return whether the tensor's storage is that of a parameter."""
         return tensor.untyped_storage()._cdata in self._parameters
 
     def begin(self) -> None:
@@ -311,14 +313,15 @@ class HostStore:
 
     @contextmanager
     def layer(self, chunk: int, shared: Callable[[Tensor], bool]) -> Iterator[None]:
-        """Offload what autograd saves in this context, the forward of one layer of ``chunk``.
+        """Offload the tensors that autograd saves in the forward of one layer of ``chunk``.
 
-        At the end of the context, the copies to the host start. If host memory is full, the layer
-        stays on the device.
+        The forward runs in this context. At its end, the copies to the host start. If host memory
+        is full, the layer stays on the device.
 
         Args:
             chunk: number of the chunk.
-            shared: returns whether a tensor's storage belongs to several layers, and so stays.
+            shared: function that returns whether a tensor's storage belongs to several layers; such
+                a storage stays on the device.
         """
         while len(self._leaving) >= IN_FLIGHT:
             self._leaving.popleft().leave()
@@ -338,7 +341,7 @@ class HostStore:
             self._leaving.popleft().leave()
 
     def prefetch(self, chunk: int) -> None:
-        """Start the copies back of the chunk's last offloaded layer, with which B or I begins."""
+        """Start to copy back the chunk's last offloaded layer, which B or I needs first."""
         for offloaded in self._offloaded.get(chunk, ())[-1:]:
             offloaded.fetch()
 
@@ -349,7 +352,7 @@ class HostStore:
             offloaded.release()
 
     def allocate(self, nbytes: int) -> list[Tensor] | None:
-        """Allocate blocks of at least ``nbytes`` in total; None if host memory is full.
+        """Allocate blocks of at least ``nbytes`` in total; return None if host memory is full.
 
         The first time that host memory is full, a warning is logged.
         """
@@ -408,7 +411,7 @@ def _sizes(nbytes: int) -> Iterator[int]:
 
 
 def _assigned(blocks: Sequence[Tensor], storages: Sequence[_Storage]) -> Iterator[list[Tensor]]:
-    """Yield for every storage the consecutive parts of ``blocks`` that hold its bytes."""
+    """Yield, for every storage, the consecutive parts of ``blocks`` that hold its bytes."""
     at, start = 0, 0
     for storage in storages:
         parts, missing = [], storage.nbytes

@@ -11,8 +11,9 @@ from torch import Tensor
 class _Cached:
     """K/V of one document in one layer, and their gradients.
 
-    C is rows of the buffer or of the context, G heads, D head size (which may differ between K and
-    V). With MLA it may hold latents and rotated keys instead (layers/mla.py).
+    C is the number of rows of the buffer or of the context, G the number of heads, D the head size
+    (which may differ between K and V). With MLA, latents and rotated keys may take the place of K
+    and V (layers/mla.py).
     """
 
     key_CGD: Tensor
@@ -35,26 +36,25 @@ class _Cached:
 class Store:
     """K/V cache with one preallocated buffer per layer and sliced document.
 
-    A buffer is allocated by the first slice's forward; slices are neither concatenated nor copied
-    again. Gradients of K and V accumulate in float32 (float64 for float64 tensors): the reference
-    model rounds the sum of all slices' contributions only once. A buffer is freed when the first
+    A buffer is allocated in the first slice's forward. Every slice is written into it once, without
+    concatenation. Gradients of K and V accumulate in float32 (float64 for float64 tensors), because
+    the reference model rounds the sum over all slices only once. A buffer is freed when the first
     slice's backward has read its gradients, or by ``release`` in forward-only passes.
 
-    If documents have prefixes in other documents, gradients of a context may arrive in any order of
-    its branches. In forward-only passes a document is freed when the last of its readers has seen
-    it. A sliding-window layer caches fewer rows, at positions of its own
-    (layers/attention/tails.py).
+    If several documents continue one document, their gradients for it may arrive in any order. In
+    forward-only passes, a document is freed after its last reader. A sliding-window layer caches
+    fewer rows, whose indices are not token positions (layers/attention/tails.py).
 
     Args:
-        context_tokens: per document, the tokens that later slices attend to: all but its last
-            slice.
-        cached_tokens: per document, rows of the buffer, if kernels want the last slice's K/V after
-            its context's. Default: ``context_tokens``.
-        boundaries: per document, where its slices but the last end; selects the rows of
+        context_tokens: per document, the number of tokens that later slices attend to: all tokens
+            before its last slice.
+        cached_tokens: per document, the number of rows of the buffer, which includes the last slice
+            if kernels read its K/V from the buffer. Default: ``context_tokens``.
+        boundaries: per document, the ends of all slices but the last; they select the rows of
             sliding-window layers.
-        readers: per document that others continue, the number of spans that see it.
+        readers: per document that others continue, the number of spans that attend to it.
         followers: per document, the number of branches that begin at one of its slice boundaries
-            and read the state there.
+            and read the SSM state at that boundary.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class Store:
         Rows that are cached already are not written: a recomputed forward yields the same K/V.
 
         Args:
-            layer: the layer.
-            document: the document.
+            layer: number of the layer.
+            document: number of the document.
             start: position of the first token.
             key_TGD: keys [tokens, groups, head size].
             value_TGD: values [tokens, groups, head size].
-            rows: rows of the buffer; None takes ``cached_tokens``.
+            rows: number of rows of a new buffer; None for ``cached_tokens``.
         """
         kept = self._kept.get((layer, document))
         if kept is None:
@@ -132,14 +132,14 @@ class Store:
         return kept.key_CGD[start:stop], kept.value_CGD[start:stop]
 
     def __iter__(self) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield (layer, document, K that later slices attend to) of every buffer."""
+        """Yield (layer, document, K) of every buffer; K is the part that later slices attend to."""
         for (layer, document), kept in self._kept.items():
             yield layer, document, kept.key_CGD[: self.context_tokens[document]]
 
     def add_window_gradient(
         self, layer: int, document: int, start: int, key_grad_PGD: Tensor, value_grad_PGD: Tensor
     ):
-        """Add gradients to those of some rows of the buffer.
+        """Add gradients of some rows of the buffer to the accumulated gradients.
 
         Args:
             layer: the layer.
@@ -184,7 +184,7 @@ class Store:
         self._grew(kept.key_grad_CGD.nbytes + kept.value_grad_CGD.nbytes)
 
     def has_gradient(self, layer: int, document: int) -> bool:
-        """Return whether a later slice has added gradients for the document in this layer."""
+        """Return whether any later slice has added gradients for the document in this layer."""
         return self._kept[layer, document].key_grad_CGD is not None
 
     def gradient(self, layer: int, document: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -243,7 +243,7 @@ class Store:
 
 
 class StageStores:
-    """The K/V caches of all stages of a rank as one."""
+    """K/V caches of all stages of a rank, with a common interface."""
 
     def __init__(self, stores: Sequence[Store]):
         self.stores = tuple(stores)

@@ -45,17 +45,17 @@ def connect(
 ):
     """Send one number over every link of a pipeline, in an order that cannot deadlock.
 
-    NCCL creates the communicator of two ranks at their first message, where both wait for each
-    other. If these first messages were receives posted ahead of time, two neighbours that wait for
-    each other's gradients and activations would deadlock.
+    NCCL creates the communicator of two ranks at their first message, when each of them waits for
+    the other. If the first messages were receives posted ahead of time, two neighbours that wait
+    for each other's gradients and activations would deadlock.
 
     Args:
         groups: groups of the payloads.
         rank: this rank in the pipeline.
         size: number of ranks of the pipeline.
         device: device of the messages.
-        ranks: ranks of the pipeline in the groups; None if the groups hold this pipeline alone.
-        place: rank of every stage; () if stage i is on rank i.
+        ranks: rank in the groups of each pipeline rank; None if the numbers are equal.
+        place: pipeline rank of every stage; () if stage i is on rank i.
 
     Raises:
         ValueError: if the groups serialize messages of different links.
@@ -98,17 +98,17 @@ class _Posted:
 class Links:
     """Point-to-point messages of one rank for one iteration.
 
-    Each payload, such as activations, has its own group, so that none waits for another. Messages
-    of a link are posted, sent and received in the planned order, so they need no tag. Receives are
-    posted with the planned shape, at the program's POST. If a group sends only host memory,
-    messages are copied to and from the host.
+    Each payload, such as activations, has a process group, so that messages do not wait for those
+    of another payload. Messages of a link are posted, sent and received in the planned order, so
+    they need no tag. The program's POST starts each receive, with the planned shape. If a group
+    sends only host memory, messages are copied to and from the host.
 
     Args:
         groups: groups of the payloads.
-        shape: returns the shape of a message.
+        shape: function that returns the shape of a message.
         dtype: dtype of all messages.
         device: device of the tensors.
-        ranks: ranks of the pipeline in the groups; None if the groups hold this pipeline alone.
+        ranks: rank in the groups of each pipeline rank; None if the numbers are equal.
     """
 
     def __init__(
@@ -142,9 +142,9 @@ class Links:
         self._posted.setdefault(message.link, deque()).append(_Posted(message, tensor, work))
 
     def receive(self, message: Message) -> Tensor:
-        """Return the tensor of ``message``, which must be the oldest posted one of its link.
+        """Return the tensor of ``message``, which must be the oldest posted message of its link.
 
-        The host blocks until the tensor has arrived. With NCCL, only the CUDA stream waits.
+        The host blocks until the tensor has arrived; with NCCL, only the CUDA stream waits.
         """
         posted = self._posted[message.link].popleft()
         assert posted.message == message, f"{message} expected, {posted.message} comes next"
@@ -174,7 +174,7 @@ class Links:
         self._let_go()
 
     def _rank(self, place: int) -> int:
-        """Return the rank in the groups of the pipeline's rank ``place``."""
+        """Return the rank in the groups of pipeline rank ``place``."""
         return place if self.ranks is None else self.ranks[place]
 
     def _staged(self, message: Message) -> bool:
@@ -182,7 +182,7 @@ class Links:
         return self._place[message.payload] != self.device
 
     def _let_go(self):
-        """Free the tensors that have left, and the requests that have completed."""
+        """Free sent tensors and completed requests."""
         while self._sending and self._sending[0][2].is_completed():
             self._sending.popleft()
         while self._arriving and self._arriving[0][1].is_completed():
@@ -194,11 +194,11 @@ class Links:
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def oldest_sending(self) -> Message | None:
-        """Return the oldest message that has not been sent; None if all have been sent."""
+        """Return the oldest message whose send is not complete; None if all are complete."""
         return self._sending[0][0] if self._sending else None
 
     def oldest_arriving(self) -> Message | None:
-        """Return the oldest message that the device waits for, or None; thread-safe."""
+        """Return the oldest message that the device still waits for, or None; thread-safe."""
         arriving = tuple(self._arriving)
         return next((message for message, work in arriving if not work.is_completed()), None)
 

@@ -18,13 +18,15 @@ class HostHeap:
     """Heap of this process, which is trimmed when it has too many free pages.
 
     The heap is trimmed when resident memory reaches twice the peak memory in use, and exceeds the
-    peak by at least ``step_bytes``. The peak is the most that a trim left, plus the most that one
-    op added. A trim takes 0.1 s and causes page faults, but trims are rare after the largest ops.
+    peak by at least ``step_bytes``. The peak is estimated as the largest resident memory after a
+    trim, plus the largest increase in an op. A trim takes 0.1 s and causes page faults, but trims
+    are rare after the largest ops.
 
     Args:
-        step_bytes: least excess in bytes.
-        resident: returns the resident bytes of this process.
-        trim: returns free pages to the host. Default: glibc's malloc_trim, if there is one.
+        step_bytes: minimum excess of resident memory over the peak for a trim.
+        resident: function that returns the resident bytes of this process.
+        trim: function that returns free pages to the host. Default: glibc's malloc_trim; with
+            another C library, the heap is not trimmed.
     """
 
     def __init__(
@@ -40,13 +42,13 @@ class HostHeap:
         self._most_in_op = 0
 
     def begin(self) -> None:
-        """Begin a program: memory that was allocated since the last op belongs to no op."""
+        """Begin a program: memory allocated since the last op does not count for the next op."""
         self._before = self._resident()
 
     def settle(self) -> bool:
         """Trim the heap after an op if it has too many free pages; return whether it was trimmed.
 
-        Without a trim this takes 20 microseconds.
+        A call without a trim takes 20 microseconds.
         """
         resident = self._resident()
         # An upper bound if the heap is fragmented, and exact after a trim.
@@ -64,16 +66,16 @@ class HostHeap:
 def keep_large_blocks() -> bool:
     """Set glibc's malloc to keep large blocks in its heap; return whether this succeeded.
 
-    By default glibc requests every tensor above 32 MiB, and every regrowth of the heap, from the
-    kernel. The kernel clears these pages, which takes a fifth of the time for chunks of 32K tokens
-    and none for small ones. The cost of a token would then depend on the size of its chunk.
+    By default glibc requests the memory of every tensor above 32 MiB, and of every growth of the
+    heap, from the kernel. The kernel clears these pages. That takes a fifth of the time of chunks
+    of 32K tokens, and no time for small chunks. The cost of a token would depend on the chunk size.
     """
     setting = _of_libc("mallopt", ctypes.c_int, ctypes.c_int)
     return setting is not None and bool(setting(_MMAP_MAX, 0) and setting(_TRIM_THRESHOLD, -1))
 
 
 def _resident_bytes() -> Callable[[], int]:
-    """Return a function that reads resident bytes from /proc/self/statm, 0 where that is absent."""
+    """Return a function that reads resident bytes from /proc/self/statm; 0 without that file."""
     page_bytes = os.sysconf("SC_PAGE_SIZE")
 
     def resident() -> int:

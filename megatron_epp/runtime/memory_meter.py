@@ -65,16 +65,16 @@ class _Saved:
 def has_no_storage(tensor: Tensor) -> bool:
     """Return whether ``tensor`` is a Transformer Engine wrapper of data and scales.
 
-    Weights that stay quantised are such; autograd does not save the wrapper itself.
+    Weights that stay quantised are such wrappers; autograd does not save the wrapper itself.
     """
     return hasattr(tensor, "prepare_for_saving")
 
 
 class SavedBytesMeter:
-    """Counts every storage that autograd saved once, for as long as a saved tensor refers to it.
+    """Meter that counts each storage saved by autograd once, while a saved tensor refers to it.
 
     It is for CPU-only hosts, where the C library's allocator reports nothing. Cache buffers count;
-    parameters, and temporaries that autograd does not save, do not.
+    parameters do not count, nor do temporaries that autograd does not save.
 
     Args:
         parameters: tensors that do not count.
@@ -102,12 +102,12 @@ class SavedBytesMeter:
         return self.saved_bytes + (self._store.bytes if self._store is not None else 0)
 
     def check(self):
-        """Check that at most the limit was held since the last :meth:`op_peak`.
+        """Check that the bytes held since the last :meth:`op_peak` did not exceed the limit.
 
         Call it between ops: an error raised while autograd saves a tensor would leak the graph.
 
         Raises:
-            LimitReached: if more was held.
+            LimitReached: if more bytes were held.
         """
         if max(self._op_peak, self.now) > self.limit_bytes:
             raise LimitReached(
@@ -125,7 +125,7 @@ class SavedBytesMeter:
     def hold(self, tensor: Tensor) -> "_Saved | Tensor":
         """Return a token that counts the tensor's storage for as long as the token lives.
 
-        If the storage does not count, such as that of a parameter, the token is the tensor.
+        If the storage does not count, as for a parameter, the token is the tensor itself.
         """
         if has_no_storage(tensor):
             return tensor
@@ -159,11 +159,11 @@ class SavedBytesMeter:
 
 
 def active_bytes(figure: str) -> int:
-    """Return the bytes in use of the CUDA allocator: "current", or their "peak" since its reset.
+    """Return the "current" bytes in use of the CUDA allocator, or their "peak" since a reset.
 
     The bytes include blocks of freed tensors that a stream may still use, such as those of a
     message. torch.cuda's own functions exclude these blocks, and flatten about 110 statistics to
-    return one. That takes 0.5 ms of host time, compared with 5 ms for an op of a small chunk.
+    return one value. That takes 0.5 ms of host time; an op of a small chunk takes 5 ms.
     """
     return torch.cuda.memory_stats_as_nested_dict()["active_bytes"]["all"][figure]
 

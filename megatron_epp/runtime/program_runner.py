@@ -17,12 +17,12 @@ from megatron_epp.runtime.memory_meter import Meter
 
 @dataclass
 class ProgramRunner:
-    """Runner of programs on one rank, with what is created once per rank.
+    """Runner of programs on one rank, with the objects that are created once per rank.
 
     Attributes:
         device: device of the stages.
         current_op: record of the op or phase that the rank is in.
-        groups: groups to the pipeline's other ranks; None if there are none.
+        groups: process groups of the rank; None for a pipeline of one rank without groups.
         clock: clock of the device.
         heap: heap that is trimmed between ops; None on a GPU.
     """
@@ -42,7 +42,7 @@ class ProgramRunner:
         """Return new links of this rank for one program.
 
         Args:
-            shape: returns the shape of a message.
+            shape: function that returns the shape of a message.
             dtype: dtype of all messages.
         """
         if self.groups is None:
@@ -62,13 +62,13 @@ class ProgramRunner:
 
         Args:
             program: ops and transfers of this rank.
-            compute: the model of the rank's stage, or of each of its stages by number.
-            store: K/V caches of its stages.
-            links: the rank's messages.
+            compute: the model of the rank's stage, or a mapping from stage number to model.
+            store: K/V caches of all stages of the rank.
+            links: links that send and receive the rank's messages.
             meter: meter of the bytes held.
 
         Returns:
-            The record of every op, and the op that ran out of memory, if any.
+            The records of all ops and transfers, and the failure if an op ran out of memory.
         """
         peers = None if self.groups is None else self.groups.peers
         self.clock.start()

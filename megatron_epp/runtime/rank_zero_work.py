@@ -25,7 +25,7 @@ def done_by_rank_zero(
     Args:
         work: function that rank 0 runs; it returns a text.
         group: a gloo group.
-        beat_seconds: least time between two heartbeats.
+        beat_seconds: minimum time between two heartbeats.
 
     Raises:
         PlanError: on every rank, with the message of the ValueError or OSError of ``work``.

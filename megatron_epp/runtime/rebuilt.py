@@ -1,4 +1,4 @@
-"""Process groups that a framework destroys and recreates: whether they are initialised since.
+"""Detection of process groups that a framework has destroyed and recreated.
 
 slime, miles and ROLL free NCCL's resources around every rollout. Their ``new_group`` returns a
 wrapper that survives; its ``group`` is the current process group. slime also destroys the default
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def speaking(group: Any) -> Any:
-    """Return the process group that the wrapper ``group`` wraps; other groups are returned."""
+    """Return the current process group of a wrapper; return a group that is not wrapped as is."""
     return getattr(group, "group", group)
 
 
@@ -27,7 +27,7 @@ class InitialisedGroups:
 
     @property
     def anew(self) -> bool:
-        """Whether one of the groups, or the default group, has been recreated."""
+        """Whether any of the groups, or the default group, has been recreated."""
         now = (speaking(group) for group in self.groups)
         return self._world() is not _default() or any(
             seen() is not one for seen, one in zip(self._after, now, strict=True)

@@ -2,10 +2,11 @@
 
     rank 0   F2 ... all-reduce ... done        rank 1   F2 ... out of memory: never joins
 
-The ranks meet in the collectives of an op, so a rank that leaves an op early blocks the others. Two
-cases can be survived. A limit is checked after the op, where the ranks can ask each other. And all
-ranks may run out of memory at the same place, which is usual because they hold the same: no rank
-blocks then. If one rank fails alone, the job must end.
+The ops issue collectives over these ranks, so a rank that leaves an op early blocks the others. The
+iteration can be repeated in two cases. First, a memory limit is checked after the op, when the
+ranks can exchange the results of the check. Second, all ranks may run out of memory at the same
+place of an op: then no rank blocks. This is usual, because they hold tensors of equal sizes. If
+only some ranks fail within an op, the job must end.
 """
 
 import time
@@ -25,8 +26,8 @@ class Peers:
 
     Args:
         group: group of these ranks.
-        busy: groups whose collectives the ops issue.
-        device: device of tensors to send over ``group``.
+        busy: groups over which the ops issue collectives, whose numbers ``all_failed`` compares.
+        device: device of the tensors that are all-reduced over ``group``.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class Peers:
         self._failures = 0
 
     def any(self, failed: bool) -> bool:
-        """All-reduce ``failed``, and return whether one of the ranks failed.
+        """All-reduce ``failed``, and return whether any of the ranks failed.
 
         Collective, at the same op on all ranks.
         """

@@ -1,8 +1,8 @@
-"""Watcher thread: logs what a rank waits for when nothing moves, and ends the rank at the timeout.
+"""Watcher thread: prints what a rank without progress waits for; ends the rank at the timeout.
 
 A lost message is otherwise invisible: NCCL's waits return at once and the device blocks; gloo's
-waits block silently until the group's timeout. The thread reads what the rank noted last
-(:class:`CurrentOp`) at intervals, so ops pay nothing for it.
+waits block silently until the group's timeout. The thread reads the rank's :class:`CurrentOp` at
+intervals, so it does not slow the ops.
 """
 
 import os
@@ -27,15 +27,15 @@ class Watcher:
     """Thread that watches the current op of a rank.
 
     Args:
-        current_op: what the rank does now.
-        ranks: global ranks of this pipeline, in its order.
-        rank: this rank.
+        current_op: record of the rank's current op.
+        ranks: global rank of each pipeline rank.
+        rank: global rank of this process.
         timeout: timeout of the process groups.
         patience_seconds: time without progress before the first line.
         grace_seconds: time after the timeout before the rank is ended.
-        tell: receives the lines; default: stderr.
-        end: ends the process with a status.
-        together: ranks that run every op together with this one, in replicas in lockstep.
+        tell: function that receives the lines; None prints them to stderr.
+        end: function that ends the process with a status.
+        together: global ranks that run every op together with this rank, in lockstep.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Watcher:
             time.sleep(self.look())
 
     def look(self) -> float:
-        """Print a line if the rank has not moved for long; end the process after the timeout.
+        """Print a line after a long time without progress; end the process after the timeout.
 
         Returns:
             The seconds until the next look.
@@ -97,7 +97,7 @@ class Watcher:
         return not isinstance(what, OutsidePhase)
 
     def _arriving(self) -> Message | None:
-        """Return the message that the device waits for although the host has gone on, if any."""
+        """Return the message that the device, but not the host, waits for; None without one."""
         links = self.current_op.links
         try:
             return None if links is None else links.oldest_arriving()
@@ -105,7 +105,7 @@ class Watcher:
             return None
 
     def line(self) -> str:
-        """Return one line: the rank, its op and since when, and the op that it waits for."""
+        """Return a line with the rank, its op, the op's time so far, and the op it waits for."""
         what, line = self.current_op.what, f"rank {self.rank} does not move: {self.current_op}"
         if isinstance(what, Transfer):
             return f"{line}: {self._explained(what)}"
@@ -119,7 +119,7 @@ class Watcher:
         return f"{line}; its device waits for {transfer}: {self._explained(transfer)}"
 
     def _explained(self, transfer: Transfer) -> str:
-        """Return which rank has not sent, or not taken, the output of which op."""
+        """Return a text: the rank that has not sent or received a message, and the message's op."""
         message = transfer.message
         maker = {Payload.ACTIVATION: "F", Payload.GRADIENT: "B (or I)", Payload.HEAD: "H"}
         if message.payload is Payload.HEAD and message.target == 0:

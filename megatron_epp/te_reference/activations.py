@@ -1,6 +1,6 @@
-"""Activations, their gradients, and gradients with that of a preceding bias.
+"""Activations, their backwards, and backwards that also return a preceding bias's gradient.
 
-In gated activations the first half of the channels is the gate.
+In gated activations, the first half of the channels is the gate.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Function = Callable[..., Tensor]
 def derivative(function: Function, at: Tensor) -> Tensor:
     """Return the element-wise derivative of ``function`` at ``at``.
 
-    GELU is the tanh approximation.
+    For torch's GELU, the derivative is that of the tanh approximation.
     """
     if function is functional.gelu:
         function = _gelu

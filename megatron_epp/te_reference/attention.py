@@ -1,7 +1,8 @@
-"""Attention over packed documents or padded rows, forward and backward, as cuDNN's kernels.
+"""Attention over packed documents or padded rows, forward and backward, like cuDNN's kernels.
 
-T query rows of a document, S key rows, H query heads, G key heads, D channels, V those of values.
-Probabilities are rounded to the operands' dtype before the second product, as in kernels.
+T query rows of a document, S key rows, H query heads, G key heads, D channels of queries and keys,
+V channels of values. Probabilities are rounded to the operands' dtype before the second product, as
+in kernels.
 """
 
 from collections.abc import Iterator, Sequence
@@ -46,9 +47,10 @@ _LATENT = (192, 128)  # the only supported pair of different sizes
 
 
 def get_fused_attn_backend(wanted: Any) -> tuple[Backend, str]:
-    """Return the back end for such calls, or none and the reason.
+    """Return (back end, "") for calls like ``wanted``, or (no back end, reason).
 
-    Supported is what cuDNN 9.19 supports on an H100 or B200 and this module implements.
+    A call has a back end if cuDNN 9.19 supports it on an H100 or B200 and this module implements
+    it.
     """
     reason = "; ".join(_reasons(wanted))
     return (Backend.NVTE_No_Backend if reason else Backend.NVTE_F16_arbitrary_seqlen), reason
@@ -329,7 +331,7 @@ class _Document:
 def _gradients(
     call: _Call, of: _Document, sinks_H: Tensor | None, dsinks_H: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v; those of the sinks are added to ``dsinks_H``."""
+    """Return the gradients of q, k and v; add the sinks' gradients to ``dsinks_H``."""
     queries, keys = len(of.q_THD), len(of.k_SGD)
     hidden, dtype = call.hidden(queries, keys), of.q_THD.dtype
     heads = of.q_THD.shape[1]
@@ -355,7 +357,7 @@ def _gradients(
 
 
 def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
-    """Return packed documents [T, ...] as one padded row per document."""
+    """Return packed documents [T, ...] as padded documents [b, max_seq_len, ...]."""
     result = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
     for document, (first, count) in enumerate(
         _lengths("convert_thd_to_bshd", cu_seqlens, None, max_seq_len, len(tensor))
@@ -365,7 +367,7 @@ def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len:
 
 
 def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
-    """Return padded documents as packed rows [T, ...]."""
+    """Return padded documents [b, max_seq_len, ...] as packed documents [t, ...]."""
     result = tensor.new_zeros(t, *tensor.shape[2:])
     for document, (first, count) in enumerate(
         _lengths("convert_bshd_to_thd", cu_seqlens, None, tensor.shape[1], t)

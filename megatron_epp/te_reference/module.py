@@ -22,7 +22,7 @@ NAME = "transformer_engine_torch"
 
 
 class KernelReference(types.ModuleType):
-    """Module of the functions that are implemented; any other raises an error when called."""
+    """Module of the implemented functions; any other function raises an error when called."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -52,7 +52,7 @@ class CommOverlapP2P(CommOverlapHelper):
 
 
 class CommOverlapCore(CommOverlapHelper):
-    """Base class of both."""
+    """Name of the base class of overlapping products in Transformer Engine."""
 
 
 def reference() -> types.ModuleType:

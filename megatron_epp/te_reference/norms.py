@@ -95,7 +95,7 @@ def rmsnorm_bwd_add(
     dz: Any, x: Any, add: Any, rsigma: Tensor, gamma: Any, sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of [input, weight], with ``add`` added to that of the input."""
+    """Return the gradients of [input, weight]; the input's gradient includes ``add``."""
     kernel = "rmsnorm_bwd_add"
     dx, dweight = _rmsnorm_gradients(kernel, dz, x, rsigma, gamma, zero_centered_gamma)
     dx = dx + wide(dense(kernel, "the addend", add)).view(dx.shape)

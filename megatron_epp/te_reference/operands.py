@@ -1,4 +1,4 @@
-"""Checks of operands, which kernels trust: address, sizes and dtype."""
+"""Checks of operands that compiled kernels do not make: type, strides, sizes and dtype."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def dense(kernel: str, name: str, tensor: Any) -> Tensor:
     """Return ``tensor`` detached, if it is contiguous and of a supported dtype.
 
     Raises:
-        Misread: if it is not.
+        Misread: if ``tensor`` is not contiguous or its dtype is not supported.
     """
     expect(isinstance(tensor, Tensor), kernel, f"{name} is a {type(tensor).__name__}, no tensor")
     is_tensor = type(tensor) in (Tensor, torch.nn.Parameter)
@@ -43,7 +43,7 @@ def dense(kernel: str, name: str, tensor: Any) -> Tensor:
 
 
 def no_quantizer(kernel: str, quantizer: Any) -> None:
-    """Raise a NotImplementedError if there is a quantizer."""
+    """Raise a NotImplementedError unless ``quantizer`` is None."""
     if quantizer is not None:
         raise NotImplementedError(
             f"te_on_cpu: {kernel} with a {type(quantizer).__name__} is not written"
@@ -56,12 +56,12 @@ def torch_dtype(wanted: Any) -> torch.dtype:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Return the tensor in the kernels' accumulation dtype: float32, float64 for float64."""
+    """Return the tensor in the accumulation dtype: float32, or float64 for float64 tensors."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def written(kernel: str, out: Tensor | None, values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``values`` rounded once, into ``out`` if it is given."""
+    """Return ``values`` rounded once to ``dtype``; write them into ``out`` unless it is None."""
     if out is None:
         return values.to(dtype).contiguous()
     dense(kernel, "the output", out)

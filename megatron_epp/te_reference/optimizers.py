@@ -32,7 +32,7 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, lists: Lists, scale: 
 def multi_tensor_scale_tensor(
     chunk_size: int, is_infinite: Tensor, lists: Lists, scale: Tensor
 ) -> None:
-    """Scale as :func:`multi_tensor_scale`, by a scale in a tensor."""
+    """Run :func:`multi_tensor_scale` with a scale that is a tensor."""
     multi_tensor_scale(chunk_size, is_infinite, lists, float(scale))
 
 
@@ -49,7 +49,7 @@ def multi_tensor_unscale_l2norm(
     chunk_size: int, noop_flag: Tensor, lists: Lists, inv_scale: Tensor,
     per_tensor: bool | None = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return norms as :func:`multi_tensor_l2norm`, times ``inv_scale``."""
+    """Return the norms of :func:`multi_tensor_l2norm` times ``inv_scale``."""
     total, each = multi_tensor_l2norm(chunk_size, noop_flag, lists, per_tensor)
     return total * inv_scale, each * inv_scale
 

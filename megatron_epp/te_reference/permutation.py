@@ -1,7 +1,7 @@
 """Permutation of token rows to experts and back by indices; padding between groups of rows.
 
-T tokens, K experts of each. ``row_id_map`` [K T]: row to which the k-th copy of token t went, at k
-T + t; -1 if it was dropped.
+T tokens, each with K experts. ``row_id_map`` [K T] has at index k T + t the row of the k-th copy of
+token t, or -1 if this copy was dropped.
 """
 
 from collections.abc import Sequence

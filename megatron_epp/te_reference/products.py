@@ -39,8 +39,8 @@ def generic_gemm(
 ) -> list[Tensor | None]:  # fmt: skip
     """Return [D, gradient of the bias, input of the GELU, None].
 
-    With ``grad``, a bias only requests its gradient, the sum of B's rows, and ``gelu`` multiplies D
-    by the derivative at ``gelu_in``.
+    With ``grad``, a bias is not added but requests the bias gradient, the sum of B's rows. ``gelu``
+    then multiplies D by GELU's derivative at ``gelu_in``.
     """
     kernel = "generic_gemm"
     no_quantizer(kernel, quantizer)
@@ -110,7 +110,7 @@ def _product(
 
 
 def _format(tensor: Any) -> torch.dtype:
-    """Return the dtype; the nominal one of a quantised tensor."""
+    """Return the dtype of a tensor; for a quantised tensor, its nominal dtype."""
     return tensor._dtype if is_quantised(tensor) else tensor.dtype
 
 
@@ -129,8 +129,8 @@ def te_general_grouped_gemm(
 ) -> list[Tensor]:  # fmt: skip
     """Compute a group of products, and return the biases.
 
-    ``single_output`` has all rows of D in one tensor. Gradients of biases are written to ``bias``,
-    outputs to D.
+    With ``single_output``, D has one tensor with the rows of all products. Outputs are written to
+    D, and gradients of biases to ``bias``.
     """
     kernel = "te_general_grouped_gemm"
     expect(D is not None, kernel, "outputs that are not given are not written here")
@@ -174,7 +174,7 @@ def get_num_cublas_streams() -> int:
 
 
 def bgrad_quantize(tensor: Tensor, quantizer: Any) -> list[Tensor]:
-    """Return [sum of the rows, the tensor], quantised if there is a quantizer."""
+    """Return [sum of the rows, the tensor]; a quantizer quantises the returned tensor."""
     rows = wide(dense("bgrad_quantize", "the gradient", tensor)).view(-1, tensor.shape[-1])
     quantized = tensor if quantizer is None else quantize(tensor, quantizer)
     return [rows.sum(0).to(tensor.dtype), quantized]

@@ -1,8 +1,8 @@
 """Switch that makes processes run Transformer Engine's layers over the reference of its kernels.
 
-It is for certificates and tests: ``EPP_TE_ON_CPU=h100`` (or ``b200``, the device that Python
-reports) applies to a process and to those it starts. Results correspond to those of a GPU, and are
-far slower than those of local layers. Importing this module does not import torch.
+It is for certificates and tests. ``EPP_TE_ON_CPU=h100`` (or ``b200``) names the device that torch
+reports; it applies to a process and its child processes. The layers compute the same results as on
+a GPU, but are far slower than local layers. Importing this module does not import torch.
 """
 
 import importlib
@@ -36,9 +36,9 @@ def start_reference() -> None:
 
 
 def require_reference(device: str = DEVICE) -> str:
-    """Make processes started by this one use the reference; return a line that says so.
+    """Make child processes use the reference, and return the line of :func:`in_words`.
 
-    ``device`` is used unless the environment names another one.
+    If the environment already names a device, ``device`` is ignored.
     """
     os.environ.setdefault(VARIABLE, device)
     return in_words()

@@ -37,7 +37,7 @@ def _table(
     x: Tensor, freqs: Tensor, starts: Tensor | None, layout: Format, cu_seqlens: Tensor | None,
     ranks: int, rank: int,
 ) -> Tensor:  # fmt: skip
-    """Return the angles of every row, with size 1 in place of heads."""
+    """Return the angles of every row; the dimension of heads has size 1."""
     kernel = "fused_rope"
     expect(freqs.dim() == 4 and freqs.shape[1:3] == (1, 1), kernel, f"a table {freqs.shape}")
     expect(freqs.dtype in (torch.float32, torch.float64), kernel, f"a table of {freqs.dtype}")

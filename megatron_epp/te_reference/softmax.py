@@ -47,7 +47,7 @@ def scaled_aligned_causal_masked_softmax_forward(input: Tensor, scale_factor: fl
 
 
 def softmax_backward(output_grad: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
-    """Return the gradient of the scores, which is the same for all four."""
+    """Return the gradient of the scores; it has the same formula for all four functions."""
     kernel = "softmax backward"
     grad = wide(dense(kernel, "the gradient", output_grad))
     probabilities = wide(dense(kernel, "the softmax", softmax_results))

@@ -30,7 +30,7 @@ def is_reference_installed() -> bool:
 
 
 def install_reference(device: str = "h100") -> None:
-    """Install the reference.
+    """Install the reference in this process, and make torch report ``device``.
 
     Raises:
         ValueError: if the device is unknown, or Transformer Engine's Python is missing.
@@ -107,8 +107,8 @@ def _nothing(name: str) -> types.ModuleType:
 def _import() -> None:
     """Import Transformer Engine without its libraries.
 
-    Its common part opens them unless the package is being built, and its layers ask that part to
-    load the compiled module.
+    The package's ``common`` module opens the libraries unless the package is being built. The
+    layers call ``common`` to load the compiled module.
     """
     building = "NVTE_PROJECT_BUILDING"
     before = os.environ.get(building)
@@ -131,7 +131,7 @@ def _import() -> None:
 
 
 def _allow_modules() -> None:
-    """Report a GPU while a layer is constructed: layers require one."""
+    """Make torch report a GPU while a layer is constructed, because layers require a GPU."""
     base: Any = importlib.import_module(f"{PACKAGE}.pytorch.module.base")
     module = base.TransformerEngineBaseModule
     unpatched = module.__init__
@@ -157,8 +157,8 @@ def _allow_blocks() -> None:
 def _widen() -> None:
     """Add float64 to the tables of dtypes.
 
-    It is passed through as it is, as bf16 where attention kernels are selected, and as float32 if
-    these have sinks.
+    Attention kernels are selected as for bf16, and sinks stay in float64, although Transformer
+    Engine would convert them to float32.
     """
     constants: Any = importlib.import_module(f"{PACKAGE}.pytorch.constants")
     constants.TE_DType[_WIDE] = constants.TE_DType_To_Torch[_WIDE] = _WIDE
@@ -205,7 +205,7 @@ def _widen() -> None:
 
 
 class _Unrounded:
-    """A tensor that keeps its dtype."""
+    """Wrapper of a tensor whose ``to`` returns the tensor in its original dtype."""
 
     def __init__(self, tensor: torch.Tensor):
         self._tensor = tensor

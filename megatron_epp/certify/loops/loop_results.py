@@ -14,8 +14,8 @@ class LoopReference(Reference):
 
     Attributes:
         values: [replica][number] values of each micro-batch's loss.
-        sums: [replica][number] what a forward-only pass collects of each micro-batch.
-        units: [replica][number] units of the errors of both.
+        sums: [replica][number] values that a forward-only pass collects for each micro-batch.
+        units: [replica][number] units of the errors of ``values`` and ``sums``.
     """
 
     values: tuple[tuple[float, ...], ...]
@@ -25,7 +25,7 @@ class LoopReference(Reference):
     def loss_error(self, computed: Sequence["LoopResult"]) -> float:
         """Return the largest error of a micro-batch's values, in training and forward-only passes.
 
-        It is infinite if a value is missing.
+        The error is infinite if a value is missing.
         """
         worst, replicas = 0.0, set()
         for one in computed:
@@ -50,10 +50,11 @@ class LoopResult(RankResult):
 
     Attributes:
         replica: replica of this rank.
-        values: value of each micro-batch's loss, from ranks of the last stage; else ().
-        collected: what a forward-only pass collected of each micro-batch, from the same ranks.
+        values: value of each micro-batch's loss; () on ranks without the last stage.
+        collected: value that a forward-only pass collected for each micro-batch; () on ranks
+            without the last stage.
         chunks: number of chunks of the plan.
-        halved: number of Ws of all stages.
+        halved: number of W ops of all stages.
         branches: number of documents that continue others.
     """
 
@@ -67,7 +68,7 @@ class LoopResult(RankResult):
 
 @dataclass(frozen=True, slots=True)
 class LoopCoverage:
-    """Numbers that describe what a batch made the schedule do.
+    """Counts of what a batch exercised in the schedule.
 
     ``cut`` is the number of chunks beyond one per micro-batch.
     """

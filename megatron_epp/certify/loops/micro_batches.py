@@ -1,14 +1,14 @@
 """Random micro-batches of external training loops, with a loss for each and an arbitrary plan.
 
-    loss        returned           scaled by Megatron to
-    tokens      sum, tokens, ...   sum / all tokens, or mean / micro-batches
-    mean        mean, ...          mean / micro-batches
-    sequence    mean over sequences of the mean of a clipped ratio and a divergence, ...
-                mean / micro-batches
-    sequences   the same summed, sequences, ...
-                sum / all sequences
+    loss        loss function returns        Megatron scales it to
+    tokens      sum, tokens, ...             sum / all tokens, or mean / micro-batches
+    mean        mean, ...                    mean / micro-batches
+    sequence    mean of x, ...               mean / micro-batches
+    sequences   sum of x, sequences, ...     sum / all sequences
 
-B samples of a micro-batch, S tokens of the longest; the others are padded.
+x of a sequence is the mean over its tokens of a clipped ratio and a divergence.
+
+B samples of a micro-batch, S tokens of the longest sample; the other samples are padded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ MicroBatch = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class DrawnMicroBatches:
-    """micro_batches[replica][number], and the name of their loss."""
+    """Micro-batches by replica and number, and the name of their loss."""
 
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     loss: str
@@ -51,13 +51,13 @@ class DrawnMicroBatches:
 
 @dataclass(frozen=True, slots=True)
 class LoopFrame:
-    """Loop for which batches are drawn.
+    """External training loop for which batches are drawn.
 
     Attributes:
-        model: the model and the degrees.
-        per_token: Megatron's calculate_per_token_loss.
-        sliced: whether documents are sliced (level 1).
-        multiple: multiple to which loops pad rows, for all ranks of a stage.
+        model: model and parallel sizes.
+        per_token: value of Megatron's calculate_per_token_loss.
+        sliced: whether documents are sliced (slicing mode).
+        multiple: multiple to which the loop pads rows, so that they divide over a stage's ranks.
         pixels: whether tokens have pixels, for an encoder.
     """
 
@@ -69,9 +69,9 @@ class LoopFrame:
 
     @property
     def parts(self) -> int:
-        """Number of parts of a micro-batch, of which the loop's forward step takes one.
+        """Number of parts of a micro-batch, of which the loop's forward step selects one.
 
-        It is 1 for slices, which the loop gets sharded already.
+        It is 1 in slicing mode, because the loop then gets rows that are already sharded.
         """
         return 1 if self.sliced else self.model.ranks
 
@@ -96,7 +96,7 @@ class LoopFrame:
         return DrawnMicroBatches(tuple(calls), loss)
 
     def coverage(self, drawn: DrawnMicroBatches, computed: Sequence[LoopResult]) -> LoopCoverage:
-        """Return what a batch made the schedule do."""
+        """Return counts of what a batch exercised in the schedule."""
         count = sum(map(len, drawn.micro_batches))
         replicas = {one.replica: one for one in computed}.values()
         chunks = sum(one.chunks for one in replicas)
@@ -108,7 +108,7 @@ class LoopFrame:
 
 
 def _lengths(random: Random) -> tuple[int, ...]:
-    """Return the lengths of a micro-batch's samples: one long one, or a few of any length."""
+    """Return the lengths of a micro-batch's samples: one long sample, or up to three others."""
     if random.random() < 0.4:
         return (random.randint(CONTEXT // 2, CONTEXT - 1),)
     return tuple(random.randint(2, CONTEXT // 2) for _ in range(random.randint(1, 3)))
@@ -141,7 +141,7 @@ def _micro_batch(
 
 
 def _begin_alike(batch: MicroBatch, random: Random) -> None:
-    """Give samples prefixes of earlier ones, in tokens and labels: short, long, or complete."""
+    """Copy a prefix of random length from an earlier sample to each sample: tokens and labels."""
     for sample in range(1, len(batch["lengths"])):
         other = random.randrange(sample)
         most = min(batch["lengths"][sample], batch["lengths"][other])
@@ -157,7 +157,7 @@ def _pixels(samples: int, rows: int, generator: numpy.random.Generator) -> Tenso
 def _in_a_row(batch: MicroBatch, multiple: int) -> MicroBatch:
     """Return the samples of a micro-batch concatenated to [1, T], each padded to ``multiple`` rows.
 
-    "side by side" has the original.
+    The key "side by side" holds the original micro-batch.
     """
     rows = [-(-length // multiple) * multiple for length in batch["lengths"]]
     row = {
@@ -169,7 +169,7 @@ def _in_a_row(batch: MicroBatch, multiple: int) -> MicroBatch:
 
 
 def loop_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """Run a micro-batch: the forward step that a loop passes to ``forward_backward_func``."""
+    """Run a micro-batch; a loop passes this function to ``forward_backward_func``."""
     batch = next(data_iterator)
     output = model(
         batch["tokens"],
@@ -182,9 +182,9 @@ def loop_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
 
 
 def loop_loss(batch: MicroBatch, token_losses_BS: Tensor, non_loss_data: bool = False) -> Any:
-    """Return the loss of a micro-batch from its tokens' losses (LOSSES).
+    """Return the loss of a micro-batch from its tokens' losses; see the table of this module.
 
-    The last value returned is what the loop collects.
+    The loop collects the last returned value.
     """
     mask_BS = batch["loss_mask"].to(token_losses_BS.dtype)
     if non_loss_data:
@@ -205,7 +205,7 @@ def loop_loss(batch: MicroBatch, token_losses_BS: Tensor, non_loss_data: bool = 
 
 
 def clipped(batch: MicroBatch, token_losses_BS: Tensor, mask_BS: Tensor) -> Tensor:
-    """Return [B] the mean of the clipped ratio and the divergence of each sequence."""
+    """Return each sequence's mean of the clipped ratio and the divergence: [B]."""
     difference_BS = batch["old_losses"].to(token_losses_BS.dtype) - token_losses_BS
     ratio_BS = difference_BS.exp()
     advantage_B1 = batch["advantages"].to(token_losses_BS.dtype)[:, None]
@@ -225,13 +225,13 @@ def arbitrary_unsliced_plan(
     forward_only: bool,
     ranks: int = 0,
 ) -> Plan:
-    """Return a plan with micro-batches as chunks, in any correct order.
+    """Return a plan with micro-batches as chunks, in a random valid order.
 
     Args:
-        tokens: tokens of every micro-batch.
+        tokens: number of tokens of every micro-batch.
         layers: number of layers of every stage.
         random: random generator.
-        split: whether backwards may be split.
+        split: whether backwards may be split into I and W.
         forward_only: whether the call has no backwards.
         ranks: number of ranks of an interleaved pipeline; 0 for one stage per rank.
     """
@@ -255,13 +255,14 @@ def arbitrary_sliced_plan(
     Every chunk belongs to one micro-batch.
 
     Args:
-        lengths: lengths[micro-batch], tokens of its documents.
+        lengths: per micro-batch, the number of tokens of each of its documents.
         layers: number of layers of every stage.
         random: random generator.
-        split: whether backwards may be split.
+        split: whether backwards may be split into I and W.
         forward_only: whether the call has no backwards.
         modes: recompute modes to draw from.
-        parents: per micro-batch, the document that each document continues, or -1; () for none.
+        parents: per micro-batch, the document that each document continues, or -1; () if no
+            document continues another.
     """
     firsts = list(accumulate(map(len, lengths), initial=0))
     numbered, prefixes = [], []
@@ -309,8 +310,8 @@ def _ordered(
 ) -> Plan:
     """Return ``bare`` with orders of all stages: a random walk through the ready ops.
 
-    ``group_of`` is the micro-batch of every chunk, whose loss it contributes to. On the last stage
-    no backward of a group precedes its last forward.
+    ``group_of`` is the micro-batch to whose loss each chunk contributes. On the last stage, no
+    backward of a micro-batch precedes the micro-batch's last forward.
     """
     if forward_only:
         forwards, every = _forward_walk(bare, random), range(bare.stages)
@@ -331,7 +332,7 @@ def _ordered(
 
 
 def _forward_walk(plan: Plan, random: Random) -> tuple[Op, ...]:
-    """Return forwards in a random order in which slices follow earlier ones."""
+    """Return all forwards in a random order, each slice after its document's earlier slices."""
     earlier, done = slices_of(plan).earlier, [-1]
     while len(done) <= len(plan.chunks):
         able = [c for c, before in enumerate(earlier) if c not in done and before in done]

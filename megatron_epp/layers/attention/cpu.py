@@ -1,7 +1,7 @@
 """Attention of a chunk on CPUs: a document attends to itself, a slice also to its cached context.
 
     rows of the chunk        keys
-                     context (store)      own rows
+                     context (store)      rows of the chunk
     slice of doc 0  [################]  [#          ]
                     [################]  [##         ]
     doc 1                               [    #      ]
@@ -9,13 +9,13 @@
     doc 2                               [       #   ]
 
 Nothing else is computed: documents do not attend to each other, and no masked part of the context
-is read. A document that continues others sees its prefix as context, part by part; the parts may be
-rows of the same chunk, if they come first.
+is read. If a document continues other documents, their prefixes are its context. A prefix may be in
+earlier rows of the same chunk.
 
-A slice's context part (no mask) and its own part (causal) are computed separately and merged by
-their log-sum-exp; their gradients follow from the merged one. A sliding-window layer sees and
-caches only the tail of the context (window.py, tails.py). Sinks take their part of the softmax
-afterwards (merge.py).
+For a slice, attention to the context (no mask) and to the slice's rows (causal mask) is computed
+separately and merged by the log-sum-exps; both backwards use the merged log-sum-exp. A
+sliding-window layer sees and caches only the tail of the context (window.py, tails.py). The sinks'
+part of the softmax is merged last (merge.py).
 """
 
 from collections.abc import Callable
@@ -38,8 +38,8 @@ class PartsAttention:
 
     Args:
         scale: scale of the logits.
-        before: number of tokens before each query that it sees; None for all.
-        sinks: returns the logits of the heads' sinks [H], or None.
+        before: number of tokens before a query that the query sees; None for all.
+        sinks: function that returns the logits [H] of the heads' sinks, or None without sinks.
     """
 
     name = "torch"
@@ -56,17 +56,17 @@ class PartsAttention:
 
     @property
     def all_heads(self) -> "PartsAttention":
-        """This attention, which supports any number of heads."""
+        """This object, because it supports any number of heads."""
         return self
 
     def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "PartsAttention":
-        """Return the attention of a layer; arguments as in the class."""
+        """Return the attention of a layer with this ``before`` and these ``sinks``."""
         return PartsAttention(self.scale, before, sinks)
 
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, drop: bool
     ) -> tuple[Tensor, AttentionRecompute | None]:
-        """Return the output [T, H, D], and the handle that recomputes it if ``drop``."""
+        """Return the output [T, H, D] and, with ``drop``, the handle that recomputes it."""
         recompute = AttentionRecompute() if drop else None
         inputs = q_THD, k_TGD, v_TGD, state, layer, self.scale, recompute, self.before, self.sinks()
         return ChunkAttention.apply(*inputs), recompute
@@ -76,11 +76,10 @@ class ChunkAttention(torch.autograd.Function):
     """Autograd function of a chunk's attention.
 
     Forward caches a slice's K/V in the store if later slices need them. Backward adds the gradients
-    of the context's K/V to the store. It adds the gradients that later slices left there to those
-    of the slice. After a document's first slice its buffer is freed.
+    of the context's K/V to the store. The gradients of a slice's K/V include those that later
+    slices added to the store. After the backward of a document's first slice, its buffer is freed.
 
-    T rows of the chunk, H query heads, G key heads, D head size (V and output may have another), P
-    tokens before a slice.
+    T rows of the chunk, H query heads, G key heads, D head size (V and output may have another).
     """
 
     @staticmethod
@@ -183,14 +182,14 @@ class ChunkAttention(torch.autograd.Function):
 
 
 def _recomputed(ctx: Any) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp of a forward that dropped its own."""
+    """Recompute the output and log-sum-exp of a forward that dropped them."""
     q_THD, k_TGD, v_TGD, _ = ChunkAttention.inputs(ctx)
     return _attend_rows(q_THD, k_TGD, v_TGD, ctx.state, ctx.layer, ctx.seeing)
 
 
 @dataclass(frozen=True, slots=True)
 class _Seeing:
-    """What a layer's queries see: ``before`` tokens before each, or all, and a sink per head."""
+    """Scale, window (``before`` tokens before a query, or all) and sinks of a layer's attention."""
 
     scale: float
     before: int | None
@@ -227,8 +226,8 @@ def _window_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of a span's q, k and v in a sliding-window layer.
 
-    Gradients of its context go to the store; those that later slices left for the span's tail are
-    added.
+    The gradients of the context are added to the store. The result includes the gradients that
+    later slices stored for the span's tail.
     """
     assert seeing.before is not None
     tails, scale = seeing.tails(state, layer, rows), seeing.scale
@@ -249,7 +248,7 @@ def _window_backward(
 def _attend_rows(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, seeing: _Seeing
 ) -> tuple[Tensor, Tensor]:
-    """Return output [T, H, D] and log-sum-exp [T, H] of every span, context included."""
+    """Return the output [T, H, D] and log-sum-exp [T, H] of all spans over context and own rows."""
     out_THD = q_THD.new_empty(*q_THD.shape[:2], v_TGD.shape[2])
     lse_dtype = torch.promote_types(q_THD.dtype, torch.float32)
     lse_TH = torch.empty(q_THD.shape[:2], dtype=lse_dtype, device=q_THD.device)

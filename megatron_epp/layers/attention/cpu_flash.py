@@ -1,13 +1,13 @@
 """torch's CPU attention kernels with their log-sum-exp, forward and backward.
 
 T query rows, S key rows, H query heads, G key heads (H a multiple of G), D head size, V head size
-of values. The kernel supports one head size, so smaller ones are padded with zero channels.
-``causal`` requires T = S: the kernel aligns the mask at the top left, which is then also the bottom
-right.
+of values. The kernel supports one head size, so the smaller of D and V is padded with zero
+channels. ``causal`` requires T = S: the kernel aligns the mask at the top left, which is then the
+same as at the bottom right.
 
-Without a mask queries are independent. The H / G query heads of a key head are then passed as that
-many times the queries of G heads. The kernel processes more queries at a time if there are more
-(256 from 768 on), which speeds up short slices.
+Without a mask, queries are independent. The H / G query heads of a key head are then passed as one
+head with H / G times as many queries. From 768 queries on, the kernel processes larger blocks of
+them (256), which speeds up short slices.
 """
 
 from torch import Tensor, ops
@@ -23,7 +23,7 @@ def attend(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, causal: bool, scale: flo
         v_SGV: values.
         causal: whether to apply a causal mask; requires T = S.
         scale: scale of the logits.
-        mask_TS: added to the scores; it must not mask a row completely.
+        mask_TS: mask that is added to the scores; it must not mask a row completely.
     """
     tokens, heads, _ = q_THD.shape
     size, q_THD, k_SGD, v_SGV = _of_one_size(q_THD, k_SGD, v_SGV)
@@ -41,8 +41,8 @@ def attend_backward(
 ):
     """Return the gradients of q, k and v, from output and log-sum-exp over *all* keys of each row.
 
-    The keys passed may be a part of those that the row attended to. Probabilities follow from
-    ``lse_HT``, so the gradients of parts add up.
+    ``k_SGD`` may be a part of the keys that the rows attended to. Probabilities are computed with
+    ``lse_HT``, so the gradients of q over all parts add up.
 
     Args:
         grad_THV: gradient of the output.
@@ -53,7 +53,7 @@ def attend_backward(
         lse_HT: log-sum-exp over all keys.
         causal: whether to apply a causal mask; requires T = S.
         scale: scale of the logits.
-        mask_TS: mask as in :func:`attend`.
+        mask_TS: mask that is added to the scores, as in :func:`attend`.
     """
     heads, groups = q_THD.shape[1], k_SGD.shape[1]
     sizes = q_THD.shape[2], k_SGD.shape[2], v_SGV.shape[2]
@@ -90,7 +90,7 @@ def _of_one_size(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, *of_values: Tensor
 
 
 def _stacked(x_THD: Tensor, groups: int) -> Tensor:
-    """Return [T, H, D] as [H / G * T, G, D]: the heads of a group one after the other."""
+    """Return [T, H, D] as [H / G * T, G, D]: the heads of a group become further rows."""
     tokens, heads, size = x_THD.shape
     by_group = x_THD.unflatten(1, (groups, heads // groups))
     return by_group.permute(2, 0, 1, 3).reshape(heads // groups * tokens, groups, size)

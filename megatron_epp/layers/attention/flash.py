@@ -1,9 +1,9 @@
 """Attention by torch's CUDA kernels (FlashAttention 2), for GPUs without Transformer Engine.
 
-These are the operators of torch.nn.attention.varlen, without the copies that its autograd would
-save. Causal masks with fewer queries than keys are aligned at the bottom right (FlashAttention
-2.1), and so are windows. Sinks take their part of the softmax afterwards (merge.py): the operator
-returns the log-sum-exp, and its backward uses the one it is given.
+These are the operators of torch.nn.attention.varlen, without the copies that torch's autograd
+function would save. Causal masks with fewer queries than keys are aligned at the bottom right
+(FlashAttention 2.1), and so are windows. The sinks' part of the softmax is merged after the kernel
+(merge.py): the forward returns a log-sum-exp, and the merged log-sum-exp is passed to the backward.
 """
 
 from typing import Any
@@ -34,12 +34,12 @@ class FlashKernel:
     def of_layers(self, before: int | None, sinks: bool) -> "FlashKernel":
         """Return the kernel of layers with a window of ``before``.
 
-        Sinks are applied outside of it.
+        Sinks are applied outside of the kernel.
         """
         return FlashKernel(self.scale, before)
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
-        """Return the output [T, H, D], and it with its log-sum-exp for a backward."""
+        """Return the output [T, H, D] and, if ``backward``, the pair (output, log-sum-exp)."""
         out_THD, lse_HT, *_ = torch.ops.aten._flash_attention_forward(
             call.q_THD,
             call.k_SGD,
@@ -57,7 +57,7 @@ class FlashKernel:
         return out_THD, (out_THD.detach(), lse_HT) if backward else None
 
     def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v and, if there are sinks, of these."""
+        """Return the gradients of q, k and v, and of the sinks if there are any."""
         device = grad_THD.device
         gradients = torch.ops.aten._flash_attention_backward(
             grad_THD,

@@ -1,4 +1,4 @@
-"""Interface of attention to the layers of a chunk, and the heads of a kernel's call."""
+"""Interface between layers and attention, and description of the heads of a kernel call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Attention(Protocol):
 
     Attributes:
         name: name of the back end.
-        stores_last_slice: whether K/V of a document's last slice are stored, too.
+        stores_last_slice: whether K/V of a document's last slice are also stored.
         stores_latent: whether layers with MLA cache latents instead of K/V.
     """
 
@@ -49,12 +49,12 @@ class Attention(Protocol):
         """Return the attention of a layer with a window or sinks.
 
         Args:
-            before: number of tokens before each query that it sees; None for all.
-            sinks: returns the logits of the heads' sinks [H], or None.
+            before: number of tokens before a query that the query sees; None for all.
+            sinks: function that returns the logits [H] of the heads' sinks, or None without sinks.
 
         Raises:
-            ValueError: if the kernels do not support them.
-            ImportError: if a package for them is missing.
+            ValueError: if the kernels do not support the window or the sinks.
+            ImportError: if a required package is missing.
         """
         ...
 

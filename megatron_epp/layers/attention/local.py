@@ -1,15 +1,15 @@
 """Attention of a chunk with some documents on one context-parallel rank, and others sharded.
 
-    rows of rank 0        | a a a | b b b b |        a: a document over all ranks
-    rows of rank 1        | a a a | c c c . |        b, c: on one rank each; .: padding
+    rows of rank 0        | a a a | b b b b |        a: a document sharded over all ranks
+    rows of rank 1        | a a a | c c c . |        b, c: documents on one rank each; .: padding
                           exchanged  all heads here
 
-The two parts are computed separately. First come this rank's rows of sharded documents, which all
-ranks exchange for heads. Then come this rank's own documents, with every head and without an
-exchange. If no document is sharded, nothing is exchanged.
+The two parts are computed separately. The first part is this rank's rows of sharded documents: the
+ranks exchange these rows for heads. The second part is the documents on this rank alone, with all
+heads and without an exchange. If no document is sharded, nothing is exchanged.
 
-t rows of this rank, s of them exchanged; T = N s over all N ranks; H query heads, G key heads, D
-head size.
+t rows of this rank, s of them exchanged; T = N s exchanged rows of all N ranks; H query heads, G
+key heads, D head size.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from megatron_epp.layers.attention.ulysses import RowsRecompute, Ulysses
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.recompute.outputs import RecomputeHandle
 
-# (q, k, v) to the output, and the handle that recomputes it if it is dropped.
+# Function from (q, k, v) to the output and the handle that recomputes it (None if not dropped).
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, RecomputeHandle | None]]
 
 
@@ -64,16 +64,17 @@ def attend_parts(
     sharded: Attend,
     local: Attend,
 ) -> tuple[Tensor, RecomputeHandle | None]:
-    """Compute the attention of :func:`attention_parts`, with an all-to-all from heads to rows.
+    """Compute attention on the result of :func:`attention_parts`; all-to-all heads to rows.
 
-    Return the output [t, H, D] of this rank's rows, and the handle that recomputes it or None.
+    Return the output [t, H, D] of this rank's rows, and the handle that recomputes the output; None
+    if it is not dropped.
 
     Args:
         parts: tensors of :func:`attention_parts`, or Q, K and V without context parallelism.
         state: state of the chunk.
         ulysses: the all-to-all; None without context parallelism.
         sharded: attention of the sharded documents.
-        local: attention of this rank's own documents.
+        local: attention of the documents on this rank alone.
     """
     if ulysses is None:
         return sharded(*parts)
@@ -92,7 +93,7 @@ def attend_parts(
 
 
 class _JoinedRecompute:
-    """Handle of an output that has both parts."""
+    """Recompute handle of an output with rows of sharded documents and of documents on one rank."""
 
     def __init__(self, sharded: RecomputeHandle, local: RecomputeHandle):
         self._sharded_rows, self._local = sharded, local

@@ -2,7 +2,7 @@
 
 A *sink* is an additional logit per head without a value, which takes a part of the softmax. It
 needs no kernel: with lse' = log(exp(lse) + exp(sink)) the output is scaled by exp(lse - lse'), and
-all gradients follow from lse' as they do from lse.
+the backward uses lse' in place of lse.
 
 T rows, H heads, D head size
 """
@@ -14,13 +14,13 @@ from torch import Tensor
 def merged(
     out_THD: Tensor, lse_HT: Tensor, other_THD: Tensor, other_HT: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return output [T, H, D] and log-sum-exp [H, T] over both sets, weighted by log-sum-exp.
+    """Return output [T, H, D] and log-sum-exp [H, T] over both sets of keys.
 
     Args:
-        out_THD: output over one set of keys.
-        lse_HT: its log-sum-exp.
-        other_THD: output over the other set.
-        other_HT: its log-sum-exp.
+        out_THD: output over the first set.
+        lse_HT: log-sum-exp over the first set.
+        other_THD: output over the second set.
+        other_HT: log-sum-exp over the second set.
     """
     total_HT = torch.logaddexp(lse_HT, other_HT)
     local_TH1 = (lse_HT - total_HT).exp_().transpose(0, 1)[..., None]
@@ -39,8 +39,8 @@ def with_sinks(out_THD: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> tuple[Tensor
 def sinks_gradient(grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> Tensor:
     """Return the gradient [H] of the sinks, in the dtype of ``lse_HT``.
 
-    A sink adds nothing to the output. Its gradient is therefore its part of every row's softmax,
-    times the loss of the row's output.
+    A sink has no value, so it only scales the outputs. Its gradient is minus the sum over the rows
+    of its softmax probability times the dot product of the row's output and output gradient.
 
     Args:
         grad_THD: gradient of the output.

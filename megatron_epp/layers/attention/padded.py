@@ -1,8 +1,8 @@
-"""GPU kernels for head sizes of values other than those of keys, or not a multiple of 8.
+"""GPU kernels with padding: for different head sizes of keys and values, or no multiples of 8.
 
 FlashAttention 2 supports one head size, and all kernels require multiples of 8. Values are padded
 with zero channels before the kernel, and the output and gradients are cut afterwards; the store
-holds them unpadded. Queries and keys are padded likewise: zeros add nothing to a score.
+holds unpadded values. Queries and keys are padded likewise: zeros add nothing to a score.
 
 T rows of the chunk, S keys of a call, H query heads, G key heads, D head size, V head size of
 values.
@@ -35,12 +35,12 @@ class PaddedKernel:
         return PaddedKernel(self.kernel.of_layers(before, sinks), self.size, self.value)
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
-        """Return the output with the values' own head size, and what the kernel saves."""
+        """Return the output with the values' unpadded head size, and the kernel's state."""
         out_THD, kept = self.kernel.forward(self._padded(call), backward)
         return _cut(out_THD, call.v_SGD), kept
 
     def backward(self, grad_THV: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
-        """Return the gradients with their own head sizes."""
+        """Return the gradients with unpadded head sizes."""
         grad = _wider(grad_THV, self.value)
         dq, dk, dv, *others = self.kernel.backward(grad, self._padded(call), kept)
         return _cut(dq, call.q_THD), _cut(dk, call.k_SGD), _cut(dv, call.v_SGD), *others

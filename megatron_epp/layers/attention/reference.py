@@ -1,7 +1,7 @@
 """Reference attention: scores, mask and softmax in plain torch.
 
-It holds one head's scores of one document at a time, so it is slow. It is exact in the dtype it is
-given: float32 or float64 to test other kernels, bf16 to measure the effect of rounding.
+It computes one head of one document at a time, so it is slow. It computes in the operands' dtype:
+float32 or float64 to test other kernels, bf16 to measure the effect of rounding.
 """
 
 from typing import Any
@@ -31,7 +31,7 @@ class ReferenceKernel:
             return self._attend(q, k, v, call.cu_seqlens, *sinks), None
 
     def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v and, if there are sinks, of these."""
+        """Return the gradients of q, k and v, and of the sinks if there are any."""
         tensors = [x.detach().requires_grad_() for x in call.tensors]
         with torch.enable_grad():
             q, k, v, *sinks = tensors

@@ -2,7 +2,7 @@
 
 A kernel that aligns the mask at the wrong end, or omits a gradient, trains without any error. Each
 kind of call is therefore made once with few rows and compared with reference attention in float64.
-The tolerance is the error of reference attention in the kernel's own dtype.
+The tolerance is ``ALLOWANCE`` times the error of reference attention in the kernel's dtype.
 """
 
 import dataclasses
@@ -62,11 +62,12 @@ def require_right(
         dtype: dtype of the tensors.
         device: device of the tensors.
         value_size: head size of values; 0 for ``head_size``.
-        before: number of tokens before each query that it sees; None for all.
+        before: number of tokens before a query that the query sees; None for all.
         sinks: whether there are sinks.
 
     Raises:
-        ValueError: names the kernel and what is wrong.
+        ValueError: an error exceeds its tolerance; the message names the kernel, the call and the
+            tensor.
     """
     sizes = head_size, value_size or head_size
     for what, lengths in _calls(before).items():
@@ -87,7 +88,7 @@ def require_right(
 
 
 def _calls(before: int | None) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Return the calls to try; with a window, documents and slices that exceed it."""
+    """Return the calls to test; with a window, documents and slices longer than the window."""
     if before is None:
         return CALLS
     long = min(before, MOST_WINDOW) + 64
@@ -113,20 +114,20 @@ def errors(
 ) -> tuple[list[float], list[float]]:
     """Return the errors of ``kernel`` and of reference attention in ``dtype``.
 
-    They are those of the output and of the gradients of q, k, v and the sinks: root-mean-square
-    distance to float64, relative to the exact result. For sinks it is relative to the size of the
-    summands, whose signs may cancel.
+    Each list has the errors of the output and of the gradients of q, k, v and the sinks. An error
+    is the 2-norm of the difference from the float64 result, relative to the 2-norm of this result.
+    For sinks it is relative to the 2-norm of the summands, because these may cancel.
 
     Args:
         kernel: the kernel.
         lengths: (queries, keys) of the documents.
         heads: number of query heads.
         groups: number of key heads.
-        sizes: head sizes of queries and keys, and of values.
+        sizes: (head size of queries and keys, head size of values).
         scale: scale of the logits.
         dtype: dtype of the tensors.
         device: device of the tensors.
-        before: number of tokens before each query that it sees; None for all.
+        before: number of tokens before a query that the query sees; None for all.
         sinks: whether there are sinks.
     """
     size, value = sizes

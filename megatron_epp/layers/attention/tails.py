@@ -1,16 +1,16 @@
 """Rows of a sliced document that a sliding-window layer caches: the tails of slices.
 
-A query sees itself and the W tokens before it. Of each slice but the last, later slices therefore
-need only the last W rows. The buffer holds those of every slice boundary one after the other:
+A query sees itself and the W tokens before it. Later slices therefore need only the last W rows of
+a slice. The buffer holds these rows for every slice but the document's last slice, in order:
 
     document    [. . . . . # #|. . # #|#|. . . .]      W = 2, boundaries after slices of 7, 4, 1
     buffer                [# #|. # #|#]                 a slice after a boundary sees the W rows
                            0   2     4 5                that end there
 
-If boundaries are unknown, as in calibration, all rows are cached, and positions in the buffer are
+If boundaries are unknown, as in calibration, all rows are cached, and the buffer's row numbers are
 token positions.
 
-T rows of a chunk, t of a slice, P rows of its context that it sees, G key heads, D head size.
+T rows of a chunk, t rows of a slice, P context rows that the slice sees, G key heads, D head size.
 """
 
 from collections.abc import Sequence
@@ -47,9 +47,9 @@ class Tails:
         return places[self.boundaries.index(stop)], min(self.before, stop - start)
 
     def seen(self, start: int, most: int | None = None) -> tuple[int, int]:
-        """Return the buffer's row range that the slice from ``start`` on attends to.
+        """Return the range of buffer rows that the slice beginning at ``start`` attends to.
 
-        ``most`` limits the number of rows; None is the window.
+        ``most`` is the maximum number of rows; None for the full window.
         """
         most = self.before if most is None else most
         if self.boundaries is None:
@@ -76,7 +76,7 @@ class SliceTails:
         store: the K/V cache.
         layer: number of the layer in the stage.
         rows: rows of the slice.
-        before: number of tokens before each query that it sees.
+        before: number of tokens before a query that the query sees.
     """
 
     store: Store
@@ -89,7 +89,7 @@ class SliceTails:
 
     @property
     def _seen(self) -> list[tuple[int, int, int]]:
-        """(document, start, end) in the buffers of the context that the slice sees, by position."""
+        """Buffer ranges (document, start, end) of the context that the slice sees, by position."""
         parts, left = [], self.before
         for document, inputs in reversed(self.rows.context):
             if left > 0:
@@ -123,7 +123,7 @@ class SliceTails:
         """Exchange gradients of k and v with the store, in the backward of the slice.
 
         The gradients that later slices stored for this slice's tail are added to ``own_tGD`` in
-        place. After a document's first slice, the cached tails are freed.
+        place. After the backward of a document's first slice, the cached tails are freed.
 
         Args:
             own_tGD: gradients of the slice's k and v.

@@ -1,18 +1,19 @@
-"""Attention by Transformer Engine's DotProductAttention, the fastest kernels of its GPUs.
+"""Attention by Transformer Engine's DotProductAttention, the fastest kernels on its GPUs.
 
-These points matter for slices and fail silently (checked in version 2.20):
+For slices these points matter; errors in them are silent (checked in version 2.20):
 
 - The mask is ``padding_causal_bottom_right``. ``padding_causal`` with fewer queries than keys is
   aligned at the top left.
 - Queries, keys and values start at the beginning of their storage. The module infers their layout
   from pointers and offsets, and refuses or misreads a view into the middle of a buffer.
-- Its own context parallelism does not support this mask. It is off; rows are exchanged for heads
-  outside of the attention (layers/attention/ulysses.py).
-- A window is aligned like the mask. Sinks are a parameter of its module; here every call passes its
-  layer's own.
+- The module's context parallelism does not support this mask, so it is off. Instead, rows are
+  exchanged for heads before and after the module (layers/attention/ulysses.py).
+- A window is aligned like the mask. The module has sinks as a parameter; here each call sets the
+  module's sinks to those of the call's layer.
 
-Its autograd saves q, k and v, which are saved or cached already. A hook therefore drops them and
-returns them in backward. Other saved tensors go through the surrounding hooks.
+The module's autograd saves q, k and v, which this package already saves or caches. A hook therefore
+drops these tensors and supplies them in backward. Other saved tensors go through the surrounding
+hooks.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,15 +46,16 @@ class TransformerEngineKernel:
     Args:
         heads: number of query heads of a call.
         groups: number of key heads of a call.
-        head_size: head size, or those of keys and of values.
+        head_size: head size, or (head size of keys, head size of values).
         scale: scale of the logits.
-        around: context of every call, in which the module chooses its kernels.
-        before: number of tokens before each query that it sees; None for all.
+        around: returns a context manager, in which each call of the module runs.
+        before: number of tokens before a query that the query sees; None for all.
         sinks: whether the layers have sinks.
 
     Raises:
-        ImportError: if Transformer Engine is not installed (OSError: not usable).
-        TypeError: if its version does not support sinks.
+        ImportError: if Transformer Engine is not installed.
+        OSError: if Transformer Engine cannot be loaded.
+        TypeError: if this version of Transformer Engine does not support sinks.
     """
 
     name = "te"
@@ -106,14 +108,14 @@ class TransformerEngineKernel:
             del self._attend.softmax_offset
 
     def of_layers(self, before: int | None, sinks: bool) -> "TransformerEngineKernel":
-        """Return the kernel of layers with a window or sinks; equal layers share one."""
+        """Return the kernel of layers with a window or sinks; equal layers share a kernel."""
         like = before, sinks
         if like not in self._of_layers:
             self._of_layers[like] = TransformerEngineKernel(*self._arguments, *like)
         return self._of_layers[like]
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
-        """Return the output [T, H, D], and what a backward needs beyond the operands."""
+        """Return the output [T, H, D], and the backward's state other than the operands."""
         call = self._bucketed(call)
         calls = self._calls.setdefault(alike(call, backward), KernelCalls())
         if DIRECT and calls.forward is not None and (calls.backward is not None or not backward):
@@ -127,7 +129,7 @@ class TransformerEngineKernel:
         return output, kept
 
     def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v and, if there are sinks, of these."""
+        """Return the gradients of q, k and v, and of the sinks if there are any."""
         call = self._bucketed(call)
         calls = self._calls[alike(call, True)]
         if not isinstance(kept, _Run):
@@ -142,9 +144,9 @@ class TransformerEngineKernel:
         return gradients
 
     def _bucketed(self, call: Operands) -> Operands:
-        """Return ``call`` padded to its bucket's number of documents.
+        """Return ``call`` with empty documents appended up to the :func:`bucket` of their number.
 
-        It is unchanged if graphs do not depend on that number.
+        ``call`` is returned unchanged if cuDNN graphs do not depend on the number of documents.
         """
         if not self._counts_documents:
             return call
@@ -194,10 +196,12 @@ class TransformerEngineKernel:
         return _by_heads(output.detach(), call), _Run(output, sources)
 
     def _run(self, inputs: list[Tensor], cu_seqlens: CuSeqlens) -> Tensor:
-        """Return [T, H D]. All lengths are passed: to compute them, the module would synchronise.
+        """Return the module's output [T, H D].
+
+        All lengths are passed, because the module would synchronise to compute missing lengths.
 
         Raises:
-            RuntimeError: if it chose the unfused kernel, which holds all scores of a call.
+            RuntimeError: if the module chose the unfused kernel, which holds all scores of a call.
         """
         q, k, v, *sinks = inputs
         if sinks:
@@ -253,7 +257,7 @@ def _at_start(call: Operands) -> list[Tensor]:
 
 
 class _Source(torch.autograd.Function):
-    """Root of a graph that does not hold the tensor, as it would hold a leaf."""
+    """Root of an autograd graph that holds no reference to the tensor, unlike a leaf."""
 
     @staticmethod
     def forward(ctx: Any, nothing: Tensor, tensor: Tensor) -> Tensor:
@@ -265,11 +269,11 @@ class _Source(torch.autograd.Function):
 
 
 class _Sources:
-    """q, k and v of one call for its graph, which saves an index into this object instead.
+    """Input tensors of one call; the call's graph saves indices into this object instead of them.
 
-    The graph's hooks hold this object, so it must hold nothing of the graph but its roots. Python's
-    garbage collector cannot see a cycle through autograd nodes. A graph whose backward never runs,
-    after an out-of-memory error, would then leak.
+    The graph's hooks hold this object, so this object may refer only to the graph's roots. Python's
+    garbage collector cannot see a cycle through autograd nodes. With a cycle, a graph would leak if
+    its backward never runs, as after an out-of-memory error.
     """
 
     def __init__(self, inputs: list[Tensor]):
@@ -281,7 +285,7 @@ class _Sources:
         self._hooks = SavedTensorHooks()  # made before the graph's own hooks
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return an index in place of q, k or v."""
+        """Return the index of an input tensor; pass other tensors to the surrounding hooks."""
         index = self._places.get(tensor.data_ptr())
         is_input = index is not None and tensor.shape == self._shapes[index]
         return index if is_input else self._hooks.pack(tensor)
@@ -291,7 +295,7 @@ class _Sources:
 
 
 class _Run:
-    """One call of the module: its graph by its ``output``, with everything but q, k and v."""
+    """Autograd graph of one module call, which ``output`` holds, without the input tensors."""
 
     def __init__(self, output: Tensor, sources: _Sources):
         self._output: Tensor | None = output
@@ -300,7 +304,7 @@ class _Run:
         sources.now = []
 
     def gradients(self, grad_THD: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v and the sinks; can be called once."""
+        """Return the gradients of q, k, v and the sinks if there are any; can be called once."""
         output, self._output = self._output, None
         assert output is not None, "a call's backward ran twice"
         self._sources.now = inputs

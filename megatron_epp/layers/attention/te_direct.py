@@ -1,9 +1,9 @@
 """Direct calls of Transformer Engine's fused attention with recorded arguments.
 
 DotProductAttention spends a third of a layer's Python calls on the choice of a kernel, and chooses
-the same one for equal calls. The arguments that it passes to the fused kernel, forward and
-backward, are recorded once. Later calls pass the same with their own tensors and lengths. Nothing
-is recorded if an argument is a tensor that is not an operand.
+the same kernel for equal calls. The arguments that it passes to the fused kernel, forward and
+backward, are recorded once. Later calls pass the recorded arguments, with their own tensors and
+lengths. Nothing is recorded if an argument is a tensor that is not an operand.
 """
 
 import inspect
@@ -25,12 +25,13 @@ _OF_OUTPUT = ("o", "d_o", "aux_ctx_tensors")
 
 @dataclass(slots=True)
 class KernelCalls:
-    """The fused kernel's arguments for equal calls, once they are recorded.
+    """Recorded arguments of the fused kernel for equal calls.
 
     Attributes:
-        forward: arguments by name, without the call's own; None if they are not recorded.
-        backward: the same of the backward.
-        refused: whether a call with these arguments would not be equivalent to the module's.
+        forward: arguments of the forward by name, without :func:`own_arguments`; None if they are
+            not recorded.
+        backward: arguments of the backward; None if they are not recorded.
+        refused: whether a direct call would not be equivalent to a call of the module.
         sinks: shape and dtype in which the kernel gets the sinks.
     """
 
@@ -42,7 +43,7 @@ class KernelCalls:
     def others(self, recorded: list[dict[str, Any]], call: Operands) -> dict[str, Any] | None:
         """Return the arguments of the single ``recorded`` call that do not belong to ``call``.
 
-        None, with :attr:`refused` set, means that a call with these alone would not be equivalent.
+        If a direct call would not be equivalent, set :attr:`refused` and return None.
         """
         arguments = recorded[0] if len(recorded) == 1 else {}
         same = [_same(arguments.pop(name, None), x) for name, x in own_arguments(call).items()]
@@ -59,7 +60,7 @@ class KernelCalls:
 
 @dataclass(slots=True)
 class FusedFunctions:
-    """``fused_attn_fwd`` and ``fused_attn_bwd`` of ``module``, which looks them up there."""
+    """Functions ``fused_attn_fwd`` and ``fused_attn_bwd`` of ``module``, looked up in each call."""
 
     module: ModuleType
     names: tuple[str, str] = ("fused_attn_fwd", "fused_attn_bwd")
@@ -70,16 +71,16 @@ class FusedFunctions:
             self.signatures[name] = inspect.signature(getattr(self.module, name))
 
     def forward(self, **arguments: Any) -> Any:
-        """Return the output, what a backward needs, and more."""
+        """Return the output, the state for the backward, and further values."""
         return getattr(self.module, self.names[0])(**arguments)
 
     def backward(self, **arguments: Any) -> Any:
-        """Return the gradients of q, k and v, and those of a bias and of sinks, if any."""
+        """Return the gradients of q, k and v, and of a bias and sinks if there are any."""
         return getattr(self.module, self.names[1])(**arguments)
 
     @contextmanager
     def recorded(self, which: int, calls: list[dict[str, Any]]) -> Iterator[None]:
-        """Append to ``calls`` the arguments of every forward (0) or backward (1)."""
+        """Append the arguments of every forward (``which`` 0) or backward (1) to ``calls``."""
         name = self.names[which]
         original: Callable[..., Any] = getattr(self.module, name)
 
@@ -120,9 +121,10 @@ def _same(recorded: Any, expected: Any) -> bool:
 
 
 def alike(call: Operands, backward: bool) -> tuple[Any, ...]:
-    """Return a key of calls for which the module makes the same choice.
+    """Return a key that is equal for calls for which the module chooses the same kernel.
 
-    They have one dtype, and documents and lengths of the same power of two.
+    Such calls have the same dtype. Their numbers of documents, and their longest lengths, round up
+    to the same powers of two.
     """
     lengths = call.cu_seqlens
     most = lengths.most_queries, lengths.most_keys

@@ -1,13 +1,13 @@
 """Attention over some heads and all rows with context parallelism (DeepSpeed Ulysses).
 
 The tokens of a chunk are sharded over N context-parallel ranks, but attention needs all tokens of a
-document. An all-to-all before it and one after it exchange rows for heads:
+document. An all-to-all before the attention and an all-to-all after it exchange rows for heads:
 
     rank r outside   rows [r T/N, (r+1) T/N) of the chunk, all H query and G key heads
-    rank r inside    all T rows, heads [r H/N, (r+1) H/N) and the key heads that these attend to
+    rank r inside    all T rows, query heads [r H/N, (r+1) H/N) and the key heads of these
 
 The K/V cache is thus sharded by heads. With fewer key heads than ranks, several ranks get a copy of
-one, and their gradients of it add up.
+the same key head, and their gradients of this head are summed.
 
 T rows of the padded chunk, t = T/N on this rank; D head size.
 """
@@ -39,7 +39,7 @@ def refuse_heads(heads: int, groups: int, ranks: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ulysses:
-    """All-to-all within ``group``, the same for every layer."""
+    """All-to-alls between rows and heads within ``group``; one object serves all layers."""
 
     group: dist.ProcessGroup
 
@@ -53,7 +53,7 @@ class Ulysses:
     def each_to_heads(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """All-to-all tensors [t, H, D] of this rank's rows to [T, H/N, D] of its heads.
 
-        If there are fewer heads than ranks, heads are repeated first, so that every rank has one.
+        If there are fewer heads than ranks, heads are repeated first, so that each rank has a head.
         """
         ranks = self.group.size()
         shared = (
@@ -69,7 +69,7 @@ class Ulysses:
     def to_all(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """All-gather tensors [t, G, D] of this rank's rows to [T, G, D] of all rows.
 
-        The backward reduce-scatters the gradients, to which each rank contributes its heads.
+        The backward reduce-scatters the gradients that each rank computes with its heads.
         """
         return _ToAll.apply(self.group, *tensors)
 
@@ -132,9 +132,9 @@ def _heads_to_rows(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple
 
 
 def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """All-to-all every tensor [N, ...]: part n goes to rank n.
+    """All-to-all every tensor [N, ...]: part n goes to rank n of the group.
 
-    All messages are issued before the first wait; on a GPU the stream waits, not the host.
+    All messages are issued before the first wait. On a GPU, the stream waits, not the host.
     """
     received = [torch.empty_like(part) for part in parts]
     works = [
@@ -149,7 +149,7 @@ def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]
 class RowsRecompute:
     """Recompute handle of an attention output that also repeats the all-to-all.
 
-    All ranks have the same handles and use them in the same order, the order of the backward.
+    All ranks have equal handles and use them in the same order, the order of the backward.
     """
 
     def __init__(self, ulysses: Ulysses, recompute: RecomputeHandle):

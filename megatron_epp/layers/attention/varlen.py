@@ -1,9 +1,9 @@
-"""Attention of a chunk by kernels with different numbers of queries and keys.
+"""Attention of a chunk by kernels that support different numbers of queries and keys.
 
     rows of the chunk             piece          keys of the kernel's call
-    doc 1  unsliced |  packed: one call      |  their own rows
+    doc 1  unsliced |  packed: one call      |  the documents' rows
     doc 2  unsliced |                        |
-    doc 0  slice    |  a call of its own     |  context and own rows, contiguous
+    doc 0  slice    |  a call of its own     |  context and the slice's rows, contiguous
 
 The mask is causal and aligned at the bottom right: the last query sees all keys. For unsliced
 documents this is the ordinary mask.
@@ -15,10 +15,10 @@ documents this is the ordinary mask.
 A slice's K/V are written after its context in the store, where the kernel reads both without
 concatenation. The last slice's K/V, which no later slice attends to, are stored too: the buffers
 have capacity for full documents (``stores_last_slice``). A sliding-window layer stores tails
-(tails.py), and a slice's call gets a copy of its tail and its own rows. Both ends of a window are
-aligned like the mask.
+(tails.py): a slice's call gets a copy of the tail before the slice and of the slice's rows. Both
+ends of a window are aligned like the mask.
 
-T rows of the chunk, S keys of a call, H query heads, G key heads, D head size, P context.
+T rows of the chunk, S keys of a call, H query heads, G key heads, D head size.
 """
 
 import builtins
@@ -111,7 +111,7 @@ class Operands:
 
 
 class Kernel(Protocol):
-    """Attention of one call, with a causal mask aligned at the bottom right."""
+    """Interface of an attention kernel, with a causal mask aligned at the bottom right."""
 
     name: str
 
@@ -119,23 +119,23 @@ class Kernel(Protocol):
         """Return the kernel of layers with a window or sinks.
 
         Args:
-            before: number of tokens before each query that it sees; None for all.
+            before: number of tokens before a query that the query sees; None for all.
             sinks: whether the layers have sinks.
 
         Raises:
-            ValueError: if there is no such kernel.
-            ImportError: if a package for it is missing.
+            ValueError: if no kernel supports the window or the sinks.
+            ImportError: if a package of the kernel is missing.
         """
         ...
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
         """Compute attention; return the output [T, H, D] and the state for :meth:`backward`.
 
-        Without ``backward``, the state may be None.
+        If ``backward`` is false, no backward follows, and the state may be None.
         """
 
     def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v and, if there are any, of the sinks.
+        """Return the gradients of q, k and v, and of the sinks if there are any.
 
         ``kept`` is the state that :meth:`forward` returned.
         """
@@ -147,7 +147,7 @@ class Piece:
 
     Attributes:
         start: first row.
-        stop: row after the last one.
+        stop: row after the last row.
         slice: the slice or branch with a context; None if the rows are unsliced documents.
         cu_seqlens: lengths of the call's documents.
     """
@@ -168,7 +168,7 @@ def pieces_of(
 ) -> tuple[Piece, ...]:
     """Return the kernel calls of a chunk in layers with a window of ``before`` tokens.
 
-    The result is computed in the first layer with this window, and cached for the others.
+    The result is computed in the first layer with this window, and cached for later layers.
     """
     return state.once(f"pieces {before}", lambda: tuple(_pieces(state.rows, device, before)))
 
@@ -200,9 +200,9 @@ class VarlenAttention:
 
     Args:
         kernel: kernel for this rank's heads.
-        uncut: kernel for all heads of the tensor-parallel rank, if it is another.
-        before: number of tokens before each query that it sees; None for all.
-        sinks: returns the logits of the heads' sinks [H], or None.
+        uncut: kernel for all heads of the tensor-parallel rank; None if it is ``kernel``.
+        before: number of tokens before a query that the query sees; None for all.
+        sinks: function that returns the logits [H] of the heads' sinks, or None without sinks.
     """
 
     stores_last_slice = True  # in layers without a window
@@ -228,7 +228,7 @@ class VarlenAttention:
         return VarlenAttention(self._all_heads, None, self.before, self.sinks)
 
     def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "VarlenAttention":
-        """Return the attention of a layer; arguments as in the class."""
+        """Return the attention of a layer with this ``before`` and these ``sinks``."""
         with_sinks = sinks() is not None
         if before is None and not with_sinks:
             return self
@@ -245,7 +245,7 @@ class VarlenAttention:
         layer: int,
         drop: bool,
     ) -> tuple[Tensor, AttentionRecompute | None]:
-        """Return the output [T, H, D], and the handle that recomputes it if ``drop``."""
+        """Return the output [T, H, D] and, with ``drop``, the handle that recomputes it."""
         recompute = AttentionRecompute() if drop else None
         backward = torch.is_grad_enabled()
         seeing = _Seeing(self.kernel, self.before)
@@ -256,7 +256,7 @@ class VarlenAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Seeing:
-    """What a layer's queries see: ``before`` tokens before each, or all, by its kernel."""
+    """Kernel of a layer, and the number of tokens before a query that it sees; None for all."""
 
     kernel: Kernel
     before: int | None
@@ -316,13 +316,13 @@ class _Attend(torch.autograd.Function):
 
 
 def _each_tensor(change: Callable[[Any], Any], needed: Any) -> Any:
-    """Apply ``change`` to the tensors that a kernel saves, if they are a tuple."""
+    """Apply ``change`` to each tensor of ``needed``, a kernel's state, if it is a tuple."""
     return tuple(map(change, needed)) if isinstance(needed, tuple) else needed
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Attention of one layer on one chunk; ``kept`` has an entry per piece."""
+    """Attention of one layer on one chunk; the ``kept`` of its methods has an entry per piece."""
 
     seeing: _Seeing
     state: ChunkState
@@ -356,7 +356,7 @@ class _Call:
         v_TGD: Tensor | None,
         kept: list[Any],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return the gradients of q, k, v and of the sinks."""
+        """Return the gradients of q, k, v and the sinks."""
         pieces: list[tuple[Tensor, ...]] = []
         sinks_H, dsinks_H = self.sinks_H, None
         if sinks_H is not None:  # summed over all pieces, rounded once
@@ -389,7 +389,7 @@ class _Call:
     ) -> Operands:
         """Return the operands of the piece's call; a slice's keys begin with its context.
 
-        Those of a branch are copied, because kernels need them in one tensor.
+        The keys of a branch are concatenated, because kernels need them in one tensor.
         """
         if piece.slice is not None and self.seeing.before is None:
             spans, store = list(piece.slice.prefix), self.state.store
@@ -406,9 +406,9 @@ class _Call:
         return Operands(q_THD[piece.local], *keys_and_values(keys), piece.cu_seqlens, self.sinks_H)
 
     def _of_slice(self, rows: Rows, dk_SGD: Tensor, dv_SGD: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the context's gradients to the store, and return the slice's own.
+        """Add the context's gradients to the store; return the gradients of the slice's K and V.
 
-        These include what later slices left in the store.
+        The result includes the gradients that later slices added to the store.
         """
         store, span = self.state.store, rows.span
         if self.seeing.before is not None:
@@ -432,7 +432,7 @@ class _Call:
         return own
 
     def _joined(self, parts: Sequence[Tensor], q_THD: Tensor) -> Tensor:
-        """Return the rows of all pieces in order, with zeros as padding."""
+        """Return the rows of all pieces in order, with zeros in padding rows."""
         if not parts:
             return torch.zeros_like(q_THD)
         total, used = q_THD.shape[0], self.pieces[-1].stop
@@ -446,6 +446,6 @@ class _Call:
 
 
 def _recomputed(ctx: Any) -> tuple[Tensor, list[Any]]:
-    """Return the output, and what its backward needs, of a forward that dropped its own."""
+    """Recompute a forward; return its output and the state for the backward."""
     call: _Call = ctx.call
     return call.forward(*call.inputs(ctx), True)

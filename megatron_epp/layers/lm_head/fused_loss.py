@@ -33,16 +33,16 @@ def fused_backward(
 ) -> Tensor:
     """Return the losses [1, T], and compute the gradient of the hidden states in the forward.
 
-    The backward of the losses must receive the gradient ``weights_1T``. Gradients of the weights
-    that ``losses`` uses are accumulated in the forward, too.
+    The backward of the losses must receive the gradient ``weights_1T``. The forward also
+    accumulates the gradients of the weights that ``losses`` uses.
 
     Args:
         hidden_t1H: hidden states of this rank's rows.
-        weights_1T: weight of every token in the sum.
-        losses: computes the losses [1, t] of some rows.
+        weights_1T: weight of every token's loss in the sum.
+        losses: function that computes the losses [1, t] of some rows.
         block: number of rows whose logits are alive at a time.
-        gather: all-gather of rows [t, 1, H] -> [T, 1, H], if other ranks have other rows.
-        scatter: reduce-scatter of gradients [T, 1, H] -> [t, 1, H].
+        gather: function that all-gathers rows [t, 1, H] to [T, 1, H]; None if t = T.
+        scatter: function that reduce-scatters gradients [T, 1, H] to [t, 1, H]; None if t = T.
     """
     return _FusedBackward.apply(hidden_t1H, weights_1T, losses, block, gather, scatter)
 

@@ -3,12 +3,12 @@
     forward    a block of rows: logits -> their log-sum-exp, the label's logit, the mean logit
     backward   recomputed logits -> gradients of hidden states and of the weight
 
-Three numbers per row are saved between the two. Recomputing the logits makes four products where
-the plain implementation has three.
+Three numbers per row are saved from forward to backward. Because logits are recomputed, there are
+four matrix products; an implementation that saves the logits has three.
 
     log-probability = label's logit - lse        entropy = lse - mean logit under the softmax
 
-t rows on this rank, T on its tensor-parallel group (as in layers.lm_head.vocabulary), H hidden
+t rows on this rank, T rows on its tensor-parallel group (as in layers.lm_head.vocabulary), H hidden
 size, V vocabulary rows of this rank
 """
 
@@ -36,14 +36,13 @@ def block_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities [T] of the labels, and entropies [T].
 
-    The dtype is float32, or float64 if that of the hidden states is. It is collective over the
-    group, in forward and backward. Every rank must pass the same gradients, as if each computes the
-    full loss.
+    The results are float32, or float64 for float64 hidden states. Collective over the group, in
+    forward and backward. In backward, every rank must pass equal gradients, those of the full loss.
 
     Args:
         hidden_tH: hidden states of this rank's rows.
-        weight_VH: parameter whose data ``words`` has; it gets the gradients.
-        labels_T: labels.
+        weight_VH: parameter that gets the gradients; ``words`` has the parameter's data.
+        labels_T: labels of the rows of all ranks of the group.
         words: this rank's vocabulary rows.
         temperature_T: divisor of each row's logits; None for 1.
         entropy: whether to compute entropies; otherwise they are zeros.

@@ -1,20 +1,22 @@
 """LM head and loss with vocabulary parallelism: each stage and TP rank has some vocabulary rows.
 
-    H   of a rank: logits of its vocabulary rows, merged with those of earlier ranks of the chain
-    G   of a rank: gradient of its vocabulary rows, once all logits are known
+    H   logits of the rank's vocabulary rows; their statistics are merged with those of earlier H
+    G   gradient of the rank's vocabulary rows, after the last H
 
-H sends an online softmax per row: the log-sum-exp so far, the label's logit and weight row once
-they are met, and the mean weight row under the softmax so far. After the last vocabulary row
+H sends the state of an online softmax for each row: the log-sum-exp so far, the mean weight row
+under the softmax so far, and the label's logit and weight row (0 until a rank has that vocabulary
+row). After the last vocabulary row
 
     loss = lse - label's logit        gradient of hidden = mean - label's row
 
-both times the row's weight in the loss. No logits are saved, and only a block of them is alive at a
-time. G recomputes them: softmax = exp(logit - lse) is exact.
+where both are multiplied by the row's weight in the loss. No logits are saved, and only a block of
+logits is alive at a time. G recomputes the logits: softmax = exp(logit - lse) is exact.
 
-Statistics are float32, or float64 if the hidden states are; means and weight rows have their dtype.
+Statistics are float32, or float64 for float64 hidden states. Mean weight rows and label weight rows
+have the dtype of the hidden states.
 
-t rows of the chunk on this rank, T on its tensor-parallel group (sequence parallelism shards rows
-over it), H hidden size, V vocabulary rows of this rank
+t rows of the chunk on this rank, T rows on its tensor-parallel group (t < T if sequence parallelism
+shards the rows), H hidden size, V vocabulary rows of this rank
 """
 
 from collections.abc import Callable, Iterator
@@ -33,13 +35,13 @@ class OutputWeightShard:
     """Rows [first, first + V) of the LM head's weight, one per vocabulary entry.
 
     Attributes:
-        weight_VH: the rows.
-        first: vocabulary index of the first one.
+        weight_VH: the rows of the weight.
+        first: vocabulary index of the first row.
         block: number of chunk rows whose logits are alive at a time.
-        group: tensor-parallel ranks, which have other vocabulary rows; None for a single rank.
-        scattered: whether each of them has other rows of the chunk too (sequence parallelism).
-        hold: returns a token that counts a block's logits, which autograd does not save, for as
-            long as the token lives.
+        group: tensor-parallel ranks, over which the vocabulary is sharded; None for a single rank.
+        scattered: whether the chunk's rows are sharded over ``group`` too (sequence parallelism).
+        hold: function that returns a token. The memory meter counts a block's logits, which
+            autograd does not save, as long as the token lives.
     """
 
     weight_VH: Tensor
@@ -63,7 +65,7 @@ class OutputWeightShard:
         return self.ranks if self.scattered else 1
 
     def gathered(self, tensor_t: Tensor) -> Tensor:
-        """All-gather the rows [t, ...] to [T, ...] if they are sharded; else return the tensor."""
+        """Return rows [T, ...], all-gathered from [t, ...] if the chunk's rows are sharded."""
         if not self.scattered or self.ranks == 1:
             return tensor_t
         full_T = tensor_t.new_empty(len(tensor_t) * self.ranks, *tensor_t.shape[1:])
@@ -95,9 +97,9 @@ class OutputWeightShard:
     ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Yield the rows of every block, their logits, their labels' indices, and a mask.
 
-        Logits are [t, V] in the statistics' dtype. Indices are relative to ``first``; the mask says
-        whether the label is among this rank's vocabulary rows. The caller must delete the logits
-        before the next block.
+        Logits are [t, V] in the statistics' dtype. Indices are relative to ``first``. The mask is
+        true where the label is among this rank's vocabulary rows; elsewhere the index is 0. The
+        caller must delete the logits before the next block.
         """
         for rows in row_blocks(len(hidden_TH), self.block):
             logits_tV = hidden_TH[rows] @ self.weight_VH.t()
@@ -152,7 +154,7 @@ class Statistics:
 class WeightRows:
     """Mean weight row under the softmax so far, and the label's weight row.
 
-    The latter is 0 if the label is none of the vocabulary rows so far.
+    The label's weight row is 0 if the label is not among the vocabulary rows so far.
     """
 
     mean_tH: Tensor
@@ -167,7 +169,7 @@ class WeightRows:
 
 
 def statistics_dtype(hidden: torch.dtype) -> torch.dtype:
-    """Return the dtype of statistics for that of the hidden states: at least float32."""
+    """Return the dtype of statistics for hidden states of dtype ``hidden``: at least float32."""
     return torch.promote_types(hidden, torch.float32)
 
 
@@ -180,7 +182,7 @@ def statistics(
 
     Args:
         hidden_tH: hidden states of this rank's rows.
-        labels_T: labels.
+        labels_T: labels of the rows of all ranks of the group.
         words: this rank's vocabulary rows.
         gradient: whether to compute the weight rows for the gradient.
     """
@@ -234,8 +236,8 @@ def weight_gradients(
 
     Args:
         hidden_tH: hidden states of this rank's rows.
-        labels_T: labels.
-        weights_T: weights of the rows' losses.
+        labels_T: labels of the rows of all ranks of the group.
+        weights_T: weights of these rows' losses.
         lse_t: log-sum-exp over all vocabulary rows.
         words: this rank's vocabulary rows.
     """
@@ -262,7 +264,7 @@ def log_of_sums(lse_T: Tensor, words: OutputWeightShard) -> Tensor:
 def softmax_mass(lse_t: Tensor, of_t: Tensor, like_tH: Tensor) -> Tensor:
     """Return exp(lse_t - of_t) as [t, 1] in the dtype of ``like_tH``.
 
-    This is the probability of the vocabulary rows of ``lse_t`` among those of ``of_t``.
+    This is the softmax probability of the vocabulary rows of ``lse_t`` among the rows of ``of_t``.
     """
     return torch.exp(lse_t - of_t)[:, None].to(like_tH.dtype)
 
@@ -280,7 +282,7 @@ def row_blocks(total: int, size: int) -> Iterator[slice]:
 class Packing:
     """Layout of one message tensor with ``wide`` tensors [rows, hidden] and ``narrow`` statistics.
 
-    Wide tensors have dtype ``dtype``; the bits of statistics are stored in elements of it.
+    Wide tensors have dtype ``dtype``. The bits of a statistic are stored in elements of ``dtype``.
     """
 
     rows: int
@@ -300,7 +302,7 @@ class Packing:
         return self.rows * (self.wide * self.hidden + self.narrow * self._numbers)
 
     def pack(self, wide: tuple[Tensor, ...], narrow: tuple[Tensor, ...]) -> Tensor:
-        """Return the message [elements] of ``wide`` tensors [t, H] and ``narrow`` ones [t]."""
+        """Return the message [elements] of ``wide`` tensors [t, H] and ``narrow`` tensors [t]."""
         assert (len(wide), len(narrow)) == (self.wide, self.narrow)
         parts = [tensor.reshape(-1).to(self.dtype) for tensor in wide]
         kind = statistics_dtype(self.dtype)
@@ -308,7 +310,7 @@ class Packing:
         return concatenated(parts)
 
     def unpack(self, flat: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return views [t, H] of the wide tensors, and copies [t] of the narrow ones."""
+        """Return views [t, H] of the wide tensors, and copies [t] of the narrow tensors."""
         sizes = [self.rows * self.hidden] * self.wide + [self.rows * self._numbers] * self.narrow
         parts = flat.split(sizes)
         kind = statistics_dtype(self.dtype)

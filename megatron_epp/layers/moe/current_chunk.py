@@ -1,10 +1,11 @@
-"""The chunk that a layer runs now, for modules of the layer without access to its state.
+"""The chunk that a layer runs now, for modules of the layer without access to the chunk's state.
 
     layer(hidden, params)      params lead to the chunk's state
-      attention(..., params)   has access
-      mlp(hidden)              has none, and is recomputed in backward, outside of the layer
+      attention(..., params)   has access to the state
+      mlp(hidden)              has no access, and is recomputed in backward, outside of the layer
 
-The layer records the state. The MLP passes it on, and restores it whenever it runs.
+The layer sets the state. The wrapped MLP remembers the state of its forward, and sets this state
+again in recompute.
 """
 
 from collections.abc import Callable, Iterator
@@ -53,7 +54,7 @@ def note_in_layer(
 
 @contextmanager
 def taken_along(mlp: nn.Module, current_chunk: CurrentChunk) -> Iterator[None]:
-    """Pass the forward's state to recompute, for the wrapping of ``mlp`` within this context."""
+    """Make recompute of ``mlp`` use the forward's state; wrap ``mlp`` for recompute in here."""
     original = mlp.forward
 
     def inner(x: Tensor, *, chunk_state: ChunkState | None, **others: Any) -> Any:

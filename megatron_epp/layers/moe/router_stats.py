@@ -4,10 +4,11 @@ The auxiliary loss of document d in one layer is what Megatron computes if d is 
 
     coeff * E / (k * T_d^2) * sum_i count_i(d) * sum_t score_ti        weighted by its T_d tokens
 
-A slice has some of the document's tokens, a pack those of several documents. But the gradient is
-linear in the counts, d/d score_ti = coeff * E / (k * T_d) * count_i(d). The counts are complete
-when the document's last slice runs backward, before its other slices do. So the forward counts, and
-an identity on the logits adds the gradient in backward.
+A slice contains a part of a document's tokens; a pack contains several documents. The gradient
+depends on other tokens through the counts only: d/d score_ti = coeff * E / (k * T_d) * count_i(d).
+The counts are complete after the forward of the document's last slice, before any of its slices
+runs backward. So the forward counts tokens, and the backward of an identity on the logits adds the
+gradient.
 
     F   slice 0: count     F   slice 1: count     B   slice 1: all-reduce, add     B   slice 0
 
@@ -38,8 +39,8 @@ class Balancing:
         z_coefficient: coefficient of the squared log-sum-exp of a token's logits; 0 for none.
         place: index of this rank among those over which a chunk's rows are sharded in order.
         places: number of these ranks.
-        splits: number of consecutive ones that share the rows of one context-parallel rank.
-        group: group of these ranks; None for a single one.
+        splits: number of consecutive ranks that shard the rows of one context-parallel rank.
+        group: group of all ``places`` ranks; None for a single rank.
     """
 
     experts: int
@@ -53,20 +54,20 @@ class Balancing:
 
     @property
     def coefficient(self) -> float:
-        """Sum over auxiliary losses, which per document are one loss under several names."""
+        """Sum of the auxiliary losses' coefficients: per document these losses are equal."""
         return sum(coefficient for _, coefficient in self.auxiliary)
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Documents whose tokens are balanced together, such as those of a loop's micro-batch.
+    """Pools of documents whose tokens are balanced together, such as a loop's micro-batches.
 
     All forwards of a pool precede its first backward.
 
     Attributes:
-        of: pool of every document.
-        shares: factor on each pool's auxiliary losses, which are weighted by its tokens.
-        token_fractions: factor on its tokens' z-losses.
+        of: index of the pool of every document.
+        shares: for each pool, factor on its auxiliary losses, after their weight by its tokens.
+        token_fractions: for each pool, factor on the z-losses of its tokens.
     """
 
     of: Sequence[int]
@@ -82,12 +83,12 @@ class Pools:
 class RouterStats:
     """Counts and scores of a stage's routers in one iteration.
 
-    Tokens are counted in a layer's first run of a chunk, not in recompute. D is the number of pools
-    below.
+    Tokens are counted in a layer's first run of a chunk, not in recompute. In the tensors' shapes,
+    D is the number of pools.
 
     Args:
         balancing: the load balancing.
-        documents: T_d of every document.
+        documents: number of tokens T_d of every document.
         layers: number of layers of the stage.
         scale: factor on the loss before backward.
         pools: documents that are balanced together; None balances each individually.
@@ -116,7 +117,7 @@ class RouterStats:
         self._z_L: Tensor | None = None
 
     def first_time(self, layer: int, chunk: int) -> bool:
-        """Return whether ``layer`` runs ``chunk`` for the first time, and record that it has."""
+        """Return whether ``layer`` runs ``chunk`` for the first time, and record this run."""
         first = (layer, chunk) not in self._passed
         self._passed.add((layer, chunk))
         return first
@@ -124,9 +125,9 @@ class RouterStats:
     # -------------------------------------------------------------- rows
 
     def owners(self, state: ChunkState, device: torch.device) -> Tensor:
-        """Return the index of the pool of each of this rank's rows: int64 [t].
+        """Return the pool index of each of this rank's rows: int64 [t].
 
-        For padding, the index is the number of pools.
+        The index of padding rows is the number of pools.
         """
         return state.once("owners", lambda: on_device(self._owners(state), device))
 
@@ -139,7 +140,7 @@ class RouterStats:
         return torch.from_numpy(owners.copy())
 
     def _owners_of(self, state: ChunkState) -> numpy.ndarray:
-        """Return the pool of each row of ``state``."""
+        """Return the pool index of each row of ``state``."""
         owners = numpy.full(state.tokens, len(self.tokens), dtype=numpy.int64)
         for rows in state.rows:
             owners[rows.start : rows.stop] = self.pools.of[rows.span.document]
@@ -162,16 +163,16 @@ class RouterStats:
     ) -> Tensor:
         """Return the logits of ``layer``; their backward adds gradients of auxiliary losses.
 
-        In the first run of a chunk, the chosen experts and the scores are added to the statistics.
-        The backward all-reduces the counts of a pool once.
+        The first run of a chunk adds the chosen experts and the scores to the statistics. The first
+        backward that needs the counts of a pool all-reduces them.
 
         Args:
             logits_tE: logits.
-            scored: maps logits to the chosen experts [t, E] and the scores [t, E].
+            scored: function from logits to the chosen experts [t, E] and the scores [t, E].
             layer: number of the layer in the stage.
             state: state of the chunk.
             first: whether this is the layer's first run of the chunk.
-            fraction: factor on the gradients.
+            fraction: additional factor on the gradients.
         """
         if not self.balancing.coefficient:
             return logits_tE
@@ -210,9 +211,9 @@ class RouterStats:
     def _sum_over_ranks(self, state: ChunkState) -> None:
         """All-reduce the token counts of the chunk's pools, and add auxiliary losses to the log.
 
-        One all-reduce covers all layers of the pools that were not reduced yet. It runs in the
-        backward of a document's last slice, in the first layer that needs the counts. The auxiliary
-        losses are those of this rank's rows, computed from the reduced counts.
+        One all-reduce covers all layers, and the chunk's pools that are not yet reduced. It runs in
+        the backward of a document's last slice, in the first layer that needs the counts. The
+        logged losses are this rank's parts: reduced counts times the scores of its rows.
         """
         documents = [rows.span.document for rows in state.rows] + list(state.local_documents)
         pools = dict.fromkeys(self.pools.of[document] for document in documents)
@@ -237,7 +238,7 @@ class RouterStats:
         return self._once("inverse", [1 / tokens for tokens in self.tokens], like)
 
     def _once(self, name: str, of_pools: Sequence[float], like: Tensor) -> Tensor:
-        """Return [D + 1] factors on the device of ``like``, computed once; that of padding is 0."""
+        """Return cached factors [D + 1] on the device of ``like``; the last, for padding, is 0."""
         if name not in self._of_pools:
             dtype = torch.promote_types(like.dtype, torch.float32)
             factors = torch.tensor([*of_pools, 0.0], dtype=dtype)
@@ -296,7 +297,7 @@ class RouterStats:
 
 
 class _Attached(torch.autograd.Function):
-    """Identity on ``output``, whose backward computes a gradient of ``other``."""
+    """Identity on ``output``, whose backward also returns ``gradient()``, the one of ``other``."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, other: Tensor, gradient: Callable[[], Tensor]) -> Tensor:

@@ -1,12 +1,13 @@
 """Sinkhorn balancing of experts for every document individually.
 
-    weight_te = d1_e * exp(logit_te) * d0_t     each token of a document, and each expert, has
-                                                the same total; the largest choose the experts
+    weight_te = d1_e * exp(logit_te) * d0_t     d0 and d1 make the sums equal for all tokens, and
+                                                for all experts; a token chooses the experts with
+                                                its largest weights
 
-Megatron finds d0 and d1 over all rows that one rank has of a micro-batch
-(core/transformer/moe/moe_utils.py, ``sinkhorn``). Here every document of a chunk has its own, over
-its rows on all ranks, and its iteration ends individually. This is what Megatron computes on one
-rank with one document per micro-batch.
+Megatron computes d0 and d1 over all rows of a micro-batch on one rank
+(core/transformer/moe/moe_utils.py, ``sinkhorn``). Here they are computed for each document of a
+chunk, over the document's rows on all ranks, and the iteration ends for each document individually.
+The result is what Megatron computes on one rank with one document per micro-batch.
 
 t rows of a rank, T rows of a chunk, D documents of a chunk, E experts
 """
@@ -41,7 +42,7 @@ def balanced_weights(logits_tE: Tensor, state: ChunkState, rules: Balancing) -> 
 
 
 def _owners(state: ChunkState) -> Tensor:
-    """Return [T] int64: the index in the chunk of each row's document; their number for padding."""
+    """Return the chunk's document index of each row, int64 [T]; D for padding."""
     owners_T = numpy.full(state.tokens, len(state.rows), dtype=numpy.int64)
     for place, rows in enumerate(state.rows):
         owners_T[rows.start : rows.stop] = place

@@ -1,7 +1,7 @@
 """Offloading of layers whose saved tensors are in host memory from F to B (runtime.host_store).
 
-What a layer saved is its own and is offloaded, including its input, which no other layer saves.
-Parameters, cached K/V, and what all layers of a chunk share (the rotary table) stay on the device.
+The tensors that only this layer saves are offloaded, including its input. Parameters, cached K/V,
+and tensors that all layers of a chunk share (the rotary table) stay on the device.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ def offloading(
     Args:
         state: state of the chunk.
         layer: number of the layer in the stage.
-        others: arguments of the layer other than the hidden states, which are not offloaded.
+        others: arguments of the layer except the hidden states; these arguments stay on the device.
     """
     assert state.host is not None, "a chunk that is offloaded has a store on the host"
     excluded = {tensor.untyped_storage()._cdata for tensor in _tensors(tuple(others.values()))}

@@ -3,8 +3,9 @@
     forward    x -> [module] -> y -> [consumer]      the consumer would save y, the module more
     backward   the consumer needs y: the module runs again on x, which is saved anyway
 
-Dropped are y, which the consumer would save (a saved-tensor hook replaces it by a handle), and what
-the module saves besides x. The module's own backward uses the recomputed values.
+Two kinds of tensors are dropped: y, which the consumer would save (a saved-tensor hook replaces it
+by a handle), and the tensors other than x that the module would save. The module's backward uses
+the recomputed tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +67,7 @@ class DroppedOutputs:
 
     @contextmanager
     def by(self, modules: frozenset[str]) -> Iterator[None]:
-        """Set ``modules`` within the context, and forget all handles after it."""
+        """Set ``modules`` within the context, and remove all handles at its end."""
         before, self.modules = self.modules, modules
         try:
             yield
@@ -106,8 +107,8 @@ def recomputable_all(
 ) -> tuple[tuple[Tensor, ...], tuple[RecomputeHandle, ...]]:
     """Run ``function(*inputs)``, saving only the inputs for the backward.
 
-    Return the outputs and a recompute handle for each. All outputs have one backward. A weight that
-    is used elsewhere, too, may be among the outputs; it then gets one gradient, the sum of both.
+    Return the outputs and a recompute handle for each. All outputs share one backward. ``function``
+    may return an input weight, for uses elsewhere; the weight's gradient is the sum of all uses.
     """
     recompute = _Recompute(function)
     outputs = _Recomputable.apply(recompute, *inputs)
@@ -148,7 +149,7 @@ def saving_handles(
 
 
 class _Recompute:
-    """Run of ``function`` in backward, with the graph of its gradients."""
+    """Repeated run of ``function`` in backward, with its autograd graph."""
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]):
         self.function = function
@@ -157,7 +158,7 @@ class _Recompute:
         self.run: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
 
     def result(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return the inputs, and the outputs computed from them."""
+        """Return the inputs and the recomputed outputs, which are computed in the first call."""
         if self.run is None:
             needed = self.node.needs_input_grad[1:]
             inputs = tuple(
@@ -170,7 +171,7 @@ class _Recompute:
 
 
 class _Output:
-    """Handle of one of several outputs."""
+    """Recompute handle of one output of a function."""
 
     def __init__(self, recompute: _Recompute, index: int):
         self._recompute, self._index = recompute, index

@@ -37,9 +37,9 @@ def wrap_layer(
     Args:
         forward: ``forward(hidden_states=..., **others)`` of the layer.
         index: number of the layer in the stage.
-        state_of: returns the chunk's state from the keyword arguments.
-        checkpoint: runs a function, saving only its input.
-        dropped: outputs that the layer drops; its modules are set for every forward.
+        state_of: function that returns the chunk's state from the keyword arguments.
+        checkpoint: function that runs another function and saves only its input.
+        dropped: registry of the layer's dropped outputs; every forward sets its ``modules``.
     """
 
     @wraps(forward)
@@ -63,15 +63,15 @@ def wrap_layer(
 
 
 def hidden_of(output: Any) -> Tensor:
-    """Return a layer's hidden states, which some layers return with a context."""
+    """Return the hidden states of a layer's output; some layers return (hidden states, context)."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def wrap_norm(norm: nn.Module, dropped: DroppedOutputs):
     """Wrap a norm so that its output is dropped after use if norms are recomputed.
 
-    A norm without weights is not wrapped: it is an identity, and a linear includes the norm, or
-    there is none.
+    A norm without weights is not wrapped: it is an identity, because the next linear includes the
+    norm or because the layer has no norm.
     """
     if not any(True for _ in norm.parameters()):
         return
@@ -91,7 +91,7 @@ def wrap_norm(norm: nn.Module, dropped: DroppedOutputs):
 def wrap_mlp(mlp: nn.Module, dropped: DroppedOutputs):
     """Wrap an MLP to save only its input if MLPs are recomputed.
 
-    If the input was dropped, too, its recompute handle is saved instead.
+    If the input was also dropped, its recompute handle is saved instead.
     """
     forward = mlp.forward
 
@@ -116,7 +116,7 @@ def wrap_mlp(mlp: nn.Module, dropped: DroppedOutputs):
 def wrap_consumer(linear: nn.Module, dropped: DroppedOutputs, last: bool = True):
     """Wrap a linear to save a recompute handle if its input was dropped by an earlier module.
 
-    ``last`` says that no later module of the pass reads the input.
+    ``last`` is whether no later module of the pass reads the input.
     """
     forward = linear.forward
 

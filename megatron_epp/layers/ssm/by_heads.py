@@ -1,10 +1,10 @@
-"""Exchange of rows for heads around a scan, if a chunk's rows are on context-parallel ranks.
+"""Exchange of rows for heads around a scan, if a chunk's rows are sharded over CP ranks.
 
 A state passes through all rows of a document, so rows are exchanged for heads, which are
-independent, as for attention (layers/attention/ulysses.py). Documents that one rank computes have
-every head there, and exchange nothing (layers/attention/local.py).
+independent, as for attention (layers/attention/ulysses.py). A document on one rank has all its rows
+and heads there, so it is not exchanged (layers/attention/local.py).
 
-t rows of this rank, s of them exchanged, T = N s over all N ranks; C channels.
+t rows of this rank, s of them exchanged; T = N s exchanged rows of all N ranks; C channels.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ def scan_by_heads(
 
     Args:
         rows_tC: rows of this rank.
-        sections: sections of their channels.
+        sections: sections into which the channels of the rows are divided.
         state: state of the chunk.
         ulysses: the exchange; None without context parallelism.
         scan: the scan.

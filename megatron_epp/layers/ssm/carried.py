@@ -1,18 +1,19 @@
 """States carried over slice boundaries: kernel calls of a chunk, with initial and final states.
 
     rows of a chunk     [slice of 0 . . .|doc 1 .|doc 2|padding]
-    calls               [+ + slice of 0 . . .|doc 1 .|doc 2|padding]     one, where a slice is first
-                         rows before a boundary, for the convolution
+    calls               [+ + slice of 0 . . .|doc 1 .|doc 2|padding]     one call: slice is first
+                         + +  rows before the boundary, for the convolution
 
-A kernel that supports several sequences takes many of them in one call, but only one state: into
-the first sequence, and out of the last. A slice after a boundary therefore begins a call, and a
-slice before one ends it. For every boundary the store has a row: the state, and the W - 1 rows
-before it that a convolution of W taps sees. Their gradients return the same way.
+A kernel call may compute several sequences, but has one initial state, for its first sequence, and
+one final state, of its last sequence. A slice with an earlier slice therefore begins a call, and a
+slice with a later slice ends a call. For every slice boundary, the store has the state and the
+W - 1 rows before the boundary, for a convolution of W taps. Their gradients go through the store
+from the later slice to the earlier slice.
 
-A document that continues another begins with the state at one of its boundaries. It comes from the
-store or, if both are in one chunk, directly from the call that produced it. A call that would
-exceed a kernel's number of elements is split into several, whose states are passed through
-autograd.
+A document that continues another document begins with the state at a slice boundary of the other
+document. The state comes from the store or, if the boundary is in the same chunk, directly from
+the call that produced it. A call with too many elements for a kernel is split into several calls,
+whose states are passed through autograd.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,17 +40,17 @@ WITHIN = -1  # the boundary between two calls of one slice
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Rows [start, stop) of a chunk for one kernel call: sequences of ``lengths``.
+    """Rows [start, stop) of a chunk for one kernel call: sequences with the given ``lengths``.
 
     Attributes:
         start: first row.
-        stop: row after the last one.
-        lengths: rows of the sequences.
-        document: document of the last sequence, -1 if its state is not carried.
-        before: boundary of document ``of`` with whose state the first sequence begins; None at the
-            first position.
-        after: boundary of ``document`` at which the last sequence leaves its state; None if nothing
-            follows.
+        stop: row after the last row.
+        lengths: number of rows of each sequence.
+        document: document of the last sequence; -1 if its final state is not stored.
+        before: index of the slice boundary of document ``of`` at which the first sequence begins;
+            None if it begins a document, ``WITHIN`` if an earlier call has rows of its slice.
+        after: index of the slice boundary of ``document`` at which the last sequence ends; None if
+            no slice follows it, ``WITHIN`` if a later call has rows of its slice.
         of: document of the boundary ``before``.
     """
 
@@ -63,9 +64,9 @@ class Call:
 
 
 def calls_of(state: ChunkState, channels: int, alone: bool = False) -> tuple[Call, ...]:
-    """Return the calls for all rows of a chunk with ``channels`` channels; computed once per chunk.
+    """Return the calls for all rows of a chunk with ``channels`` channels; cached in the chunk.
 
-    ``alone`` is for kernels that support one sequence per call.
+    ``alone`` makes every sequence a call, for kernels that support one sequence per call.
     """
     most = most_rows(channels)
     calls = _pieces if alone else _calls
@@ -74,7 +75,7 @@ def calls_of(state: ChunkState, channels: int, alone: bool = False) -> tuple[Cal
 
 
 def most_rows(channels: int) -> int:
-    """Return the most rows of ``channels`` channels that one call may have."""
+    """Return the largest number of rows of ``channels`` channels in one call."""
     return max(1, MOST_ELEMENTS // channels // BLOCK_ROWS) * BLOCK_ROWS
 
 
@@ -115,9 +116,9 @@ def _pieces(state: ChunkState, most: int) -> Iterator[Call]:
 
 
 def _boundaries(state: ChunkState, rows: Rows) -> tuple[int | None, int | None]:
-    """Return the boundaries at which the span begins and ends.
+    """Return the indices of the slice boundaries at which the span begins and ends.
 
-    The first belongs to the document before it, which may be another; the second to its own.
+    The first may be a boundary of another document, which the span's document continues.
     """
     if not (rows.cut or rows.prefix):
         return None, None
@@ -135,16 +136,17 @@ def _boundaries(state: ChunkState, rows: Rows) -> tuple[int | None, int | None]:
 class CarriedStates:
     """States and convolution rows at slice boundaries, in one pass of a chunk through a layer.
 
-    For each kernel call, in order, the layer calls :meth:`front` for the rows before the call and
-    :meth:`after` with the rows that the next call needs. Then it calls :meth:`initial` for the
-    state, and :meth:`leave` with the outputs and the final state.
+    For each kernel call, in order, the layer gets the rows before the call from :meth:`front`, and
+    passes the call's rows to :meth:`after`, which saves the last rows for the next call. Then the
+    layer gets the initial state from :meth:`initial`, runs the kernel, and passes the outputs and
+    the final state to :meth:`leave`.
 
     Args:
         state: state of the chunk.
         layer: number of the layer in the stage.
-        taps: taps of the layer's convolution, or of each of several convolutions, whose channels
-            are concatenated.
-        channels: number of channels of a row.
+        taps: W, the taps of the layer's convolution. If the layer has several convolutions, each
+            has W taps and their channels are concatenated.
+        channels: number of channels of a row, which limits the rows of a call.
         alone: whether each sequence is a call of its own.
     """
 
@@ -165,14 +167,14 @@ class CarriedStates:
         self._within: Tensor | None = None
 
     def of_calls(self, rows: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
-        """Split the chunk's ``rows`` along dimension ``dim`` into those of each call."""
+        """Split the chunk's ``rows`` along dimension ``dim`` into the rows of each call."""
         return rows.split([call.stop - call.start for call in self.calls], dim)
 
     def front(self, number: int, rows_LC: Tensor, first: int = 0) -> Tensor | None:
         """Return the W - 1 rows [W-1, C] before call ``number``, for a convolution of W taps.
 
-        The result is None at the start of a document. If the rows before are in another chunk,
-        state and rows are read from the store.
+        The result is None at the start of a document. If the rows before the call are in another
+        chunk, these rows and the state are read from the store.
 
         Args:
             number: index of the call.
@@ -193,11 +195,11 @@ class CarriedStates:
         return tail[:, first : first + rows_LC.shape[1]]
 
     def _tail(self, number: int) -> Tensor:
-        """Return the last W - 1 rows of call ``number``, all channels."""
+        """Return the last W - 1 rows of call ``number``, with all channels."""
         return concatenated(self._tails[number], 1)
 
     def initial(self, number: int) -> Tensor | None:
-        """Return the initial state of call ``number``, after its ``front``; None for zeros."""
+        """Return the initial state of call ``number``; None for zeros. Call ``front`` before."""
         call = self.calls[number]
         if call.before is None:
             return None
@@ -213,8 +215,8 @@ class CarriedStates:
     def after(self, number: int, rows_LC: Tensor) -> None:
         """Record the last W - 1 input rows of call ``number``'s convolution, for the next call.
 
-        ``rows_LC`` includes the rows of :meth:`front`. Several convolutions are recorded one after
-        the other. If nothing follows the call, nothing is recorded.
+        ``rows_LC`` includes the rows of :meth:`front`. A layer with several convolutions calls this
+        method once for each. If no slice follows the call, nothing is recorded.
         """
         call, wanted = self.calls[number], self.taps - 1
         if call.after is None:
@@ -227,11 +229,11 @@ class CarriedStates:
         self._tails.setdefault(number, []).append(rows_LC[len(rows_LC) - wanted :])
 
     def leave(self, number: int, outputs: Tensor, final: Tensor | None) -> Tensor:
-        """Return ``outputs`` of call ``number``, and store its final state for what follows.
+        """Return ``outputs`` of call ``number``, and save its final state for the next call.
 
-        If a slice boundary follows, the state goes to the store, and the backward of the outputs
-        reads the state's gradient from there. If another call of the document follows in this
-        chunk, it gets the state by :meth:`initial`.
+        If the call ends at a slice boundary, the state goes to the store, and the backward of the
+        outputs reads the state's gradient from the store. If the next call continues the same
+        slice, :meth:`initial` returns the state.
 
         Args:
             number: index of the call.
@@ -255,8 +257,8 @@ class CarriedStates:
     def boundaries(self, number: int, front: int, device: torch.device) -> Tensor | None:
         """Return the cumulative lengths of the sequences of call ``number``: int64.
 
-        The first sequence includes ``front`` rows before a boundary. All layers of the chunk get
-        the same cached tensor. The result is None if every sequence is a call (``alone``).
+        The first sequence includes the ``front`` rows before the call. The tensor is cached for all
+        layers of the chunk. The result is None if every sequence is a call (``alone``).
         """
         if self.alone:
             return None
@@ -290,15 +292,16 @@ class CarriedStates:
     def _once(
         self, what: str, number: int, front: int, device: torch.device, make: Callable[[], Tensor]
     ) -> Tensor:
-        """Return ``make()`` on the device, called for the first layer of the chunk only."""
+        """Return ``make()`` on the device; computed in the chunk's first layer, then cached."""
         name = f"{what} of call {number} of {self.most} rows, behind {front}"
         return self.state.once(name, lambda: on_device(make(), device))
 
 
 class _Take(torch.autograd.Function):
-    """State and rows from the store at the boundary where a call begins.
+    """Function that reads the state and the rows at a call's first boundary from the store.
 
-    Their gradients go to the store. ``rows``, those of the call, connect it to the graph.
+    Its backward adds their gradients to the store. ``rows`` of the call only connect the function
+    to the autograd graph.
     """
 
     @staticmethod
@@ -320,7 +323,7 @@ class _Take(torch.autograd.Function):
 
 
 def _seen(state: ChunkState, layer: int, call: Call) -> None:
-    """Free the states of a document that no call needs any more, in forward-only passes."""
+    """Free the states that ``call`` was the last to read, in forward-only passes."""
     store, document = state.store, call.of
     if state.training:
         return
@@ -331,18 +334,18 @@ def _seen(state: ChunkState, layer: int, call: Call) -> None:
 
 
 def _own(row: Tensor) -> Tensor:
-    """Return an alias of ``row``'s storage that is not a view.
+    """Return a tensor with ``row``'s storage that is not a view.
 
-    Writes of later boundaries elsewhere in the buffer then do not change its version counter.
+    Later writes to other rows of the buffer then do not change the tensor's version counter.
     """
     memory = row.untyped_storage()
     return row.new_empty(0).set_(memory, row.storage_offset(), row.size(), row.stride())
 
 
 class _Leave(torch.autograd.Function):
-    """Identity on ``outputs`` that stores the state after them.
+    """Identity on ``outputs`` of a call that stores the call's final state.
 
-    Its backward reads the gradient that the next slice left in the store.
+    Its backward reads the state's gradient, which the next slice added to the store.
     """
 
     @staticmethod

@@ -1,8 +1,8 @@
 """Convolutions and delta rules of flash-linear-attention, call by call.
 
-Both support several sequences, and a rule takes a state for each. In released kernels the state of
-a convolution is wrong for sequences of one or two rows. The rows before a boundary are therefore
-passed as rows, and dropped afterwards.
+Both support several sequences per call; a delta rule has an initial state for each of them. In
+released kernels the state of a convolution is wrong for sequences of one or two rows. The rows
+before a boundary are therefore passed as additional rows, whose outputs are dropped.
 
 T rows of a chunk, C channels, H heads of P channels of values.
 """
@@ -23,13 +23,13 @@ Convolution = Callable[[Tensor, Any], Tensor]
 def convolve_calls(
     rows_TC: Tensor, states: CarriedStates, convolution: Convolution, first: int = 0
 ) -> Tensor:
-    """Return [T, C]: the rows through a convolution.
+    """Apply ``convolution`` to the rows of each call, and return the outputs [T, C].
 
     Args:
         rows_TC: rows of the chunk.
         states: states and rows at the boundaries.
         convolution: the convolution.
-        first: index of its first channel among the layer's convolved channels.
+        first: index of the convolution's first channel among the layer's convolved channels.
     """
     outputs = []
     for number, rows in enumerate(states.of_calls(rows_TC)):

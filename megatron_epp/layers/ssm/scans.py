@@ -1,10 +1,10 @@
 """Scans of SSM and linear-attention layers in torch, for CPU-only hosts.
 
-Each works in blocks of rows: rows of a block interact as in attention, and a state passes from
-block to block. Several sequences are scanned one by one.
+Each scan works in blocks of rows: the rows of a block interact as in attention, and a state passes
+from block to block. A call scans one sequence.
 
-L rows of a sequence in c blocks of Q, H heads of which R share a group, G groups (H = G R), P
-channels of a head's values, N (of the delta rule K) channels of its keys.
+L rows of a sequence, in c blocks of Q rows; H heads, in G groups of R heads (H = G R); P channels
+of a head's values; N channels of a head's keys (K channels in the delta rule).
 """
 
 from collections.abc import Callable, Sequence
@@ -90,8 +90,8 @@ def gated_delta_rule(
     """Return the gated delta rule's outputs [L, H, P] and the final state [H, K, P].
 
     S = exp(g) S, then S = S + k beta (v - k'S)', output = scale q'S. Source: Yang, Kautz and
-    Hatamizadeh, Gated Delta Networks (2025), eq. 10; rows of a block by one triangular system, as
-    in section 3.3. Kimi Linear (arXiv 2510.26692), eq. 1.
+    Hatamizadeh, Gated Delta Networks (2025), eq. 10; a triangular system per block, as in section
+    3.3. For the decay per channel: Kimi Linear (arXiv 2510.26692), eq. 1.
 
     Args:
         q_LHK: queries.
@@ -119,7 +119,7 @@ def _delta_blocks(
     within = _decay(decayed.mT).movedim(-3, -1)  # [c, H, Q, Q, k]
 
     def scored(x: Tensor) -> Tensor:
-        """Return products of the rows of ``x`` with K, decayed."""
+        """Return the products of the rows of ``x`` with the keys, times the decay."""
         if within.shape[-1] == 1:
             return (x @ k.mT) * within[..., 0]
         return torch.einsum("chik,chjk,chijk->chij", x, k, within)
@@ -151,7 +151,7 @@ def _with_rest(
     parts: Sequence[Tensor],
     state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``scan`` of the complete blocks, then of the remaining rows.
+    """Run ``scan`` on the complete blocks, then on the remaining rows; join the outputs.
 
     Padding with zeros instead would copy all rows, and save the copies for backward.
     """
@@ -170,7 +170,7 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _decay(sums: Tensor) -> Tensor:
-    """Return [..., Q, Q] decay from row j to row i, from cumulative logarithms; 0 for later j."""
+    """Return the decay [..., Q, Q] from row j to row i (0 if j > i), from cumulative logarithms."""
     rows = sums.shape[-1]
     later = torch.ones(rows, rows, dtype=torch.bool, device=sums.device).triu(1)
     return (sums[..., :, None] - sums[..., None, :]).masked_fill(later, -torch.inf).exp()

@@ -3,10 +3,10 @@
     op   computes             graph
     F    Y  = X A^T (+ b)     autograd has X and b of the chunk, not A
     I    dX = dY A, db        a root per linear is saved: it holds X and dY, and leads to A
-    W    dA = dY^T X          backward from those roots, in the order in which I saved them
+    W    dA = dY^T X          backward from the roots, in the order in which I saved them
 
-A root is an autograd graph. Saved-tensor hooks therefore see what I holds for W, and gradients
-accumulate as in any backward. Hooks on a weight fire once per W.
+A root is the output of an autograd graph. Saved-tensor hooks therefore see the tensors that I saves
+for W, and gradients accumulate as in any backward. Hooks on a weight fire once per W.
 
 T rows of the chunk (t on this rank, if sequence parallelism shards them), K inputs and N outputs of
 the linear on this rank.
@@ -80,7 +80,7 @@ class DeferredWeightGrads:
     def hold(self, root: Tensor, weight: Parameter, bias: Parameter | None = None):
         """Store an autograd root whose backward computes the gradients of ``weight`` and ``bias``.
 
-        ``bias`` is None if autograd computes its gradient in I. ``noticed`` is called.
+        ``bias`` is None if autograd computes the bias gradient in I. Calls ``noticed``.
         """
         self._roots.setdefault(weight, []).append(root)
         if bias is not None:
@@ -89,9 +89,9 @@ class DeferredWeightGrads:
             self._noticed(weight)
 
     def accumulate(self, parameter: Parameter):
-        """Compute and accumulate the deferred gradient of ``parameter``, and free its inputs.
+        """Compute and accumulate the deferred gradient of ``parameter``; free the saved tensors.
 
-        The hooks of the parameter run. A bias is computed together with its weight.
+        The hooks of the parameter run. Gradients of a bias and its weight are computed together.
         """
         weight = self._with.get(parameter, parameter)
         roots = self._roots.pop(weight)
@@ -112,10 +112,10 @@ def deferred_linear(
     """Compute ``linear`` on an input; the backward defers the weight gradient.
 
     Args:
-        input_tK: input, which must require a gradient: its backward defers the weight gradient.
+        input_tK: input, which must require a gradient, so that the backward runs.
         bias_N: bias, or None.
         linear: the layer.
-        deferred: receives the input and the output's gradient.
+        deferred: object that stores the input and the output's gradient until W.
 
     Returns:
         The output [T, ..., N].
@@ -186,5 +186,5 @@ def _gather(shard_tK: Tensor, linear: Linear) -> Tensor:
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """Return [T, 1, N] as [T, N], for a plain matrix product."""
+    """Return [T, 1, N] as [T, N], for a product of two matrices."""
     return tensor.reshape(-1, tensor.shape[-1])

@@ -1,18 +1,18 @@
 """Deferred weight gradients of Transformer Engine's linears.
 
-A linear passes what its weight gradient is computed from to its ``wgrad_store``
-(delay_wgrad_compute; checked in version 2.20):
+A linear passes the operands of its weight gradient to its ``wgrad_store`` (delay_wgrad_compute;
+checked in version 2.20):
 
     forward    remembers module.wgrad_store
     backward   store.put([input, output's gradient], product); returns no weight gradient
     W          store.pop(): product(input, gradient) -> (dA, db)
 
-The module's own store is a queue, which requires Ws in the order of Is, and its hooks bypass
-autograd's. Each deferred forward therefore gets a store that makes a root of the chunk's
-:class:`~megatron_epp.layers.wgrad.linear.DeferredWeightGrads`, as any linear does.
+The module's own store is a queue, which requires Ws in the order of Is, and its hooks bypass the
+hooks of autograd. Each deferred forward therefore gets a store that adds a root to the chunk's
+:class:`~megatron_epp.layers.wgrad.linear.DeferredWeightGrads`, as for other linears.
 
-Meanwhile the module sees another leaf over the weight's data. Otherwise autograd would reach the
-real weight in I without a gradient, and run the hooks that wait for W's.
+During this forward, the weight is replaced by another leaf with the same data. Otherwise autograd
+would reach the weight in I without a gradient, and run the hooks that must run in W.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,9 +44,9 @@ def deferred_forward(
 ):
     """Run ``forward(*args, **others)`` of ``module`` with weight gradients deferred to W.
 
-    The backward of the output adds a root to ``deferred``, whose backward computes the weight
-    gradient. During the forward, the module has another ``wgrad_store`` and other leaves for its
-    parameters; both are restored afterwards.
+    The backward of the output adds a root to ``deferred``; the root's backward computes the weight
+    gradient. During the forward, the module's ``wgrad_store`` and parameters are replaced; they are
+    restored afterwards.
     """
     store = _DeferringStore(module, deferred)
     parameters, own = module._parameters, module.wgrad_store
@@ -63,8 +63,8 @@ def deferred_forward(
 class _DeferringStore:
     """Replacement of ``module.wgrad_store`` during one forward and its backward.
 
-    ``leaves`` are tensors that the module takes for its parameters. A bias is one if the product of
-    the weight gradient computes the bias's too; otherwise autograd does.
+    ``leaves`` replace parameters of the module: the weight, and the bias if the weight gradient's
+    product also computes the bias gradient. Otherwise autograd computes the bias gradient.
     """
 
     def __init__(self, module: Any, deferred: DeferredWeightGrads):
@@ -102,9 +102,9 @@ class _DeferringStore:
 
 
 def _taken_apart(tensor: Any) -> tuple[Any, list[Tensor | None]]:
-    """Return the shell and the tensors of an operand; the shell of a plain tensor is None.
+    """Split an operand into a shell and its tensors; the shell of a torch tensor is None.
 
-    A quantised operand yields data and scales by its own protocol.
+    The tensors of a quantised operand are its data and scales (``prepare_for_saving``).
     """
     if isinstance(tensor, Tensor):
         return None, [tensor.detach()]
@@ -113,7 +113,7 @@ def _taken_apart(tensor: Any) -> tuple[Any, list[Tensor | None]]:
 
 
 def _put_together(shell: tuple[Any, int] | None, queue: list[Tensor | None]) -> Any:
-    """Return the operand from the first tensors in ``queue``."""
+    """Return the operand of ``shell``; its tensors are removed from the front of ``queue``."""
     if shell is None:
         return queue.pop(0)
     emptied, count = shell
@@ -156,7 +156,7 @@ class _Product(torch.autograd.Function):
 def _added(weight: Parameter) -> Tensor | None:
     """Return a placeholder for a gradient that was added to ``main_grad``.
 
-    The hook of Megatron's gradient reduction waits for any tensor, and removes it.
+    Megatron's gradient-reduction hook requires a gradient, and discards the placeholder.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None

@@ -1,10 +1,10 @@
-"""FP8 with one scale per tensor: the largest number of the format over that of the tensor.
+"""FP8 with one scale per tensor: the format's largest number over the tensor's largest number.
 
     x [T, K]    data [T, K]    transpose [K, T], if products read rows only    1 / scale [1]
 
-``current`` scaling computes the largest number itself, over a group if requested. When parts of
-weights are cast, the scale is given (``Float8Quantizer``). A transpose that is marked as stale is
-not read.
+A quantizer with current scaling computes the tensor's largest number, over a group if requested.
+When parts of weights are cast, the quantizer has the scale (``Float8Quantizer``). A transpose that
+is marked as stale is not read.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ from megatron_epp.te_reference.operands import expect, torch_dtype
 
 
 def has_one_scale(of: Any) -> bool:
-    """Return whether a quantizer, or a tensor, has one scale."""
+    """Return whether ``of`` is a tensor with one scale, or a quantizer with current scaling."""
     return hasattr(of, "_transpose_invalid") or _named(of, "Float8CurrentScalingQuantizer")
 
 
 def has_scale(quantizer: Any) -> bool:
-    """Return whether a quantizer of whole tensors is given its scale."""
+    """Return whether ``quantizer`` has a scale per tensor that it does not compute."""
     return _named(quantizer, "Float8Quantizer")
 
 
@@ -30,7 +30,7 @@ def _named(of: Any, name: str) -> bool:
 
 
 def scale_of(amax: Tensor, largest: float, power_of_two: bool, epsilon: float = 0.0) -> Tensor:
-    """Return the scale, float32; 1 for zeros and for values that are not finite."""
+    """Return the scale in float32; 1 if ``amax`` is zero or not finite."""
     largest_value = amax.float().clamp(min=epsilon)
     none = (largest_value == 0) | ~largest_value.isfinite()
     scale = (largest / largest_value.masked_fill(none, largest)).clamp(
@@ -73,14 +73,14 @@ def quantize_per_tensor(kernel: str, x: Tensor, quantizer: Any, output: Any) -> 
 def _largest_of(amax: Tensor, group: Any) -> Tensor:
     """Return the maximum over the ranks of ``group``.
 
-    As the kernel, it does not call torch.distributed's functions.
+    Like the kernel, it does not call torch.distributed's functions.
     """
     reduced = torch.ops._c10d_functional.all_reduce(amax.view(1), "max", group.group_name)
     return torch.ops._c10d_functional.wait_tensor(reduced)[0]
 
 
 def per_tensor_operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
-    """Return [T, K] values from the data that a product in this direction reads."""
+    """Return the values [T, K] that a product reads from row-wise or column-wise data."""
     dtype = torch_dtype(tensor._fp8_dtype)
     across = columnwise and torch.cuda.get_device_properties(0).major < 10
     data = tensor._transpose if across else tensor._data

@@ -1,7 +1,8 @@
-"""Primary weights in fp8: parts of main weights, cast into their place.
+"""Primary weights in fp8: each rank casts its part of the main weights.
 
 A rank of a distributed optimizer has a range of a weight's elements in row-major order. Each rank
-computes the largest numbers of its range, all ranks agree on the scales, and each casts its range.
+computes the largest numbers of its range, all ranks agree on the scales, and each rank casts its
+range.
 """
 
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ def multi_tensor_compute_scale_inv_e8m0(chunk_size: int, noop_flag: Any, lists: 
 
 
 def _placed(kernel: str, part: Tensor, rows: int, columns: int, start: int) -> Tensor:
-    """Return [rows, columns] with ``part`` at its place, and zeros elsewhere."""
+    """Return [rows, columns] with ``part`` from flat index ``start`` on, and zeros elsewhere."""
     values = wide(dense(kernel, "the part", part)).double().flatten()
     fits = start >= 0 and start + len(values) <= rows * columns
     expect(fits, kernel, f"{len(values)} numbers from {start} on, of {rows} x {columns}")

@@ -1,16 +1,17 @@
 """Quantisation in blocks: fp8 (1 x 128, 128 x 128) and MXFP8 (1 x 32), by rows and columns.
 
-The scale of a block is the smallest power of two with which its largest element fits. Column-wise
-data are for products that reduce over rows; fp8 blocks are transposed there, MXFP8 blocks are not.
+The scale of a block is the smallest power of two with which the block's largest element fits the
+format. Column-wise data are for products that reduce over rows. Column-wise fp8 data are
+transposed; column-wise MXFP8 data are not.
 
     x [T, K]            data        scales, padded
     FP8, 1 x 128        [T, K]      [K / 128, T]         by columns   [K, T]   [T / 128, K]
     FP8, 128 x 128      [T, K]      [T / 128, K / 128]   by columns   [K, T]   [K / 128, T / 128]
     MXFP8, 1 x 32       [T, K]      [T, K / 32]          by columns   [T, K]   [T / 32, K]
 
-Scales of MXFP8 have this layout or, on request, that of products on Blackwell (cuBLAS's "swizzled"
-block scales): groups of four along the reduced dimension, for 128 rows. For one scale per tensor
-see per_tensor.py.
+MXFP8 scales have the layout above or, on request, the layout of cuBLAS's products on Blackwell
+("swizzled" block scales): tiles of 128 rows and 4 scales along the reduced dimension. For formats
+with one scale per tensor, see per_tensor.py.
 """
 
 import importlib
@@ -45,7 +46,7 @@ class _Layout:
         data_across: whether data are transposed.
         scales_across: whether scales are transposed.
         exponents: whether scales are stored as exponents.
-        swizzled: whether scales have cuBLAS's layout.
+        swizzled: whether scales have cuBLAS's layout of tiles.
     """
 
     rows: int
@@ -57,7 +58,7 @@ class _Layout:
 
 
 def _layout(of: Any, columnwise: bool) -> _Layout:
-    """Return the layout of a quantizer's tensors, or of a tensor."""
+    """Return the layout of ``of``: of a quantizer's tensors, or of a quantised tensor."""
     two_dimensional = getattr(of, "_is_2D_scaled", None)
     if type(of).__name__ == "Float8BlockQuantizer":
         two_dimensional = of.block_scaling_dim == 2
@@ -77,17 +78,17 @@ def _layout(of: Any, columnwise: bool) -> _Layout:
 
 
 def is_quantised(tensor: Any) -> bool:
-    """Return whether a tensor is one of Transformer Engine's quantised ones."""
+    """Return whether ``tensor`` is a quantised tensor of Transformer Engine."""
     return hasattr(tensor, "_fp8_dtype")
 
 
 def power(exponents: Tensor) -> Tensor:
-    """Return 2 to these integers, exactly."""
+    """Return 2 to the power of ``exponents``, exactly, as float64."""
     return ((exponents + 1023) << 52).view(torch.float64)
 
 
 def tiled(x_TK: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the magnitudes of x in blocks [down, rows, across, columns], padded with zeros."""
+    """Return |x| padded with zeros, as [blocks down, rows, blocks across, columns]."""
     missing = -x_TK.shape[1] % columns, -x_TK.shape[0] % rows
     tiles = pad(x_TK, (0, missing[0], 0, missing[1])).abs()
     return tiles.view(tiles.shape[0] // rows, rows, tiles.shape[1] // columns, columns)
@@ -100,7 +101,7 @@ def exponents_of(amax: Tensor, largest: float) -> Tensor:
 
 
 def expand_blocks(blocks: Tensor, shape: Sequence[int], rows: int, columns: int) -> Tensor:
-    """Return [T, K] of size ``shape`` with one number per block."""
+    """Return ``blocks`` repeated to ``shape`` [T, K]: each element has its block's number."""
     wide = blocks.repeat_interleave(rows, 0)[: shape[0]]
     return wide.repeat_interleave(columns, 1)[:, : shape[1]]
 
@@ -108,7 +109,7 @@ def expand_blocks(blocks: Tensor, shape: Sequence[int], rows: int, columns: int)
 def create_empty_quantized_tensor(
     quantizer: Any, shape: Any, dtype: torch.dtype, device: Any, pin_memory: bool
 ) -> Any:
-    """Return an uninitialised tensor of ``quantizer``."""
+    """Return an uninitialised tensor in the format of ``quantizer``."""
     spec: Any = importlib.import_module("transformer_engine.pytorch.dynamo.tensor_spec")
     specification = spec.TensorSpec(tuple(shape), dtype, quantizer, device=torch.device("cpu"))
     return specification.create_tensor()
@@ -157,8 +158,8 @@ def split_quantize(
 def _swizzled(scales: Tensor, columnwise: bool) -> Tensor:
     """Return scales in cuBLAS's layout.
 
-    They are tiles of 128 x 4; in each, rows 0, 32, 64, 96 are adjacent, then 1, 33, ...
-    ``columnwise`` means that the product reduces over columns.
+    The layout has tiles of 128 x 4 scales. In a tile, rows 0, 32, 64, 96 are adjacent, then rows
+    1, 33, ... ``columnwise`` is whether the scales are those of column-wise data.
     """
     flat = scales.T if columnwise else scales
     rows, columns = flat.shape
@@ -182,7 +183,7 @@ def _parts(tensor: Any, columnwise: bool) -> tuple[Any, Any]:
 def _scaled(
     kernel: str, x_TK: Tensor, layout: _Layout, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return x over its blocks' scales in ``dtype``, and the exponents of the scales."""
+    """Return x divided by its blocks' scales, in ``dtype``, and the exponents of the scales."""
     (rows, columns), largest = x_TK.shape, torch.finfo(dtype).max
     divisible = not (layout.exponents and (rows % MX_BLOCK or columns % MX_BLOCK))
     expect(divisible, kernel, f"({rows}, {columns}) in MXFP8, expected multiples of {MX_BLOCK}")
@@ -192,7 +193,7 @@ def _scaled(
 
 
 def operand(kernel: str, name: str, tensor: Any, columnwise: bool) -> Tensor:
-    """Return [T, K] values of a quantised tensor, as a product in this direction reads them."""
+    """Return the values [T, K] that a product reads from row-wise or column-wise data."""
     if has_one_scale(tensor):
         return per_tensor_operand(kernel, name, tensor, columnwise)
     data, scales = _parts(tensor, columnwise)
@@ -221,7 +222,7 @@ def dequantize(tensor: Any, dtype: Any) -> Tensor:
 
 
 def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
-    """Return bytes [..., K] as [K, ...]."""
+    """Return the fp8 bytes [..., K] transposed to [K, ...]."""
     turned = data.reshape(-1, data.shape[-1]).T.contiguous().view(data.shape[-1], *data.shape[:-1])
     return turned if out is None else out.copy_(turned)
 
