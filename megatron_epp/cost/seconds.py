@@ -47,7 +47,7 @@ class OpSeconds:
     ends: Ends
 
     def of(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """Return [stages, chunks] seconds without recompute; at least the host's to issue the op."""
+        """Return [stages, chunks]: seconds without recompute, at least the host's time."""
         return np.maximum(self.device(kind, loads), self.host[kind][:, None])
 
     def device(self, kind: Kind, loads: Loads) -> np.ndarray:
@@ -223,7 +223,7 @@ class OpSeconds:
         return row
 
     def recompute(self, choice: Choice, loads: Loads) -> np.ndarray:
-        """Return the seconds to recompute one layer: [chunks]; [stages, chunks] if devices differ."""
+        """Return [chunks]: seconds to recompute a layer; [stages, chunks] if devices differ."""
         if self.layout.unlike_devices:
             return self.layout.stagewise(
                 lambda each: np.tile(
