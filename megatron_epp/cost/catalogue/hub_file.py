@@ -85,7 +85,7 @@ class HubConfig:
         """Return the value of ``key`` in the file, else the family's default, else ``rule``."""
         if self.keys.get(key) is not None:
             return self.keys[key]
-        defaults = {} if key in self.keys else _renamed(self.family.keys)  # a null key has no default
+        defaults = {} if key in self.keys else _renamed(self.family.keys)  # null: no default
         taken = defaults.get(key, rule)
         neutral = taken in (None, [], "", {}) or (key not in defaults and taken in (0, 1))
         if key not in self.keys and not neutral:
@@ -151,7 +151,7 @@ class HubConfig:
         return value
 
     def by_layer(self, key: str, layers: int, kind: type) -> list | None:
-        """Return the list at ``key``, with an entry for each of ``layers``; None if it is missing."""
+        """Return the list at ``key`` with an entry for each of ``layers``; None if missing."""
         value = self.keys.get(key)
         if value is None:
             return None
