@@ -98,7 +98,7 @@ def require_policy(overlong: str) -> None:
 def apply_context(
     inputs: np.ndarray, context: int, overlong: str, first_sequence: int = 0
 ) -> DocumentIndex:
-    """Return documents of at most ``context`` input tokens, after ``overlong`` for longer ones.
+    """Return documents of at most ``context`` input tokens; apply ``overlong`` to longer sequences.
 
     Args:
         inputs: [sequences] int, input tokens of each sequence; sequences without any are skipped.

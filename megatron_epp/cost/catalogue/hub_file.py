@@ -60,7 +60,7 @@ class HubConfig:
     Attributes:
         where: name of the file in errors.
         name: name of the model, on one printable line.
-        model_type: model type as which the file is interpreted.
+        model_type: model type used to interpret the file.
         family: properties and defaults of this model type.
         keys: keys of the decoder, with one name for each quantity.
         notes: what was left out or not used, one line each.
@@ -221,7 +221,7 @@ def hub_config(name: str, value: Mapping[str, Any], like: str | None = None) -> 
     Args:
         name: file, folder or repository, as the user named it.
         value: JSON object.
-        like: model type as which the file is interpreted, instead of its own model_type.
+        like: model type used to interpret the file, instead of the file's model_type.
 
     Raises:
         ValueError: the model type is missing, unknown or not supported.

@@ -354,7 +354,7 @@ def model(name: str, like: str | None = None) -> Model:
     Args:
         name: name in the catalogue, JSON file with the model's shape, or a config.json of
             transformers: the file, its folder, or a cached ``org/name``.
-        like: model type as which a config.json is interpreted, instead of its own model_type.
+        like: model type used to interpret a config.json, instead of the file's model_type.
 
     Raises:
         ValueError: there is no such model, or its description is invalid.

@@ -170,7 +170,7 @@ def _host_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
 
 
 def _alike(coefficient: Bytes) -> Bytes:
-    """Return ``coefficient`` with uncut bytes for all tokens; cutting does not change the ends."""
+    """Return ``coefficient`` with as many bytes per cut token as per other token."""
     return Bytes(coefficient.per_token, coefficient.per_token)
 
 

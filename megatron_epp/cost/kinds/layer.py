@@ -166,7 +166,7 @@ class Layer:
 
     @cached_property
     def routed(self) -> RoutedExperts:
-        """Routed experts of the one sublayer that has them."""
+        """Routed experts of the layer; at most one sublayer has experts."""
         return next((part.routed for part in self.parts if part.routed.copies), RoutedExperts())
 
     @property
@@ -196,7 +196,7 @@ class Layer:
 
     @property
     def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """Workspaces while F and B run, from the one sublayer that has any."""
+        """Workspaces while F and B run; at most one sublayer has workspaces."""
         return {op: each for part in self.parts for op, each in part.workspaces.items()}
 
     @property

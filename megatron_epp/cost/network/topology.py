@@ -8,7 +8,7 @@ context-parallel group are ``tp`` devices apart, members of a data-parallel grou
               c0      c1      c2      c3        devices 0 2 4 6 and 1 3 5 7
 
 A group inside a node communicates at the node's rate. If groups span several nodes, all devices of
-a node share its link. If a group of ``size`` members has ``here`` of them on each node, each member
+a node share its link. If ``here`` of the ``size`` members of a group are on each node, each member
 sends the fraction (size - here) / size of its bytes to other nodes.
 """
 
