@@ -106,7 +106,7 @@ class DSAPart(MLAPart):
 
     @property
     def flops_per_pair(self) -> float:
-        """Forward flops per pair of the indexer; with ``taught_on_all`` also of QK' for its loss."""
+        """Forward flops per pair of the indexer; with ``taught_on_all`` also QK' for its loss."""
         scores = self._index_hidden + self.shape.index_heads
         return 2.0 * (scores + self._absorbed * self.shape.taught_on_all)
 
