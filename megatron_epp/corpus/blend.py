@@ -19,9 +19,9 @@ TOKENS, DOCUMENTS = BLENDS = ("tokens", "documents")  # unit of the weights of a
 def order_by_tokens(
     lengths: Sequence[Callable[[int], np.ndarray]], weights: Sequence[float], size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (corpus int16, place in its corpus's order int64) of the first documents: two [size].
+    """Return (corpus int16, index in the corpus's order int64) of the drawn documents: two [size].
 
-    A larger ``size`` has the same beginning.
+    A larger ``size`` begins with the same documents.
 
     Args:
         lengths: functions that return the tokens of the first n documents of each corpus: [n],
@@ -33,7 +33,7 @@ def order_by_tokens(
         return np.empty(0, np.int16), np.empty(0, np.int64)
     counts = [size // len(weights) + 1] * len(weights)
     due = [_due(*corpus) for corpus in zip(lengths, weights, counts, strict=True)]
-    # Until enough documents are due before any that has not been read.
+    # Read more until ``size`` documents are due before any document that has not been read.
     while sum(map(len, reached := _before(due))) < size:
         shortest = min(range(len(due)), key=lambda corpus: due[corpus][-1])
         counts[shortest] *= 2
@@ -45,19 +45,19 @@ def order_by_tokens(
 
 
 def document_weights(weights: Sequence[float], mean_tokens: Sequence[float]) -> list[float]:
-    """Return weights of documents, with sum 1, that give tokens in proportion to ``weights``."""
+    """Return weights of documents, with sum 1, that draw tokens in proportion to ``weights``."""
     parts = [weight / mean for weight, mean in zip(weights, mean_tokens, strict=True)]
     return [part / sum(parts) for part in parts]
 
 
 def _due(lengths: Callable[[int], np.ndarray], weight: float, count: int) -> np.ndarray:
-    """Return when the middle of each document is due, ascending, and all tokens end: [n + 1]."""
+    """Return when the middle of each document is due, then when the last one ends: [n + 1]."""
     tokens = lengths(count).astype(np.int64)
     ends = np.cumsum(tokens)
     return np.append(ends - tokens / 2, ends[-1]) / weight
 
 
 def _before(due: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the documents of each corpus that are due before the first corpus ends."""
+    """Return due times of each corpus's documents that are due before the first corpus ends."""
     end = min(one[-1] for one in due)
     return [one[: np.searchsorted(one[:-1], end)] for one in due]

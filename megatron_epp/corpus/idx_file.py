@@ -40,7 +40,7 @@ _AGAIN = "prepare or copy it again"
 
 @dataclass(frozen=True, slots=True)
 class CorpusFiles:
-    """Corpus with a valid index, and what the index says.
+    """Corpus with a valid index, and the contents of the index.
 
     Attributes:
         prefix: path without suffix.
@@ -62,10 +62,11 @@ class CorpusFiles:
 
 
 def examine(prefix: str) -> CorpusFiles:
-    """Read the index of a corpus and check it against the size of its ``.bin``; reads no token.
+    """Read the index of a corpus and check it against the size of its ``.bin``; do not read tokens.
 
     Raises:
-        ValueError: a file is missing or is no index, or the two do not match.
+        ValueError: a file is missing, the ``.idx`` is not an index or describes no token, or the
+            two files do not match.
     """
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
     if not index.is_file():
@@ -85,10 +86,10 @@ def examine(prefix: str) -> CorpusFiles:
 def read_index(index: Path) -> CorpusFiles:
     """Read and check an index, and the size of the ``.bin`` next to it if there is one.
 
-    Time and reading are linear in the size of the index; memory is one block of it.
+    Time is linear in the size of the index; memory is limited to one block of it.
 
     Raises:
-        ValueError: it is no index, is damaged, or describes another ``.bin``.
+        ValueError: the file is not an index, is damaged, or describes another ``.bin``.
     """
     index_bytes = index.stat().st_size
     with index.open("rb") as file:
@@ -149,7 +150,7 @@ def _columns(index: Path, sequences: int, boundaries: int) -> tuple[np.ndarray, 
 
 
 def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """Return the bytes of the .bin, after checking that sequences are contiguous."""
+    """Return the bytes of the .bin; check that sequences are contiguous."""
     end = 0  # bytes before this block
     for first in range(0, len(lengths), BLOCK_ENTRIES):
         here = lengths[first : first + BLOCK_ENTRIES]
@@ -172,7 +173,7 @@ def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, item
 
 
 def _check_boundaries(index: Path, starts: np.ndarray, sequences: int) -> int:
-    """Return the most sequences of a document, after checking that documents cover them all."""
+    """Return the most sequences of a document; check that documents cover all sequences."""
     if starts[0] != 0:
         raise ValueError(
             f"{index}: damaged: its documents start at sequence {starts[0]}, not 0; {_AGAIN}"
@@ -196,9 +197,9 @@ def _check_boundaries(index: Path, starts: np.ndarray, sequences: int) -> int:
 def examine_vocabulary(files: CorpusFiles, vocabulary_size: int) -> None:
     """Check that the token ids of a corpus are below ``vocabulary_size``.
 
-    The check is exact for up to SCAN_BYTES of tokens. Of a larger corpus it reads only that many
-    bytes, in evenly spaced blocks, so that a job starts quickly. Training checks every document
-    that it reads (documents.py).
+    The check reads all tokens of a corpus of up to SCAN_BYTES. Of a larger corpus it reads only
+    SCAN_BYTES, in evenly spaced blocks, so that a job starts quickly. Training checks every
+    document that it reads (mcore/data/documents.py).
 
     Raises:
         ValueError: a token id is outside the vocabulary.

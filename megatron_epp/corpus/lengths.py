@@ -1,13 +1,13 @@
 """Lengths of documents from a list, a Megatron index, texts, or a named distribution.
 
 Each source becomes a :class:`Corpus`: the tokens of every document, after the policy for documents
-longer than the context. Batches are drawn as in training. Batch i has the documents [i x size, (i +
-1) x size) of an endless sequence of epochs, each a permutation by (seed, epoch).
+longer than the context. Batches are drawn as in training. Batch i contains documents [i x size,
+(i + 1) x size) of an endless sequence of epochs. Each epoch is a permutation by (seed, epoch).
 
     lengths.txt, lengths.txt.gz   tokens of a document, one document per line
     corpus.idx                    every sequence of L tokens is a document of L - 1 input tokens;
-                                  with corpus_mask.bin/.idx next to it (loss_mask.py) only those
-                                  that a target needs
+                                  with corpus_mask.bin/.idx next to it (loss_mask.py) only input
+                                  tokens that a target needs
     texts.jsonl, chats.parquet    texts or chats, which a tokenizer counts (text_lengths.py)
     wikipedia, prolong, wlb       distributions.json: quantiles of tokens, with their source
 """
@@ -51,14 +51,14 @@ _LENGTH = re.compile(r"[1-9][0-9]{0,9}")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """Lengths of the documents of a corpus in file order, after the policy for overlong ones.
+    """Lengths of the documents of a corpus in file order, after the policy for overlong documents.
 
     Attributes:
         name: name on the command line.
         source: file, or source of a distribution.
         inputs: [documents] int64, input tokens of each document.
         counts: effect of the policy.
-        note: how tokens were counted, if they had to be.
+        note: how tokens of texts were counted; empty if the source contains lengths.
     """
 
     name: str
@@ -107,8 +107,8 @@ class Corpus:
 def epoch_order(documents: int, seed: int, epoch: int) -> np.ndarray:
     """Return the permutation of one epoch: [documents] int32.
 
-    Uses RandomState, whose stream numpy has frozen; that of a Generator may change between
-    versions.
+    The generator is RandomState, because numpy guarantees its random stream. The stream of a
+    numpy Generator may change between versions.
     """
     order = np.arange(documents, dtype=np.int32)
     np.random.RandomState([seed, epoch]).shuffle(order)
@@ -128,11 +128,11 @@ def open_corpus(
         text: path of a file, or name of a distribution.
         context: most input tokens of a document; 0: no limit.
         overlong: policy for longer documents: truncate, drop, or split into documents of their own.
-        tokenizer: tokenizer.json, or its folder, for texts and chats.
-        progress: progress bar for counting texts.
+        tokenizer: tokenizer.json or its folder, which counts the tokens of texts and chats.
+        progress: progress bar for counting texts; see text_lengths.
 
     Raises:
-        ValueError: the corpus cannot be used; the message says what to do.
+        ValueError: the corpus cannot be used; the message names a remedy.
     """
     require_policy(overlong)
     if context < 0:
@@ -182,7 +182,7 @@ def open_corpus(
 def index_inputs(path: Path, files: CorpusFiles) -> np.ndarray:
     """Return the input tokens of every sequence of a Megatron ``.idx``: [sequences] int64.
 
-    Sequences with a value below 1 have none. The ``.bin`` need not exist.
+    A sequence with a value below 1 has no input tokens. The ``.bin`` does not need to exist.
     """
     inputs = files.lengths.astype(np.int64) - 1
     if inputs.max() < 1:
@@ -199,7 +199,7 @@ def read_lengths(path: Path) -> np.ndarray:
     Blank lines and text after ``#`` are skipped.
 
     Raises:
-        ValueError: the file cannot be read, or a line is no length.
+        ValueError: the file cannot be read, or a line is not a length.
     """
     try:
         # A limit, because a .gz of one megabyte can hold a thousand times as much.
@@ -255,10 +255,10 @@ def distribution_names() -> tuple[str, ...]:
 
 
 def named_lengths(name: str) -> tuple[str, np.ndarray]:
-    """Return source and lengths of a shipped distribution: ``NAMED_DOCUMENTS``, ascending.
+    """Return source and lengths of a shipped distribution: ``NAMED_DOCUMENTS`` lengths, ascending.
 
-    ``quantiles`` are pairs (fraction of documents at most this long, tokens). The logarithm of the
-    length is interpolated linearly between them.
+    The file contains quantiles, pairs (fraction of documents, their largest length in tokens). The
+    logarithm of the length is interpolated linearly between quantiles.
     """
     entry = _distributions()[name]
     levels, tokens = zip(*entry["quantiles"], strict=True)

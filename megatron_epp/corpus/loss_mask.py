@@ -1,8 +1,8 @@
 """Loss masks of a corpus: ``PREFIX_mask.bin/.idx``, one byte for every token of ``PREFIX``.
 
-1 marks a target: a token that is to be predicted. The masks have sequences of the same lengths as
-the tokens. Tokens after a document's last target are left out before planning, and so are documents
-without a target.
+1 marks a target: a token that is to be predicted. Every sequence of masks is as long as its
+sequence of tokens. Tokens after a document's last target are left out before planning, and so are
+documents without a target.
 
     tokens    a b c d e f g      of a sequence
     mask      0 0 0 1 1 0 0      d and e are targets
@@ -42,7 +42,7 @@ class LossMasks:
     lengths: np.ndarray = field(compare=False, repr=False)
 
     def last_targets(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """Return the last target in each of [start, stop), or -1 if it has none: [windows] int64.
+        """Return the last target in each window [start, stop), or -1 for none: [windows] int64.
 
         The masks between the first window and the last are read once, block by block.
 
@@ -90,7 +90,7 @@ class LossMasks:
             context: most input tokens of a document; 0: no limit.
             overlong: policy for longer documents.
             first_sequence: number of the first sequence.
-            count: number of sequences; None: all that follow.
+            count: number of sequences; None: all sequences from ``first_sequence`` on.
         """
         require_policy(overlong)
         rest = len(self.lengths) - first_sequence
@@ -100,7 +100,7 @@ class LossMasks:
         before = int(self.lengths[:first_sequence].sum(dtype=np.int64))
         begins = (before + np.cumsum(lengths, dtype=np.int64) - lengths)[usable]
 
-        # Parts of a document: pieces of the context's size, or the first of them and the rest.
+        # Parts of a document: pieces of the context's size, or the first such piece and the rest.
         limit = context or int(uncut.max(initial=1))
         parts = -(-uncut // limit)
         if overlong != "split":
@@ -154,10 +154,10 @@ class LossMasks:
 
 
 def examine_masks(files: CorpusFiles) -> LossMasks | None:
-    """Return the masks of a corpus, or None if it has none; reads their index only.
+    """Return the loss masks of a corpus, or None if it has none; read only the masks' index.
 
     Raises:
-        ValueError: one of the two files is missing or damaged, or belongs to other tokens.
+        ValueError: one of the masks' two files is missing or damaged, or is for other tokens.
     """
     prefix = files.prefix + SUFFIX
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")

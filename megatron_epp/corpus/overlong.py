@@ -1,7 +1,7 @@
-"""Policies for documents longer than the context, the same in planning and training.
+"""Policies for documents longer than the context, for both planning and training.
 
-A document of L tokens has L - 1 input tokens; one without input tokens has nothing to predict and
-is skipped.
+A document of L tokens has L - 1 input tokens. A document without input tokens has nothing to
+predict and is skipped.
 
     context 4, a document of 10 input tokens:   truncate 4   drop nothing   split 4 4 2
 """
@@ -19,15 +19,15 @@ class Counts:
 
     Attributes:
         sequences: sequences that were read.
-        documents: documents that result.
+        documents: documents after the policy.
         tokens: tokens of these documents.
         skipped: sequences of fewer than 2 tokens, which have nothing to predict.
         truncated: sequences that were truncated.
         dropped: sequences that were dropped.
         split: sequences that became several documents.
         lost_tokens: tokens that were cut off or dropped.
-        untargeted: documents, or parts of one, without a target (loss_mask.py), which were left
-            out.
+        untargeted: documents or parts of documents that were left out, because they have no target
+            (loss_mask.py).
         untargeted_tail: tokens that no target needs, which were left out.
     """
 
@@ -77,7 +77,7 @@ class DocumentIndex:
     Attributes:
         sequences: [documents] int32 or int64, number of the sequence in its file.
         starts: [documents] dtype of the lengths, first token within the sequence.
-        inputs: [documents] dtype of the lengths.
+        inputs: [documents] dtype of the lengths, number of input tokens.
         counts: effect of the policy.
         masks: prefix of the loss masks; None: every token is a target.
     """
@@ -98,7 +98,7 @@ def require_policy(overlong: str) -> None:
 def apply_context(
     inputs: np.ndarray, context: int, overlong: str, first_sequence: int = 0
 ) -> DocumentIndex:
-    """Return documents of at most ``context`` input tokens, and what was done to longer ones.
+    """Return documents of at most ``context`` input tokens; apply ``overlong`` to longer sequences.
 
     Args:
         inputs: [sequences] int, input tokens of each sequence; sequences without any are skipped.

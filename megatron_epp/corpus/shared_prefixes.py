@@ -17,13 +17,14 @@ _BLOCK = 64  # rows that are compared at first; doubled each time
 
 @dataclass(frozen=True, slots=True)
 class SharedSpan:
-    """Tokens [start, stop) of ``sequence``, and of all other sequences through this node.
+    """Node: tokens [start, stop) of ``sequence``, and of all other sequences that share them.
 
     Attributes:
-        sequence: one of the sequences.
+        sequence: number of one of these sequences.
         start: first token.
-        stop: token after the last one.
-        parent: node that it continues, which precedes it; -1: it starts at the first token.
+        stop: end, exclusive.
+        parent: number of the node that this node continues, which precedes it in the forest; -1:
+            this node starts at the first token.
     """
 
     sequence: int
@@ -43,7 +44,7 @@ class PrefixForest:
 
     Attributes:
         nodes: nodes, each after its parent.
-        last: last node of each sequence; with its ancestors it makes up the sequence.
+        last: last node of each sequence; this node and its ancestors make up the sequence.
     """
 
     nodes: tuple[SharedSpan, ...]
@@ -64,7 +65,7 @@ class PrefixForest:
         """Check that the forest consists of complete sequences of ``lengths``.
 
         Raises:
-            ValueError: it does not; the message says where.
+            ValueError: the forest does not; the message names the node or sequence.
         """
         if len(self.last) != len(lengths):
             raise ValueError(f"{len(self.last)} sequences; expected {len(lengths)}")
@@ -105,7 +106,7 @@ class PrefixForest:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens to compute."""
+        """Number of tokens to compute: those of all nodes."""
         return sum(node.tokens for node in self.nodes)
 
 
@@ -115,7 +116,7 @@ def shared_prefixes(sequences: Sequence[np.ndarray], least: int = LEAST) -> Pref
     Args:
         sequences: arrays of shape [tokens, ...] with at least one token. Rows must be equal to be
             shared; if a token's output depends on its label, the label is part of the row.
-        least: shorter common prefixes are not shared.
+        least: least tokens of a shared prefix; shorter common prefixes are not shared.
 
     Raises:
         ValueError: a sequence is empty, or ``least`` is below 1.
@@ -128,7 +129,7 @@ def shared_prefixes(sequences: Sequence[np.ndarray], least: int = LEAST) -> Pref
         raise ValueError(f"least {least}: expected at least 1 token to share")
     nodes: list[SharedSpan] = []
     last = [-1] * len(rows)
-    # (sequences that agree up to ``reached``, what of it is in nodes already, the last such node).
+    # (sequences, rows that are in nodes already, rows in which the sequences agree, last node).
     open_groups = [(group, 0, 0, -1) for group in reversed(list(_apart(rows, range(len(rows)), 0)))]
     while open_groups:
         group, begin, reached, parent = open_groups.pop()
@@ -152,7 +153,7 @@ def shared_prefixes(sequences: Sequence[np.ndarray], least: int = LEAST) -> Pref
 
 
 def _apart(rows: Sequence[np.ndarray], group: Sequence[int], place: int) -> Iterator[list[int]]:
-    """Yield the sequences of ``group`` by their row at ``place``, in order of appearance."""
+    """Yield the sequences of ``group`` with equal rows at ``place``, in order of appearance."""
     groups: dict[bytes, list[int]] = {}
     for sequence in group:
         groups.setdefault(rows[sequence][place].tobytes(), []).append(sequence)
@@ -160,7 +161,7 @@ def _apart(rows: Sequence[np.ndarray], group: Sequence[int], place: int) -> Iter
 
 
 def _agree(rows: Sequence[np.ndarray], group: Sequence[int], reached: int) -> int:
-    """Return the number of rows in which all of ``group`` agree; ``reached`` are known to."""
+    """Return the number of first rows in which ``group`` agrees; ``reached`` is a lower bound."""
     first = rows[group[0]]
     end = min(len(rows[sequence]) for sequence in group)
     for sequence in group[1:]:

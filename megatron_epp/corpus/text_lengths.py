@@ -1,4 +1,4 @@
-"""Lengths of texts and chats in ``.jsonl`` or ``.parquet``, by a tokenizer or by their bytes.
+"""Lengths of texts and chats in ``.jsonl`` or ``.parquet``, counted by a tokenizer or by bytes.
 
 The document in a line or row is one of:
 
@@ -20,7 +20,7 @@ from megatron_epp.ir.errors import printable, quoted, shortened
 from megatron_epp.safe_files import MOST_TEXT_BYTES, bounded_lines
 
 SUFFIXES = (".jsonl", ".parquet")
-# Number of documents that are counted; of a longer file, this many at even distances.
+# Largest number of documents that are counted; in a longer file these are evenly spaced.
 MOST_DRAWN = 20_000
 BYTES_PER_TOKEN = 4  # without a tokenizer
 MARKUP_TOKENS = 4  # of a chat's message: its role, start and end
@@ -35,15 +35,17 @@ Document = tuple[list[str], int]  # its texts, and the tokens of its markup
 def text_lengths(
     path: Path, tokenizer: str | None = None, progress: Progress | None = None
 ) -> tuple[str, np.ndarray]:
-    """Return how the documents were counted, and the input tokens of each: [documents] int64.
+    """Return how documents were counted, and their input tokens: [documents] int64.
 
     Args:
         path: ``.jsonl`` or ``.parquet`` file.
         tokenizer: ``tokenizer.json`` or its folder; None: four bytes are a token.
-        progress: progress bar: a function of the items, their number and their name.
+        progress: progress bar: a function of the items, the number of items and their name, which
+            returns the items.
 
     Raises:
-        ValueError: a line or row is no document, with its number; or the file has no document.
+        ValueError: a line or row, whose number the message contains, is not a document; or the file
+            has no document with a token.
         ModuleNotFoundError: pyarrow or tokenizers is needed and not installed.
     """
     read = _parquet_rows if path.suffix == ".parquet" else _json_lines
@@ -66,7 +68,7 @@ def _drawn(total: int) -> np.ndarray:
 
 
 def _json_lines(path: Path) -> tuple[int, Iterator[tuple[str, Any]]]:
-    """Return the number of lines that are not blank, and the JSON of those to count."""
+    """Return the number of lines that are not blank, and the JSON values of lines to count."""
 
     def filled() -> Iterator[tuple[int, bytes]]:
         lines = bounded_lines(path, "a JSON object on each line")
@@ -89,7 +91,7 @@ def _json_lines(path: Path) -> tuple[int, Iterator[tuple[str, Any]]]:
 
 
 def _parquet_rows(path: Path) -> tuple[int, Iterator[tuple[str, Any]]]:
-    """Return the number of rows, and those to count, with the columns that hold documents."""
+    """Return the number of rows, and the rows to count, with the columns that hold documents."""
     import pyarrow
     import pyarrow.parquet
 
@@ -125,7 +127,11 @@ def _names(names: Iterable[object]) -> str:
 
 
 def _document(where: str, row: Any) -> Document:
-    """Return the texts of a row, and the tokens of its markup; ValueError if it is no document."""
+    """Return the texts of a row, and the tokens of its markup.
+
+    Raises:
+        ValueError: the row is not a document.
+    """
     if not isinstance(row, Mapping):
         raise ValueError(f"{where}: {quoted(row)}: expected {_EXPECTED}")
     key = next((key for key in _KEYS if row.get(key) is not None), None)
@@ -154,7 +160,7 @@ def _messages(value: Any) -> list[Any]:
 
 
 def _text(message: Any) -> str | None:
-    """Return the text of a message, with tool calls as JSON; None if it is no message."""
+    """Return the text of a message, with tool calls as JSON; None if it is not a message."""
     if isinstance(message, str):
         return message
     if not isinstance(message, Mapping) or not {"content", "value"} & set(message):
@@ -180,7 +186,7 @@ def _counted(documents: Iterable[Document], tokenizer: str | None) -> Iterator[i
     waiting: list[Document] = []
 
     def count() -> Iterator[int]:
-        # JSON can contain halves of surrogate pairs, which are no valid text.
+        # JSON can contain halves of surrogate pairs, which are not valid text.
         every = [text.encode("utf-8", "replace").decode() for texts, _ in waiting for text in texts]
         tokens = iter(encode(every))
         for texts, markup in waiting:

@@ -1,10 +1,10 @@
 """Analytic profiles: published constants of papers where they exist, otherwise a device's rates.
 
-The GPT models on A100 use FlexSP's constants and the assumptions of the papers; the code names each
-where it is used. Other pairs of model and device follow from flops and bytes, layer kind by layer
-kind. For MoE, tokens are assumed to be distributed evenly over the experts. For MLA, the latent of
-a token goes to every device of a stage. K and V of a context are projected again block by block;
-the gradient of that up-projection is computed in B, or in I.
+The GPT models on A100 use FlexSP's constants and the assumptions of the papers; comments in the
+code name them. Profiles of other models and devices are computed from flops and bytes, layer kind
+by layer kind. For MoE, tokens are assumed to be distributed evenly over the experts. For MLA, the
+latent of a token goes to every device of a stage. K and V of a context are projected again block by
+block; the gradient of that up-projection is computed in B, or in I.
 """
 
 import dataclasses
@@ -41,8 +41,8 @@ from megatron_epp.cost.profile import (
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
 
 LOGITS_BYTES = 6  # of one logit held from F to B: bf16, and float32 for the loss
-# Fraction of the memory rate at which a product also reads its weights. It fits cuBLAS on an H100
-# with few rows (`cublas-h100` of the public measurements).
+# Fraction of the time to read weights at the memory rate that a product takes in addition to its
+# flops. It fits cuBLAS on an H100 with few rows (`cublas-h100` of the public measurements).
 WEIGHT_READ = 0.75
 # LayerNorms and activation functions only move memory; their recompute takes this fraction of the
 # linear layers' forward.
@@ -74,16 +74,16 @@ def profile(
         model: sizes of the model.
         device: rates of the device.
         b1_divisor: divisor of the published constant per chunk, which was measured across nodes,
-            whereas these pipelines gather within a node. Its default gives gathers and all-to-all
-            the fraction of the time that InfiniPipe reports.
-        head_seconds: whether the LM head on the last stage takes time. Default: no with published
-            constants, whose a2 distributes the LM head over all layers.
-        link_seconds: whether messages between stages take time. Default: no with published
-            constants, as InfiniPipe considers them negligible.
+            whereas these pipelines gather within a node. With the default, gathers and all-to-all
+            take the fraction of the time that InfiniPipe reports.
+        head_seconds: whether the LM head on the last stage takes time. Default: false with
+            published constants, whose a2 distributes the LM head over all layers; otherwise true.
+        link_seconds: whether messages between stages take time. Default: false with published
+            constants, as InfiniPipe considers messages negligible; otherwise true.
         logits_held: whether logits are held from F to B. Otherwise they exist while F runs, and F
             includes the LM head's backward (layers.lm_head.fused_loss), as in training.
-        kv_read: whether a slice pays for reading the K and V of its context and accumulating their
-            gradients. Not with published constants: their a1 was measured on whole documents.
+        kv_read: whether reading the K and V of a slice's context and accumulating their gradients
+            takes time. Ignored with published constants, whose a1 was measured on whole documents.
         published: whether published constants are used where they exist.
         moe_token_dispatcher_type: how tokens are sent to experts, as in Megatron's flag.
     """
@@ -151,7 +151,7 @@ def profile(
 
 
 def _rates_by_size(device: Device) -> dict[int, float]:
-    """Return all-to-all rates by group size alone, a device's own copies included."""
+    """Return all-to-all rates by group size, which include the copies within a device."""
     if not device.memory_efficiency:
         return dict(device.group_bytes_per_second)
     network = Network.of(TOPOLOGIES["nodes"], device)
@@ -187,9 +187,10 @@ def _kv_read_seconds(layer: Layer, device: Device) -> dict[Kind, float]:
     """Return the seconds per token of context to read its K and V.
 
     Backward reads them again, and writes, reads and accumulates their gradients. Blocks of queries
-    share what they read through the cache. K and V therefore come from memory about once, whatever
-    the slice's length, which fits FlashAttention-3's table
-    (tests/cost/test_published_attention.py). With a sliding window this is part of the pairs.
+    share K and V through the cache. K and V are therefore read from memory about once, independent
+    of the slice's length, which fits FlashAttention-3's table
+    (tests/cost/test_published_attention.py). With a sliding window the seconds per pair include
+    this time.
     """
     rate, carried = device.memory_bytes_per_second, layer.carried.channels
     if not rate or layer.window or not carried:
@@ -199,7 +200,7 @@ def _kv_read_seconds(layer: Layer, device: Device) -> dict[Kind, float]:
 
 
 def _without_weights(forward: float, backward: float) -> dict[Kind, float]:
-    """Return the seconds of ops of something without weights: I has the full backward."""
+    """Return the seconds by kind of op of work without weights: I does all of the backward."""
     ops = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
     return dict(zip(ops, (forward, backward, backward, 0.0), strict=True))
 
@@ -251,7 +252,7 @@ def _product_flops(layer: Layer, device: Device) -> float:
 
 
 def _weight_seconds(parameters: int, device: Device) -> dict[Kind, float]:
-    """Return the seconds of a chunk's ops to read weights and accumulate gradients in float32."""
+    """Return the seconds per chunk, by kind of op, to read weights and accumulate gradients."""
     if not device.memory_efficiency or not parameters:
         return {}
     read = WEIGHT_READ * parameters / device.memory_bytes_per_second
@@ -265,7 +266,7 @@ def _column_seconds(
 ) -> dict[Kind, float]:
     """Return the seconds per unit of an additional column.
 
-    ``attention`` has the seconds per query-key pair of the layer.
+    ``attention`` is the layer's forward seconds per query-key pair.
     """
     if work.attention:
         forward = attention * work.flops
@@ -352,15 +353,15 @@ def without_states(measured: Profile) -> Profile:
 
 
 def budgeted(profile: Profile) -> Profile:
-    """Return the profile for the memory budget of training.
+    """Return ``profile`` with the bytes that the memory budget of training covers.
 
-    The budget covers everything on a GPU, but only the bytes of chunks on a CPU.
+    On a GPU the budget covers everything; on a CPU it covers only the bytes of chunks.
     """
     return without_states(profile) if is_of_cpu(profile) else profile
 
 
 def is_of_cpu(profile: Profile) -> bool:
-    """Return whether the profile is of a CPU."""
+    """Return whether ``profile`` describes a CPU."""
     return profile.provenance.device.partition(":")[0] == "cpu"
 
 
@@ -390,9 +391,9 @@ def carried_bytes(carried: CarryOver, element_bytes: int, gradient_bytes: int) -
 
 
 def _saved_bytes(layer: Layer, kept: float) -> dict[str, Bytes]:
-    """Return the bytes of one layer from F to B, by recompute mode.
+    """Return the bytes that one layer holds from F to B, by recompute mode.
 
-    The K and V of a slice are in its document's buffer.
+    The K and V of a slice do not count: they are in the buffer of the slice's document.
     """
 
     def saved(mode: str) -> Bytes:
@@ -412,7 +413,7 @@ def _recompute_seconds(
 ) -> dict[str, Seconds]:
     """Return the seconds that one layer adds to B or I, by recompute mode.
 
-    They are zero if the layer has none of the mode's modules and saves everything.
+    They are zero for a mode whose modules the layer does not have: it then saves everything.
     """
 
     def of_module(name: str) -> tuple[float, float]:

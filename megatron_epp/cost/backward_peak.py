@@ -1,4 +1,4 @@
-"""Memory peak of a backward, which frees layer by layer while it makes gradients and recomputes."""
+"""Memory peak of a backward, which frees activations while it recomputes and makes gradients."""
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,13 +14,13 @@ from megatron_epp.ir import KEEP, OFFLOAD, Kind, Plan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRun:
-    """One run of layers in the backward of every stage and chunk.
+    """Consecutive layers of one kind and recompute mode in the backward of every stage and chunk.
 
     Attributes:
         count: [stages, chunks], number of layers.
         saved: [stages, chunks], bytes that each layer holds from F to B.
-        again: [stages, chunks], bytes that exist again while a layer is recomputed.
-        kind: [stages], number of the layer kind; arbitrary if the stage has no such layers.
+        again: [stages, chunks], additional bytes while a layer is recomputed.
+        kind: [stages], number of the layer kind; arbitrary if ``count`` is 0 for the stage.
     """
 
     count: np.ndarray
@@ -62,7 +62,7 @@ class BackwardPeak:
         self._stage = np.arange(layout.stages)
 
     def part(self, chunks: slice) -> "BackwardPeak":
-        """Return the peaks of some of the chunks."""
+        """Return the peaks of the given ``chunks`` alone."""
         part = copy.copy(self)
         part._held, part._by_kind = self._held[:, chunks], self._by_kind[:, chunks]
         part._less = self._less[0][:, chunks], self._less[1][:, chunks]
@@ -72,13 +72,13 @@ class BackwardPeak:
     def bytes_of(self, runs: Iterable[LayerRun]) -> np.ndarray:
         """Return the additional bytes of the peak: [stages, chunks].
 
-        They are in addition to what the chunk holds from F to B and to the K and V gradients that a
-        last slice makes. They also exclude what I leaves for W and the largest workspace of a
-        layer.
+        The result does not include the bytes that the chunk holds from F to B, the K and V
+        gradients that a last slice makes, the bytes that I saves for W, or the largest workspace of
+        a layer.
 
-        Without recompute the result is at most 0: the last layer has freed its activations before
-        the first makes its gradients, and I replaces activations by weight inputs layer by layer.
-        It is below 0 if the layer with the largest workspace is not the last one.
+        Without recompute the result is at most 0: the last layer frees its activations before the
+        first layer makes its gradients, and I replaces activations by weight inputs layer by layer.
+        The result is below 0 if the layer with the largest workspace is not the last layer.
 
         Args:
             runs: layers in the order of backward.
@@ -101,9 +101,10 @@ class BackwardPeak:
 
 
 def runs_of_counts(memory: ChunkMemory, loads: Loads, counts: Counts) -> list[LayerRun]:
-    """Return the layers of stages with ``counts`` [stages, chunks] of each choice, last ones first.
+    """Return the runs of ``counts`` [stages, chunks] layers with each choice, last layers first.
 
-    The layers of a kind are in the order of ``counts``, saved ones last; see _offloaded.
+    The layers of a kind are in the order of ``counts``. Saved layers are last. For the place of
+    offloaded layers see :func:`_offloaded`.
     """
     if memory.layout.kinds.number > 1:
         return list(_layer_by_layer(memory, loads, counts))
@@ -123,13 +124,13 @@ def runs_of_counts(memory: ChunkMemory, loads: Loads, counts: Counts) -> list[La
 
 
 def runs_of_plan(memory: ChunkMemory, plan: Plan, loads: Loads, counts: Counts) -> list[LayerRun]:
-    """Return the layers of stages with the recompute modes of ``plan``, last layers first.
+    """Return the runs of layers with the recompute modes of ``plan``, last layers first.
 
     Args:
         memory: memory of the cost model.
         plan: plan with the recompute modes.
-        loads: loads of its chunks.
-        counts: [stages, chunks] layers of ``plan`` with each choice; see _offloaded.
+        loads: loads of the plan's chunks.
+        counts: number of layers of ``plan`` with each choice, [stages, chunks] each.
     """
     return list(_layers_of_plan(memory, plan, loads, counts)) if any(memory.layout.layers) else []
 
@@ -137,7 +138,7 @@ def runs_of_plan(memory: ChunkMemory, plan: Plan, loads: Loads, counts: Counts) 
 def _layers_of_plan(
     memory: ChunkMemory, plan: Plan, loads: Loads, counts: Counts
 ) -> Iterator[LayerRun]:
-    """Yield offloaded layers, then one layer of every stage at a time, last layers first."""
+    """Yield all offloaded layers, then the other layers of every stage one by one, last first."""
     yield from _offloaded(memory, counts)
     choices = sorted(counts)
     saved = np.stack([memory.saved_bytes(choice, loads) for choice in choices])
@@ -158,9 +159,10 @@ def _layers_of_plan(
 
 
 def _offloaded(memory: ChunkMemory, counts: Counts) -> Iterator[LayerRun]:
-    """Yield offloaded layers, which come first and together, wherever they are.
+    """Yield the offloaded layers of each kind as one run, before all other layers.
 
-    They hold nothing, and the gradients and weight inputs that they make count from the start.
+    Their place in a stage does not matter: they hold no bytes, and the gradients and weight inputs
+    that they make are counted from the start of the op.
     """
     for (kind, mode), count in sorted(counts.items()):
         if mode == OFFLOAD:
@@ -169,9 +171,9 @@ def _offloaded(memory: ChunkMemory, counts: Counts) -> Iterator[LayerRun]:
 
 
 def _layer_by_layer(memory: ChunkMemory, loads: Loads, counts: Counts) -> Iterator[LayerRun]:
-    """Yield one layer of every stage and chunk at a time, last layers first.
+    """Yield all offloaded layers, then the other layers of every stage one by one, last first.
 
-    The layers of a kind are in the order of ``counts``, saved ones last.
+    The layers of a kind are in the order of ``counts``, saved layers last.
     """
     yield from _offloaded(memory, counts)
     number, chunk = memory.layout.kinds.number, np.arange(loads.chunks)

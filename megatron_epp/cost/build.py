@@ -21,7 +21,7 @@ from megatron_epp.ir import Kind
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
     """Return ``layers`` divided over ``stages``.
 
-    Remaining layers go to the first stages, one each, because the last one has the LM head.
+    Remaining layers go to the first stages, one each, because the last stage has the LM head.
     """
     if not 1 <= stages <= layers:
         raise ValueError(f"pp {stages}: expected 1 to {layers}, the layers of the model")
@@ -48,11 +48,12 @@ def named_cost(
     place: tuple[int, ...] = (),
     **assumptions: Any,
 ) -> Cost:
-    """Return the cost of a model on devices, each given by name or file.
+    """Return the cost of a model on devices; both are given by name or file.
 
-    Devices may differ by pipeline rank, as in ``h100-80g*4,a100-80g*4``. Each has its own rates and
-    budget; a message takes as long as on the slower of its two links, and all have the largest
-    latency. Published constants and reading of K and V are then used only if all devices have them.
+    Devices may differ by pipeline rank, as in ``h100-80g*4,a100-80g*4``. Each device has its own
+    rates and budget. A message takes as long as on the slower of its two devices; the latency is
+    the largest of all devices. Published constants are then not used. Reading of K and V takes time
+    only if the memory rate of every device is known.
 
     Args:
         model_name: name or file of a model, or the model itself.
@@ -62,16 +63,16 @@ def named_cost(
         cp: context-parallel size.
         dp: data-parallel size.
         zero: ZeRO stage; default: 3 for the GPT models of the papers, otherwise 1.
-        memory_budget_gib: budget of each device in GiB; default: the device's own.
-        layers: number of layers of each stage; default: even.
-        ep: expert-parallel size; default: as many of a stage's devices as divide the experts.
-        layer_kinds: kind of each layer as ``profile`` names it, if the model does not say.
-        profile: measured profile; default: the analytic one.
-        topology: name or file of a topology for an analytic profile; a measured one has rates of
-            its own groups.
+        memory_budget_gib: budget of each device in GiB; default: budget_gib of the device.
+        layers: number of layers of each stage; default: as :func:`even_layers`.
+        ep: expert-parallel size; default: the greatest common divisor of tp * cp and the experts.
+        layer_kinds: kind of each layer, by its name in ``profile``; default: the model's kinds.
+        profile: measured profile; default: the analytic profile.
+        topology: name or file of a topology for an analytic profile; a measured profile contains
+            the rates of its groups.
         vocabulary_parallel: whether the LM head is sharded over the stages.
         place: rank of each stage; empty if stage i is on rank i.
-        **assumptions: arguments of :func:`analytic.profile`.
+        **assumptions: arguments of :func:`megatron_epp.cost.analytic.profile`.
 
     Raises:
         ValueError: the degrees or layers do not fit the model, or model states exceed a budget.
@@ -169,7 +170,7 @@ def _on_device(
 
 
 def _require_one_sort(devices: Sequence[Device]) -> None:
-    """Raise a ValueError if devices differ under one name, or if CPUs and GPUs are mixed.
+    """Raise a ValueError if different devices share a name, or if CPUs and GPUs are mixed.
 
     Memory budgets of CPUs and GPUs have different meanings.
     """
@@ -183,9 +184,9 @@ def _require_one_sort(devices: Sequence[Device]) -> None:
 
 
 def _of_all(name: str, profiles: Sequence[Profile]) -> Profile:
-    """Return coefficients that apply to all devices: bytes, and the largest latency.
+    """Return one profile for all devices: bytes of the first device, and the largest latency.
 
-    Offload is not available if one device has no rate to host memory.
+    Offload is not available if the rate to host memory is unknown for one of the devices.
     """
     first = profiles[0]
     sort = "cpu:" if is_of_cpu(first) else ""
@@ -205,18 +206,18 @@ def _with_blocks(profile: Profile, words: int, cp: int) -> Profile:
 
 
 def expert_degree(ep: int | None, tp: int, cp: int, experts: int | None, dp: int = 1) -> int:
-    """Return the expert-parallel size: ``ep`` if it is possible.
+    """Return the expert-parallel size: ``ep``, or the default if it is None.
 
     Args:
         ep: requested size; None: the greatest common divisor of tp * cp and ``experts``. A size
-            above tp * cp shards experts over several replicas, with all devices of each.
+            above tp * cp shards experts over all devices of several replicas.
         tp: tensor-parallel size.
         cp: context-parallel size.
         experts: number of experts of a layer; None: unknown.
         dp: data-parallel size.
 
     Raises:
-        ValueError: ``ep`` is impossible.
+        ValueError: ``ep`` does not fit the other degrees or the number of experts.
     """
     if ep is None:
         return tp * cp if experts is None else gcd(tp * cp, experts) if experts else 1

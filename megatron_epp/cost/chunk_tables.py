@@ -10,7 +10,7 @@ both directions at once:
 
 This assumes that offloaded layers are distributed evenly (ir.recompute.offload_among). As in
 Transformer Engine's CPU offloading, at most two of them are on the device at a time, one in use and
-one being copied. They count during the whole op, because a copy back begins before its layer runs.
+one being copied. Both count during the whole op, because a copy back begins before its layer runs.
 Host memory is counted separately (cost.host_memory). The time that an op waits for a copy counts as
 communication.
 """
@@ -55,8 +55,8 @@ class ChunkTables:
         memory: memory of the cost.
         ends: embedding and LM head of the cost.
         loads: loads of the chunks.
-        forward_only: whether plans are forward-only. They save nothing: the activations of one
-            layer exist at a time, and those of embedding and LM head while these run.
+        forward_only: whether plans are forward-only. Such plans save nothing: the activations of
+            one layer exist at a time. Activations of embedding and LM head count during all of F.
         kinds: kinds of the layers' ops in the tables; default: all.
     """
 
@@ -77,15 +77,15 @@ class ChunkTables:
     def of_counts(self, counts: Counts) -> Table:
         """Return the table for ``counts`` [stages, chunks] layers with each choice.
 
-        The layers of each kind of a stage are assumed to be in the order of ``counts``, saved ones
-        last; offloaded ones may be anywhere.
+        Within a stage, the layers of one kind are assumed to be in the order of ``counts``. Saved
+        layers are last; offloaded layers may be anywhere.
         """
         return self.of_runs(counts, runs_of_counts(self.memory, self.loads, counts))
 
     def of_runs(self, counts: Counts, runs: Sequence[LayerRun]) -> Table:
         """Return the table as :meth:`of_counts` does, with layers in the order of ``runs``.
 
-        The last layers come first.
+        ``runs`` are in the order of backward: the last layers of a stage come first.
         """
         counts = dict(sorted(counts.items()))  # sums do not depend on the order of ``counts``
         loads, memory = self.loads, self.memory
@@ -121,7 +121,7 @@ class ChunkTables:
         )
 
     def parts(self) -> "list[ChunkTables]":
-        """Return a table for each part of joined loads; nothing is computed again."""
+        """Return the ChunkTables of each part of joined loads, without computing them again."""
         tables, at, document = [], 0, 0
         for loads in self.loads.parts:
             chunks = slice(at, at + loads.chunks)
@@ -149,7 +149,7 @@ class ChunkTables:
 
     @cached_property
     def _workspace(self) -> dict[Kind, np.ndarray]:
-        """[stages, chunks] by kind, without recompute; that of F is replaced in every table."""
+        """[stages, chunks] by kind, without recompute; every table replaces the array of F."""
         of_layers = {kind: self.memory.workspace_bytes(kind, self.loads) for kind in self.kinds}
         return of_layers | dict(self.ends.head_workspace_bytes(self.loads))
 

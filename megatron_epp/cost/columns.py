@@ -1,8 +1,8 @@
 """Columns: the numbers of a chunk in which seconds are linear.
 
-Every layer has three: tokens, query-key pairs and 1. A layer kind adds its own as subclasses of
-:class:`Column`, which its :attr:`Part.COLUMNS <megatron_epp.cost.kinds.base.Part>` names. A profile
-then has seconds per unit of them (``LayerCoefficients.column_seconds``).
+Every layer has three: tokens, query-key pairs and 1. A layer kind adds columns as subclasses of
+:class:`Column` and lists them in :attr:`Part.COLUMNS <megatron_epp.cost.kinds.base.Part>`. A
+profile then contains the seconds per unit of these columns (``LayerCoefficients.column_seconds``).
 """
 
 from abc import ABC, abstractmethod
@@ -20,11 +20,12 @@ TOKENS, PAIRS, CHUNKS = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Column(ABC):
-    """Number of every span of a document, summed over the spans of a chunk.
+    """Quantity of a span of a document, summed over the spans of a chunk.
 
     Attributes:
-        NAME: its name in profile files, before its size.
-        FITTED: whether measurements can separate its coefficient from those of tokens and pairs.
+        NAME: name of the column in profile files; ``size`` follows the name.
+        FITTED: whether measurements can separate the column's seconds from those of tokens and
+            pairs.
         size: parameter of the column; 0 if it needs none.
     """
 
@@ -38,15 +39,15 @@ class Column(ABC):
 
     @abstractmethod
     def of_spans(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Return the numbers of spans from ``start`` to ``stop`` of their documents."""
+        """Return the quantity of each span, from ``start`` to ``stop`` of its document."""
 
     def of(self, spans: Iterable[Span]) -> float:
-        """Return the number of a chunk that has these ``spans``."""
+        """Return the quantity of a chunk with these ``spans``."""
         start, stop = np.array([(span.start, span.stop) for span in spans]).reshape(-1, 2).T
         return float(self.of_spans(start, stop).sum())
 
     def of_chunks(self, loads: Loads) -> np.ndarray:
-        """Return the numbers of the chunks, [C]."""
+        """Return the quantity of each chunk, [C]."""
         return loads.over_chunks(self.of_spans(*loads.spans[1:]))
 
 
@@ -54,7 +55,7 @@ class Column(ABC):
 class WindowPairs(Column):
     """Query-key pairs if a query attends to at most ``size`` keys, its own included.
 
-    In measured profiles the seconds of all pairs include theirs.
+    Measured profiles include the seconds of these pairs in the seconds of all pairs.
     """
 
     NAME, FITTED = "window_pairs", False
@@ -83,8 +84,8 @@ class ContextTokens(Column):
 class DiagonalPairs(Column):
     """Query-key pairs within a span; for a document that is not cut, all of its pairs.
 
-    Half of their block of scores is masked. In cuDNN 9.19 on an H100, backward takes about twice as
-    long for such a pair as for one of a slice and its context.
+    The causal mask covers half of a span's block of scores. In cuDNN 9.19 on an H100, backward
+    takes about twice as long for such a pair as for a query of a slice and a key of its context.
     """
 
     NAME = "diagonal_pairs"

@@ -6,7 +6,7 @@ from megatron_epp.cost.profile import FLEX, LayerCoefficients
 
 
 def tensor_seconds(layout: StageLayout, bytes_per_token: float) -> float:
-    """Return the seconds of gathers and scatters of that many bytes within a TP group."""
+    """Return the seconds of gathers and scatters of ``bytes_per_token`` within a TP group."""
     if layout.tp == 1:
         return 0.0
     moved = bytes_per_token * (layout.tp - 1) / layout.tp

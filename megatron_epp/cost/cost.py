@@ -10,7 +10,7 @@ A cost consists of four parts:
 This module combines them into the table that the simulator reads. :mod:`megatron_epp.cost.build`
 makes costs from the names of a model and a device.
 
-The sums are InfiniPipe's eqs. 1 to 10, with corrections that are explained where they are made.
+The formulas are eqs. 1 to 10 of InfiniPipe. Docstrings and comments explain each correction.
 """
 
 import dataclasses
@@ -40,9 +40,9 @@ class Cost:
 
     Attributes:
         layout: stages, degrees and layer kinds.
-        device_budget_bytes: for every pipeline rank, all that training holds on one of its devices,
-            for all stages of the rank, model states included.
-        host_budget_bytes: host memory for the offloaded layers of one device.
+        device_budget_bytes: memory budget of one device of every pipeline rank. It covers all
+            stages of the rank, model states included.
+        host_budget_bytes: budget of host memory for the offloaded layers of one device.
         multiple: the executor pads every chunk to a multiple of this many tokens.
 
     Example:
@@ -108,7 +108,7 @@ class Cost:
     # --- other costs -----------------------------------------------------------------------------
 
     def replace(self, **fields: Any) -> "Cost":
-        """Return the cost with other ``fields``, its own or those of its layout."""
+        """Return the cost with ``fields`` replaced: fields of Cost or of its layout."""
         own = {each.name: fields.pop(each.name) for each in _FIELDS if each.name in fields}
         if fields:
             own["layout"] = dataclasses.replace(own.get("layout", self.layout), **fields)
@@ -119,9 +119,9 @@ class Cost:
         return {}
 
     def of_replicas(self, first: int, count: int = 1) -> "Cost":
-        """Return the cost of ``count`` replicas from ``first`` on, of each rank the slowest one's.
+        """Return the cost of ``count`` replicas from ``first`` on, with each rank's slowest device.
 
-        Itself where replicas are alike.
+        Return this cost itself if all replicas are equal.
         """
         slowness = self.layout.profile.replica_slowness
         if not slowness:
@@ -131,7 +131,7 @@ class Cost:
         return self._on_ranks(tuple(map(max, zip(*rows, strict=True))))
 
     def of_fastest_replica(self) -> "Cost":
-        """Return the cost of a replica of the fastest device that each rank has anywhere."""
+        """Return the cost of a replica with each rank's fastest device of all replicas."""
         slowness, ranks = self.layout.profile.replica_slowness, self.layout.placement.ranks
         if not slowness:
             return self
@@ -147,7 +147,7 @@ class Cost:
         return self._of_slowness[slowness]
 
     def with_vocabulary(self, parallel: bool) -> "Cost":
-        """Return the cost with the LM head sharded over the stages, or on the last one alone."""
+        """Return the cost with the LM head sharded over the stages, or on the last stage alone."""
         if parallel == self.layout.vocabulary_parallel:
             return self
         return self.replace(vocabulary_parallel=parallel)
@@ -155,7 +155,7 @@ class Cost:
     def with_coefficients_times(self, factors: Mapping[str, float]) -> "Cost":
         """Return the cost with some coefficients of every layer multiplied, on all devices.
 
-        ``factors`` has a factor for each field of LayerCoefficients that changes.
+        ``factors`` contains a factor for each field of LayerCoefficients that changes.
         """
         devices = tuple(
             dataclasses.replace(each, profile=each.profile.times(factors))
@@ -170,7 +170,9 @@ class Cost:
         return plan_loads(chunks, documents, ranks=self.layout.cp, multiple=self.multiple)
 
     def table(self, plan: Plan) -> Table:
-        """Return the seconds and bytes of every op of ``plan``, with its placement of the LM head.
+        """Return the seconds and bytes of every op of ``plan``.
+
+        The plan determines whether the LM head is sharded over the stages.
 
         Raises:
             PlanError: a document is on a context-parallel rank that the layout does not have.
@@ -184,7 +186,7 @@ class Cost:
         return self.tables(loads, plan.forward_only).of_runs(counts, runs)
 
     def table_of(self, loads: Loads, counts: Counts, forward_only: bool = False) -> Table:
-        """Return the table for ``counts`` of each choice; see :meth:`ChunkTables.of_counts`."""
+        """Return the table for ``counts`` layers of each choice; see ChunkTables.of_counts."""
         return self.tables(loads, forward_only).of_counts(counts)
 
     def tables(

@@ -1,4 +1,4 @@
-"""Embedding, and LM head with its loss, on the last stage or on all.
+"""Embedding, and LM head with its loss, on the last stage or on all stages.
 
 Vocabulary parallelism moves the LM head from the last stage's F and B to H and G on every stage.
 The LM head has three products: logits, and the gradients of its input and of its weight. H computes
@@ -7,10 +7,10 @@ vocabulary:
 
     seconds[H] = seconds[G] = 2/3 of (last_seconds[F] + last_seconds[B]) / stages
 
-Any profile has these coefficients, measured or analytic, with or without a fused LM head, whose F +
-B is always the three products. If a profile has H and G themselves (head_seconds), these are used.
+Every profile has these coefficients. F and B together contain the three products, with or without a
+fused LM head. If a profile contains the seconds of H and G (head_seconds), they are used instead.
 The constant per chunk is not divided. With multi-token prediction the LM head runs once more per
-MTP layer. Source: arXiv 2411.05288 (algorithm 2, which has these two passes); to recompute the
+MTP layer. Source: arXiv 2411.05288 (algorithm 2, which has these two passes); recomputing the
 logits is this project's choice.
 """
 
@@ -39,7 +39,7 @@ class Ends:
     def parameters(self) -> np.ndarray:
         """Return [stages] weights of embedding and LM head, before tensor-parallel sharding.
 
-        With multi-token prediction the last stage has an embedding of its own.
+        With multi-token prediction the last stage also has a copy of the embedding.
         """
         held = np.zeros(self.layout.stages)
         held[0] = self.profile.first_parameters
@@ -48,7 +48,7 @@ class Ends:
         return held
 
     def add_seconds(self, kind: Kind, per_SF: np.ndarray) -> None:
-        """Add the seconds inside an op of the layers to ``per_SF`` [stages, columns]."""
+        """Add the seconds within an op ``kind`` of the layers to ``per_SF`` [stages, columns]."""
         per_SF[0] += self.layout.row(self.profile.first_seconds[kind])
 
     def head_seconds(self) -> Mapping[Kind, np.ndarray]:
@@ -108,7 +108,7 @@ class HeadOnLastStage(Ends):
         return held
 
     def add_seconds(self, kind: Kind, per_SF: np.ndarray) -> None:
-        """Add the seconds inside an op of the layers to ``per_SF`` [stages, columns]."""
+        """Add the seconds within an op ``kind`` of the layers to ``per_SF`` [stages, columns]."""
         super().add_seconds(kind, per_SF)
         per_SF[-1] += self.times * self.layout.row(self.profile.last_seconds[kind])
 
@@ -162,7 +162,7 @@ class HeadOnAllStages(Ends):
     def head_comm_seconds(self) -> Mapping[Kind, np.ndarray]:
         """Return the seconds of one gather of the hidden state in a TP group, for each of H and G.
 
-        The ranks of the group have different vocabulary rows.
+        Every rank of the group needs the full hidden state for its vocabulary rows.
         """
         gathered = np.zeros((self.layout.stages, self.layout.width))
         one = tensor_seconds(self.layout, self.layout.hidden_bytes.per_token)
@@ -170,10 +170,10 @@ class HeadOnAllStages(Ends):
         return dict.fromkeys(OF_HEAD, gathered)
 
     def _head_held_bytes(self, loads: Loads) -> np.ndarray:
-        """Return the bytes of the model's output, then its gradient, on the last stage.
+        """Return the bytes of the model's output, later of its gradient, on the last stage.
 
-        A profile measured with a fused LM head holds the final norm's input and that gradient, as
-        here.
+        If a profile was measured with a fused LM head, ``last_bytes`` include the final norm's
+        input and this gradient; the larger number is used.
         """
         output = self._hidden(loads)
         if not self._holds_logits:
@@ -195,7 +195,7 @@ class HeadOnAllStages(Ends):
 
         The last row is the link from the last stage to the first. Between stages a message has
         three parts of equal size: the hidden state, the weighted rows and the labels' rows. The
-        last stage has the hidden state and receives the other two. Forward-only plans need no rows.
+        last stage has the hidden state and receives only the rows. Forward-only plans send no rows.
         The two statistics per token are not counted.
         """
         link = np.outer(self.times * self.layout.links_per_token, loads.tokens)
@@ -215,8 +215,8 @@ class HeadOnAllStages(Ends):
     def _head_workspace(self, kind: Kind, loads: Loads) -> np.ndarray:
         """Return the bytes of a stage's logits for a block of tokens, and of rows or gradients.
 
-        H also has two rows per token as they arrive and as they leave; G has the gradient of its
-        part of the weight.
+        H also holds two rows per token, received and to be sent. G also holds the gradient of the
+        stage's shard of the weight.
         """
         profile, layout, stages = self.profile, self.layout, self.layout.stages
         if kind in profile.head_workspace_bytes:
@@ -227,7 +227,7 @@ class HeadOnAllStages(Ends):
         at_end = profile.last_workspace_bytes[Kind.FORWARD]
         held = layout.bytes_of(profile.last_bytes if self._holds_logits else at_end, loads)
         held = held / stages
-        # With a part of the vocabulary, blocks have that many times more tokens, up to the largest.
+        # With 1/stages of the vocabulary, blocks have ``stages`` times more tokens, up to a limit.
         most = float(HEAD_BLOCK_TOKENS[0] * layout.cp)
         if profile.last_workspace_tokens:
             most = min(most, profile.last_workspace_tokens * stages)

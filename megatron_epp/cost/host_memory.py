@@ -13,7 +13,7 @@ def host_peak_bytes(cost: Cost, plan: Plan, loads: Loads | None = None) -> tuple
     Args:
         cost: cost model.
         plan: plan to examine.
-        loads: loads of the plan's chunks if they are padded.
+        loads: loads of the plan's chunks; None: computed from the plan.
     """
     counts = cost.layout.kinds.of_plan(plan)
     offloaded = {kind: count for (kind, mode), count in counts.items() if mode == OFFLOAD}

@@ -16,8 +16,8 @@ from megatron_epp.ir import Plan
 from megatron_epp.ir.errors import quoted
 
 Choice = tuple[int, str]  # number of a kind, and a recompute mode
-# [stages, chunks] layers with each choice. Those of a kind are in this order from the first layer
-# of a stage, saved layers last; offloaded ones may be anywhere.
+# Number of layers with each choice, [stages, chunks]. From the first layer of a stage on, layers of
+# one kind are in the order of this mapping. Saved layers are last; offloaded ones may be anywhere.
 Counts = Mapping[Choice, np.ndarray]
 
 
@@ -59,9 +59,10 @@ class StageKinds:
 
     @cached_property
     def nth(self) -> tuple[np.ndarray, np.ndarray]:
-        """Kind, and place among its kind, of each layer counted from the last: two [stages, n].
+        """Kind of each layer, and its index among the stage's layers of that kind: two [stages, n].
 
-        Both are -1 where the stage has fewer layers than n, the most of any stage.
+        Column 0 is the last layer of a stage; indices count from its first layer. n is the largest
+        number of layers of a stage, and entries beyond a stage's layers are -1.
         """
         most = max(len(word) for word in self.words)
         kinds = np.full((len(self.words), most), -1, np.int64)
@@ -74,7 +75,7 @@ class StageKinds:
         return kinds, places
 
     def stage_text(self, stage: int) -> str:
-        """Return ``15``, or ``3 dense, 12 experts`` if the model has several kinds."""
+        """Return the layers of a stage: ``15``, or with several kinds ``3 dense, 12 experts``."""
         word = self.words[stage]
         if self.number == 1:
             return str(len(word))

@@ -1,8 +1,9 @@
 """Layout: a model's profile distributed over the stages and devices of one replica.
 
-It says which layers of which kind a stage has, over how many devices each is sharded, and the
-resulting coefficients. Seconds are linear in the columns of a chunk: tokens, pairs and 1, which
-every layer has, and additional columns of its layer kinds (:mod:`megatron_epp.cost.columns`).
+A layout defines the layers of each stage and their kinds, the number of devices over which a layer
+is sharded, and the resulting coefficients. Seconds are linear in the columns of a chunk: tokens,
+pairs and 1, which every layer has, and additional columns of some layer kinds
+(:mod:`megatron_epp.cost.columns`).
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +31,7 @@ from megatron_epp.ir.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class RankDevice:
-    """Devices of one rank: the seconds of ``profile``, and its ``network``."""
+    """Device type of one pipeline rank: its seconds in ``profile``, and its ``network``."""
 
     profile: Profile
     network: Network | None = None
@@ -53,8 +54,8 @@ class StageLayout:
     network: Network | None = None  # places and rates of groups; None: rates of the profile
     vocabulary_parallel: bool = False  # whether the LM head is sharded over all stages (H, G)
     place: tuple[int, ...] = ()  # rank of each stage; empty if stage i is on rank i
-    # Devices of each rank if they differ: they define seconds and rates, ``profile`` bytes and
-    # latency. Empty: ranks differ as in the profile's ``rank_slowness``, or not at all.
+    # Device of each rank if devices differ. They define seconds and rates; ``profile`` defines
+    # bytes and latency. Empty: ranks differ as in the profile's ``rank_slowness``, or not at all.
     rank_devices: tuple[RankDevice, ...] = ()
 
     def __post_init__(self):
@@ -133,14 +134,14 @@ class StageLayout:
 
     @cached_property
     def shards(self) -> float:
-        """Divisor of the profile's coefficients: devices per stage, over the profile's."""
+        """Divisor of the profile's coefficients: tp * cp relative to the profile's tp * cp."""
         return self.tp * self.cp / (self.profile.tp * self.profile.cp)
 
     # --- different devices -----------------------------------------------------------------------
 
     @cached_property
     def unlike_devices(self) -> tuple[RankDevice, ...]:
-        """Device of every rank if they differ (``rank_devices``, or as measured), or empty."""
+        """Device of every rank, given or measured, if devices differ; otherwise empty."""
         if self.rank_devices or not self.profile.rank_slowness:
             return self.rank_devices
         known = {
@@ -151,17 +152,17 @@ class StageLayout:
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """Ratio of the seconds on every rank's device to the profile's, where it was measured."""
+        """Measured ratio of every rank's seconds to the profile's seconds; 1 if not measured."""
         return self.profile.rank_slowness or (1.0,) * self.placement.ranks
 
     def on_devices(self, devices: Sequence[RankDevice] = (), **fields: Any) -> Self:
-        """Return the layout with these devices (empty: all are equal) and other ``fields``."""
+        """Return the layout with these devices (empty: all are equal) and ``fields`` replaced."""
         alike = replace(self.profile, rank_slowness=(), replica_slowness=())
         return replace(self, **{"profile": alike, "rank_devices": tuple(devices), **fields})
 
     @cached_property
     def device_layouts(self) -> tuple[tuple[Self, ...], np.ndarray]:
-        """One layout per device, as if all ranks had it, and each stage's number: [stages]."""
+        """A layout for each device type, used by all ranks, and [stages] indices of layouts."""
         different = tuple(dict.fromkeys(map(id, self.unlike_devices)))
         known = {id(each): each for each in self.unlike_devices}
         layouts = tuple(
@@ -179,7 +180,7 @@ class StageLayout:
         return layouts[own[stage]]
 
     def stagewise(self, of: Callable[[Self], np.ndarray]) -> np.ndarray:
-        """Return ``of`` this layout, [stages, ...].
+        """Return the result of ``of`` for this layout, [stages, ...].
 
         If devices differ, each row comes from the layout with that stage's device on all ranks.
         """
@@ -192,7 +193,8 @@ class StageLayout:
     def links_per_token(self) -> np.ndarray:
         """[stages]: seconds per token that a message occupies the link from a stage to the next.
 
-        The last row is the link from the last stage to the first. Of two devices the slower counts.
+        The last entry is the link from the last stage to the first. The slower of two devices
+        counts.
         """
         own = self.stagewise(lambda each: np.full(each.stages, each.profile.link_seconds_per_token))
         return np.maximum(own, np.roll(own, -1))
@@ -220,7 +222,7 @@ class StageLayout:
 
     @cached_property
     def predictions(self) -> int:
-        """Number of tokens predicted per position, and of runs of the LM head."""
+        """Number of tokens predicted per position, which equals the runs of the LM head."""
         mtp_heads = [
             of * each.heads for of, each in zip(self.kinds.counts, self.coefficients, strict=True)
         ]
@@ -230,7 +232,7 @@ class StageLayout:
     def pinned_layers(self) -> int:
         """Number of layers that are on the last stage in any layout.
 
-        It is 1, or with multi-token prediction all MTP layers and the layer before them.
+        It is 1; with multi-token prediction, all MTP layers and the layer before them count.
         """
         every = [self.coefficients[kind].heads > 0 for word in self.kinds.words for kind in word]
         return len(every) - every.index(True) + 1 if True in every else 1
@@ -268,13 +270,13 @@ class StageLayout:
     def extra_columns(self) -> tuple[Column, ...]:
         """Columns of the layer kinds other than tokens, pairs and 1.
 
-        Pairs of windows come first, narrowest first, then the others by their names.
+        The columns of windows come first, narrowest first, then other columns by their names.
         """
         known = {column for each in self.coefficients for column in each.column_seconds}
         return (*self.windows, *sorted(known - {*self.windows}, key=str))
 
     def column(self, of: Column) -> int:
-        """Return the number of an additional column."""
+        """Return the index of an additional column among all columns."""
         return 3 + self.extra_columns.index(of)
 
     @property
@@ -283,7 +285,7 @@ class StageLayout:
         return 3 + len(self.extra_columns)
 
     def features(self, loads: Loads) -> np.ndarray:
-        """Return [columns, chunks], in which seconds are linear: tokens, pairs, 1, and others."""
+        """Return [columns, chunks]: tokens, pairs, 1 and the additional columns."""
         if self.extra_columns not in loads.features:
             rows = [loads.tokens, loads.pairs, np.ones(loads.chunks)]
             rows += [column.of_chunks(loads) for column in self.extra_columns]
@@ -292,7 +294,7 @@ class StageLayout:
         return loads.features[self.extra_columns]
 
     def batch_features(self, lengths: np.ndarray, chunks: float) -> np.ndarray:
-        """Return the [columns] of whole documents of these lengths in ``chunks`` chunks."""
+        """Return [columns], summed over whole documents of ``lengths`` in ``chunks`` chunks."""
         lengths = np.asarray(lengths, dtype=np.float64)
         begins = np.zeros_like(lengths)
         sums = [lengths.sum(), (lengths * (lengths + 1) / 2).sum(), chunks]
@@ -301,7 +303,7 @@ class StageLayout:
     # --- coefficients of the profile in this layout ----------------------------------------------
 
     def row(self, seconds: Seconds, of: LayerCoefficients | None = None) -> np.ndarray:
-        """Return ``seconds`` as [columns]; pairs are those of the window of ``of``."""
+        """Return ``seconds`` as [columns]; pairs count within the window of ``of``, if any."""
         # The constant per chunk, mostly kernel launches, is not divided by the number of devices.
         row = np.zeros(self.width)
         row[TOKENS], row[CHUNKS] = seconds.per_token / self.shards, seconds.per_chunk
@@ -310,14 +312,14 @@ class StageLayout:
         return row
 
     def extra_columns_row(self, of: LayerCoefficients, kind: Kind) -> np.ndarray:
-        """Return the additional columns of one layer's op as [columns]."""
+        """Return [columns]: seconds of one layer's op per unit of its additional columns."""
         row = np.zeros(self.width)
         for column, seconds in of.column_seconds.items():
             row[self.column(column)] = seconds.get(kind, 0.0) / self.shards
         return row
 
     def bytes_of(self, per: Bytes, loads: Loads) -> np.ndarray:
-        """Return the bytes on one device: [chunks]."""
+        """Return the bytes of ``loads`` on one device: [chunks]."""
         keeps = self.profile.stores_last_slice
         loose, kept = loads.loose_tokens(keeps), loads.cached_tokens(keeps)
         return (per.per_token * loose + per.per_cut_token * kept) / self.shards
@@ -325,7 +327,7 @@ class StageLayout:
     def fixed_bytes_of(self, per: Workspace, loads: Loads) -> np.ndarray | float:
         """Return the bytes of an op that do not depend on its chunk's tokens: [chunks].
 
-        Most of them are a weight's gradient, which is sharded over tensor-parallel ranks only.
+        Most of these bytes are a weight's gradient, which only tensor parallelism shards.
         """
         fixed = per.per_op * self.profile.tp / self.tp
         if not per.per_context_token:
@@ -338,7 +340,7 @@ class StageLayout:
 
     @cached_property
     def hidden_bytes(self) -> Bytes:
-        """Bytes of the hidden state: what a fully recomputed layer saves is its input."""
+        """Bytes of the hidden state; a fully recomputed layer saves only this, its input."""
         return min(
             (each.saved_bytes[FULL] for each in self.coefficients), key=lambda b: b.per_token
         )
@@ -347,8 +349,8 @@ class StageLayout:
 def weighted_features(layout: StageLayout, per: np.ndarray, loads: Loads) -> np.ndarray:
     """Return ``per`` [..., columns] times the features of ``loads``: [..., chunks].
 
-    Each part of ``loads`` is multiplied separately, because the last bit of a product depends on
-    its size.
+    Each part of ``loads`` is multiplied separately, because the rounding of a matrix product
+    depends on the sizes of the matrices.
     """
     each = [per @ layout.features(part) for part in loads.parts]
     return each[0] if len(each) == 1 else np.concatenate(each, axis=-1)

@@ -23,9 +23,10 @@ class LocalSpans:
     """Spans on single context-parallel ranks, and the rows of chunks that they occupy.
 
     Attributes:
-        rank: rank of every span of the loads, or ALL_RANKS.
+        rank: rank of every span; ALL_RANKS if the span is sharded over all ranks.
         ranks: context-parallel size.
-        tokens: [C], rows that are not exchanged: ``ranks`` times those of the fullest rank.
+        tokens: [C], rows that are not exchanged: ``ranks`` times the most single-rank tokens that
+            one rank has.
     """
 
     rank: np.ndarray
@@ -36,11 +37,11 @@ class LocalSpans:
 def local_of(
     chunk: np.ndarray, rank: np.ndarray, tokens: np.ndarray, ranks: int, chunks: int
 ) -> LocalSpans | None:
-    """Return the single-rank part of chunks from arrays over their spans; None if there is none.
+    """Return the single-rank spans of chunks; None if all spans are sharded over the ranks.
 
     Args:
         chunk: chunk of each span.
-        rank: rank of each span, or ALL_RANKS.
+        rank: rank of each span; ALL_RANKS if the span is sharded.
         tokens: tokens of each span.
         ranks: context-parallel size.
         chunks: number of chunks.
@@ -54,15 +55,15 @@ def local_of(
 def over_ranks(
     chunk: np.ndarray, rank: np.ndarray, amount: np.ndarray, ranks: int, chunks: int
 ) -> np.ndarray:
-    """Return [C] sums of an ``amount`` of every span, as the busiest rank determines them.
+    """Return [C] sums of ``amount`` over the spans of each chunk, scaled to the busiest rank.
 
-    They are all of the sharded spans, and ``ranks`` times the largest amount of single-rank spans
-    on one rank.
+    The sum of a chunk is the amount of its sharded spans, plus ``ranks`` times the largest amount
+    that its single-rank spans have on one rank.
 
     Args:
         chunk: chunk of each span.
-        rank: rank of each span, or ALL_RANKS.
-        amount: number of each span.
+        rank: rank of each span; ALL_RANKS if the span is sharded.
+        amount: quantity of each span.
         ranks: context-parallel size.
         chunks: number of chunks.
     """
@@ -78,16 +79,16 @@ class Loads:
     """Arrays over the chunks [C] of one plan and over its documents [D].
 
     Attributes:
-        tokens: [C], tokens. With single-rank documents, those of the busiest rank times the ranks.
-        pairs: [C], query-key pairs of attention over the whole context; likewise.
-        cut_tokens: [C], tokens of the chunk's slice of a cut document; 0 if it has none.
-        document: [C], cut document of that slice, or -1.
+        tokens: [C], tokens; with single-rank documents as :func:`over_ranks` counts them.
+        pairs: [C], query-key pairs of attention over the whole context, counted like tokens.
+        cut_tokens: [C], tokens of the chunk's slice of a cut document; 0 if it has no slice.
+        document: [C], document of the chunk's slice, or -1.
         earlier: [C], chunk with the preceding slice, or -1.
         later: [C], chunk with the following slice, or -1.
         lengths: [D], tokens of the documents.
-        spans: (chunk, start, stop) of every span, as arrays; pairs of windows follow from them.
+        spans: three arrays over all spans: chunk, start and stop. Columns are computed from them.
         local: spans on single ranks; None: all spans are sharded over the context-parallel ranks.
-        kept: documents whose K and V are cached; None: the cut ones.
+        kept: documents whose K and V are cached; None: all cut documents.
     """
 
     tokens: np.ndarray
@@ -108,11 +109,11 @@ class Loads:
 
     @property
     def parts(self) -> "tuple[Loads, ...]":
-        """Loads of which these are joined; usually these alone."""
+        """Loads that were joined to these loads; these loads alone if none were joined."""
         return (self,)
 
     def over_chunks(self, amount: np.ndarray) -> np.ndarray:
-        """Return [C] sums of an ``amount`` of every span, as :func:`over_ranks` sums them."""
+        """Return [C] sums of ``amount`` over the spans of each chunk; see :func:`over_ranks`."""
         chunk = self.spans[0]
         if self.local is not None:
             return over_ranks(chunk, self.local.rank, amount, self.local.ranks, self.chunks)
@@ -121,8 +122,8 @@ class Loads:
     def tail_tokens(self, window: int) -> np.ndarray:
         """Return [D] tokens of a cut document that later slices attend to through a window.
 
-        They are the tokens before every boundary that the window reaches, each counted once. With
-        window 0, later slices attend to all of their context.
+        They are the last ``window - 1`` tokens of every slice but the last; of a shorter slice all
+        tokens. With window 0, later slices attend to all of their context.
         """
         if not window:
             return self.context_tokens
@@ -133,7 +134,7 @@ class Loads:
     def cached_tokens(self, stores_last_slice: bool) -> np.ndarray:
         """Return [C] tokens whose K and V are in their document's buffer and not saved elsewhere.
 
-        They are those of slices that are alone in their chunk; those of last slices only with
+        They are the tokens of slices that are alone in their chunk. Last slices count only with
         ``stores_last_slice``. All other K and V are saved with their chunk.
         """
         return self._kept[stores_last_slice]
@@ -144,7 +145,7 @@ class Loads:
 
     @cached_property
     def _kept(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens without those of last slices, and with them."""
+        """Tokens of :meth:`cached_tokens`, without last slices and with them."""
         alone = self.tokens == self.cut_tokens
         slices = self.later >= 0, self.document >= 0
         but_last, with_last = (np.where(at & alone, self.cut_tokens, 0.0) for at in slices)
@@ -162,8 +163,8 @@ class Loads:
 
     @cached_property
     def earlier_tokens(self) -> np.ndarray:
-        """[C] tokens of the chunk's cut document before its slice: the context of that slice."""
-        chunk, start, _ = self.spans  # only that slice starts within a document
+        """[C] tokens of the cut document before the chunk's slice: the context of the slice."""
+        chunk, start, _ = self.spans  # only a slice of a cut document has a start above 0
         return np.bincount(chunk, weights=start, minlength=self.chunks)
 
     @cached_property
@@ -175,7 +176,7 @@ class Loads:
     def context_tokens(self) -> np.ndarray:
         """[D] tokens of a cut document that later slices attend to: all but its last slice.
 
-        They are 0 for a whole document.
+        The number is 0 for a whole document.
         """
         context = np.zeros(len(self.lengths))
         last = (self.document >= 0) & (self.later < 0)
@@ -186,18 +187,18 @@ class Loads:
 
 @dataclass(frozen=True)
 class JoinedLoads(Loads):
-    """Loads of several chunkings, one after the other; ``joined`` has the original loads."""
+    """Loads of several chunkings, one after the other; ``joined`` contains the original loads."""
 
     joined: tuple[Loads, ...]
 
     @property
     def parts(self) -> tuple[Loads, ...]:
-        """Loads of which these are joined."""
+        """The original loads."""
         return self.joined
 
 
 def join_loads(loads: Sequence[Loads]) -> JoinedLoads:
-    """Return the joined loads; only cut documents may be cached in them."""
+    """Return ``loads`` joined; in each of them only cut documents may have cached K and V."""
     chunks = np.cumsum([0] + [each.chunks for each in loads])
     documents = np.cumsum([0] + [len(each.lengths) for each in loads])
 
@@ -243,14 +244,14 @@ def join_loads(loads: Sequence[Loads]) -> JoinedLoads:
 
 @dataclass(frozen=True)
 class TreeLoads(Loads):
-    """Loads of a plan in which documents continue others.
+    """Loads of a plan in which some documents continue others (shared prefixes).
 
-    ``spans`` has positions, which for a branch start at the end of its prefix.
+    ``spans`` contains positions; the positions of a branch start at the end of its prefix.
 
     Attributes:
-        boundaries_of: boundaries of each document that other spans attend to.
+        boundaries_of: for each document, the ends of spans that later spans or branches attend to.
         lone: [C], tokens of the chunk if it is one span of a cached document, else 0.
-        read: [C], those tokens of ``lone`` that others attend to.
+        read: [C], ``lone`` if other spans attend to these tokens, else 0.
     """
 
     boundaries_of: tuple[tuple[int, ...], ...] = field(kw_only=True)
@@ -270,12 +271,12 @@ class TreeLoads(Loads):
 
     @cached_property
     def boundaries(self) -> np.ndarray:
-        """[D] boundaries within a document that others attend to."""
+        """[D] number of entries of ``boundaries_of`` for each document."""
         return np.array([len(each) for each in self.boundaries_of])
 
     @property
     def context_tokens(self) -> np.ndarray:
-        """[D] tokens of a document that others attend to."""
+        """[D] tokens of a document that later spans or branches attend to."""
         return np.array([max(each, default=0) for each in self.boundaries_of], np.float64)
 
 
@@ -318,14 +319,14 @@ def loads_of_plan(plan: Plan, ranks: int, multiple: int = 1) -> Loads:
 
 
 def pairs_before(position: np.ndarray | float, window: int) -> np.ndarray:
-    """Return the query-key pairs of a document's first ``position`` queries with a window."""
+    """Return the query-key pairs of a document's first ``position`` queries within ``window``."""
     position = np.asarray(position, np.float64)
     inside = np.minimum(position, window)
     return inside * (inside + 1) / 2 + window * (position - inside)
 
 
 def pairs_within(spans: Iterable[Span], window: int) -> int:
-    """Return the query-key pairs of ``spans`` with a window; 0: the whole context."""
+    """Return the query-key pairs of ``spans`` within ``window``; 0: the whole context."""
     if not window:
         return sum(span.pairs for span in spans)
     return sum(

@@ -1,8 +1,8 @@
 """Bytes of model states, and of every chunk on every stage.
 
 K, V and their gradients are counted for cut documents only, once for all later slices; the rule
-table defines when. A backward frees layer by layer while it makes gradients and recomputes
-(:mod:`megatron_epp.cost.backward_peak`).
+table (ir.rules) defines when they exist. A backward frees activations layer by layer while it makes
+gradients and recomputes (:mod:`megatron_epp.cost.backward_peak`).
 """
 
 from dataclasses import dataclass
@@ -82,7 +82,7 @@ class ChunkMemory:
     def _routed(self, of: LayerCoefficients, loads: Loads) -> np.ndarray:
         """Return the bytes of a layer's experts in excess of an even share, on the fullest device.
 
-        [chunks]. All that a recomputed MLP does not hold counts as the experts'.
+        The shape is [chunks]. All bytes that recompute of the MLP frees count as the experts'.
         """
         kept, without_mlp = of.saved_bytes[KEEP], of.saved_bytes["m"]
         inside = self.layout.bytes_of(kept, loads) - self.layout.bytes_of(without_mlp, loads)
@@ -93,7 +93,10 @@ class ChunkMemory:
         return self.layout.profile.routing > 1 and self.layout.ep > 1 and of.expert_parameters > 0
 
     def activation_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:
-        """Return the bytes from F to B with ``counts`` layers of each choice: [stages, chunks]."""
+        """Return the bytes held from F to B with ``counts`` layers of each choice.
+
+        The shape is [stages, chunks].
+        """
         held = self.ends.held_bytes(loads)
         for choice, count in counts.items():
             held += count * self.saved_bytes(choice, loads)
@@ -106,7 +109,7 @@ class ChunkMemory:
     def kv_bytes(self, loads: Loads) -> np.ndarray:
         """Return the bytes of a cut document's buffer of K and V or states: [stages, documents].
 
-        They are 0 for whole documents.
+        The size is 0 for whole documents.
         """
         rows = []
         for each in self.layout.coefficients:
@@ -129,7 +132,7 @@ class ChunkMemory:
         return bytes_ / self.kv_shards(of)
 
     def weight_input_bytes(self, loads: Loads) -> np.ndarray:
-        """Return the bytes from I to W: [stages, chunks]."""
+        """Return the bytes held from I to W: [stages, chunks]."""
         layout = self.layout
         held = layout.over_stages(
             [layout.bytes_of(each.weight_input_bytes, loads) for each in layout.coefficients]
@@ -139,7 +142,7 @@ class ChunkMemory:
     # --- while an op runs ------------------------------------------------------------------------
 
     def workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """Return the bytes while the op runs, without recompute: [stages, chunks]."""
+        """Return the additional bytes while the op runs, without recompute: [stages, chunks]."""
         layout = self.layout
         rows = [
             layout.workspace_of(each.workspace_bytes[kind], loads) for each in layout.coefficients
@@ -148,10 +151,10 @@ class ChunkMemory:
         return np.ceil(held + self.ends.workspace_bytes(kind, loads))
 
     def forward_workspace_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:
-        """Return the bytes while F runs, for the layer that needs most: [stages, chunks].
+        """Return the additional bytes while F runs, of the largest layer: [stages, chunks].
 
-        Only choices with a count are considered, because a recomputed layer exists until its
-        forward ends. A mode without a measurement needs what a saved layer does.
+        Only choices with a count are considered: the activations of a recomputed layer exist until
+        its forward ends. A mode without a measurement is assumed to need as much as a saved layer.
         """
         if not any(each.forward_workspace_bytes for each in self.layout.coefficients):
             return self.workspace_bytes(Kind.FORWARD, loads)
@@ -166,7 +169,7 @@ class ChunkMemory:
         return np.ceil(held + self.ends.workspace_bytes(Kind.FORWARD, loads))
 
     def recompute_workspace_bytes(self, choice: Choice, loads: Loads) -> np.ndarray:
-        """Return the bytes of the layer that is recomputed while its B or I runs: [chunks]."""
+        """Return the additional bytes of one layer that B or I recomputes: [chunks]."""
         kind, mode = choice
         if mode in (KEEP, OFFLOAD):
             return np.zeros(loads.chunks)
@@ -193,7 +196,7 @@ class ChunkMemory:
         """Return the bytes of one offloaded layer on the device while ``op`` runs: [chunks]."""
         layer = self.saved_bytes((kind, KEEP), loads)
         if op is Kind.INPUT:
-            # What I leaves for W counts from its start, so this layer's part is already counted.
+            # Weight inputs of all layers count from the start of I, this layer's included.
             left = self.layout.bytes_of(self.layout.coefficients[kind].weight_input_bytes, loads)
             layer = np.maximum(layer - left, 0.0)
         return layer

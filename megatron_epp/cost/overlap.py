@@ -7,18 +7,19 @@ with one of them, for baselines; no executor of this project runs them.
 
 The buffers of ``--tp-comm-overlap`` have one shape for the run, ``--seq-length`` tokens
 (``megatron/training/initialize.py``), and Transformer Engine refuses other inputs
-(``copy_into_buffer``). With it documents are packed to the context, not to the best length of each
-batch. A job with experts is assumed to overlap the all-to-all instead, which takes any length.
+(``copy_into_buffer``). With this flag documents are packed to the context, not to the best length
+of each batch. A job with experts is assumed to overlap the all-to-all instead, which supports any
+length.
 
 The fractions come from public measurements (``public_measurements.json``), relative to the
 communication that the analytic model predicts:
 
 tensor    0.8. The steps of ``dgxc-llama31`` with TP 4 and its overlap (rows 6 to 9) are as fast,
-          relative to those of the same table without TP (rows 1 to 5), as if 81% of the
+          relative to the steps of this table without TP (rows 1 to 5), as if 81% of the
           communication were overlapped.
 experts   0.6. Three pairs of steps, without and with the overlap: 41.25 and 31.31 s, 24.71 and
           20.99 s (``bridge-qwen3-30b``), 19.7 and 17.6 s (``modelzoo-qwen3``) saved 63, 23 and 39%.
-          The largest counts, so that a baseline is not made slower than it may be.
+          The largest fraction is used, so that the baseline is not slower than it could be.
 """
 
 from megatron_epp.cost.cost import Cost
@@ -29,7 +30,7 @@ OF_EXPERTS = {"expert_bytes_per_token": EXPERTS}
 
 
 def overlaps(cost: Cost) -> bool:
-    """Return whether there is communication that stock Megatron would overlap in part."""
+    """Return whether stock Megatron would overlap some communication."""
     layout = cost.layout
     kinds = layout.profile.kinds.values()
     tensors = layout.tp > 1 and any(each.tensor_bytes_per_token > 0 for each in kinds)
@@ -44,6 +45,6 @@ def overlaps_experts(cost: Cost) -> bool:
 
 
 def overlapped(cost: Cost) -> Cost:
-    """Return the cost of stock Megatron with its overlap: every op communicates fewer bytes."""
+    """Return the cost of stock Megatron with its overlap, modelled as fewer exchanged bytes."""
     hidden = OF_EXPERTS if overlaps_experts(cost) else OF_TENSORS
     return cost.with_coefficients_times({field: 1 - part for field, part in hidden.items()})

@@ -1,14 +1,14 @@
 """Profile: the coefficients of a cost model, as a value and as readable JSON.
 
 A profile describes one layer of every kind of the model, and the additional work of the first and
-last stage. Everything is linear. Seconds are linear in a chunk's tokens and query-key pairs (those
-within the kind's window). Bytes are linear in its tokens; those of a running op also in the tokens
-before it. Coefficients are those of one device with a layer sharded over ``tp * cp`` devices, and
+last stage. Seconds are linear in a chunk's tokens and query-key pairs (within the kind's window).
+Bytes are linear in a chunk's tokens; the workspace of an op is also linear in the context tokens
+before the chunk. Coefficients are for one device with a layer sharded over ``tp * cp`` devices, and
 are scaled for other degrees. Analytic profiles come from :mod:`megatron_epp.cost.analytic`,
-measured ones from :mod:`megatron_epp.cost.fitting.fit`.
+measured profiles from :mod:`megatron_epp.cost.fitting.fit`.
 
-In JSON, version 5, every field is written. The coefficients of the first kind are next to those of
-embedding and LM head; those of each other kind are in an object of ``other_kinds``.
+The JSON form (version 5) contains every field. The top-level object contains the coefficients of
+the first kind, of the embedding and of the LM head; ``other_kinds`` contains the other kinds.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ from megatron_epp.safe_files import replace_file
 logger = logging.getLogger(__name__)
 
 VERSION = 5
-BEFORE = 4  # without host time, weight reads and latencies; it is still read
+BEFORE = 4  # still readable; without host time, weight reads and latencies
 ALLTOALL, FLEX = DISPATCHERS = ("alltoall", "flex")  # as Megatron calls them
 ColumnSeconds = Mapping[Column, Mapping[Kind, float]]
 _DEGREE = re.compile(r"[1-9][0-9]{0,6}")
@@ -72,7 +72,8 @@ class Seconds(_Coefficients):
 class Bytes(_Coefficients):
     """Bytes of some tensors per token, and per token of a slice whose K and V are cached.
 
-    The two differ because the K and V that later slices attend to are in the document's own buffer.
+    The two differ because the K and V that later slices attend to are in a buffer of the document,
+    not in these tensors.
     """
 
     per_token: float = 0.0
@@ -85,13 +86,13 @@ class Bytes(_Coefficients):
 
 @dataclass(frozen=True, slots=True)
 class Workspace(Bytes):
-    """Bytes that exist while one op runs, in addition to its chunk's.
+    """Bytes that exist while one op runs, in addition to the bytes that its chunk holds.
 
     Attributes:
-        per_context_token: bytes per token before the slice in its document. Gradients of K and V
-            are computed for all keys of a call at once.
+        per_context_token: bytes per token before the slice in its document. They exist because
+            gradients of K and V are computed for all keys of a call at once.
         per_op: bytes independent of the chunk, such as a weight's gradient before it is
-            accumulated, or the minimum of a kernel. One op runs at a time, so a stage's budget
+            accumulated, or a kernel's minimum workspace. One op runs at a time, so a stage's budget
             includes them once.
     """
 
@@ -104,10 +105,10 @@ class States(_Coefficients):
     """Bytes of weights, gradients and optimizer states per parameter.
 
     Attributes:
-        zero1_resident: with ZeRO 1, on every device of the stage: weights and gradients.
-        zero1_sharded: with ZeRO 1, sharded over cp * dp: optimizer states.
-        zero3_sharded: with ZeRO 3, sharded over cp * dp: everything.
-        zero3_gathered: with ZeRO 3, of one gathered layer.
+        zero1_resident: with ZeRO 1, weights and gradients, which every device of the stage holds.
+        zero1_sharded: with ZeRO 1, optimizer states, sharded over cp * dp.
+        zero3_sharded: with ZeRO 3, all model states, sharded over cp * dp.
+        zero3_gathered: with ZeRO 3, weights of a gathered layer.
         zero3_layers: with ZeRO 3, number of layers that are gathered at a time.
     """
 
@@ -126,11 +127,11 @@ class Provenance:
     """Origin of a profile.
 
     Attributes:
-        model: its name, or the shape that was measured.
-        device: its name.
+        model: name of the model, or the shape that was measured.
+        device: name of the device.
         dtype: data type of the activations.
         date: YYYY-MM-DD.
-        source: what it is based on, for people.
+        source: basis of the coefficients, as text for readers.
         kind: "measured": valid for that model and device only; "analytic": computed.
     """
 
@@ -153,42 +154,43 @@ class LayerCoefficients:
     """Seconds and bytes of one layer of some kind.
 
     Attributes:
-        layer_seconds: by kind of op: F; B without recompute; I and W, its halves. Pairs are those
-            of the window.
-        recompute_seconds: by mode, added to B or I.
-        gather_seconds: by kind of op, per chunk: parameter gathers of ZeRO 3.
-        saved_bytes: by mode, held from F to B, without K and V of cut documents.
+        layer_seconds: by kind of op. B is without recompute; I and W are the halves of B. Pairs
+            are counted within the window.
+        recompute_seconds: by recompute mode, seconds added to B or I.
+        gather_seconds: by kind of op, seconds per chunk of ZeRO 3's parameter gathers.
+        saved_bytes: by recompute mode, bytes held from F to B, without K and V of cut documents.
         kv_bytes_per_token: K and V, or latents, of a cut document for later slices.
-        kv_gradient_bytes_per_token: gradients of these, accumulated in float32.
+        kv_gradient_bytes_per_token: gradients of these K and V or latents, in float32.
         border_bytes: state at each boundary between slices, such as an SSM state and the last rows
-            before a convolution, independent of tokens.
+            before a convolution. Its size does not depend on the slice's length.
         border_gradient_bytes: gradients of this state.
-        weight_input_bytes: held from I to W.
+        weight_input_bytes: bytes held from I to W.
         workspace_bytes: by kind of op, while the op runs, independent of the number of layers.
-        forward_workspace_bytes: by mode, replaces workspace_bytes[F] if a layer of the chunk has
-            that mode; other modes have no measurement.
-        recompute_workspace_bytes: by mode, of the one layer that is recomputed while B or I runs.
-        all_to_all_bytes_per_token: exchanged in a forward within a CP group, over all devices;
-            backward exchanges as much.
-        tensor_bytes_per_token: moved in a forward within a TP group; backward moves as much.
+        forward_workspace_bytes: by recompute mode, used instead of workspace_bytes[F] if a layer of
+            the chunk has that mode. Only measured modes are present.
+        recompute_workspace_bytes: by recompute mode, bytes of one layer that B or I recomputes.
+        all_to_all_bytes_per_token: bytes that a forward exchanges within a CP group, summed over
+            its devices; backward exchanges as much.
+        tensor_bytes_per_token: bytes that a forward gathers and scatters within a TP group;
+            backward moves as much.
         layer_parameters: parameters sharded by TP.
         window: most keys of a query, its own included; 0: the whole context. Only that many tokens
             before a boundary between slices are cached.
-        column_seconds: by column and kind of op, per unit of an additional column. Examples are
-            pairs of a query and its top-k keys, or context tokens whose K and V are projected
-            again. Missing kinds take none.
-        kv_replicated: whether every device of the stage holds all of what later slices need, as
-            with latents, which have no heads.
-        expert_bytes_per_token: exchanged with experts and back in a forward within an EP group,
-            over all devices; backward exchanges as much.
+        column_seconds: by column and kind of op, seconds per unit of an additional column. Examples
+            are pairs of a query and its top-k keys, or context tokens whose K and V are projected
+            again. A missing kind of op takes no time.
+        kv_replicated: whether every device of the stage holds all state that later slices need, as
+            with latents, which cannot be sharded by heads.
+        expert_bytes_per_token: bytes that a forward sends to experts and back within an EP group,
+            summed over its devices; backward exchanges as much.
         expert_parameters: parameters sharded by EP.
         exchange_seconds: by kind of op, the measured part of layer_seconds that exchanges rows for
-            heads over the CP ranks. Single-rank documents do not need it.
-            all_to_all_bytes_per_token describes what was not measured.
-        weight_seconds: by kind of op, per chunk: reading weights once, and writing a weight's
+            heads over the CP ranks. Single-rank documents do not need this exchange. Exchanges that
+            were not measured are in all_to_all_bytes_per_token.
+        weight_seconds: by kind of op, seconds per chunk to read weights once and write a weight's
             gradient; sharded by TP.
-        expert_weight_seconds: the same for all experts; sharded by EP.
-        host_seconds: by kind of op: time of the host to issue one layer's op, which takes at least
+        expert_weight_seconds: like weight_seconds, for the weights of all experts; sharded by EP.
+        host_seconds: by kind of op, the host's time to issue one layer's op; the op takes at least
             as long.
         tensor_gathers: number of gathers and scatters in a forward within a TP group; backward has
             as many.
@@ -256,13 +258,14 @@ class Profile(LayerCoefficients):
             they are then not saved with their chunk.
         last_weight_input_bytes: additional bytes of the last stage from I to W: the LM head.
         last_workspace_bytes: by kind of op, additional bytes of the last stage while an op runs.
-        last_workspace_tokens: most tokens of a chunk that its bytes per token apply to; 0: all.
-        head_seconds: seconds of H and G for the whole vocabulary on one stage; the constant per
-            chunk is that of one of many stages. Missing kinds follow from last_seconds.
-        head_workspace_bytes: bytes while H or G runs if one stage has the whole vocabulary; missing
-            kinds likewise.
-        all_to_all_bytes_per_second: by CP size, and by EP size.
-        tensor_bytes_per_second: by TP size.
+        last_workspace_tokens: most tokens of a chunk to which the bytes per token of
+            last_workspace_bytes apply; 0: all.
+        head_seconds: seconds of H and G if one stage has the whole vocabulary; only the constant
+            per chunk is for one of several stages. Missing ops are computed from last_seconds.
+        head_workspace_bytes: bytes while H or G runs if one stage has the whole vocabulary. Missing
+            ops are computed from last_bytes or last_workspace_bytes.
+        all_to_all_bytes_per_second: rate of an all-to-all by size of the CP or EP group.
+        tensor_bytes_per_second: rate of gathers and scatters by TP size.
         link_seconds_per_token: time that a message occupies the link between two stages.
         link_latency_seconds: latency of every message.
         first_parameters: parameters of the embedding.
@@ -270,16 +273,16 @@ class Profile(LayerCoefficients):
         states: bytes of model states per parameter.
         host_bytes_per_second: rate between a device and host memory in one direction; 0: unknown,
             so that no layer can be offloaded.
-        routing: tokens of the most loaded device's experts over an even share, as training has
-            learned it. It multiplies the memory that depends on routing.
+        routing: tokens on the most loaded device's experts relative to an even share, as observed
+            in training. It multiplies the memory that depends on routing.
         token_dispatcher: "alltoall": every copy of a token is sent; "flex": one copy for each node
             or device that needs it.
         layer_kind: name of the first kind.
         other_kinds: coefficients of the other kinds, by name.
-        rank_slowness: for each pipeline rank, time of an op relative to these seconds, which are
-            the fastest device's; empty: all are equal.
-        replica_slowness: the same for each pipeline rank of each replica, replica by replica, if
-            replicas differ; ``rank_slowness`` is then the slowest replica's, rank by rank.
+        rank_slowness: for each pipeline rank, time of an op relative to the seconds of this
+            profile, which are the fastest device's; empty: all ranks are equal.
+        replica_slowness: like rank_slowness, for all ranks of all replicas, replica by replica, if
+            replicas differ. ``rank_slowness`` then contains the largest value of each rank.
     """
 
     provenance: Provenance
@@ -320,7 +323,7 @@ class Profile(LayerCoefficients):
         return self.with_kinds({kind: self.kinds[kind]})
 
     def with_kinds(self, coefficients: Mapping[str, LayerCoefficients]) -> "Profile":
-        """Return the profile with layers of these kinds, the first one first."""
+        """Return the profile with layers of these kinds; the first becomes ``layer_kind``."""
         (first, its), *others = coefficients.items()
         named = {name: getattr(its, name) for name in _LAYER_FIELDS}
         return dataclasses.replace(
@@ -359,8 +362,9 @@ class Profile(LayerCoefficients):
         """Return the profile on devices of unlike speed.
 
         Args:
-            slowness: of each pipeline rank, for every replica in turn, or once for all.
-            ranks: of a pipeline.
+            slowness: relative time of an op on each pipeline rank: of all replicas, one after the
+                other, or of one replica if replicas are equal.
+            ranks: number of ranks of a pipeline.
         """
         rows = [tuple(slowness[at : at + ranks]) for at in range(0, len(slowness), ranks)]
         least = min(slowness, default=1.0)
@@ -385,7 +389,7 @@ class Profile(LayerCoefficients):
         """Return the profile that ``text`` describes.
 
         Raises:
-            ValueError: the text is no valid profile; ``where`` names it in the message.
+            ValueError: the text is not a valid profile; the message calls the text ``where``.
         """
         try:
             return _profile(json.loads(text), where)
@@ -397,7 +401,7 @@ class Profile(LayerCoefficients):
         """Return the profile in the file at ``path``.
 
         Raises:
-            ValueError: the file is no valid profile.
+            ValueError: the file is not a valid profile.
         """
         return _profile(read_json("profile", path), path)
 
@@ -458,10 +462,10 @@ def _kinds(value: Any) -> dict[str, LayerCoefficients]:
 
 
 def _layer_json(of: LayerCoefficients) -> dict[str, Any]:
-    """Return the fields of ``of`` as version 4 has them.
+    """Return the fields of ``of`` in the form of version 4.
 
-    Top-k pairs and context tokens have fields of their own. Other columns are in
-    ``column_seconds``, which is omitted if empty.
+    Top-k pairs and context tokens have separate fields. Other columns are in ``column_seconds``,
+    which is omitted if empty.
     """
     columns = dict(of.column_seconds)
     chosen = next((each for each in columns if isinstance(each, WindowPairs)), WindowPairs())
@@ -530,7 +534,7 @@ _MOST_SECONDS, _MOST_BYTES_OF_A_TOKEN, _MOST_KEYS, _MOST = 1e3, 1e12, 1e9, 1e24
 
 
 def _limits(name: str, kind: Any) -> Limits:
-    """Return the limits of the field ``name`` of that type."""
+    """Return the limits for values of the field ``name``, whose type is ``kind``."""
     keys = _MODE_NAMES if get_args(kind)[:1] == (str,) else _OP_NAMES
     if name.startswith("head_"):
         keys = _HEAD_NAMES
@@ -545,10 +549,10 @@ def _limits(name: str, kind: Any) -> Limits:
 
 
 def _field(name: str, kind: Any, value: Any) -> Any:
-    """Return the field ``name`` parsed as that type.
+    """Return ``value`` of the field ``name``, parsed as the type ``kind``.
 
     Raises:
-        ValueError: it is invalid, takes no time at all, or exceeds a limit.
+        ValueError: the value is invalid or exceeds a limit, or F or B would take no time.
     """
     if kind == Mapping[int, float]:
         if not isinstance(value, dict) or not all(_DEGREE.fullmatch(key) for key in value):
@@ -572,10 +576,10 @@ def _field(name: str, kind: Any, value: Any) -> Any:
 
 
 def _read(what: type, value: Any, where: str) -> dict[str, Any]:
-    """Return the fields of ``what`` from a JSON object.
+    """Return the fields of the class ``what`` from a JSON object.
 
     Raises:
-        ValueError: a field is invalid; the message names it after ``where``.
+        ValueError: a field is invalid; the message is ``where``, the field's name and the reason.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{where}expected an object of coefficients")
@@ -597,9 +601,9 @@ def _read(what: type, value: Any, where: str) -> dict[str, Any]:
 
 
 def _with_host(profile: Profile, where: str) -> Profile:
-    """Return a profile of version 4 with the host time of its device from the catalogue.
+    """Return a profile of version 4 with the host time of its device from the catalogue added.
 
-    The constants of version 4 include weight reads and latencies.
+    Weight reads and latencies are not added: constants of version 4 include them.
     """
     device = device_like(profile.provenance.device)
     if device is None or not device.host_seconds:

@@ -3,9 +3,9 @@
     seconds[s, c] = per(kind)[s] . (tokens[c], pairs[c], 1, additional columns)
 
 For a chunk with single-rank documents, tokens and pairs are those of the slowest rank
-(:class:`~megatron_epp.cost.loads.Loads`), and only sharded documents are exchanged. A stage is the
-sum over its layers, which may be of several kinds with additional columns
-(:mod:`megatron_epp.cost.columns`).
+(:class:`~megatron_epp.cost.loads.Loads`), and only rows of sharded documents are exchanged. The
+coefficients of a stage are sums over its layers, which may be of several kinds with additional
+columns (:mod:`megatron_epp.cost.columns`).
 
 A recomputed layer costs one layer's forward (eq. 11). A gather per chunk costs time with ZeRO 3
 only.
@@ -33,9 +33,9 @@ from megatron_epp.cost.profile import LayerCoefficients
 from megatron_epp.ir import BACKWARDS, FULL, KEEP, OF_HEAD, OF_LAYERS, OFFLOAD, SELECTIVE, Kind
 
 _EXCHANGING = (Kind.FORWARD, *BACKWARDS)
-# Host time of the recompute in a backward, relative to that of a layer's forward: for a full layer
-# and for modules. On the host of an H100 a backward takes 4.1 ms with full recompute and 1.65 ms
-# without; a forward takes 2.1 ms.
+# Host time of the recompute in a backward, relative to the host time of a layer's forward: for a
+# full layer and for modules. On the host of an H100 a backward takes 4.1 ms with full recompute and
+# 1.65 ms without; a forward takes 2.1 ms.
 HOST_AGAIN, HOST_AGAIN_PART = 1.15, 0.4
 
 
@@ -47,32 +47,32 @@ class OpSeconds:
     ends: Ends
 
     def of(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """Return [stages, chunks] without recompute; at least the host's time to issue the op."""
+        """Return [stages, chunks]: seconds without recompute, at least the host's time."""
         return np.maximum(self.device(kind, loads), self.host[kind][:, None])
 
     def device(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """Return [stages, chunks] of the device alone, without recompute."""
+        """Return the seconds of the device alone, without recompute: [stages, chunks]."""
         taken = weighted_features(self.layout, self.per(kind), loads)
-        if kind in OF_HEAD:  # they exchange no rows for heads
+        if kind in OF_HEAD:  # H and G exchange no rows for heads
             return taken
         return taken - _unexchanged(self.exchange_per_token[kind], loads)
 
     def per(self, kind: Kind) -> np.ndarray:
         """Return [stages, columns]: seconds per token, pair, chunk and additional unit.
 
-        They include exposed communication; B and I are without recompute.
+        The seconds include exposed communication; those of B and I exclude recompute.
         """
         return self._computation[kind] + self._communication[kind]
 
     def communication(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """Return [stages, chunks]: exposed communication within :meth:`of`."""
+        """Return [stages, chunks]: exposed communication, which :meth:`of` includes."""
         exposed = weighted_features(self.layout, self.communication_per(kind), loads)
         if loads.local is None or kind not in _EXCHANGING:
             return exposed
         return exposed - _unexchanged(self.layout.stagewise(_all_to_all), loads)
 
     def communication_per(self, kind: Kind) -> np.ndarray:
-        """Return [stages, columns]: communication within :meth:`per`."""
+        """Return [stages, columns]: communication, which :meth:`per` includes."""
         return self._communication[kind]
 
     @cached_property
@@ -111,13 +111,13 @@ class OpSeconds:
 
     @cached_property
     def _by_device(self) -> Mapping[int, "OpSeconds"]:
-        """Seconds of each layout of :meth:`StageLayout.stagewise`, by its id."""
+        """OpSeconds of each layout in :attr:`StageLayout.device_layouts`, by the layout's id."""
         return {id(each): OpSeconds(each, ends_of(each)) for each in self.layout.device_layouts[0]}
 
     def _of_devices(
         self, of: Callable[["OpSeconds", Kind], np.ndarray]
     ) -> Mapping[Kind, np.ndarray]:
-        """Return [stages, ...] by kind of op for different devices."""
+        """Return [stages, ...] by kind of op; each row comes from the device of its stage."""
         return {
             kind: self.layout.stagewise(lambda each, kind=kind: of(self._by_device[id(each)], kind))  # type: ignore[misc]
             for kind in (*OF_LAYERS, *OF_HEAD)
@@ -143,10 +143,10 @@ class OpSeconds:
     ) -> np.ndarray:
         """Return [stages, chunks]: the seconds that ``recompute`` adds to a B.
 
-        The host may take longer than the device for one of the two, or for both together.
+        The host may take longer than the device for B alone, or for B with recompute.
 
         Args:
-            counts: layers with each choice.
+            counts: [stages, chunks] layers with each choice.
             recompute: seconds of the recompute on the device.
             device: :meth:`device` of B.
         """
@@ -165,9 +165,9 @@ class OpSeconds:
     # --- single-rank documents -------------------------------------------------------------------
 
     def _exchange(self, of: LayerCoefficients, kind: Kind) -> float:
-        """Return the seconds per token of one layer's op that exchange rows for heads.
+        """Return the seconds per token in which one layer's op exchanges rows for heads.
 
-        They are included whether they were measured with the layer or not.
+        They are the predicted exchange plus the exchange that was measured as part of the layer.
         """
         if self.layout.cp == 1 or kind not in _EXCHANGING:
             return 0.0
@@ -176,9 +176,9 @@ class OpSeconds:
 
     @cached_property
     def exchange_per_token(self) -> Mapping[Kind, np.ndarray]:
-        """Seconds per token that exchange rows for heads: [stages] by kind.
+        """Seconds per token to exchange rows for heads: [stages] by kind.
 
-        Single-rank documents do not need them.
+        Single-rank documents do not need this exchange.
         """
         if self.layout.unlike_devices:
             return self._of_devices(lambda each, kind: each.exchange_per_token[kind])
@@ -196,7 +196,7 @@ class OpSeconds:
         return {}
 
     def recompute_per(self, choice: Choice) -> np.ndarray:
-        """Return [columns]: seconds that one layer with that choice adds to B or I."""
+        """Return [columns]: seconds that one layer with ``choice`` adds to B or I."""
         if choice not in self._recompute_rows:
             self._recompute_rows[choice] = self._recompute_row(choice)
         return self._recompute_rows[choice]
@@ -223,7 +223,7 @@ class OpSeconds:
         return row
 
     def recompute(self, choice: Choice, loads: Loads) -> np.ndarray:
-        """Return [chunks] of one layer's recompute; [stages, chunks] if devices differ."""
+        """Return [chunks]: seconds to recompute a layer; [stages, chunks] if devices differ."""
         if self.layout.unlike_devices:
             return self.layout.stagewise(
                 lambda each: np.tile(
@@ -245,20 +245,20 @@ class OpSeconds:
 
 
 def _unexchanged(per_token: np.ndarray, loads: Loads) -> np.ndarray | float:
-    """Return [stages, chunks]: seconds that single-rank documents do not need; 0 without them."""
+    """Return [stages, chunks]: exchange seconds that single-rank documents do not need."""
     if loads.local is None:
         return 0.0
     return np.outer(per_token, loads.local.tokens)
 
 
 def _all_to_all(layout: StageLayout) -> np.ndarray:
-    """Return [stages]: seconds per token of all layers' forwards to exchange rows for heads."""
+    """Return [stages]: seconds per token to exchange rows for heads in all layers' forwards."""
     rows = [np.array([all_to_all_seconds(layout, each)]) for each in layout.coefficients]
     return layout.over_stages(rows)[:, 0]
 
 
 def _weights_row(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> np.ndarray:
-    """Return [columns]: seconds per chunk that the weights of one layer's op take."""
+    """Return [columns]: seconds per chunk to read and update the weights of one layer's op."""
     row = np.zeros(layout.width)
     row[CHUNKS] = of.weight_seconds.get(kind, 0.0) * layout.profile.tp / layout.tp
     row[CHUNKS] += of.expert_weight_seconds.get(kind, 0.0) / layout.ep

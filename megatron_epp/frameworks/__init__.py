@@ -1,6 +1,6 @@
-"""Training frameworks that call Megatron's schedule, a folder each.
+"""Training frameworks that call Megatron's schedule, one folder per framework.
 
-shapes.py     rows and documents of its micro-batches, by its own rules of padding
-slices.py     its adapter of slicing mode, if it has one; the only file that needs mcore
-settings.py   its settings for ``tune --for``, if it has any; without torch
+shapes.py     rows and documents of the framework's micro-batches, by its padding rules
+slices.py     adapter for slicing mode, if it is supported; the only file that imports mcore
+settings.py   settings for ``tune --for``, if it supports the framework; does not import torch
 """

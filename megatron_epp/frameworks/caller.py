@@ -1,4 +1,4 @@
-"""Framework that calls Megatron's schedule, found by its forward step."""
+"""Framework that calls Megatron's schedule, identified by its forward step."""
 
 import functools
 import re
@@ -9,13 +9,13 @@ from typing import Any
 
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
-NEWEST = (10**6,)  # for a distribution that pip does not know: a checkout
+NEWEST = (10**6,)  # for a distribution that pip does not know, such as a checkout
 
 
 def installed_release(distribution: str) -> tuple[int, ...]:
-    """Return the installed release, such as (0, 9, 1), on which rules of padding depend.
+    """Return the installed release of ``distribution``, such as (0, 9, 1).
 
-    Returns ``NEWEST`` if pip knows none.
+    Padding rules depend on the release. Return ``NEWEST`` if pip does not know the distribution.
     """
     try:
         numbers = re.match(r"\d+(\.\d+)*", metadata.version(distribution))
@@ -24,16 +24,16 @@ def installed_release(distribution: str) -> tuple[int, ...]:
     return NEWEST if numbers is None else tuple(map(int, numbers[0].split(".")))
 
 
-# Returns the shape of a micro-batch, as the framework's iterator yields it; None if unknown.
+# Function from a micro-batch, as the framework's iterator yields it, to its shape; None if unknown.
 Reader = Callable[[Any], MicrobatchShape | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Caller of the schedule.
+    """Caller of Megatron's schedule.
 
     Attributes:
-        forward_step: Its forward step.
+        forward_step: Forward step of the call.
         config: TransformerConfig of the model.
         tp, cp: Tensor- and context-parallel degrees.
     """
@@ -44,9 +44,9 @@ class Caller:
     cp: int
 
     def brings(self, name: str) -> Any:
-        """Return the variable ``name`` of the forward step, or None.
+        """Return the variable ``name`` of the forward step or of a function it wraps, or None.
 
-        It is the object of a method ("self"), or a variable in the closure.
+        "self" is the object of a bound method. Other names are variables in a closure.
         """
         for function in _layers(self.forward_step):
             if name == "self" and hasattr(function, "__self__"):
@@ -58,9 +58,10 @@ class Caller:
 
     @property
     def aligned(self) -> int:
-        """Multiple of a document's rows in most frameworks.
+        """Multiple to which most frameworks pad the rows of a document.
 
-        Each context-parallel rank has two parts of it, which tensor-parallel ranks share.
+        Each context-parallel rank has two parts of a document; the tensor-parallel ranks divide the
+        rows of each part.
         """
         return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
@@ -75,9 +76,10 @@ class Framework:
     """A framework with known micro-batches.
 
     Attributes:
-        packages: Modules of its forward steps.
+        name: Name in messages.
+        packages: Packages whose modules define the framework's forward steps.
         reader: Returns the reader of a call's micro-batches; None if their layout is unknown.
-        fields: Entries of a micro-batch that the reader uses.
+        fields: Entries of a micro-batch that the reader uses, named in messages.
     """
 
     name: str
@@ -87,7 +89,7 @@ class Framework:
 
 
 def written_in(forward_step: Any) -> tuple[str, ...]:
-    """Return the modules of ``forward_step`` and of what it wraps, the innermost last."""
+    """Return the modules of ``forward_step`` and of the functions it wraps, the innermost last."""
     return tuple(
         getattr(function, "__module__", None) or type(function).__module__
         for function in _layers(forward_step)
@@ -95,7 +97,7 @@ def written_in(forward_step: Any) -> tuple[str, ...]:
 
 
 def _layers(function: Any) -> Iterator[Any]:
-    """Yield ``function`` and the functions it wraps: of a partial, or in a wrapper's closure."""
+    """Yield ``function`` and the functions it wraps, as a partial or through its closure."""
     for _ in range(8):  # a wrapper may close over itself
         yield function
         inner = function.func if isinstance(function, functools.partial) else None

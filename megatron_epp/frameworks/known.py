@@ -1,4 +1,4 @@
-"""Frameworks with known micro-batches, found by the module of a forward step."""
+"""Frameworks with known micro-batches, identified by the module of a forward step."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ FRAMEWORKS = (
 
 
 def framework_of(forward_step: Any) -> Framework | None:
-    """Return the framework that defines ``forward_step`` or what it wraps; None if unknown."""
+    """Return the framework that defines ``forward_step`` or a function it wraps, or None."""
     for module in written_in(forward_step):
         for framework in FRAMEWORKS:
             for package in framework.packages:

@@ -1,4 +1,4 @@
-"""Rows of documents, by the padding of frameworks."""
+"""Rows of documents as frameworks pad them."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -10,14 +10,14 @@ from megatron_epp.planner.calls.microbatch import MicrobatchShape
 
 
 def multiple_of(size: int, unit: int) -> int:
-    """Return the smallest multiple of ``unit`` from ``size`` on."""
+    """Return the smallest multiple of ``unit`` that is at least ``size``."""
     return -(-size // unit) * unit
 
 
 def in_a_row(documents: Iterable[int], each: int = 1, whole: int = 1) -> MicrobatchShape:
     """Return the shape of concatenated documents (THD).
 
-    Each is padded to a multiple of ``each``, then all of them to one of ``whole``.
+    Each document is padded to a multiple of ``each``, then all rows to a multiple of ``whole``.
     """
     lengths = tuple(int(length) for length in documents)
     rows = sum(multiple_of(length, each) for length in lengths)
@@ -30,11 +30,11 @@ def beside(documents: Sequence[int], rows: int) -> MicrobatchShape:
 
 
 def lengths_between(boundaries: Any) -> tuple[int, ...]:
-    """Return the documents between cumulative lengths, without the empty ones of padding."""
+    """Return the document lengths between cumulative lengths, without empty ones (padding)."""
     flat = torch.as_tensor(boundaries).flatten().tolist()
     return tuple(b - a for a, b in pairwise(flat) if b > a)
 
 
 def kept(mask_BS: torch.Tensor) -> list[int]:
-    """Return the tokens of every sample that an attention mask [B, S] keeps."""
+    """Return the number of tokens of every sample that are set in an attention mask [B, S]."""
     return mask_BS.bool().sum(-1).tolist()

@@ -18,7 +18,7 @@ SETTINGS = {
 
 
 def require_framework(name: str) -> None:
-    """Raise a ValueError if ``name`` is not known."""
+    """Raise a ValueError if ``tune --for`` does not support the framework ``name``."""
     if name not in SETTINGS:
         raise ValueError(f"--for {name}: expected one of {', '.join(SETTINGS)}")
 

@@ -1,8 +1,8 @@
 """Settings of a job that Megatron's own schedule runs: degrees, layers, recompute, tokens.
 
-These frameworks run Megatron's own schedule with packed unsliced documents (in any order with
-scheduling mode). The settings are those of the fastest such choice in the survey, with the
-recompute of its plans.
+The frameworks of ``tune --for`` run Megatron's own schedule with packed unsliced documents (in
+scheduling mode, micro-batches may run in any order). The settings come from the fastest choice of
+this kind in the survey, and include the recompute of the choice's plans.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,10 +22,11 @@ class StockSettings:
     """A job that Megatron's own schedule runs.
 
     Attributes:
+        layout: Degrees of the job.
         layers: Layers of every stage.
-        recomputed: Most recomputed layers of a stage in any micro-batch.
-        tokens: Tokens of a micro-batch, over all ranks that share it.
-        ep: Number of ranks that share a layer's experts.
+        recomputed: Most layers that a stage recomputes in any micro-batch.
+        tokens: Tokens of a micro-batch, summed over its context-parallel ranks.
+        ep: Number of ranks over which a layer's experts are sharded.
     """
 
     layout: Layout
@@ -52,17 +53,17 @@ def stock_choice(
     options: Options,
     tokens: int,
 ) -> tuple[Choice, StockSettings]:
-    """Return the fastest choice that Megatron's own schedule runs, and its settings.
+    """Return the fastest choice that Megatron's own schedule can run, and the choice's settings.
 
     Args:
-        surveyed: The survey of layouts and planners.
+        surveyed: The survey of layouts and planners, fastest choice first.
         batches: Document lengths of the batches.
         cost_for: Returns the cost of a layout.
         options: The planner's options.
         tokens: Tokens of a micro-batch.
 
     Raises:
-        ValueError: No layout fits without --epp.
+        ValueError: No layout fits in memory without --epp.
     """
     choice = next((one for one in surveyed.choices if one.planner == PACKED), None)
     if choice is None:
@@ -77,7 +78,7 @@ def stock_choice(
 
 
 def degrees(job: StockSettings) -> Iterator[tuple[str, str]]:
-    """Yield names, as in TransformerConfig, and values of the degrees."""
+    """Yield (name in TransformerConfig, value) of every degree."""
     layout = job.layout
     yield "tensor_model_parallel_size", str(layout.tp)
     yield "pipeline_model_parallel_size", str(layout.pp)
@@ -88,7 +89,7 @@ def degrees(job: StockSettings) -> Iterator[tuple[str, str]]:
 
 
 def recompute(layers: int) -> Iterator[tuple[str, str]]:
-    """Yield names and values of full recompute of ``layers`` of every stage."""
+    """Yield (name in TransformerConfig, value) for full recompute of ``layers`` per stage."""
     if layers:
         yield "recompute_granularity", "full"
         yield "recompute_method", "block"
@@ -112,7 +113,7 @@ def first_and_last_layers(layers: Sequence[int], framework: str) -> tuple[int, .
     """Return the layers of the first and last stage; () if all stages are equal.
 
     Raises:
-        ValueError: Other stages differ.
+        ValueError: Stages between the first and the last differ from each other.
     """
     if len(set(layers)) == 1:
         return ()

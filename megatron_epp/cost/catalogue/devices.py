@@ -11,9 +11,9 @@ from megatron_epp.cost.catalogue.named import pick
 from megatron_epp.ir import Kind
 from megatron_epp.ir.errors import quoted, require_name
 
-# Host time of the halves of a backward relative to the full one: an assumption.
+# Host time of I and of W, relative to the host time of B: an assumption.
 HOST_INPUT, HOST_WEIGHT = 0.8, 0.45
-# Bound of a budget in GiB and, inverted, of its smallest value.
+# Largest memory budget in GiB; the smallest is 1 / MOST_GIB.
 MOST_GIB = 1e6
 GIB = 2**30
 MOST_DEVICES = 1_000_000
@@ -52,7 +52,7 @@ def _number(name: str, value: Any, least: float, most: float) -> float:
 
 
 def _by_size(name: str, table: Any, limits: tuple[float, float] = _RATE) -> dict[int, float]:
-    """Return rates or seconds by group size, whose keys are texts in JSON."""
+    """Return ``table``, rates or seconds by group size, with keys as integers (texts in JSON)."""
     if not isinstance(table, Mapping):
         raise ValueError(f"{name}: expected a number by group size")
     rates = {}
@@ -71,14 +71,15 @@ class Device:
 
     Attributes:
         name: name on the command line.
-        budget_gib: memory for training: the device's, minus a margin for context and fragmentation.
+        budget_gib: memory for training: all of the device's memory except a margin for context and
+            fragmentation.
         linear_flops: achieved flops per second of matrix products (not the data sheet's).
         attention_flops: achieved flops per second of attention kernels.
         launch_seconds: seconds per layer and chunk in forward; backward takes twice as long.
-        group_bytes_per_second: all-to-all rate of one device by group size; the first
-            ``node_devices`` devices are in one node. If memory_efficiency is set, it is the rate of
-            the wire for bytes that leave a device, otherwise of all bytes, copies included.
-        link_bytes_per_second: rate between adjacent stages, in one direction, per node.
+        group_bytes_per_second: all-to-all rate of one device by group size. Groups of up to
+            ``node_devices`` devices are in one node. If memory_efficiency is set, rates are those
+            of the wire, for bytes that leave a device; otherwise copies are included.
+        link_bytes_per_second: rate of a node to an adjacent stage, in one direction.
         link_latency_seconds: latency of one message.
         node_devices: devices of a node, which share its link.
         host_bytes_per_second: rate between one device and host memory in one direction, while the
@@ -89,10 +90,10 @@ class Device:
             nccl-tests counts bus bandwidth; empty: as all-to-all.
         gather_latency_seconds: latency of one gather or scatter, by group size.
         memory_efficiency: fraction of the memory rate that element-wise kernels and weight reads
-            achieve; 0: their time is part of linear_flops.
-        host_forward_seconds: host time to issue a layer's forward, which no op can undercut.
-        host_backward_seconds: the same for its backward.
-        peak_flops: data-sheet flops in bf16 without sparsity, the divisor of MFU; 0: none.
+            achieve; 0: the time of these is part of linear_flops.
+        host_forward_seconds: host time to issue a layer's forward, which takes at least as long.
+        host_backward_seconds: host time to issue a layer's backward.
+        peak_flops: data-sheet flops in bf16 without sparsity, the divisor of MFU; 0: unknown.
     """
 
     name: str
@@ -140,17 +141,17 @@ class Device:
 
 
 def host_seconds_of(forward: float, backward: float) -> dict[Kind, float]:
-    """Return the host's seconds to issue each op of a layer, from those of F and B."""
+    """Return the host's seconds to issue each op of a layer; the arguments are those of F and B."""
     halves = {Kind.INPUT: HOST_INPUT * backward, Kind.WEIGHT: HOST_WEIGHT * backward}
     return {Kind.FORWARD: forward, Kind.BACKWARD: backward, **halves}
 
 
 # Bytes per second by group size that FlexSP published for A100 nodes with two InfiniBand cards.
 _A100_GROUPS = {2: 119.5e9, 4: 104.1e9, 8: 96.5e9, 16: 10.33e9, 32: 5.94e9, 64: 4.87e9}
-# Fitted rates of the wires inside a node. Hopper: what MoE layers leave of 450 GB/s NVLink for an
-# exchange (`megatron-moe-layer` of the public measurements). H800: of 200 GB/s (`pai-h800`).
-# Blackwell: of 900 GB/s (`simumax-b200`). Across nodes a device has its fraction of the node's
-# link.
+# Fitted rates of the wires inside a node. Hopper: rate that an exchange of an MoE layer reaches on
+# NVLink of 450 GB/s (`megatron-moe-layer` of the public measurements). H800: on 200 GB/s
+# (`pai-h800`). Blackwell: on 900 GB/s (`simumax-b200`). Across nodes a device has its fraction of
+# the node's link.
 _HOPPER_WIRE, _H800_WIRE, _BLACKWELL_WIRE = {2: 430e9}, {2: 120e9}, {2: 520e9}
 # Gathers and scatters inside a node. The bus bandwidth of nccl-tests on eight A100 is about 200
 # GB/s (NVIDIA/nccl-tests issue 149). On eight H100 it is 360 GB/s after a latency that grows with
@@ -169,13 +170,13 @@ _PCIE_4, _PCIE_5 = 20e9, 40e9
 # Rates of Hopper and B200: fitted to public measurements that are not held out
 # (docs/results/public_measurements.md). Products are fitted to `own-h100-layer`,
 # `megatron-moe-layer` and `simumax-b200`, attention to `trl-long` and `simumax-b200`.
-# Rates of the others: scaled by their data sheets. H800 is an H100 with 400 GB/s NVLink; H20 has
+# Rates of other devices: scaled by their data sheets. H800 is an H100 with 400 GB/s NVLink; H20 has
 # 148 Tflops; GB200 has 2,450 Tflops and NVLink across racks (64 of 72 devices are counted). L40S
 # has 362 Tflops and PCIe 4 only. One core of a server reaches about 30 Gflops in float32.
-# Memory rates are those of the data sheets. At that rate, reading K and V explains
+# Memory rates are those of the data sheets. With these rates, reading K and V explains
 # FlashAttention-3's published times (tests/cost/test_published_attention.py).
 # Nothing is fitted to SimuMax's microbenchmarks of a B200 (configs/system/b200_bf16_ceperm.json).
-# They have products at 1,098 Tflops, gathers at 606 GB/s and an all-to-all at 537 GB/s.
+# They reach 1,098 Tflops in products, 606 GB/s in gathers and 537 GB/s in an all-to-all.
 _A100 = (212e12, 179e12, 1e-4, _A100_GROUPS, 50e9, 1e-5, 8, _PCIE_4)
 _HOPPER = (760e12, 530e12, 1e-4, _HOPPER_WIRE, 400e9, 1e-5, 8, _PCIE_5)
 _H800 = (760e12, 530e12, 1e-4, _H800_WIRE, 400e9, 1e-5, 8, _PCIE_5)
@@ -221,7 +222,7 @@ def gpu_name(memory_bytes: int, capability: int) -> str:
 
     Args:
         memory_bytes: total memory.
-        capability: major number of its compute capability.
+        capability: major number of the GPU's compute capability.
     """
     return next(
         name for name, least, major in _GPUS if memory_bytes > least and capability >= major
@@ -229,10 +230,10 @@ def gpu_name(memory_bytes: int, capability: int) -> str:
 
 
 def device_like(text: str, memory_bytes: float = math.inf) -> Device | None:
-    """Return the device of the catalogue with that name or chip; None if there is none.
+    """Return the device of the catalogue named ``text``, or with a chip in ``text``; else None.
 
-    ``NVIDIA H100 80GB HBM3``, as torch calls it, is an ``h100-80g``. Of several devices with the
-    chip, the one with the largest budget up to ``memory_bytes`` is returned.
+    For ``NVIDIA H100 80GB HBM3``, torch's name, it is ``h100-80g``. If several devices have the
+    chip, the device with the largest budget up to ``memory_bytes`` is returned.
     """
     words = set(re.split(r"[^a-z0-9]+", text.lower()))
     chips = [
@@ -257,9 +258,9 @@ _LIST = "expected names or files with their numbers of ranks, as in h100-80g*4,a
 
 
 def device_runs(text: str) -> tuple[tuple[str, int], ...]:
-    """Return (name or file, ranks) of every part of ``h100-80g*4,a100-80g*4``.
+    """Return (name or file, number of ranks) of every part of ``h100-80g*4,a100-80g*4``.
 
-    A part without a number is one rank.
+    A part without a number stands for one rank.
     """
     runs = []
     for part in text.split(","):
@@ -273,15 +274,15 @@ def device_runs(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def differ_by_rank(text: str) -> bool:
-    """Return whether ``text`` has a device per rank instead of one for all."""
+    """Return whether ``text`` names devices by rank instead of one device for all ranks."""
     return "," in text or "*" in text
 
 
 def devices_of(text: str, ranks: int) -> tuple[Device, ...]:
     """Return the device of every pipeline rank.
 
-    ``text`` is a name or file for all ranks, or has runs for :func:`device_runs` that add up to
-    ``ranks``.
+    ``text`` is a name or file for all ranks, or a list for :func:`device_runs` whose numbers add up
+    to ``ranks``.
     """
     if not differ_by_rank(text):
         return (device(text),) * ranks
@@ -299,11 +300,11 @@ def device_budgets(flag: str, gib: Sequence[float], rank_of: Sequence[int]) -> t
     Args:
         flag: name of the flag that gave ``gib``, for the error message.
         gib: one number for all ranks, or one for every pipeline rank. If ranks have several stages,
-            one for every stage is accepted if it is the same for all stages of a rank.
+            one number for every stage is accepted too; stages of one rank need equal numbers.
         rank_of: pipeline rank of every stage.
 
     Raises:
-        ValueError: the number of budgets is wrong, or a rank has two.
+        ValueError: the number of budgets is wrong, or stages of one rank have different budgets.
     """
     ranks = 1 + max(rank_of)
     budgets = tuple(gib) * ranks if len(gib) == 1 else tuple(gib)
@@ -320,10 +321,10 @@ def device_budgets(flag: str, gib: Sequence[float], rank_of: Sequence[int]) -> t
 
 
 def device(name: str) -> Device:
-    """Return the device called ``name``, or the one that the JSON file at ``name`` describes.
+    """Return the device called ``name``, or the device that the JSON file at ``name`` describes.
 
     Raises:
-        ValueError: there is none, or the file is invalid.
+        ValueError: the device is unknown, or the file is invalid.
     """
     if name not in DEVICES and not name.endswith(".json") and "/" not in name:
         near = difflib.get_close_matches(name, DEVICES, n=3, cutoff=0.4)

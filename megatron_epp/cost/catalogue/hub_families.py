@@ -1,7 +1,7 @@
 """Model types of Hugging Face's config.json whose layer kinds are supported.
 
-Keys missing in a file have the default of transformers' class. Properties without a key are part of
-the family.
+A key that is missing in a file has the default of transformers' class. Properties for which files
+have no key are properties of the family.
 """
 
 from collections.abc import Mapping
@@ -22,15 +22,15 @@ class ModelFamily:
         keys: defaults of keys, as in transformers' class.
         norm: RMSNorm or LayerNorm.
         gated: whether the MLP has a gate.
-        qk_norm: whether heads of Q and K always have a norm each.
+        qk_norm: whether every head of Q and K always has a norm.
         qkv_bias: whether Q, K and V always have a bias.
-        out_bias: key that says whether attention's output has a bias; empty: it has none.
+        out_bias: key that is true if attention's output has a bias; empty: it never has a bias.
         mlp_bias: whether MLPs or experts always have biases.
         interleaved: whether RoPE rotates adjacent channels.
         around_zero: whether the norms' weights are centred on zero instead of one.
         output_gate: whether attention's output has a gate.
         full_every: with sliding windows, every n-th layer has full attention; 1: all; 0: none.
-        shared: whether there is a shared expert of the routed experts' width, without a key.
+        shared: whether layers always have a shared expert, which is as wide as a routed expert.
         sigmoid: whether the router's scores are sigmoids, with a bias for each expert.
         dsa: whether an indexer selects attention's keys.
         positions: rope, none, or learned_absolute.
@@ -56,7 +56,7 @@ class ModelFamily:
 
 
 def _family(eps: Any = 1e-6, theta: Any = 1e4, **fields: Any) -> ModelFamily:
-    """Return a family with RMSNorm, SiLU and RoPE; ``fields`` are ModelFamily's, or keys."""
+    """Return a family with RMSNorm, SiLU and RoPE; ``fields`` are fields of ModelFamily or keys."""
     names = set(ModelFamily.__slots__) & set(fields)
     keys = {name: value for name, value in fields.items() if name not in names}
     common: dict[str, Any] = {"rms_norm_eps": eps, "rope_theta": theta, "hidden_act": "silu"}

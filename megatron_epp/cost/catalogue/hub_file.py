@@ -1,6 +1,6 @@
 """Hugging Face's config.json: located in a folder or in the cache, and parsed as JSON only.
 
-It uses no network, and runs no code that a file names.
+This module does not access the network, and does not run code that a file names.
 """
 
 import difflib
@@ -60,12 +60,12 @@ class HubConfig:
     Attributes:
         where: name of the file in errors.
         name: name of the model, on one printable line.
-        model_type: model type by which the file is interpreted.
-        family: defaults of files of that type.
+        model_type: model type used to interpret the file.
+        family: properties and defaults of this model type.
         keys: keys of the decoder, with one name for each quantity.
         notes: what was left out or not used, one line each.
         assumed: missing keys that were needed, with the values that were assumed.
-        spelt: spelling in the file of keys with several names.
+        spelt: for keys with several names, the name in the file.
     """
 
     where: str
@@ -78,14 +78,14 @@ class HubConfig:
     spelt: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, key: str, problem: str) -> ValueError:
-        """Return an error about ``key`` with the file's name and spelling."""
+        """Return an error about ``key``, with the file's name and the file's name for the key."""
         return ValueError(f"{self.where}: {self.spelt.get(key, key)} {problem}")
 
     def value(self, key: str, rule: Any = None) -> Any:
         """Return the value of ``key`` in the file, else the family's default, else ``rule``."""
         if self.keys.get(key) is not None:
             return self.keys[key]
-        defaults = {} if key in self.keys else _renamed(self.family.keys)  # null: none of it
+        defaults = {} if key in self.keys else _renamed(self.family.keys)  # null: no default
         taken = defaults.get(key, rule)
         neutral = taken in (None, [], "", {}) or (key not in defaults and taken in (0, 1))
         if key not in self.keys and not neutral:
@@ -93,7 +93,7 @@ class HubConfig:
         return taken
 
     def size(self, key: str, rule: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """Return a whole number; for a list, the value that all layers share.
+        """Return the integer at ``key``; of a list, the number that all layers have in common.
 
         Args:
             key: name of the key.
@@ -118,7 +118,7 @@ class HubConfig:
         return value
 
     def number(self, key: str, rule: float | None = None) -> float:
-        """Return a finite number of at least 0."""
+        """Return the number at ``key``, which must be finite and at least 0."""
         value = self.value(key, rule)
         return self.require_number(key, value)
 
@@ -130,28 +130,28 @@ class HubConfig:
         return value
 
     def flag(self, key: str) -> bool:
-        """Return a boolean; false if nothing defines it."""
+        """Return the boolean at ``key``; false if neither the file nor the family defines it."""
         value = self.value(key, False)
         if not isinstance(value, bool):
             raise self.refusal(key, f"{quoted(value)}: expected true or false")
         return value
 
     def word(self, key: str) -> str:
-        """Return a text; empty if nothing defines it."""
+        """Return the text at ``key``; empty if neither the file nor the family defines it."""
         value = self.value(key, "")
         if not isinstance(value, str):
             raise self.refusal(key, f"{quoted(value)}: expected a text")
         return value
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        """Return an object; empty if nothing defines it."""
+        """Return the object at ``key``; empty if neither the file nor the family defines it."""
         value = self.value(key, {})
         if not isinstance(value, Mapping):
             raise self.refusal(key, f"{quoted(value)}: expected an object")
         return value
 
     def by_layer(self, key: str, layers: int, kind: type) -> list | None:
-        """Return a list with an entry for each of ``layers``, or None if the file has none."""
+        """Return the list at ``key`` with an entry for each of ``layers``; None if missing."""
         value = self.keys.get(key)
         if value is None:
             return None
@@ -164,15 +164,15 @@ class HubConfig:
 
 
 def _renamed(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``keys`` with one name for each quantity; that name has priority over others."""
+    """Return ``keys`` with one name for each quantity; a key with this name has priority."""
     result = {_RENAMED[key]: value for key, value in keys.items() if key in _RENAMED}
     return result | {key: value for key, value in keys.items() if key not in _RENAMED}
 
 
 def find_config(name: str) -> Path | None:
-    """Return the JSON file that ``name`` means, or None.
+    """Return the path of the JSON file that ``name`` means; None if there is no such file.
 
-    It is a file, the config.json of a folder, or that of ``org/name`` in Hugging Face's cache.
+    ``name`` is a file, a folder with a config.json, or ``org/name`` in Hugging Face's cache.
     """
     if not name or "\0" in name:
         return None
@@ -205,7 +205,7 @@ def read_description(name: str, path: Path) -> Any:
     """Return the JSON value at ``path``; ``name`` is what the user typed.
 
     Raises:
-        ValueError: it is a file of another kind.
+        ValueError: the file is of another kind, such as a tokenizer's.
     """
     value = read_json("model", str(path))
     if isinstance(value, Mapping) and not is_hub_config(value):
@@ -221,7 +221,7 @@ def hub_config(name: str, value: Mapping[str, Any], like: str | None = None) -> 
     Args:
         name: file, folder or repository, as the user named it.
         value: JSON object.
-        like: model type to interpret it as, instead of its own.
+        like: model type used to interpret the file, instead of the file's model_type.
 
     Raises:
         ValueError: the model type is missing, unknown or not supported.
@@ -267,10 +267,10 @@ def _text_part(where: str, value: Mapping[str, Any]) -> tuple[Mapping[str, Any],
 
 
 def _known_type(where: str, stated: Any, asked: bool) -> str:
-    """Return the name of a model type's family.
+    """Return the key in FAMILIES for the model type ``stated``.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the model type has no family.
     """
     what = "--like" if asked else f"{where}: model_type"
     if stated is None:
@@ -302,6 +302,6 @@ def _title(name: str, model_type: str) -> str:
 
 
 def catalogue_config(name: str, keys: Mapping[str, Any]) -> HubConfig:
-    """Return the config of a model of the catalogue from ``keys``, with a model_type."""
+    """Return the config of a model of the catalogue; ``keys`` contain a model_type."""
     family = FAMILIES[keys["model_type"]]
     return HubConfig(f"model {name}", name, keys["model_type"], family, _renamed(keys))

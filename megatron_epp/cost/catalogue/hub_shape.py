@@ -32,7 +32,7 @@ _BLOCKS = {
 
 
 def model_fields(config: HubConfig) -> dict[str, Any]:
-    """Return the fields of the cost model's Model that ``config`` describes.
+    """Return the fields of models.Model for the decoder that ``config`` describes.
 
     Multi-token prediction and parts other than the decoder are left out.
 
@@ -108,7 +108,7 @@ def _head_size(config: HubConfig, hidden: int, heads: int) -> int:
 
 
 def _dense_hidden(config: HubConfig) -> int:
-    """Return the hidden size of dense MLPs, even if there are none."""
+    """Return the hidden size of dense MLPs, even if no layer has a dense MLP."""
     if config.value("intermediate_size_mlp") is not None:
         return config.size("intermediate_size_mlp")
     if config.model_type in ("gpt2", "gpt_neox"):
@@ -152,7 +152,7 @@ def _windows(config: HubConfig) -> bool:
 
 
 def _full_every(config: HubConfig) -> int:
-    """Return n if every n-th layer has full attention; 0: none has."""
+    """Return n if every n-th layer has full attention; 0 if no layer has full attention."""
     pattern = config.value("sliding_window_pattern")
     if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
         return pattern.index("G") + 1 if "G" in pattern else 0
@@ -191,7 +191,7 @@ def _mixer(config: HubConfig, sees: str) -> dict[str, Any]:
 
 
 def _mamba(config: HubConfig, heads: str, groups: str, keys: str, values: str) -> dict[str, Any]:
-    """Return the sizes of Mamba-2, given the names of their keys."""
+    """Return the sizes of Mamba-2; the arguments are names of keys in ``config``."""
     sizes = {
         "mamba_heads": config.size(heads),
         "state_groups": config.size(groups),
@@ -206,7 +206,7 @@ def _mamba(config: HubConfig, heads: str, groups: str, keys: str, values: str) -
 
 
 def _inner(config: HubConfig, heads: int) -> int | None:
-    """Return the channels of a head if only the channels of all heads are defined."""
+    """Return the channels of a head from those of all heads; None if these are not defined."""
     every = config.value("mamba_d_ssm")
     return None if every is None else config.size("mamba_d_ssm") // heads
 
@@ -221,7 +221,7 @@ def _require_taps(config: HubConfig, key: str) -> dict[str, Any]:
 
 
 def experts_mask(config: HubConfig) -> list[bool]:
-    """Return which layers have experts instead of a dense MLP."""
+    """Return for every layer whether it has experts instead of a dense MLP."""
     layers = _layers(config)
     if config.value("num_experts") in (None, 0):
         return [False] * layers
@@ -263,7 +263,7 @@ def _feed_forward(config: HubConfig, experts: bool) -> dict[str, Any]:
 
 
 def _shared_hidden(config: HubConfig, width: int) -> int:
-    """Return the hidden size of the shared experts; 0: there are none."""
+    """Return the hidden size of all shared experts together; 0 if there are none."""
     for key in (
         "moe_shared_expert_intermediate_size",
         "shared_expert_intermediate_size",

@@ -28,10 +28,10 @@ class Limits:
     """Limits of a value in addition to its type.
 
     Attributes:
-        least: lower bound of every number in it.
-        most: upper bound of every number in it.
-        keys: keys of a mapping, by their texts.
-        some: whether a mapping may have some of these keys instead of all.
+        least: lower bound of every number in the value.
+        most: upper bound of every number in the value.
+        keys: keys of a mapping, by their texts in JSON.
+        some: whether a mapping may lack some of these keys.
     """
 
     least: float = 0
@@ -46,10 +46,10 @@ def read_value(kind: Any, value: Any, limits: Limits) -> Any:
     Args:
         kind: a dataclass, Mapping, tuple of any length, number, bool or str.
         value: JSON value.
-        limits: limits of numbers and keys in it.
+        limits: limits of numbers and keys in the value.
 
     Raises:
-        ValueError: the value does not fit; the message says what was expected.
+        ValueError: the value does not fit; the message names what was expected.
     """
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         fields = {field.name: field.type for field in dataclasses.fields(kind)}

@@ -1,4 +1,4 @@
-"""Megatron's flags of a model: sizes from the cost model's shape, the rest from its config.json."""
+"""Megatron's flags of a model: sizes from the cost model, other properties from a config.json."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ class ModelFlags(NamedTuple):
 
     Attributes:
         groups: flags with their values.
-        unsaid: properties without a flag; with these flags alone another model is trained.
+        unsaid: properties of the model for which Megatron has no flag; ``groups`` do not set them.
         assumed: unknown properties, with the values that were assumed.
     """
 
@@ -40,12 +40,12 @@ class ModelFlags(NamedTuple):
 
     @property
     def entry(self) -> str:
-        """Module that trains such a model."""
+        """Module that trains a model with these flags."""
         return f"megatron_epp.pretrain_{'hybrid' if self.hybrid else 'gpt'}"
 
     @property
     def hybrid(self) -> bool:
-        """Whether it is a HybridModel, whose pattern also defines the layers of each stage."""
+        """Whether the model is a HybridModel; its pattern also defines the layers of each stage."""
         return any(group[0] == PATTERN for group in self.groups)
 
 
@@ -57,7 +57,7 @@ def model_flags(
     Args:
         model: sizes of the model.
         config: other properties of the model; None: unknown.
-        tp: tensor-parallel size, which must divide the vocabulary.
+        tp: tensor-parallel size; the vocabulary is padded if ``tp`` does not divide it.
         stages: layers of every stage, for a HybridModel's pattern; empty: no division into stages.
     """
     shapes = [model.kinds[kind] for kind in model.layer_kinds] or [LayerShape()] * model.layers
@@ -86,7 +86,7 @@ def model_flags(
 def _size_flags(
     model: Model, shapes: Sequence[LayerShape], tp: int, stages: Sequence[int]
 ) -> tuple[list[list[str]], list[str]]:
-    """Return the flags of the cost model's sizes, and their properties without a flag."""
+    """Return the flags of the cost model's sizes, and properties of the sizes without a flag."""
     first = {shape.attention: shape for shape in reversed(shapes)}.get(True, shapes[0])
     hybrid = any(shape.mamba_heads or not _is_transformer(shape) for shape in shapes)
     padded = model.vocabulary
@@ -129,7 +129,7 @@ def _is_transformer(shape: LayerShape) -> bool:
 
 
 def _layer_symbol(shape: LayerShape) -> str:
-    """Return the symbol of a HybridModel's layer; ? if there is none."""
+    """Return the symbol of a HybridModel's layer; ? if no symbol describes the layer."""
     known = {
         "*": shape.attention,
         "M": shape.mamba_heads,
@@ -314,7 +314,7 @@ class _Style:
         return groups + self._scaling(rope)
 
     def _rope_parameters(self) -> Mapping[str, Any]:
-        """Return the RoPE scaling; if it differs by layer kind, that of full attention."""
+        """Return the RoPE scaling; if it differs by layer kind, the first in the file."""
         key = "rope_parameters" if self.config.value("rope_parameters") else "rope_scaling"
         rope = self.config.mapping(key)
         kinds = [each for each in rope.values() if isinstance(each, Mapping)]
@@ -358,7 +358,7 @@ class _Style:
         return [["--no-rope-freq", _mask_text([not each for each in mask])]]
 
     def _scaling(self, rope: Mapping[str, Any]) -> list[list[str]]:
-        """Return the flags of a RoPE scaling, and record what has no flag."""
+        """Return the flags of a RoPE scaling; add values without a flag to ``unsaid``."""
         config, kind = self.config, rope.get("rope_type", rope.get("type", "default"))
 
         def number(name: str, default: float | None = None) -> str:

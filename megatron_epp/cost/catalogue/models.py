@@ -43,7 +43,7 @@ class Model:
         tied: whether the LM head shares the embedding's weights.
         kinds: shapes of the layer kinds by name; empty: all layers have the default shape.
         pattern: kinds of the layers in order, as in ``3*dense 58*experts``; needed if there are
-            several.
+            several kinds.
     """
 
     name: str
@@ -100,7 +100,7 @@ class Model:
 
     @property
     def layer_kinds(self) -> tuple[str, ...]:
-        """Kind of every layer in order; empty if all have the default shape."""
+        """Kind of every layer in order; empty if all layers have the default shape."""
         if self.pattern:
             return parse_kinds(self.pattern)
         return tuple(self.kinds) * self.layers
@@ -114,14 +114,14 @@ class Model:
 
     @property
     def mtp_layers_count(self) -> int:
-        """Number of MTP layers, which follow the others and are on the last stage."""
+        """Number of MTP layers, which follow all other layers and are on the last stage."""
         shapes = self.shapes
         predicts = [shapes[kind].heads > 0 for kind in self.layer_kinds]
         return len(predicts) - predicts.index(True) if True in predicts else 0
 
     @property
     def most_experts(self) -> int:
-        """Largest number of experts of any kind."""
+        """Largest number of experts of any layer kind."""
         return max(layer.experts for layer in self.shapes.values())
 
     @property
@@ -138,7 +138,7 @@ class Model:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that process a token: of experts, those that the token is routed to."""
+        """Parameters that process a token: all but the experts to which it is not routed."""
         shapes, word = self.shapes, self.layer_kinds or (LAYER_KIND,) * self.layers
         unused = {
             kind: each.routed.parameters - each.routed.active for kind, each in shapes.items()
@@ -148,8 +148,8 @@ class Model:
     def training_flops(self, lengths: Sequence[int]) -> float:
         """Return the flops of training on documents of these ``lengths``, without recompute.
 
-        They are those of forward, and twice as many for backward. Causal attention counts the pairs
-        within a query's range. Divided by the devices' peak flops they give the MFU.
+        Backward counts as twice the flops of forward. Attention counts only pairs of a query and a
+        key that it attends to. Divided by seconds and the devices' peak flops, this is the MFU.
         """
         stops = np.array(lengths, np.int64)
         starts, tokens = np.zeros_like(stops), float(stops.sum())
@@ -167,7 +167,7 @@ class Model:
 
     @property
     def vocabulary_parameters(self) -> int:
-        """Parameters of the embedding; the LM head has as many, even if it is tied (a copy)."""
+        """Parameters of the embedding; the LM head has as many. A tied LM head counts as a copy."""
         return self.vocabulary * self.hidden
 
 
@@ -354,7 +354,7 @@ def model(name: str, like: str | None = None) -> Model:
     Args:
         name: name in the catalogue, JSON file with the model's shape, or a config.json of
             transformers: the file, its folder, or a cached ``org/name``.
-        like: model type to interpret a config.json as, instead of its own.
+        like: model type used to interpret a config.json, instead of the file's model_type.
 
     Raises:
         ValueError: there is no such model, or its description is invalid.
@@ -397,7 +397,7 @@ def hub_model(config: HubConfig) -> Model:
 def model_config(name: str, like: str | None = None) -> HubConfig | None:
     """Return the model's config.json, which has properties beyond its shape.
 
-    It is None if there is none, as for a model described in this project's own JSON.
+    Return None if the model has no config.json, such as a model in this project's own JSON form.
     """
     if name in MODELS:
         return catalogue_config(name, STYLES[name]) if name in STYLES else None

@@ -1,4 +1,4 @@
-"""Lookup of things by name, or in a JSON file."""
+"""Lookup of models, devices and other values by name or in a JSON file."""
 
 import dataclasses
 import difflib
@@ -19,18 +19,19 @@ _CURE = {
 
 
 def pick[T](what: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
-    """Return what ``name`` means in ``known``, or what the JSON file at ``name`` describes.
+    """Return the value of ``name`` in ``known``, or the value in the JSON file at ``name``.
 
     A name that ends in .json or contains a slash is a file.
 
     Args:
-        what: what is looked up, for error messages.
+        what: kind of value ("model", "device"), named in error messages.
         name: name or path.
         known: values by name.
         kind: dataclass of the value in a file.
 
     Raises:
-        ValueError: the name is unknown, with similar names, or the file is invalid.
+        ValueError: the name is unknown (the message suggests similar names), or the file is
+            invalid.
     """
     if name in known:
         return known[name]
@@ -42,10 +43,10 @@ def pick[T](what: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
 
 
 def unknown_name(what: str, name: str, known: Iterable[str], *others: str) -> str:
-    """Return an error line with the names similar to ``name``, then all.
+    """Return an error line with names similar to ``name``, then all valid names.
 
     Args:
-        what: what was looked up.
+        what: kind of value that was looked up, named in the line.
         name: name that is unknown.
         known: names that may have been meant.
         *others: valid names that are never suggested.
@@ -60,7 +61,7 @@ def read_json(what: str, path: str) -> Any:
     """Return the value in the JSON file at ``path``.
 
     Raises:
-        ValueError: the file cannot be read, in one line.
+        ValueError: the file cannot be read; the message is one line.
     """
     try:
         data = read_bounded(path, _MOST_BYTES, "a description in JSON")
@@ -80,14 +81,14 @@ def _no_constant(word: str) -> NoReturn:
 
 
 def _int(digits: str) -> int:
-    """Parse an integer of at most 30 digits; products of a few larger ones do not fit a float."""
+    """Parse an integer of at most 30 digits; products of larger integers may not fit a float."""
     if len(digits) > 30:
         raise ValueError(f"a whole number of {len(digits)} digits: expected at most 30")
     return int(digits)
 
 
 def from_json[T](where: str, value: Any, kind: type[T]) -> T:
-    """Return a dataclass ``kind`` from a JSON object with exactly its fields.
+    """Return an instance of the dataclass ``kind`` from a JSON object with exactly its fields.
 
     Fields with a default may be missing.
 

@@ -1,9 +1,9 @@
 """Public measurements of training and its parts, and the analytic model's errors on them.
 
-``public_measurements.json`` has the measurements, table by table, as their authors published them.
-``public_scores.json`` has the analytic model's prediction of each (``scripts/bench/public.py``
-writes it). Two properties of a row follow from a rule that was fixed before any constant of the
-model was fitted:
+``public_measurements.json`` contains the measurements, table by table, as their authors published
+them. ``public_scores.json`` contains the analytic model's prediction of each measurement
+(``scripts/bench/public.py`` writes it). Two properties of a row follow from rules that were fixed
+before any constant of the model was fitted:
 
 comparable   bf16, kernels of 2024 or later, no communication inside a layer overlapped with
              computation (between replicas it may be), and a device of the catalogue
@@ -39,7 +39,7 @@ class PublicRow:
 
     Attributes:
         table: name of the table.
-        source: where it was published.
+        source: publication of the table.
         number: index of the row in its table.
         facts: fields of the row and of its table: what was measured, and on what.
     """
@@ -51,7 +51,7 @@ class PublicRow:
 
     @property
     def key(self) -> str:
-        """Its name in the file of scores."""
+        """Key of the row in the file of scores."""
         return f"{self.table} {self.number + 1}"
 
     @property
@@ -66,7 +66,7 @@ class PublicRow:
 
     @property
     def comparable(self) -> bool:
-        """Whether the model predicts what the row measured, by the rule of the module."""
+        """Whether the row is comparable with predictions, by the rule in the module's docstring."""
         facts = self.facts
         return (
             facts["precision"] == "bf16"
@@ -85,13 +85,13 @@ class PublicRow:
 
     @property
     def model(self) -> Model | None:
-        """Model that was measured; None for a part without a model."""
+        """Model that was measured; None if the row is not of a model, such as a gather."""
         name = self.facts.get("model")
         return None if name is None else _models()[name]
 
     @property
     def own(self) -> bool:
-        """Whether this project measured it."""
+        """Whether this project measured the row."""
         return self.source.startswith("scripts/")
 
     @property
@@ -125,12 +125,12 @@ def measurements() -> tuple[PublicRow, ...]:
 
 @cache
 def scores() -> Scores:
-    """Return the analytic model's prediction of each measurement, by its key."""
+    """Return the analytic model's predictions for each row, by the row's key."""
     return json.loads(SCORES.read_text(encoding="utf-8"))
 
 
 def error(name: str, measured: float, predicted: float) -> float:
-    """Return how much longer or larger ``predicted`` is than measured, as a fraction."""
+    """Return how much longer or larger ``predicted`` is than ``measured``, as a fraction."""
     ratio = measured / predicted if name in RATES else predicted / measured
     return ratio - 1
 
@@ -157,7 +157,7 @@ def median_and_worst(values: Iterable[float]) -> tuple[float, float]:
 def accuracy_lines(profile: Profile) -> list[str]:
     """Return one line on the model's accuracy for each device of an analytic ``profile``.
 
-    The list is empty for a measured profile, and lacks devices that are not in the catalogue.
+    The list is empty for a measured profile, and omits devices that are not in the catalogue.
     """
     if profile.provenance.kind != ANALYTIC:
         return []

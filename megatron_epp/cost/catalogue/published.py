@@ -1,7 +1,7 @@
 """Constants that FlexSP published for its GPT models on one A100.
 
 They are milliseconds of forward plus backward of the full model. All-to-all rates are in
-cost.catalogue.devices. Source: FlexSP (arXiv 2412.01523), its code.
+cost.catalogue.devices. Source: the code of FlexSP (arXiv 2412.01523).
 """
 
 from collections.abc import Mapping

@@ -5,12 +5,12 @@
     seconds of B, I  ~ the same                              + count(mode) * (tokens, pairs, 1)
     held bytes       ~ count(mode) * (whole tokens, cut tokens) + first * (...) + last * (...)
 
-With several layer kinds, seconds are the sum of such terms for every kind; pairs are those of its
-window, and its additional columns are additional terms.
+With several layer kinds, seconds are the sum of such terms for every kind. Pairs are counted within
+the window of a kind, and additional columns of a kind are additional terms.
 
 A coefficient without measurements keeps the value of the template. If only B was measured, I and W
-get the template's fractions of B. If only I and W were measured, B gets the template's ratio to
-their sum.
+get the template's fractions of B. If only I and W were measured, B gets the template's ratio of B
+to I + W.
 """
 
 import dataclasses
@@ -40,15 +40,15 @@ class Sample:
 
     Attributes:
         choice: recompute mode of each layer of the stage.
-        first: whether it is the first stage.
-        last: number of runs of the LM head: 0 unless it is the last stage, then one per predicted
-            token.
+        first: whether the stage is the first.
+        last: number of runs of the LM head: on the last stage one per predicted token, on other
+            stages 0.
         tokens: tokens of the chunk.
-        pairs: query-key pairs; if the layers are of one kind, those of its window.
+        pairs: query-key pairs; within the window if all layers are of one kind.
         cut_tokens: tokens with K and V for later slices (Loads.cached_tokens).
         value: seconds or bytes.
         kinds: kind of each layer of the stage; empty: all are of the profile's only kind.
-        columns: additional columns of these kinds with the chunk's numbers.
+        columns: additional columns of these kinds, with the quantities of the chunk.
     """
 
     choice: str
@@ -83,18 +83,18 @@ class Sample:
         )
 
     def number(self, column: Column) -> float:
-        """Return the chunk's number of an additional column, or 0."""
+        """Return the chunk's quantity of an additional column; 0 if it is not in ``columns``."""
         return dict(self.columns).get(column, 0)
 
     def load(self, window: int) -> tuple[float, float, int]:
-        """Return (tokens, pairs, 1) of a layer with that window."""
+        """Return (tokens, pairs, 1) for a layer with this ``window``."""
         pairs = dict(self.columns).get(WindowPairs(window), self.pairs) if window else self.pairs
         return self.tokens, pairs, 1
 
 
 @dataclass(frozen=True, slots=True)
 class FitResult:
-    """Profile, and the quality of each fit on measurements that it has not seen."""
+    """Profile, and the quality of each fit on held-out measurements."""
 
     profile: Profile
     quality: Mapping[str, Quality]
@@ -114,21 +114,21 @@ def fit_profile(
     link_seconds: Sequence[tuple[int, float]] = (),
     near: bool = False,
 ) -> FitResult:
-    """Return ``template`` with everything replaced that the samples determine.
+    """Return ``template`` with all coefficients replaced that the samples determine.
 
-    The samples are of one device with ``tp`` and ``cp``. Communication in them becomes part of the
-    layer's seconds.
+    The samples are of one device with ``tp`` and ``cp``. Communication in the samples becomes part
+    of the layer's seconds.
 
     Args:
         template: profile whose coefficients are replaced.
         provenance: origin of the result.
         tp: tensor-parallel size of the samples.
         cp: context-parallel size of the samples.
-        seconds: seconds of ops; B and I with the recompute of their choice.
-        held_bytes: bytes from F to B, without K and V of cut documents.
+        seconds: seconds of ops by kind; B and I include recompute in the modes of Sample.choice.
+        held_bytes: bytes held from F to B, without K and V of cut documents.
         link_seconds: (tokens, seconds) of messages between stages.
-        near: whether seconds stay as near to the template's as the samples allow. Samples of one
-            pipeline do not separate its layers from embedding and LM head.
+        near: whether seconds stay as near to the template's as the samples allow. This is useful if
+            samples do not separate layers from embedding and LM head, as those of one pipeline.
     """
     fields: dict = {"provenance": provenance, "tp": tp, "cp": cp}
     quality: dict[str, Quality] = {}
@@ -153,7 +153,8 @@ def _no_token_is_free(seconds: Seconds, tokens: int) -> Seconds:
     """Return ``seconds`` with some time per token, so that no token is free.
 
     With very small layers on a busy host only the constant per chunk is visible. Planners divide by
-    the time of ``tokens``, and profiles in which tokens take no time are refused.
+    the time of tokens, and profiles in which tokens take no time are refused. ``tokens`` are those
+    of the largest sample.
     """
     if seconds.per_token or seconds.per_pair:
         return seconds
@@ -161,7 +162,7 @@ def _no_token_is_free(seconds: Seconds, tokens: int) -> Seconds:
 
 
 def _load(sample: Sample, coefficients: LayerCoefficients) -> tuple[float, float, int]:
-    """Return (tokens, pairs, 1) of a layer; pairs are 0 without attention, which caches K and V."""
+    """Return (tokens, pairs, 1) of a layer; pairs are 0 if the layer caches no K and V."""
     tokens, pairs, one = sample.load(coefficients.window)
     return tokens, pairs if coefficients.kv_bytes_per_token else 0, one
 
@@ -195,7 +196,7 @@ class FitColumns:
         return cls(op, coefficients, modes)
 
     def row(self, sample: Sample) -> list[float]:
-        """Return the numbers of a sample in these columns."""
+        """Return the quantities of a sample in these columns."""
         row: list[float] = []
         for kind, coefficients in self.coefficients.items():
             count = len(sample.modes_of(kind))
@@ -223,7 +224,7 @@ class FitColumns:
         return row
 
     def again(self, profile: Profile, sample: Sample) -> float:
-        """Return the seconds of full recompute in additional columns, which are not fitted."""
+        """Return the seconds of full recompute in additional columns; these are not fitted."""
         if self.op not in BACKWARDS:
             return 0.0
         return sum(
@@ -246,10 +247,10 @@ def _fit_seconds(
     quality: dict[str, Quality],
     near: bool,
 ) -> Profile:
-    """Return ``template`` with the seconds that the samples determine, and record the quality."""
+    """Return ``template`` with seconds from the samples; add each fit's quality to ``quality``."""
     known = template.kinds
     layer = {kind: dict(each.layer_seconds) for kind, each in known.items()}
-    # Measured seconds of pairs include those of the other columns.
+    # Measured seconds of pairs include the seconds of columns that are not fitted.
     of_columns = {
         kind: {
             column: dict(seconds) if column.FITTED or not any(samples.values()) else {}
@@ -315,7 +316,7 @@ def _fit_seconds(
 
 
 def _fill(grid: dict[Kind, Seconds], old: Mapping[Kind, Seconds], missing: Sequence[Kind]) -> None:
-    """Set what no sample determines, in the proportions of ``old``."""
+    """Set the seconds of ``missing`` ops from measured ops, in the proportions of ``old``."""
     halves, halves_before = (_sum(*(of[kind] for kind in _HALVES)) for of in (grid, old))
     if missing == [Kind.BACKWARD]:
         grid[Kind.BACKWARD] = _part(halves, old[Kind.BACKWARD], halves_before, 1.0)
@@ -327,7 +328,7 @@ def _fill(grid: dict[Kind, Seconds], old: Mapping[Kind, Seconds], missing: Seque
 def _part(total: Seconds, part_before: Seconds, total_before: Seconds, unknown: float) -> Seconds:
     """Return ``total`` times the ratio of ``part_before`` to ``total_before``, field by field.
 
-    ``unknown`` replaces the ratio of two zeros.
+    ``unknown`` is the ratio where ``total_before`` is 0.
     """
 
     def fraction(name: str) -> float:
@@ -376,10 +377,10 @@ def _fit_held(template: Profile, samples: Sequence[Sample], quality: dict[str, Q
 def line_above(points: Sequence[tuple[float, float]], goes_on: bool = False) -> tuple[float, float]:
     """Return (slope, constant), each at least 0, of a line with no point (x, y) above it.
 
-    It is meant for peaks: the maximum over several moments, each of which needs a constant and an
-    amount proportional to x. Such a curve is convex, so its last segment is the steepest; constants
-    cancel in its slope. If ``goes_on``, x may be much larger than at the last point, where a
-    constant may still hide the slope of another moment. That slope is at most y / x there.
+    It is meant for memory peaks. A peak is the maximum over several moments, each of which needs a
+    constant and an amount proportional to x. Such a curve is convex: its last segment is steepest.
+    With ``goes_on`` the line also covers x far beyond the last point, where another moment may be
+    the peak. The slope of that moment is at most y / x of the last point.
     """
     highest: dict[float, float] = {}
     for x, y in points:
@@ -393,7 +394,7 @@ def line_above(points: Sequence[tuple[float, float]], goes_on: bool = False) -> 
 
 
 def _seen(fitted: Bytes, rows: Sequence[Sample], before: Bytes) -> Bytes:
-    """Return ``fitted``, with coefficients of ``before`` for tokens that no row has."""
+    """Return ``fitted``, with ``before`` for kinds of tokens (uncut, cut) that no row has."""
     has_uncut = any(row.tokens > row.cut_tokens for row in rows)
     cut = any(row.cut_tokens for row in rows)
     return Bytes(

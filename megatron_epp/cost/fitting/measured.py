@@ -33,7 +33,7 @@ class Conditions:
     """Conditions of the measurements.
 
     Attributes:
-        device: name in the catalogue, for coefficients that are not measured.
+        device: name of the catalogue's device, which provides coefficients that are not measured.
         tp: tensor-parallel size.
         cp: context-parallel size.
         itemsize: bytes of a parameter.
@@ -61,7 +61,7 @@ def measured_profile(
         where: conditions of the measurements.
 
     Raises:
-        ValueError: the measurements determine no profile.
+        ValueError: the measurements do not determine a profile.
     """
     slowness, ranks = measured_slowness(of_kinds), pipeline_ranks(of_kinds)
     if slowness:
@@ -151,7 +151,7 @@ def _fitted(
 
 
 def _exchange_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
-    """Return the seconds per token to exchange rows for heads; empty if there were none."""
+    """Return the seconds per token to exchange rows for heads; empty if not measured."""
     rows = [reading for readings in every for reading in readings.exchange]
     if not rows:
         return {}
@@ -170,22 +170,23 @@ def _host_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
 
 
 def _alike(coefficient: Bytes) -> Bytes:
-    """Return ``coefficient`` for all tokens: tokens and logits are the same for cut documents."""
+    """Return ``coefficient`` with as many bytes per cut token as per other token."""
     return Bytes(coefficient.per_token, coefficient.per_token)
 
 
 def workspaces(
     peaks: Sequence[Peak], head_tokens: int
 ) -> tuple[dict[Kind, Workspace], dict[Kind, Workspace], dict[str, Bytes], dict[str, Workspace]]:
-    """Return the bytes in addition to what is held, so that no measured peak exceeds them.
+    """Return workspaces that no measured peak exceeds.
 
     Args:
         peaks: measured peaks of all ranks.
         head_tokens: most tokens of a chunk that the LM head processes at once; 0: all.
 
     Returns:
-        Four mappings: workspaces by kind of op; those of the last stage; bytes of a recomputed
-        layer by mode; and forward workspaces by mode if they differ from a saved layer's.
+        Four mappings: a layer's workspaces by kind of op; additional workspaces of the last stage
+        by kind of op; bytes of a recomputed layer by mode; and a layer's forward workspaces by
+        mode, for modes whose workspace differs from a saved layer's.
     """
 
     def of(kind: Kind, mode: str, end: bool) -> list[Peak]:
@@ -214,7 +215,7 @@ def workspaces(
         last[kind] = Workspace(slope, slope, 0.0, constant)
     again = {mode: Bytes() for mode in (KEEP, FULL, *SELECTIVE)}
     uncut_peaks = sorted(of(Kind.BACKWARD, KEEP, False), key=lambda p: -p.bytes)
-    kept = {p.tokens: p.bytes for p in uncut_peaks}  # of several ranks the least
+    kept = {p.tokens: p.bytes for p in uncut_peaks}  # the smallest of all ranks
     for mode in (FULL, *SELECTIVE):
         # In addition to what the same chunk needs without recompute; both include the constants.
         largest = sorted(of(Kind.BACKWARD, mode, False), key=lambda p: p.tokens)[-2:]
@@ -230,7 +231,7 @@ def workspaces(
             forward[mode] = coefficient
     for of_kind in (layer, last):
         of_kind[Kind.INPUT] = of_kind[Kind.BACKWARD]
-        # W frees as it runs; it makes one weight's gradient, independent of the chunk.
+        # W frees bytes as it runs. It makes one weight's gradient, independent of the chunk.
         of_kind[Kind.WEIGHT] = Workspace(per_op=of_kind[Kind.BACKWARD].per_op)
     return layer, last, again, forward
 
@@ -240,12 +241,12 @@ def _recompute_seconds(
 ) -> dict[str, Seconds]:
     """Return the seconds of recompute by mode.
 
-    Full recompute takes a layer's forward, times the measured ratio of the increase of B to F.
-    Selective recompute takes the time of its modules, or the increase of B. Modules that the layer
-    does not have take none.
+    Full recompute takes the seconds of a layer's forward, times the measured ratio of the increase
+    of B to F. Selective recompute takes the seconds of its modules; for modes that only some layer
+    kinds have (OWN_MODES), it takes the increase of B. Modules that a layer lacks take no time.
 
-    On a busy host a B with recompute may have been no slower than one without. Recompute is never
-    free, so ``template``'s seconds then apply, scaled by the measured speed of the layer's forward.
+    On a busy host, recompute may not have increased B measurably. Recompute is never free, so the
+    seconds of ``template`` are then used, scaled by the measured speed of the layer's forward.
     """
     forward = profile.layer_seconds[Kind.FORWARD]
     ratios = sorted(
@@ -282,7 +283,7 @@ def _recompute_seconds(
 
 
 def _slower(measured: Profile, template: Profile) -> float:
-    """Return measured over ``template``'s seconds of a layer's forward of a typical chunk."""
+    """Return the ratio of measured to template seconds of a layer's forward on a typical chunk."""
     load = _USUAL_TOKENS, pairs_within((Span(0, 0, _USUAL_TOKENS),), template.window)
     one, other = (each.layer_seconds[Kind.FORWARD](*load) for each in (measured, template))
     return one / other

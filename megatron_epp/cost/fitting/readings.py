@@ -9,7 +9,7 @@ from megatron_epp.cost.kinds.layer import PARTS, Layer
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
 
 # Tokens of the chunks whose memory is measured after contexts. Backward makes the gradients of all
-# its keys at once, which shows only if they exceed a weight's gradient.
+# keys of the context at once; they show only if they are larger than a weight's gradient.
 AFTER_CONTEXT_TOKENS = 1024
 OWN_MODES = "".join(part.MODES for part in PARTS)  # modes that only some layer kinds have
 
@@ -26,7 +26,7 @@ class Peak:
     Attributes:
         kind: kind of op.
         mode: recompute mode of the layer.
-        end: whether it is of the LM head.
+        end: whether the peak is of the LM head; otherwise of a layer.
         tokens: tokens of the chunk.
         context: tokens before the chunk in its document.
         bytes: additional bytes; below 0 if a backward frees more than it makes.
@@ -48,18 +48,18 @@ class Readings:
         rank: pipeline rank.
         forward: samples of seconds of F.
         backward: samples of seconds of B.
-        held: samples of bytes from F to B.
+        held: samples of bytes held from F to B.
         peaks: peaks in addition to ``held``.
         again: (mode, tokens, increase of B in seconds, seconds of F) of one layer.
-        module_seconds: seconds per token of one layer, by the module of a selective set.
+        module_seconds: seconds per token to recompute a module of one layer, by the module's name.
         link: (tokens of a message, seconds).
-        split: full backwards and their halves.
+        split: measurements of full and split backwards.
         exchange: (tokens, additional seconds of F, of B) of one layer with sharded documents,
             compared with single-rank documents.
         host: (seconds of F, of B) of a GPU's host to issue a layer; empty on a CPU.
         host_rate: bytes per second to host memory.
-        stores_last_slice: whether the layer's attention also caches last slices.
-        replica: replica of the pipeline.
+        stores_last_slice: whether the layer's attention also caches K and V of last slices.
+        replica: index of the pipeline's replica.
     """
 
     rank: int = 0

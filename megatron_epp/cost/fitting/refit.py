@@ -1,4 +1,4 @@
-"""Refit of a cost model's seconds to trained ops, used only if it predicts unseen ops better."""
+"""Refit of a cost model's seconds to ops of training, used only if held-out ops confirm it."""
 
 import dataclasses
 import statistics
@@ -24,7 +24,10 @@ class Refit:
 
 
 def refit(profile: Profile, samples: Mapping[Kind, Sequence[Sample]]) -> Refit | None:
-    """Return a better profile, or None; ``samples`` are measured seconds of ops."""
+    """Return a profile fitted to ``samples``, or None if it is not better on held-out samples.
+
+    ``samples`` contains measured seconds of ops by kind.
+    """
     if sum(map(len, samples.values())) < LEAST:
         return None
     seen = {
@@ -48,7 +51,7 @@ _OF_LAYERS = ("layer_seconds", "column_seconds", "recompute_seconds")
 def _with_seconds(profile: Profile, learnt: Profile) -> Profile:
     """Return ``profile`` with the seconds of ``learnt``.
 
-    A fit removes communication from a profile, because its samples include it.
+    Other coefficients, such as communication, stay: a fit sets communication to 0.
     """
     coefficients = {
         kind: dataclasses.replace(

@@ -1,11 +1,11 @@
-"""Non-negative linear regression of relative errors, with its quality on unseen rows."""
+"""Non-negative linear regression of relative errors, with its quality on held-out rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-ROUNDS = 6  # of reweighting, towards the least sum of absolute relative errors
+ROUNDS = 6  # of reweighting, which approaches the least sum of absolute relative errors
 HOLD_OUT = 4  # every fourth row is held out
 # Fraction of the information on any coefficients that must remain after holding out rows
 _STILL_DETERMINED = 0.1
@@ -15,9 +15,9 @@ _PULL = 0.03  # weight of the prior relative to the information of all rows on a
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """Relative errors |predicted / measured - 1| on ``tested`` rows that a fit had not seen.
+    """Relative errors |predicted / measured - 1| on ``tested`` held-out rows.
 
-    If there are too few rows to hold any out, ``tested`` is 0 and the errors are those of the fit.
+    If there are too few rows to hold any out, ``tested`` is 0 and the errors are on fitted rows.
     """
 
     rows: int
@@ -36,7 +36,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Coefficients [n], each at least 0, and their quality; 0 where column n is all zeros."""
+    """Coefficients [n], each at least 0, and their quality; 0 for a column of zeros."""
 
     coefficients: tuple[float, ...]
     quality: Quality
@@ -51,14 +51,14 @@ def fit(
 
     Errors are relative to the measurement, as short ops matter as much as long ones. Outliers,
     which a busy machine causes, get less weight. All rows determine the coefficients. The quality
-    is that of a fit without about every fourth row; a row is held out only if the others still
-    determine the same coefficients.
+    comes from a second fit, which holds out about every fourth row. A row is held out only if the
+    other rows still determine all coefficients.
 
     Args:
         features: [rows, n].
         measured: [rows], each above 0.
-        prior: [n]; coefficients that the rows do not separate stay as near to it as possible, up to
-            a common factor. None: they divide their sum arbitrarily.
+        prior: [n], expected coefficients up to a common factor. Coefficients that the rows do not
+            separate stay as near to them as possible. None: their sum is divided arbitrarily.
 
     Raises:
         ValueError: the numbers of rows differ, or a measurement is not a finite number above 0.
@@ -94,9 +94,9 @@ def fit(
 def _held_out(rows_RN: np.ndarray) -> np.ndarray:
     """Return which rows to hold out: [rows], one of four while more rows than coefficients remain.
 
-    If rows were chosen blindly, all rows of one kind might be held out, such as the only ones with
-    a certain recompute mode. The rest would then not determine that coefficient. In an orthonormal
-    basis of the rows' span, all rows together have information 1 in every direction.
+    A row is held out only if the other rows still determine every coefficient. For example, some
+    row with each recompute mode must remain. In an orthonormal basis of the rows' span, all rows
+    together have information 1 in every direction; _STILL_DETERMINED of it must remain.
     """
     scale_N = np.linalg.norm(rows_RN, axis=0)
     basis_RK, singular_K, _ = np.linalg.svd(

@@ -26,7 +26,7 @@ class Residual:
 
 
 def residuals(plan: Plan, table: Table, records: Iterable[Timed]) -> list[Residual]:
-    """Return the residual of every op in ``records``, without transfers and ops of no duration."""
+    """Return the residual of every op in ``records``, except transfers and ops of no duration."""
     result = []
     for record in records:
         op = record.op
@@ -46,7 +46,7 @@ def residuals(plan: Plan, table: Table, records: Iterable[Timed]) -> list[Residu
 
 
 class ErrorTable:
-    """Table of errors by stage, kind, and powers of two of slice and context lengths."""
+    """Table of errors by stage, kind of op, and ranges of tokens and context (powers of two)."""
 
     HEADERS = ("stage", "op", "tokens", "context", "ops", "median error", "least", "most")
 

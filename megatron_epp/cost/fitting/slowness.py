@@ -15,15 +15,16 @@ ALIKE = 1.1  # ranks within this ratio get their median
 
 
 def pipeline_ranks(of_kinds: Mapping[str, Sequence[Readings]]) -> int:
-    """Return the number of ranks of a pipeline."""
+    """Return the number of ranks of one pipeline."""
     return 1 + max(one.rank for every in of_kinds.values() for one in every)
 
 
 def measured_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float, ...]:
-    """Return the seconds of every rank of every replica relative to the fastest; empty if equal.
+    """Return every rank's seconds relative to the fastest rank, replica by replica.
 
-    Ranks are compared in the layer kinds that they share, by the median over chunks of F and B. A
-    rank that shares no kind is assumed to be as fast as the average of the others.
+    The result is empty if ranks differ by less than DIFFER. Ranks are compared on the layer kinds
+    that several ranks have, by the median over F and B of their chunks. A rank that has no kind in
+    common with others is assumed to be as fast as their average.
     """
     replicas = 1 + max(one.replica for every in of_kinds.values() for one in every)
     in_pipeline = pipeline_ranks(of_kinds)

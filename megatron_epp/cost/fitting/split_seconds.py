@@ -13,23 +13,23 @@ from megatron_epp.cost.fitting.fit import line_above
 from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
 from megatron_epp.ir import Kind
 
-SMALL_TOKENS = 16  # a chunk so small that the times are overhead only
+SMALL_TOKENS = 16  # of a chunk whose times are overhead only
 
 
 @dataclass(frozen=True, slots=True)
 class SplitSeconds:
     """Time and bytes of a chunk's B, I and W.
 
-    Bytes are 0 if only time was measured, and vice versa.
+    Bytes are 0 if only times were measured; times are 0 if only bytes were measured.
 
     Attributes:
-        end: whether it is of LM head and loss; otherwise of a layer.
+        end: whether LM head and loss were measured; otherwise one layer.
         tokens: tokens of the chunk.
         whole: seconds of B.
         input: seconds of I.
         weight: seconds of W.
         input_bytes: peak of I in addition to the bytes held before it.
-        weight_input_bytes: bytes from I to W.
+        weight_input_bytes: bytes held from I to W.
     """
 
     end: bool
@@ -51,7 +51,7 @@ def with_split(profile: Profile, splits: Sequence[SplitSeconds]) -> Profile:
     price = max(0.0, median((s.input + s.weight - s.whole - per_chunk) / s.whole for s in large))
     per_token = median((s.weight - per_chunk / 2) / s.tokens for s in large)
     layer, last = dict(profile.layer_seconds), dict(profile.last_seconds)
-    if per_token <= 0:  # on a busy host: the fraction that W has without a measurement
+    if per_token <= 0:  # on a busy host: keep W's fraction of B
         per_token = layer[Kind.WEIGHT].per_token
     weight = layer[Kind.WEIGHT] = Seconds(per_token=per_token, per_chunk=per_chunk / 2)
     layer[Kind.INPUT] = _rest(layer[Kind.BACKWARD], 1 + price, per_chunk, weight)
@@ -62,7 +62,7 @@ def with_split(profile: Profile, splits: Sequence[SplitSeconds]) -> Profile:
         last[Kind.WEIGHT] = Seconds(per_token=fraction * backward.per_token)
         last[Kind.INPUT] = _rest(backward, 1.0, 0.0, last[Kind.WEIGHT])
     weighed = [s for s in splits if not s.whole]
-    # Of the largest chunk, where constants matter least.
+    # Bytes per token come from the largest chunk, where constants matter least.
     largest = max(s.tokens for s in weighed)
     between, after = (
         max(

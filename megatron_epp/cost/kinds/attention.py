@@ -12,7 +12,7 @@ class AttentionSizes(Sizes):
 
     Attributes:
         attention: whether the layer has attention.
-        output_gate: whether its output has a gate, computed from the hidden state.
+        output_gate: whether attention's output has a gate, computed from the hidden state.
     """
 
     attention: bool = True
@@ -77,7 +77,7 @@ class AttentionPart(Part):
 
     @property
     def saved(self) -> int:
-        """Channels saved from F to B; also a gate, and the output before it is applied."""
+        """Channels saved from F to B; with a gate, also the gate and the ungated output."""
         return 2 * self.model.hidden + self.heads_hidden + self.output_hidden + 2 * self._gate
 
     @property
@@ -96,7 +96,7 @@ class AttentionPart(Part):
 
     @property
     def recomputed(self) -> dict[str, RecomputedModule]:
-        """Modules that can be recomputed; with flash kernels core attention saves almost none."""
+        """Modules that can be recomputed; flash kernels of core attention save almost nothing."""
         norm = RecomputedModule(self.model.hidden, light=True)
         return {"core_attn": RecomputedModule(pairs=True), "layernorm": norm}
 

@@ -1,7 +1,7 @@
 """Sublayers: a mixer, which moves information between tokens, or a feed-forward sublayer.
 
-Each sublayer is a class that answers all questions of the cost model. The defaults of the base
-class mean that it has nothing. Sizes are channels of a token unless stated otherwise.
+Each sublayer is a class with all quantities that the cost model needs. The defaults of the base
+class describe a sublayer without any cost. Sizes are channels of a token unless stated otherwise.
 """
 
 from collections.abc import Mapping
@@ -84,10 +84,11 @@ class CarryOver:
     """State that a slice leaves for later slices of its document.
 
     Attributes:
-        channels: channels of every token, such as K and V; with a sliding window only of a tail.
-        expanded: channels that later slices recompute from ``channels``; 0: they use them directly.
-        heads: number of heads over which a stage's devices shard it; 0: each device has all of it,
-            as in MLA.
+        channels: channels of a token, such as K and V; with a sliding window, only the last tokens
+            of a slice count.
+        expanded: channels that later slices recompute from ``channels``; 0: no recompute is needed.
+        heads: number of heads over which a stage's devices shard the state; 0: each device has the
+            full state, as in MLA.
         tail: elements of the last rows of a slice, which a convolution needs.
         state: elements of a state at the boundary of two slices.
     """
@@ -99,7 +100,7 @@ class CarryOver:
     state: int = 0
 
     def on_device(self, devices: int) -> "CarryOver":
-        """Return the part of one of ``devices`` that shard the heads."""
+        """Return the state on one device if ``devices`` devices shard the heads."""
         if not self.heads:
             return self
         heads = max(1, self.heads // devices)
@@ -119,13 +120,13 @@ class CarryOver:
 
 @dataclass(frozen=True)
 class RecomputedModule:
-    """Module of Megatron that is recomputed: what it frees and what it costs.
+    """Savings and cost of recomputing one of Megatron's modules.
 
     Attributes:
         channels: channels that are not saved.
         parameters: parameters of the matrix products that run again.
         pairs: whether attention runs again.
-        light: whether it only moves memory.
+        light: whether the module only moves memory, such as a norm or an activation function.
     """
 
     channels: int = 0
@@ -140,8 +141,8 @@ class Work:
 
     Attributes:
         flops: forward flops per unit.
-        backward: ratio of backward to forward flops; all of the backward is I's.
-        attention: whether attention kernels do it, at their rate.
+        backward: ratio of backward to forward flops; I does all of the backward.
+        attention: whether attention kernels do the work, at their rate.
     """
 
     flops: float
@@ -206,7 +207,7 @@ class Part:
 
     @property
     def parameters(self) -> int:
-        """Parameters including the norm's, but without experts', which are sharded differently."""
+        """Parameters with the norm's, but without those of experts, which are sharded otherwise."""
         return 0
 
     @property
@@ -216,7 +217,7 @@ class Part:
 
     @property
     def scan_flops(self) -> float:
-        """Forward flops per token in addition to the products with its weights."""
+        """Forward flops per token in addition to products with the sublayer's weights."""
         return 0.0
 
     @property
@@ -250,12 +251,12 @@ class Part:
         return MOVED * self.saved
 
     def stored(self, modules: tuple[str, ...]) -> int:
-        """Return the channels of :attr:`saved` in a document's buffer, given recomputed modules."""
+        """Return the channels of :attr:`saved` in a document's buffer if ``modules`` recompute."""
         return 0
 
     @property
     def weight_inputs(self) -> int:
-        """Channels saved from I to W: inputs of its products, and gradients of their outputs."""
+        """Channels saved from I to W: inputs of matrix products, and gradients of their outputs."""
         return 0
 
     @property
@@ -275,5 +276,5 @@ class Part:
 
     @property
     def gathers(self) -> bool:
-        """Whether the hidden state is gathered within a TP group around it."""
+        """Whether the hidden state is gathered within a TP group around the sublayer."""
         return False

@@ -1,7 +1,7 @@
 """DeepSeek sparse attention (DSA): an indexer scores all pairs, and attention uses the top-k keys.
 
 Attention runs on latents. Queries and the single key of all heads are latents with a rotary part.
-Later slices need that key and the indexer's key, and expand neither.
+Later slices need this key and the indexer's key, and use both directly.
 """
 
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ from megatron_epp.cost.kinds.mla import MLAPart, MLASizes
 from megatron_epp.cost.kinds.window import WindowSizes
 from megatron_epp.ir import Kind
 
-# Keys are selected for a block of rows at a time: elements of a tensor over the block and its
-# context, and number of such tensors that exist at the same time in forward and in backward.
+# Keys are selected for one block of rows at a time. CHOICE_BLOCK: elements of a tensor over a block
+# and its context. CHOICE_TENSORS: number of such tensors at the same time in forward, in backward.
 CHOICE_BLOCK = 2**24
 CHOICE_TENSORS = 4, 6
-_PER_NUMBER = 2  # channels of two bytes that the index of one selected key takes
+_PER_NUMBER = 2  # channels (2 bytes each) of the 4-byte index of a selected key
 
 
 @dataclass(frozen=True)
@@ -106,20 +106,20 @@ class DSAPart(MLAPart):
 
     @property
     def flops_per_pair(self) -> float:
-        """Forward flops per pair of the indexer, and of the probabilities that train it."""
+        """Forward flops per pair of the indexer; with ``taught_on_all`` also QK' for its loss."""
         scores = self._index_hidden + self.shape.index_heads
         return 2.0 * (scores + self._absorbed * self.shape.taught_on_all)
 
     @property
     def work(self) -> Mapping[Column, Work]:
-        """Attention to the keys that each query has selected."""
+        """Attention to the keys that the indexer selects for each query."""
         flops = 2.0 * (self._absorbed + self._attended)
         chosen = WindowPairs(self.shape.chosen_keys)
         return {chosen: Work(flops, ATTENTION_BACKWARD, attention=True)}
 
     @property
     def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """Blocks of rows with their contexts, and in backward the contexts' gradients."""
+        """Tensors of a block of rows with its context; in backward also the context's gradients."""
         channels, (forward, backward) = self.carried.channels, CHOICE_TENSORS
         block = float(GRADIENT_BYTES * CHOICE_BLOCK)  # in float32, too
         gradients = float((ELEMENT_BYTES + GRADIENT_BYTES) * channels)

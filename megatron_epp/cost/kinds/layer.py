@@ -1,7 +1,8 @@
 """Layer: the shape that defines its kind, and the sums over its sublayers.
 
-:data:`PARTS` is the registry of sublayers. A new layer kind is a class there, and its sizes are a
-base class of :class:`LayerShape`. Nothing else in the cost model knows which sublayers exist.
+:data:`PARTS` is the registry of sublayers. A new layer kind needs a class in this registry, and a
+class with its sizes as a base class of :class:`LayerShape`. Nothing else in the cost model depends
+on the existing sublayers.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -68,12 +69,12 @@ class LayerShape(
 
     @classmethod
     def of(cls, kind: str, value: Any) -> "LayerShape":
-        """Return the shape that a JSON object describes, as in a model file for ``kind``."""
+        """Return the shape that ``value``, an object of a model file, describes for ``kind``."""
         return value if isinstance(value, cls) else from_json(f"kinds: {kind}", value, cls)
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Words for its name: attention range, mixer, feed-forward sublayer, or only one word."""
+        """Words of the kind's name: attention range, mixer, feed-forward sublayer; or one word."""
         there = [part for part in PARTS if part.there(self)]
         *names, last = self._words([part for part in there if not part.BEFORE_LAYER])
         return *names, "-".join((last, *(part.WORD for part in there if part.BEFORE_LAYER)))
@@ -96,8 +97,8 @@ DEFAULT_WORDS = ("full", *(part.WORD for part in PARTS if part.DEFAULT))
 def kind_names(shapes: Sequence[LayerShape]) -> dict[LayerShape, str]:
     """Return a name for each kind among the ``shapes`` of a model's layers.
 
-    The name says what distinguishes the kind from the model's other kinds. If all layers are equal,
-    it says what distinguishes them from the default layer; a default layer has no name.
+    The name consists of the words that distinguish the kind from the model's other kinds. If all
+    layers are equal, these words distinguish it from the default layer, which has no name.
     """
     words = {shape: shape.words for shape in shapes}
     if len(words) == 1:
@@ -165,7 +166,7 @@ class Layer:
 
     @cached_property
     def routed(self) -> RoutedExperts:
-        """Routed experts of the one sublayer that has them."""
+        """Routed experts of the layer; at most one sublayer has experts."""
         return next((part.routed for part in self.parts if part.routed.copies), RoutedExperts())
 
     @property
@@ -190,17 +191,17 @@ class Layer:
 
     @property
     def masks_diagonal(self) -> bool:
-        """Whether a pair within a slice may take longer than one of the slice and its context."""
+        """Whether a pair within a slice may take longer than a pair with a key of the context."""
         return self.flops_per_pair > 0 and not self.window
 
     @property
     def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """Workspaces while F and B run, from the one sublayer that has any."""
+        """Workspaces while F and B run; at most one sublayer has workspaces."""
         return {op: each for part in self.parts for op, each in part.workspaces.items()}
 
     @property
     def cp(self) -> bool:
-        """Whether it supports context parallelism."""
+        """Whether the layer supports context parallelism."""
         return all(part.CP for part in self.parts)
 
     @property
@@ -220,7 +221,7 @@ class Layer:
 
     @property
     def before_layer(self) -> tuple[Part, ...]:
-        """Sublayers to which its recompute modes do not apply."""
+        """Sublayers to which the layer's recompute modes do not apply."""
         return tuple(part for part in self.parts if part.BEFORE_LAYER)
 
     def stored(self, mode: str) -> int:
@@ -233,7 +234,7 @@ class Layer:
         return self._sum(lambda part: part.stored(SELECTIVE.get(mode, ())))
 
     def recomputed(self, module: str) -> tuple[RecomputedModule, ...]:
-        """Return ``module`` of every sublayer that has it."""
+        """Return ``module`` of every sublayer that has this module."""
         modules = (part.recomputed.get(module) for part in self.parts)
         return tuple(each for each in modules if each is not None)
 

@@ -24,7 +24,7 @@ class MLASizes(AttentionSizes):
 
     Attributes:
         kv_rank: channels of the latent of K and V; 0: K and V are projected from the hidden state.
-        query_rank: channels of the queries' latent; 0: they are projected from the hidden state.
+        query_rank: channels of the queries' latent; 0: queries are projected from the hidden state.
         rotary_size: rotary channels that MLA adds to each head of Q, and once to K for all heads.
         value_size: channels of a head of V; 0: head_size.
         carries_latents: whether later slices receive the latent and project K and V again;
@@ -56,7 +56,7 @@ class MLAPart(AttentionPart):
 
     @classmethod
     def there(cls, shape: Any) -> bool:
-        """Return whether a layer of ``shape`` has MLA and no derived kind."""
+        """Return whether a layer of ``shape`` has MLA, but not a kind of MLA with its own class."""
         derived = any(kind.there(shape) for kind in cls.__subclasses__())
         return shape.attention and shape.kv_rank > 0 and not derived
 
@@ -112,7 +112,7 @@ class MLAPart(AttentionPart):
 
     @property
     def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """A block of the context's K and V; in backward also gradients of these and of latents."""
+        """A block of the context's K and V; in backward also their gradients and the latents'."""
         if not self.shape.carries_latents:
             return {}
         block = CONTEXT_BLOCK * float(ELEMENT_BYTES * self.carried.expanded)
@@ -140,7 +140,7 @@ class MLAPart(AttentionPart):
         return CarryOver(self.shape.kv_rank + self.shape.rotary_size, heads)
 
     def stored(self, modules: tuple[str, ...]) -> int:
-        """Return the channels of K and V in the document's buffer; a latent is a copy."""
+        """Return the channels of K and V in the document's buffer; 0 if it contains latents."""
         if self.shape.carries_latents or "mla_up_proj" in modules:
             return 0
         return self.carried.channels

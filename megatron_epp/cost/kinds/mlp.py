@@ -46,7 +46,7 @@ class MLPPart(Part):
 
     @property
     def _inside(self) -> int:
-        """Channels that it saves in addition to its norm's."""
+        """Channels that the MLP saves in addition to those of its norm."""
         return self.dense_hidden * self.matrices
 
     @property

@@ -22,7 +22,7 @@ class MoESizes(MLPSizes):
         expert_hidden: hidden size of an expert.
         shared_hidden: hidden size of the shared expert; 0: none.
         expert_latent: channels to which a token's hidden state is projected before the experts, and
-            from which it is projected back; 0: experts take the hidden state.
+            from which it is projected back; 0: experts process the hidden state itself.
     """
 
     experts: int = 0
@@ -51,8 +51,8 @@ class MoEPart(MLPPart):
     """Router, experts, optional shared expert, and optional latent projections around them.
 
     Tokens are assumed to be distributed evenly over the experts. The constant time per chunk is
-    five times a dense layer's, for the router, the all-to-all and the wait for its sizes; it is
-    fitted to public measurements.
+    five times a dense layer's, for the router, the all-to-all and the wait for the all-to-all's
+    sizes. The factor is fitted to public measurements.
     """
 
     DEFAULT, WORD, ALONE, MODES, LAUNCHES = False, "experts", "experts", "e", 5
@@ -84,7 +84,7 @@ class MoEPart(MLPPart):
 
     @property
     def routed(self) -> RoutedExperts:
-        """Routed experts; the copies of a token are sorted before and restored after them."""
+        """Routed experts; tokens are sorted by expert before them and restored after them."""
         copies, narrow = self.shape.active_experts, NARROW_EXPERT / self.shape.expert_hidden
         sent, active = copies * self._width, copies * self._one_expert
         return RoutedExperts(
@@ -98,10 +98,10 @@ class MoEPart(MLPPart):
 
     @property
     def _inside(self) -> int:
-        """Channels that it saves in addition to its norm's.
+        """Channels that the sublayer saves in addition to those of its norm.
 
         These are inputs and inner channels of the experts, the router's outputs, the latents that
-        return, and the shared expert's channels.
+        experts return, and the shared expert's channels.
         """
         each = self._width + self.shape.expert_hidden * self.matrices
         once = self.shape.experts + self.shape.expert_latent

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): what precedes a layer that predicts a further token."""
+"""Multi-token prediction (MTP): projection and norms that an MTP layer adds to its layers."""
 
 from dataclasses import dataclass
 
@@ -19,9 +19,9 @@ class MTPSizes(Sizes):
 class MTPPart(Part):
     """Projection of the hidden state and the next token's embedding, and three norms.
 
-    The norms are those of the two inputs and the one after the layer. The layer's recompute modes
-    do not apply to them. The additional run of the LM head belongs to the LM head (cost/ends.py),
-    on whichever stage it is; so does the norm before it.
+    Two norms precede the projection, one for each input; one norm follows the layer. The layer's
+    recompute modes do not apply to them. The additional run of the LM head and the norm before it
+    are part of the LM head (cost/ends.py).
     """
 
     MIXER, BEFORE_LAYER, WORD, ALONE = False, True, "further", "further"

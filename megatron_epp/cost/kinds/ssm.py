@@ -1,7 +1,7 @@
 """Layers with a recurrent state: Mamba-2 and the gated delta net.
 
-They have no query-key pairs. A slice leaves a state and a few rows for later slices, whatever its
-length. The constant time per chunk is assumed to be twice a dense layer's, for the launches of a
+They have no query-key pairs. A slice of any length passes a state and a few rows to the next slice.
+The constant time per chunk is assumed to be twice a dense layer's, for the launches of a
 convolution and a blocked scan.
 """
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_epp.cost.kinds.base import CarryOver, Part, RecomputedModule, Sizes
 
-TAPS = 4  # width of the convolution before the scan; one row less crosses a boundary
+TAPS = 4  # width of the convolution before the scan; TAPS - 1 rows cross a boundary
 # Rows of a scan's block, within which rows interact as in attention.
 BLOCK = 128
 
@@ -21,8 +21,8 @@ class SSMSizes(Sizes):
     """Sizes of layers with a recurrent state.
 
     Attributes:
-        mamba_heads: heads of a Mamba layer; 0: it is none.
-        delta_heads: value heads of a gated delta net; 0: it is none.
+        mamba_heads: heads of a Mamba layer; 0: the layer is not a Mamba layer.
+        delta_heads: value heads of a gated delta net; 0: the layer is not a gated delta net.
         state_groups: groups of heads that share keys: B and C of Mamba, Q and K of a gated delta
             net.
         state_keys: channels of a key, the first dimension of a head's state.
@@ -125,7 +125,7 @@ class _SSMPart(Part):
 
 
 class MambaPart(_SSMPart):
-    """Mamba-2; the kernel saves its input and its output before the gate, and recomputes others."""
+    """Mamba-2; the kernel saves its input and its ungated output, and recomputes other tensors."""
 
     WORD, ALONE = "mamba", "mamba"
 
@@ -148,7 +148,7 @@ class MambaPart(_SSMPart):
     def scan_flops(self) -> float:
         """Forward flops per token of the scan.
 
-        They are keys and values within a block (half of its pairs), outputs from the state, and
+        They cover keys and values within a block (half of its pairs), outputs from the state, and
         updates of the state.
         """
         within = BLOCK * (self.keys + self.inner)
@@ -174,7 +174,7 @@ class GatedDeltaNetPart(_SSMPart):
     def saved(self) -> int:
         """Channels saved from F to B.
 
-        They are the projections, the convolution's output, normalised Q and K of every head, and
+        They cover the projections, the convolution's output, normalised Q and K of every head, and
         outputs before and after norm and gate.
         """
         of_heads = 2 * self.shape.delta_heads * self.shape.state_keys
@@ -184,8 +184,8 @@ class GatedDeltaNetPart(_SSMPart):
     def scan_flops(self) -> float:
         """Forward flops per token of the scan.
 
-        They are Mamba's with keys of every head, plus the triangular system and the values that it
-        subtracts.
+        They cover Mamba's terms with keys of every head, the triangular system, and the values that
+        the update subtracts.
         """
         block, keys = BLOCK // 2, self.shape.delta_heads * self.shape.state_keys
         return 2.0 * block * (2 * keys + self.inner) + 6.0 * self.inner * self.shape.state_keys

@@ -1,4 +1,4 @@
-"""Sliding-window attention: a query attends to a limited number of keys, so slices leave a tail."""
+"""Sliding-window attention: later slices need only the last tokens of a slice."""
 
 from dataclasses import dataclass
 

@@ -13,12 +13,12 @@ MOST_NODES = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class HoledGrid:
-    """Grid of a topology with failed nodes and links; its fields are those of ``Topology``.
+    """Grid of a topology with failed nodes and links; the fields are those of topology.Topology.
 
     Places may be given as [row, column] or by host name, and become tuples.
 
     Raises:
-        ValueError: a field is invalid; the message says which and why.
+        ValueError: a field is invalid; the message names the field and the reason.
     """
 
     between: str
@@ -34,7 +34,7 @@ class HoledGrid:
         """Return the grid of ``topology``, whose fields may still be lists as in JSON.
 
         Raises:
-            ValueError: a field is invalid; the message says which and why.
+            ValueError: a field is invalid; the message names the field and the reason.
         """
         return cls(*(getattr(topology, field) for field in cls.__slots__))
 
@@ -158,7 +158,7 @@ class HoledGrid:
 
 
 def _require_new(field: str, number: int, value: Any, first: int) -> None:
-    """Raise a ValueError if this entry occurred before."""
+    """Raise a ValueError if entry ``number`` of ``field`` occurred before, as entry ``first``."""
     if first != number:
         shown = list(value) if isinstance(value, tuple) else value
         raise ValueError(

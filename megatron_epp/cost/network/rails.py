@@ -1,19 +1,19 @@
 """Rail rings between nodes: how they join a row or column of a grid, and their rates.
 
-A rail ring takes two of a node's ports in a dimension (row or column) of the grid. A Hamiltonian
+A rail ring uses two of a node's ports in a dimension (row or column) of the grid. A Hamiltonian
 decomposition (Walecki's construction) gives each pair of n nodes a direct link on exactly one of
 the rings. There are (n - 1) / 2 rings if n is odd. If n is even, there are (n - 2) / 2 rings and a
 perfect matching, whose pairs get both ports of one more rail:
 
     n = 5:  4 0 1 3 2    4 1 2 0 3       two rings; each of the 10 pairs is adjacent in one of them
 
-Rates are exact counts of the bytes on the busiest link, in closed form. With one byte from every
-member of a group to every other, ``pairs`` such bytes pass the busiest link:
+Rates follow from the exact number of bytes on the busiest link, in closed form. If every member of
+a group sends one byte to every other member, the busiest link carries this number of bytes:
 
     all-to-all   direct links: 1
-    ring         of k members: the distances from one to the others add up to floor(k^2 / 4), half
-                 of them in each direction: floor(k^2 / 4) / 2
-    line         of k members of a longer ring: floor(k^2 / 4) cross its middle in each direction
+    ring         of k members: floor(k^2 / 4) / 2. The distances from one member to the others add
+                 up to floor(k^2 / 4), half of them in each direction.
+    line         of k members of a longer ring: floor(k^2 / 4), at its middle in each direction
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ RINGS, TORUS, ALL_TO_ALL = "rings", "torus", "all-to-all"
 def hamiltonian_rings(nodes: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
     """Return rings through all nodes, and pairs, that together join every two nodes exactly once.
 
-    The pairs are empty if ``nodes`` is odd; otherwise each node is in one of them.
+    The list of pairs is empty if ``nodes`` is odd; otherwise each node is in one pair.
     """
     last = nodes - 1
     if nodes % 2:
@@ -48,7 +48,7 @@ def hamiltonian_rings(nodes: int) -> tuple[list[list[int]], list[tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """Nodes of a row or column, or of a factor of one, and the rails that join them.
+    """Nodes of a row or column, or of a part of it (dimensions_of), and the rails that join them.
 
     Attributes:
         nodes: number of nodes that are joined.
@@ -67,17 +67,17 @@ class Dimension:
     def pair_bytes_per_second(self) -> float:
         """Rate of the direct link between two nodes.
 
-        Rails beyond a multiple of those that a decomposition takes are idle.
+        Rails are idle beyond a multiple of the number that one decomposition uses.
         """
         if self.nodes == 2:
             return self.bytes_per_second
         return self.rails // (self.nodes // 2) * self.bytes_per_second / (2 * self.rails)
 
     def pair_seconds(self, members: int, stride: int) -> float:
-        """Return the busiest link's seconds for one byte from each of ``members`` to each other.
+        """Return the busiest link's seconds if each of ``members`` sends a byte to each other.
 
-        Members are ``stride`` nodes apart; the nodes between them belong to groups of the same
-        kind.
+        Members are ``stride`` nodes apart; the nodes between them belong to equal groups, which
+        communicate at the same time.
         """
         if self.wiring == ALL_TO_ALL:
             return 1 / self.pair_bytes_per_second
@@ -85,7 +85,7 @@ class Dimension:
         return distances * self._detour(members, stride)
 
     def ring_bytes_per_second(self, members: int, stride: int) -> float:
-        """Return a node's bus bandwidth in gathers and scatters over rings of these members."""
+        """Return a node's bus bandwidth in gathers and scatters over rings of ``members``."""
         if self.wiring == ALL_TO_ALL:
             if members == 2:
                 return self.pair_bytes_per_second
@@ -93,10 +93,10 @@ class Dimension:
         return self.bytes_per_second / self._detour(members, stride)
 
     def shift_bytes_per_second(self, stride: int) -> float:
-        """Return a node's bytes per second if each sends to the node ``stride`` further on.
+        """Return a node's bytes per second if each sends to the node ``stride`` places after it.
 
-        With all-to-all wiring the direct link is one of n - 1. The others carry as much via one
-        node between: the rate of n / 2 links in total.
+        With all-to-all wiring a node has n - 1 links. One leads directly to the receiver. Bytes on
+        the others take two hops, at half the rate, so the total is the rate of n / 2 links.
         """
         if self.wiring == ALL_TO_ALL:
             return self.pair_bytes_per_second * self.nodes / 2
@@ -105,7 +105,7 @@ class Dimension:
         return self.bytes_per_second / 2 / (stride if self.wiring == TORUS else 1)
 
     def _detour(self, members: int, stride: int) -> int:
-        """Return how many times longer paths are than on a ring of the members alone."""
+        """Return the length of paths relative to paths on a ring of the members alone."""
         if self.wiring == RINGS:
             return 1
         closed = members * stride == self.nodes
@@ -115,8 +115,8 @@ class Dimension:
 def dimensions_of(nodes: int, wiring: str, rails: int, bytes_per_second: float) -> list[Dimension]:
     """Return the dimensions into which the wiring divides a row or column of ``nodes``.
 
-    There is one dimension, or two if all pairs are to be joined and the rails are too few for one.
-    The sizes of the two are factors of ``nodes``.
+    There is one dimension. With all-to-all wiring and too few rails for it there are two, whose
+    sizes are factors of ``nodes``.
 
     Args:
         nodes: number of nodes in the row or column.
@@ -176,8 +176,8 @@ def members_in(sizes: Sequence[int], members: int, stride: int) -> list[tuple[in
 def all_to_all_rate(dimensions: Sequence[Dimension], places: Sequence[tuple[int, int]]) -> float:
     """Return the bytes per second that a node sends to other nodes of its group in an all-to-all.
 
-    Bytes traverse one dimension after the other. A link of a dimension carries the bytes of its own
-    line (``pair_seconds``), times the number of members in the other dimensions.
+    Bytes traverse one dimension after the other. A link of a dimension carries the bytes of its row
+    or column (``pair_seconds``), times the number of members in the other dimensions.
     """
     total = prod(members for members, _ in places)
     return (total - 1) / max(
@@ -190,9 +190,10 @@ def all_to_all_rate(dimensions: Sequence[Dimension], places: Sequence[tuple[int,
 def ring_rate(dimensions: Sequence[Dimension], places: Sequence[tuple[int, int]]) -> float:
     """Return the bus bandwidth of a node in gathers and scatters over the group.
 
-    With two dimensions of n and m members, a part of the bytes starts in the first. It ends, at 1 /
-    n of its size, in the second. The rest goes the other way round. All bytes, times 1 - 1 / (n m),
-    are divided in proportion to the rates as far as the dimensions allow.
+    With two dimensions of n and m members, one part of the bytes is exchanged in the first
+    dimension, then 1 / n of it in the second. The other part is exchanged in the opposite order.
+    The total, 1 - 1 / (n m) of all bytes, is divided over the dimensions in proportion to their
+    rates, as far as these two orders allow.
     """
     rate, total = 0.0, 1
     for dimension, (members, stride) in zip(dimensions, places, strict=True):
@@ -210,7 +211,7 @@ def ring_rate(dimensions: Sequence[Dimension], places: Sequence[tuple[int, int]]
 
 
 def shift_rate(dimensions: Sequence[Dimension], stride: int) -> float:
-    """Return the bytes per second that a node sends to the node ``stride`` further on."""
+    """Return the bytes per second that a node sends to the node ``stride`` places after it."""
     for dimension in dimensions:
         if stride < dimension.nodes:
             return dimension.shift_bytes_per_second(stride)

@@ -1,14 +1,14 @@
 """Topologies: where the ranks of a group are, and how fast they communicate.
 
 Megatron numbers ranks tensor-parallel first, then context-parallel, then replicas, then stages
-(order tp-cp-ep-dp-pp). The members of a tensor-parallel group are therefore adjacent. Those of a
-context-parallel group are ``tp`` devices apart, and those of a data-parallel group ``tp * cp``:
+(order tp-cp-ep-dp-pp). Members of a tensor-parallel group are therefore adjacent. Members of a
+context-parallel group are ``tp`` devices apart, members of a data-parallel group ``tp * cp``:
 
     node 0: | t0 t1 | t0 t1 | t0 t1 | t0 t1 |   tp 2, cp 4: the context-parallel groups are the
               c0      c1      c2      c3        devices 0 2 4 6 and 1 3 5 7
 
-A group inside a node communicates at the node's rate. A group over several nodes divides each
-node's link among all devices of the node. Of ``size`` members with ``here`` on each node, each
+A group inside a node communicates at the node's rate. If groups span several nodes, all devices of
+a node share its link. If ``here`` of the ``size`` members of a group are on each node, each member
 sends the fraction (size - here) / size of its bytes to other nodes.
 """
 
@@ -44,24 +44,23 @@ class Topology:
 
     Attributes:
         name: name on the command line.
-        node_devices: devices of every node; 0: as in the device's description.
+        node_devices: number of devices of a node; 0: as in the device's description.
         inside: "switch": every pair of devices in a node has the full rate. "mesh": devices of a
             node form a square and link to their neighbours. Half of an all-to-all's bytes cross the
             middle of a k x k square over k links, so it is k times slower; rings have the full
             rate.
         between: how nodes are joined. "switch": every pair has the full rate. "fat-tree":
-            rail-optimised; the devices of one rail have the full rate, and others reach it through
-            the node's own links. "rings": circuit switches close a ring through the nodes of every
-            group, in its row and column. "torus": a fixed ring per row and column. "all-to-all":
-            rings of rails that join every pair of nodes of a row or column. See ``rails.py`` for
-            the rates.
+            rail-optimised; the devices of one rail have the full rate, and other devices reach the
+            rail through links of the node. "rings": circuit switches close a ring through every
+            group's nodes in a row and column. "torus": a fixed ring per row and column.
+            "all-to-all": rail rings that join every pair of nodes of a row or column. For the rates
+            see ``rails.py``.
         link_bytes_per_second: rate of a node in one direction, over all rails; 0: as in the
             device's description.
-        nodes: rows and columns of the grid; empty if unknown, with the nodes of each group as a row
-            of their own.
-        rails: rings that a node is on in its row, and as many in its column; 0: as many as join
+        nodes: rows and columns of the grid. Empty: unknown; the nodes of each group count as a row.
+        rails: number of rings of a node in its row, and again in its column; 0: as many as join
             every pair.
-        failed_nodes: (row, column) of nodes that failed, from 0.
+        failed_nodes: (row, column) of each failed node, counted from 0.
         failed_links: pairs of nodes whose link failed.
         used: rows and columns of the grid that a job uses; empty: all.
         hosts: names of the nodes, row by row; empty: none.
@@ -119,11 +118,11 @@ class Topology:
         return sum(1 if each.wiring == ALL_TO_ALL else each.nodes // 2 for each in lines) or 1
 
     def dimensions(self, link: float, alone: int = 0) -> list[list[Dimension]]:
-        """Return how the nodes of a row and those of a column are joined; empty if by switches.
+        """Return the dimensions of a row, and of a column; empty if switches join the nodes.
 
         Args:
             link: bytes per second of a node, divided evenly over row and column.
-            alone: number of nodes in a row if there is no grid.
+            alone: number of nodes of the single row if the grid is unknown.
         """
         if self.between in (SWITCH, FAT_TREE):
             return []
@@ -149,7 +148,7 @@ FLAT = "flat"  # rates depend on a group's size alone, tensor-parallel groups in
 
 
 def topology(name: str) -> Topology | None:
-    """Return the topology of that name or in the JSON file at that path; None for ``flat``."""
+    """Return the topology named ``name`` or in the JSON file at ``name``; None for ``flat``."""
     return None if name == FLAT else pick("topology", name, TOPOLOGIES, Topology)
 
 
@@ -163,10 +162,10 @@ class Network:
         inside_bytes_per_second: rates of an all-to-all inside a node, by group size.
         across_bytes_per_second: measured rates of an all-to-all over whole nodes, by group size.
         ring_bytes_per_second: rates of gathers and scatters inside a node, by group size.
-        share_bytes_per_second: a device's fraction of its node's link.
+        share_bytes_per_second: one device's fraction of the rate of its node's link.
         gather_latency_seconds: latency of a gather or scatter, by group size.
-        copy_bytes_per_second: rate of a device's own memory if the all-to-all rates are those of
-            the wire alone; 0 if they include the copies.
+        copy_bytes_per_second: rate of a device's memory, at which it copies before and after an
+            all-to-all; 0: the all-to-all rates include these copies.
     """
 
     topology: Topology
@@ -180,7 +179,7 @@ class Network:
 
     @classmethod
     def of(cls, topology: Topology, device: Device) -> "Network":
-        """Return the network of devices of this type in ``topology``."""
+        """Return the network of devices like ``device`` in ``topology``."""
         measured = device.node_devices
         rates = device.group_bytes_per_second
         inside = {size: rate for size, rate in rates.items() if size <= measured}
@@ -207,12 +206,12 @@ class Network:
         )
 
     def placed(self, size: int, stride: int) -> tuple[int, int]:
-        """Return (members on each node, nodes) of a group with members ``stride`` devices apart."""
+        """Return (members on each node, nodes) of ``size`` members ``stride`` devices apart."""
         here = max(1, min(size, self.node_devices // stride))
         return here, -(-size // here)
 
     def all_to_all(self, size: int, stride: int = 1) -> float:
-        """Return a device's bytes per second in an all-to-all of such a group."""
+        """Return a device's bytes per second in an all-to-all of a group; see :meth:`placed`."""
         here, nodes = self.placed(size, stride)
         if nodes == 1:
             rate = at_most(self.inside_bytes_per_second, size)
@@ -226,7 +225,7 @@ class Network:
         return rate
 
     def _away(self, nodes: int, stride: int) -> float:
-        """Return a device's rate on its node's link in an all-to-all over that many nodes."""
+        """Return a device's rate on its node's link in an all-to-all over ``nodes`` nodes."""
         spanned = nodes * self.node_devices
         if self.across_bytes_per_second and spanned >= min(self.across_bytes_per_second):
             known = max(size for size in self.across_bytes_per_second if size <= spanned)
@@ -237,11 +236,11 @@ class Network:
     def _between(self, nodes: int, stride: int) -> tuple[list[Dimension], list[tuple[int, int]]]:
         """Return the grid's dimensions, at a device's rates, and a group's place in each of them.
 
-        Both are empty if switches join the nodes. The group has ``nodes`` nodes, and its members
-        are ``stride`` devices apart.
+        Both lists are empty if switches join the nodes. The group is on ``nodes`` nodes, and its
+        members are ``stride`` devices apart. For places see rails.members_in.
 
         Raises:
-            ValueError: the grid has fewer nodes.
+            ValueError: the grid has fewer nodes than the group needs.
         """
         lines = self.topology.dimensions(self.share_bytes_per_second, nodes)
         if not lines:
@@ -258,13 +257,13 @@ class Network:
         )
 
     def gather_latency(self, size: int) -> float:
-        """Return the latency in seconds of a gather or scatter."""
+        """Return the latency in seconds of a gather or scatter over ``size`` devices."""
         return at_most(self.gather_latency_seconds, size) if self.gather_latency_seconds else 0.0
 
     def copy_seconds(self, moved: float) -> float:
         """Return the seconds of a device's copies before and after exchanging ``moved`` bytes.
 
-        Each of the two copies reads and writes them.
+        Each of the two copies reads and writes all of these bytes.
         """
         return 4 * moved / self.copy_bytes_per_second if self.copy_bytes_per_second else 0.0
 
@@ -291,7 +290,7 @@ class Network:
         """Return a device's bus bandwidth in gathers and scatters.
 
         Bus bandwidth is counted as in nccl-tests: bytes * (size - 1) / size over seconds. A ring
-        over nodes enters and leaves each node once for all members on it.
+        over several nodes enters and leaves a node once, for all members on the node.
         """
         here, nodes = self.placed(size, stride)
         inside = at_most(self.ring_bytes_per_second, size)
@@ -302,9 +301,10 @@ class Network:
         return min(inside, here * rate)
 
     def to_neighbour(self, devices: int, replicas: int, stages: int) -> float:
-        """Return the bytes per second between two stages of ``devices`` each, over all devices.
+        """Return the bytes per second between two stages, summed over their ``devices``.
 
-        Stages are the outermost ranks: adjacent stages are in one node only if all pipelines are.
+        Stages are the outermost dimension of ranks. Adjacent stages are therefore in one node only
+        if all stages of all replicas are.
         """
         if devices * replicas * stages <= self.node_devices:
             return devices * at_most(self.ring_bytes_per_second, 2)
@@ -316,7 +316,7 @@ class Network:
 
 
 def distinct(places: int, copies: int) -> float:
-    """Return the expected number of distinct places of ``copies``, if all are equally likely."""
+    """Return the expected number of distinct places of ``copies`` at uniformly random places."""
     return places * (1 - (1 - 1 / places) ** copies)
 
 

@@ -1,7 +1,8 @@
-"""Shapes of AReaL's micro-batches: MicroBatchItems with documents padded before they are drawn.
+"""Shapes of AReaL's micro-batches: MicroBatchItems, whose documents are already padded.
 
-See ``areal/engine/megatron_engine.py``. The model lays out prefix trees and images itself. Layers
-without support for packed documents (``use_padded_seq``) get padded ones.
+See ``areal/engine/megatron_engine.py``. For prefix trees and images the model defines the layout,
+which is unknown here. Layers without support for packed documents (``use_padded_seq``) get one row
+of tokens per document.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """Shapes of Megatron-Bridge's micro-batches: mappings with tokens [B, S] and packed boundaries.
 
-``megatron/bridge/training/gpt_step.py`` has two names for the boundaries; the older one is filled
-with -1 after the last.
+``megatron/bridge/training/gpt_step.py`` uses two names for the boundaries. The array with the older
+name, ``cu_seqlens``, is padded with -1.
 """
 
 from typing import Any

@@ -1,6 +1,7 @@
-"""Shapes of NeMo-RL's micro-batches: ProcessedMicrobatches, padded and packed already.
+"""Shapes of NeMo-RL's micro-batches: ProcessedMicrobatches, which are already padded and packed.
 
-See ``nemo_rl/models/megatron/data.py``. ``input_ids`` are those of all context-parallel ranks.
+See ``nemo_rl/models/megatron/data.py``. ``input_ids`` contain the rows of all context-parallel
+ranks.
 """
 
 from typing import Any
@@ -23,7 +24,7 @@ def nemo_rl_reader(caller: Caller) -> Reader | None:
     def read(micro_batch: Any) -> MicrobatchShape | None:
         samples, rows = micro_batch.input_ids.shape
         boundaries = micro_batch.cu_seqlens_padded
-        if boundaries is None or samples > 1:  # models that pack themselves get samples
+        if boundaries is None or samples > 1:  # for models that pack samples themselves
             return MicrobatchShape(rows, samples)
         return MicrobatchShape(rows, 1, lengths_between(boundaries))
 

@@ -1,8 +1,8 @@
-"""Slicing mode in NeMo-RL: slices compute log-probabilities, from which its own losses follow.
+"""Slicing mode in NeMo-RL: slices compute log-probabilities, and NeMo-RL computes its losses.
 
-Its forward step computes logits, and its post-processing function computes losses or
-log-probabilities from them. Its losses also accept log-probabilities, which its fused linear layers
-return (``use_fused_linear_logprobs``). Here slices provide them.
+NeMo-RL's forward step computes logits, and its post-processing function computes losses or
+log-probabilities from logits. Its losses also accept log-probabilities of fused linear layers
+(``use_fused_linear_logprobs``). Here slices provide these log-probabilities.
 """
 
 import copy
@@ -27,9 +27,9 @@ RELIES_ON = (
 
 
 class NemoSamples(TokenSamples):
-    """Adapter of NeMo-RL's micro-batches; ``share_from`` is that of ``Samples``."""
+    """Adapter of NeMo-RL's micro-batches; ``share_from`` is that of the base class."""
 
-    # Losses cover full samples on every context-parallel rank; its steps divide by the ranks.
+    # Losses cover full samples on every context-parallel rank; NeMo-RL divides them by the ranks.
     partial_loss = True
 
     def __init__(self, share_from: int = 0):
@@ -67,7 +67,7 @@ class NemoSamples(TokenSamples):
     def loss(self, micro_batch: Any, outputs: Sequence[Tensor], non_loss_data: bool = False) -> Any:
         """Return the result of NeMo-RL's post-processing function for the micro-batch."""
         data, processor = micro_batch.data_dict, copy.copy(self._named["post_processing_fn"])
-        # Unpacked: losses of packed samples are those of unpacked ones.
+        # Samples stay unpacked, because packing does not change NeMo-RL's losses.
         width = data["input_ids"].shape[1]
         logprobs_BS = torch.stack([pad(one, (0, width - len(one))) for one in outputs])
         if type(processor).__name__ == _LOG_PROBS:

@@ -1,4 +1,4 @@
-"""Shapes of ROLL's micro-batches: DataProtos of padded samples, or mappings.
+"""Shapes of ROLL's micro-batches: DataProtos or mappings with padded samples.
 
 The rules are those of ``roll/distributed/strategy/megatron_strategy.py`` (_pack_sequences).
 """

@@ -1,7 +1,7 @@
 """Shapes of SkyRL's micro-batches: mappings with sequences [B, S] and their mask.
 
-Its wrapper removes the padding. The rules are those of ``distributed/megatron/megatron_utils.py``
-(preprocess_packed_seqs, remove_left_padding) and, from release 0.4.0 on, of ``packing_utils.py``.
+SkyRL's wrapper removes the padding. Its rules are in ``distributed/megatron/megatron_utils.py``
+(preprocess_packed_seqs, remove_left_padding) and, from release 0.4.0 on, in ``packing_utils.py``.
 """
 
 import math
@@ -26,7 +26,7 @@ RELIES_ON = (
 
 
 def skyrl_reader(caller: Caller) -> Reader | None:
-    """Return the reader of a call of SkyRL; None if its layout is unknown."""
+    """Return the reader of a call of SkyRL; None if the layout of rows is unknown."""
     wrapper = caller.brings("self")
     if wrapper is None:
         return None
@@ -51,7 +51,7 @@ def skyrl_reader(caller: Caller) -> Reader | None:
 
 
 def _fp8_multiple(caller: Caller) -> int | None:
-    """Return the multiple of rows in fp8; None if the recipe is open, so that it is unknown."""
+    """Return the multiple of rows in fp8; None if it is unknown (the recipe is ``auto``)."""
     if installed_release("skyrl") < (0, 4):
         return 16 * caller.cp
     recipe = getattr(caller.config, "fp8_recipe", None)

@@ -1,1 +1,1 @@
-"""slime, and miles, which has the same micro-batches."""
+"""slime, and miles, whose micro-batches have the same form."""

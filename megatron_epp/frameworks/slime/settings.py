@@ -1,4 +1,4 @@
-"""Flags of slime for a job: Megatron's, and tokens per GPU."""
+"""Flags of slime for a job: Megatron's flags, and tokens per GPU."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Shapes of slime's and miles's micro-batches: lists of tokens read at an offset, made THD.
+"""Shapes of slime's and miles's micro-batches: lists of tokens that become THD or BSHD rows.
 
 The rules are those of ``slime/backends/megatron_utils/data.py`` and
 ``miles/backends/training_utils/data.py`` (get_batch).
@@ -21,7 +21,7 @@ RELIES_ON = (
 
 
 def slime_reader(caller: Caller) -> Reader | None:
-    """Return the reader of a call of slime or miles; None if its layout is unknown."""
+    """Return the reader of a call of slime or miles; None if the call's arguments are unknown."""
     args = caller.brings("args")
     if args is None:
         return None

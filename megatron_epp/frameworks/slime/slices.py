@@ -1,9 +1,10 @@
-"""Slicing mode in slime: slices compute log-probabilities, from which its own losses follow.
+"""Slicing mode in slime: slices compute log-probabilities, and slime computes its losses.
 
-slime packs samples and computes its losses from logits in its forward step. Our forward step
-computes slices instead, without logits. slime's forward step then provides its loss function. That
-gets log-probabilities where it would have computed them (``calculate_log_probs_and_entropy`` of its
-``loss.py``). So policy, value and supervised losses and log-probability passes are slime's own.
+slime's forward step packs samples and computes losses from logits. The adapter's forward step
+computes slices instead, without logits. slime's forward step then provides slime's loss function.
+The loss function receives log-probabilities in place of the result of
+``calculate_log_probs_and_entropy`` (slime's ``loss.py``). Policy, value and supervised losses and
+log-probability passes are therefore slime's own.
 """
 
 import copy
@@ -41,7 +42,7 @@ RELIES_ON = (
 class SlimeSamples(TokenSamples):
     """Adapter of slime's micro-batches.
 
-    ``args`` are slime's, ``share_from`` is that of ``Samples``.
+    ``args`` are slime's arguments, ``share_from`` is that of the base class.
 
     Raises:
         ValueError: Slices do not support the arguments.
@@ -81,7 +82,7 @@ def before_train_step(
 ) -> None:
     """Attach the model (slime's --custom-megatron-before-train-step-hook-path).
 
-    The model computes slices from now on. slime calls it with these arguments:
+    The model computes slices from now on. slime calls this hook with these arguments:
 
     Args:
         args: slime's arguments.
@@ -136,7 +137,7 @@ def _require_sliceable(args: Any) -> None:
 
 
 def _values(data_iterator: Any, model: Any) -> tuple[Any, None]:
-    """Compute the critic's output for every token: the forward step of slices."""
+    """Compute the critic's output for every token; this is the forward step of slices."""
     drawn = on_this_device(next(data_iterator))
     return model(
         input_ids=drawn["tokens"], position_ids=None, attention_mask=None, labels=None
@@ -144,7 +145,7 @@ def _values(data_iterator: Any, model: Any) -> tuple[Any, None]:
 
 
 def _called_with(function: Any, log_probs_T: Tensor, entropies_T: Tensor | None) -> Any:
-    """Call slime's ``function`` of logits (a partial) with log-probabilities already computed."""
+    """Call slime's loss ``function`` (a partial) with log-probabilities instead of logits."""
 
     def called_with(
         logits: Tensor,
@@ -159,7 +160,7 @@ def _called_with(function: Any, log_probs_T: Tensor, entropies_T: Tensor | None)
             entropies = entropies.detach()
         return log_probs_T[:, None], entropies
 
-    # With the graph: a loss without tokens of an answer is 0 times their sum.
+    # In the autograd graph: a loss without tokens of an answer is 0 times the sum of the logits.
     in_their_place_1T1 = (0 * log_probs_T)[None, :, None].float()
     # Recomputing the loss would save nothing, and would use these values.
     first, *rest = function.args or (None,)

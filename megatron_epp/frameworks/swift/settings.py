@@ -1,4 +1,4 @@
-"""Arguments of ms-swift for a job: Megatron's flags in its spelling, and its packing."""
+"""Arguments of ms-swift for a job: Megatron's flags in ms-swift's spelling, and packing."""
 
 from collections.abc import Iterator
 

@@ -1,6 +1,7 @@
 """Shapes of ms-swift's micro-batches: mappings with input_ids [1, T] or [B, S], padded.
 
-Packed documents begin where positions do (``swift/megatron/trainers/utils.py``, prepare_batch).
+A packed document begins where a position is 0 (``swift/megatron/trainers/utils.py``,
+prepare_batch).
 """
 
 from typing import Any

@@ -1,7 +1,8 @@
-"""Slicing mode in ms-swift: an adapter of packed micro-batches; documents begin where positions do.
+"""Slicing mode in ms-swift: an adapter of packed micro-batches.
 
-Its forward step shifts labels along a whole micro-batch and derives boundaries from its positions.
-Our forward step computes slices instead; losses are those of ``MegatronTrainer.loss_func``.
+ms-swift's forward step shifts labels along a whole micro-batch; a document begins where a position
+is 0. The adapter's forward step computes slices instead. ``MegatronTrainer.loss_func`` computes the
+losses.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,7 @@ _TEXT = frozenset(
 class SwiftPacks:
     """Adapter of packed micro-batches (--packing, or --padding_free).
 
-    ``share_from`` is that of ``Samples``.
+    ``share_from`` is the least number of tokens of a shared prefix; 0 disables sharing.
     """
 
     partial_loss = True  # swift's own sharding gives a rank these rows
@@ -67,7 +68,8 @@ class SwiftPacks:
         """Return the forward step of slices.
 
         Raises:
-            ValueError: It is another trainer's, or slices do not support the arguments.
+            ValueError: The forward step is of another trainer, or slices do not support the
+                trainer's arguments.
         """
         trainer = getattr(forward_step, "__self__", None)
         name = getattr(forward_step, "__qualname__", type(forward_step).__name__)
@@ -91,13 +93,13 @@ class SwiftPacks:
         """Return the result of ms-swift's loss function for the micro-batch."""
         # A copy: swift shifts a micro-batch's labels in place.
         source = SingleValue(dict(micro_batch))
-        # Its documents are contiguous, without padding between them.
+        # The micro-batch's documents are contiguous, without padding between them.
         local_1T = torch.cat([zigzag_part(one) for one in outputs])[None]
         return loss_function_of(self._loops_own, source, self._model)(local_1T)
 
 
 def _with_boundaries(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tokens and labels, shifted as by swift, with the boundaries of their documents."""
+    """Return tokens, labels shifted as in ms-swift, and the boundaries of documents."""
     tokens = micro_batch["input_ids"]
     positions = micro_batch.get("text_position_ids")
     positions = micro_batch.get("position_ids") if positions is None else positions
@@ -121,7 +123,7 @@ def _with_boundaries(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token_losses(data_iterator: Any, model: Any) -> tuple[Any, None]:
-    """Compute a loss for every token: the forward step of slices."""
+    """Compute a loss for every token; this is the forward step of slices."""
     drawn = on_this_device(next(data_iterator))
     return model(
         input_ids=drawn["input_ids"], position_ids=None, attention_mask=None,

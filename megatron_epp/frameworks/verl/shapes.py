@@ -21,7 +21,7 @@ RELIES_ON = (
 
 
 def verl_reader(caller: Caller) -> Reader | None:
-    """Return the reader of a call of verl's engine; None if its layout is unknown."""
+    """Return the reader of a call of verl's engine; None if the layout of rows is unknown."""
     settings = getattr(caller.brings("self"), "engine_config", None)
     if settings is None or getattr(settings, "dynamic_context_parallel", False):
         return None  # ranks of one pipeline have different micro-batches

@@ -1,8 +1,9 @@
 """Slicing mode in verl: an adapter of its nested micro-batches, and an engine for its registry.
 
-verl's forward step packs samples and computes log-probabilities from logits. Our forward step
-computes slices instead, without logits. Their log-probabilities and entropies, nested as in verl,
-go to its engine's ``postprocess_micro_batch_func``, which calls the loss of its policy.
+verl's forward step packs samples and computes log-probabilities from logits. The adapter's forward
+step computes slices instead, without logits. The adapter passes log-probabilities and entropies of
+the slices, nested as in verl, to ``postprocess_micro_batch_func`` of verl's engine. This function
+calls verl's policy loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,9 +36,11 @@ RELIES_ON = (
 class VerlSamples(TokenSamples):
     """Adapter of verl's micro-batches.
 
-    Attributes:
-        tensor_ranks, context_ranks: Degrees of verl's engine, by which it pads samples.
-        share_from: As in ``Samples``.
+    Args:
+        tensor_ranks: Tensor-parallel size of verl's engine, which determines its padding.
+        context_ranks: Context-parallel size of verl's engine, which determines its padding.
+        share_from: Least tokens of a shared prefix; see
+            :class:`~megatron_epp.mcore.loops.adapters.token_samples.TokenSamples`.
     """
 
     def __init__(self, tensor_ranks: int = 1, context_ranks: int = 1, share_from: int = 0):
@@ -48,9 +51,10 @@ class VerlSamples(TokenSamples):
     def after(self, samples: Sequence[Tensor], number: int) -> int:
         """Return the label of a sample's last token, as verl shifts labels along a pack.
 
-        It is padding, or the next sample's first token. With context parallelism it is the sample's
-        own first token, unless the sample is padded. From release 0.9.1 on, samples are padded to
-        their rows in the pack; before, only if shorter than the smallest multiple.
+        The label is padding (0) if verl pads the sample. Otherwise it is the first token of the
+        next sample, or with context parallelism of the sample itself. With context parallelism,
+        verl pads samples to a multiple of tokens; before release 0.9.1 it pads only samples that
+        are shorter than this multiple.
         """
         length = len(samples[number])
         if self._context_ranks > 1:
@@ -80,7 +84,7 @@ class VerlSamples(TokenSamples):
         """Return the forward step of slices.
 
         Raises:
-            ValueError: Slices do not support the engine's settings or outputs.
+            ValueError: The forward step is not verl's, or slices do not support its settings.
         """
         engine = getattr(getattr(forward_step, "func", None), "__self__", None)
         finish = getattr(forward_step, "keywords", {}).get("postprocess_micro_batch_func")
@@ -115,16 +119,17 @@ class VerlSamples(TokenSamples):
         output = self._finish(nested, data=micro_batch.to(this_device()))
         if len(output) == 2:
             return output
-        # Verl expects a fraction on every rank of what is counted once.
+        # verl divides the tokens by the context-parallel size; here only one rank counts them.
         loss, tokens, report = output
         return loss, tokens * self._context_ranks, report
 
 
 def register_engine(memory_gib: float | None = None, share_from: int = 0) -> None:
-    """Register an engine in verl with language models that compute slices.
+    """Register an engine in verl whose language models compute slices.
 
-    verl uses it in place of its own for Megatron if VERL_ENGINE_VENDOR is ``megatron_epp``.
-    ``memory_gib`` is that of :func:`megatron_epp.attach`, ``share_from`` that of ``Samples``.
+    verl uses this engine instead of its own Megatron engine if the environment variable
+    VERL_ENGINE_VENDOR is ``megatron_epp``. For ``memory_gib`` see :func:`megatron_epp.attach`, for
+    ``share_from`` see :class:`VerlSamples`.
 
     Example:
         >>> from megatron_epp.frameworks.verl.slices import register_engine
@@ -155,7 +160,7 @@ def _tokens_of(micro_batch: Any) -> Sequence[Tensor]:
 
 
 def _setting(micro_batch: Any, name: str) -> Any:
-    """Return a non-tensor value of verl's, or None."""
+    """Return the non-tensor value ``name`` of a micro-batch; None if it is missing."""
     value = micro_batch.get(name, None)
     return getattr(value, "data", value)
 
