@@ -70,7 +70,7 @@ class RowShard:
 
     @classmethod
     def of(cls, args: Any) -> "RowShard":
-        """Return this rank's shard by Megatron's ``args``; Megatron's groups must be initialised."""
+        """Return this rank's shard by Megatron's ``args``; process groups must be initialised."""
         return cls(
             args.context_parallel_size,
             mpu.get_context_parallel_rank(),
@@ -109,5 +109,5 @@ class RowShard:
         return slice(self.part * count, (self.part + 1) * count)
 
     def message(self, rows: int) -> int:
-        """Return the rows of a stage message that this rank sends for ``rows`` padded rows."""
+        """Return how many of a chunk's ``rows`` padded rows this rank sends to another stage."""
         return rows // (self.parts * self.splits)
