@@ -56,7 +56,7 @@ class FillInMiddle:
     def of(
         cls, args: argparse.Namespace, fields: dict[str, Any], words: int | None
     ) -> "FillInMiddle":
-        """Return the rewriting for Megatron's ``args``; ``fields`` are GPTDatasetConfig's fields."""
+        """Return the rewriting for Megatron's ``args``; ``fields`` belong to GPTDatasetConfig."""
         return cls(GPTFIMDatasetConfig(**fields, **fim_fields(args)), words)
 
     def __call__(self, tokens: numpy.ndarray, item: int) -> numpy.ndarray:

@@ -19,16 +19,11 @@
                                       of this host. NCCL refuses two ranks on one GPU, so each rank
                                       gets its own NCCL_HOSTID and sends over sockets
 
-Measured slow-down of a GEMM on an H200, relative to a GEMM without messages or margin
-(scripts/gpu/held_sms.py):
-
-    margin   next to a message of 2 blocks   of 4 blocks    without a message
-    0        1.09 to 1.20                    1.07 to 1.30
-    4        1.00 to 1.18                    1.07 to 1.35
-    8        1.00 to 1.08                                   1.04 to 1.15
-
-Without a margin, a norm of 7168 columns does not start while a message waits. With a margin of 4
-it starts, and is not slower.
+On an H200 (scripts/gpu/held_sms.py), a GEMM next to a waiting message of 2 blocks takes 1.09 to
+1.20 times as long as alone; with a margin of 4, 1.00 to 1.18 times. Next to 4 blocks, it takes 1.07
+to 1.30 times as long; with a margin of 4, 1.07 to 1.35 times. With a margin of 8, it takes 1.00 to
+1.08 times as long, but 4 to 15% longer without a message. Without a margin, a norm of 7168 columns
+does not start while a message waits. With a margin of 4 it starts, and is not slower.
 
 Other variables that the user has set are unchanged. Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1
 for tensor and context parallelism on devices before Blackwell, where Megatron's own overlap depends
