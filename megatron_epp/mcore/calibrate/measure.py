@@ -99,7 +99,7 @@ def _pairs(shape: Shape, layer: Layer) -> int:
 
 
 def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
-    """Return (chunk, mode) pairs to measure, for the largest base size with work below ``flops``."""
+    """Return the chunks and modes to measure, for the largest base size within ``flops``."""
 
     def scaled(base: int) -> list[tuple[Shape, str]]:
         points = []
@@ -342,7 +342,7 @@ def _measure_seconds(
 
 
 def _host_seconds(probe: Probe, small: Shape) -> list[tuple[float, float]]:
-    """Return the (F, B) seconds that a GPU's host needs to issue a layer; they do not depend on T.
+    """Return the (F, B) seconds that a GPU's host needs to issue a layer, for chunks of any size.
 
     A ``small`` chunk runs on an idle GPU. The result is the minimum of several runs, because
     disturbances only add time. On a CPU, the function returns [].
@@ -403,7 +403,7 @@ def _measure_exchange(
     shapes: Sequence[tuple[Shape, str]],
     readings: Readings,
 ) -> None:
-    """Measure how much longer sharded documents take than one document per context-parallel rank."""
+    """Measure how much longer sharded documents take than documents on one rank each."""
     for part in (4, 2):
         dist.barrier(groups.control)
         if probe is None:

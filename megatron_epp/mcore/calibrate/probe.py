@@ -72,7 +72,7 @@ class Shape:
         return self.pairs_within(0)
 
     def pairs_within(self, window: int) -> int:
-        """Return the number of query-key pairs with a sliding window of ``window`` keys; 0: none."""
+        """Return the query-key pairs with a sliding window of ``window`` keys; 0: no window."""
         return pairs_within(self.spans, window)
 
     @property
