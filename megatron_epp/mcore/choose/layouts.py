@@ -99,7 +99,7 @@ class ChosenLayout:
 
     @property
     def in_order(self) -> tuple[int, ...]:
-        """torchrun's ranks in the order of the job."""
+        """Ranks, as numbered by torchrun, in the order of the job."""
         return self.order or tuple(range(self.devices))
 
     @property
