@@ -1,8 +1,8 @@
-"""Clocks of a probe: the time a device computes an op, or the time its host needs to issue it.
+"""Clocks of a probe: for the device's computing time of an op, and the host's issue time.
 
-An op of few tokens takes as long as its host needs to issue its kernels. One of many tokens takes
-as long as the device computes. A straight line through both underestimates large chunks: on an
-H100, for a layer of 2048 columns, by half. So both are measured, each by its own clock.
+With few tokens, an op takes as long as the host needs to issue its kernels. With many tokens, it
+takes as long as the device computes. A straight line fitted to both cases underestimates large
+chunks, by half for a layer of 2048 columns on an H100. So each time is measured by its own clock.
 """
 
 import time
@@ -13,14 +13,14 @@ import torch
 
 from megatron_epp.runtime.clock import CudaClock
 
-# Seconds that a device spins before a timed part, while its host issues kernels. A layer's backward
-# with recompute takes a host up to 5 ms.
+# Seconds that a device spins before the timed ops, while its host issues their kernels. The host
+# needs up to 5 ms to issue a layer's backward with recompute.
 _HEAD_START = 8e-3
 _CYCLES_PER_SECOND = 2e9  # upper bound of a multiprocessor's clock rate
 
 
 class Clock(Protocol):
-    """Clock with which a probe times the parts of a pass."""
+    """Clock with which a probe times forward and backward."""
 
     def start(self) -> Any:
         """Start timing, after all earlier work is done."""
@@ -30,14 +30,14 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Clock that reads ``now``, which waits for all earlier work; ``before`` runs first.
+    """Clock that reads ``now``, which waits for all earlier work; :meth:`start` calls ``before``.
 
-    ``now`` is that of :class:`Probe`: on a GPU, from the issue of the first kernel to the end of
-    the last.
+    ``now`` is :meth:`.probe.Probe.now`. On a GPU, the clock therefore measures the time from the
+    issue of the first kernel to the end of the last kernel.
     """
 
     def __init__(self, now: Callable[[], float], before: Callable[[], Any] = lambda: None):
-        """Make a clock of ``now``."""
+        """Create a clock that reads ``now``."""
         self._now, self._before = now, before
 
     def start(self) -> float:
@@ -46,14 +46,14 @@ class WallClock:
         return self._now()
 
     def seconds(self, start: float) -> float:
-        """Return the seconds since ``start``, when all work is done."""
+        """Wait for all work, and return the seconds since ``start``."""
         return self._now() - start
 
 
 class IssueClock(WallClock):
     """Clock of the time until the host's calls return, on an idle device.
 
-    A call that synchronises with the device, such as reading a number of it, includes that wait.
+    A call that synchronises with the device, such as ``Tensor.item``, includes the wait.
     """
 
     def start(self) -> float:
@@ -62,19 +62,19 @@ class IssueClock(WallClock):
         return time.perf_counter()
 
     def seconds(self, start: float) -> float:
-        """Return the seconds since ``start``, whatever the device still computes."""
+        """Return the seconds since ``start``, without waiting for the device."""
         return time.perf_counter() - start
 
 
 class DeviceClock:
-    """Clock of the current CUDA device's work, with its host running ahead."""
+    """Clock of the current CUDA device's work, which the host issues ahead of time."""
 
     def __init__(self, now: Callable[[], float]):
-        """Make a clock; ``now`` waits for the device."""
+        """Create a clock; ``now`` waits for the device."""
         self._now = now
 
     def start(self) -> CudaClock:
-        """Start timing the work after the device's spinning."""
+        """Let the device spin, and start timing after the spinning."""
         self._now()
         torch.cuda._sleep(int(_HEAD_START * _CYCLES_PER_SECOND))
         events = CudaClock()

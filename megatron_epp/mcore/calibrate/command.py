@@ -2,7 +2,8 @@
 
     python -m megatron_epp profile [--pp N] [--tp N] [-o FILE] <Megatron model flags>
 
-It starts its own processes (gloo without GPUs), one per rank, measures and writes the file.
+The command starts one process per rank (with gloo on a CPU-only host), measures, and writes a
+cost-model file.
 """
 
 import argparse
@@ -37,7 +38,7 @@ _WORKER = "megatron_epp.mcore.calibrate.command"
 
 @dataclass(frozen=True, slots=True)
 class ProfileFlags:
-    """Flags of the command besides Megatron's."""
+    """Flags of the command, in addition to Megatron's flags."""
 
     pp: int = flag(
         2,
@@ -53,10 +54,10 @@ class ProfileFlags:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``python -m megatron_epp profile``.
 
-    ``argv`` are the arguments; by default those of the process.
+    ``argv`` are the arguments; by default, the arguments of the process.
 
     Raises:
-        ValueError: One line that says what cannot be measured.
+        ValueError: A flag is invalid or the measurement fails; the message is one line.
 
     Example:
         >>> from megatron_epp.mcore.calibrate.command import main
@@ -112,7 +113,7 @@ def _free_port() -> int:
 
 
 def _why(log: str) -> str:
-    """Return the line with which a worker refused, or the end of its log."""
+    """Return a worker's error message from ``log``, or the end of ``log``."""
     mark = "megatron_epp: error: "
     for line in log.splitlines():
         if mark in line:
@@ -162,7 +163,7 @@ def _layer_summary(coefficients: LayerCoefficients, kind: str) -> list[str]:
 def worker(argv: Sequence[str]) -> None:
     """Run one measuring process: build a stage with a layer of every kind, and calibrate it.
 
-    The stage is built as the trainer builds it.
+    The process builds the stage as the trainer does.
     """
     output, pp, tp, cp, *flags = argv
     cuda_host.prepare(["--epp"])
@@ -232,7 +233,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
 
 
 def _layers(flags: Sequence[str], pp: int) -> tuple[int, list[str]]:
-    """Return the layers of ``flags``, and flags with as many on each of ``pp`` stages."""
+    """Return the number of layers in ``flags``, and flags for that number on each stage."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--num-layers", type=int)
     parser.add_argument(*_PATTERN)
@@ -248,15 +249,18 @@ def _layers(flags: Sequence[str], pp: int) -> tuple[int, list[str]]:
 
 
 def _one_of_each_kind(args: Any, layers: int, pp: int) -> None:
-    """Give every stage one layer of every kind that the model has among its ``layers``."""
+    """Change ``args`` so that every stage has one layer of every kind of the model.
+
+    ``layers`` is the model's number of layers.
+    """
     full = copy.copy(args)
     full.num_layers = layers
-    if args.hybrid_layer_pattern is not None:  # every stage has all of it
+    if args.hybrid_layer_pattern is not None:  # the pattern repeats on every stage
         mtp_suffix = mtp_part_of(args.hybrid_layer_pattern)
         full.hybrid_layer_pattern = symbols_of_layers(args.hybrid_layer_pattern)[:layers]
     shapes = layer_shapes(full)
     places = list(dict.fromkeys(map(shapes.index, shapes)))  # the first layer of each kind
-    if mtp_shapes(args):  # MTP layers are built as the last layer is
+    if mtp_shapes(args):  # Megatron builds MTP layers like the last layer
         places.sort(key=lambda place: shapes[place] == shapes[-1])
     if args.hybrid_layer_pattern is not None:
         one_of_each = "".join(full.hybrid_layer_pattern[place] for place in places)
@@ -275,7 +279,7 @@ _LAYOUT = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-l
 
 
 def _without_layout(flags: Sequence[str]) -> list[str]:
-    """Return ``flags`` without those that place layers on stages, and without their values."""
+    """Return ``flags`` without flags that place layers on stages, and without their values."""
     kept, skips = [], False
     for word in flags:
         name, _, value = word.partition("=")
@@ -290,7 +294,7 @@ def _without_layout(flags: Sequence[str]) -> list[str]:
 
 
 def _with_defaults(flags: Sequence[str]) -> list[str]:
-    """Return ``flags`` with required flags of Megatron's that do not affect the measurement."""
+    """Return ``flags``, completed by flags that Megatron requires but the measurement does not."""
     fillers = {
         "--micro-batch-size": "1",
         "--global-batch-size": "8",

@@ -1,8 +1,8 @@
 """First run of one layer of every kind, at the start of training, on all stages at the same time.
 
-Triton and NVRTC compile and tune kernels at their first call. In the first iteration, one stage
-would wait for the other's. Here they compile at the same time. Kernels that the device cannot run
-are reported before training starts.
+Triton and NVRTC compile and tune kernels at their first call. In the first iteration, each stage
+would wait while another stage compiles. Here all stages compile at the same time. Kernels that the
+device cannot run are reported before training starts.
 """
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from megatron_epp.mcore.kinds.modules import kinds_of_layer
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 from megatron_epp.runtime.memory_meter import out_of_memory
 
-ROWS = 1024  # of a chunk, if documents may be that long
+ROWS = 1024  # rows of the chunk, or half the longest document if that is less
 
 
 def run_every_kind(args: Any, models: Sequence[Any], groups: Any, rows: Any) -> None:
-    """Run forward and backward of one layer of every kind, on documents and on a slice.
+    """Run forward and backward of one layer of every kind, on two documents and on a slice.
 
-    Collective. Gradients and random states are restored.
+    Collective. The function restores gradients and random states.
 
     Args:
         args: Megatron's arguments.
@@ -32,7 +32,7 @@ def run_every_kind(args: Any, models: Sequence[Any], groups: Any, rows: Any) -> 
         rows: Shard of a chunk's rows on this rank.
 
     Raises:
-        ValueError: On all ranks, if one of them has a kernel that does not run.
+        ValueError: A kernel does not run on one of the ranks; raised on all ranks.
     """
     problems: list[str] = []
     for model in models:
@@ -45,7 +45,7 @@ def run_every_kind(args: Any, models: Sequence[Any], groups: Any, rows: Any) -> 
 
 
 def _problems(probe: Probe) -> list[str]:
-    """Return a line for every kind of layers of the stage that does not run."""
+    """Return one line for every layer kind of the stage that fails to run."""
     size = min(ROWS, probe.context // 2)
     shapes = [Shape(size, pieces=2), Shape(size, size, cut=True)]
     seen: set[tuple[str, ...]] = set()

@@ -15,16 +15,17 @@ COPIES = 5
 
 
 def host_rate(probe: Probe, groups: Groups) -> float:
-    """Return bytes per second in one direction; on a GPU with both directions busy. Collective.
+    """Return the copied bytes per second in one direction. Collective.
 
-    Host memory is allocated once, as for offloading, and that time is not included.
+    On a GPU, copies run in both directions at the same time. Host memory is allocated once, as for
+    offloading, and the allocation is not timed.
     """
     on_gpu = probe.device.type == "cuda"
     nbytes = GPU_BYTES if on_gpu else CPU_BYTES
     host = HostStore(probe.device)
     ends = [_ends(host, nbytes) for _ in range(2)]
     seconds = []
-    for _ in range(COPIES + 1):  # the first one touches the memory for the first time
+    for _ in range(COPIES + 1):  # the first copy is not counted: it maps the memory
         dist.barrier(groups.control)
         began = probe.now()
         done = (
@@ -39,7 +40,7 @@ def host_rate(probe: Probe, groups: Groups) -> float:
 
 
 def _ends(host: HostStore, nbytes: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs (part of the host's memory, part of the device's), of ``nbytes`` in all."""
+    """Return pairs of equal blocks (host memory, device memory), of ``nbytes`` in all."""
     blocks = host.allocate(nbytes)
     assert blocks is not None, "no pinned memory to measure copies with"
     here = torch.zeros(nbytes, dtype=torch.uint8, device=host.device)

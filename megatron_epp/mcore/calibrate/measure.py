@@ -1,8 +1,8 @@
 """Measurement of a profile: seconds and bytes of this model on this device.
 
 All ranks of a pipeline run the same synthetic chunks at the same time through their own layers,
-embedding and LM head, as in training: on a host they share memory and caches. The model's shape
-alone determines what is measured, and how often (by work, not time), so all ranks do the same.
+embedding and LM head. So the ranks of a host share memory and caches, as in training. The model's
+shape alone determines the chunks and the repeats, so all ranks run the same number of measurements.
 """
 
 import logging
@@ -32,29 +32,30 @@ from megatron_epp.runtime.link import receive_now, send_now
 
 logger = logging.getLogger(__name__)
 
-# Limit of a calibration's work on one rank: on a CPU about nine seconds of one core, at the 110
-# Gflops in float32 of a server core of 2023; on a GPU about three seconds.
+# Limit of a calibration's work on one rank. On a CPU core with 110 Gflop/s in float32 (a server of
+# 2023) it takes about nine seconds; on a GPU about three seconds.
 CPU_FLOPS = 1e12
 CPU_SLOWER_IN_HALVES = 20  # slow-down of a CPU without bf16 units
 GPU_FLOPS = 1.5e15
-# The median counts. The minimum is what an op can take, but iterations consist of what ops do take:
-# on a shared host 5% to 10% more.
+# The profile uses the median of the repeats. The minimum would be too optimistic: on a shared host,
+# ops typically take 5% to 10% longer.
 REPEATS = 3
-# Tokens of the chunks whose bytes are measured. On a CPU, bytes are what autograd saved, exactly
-# linear. A GPU's allocator also counts temporaries. There, small chunks show what an op needs for
-# any chunk (a weight's gradient, the minimum of an attention kernel), large ones what it needs per
-# token. Tensors of 1 to 10 MiB may occupy 1 MiB more: a few per cent of small chunks. cuDNN's
-# workspace is that of a bucket of 1024, 2048, ... tokens. Chunks are a little above a boundary,
-# where the workspace is twice what their tokens need, so no chunk needs more than predicted.
+# Tokens of the chunks whose bytes are measured. On a CPU, autograd's saved bytes are exactly linear
+# in the tokens. A GPU's allocator also counts temporaries: small chunks determine the constant
+# bytes of an op (a weight's gradient, the minimum of an attention kernel), large chunks the bytes
+# per token. Tensors of 1 to 10 MiB may occupy 1 MiB more, a few per cent of small chunks. cuDNN
+# allocates the workspace of the next bucket of 1024, 2048, ... tokens. The measured chunks are
+# slightly larger than a bucket, where the workspace is twice as large as their tokens need, so
+# predictions are upper bounds.
 _CPU_WEIGHED = (128, 256)
 _GPU_WEIGHED = (256, 2048 + 64, 8192 + 64)
 _CONTEXTS = (0, 16384, 65536)  # before chunks of AFTER_CONTEXT_TOKENS
-_CONTEXT_FRACTION = 1 / 16  # limit of the longest context, of the device's memory
+_CONTEXT_FRACTION = 1 / 16  # limit of the longest context, as a fraction of the device's memory
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A chunk to measure, in units of the base size, and the recompute mode of its one layer."""
+    """A chunk to measure, in units of the base size, and the recompute mode of its layer."""
 
     tokens: float
     context: float = 0.0
@@ -62,16 +63,15 @@ class Point:
     mode: str = KEEP
 
 
-# The cost per chunk shows in small chunks only. They are cheap to measure and easily disturbed, so
-# they run twice as often.
+# Only small chunks reveal the cost per chunk. Their times are short and easily disturbed, so they
+# run twice as often.
 _SMALL = (Point(0.125), Point(0.25))
 _COMPANY = Shape(512)
 # Planners cut no slices of fewer tokens. Kernels with few queries take up to twice as long per
-# pair, which would be mistaken for the cost of every pair.
+# pair, which would distort the fitted cost per pair.
 _LEAST_SLICE = 512
 _SMALL_SLICES = (Point(0.25, 4.0), Point(0.25, 16.0))
-# Chunks of thousands of tokens, as planners make them; a pair costs more once K and V no longer fit
-# into a cache.
+# Chunks of thousands of tokens, as in plans. A pair costs more when K and V exceed a cache.
 _POINTS = (
     Point(0.5),
     Point(0.5, 16.0),
@@ -94,12 +94,12 @@ def _points(base: int) -> tuple[Point, ...]:
 
 
 def _pairs(shape: Shape, layer: Layer) -> int:
-    """Return the query-key pairs that ``layer`` computes in a chunk."""
+    """Return the number of query-key pairs that ``layer`` computes in a chunk."""
     return shape.pairs_within(layer.window) if layer.flops_per_pair else 0
 
 
 def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
-    """Return the chunks to measure: those of the largest base size with work below ``flops``."""
+    """Return the chunks and modes to measure, for the largest base size within ``flops``."""
 
     def scaled(base: int) -> list[tuple[Shape, str]]:
         points = []
@@ -137,20 +137,20 @@ def calibrate(
 ) -> Profile:
     """Measure and fit a profile. Collective.
 
-    Gradients accumulate in the model and random numbers are drawn: see ``probe.undisturbed``.
+    The measurement accumulates gradients in the model and draws random numbers; call it in
+    ``probe.undisturbed``.
 
     Args:
         probe: The probe of this rank.
         groups: The job's process groups.
         model: Shape of the model.
-        context: Most tokens of a document.
-        provenance: Model, device and dtype; the errors of the fit on rows that it has not seen are
-            added to its source.
-        split_backward: Whether plans may split backwards; else I and W get the analytic fractions
-            of
-            B, and no split runs.
-        kinds: Kinds of this stage's layers, as ``model`` names them. One layer of every kind is
-            measured alone, one kind after the other, by the ranks that have it.
+        context: Largest number of tokens of a document.
+        provenance: Model, device and dtype. The function appends the fit's errors on held-out rows
+            to its ``source``.
+        split_backward: Whether plans may split backwards, so that split backwards are measured. If
+            not, I and W get the analytic fractions of B.
+        kinds: Kind of each layer of this stage, by the names in ``model``. The ranks with layers of
+            a kind measure one of these layers, one kind after another.
 
     Returns:
         The same profile on every rank.
@@ -165,7 +165,7 @@ def calibrate(
         kind_probe: Probe | None = probe
         if kinds:
             kind_probe = probe.of_layer(kinds.index(kind)) if kind in kinds else None
-        # Embedding and LM head once, whatever the layers of their stages are.
+        # Embedding and LM head are measured once, with the first kind.
         there = layer if kind_probe is not None else None
         _measure_bytes(kind_probe or probe, readings, context, there, ends=first)
         shapes = grid(layer, context, flops)
@@ -214,8 +214,8 @@ def _conditions(probe: Probe) -> Conditions:
         config.context_parallel_size,
         config.params_dtype.itemsize,
         gradient.itemsize,
-        # A block is of one rank's rows; peaks are predicted for the rows of all context-parallel
-        # ranks.
+        # A block counts one rank's rows, but peaks are predicted for the rows of all
+        # context-parallel ranks.
         probe.head_tokens * config.context_parallel_size,
     )
 
@@ -223,7 +223,10 @@ def _conditions(probe: Probe) -> Conditions:
 def _measure_bytes(
     probe: Probe, readings: Readings, context: int, layer: Layer | None, *, ends: bool = True
 ) -> None:
-    """Measure bytes of the ``layer`` that the probe runs, if any, and of the ``ends``."""
+    """Measure bytes of the probe's ``layer``, if not None, and with ``ends`` of the model's ends.
+
+    The model's ends are the embedding and the LM head.
+    """
     on_gpu, sizes = probe.device.type == "cuda", _sizes(probe, context)
     for tokens in sizes:
         if layer is not None:
@@ -248,7 +251,7 @@ def _measure_bytes(
 def _measure_layer_bytes(
     probe: Probe, readings: Readings, tokens: int, fits_line: bool, layer: Layer
 ) -> None:
-    """Measure a layer's bytes; ``fits_line``: what is held from F to B is a sample of the fit."""
+    """Measure a layer's bytes; with ``fits_line``, add the bytes held from F to B to the fit."""
     for mode in modes_of(layer):
         for cut in (False, True):
             shape = Shape(tokens, cut=cut)
@@ -262,14 +265,14 @@ def _measure_layer_bytes(
 
 
 def _sizes(probe: Probe, context: int) -> list[int]:
-    """Return the tokens of the chunks whose bytes are measured."""
+    """Return the token counts of the chunks whose bytes are measured."""
     sizes = _GPU_WEIGHED if probe.device.type == "cuda" else _CPU_WEIGHED
     return sorted({min(size, context) for size in sizes})
 
 
 def _weighed(probe: Probe, shape: Shape, mode: str) -> Measurement:
     if probe.device.type == "cuda":
-        # The first call allocates kernels and the libraries' buffers, which stay.
+        # The first call loads kernels and allocates the libraries' buffers, which remain allocated.
         probe.layers(shape, mode)
     return probe.layers(shape, mode, weigh=True)
 
@@ -285,16 +288,16 @@ def _peaks(
 
 
 def _contexts(probe: Probe, context: int) -> tuple[int, ...]:
-    """Return the contexts before a measured slice; () if documents are too short."""
+    """Return the context lengths of the measured slices; () if documents are too short."""
     most = min(context - AFTER_CONTEXT_TOKENS, probe.most_context(_CONTEXT_FRACTION))
     if most < AFTER_CONTEXT_TOKENS:
         return ()
-    # As far apart as the document allows: see line_above.
+    # The contexts differ as much as the document length allows, for the fit by line_above.
     return tuple(sorted({min(size, most * size // _CONTEXTS[-1]) for size in _CONTEXTS}))
 
 
 def _ends(probe: Probe, shape: Shape, weigh: bool) -> Iterator[tuple[Measurement, bool, bool]]:
-    """Yield (measurement, has embedding, has LM head) for those that the stage has."""
+    """Yield (measurement, has embedding, has LM head) of the stage's embedding and LM head."""
     if probe.first:
         yield probe.embedding(shape, weigh), True, False
     if probe.last:
@@ -311,8 +314,8 @@ def _measure_seconds(
 ) -> None:
     """Measure the seconds of a layer.
 
-    ``probe`` is None if the stage has no such ``layer``; it then keeps a core busy with ``company``
-    while it waits for the ranks that have one.
+    ``probe`` is None if this stage has no layer like ``layer``. The rank then runs ``company`` to
+    load its core, while other ranks measure.
     """
     runs: dict[tuple[Shape, str], list[Measurement]] = {}
     if probe is not None:
@@ -339,10 +342,10 @@ def _measure_seconds(
 
 
 def _host_seconds(probe: Probe, small: Shape) -> list[tuple[float, float]]:
-    """Return (F, B) seconds that a GPU's host takes to issue a layer, whatever its chunk.
+    """Return the (F, B) seconds that a GPU's host needs to issue a layer, for chunks of any size.
 
-    A ``small`` chunk is timed on an idle GPU. The minimum of several runs counts, because
-    disturbances only add time. A CPU is its own host, so nothing is measured.
+    A ``small`` chunk runs on an idle GPU. The result is the minimum of several runs, because
+    disturbances only add time. On a CPU, the function returns [].
     """
     if probe.device.type == "cpu":
         return []
@@ -352,7 +355,7 @@ def _host_seconds(probe: Probe, small: Shape) -> list[tuple[float, float]]:
 
 
 def _meet(probe: Probe, groups: Groups) -> None:
-    """Wait for all ranks; on a CPU, compute meanwhile, because memory and caches are shared."""
+    """Wait for all ranks; on a CPU, compute meanwhile, because ranks share memory and caches."""
     met = dist.barrier(groups.control, async_op=True)
     while probe.computes_alone and not met.is_completed():
         probe.layers(_COMPANY, KEEP)
@@ -364,11 +367,11 @@ def _measure_end_seconds(
 ) -> None:
     """Measure the seconds of embedding and LM head, in rounds of small and large chunks.
 
-    An LM head takes as long as many layers. Rounds keep a disturbance from being mistaken for a
-    cost per chunk.
+    An LM head takes as long as many layers. Every round runs all sizes, so that a temporary
+    disturbance affects all sizes and does not look like a cost per chunk.
     """
     largest = max(shape.tokens for shape, _ in shapes)
-    if not probe.fused_head:  # a device may not have memory for all logits at once
+    if not probe.fused_head:  # the logits of the largest chunk may exceed the device's memory
         largest //= 2
     runs: dict[Shape, list[list[tuple[Measurement, bool, bool]]]] = {}
     for _ in range(REPEATS):
@@ -386,7 +389,7 @@ def _measure_end_seconds(
 
 
 def _measure_modules(probe: Probe, shapes: Sequence[tuple[Shape, str]], readings: Readings) -> None:
-    """Measure the modules that selective recompute runs again; a missing module takes no time."""
+    """Measure the modules that selective recompute recomputes; a missing module takes 0 seconds."""
     shape = Shape(max(shape.tokens for shape, _ in shapes) // 2)
     for name, all_parts in {"mlp": (), "layernorm": (), **probe.modules}.items():
         parts = [part for part in all_parts if not isinstance(part, IdentityOp)]
@@ -400,7 +403,7 @@ def _measure_exchange(
     shapes: Sequence[tuple[Shape, str]],
     readings: Readings,
 ) -> None:
-    """Measure documents sharded over context-parallel ranks against one document per rank."""
+    """Measure how much longer sharded documents take than documents on one rank each."""
     for part in (4, 2):
         dist.barrier(groups.control)
         if probe is None:
@@ -417,10 +420,10 @@ def _measure_exchange(
 
 
 def _measure_links(probe: Probe, groups: Groups, readings: Readings) -> None:
-    """Measure round trips between the first two stages of every pipeline."""
+    """Measure the time of messages between the first two stages of every pipeline."""
     if groups.pipeline_size < 2:
         return
-    first, second = groups.pipeline_ranks[:2]  # ranks of the world, which the payload groups span
+    first, second = groups.pipeline_ranks[:2]  # global ranks, because payload groups span the world
     for tokens in (16, 256, 1024, 2048):
         for repeat in range(REPEATS + 1):
             tensor = probe.message(tokens)
@@ -439,4 +442,4 @@ def _measure_links(probe: Probe, groups: Groups, readings: Readings) -> None:
                 readings.link.append((tokens, (probe.now() - began) / 2))
 
 
-_GPU = "h100-80g"  # the template for what is not measured
+_GPU = "h100-80g"  # device of the catalogue for coefficients that are not measured

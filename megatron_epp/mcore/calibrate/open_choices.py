@@ -1,4 +1,4 @@
-"""Choices of layer kinds that flags leave open (KindModule.CHOICES), made with the model."""
+"""Choices of layer kinds whose flag is auto (KindModule.CHOICES), made after the model is built."""
 
 import copy
 import logging
@@ -24,12 +24,12 @@ Chooser = Callable[[OpenChoice, Any, tuple[int, ...]], str]
 
 
 def cheaper(choice: OpenChoice, args: Any, layers: tuple[int, ...]) -> str:
-    """Return the value of ``choice`` that is cheaper by the cost model.
+    """Return the value of ``choice`` with the shortest plan by the cost model.
 
-    It is compared on one document of --seq-length, the longest possible, per replica. ``layers``
-    are those of every stage. A cost-model file, given or next to the resumed checkpoint, was
-    measured with one value, which is kept. Without a file the model is not measured yet; the
-    analytic cost decides.
+    The function plans one document of --seq-length, the longest possible, for each value.
+    ``layers`` are the numbers of layers of the stages. A cost-model file (--epp-cost-model, or next
+    to the resumed checkpoint) was measured with one of the values, and the function returns that
+    value. Without a file, the model is not measured yet, and the analytic cost decides.
     """
     from megatron_epp.planner import Options, planner_of
 
@@ -42,13 +42,13 @@ def cheaper(choice: OpenChoice, args: Any, layers: tuple[int, ...]) -> str:
         trial = copy.copy(args)
         setattr(trial, choice.flag, value)
         cost = training_cost(trial, config, layers, analytic(trial))
-        if config.epp_memory_budget_gib is None:  # those of the resumed run
+        if config.epp_memory_budget_gib is None:  # use the budgets of the resumed run
             kept = saved_budgets(args, cost.layout.placement.place) or cost.device_budget_bytes
             cost = cost.replace(device_budget_bytes=kept)
         try:
             options = Options(context=args.seq_length, effort=0)
             planned = planner_of(config.epp_planner)([args.seq_length], cost, options)
-        except PlanError:  # there is not enough memory for it
+        except PlanError:  # the plan would not fit into the memory budget
             continue
         seconds[value] = planned.seconds
     chosen = min(seconds, key=lambda value: seconds[value], default=choice.values[-1])
@@ -68,18 +68,20 @@ def settle_choices(
     groups: Groups,
     choose: Chooser = cheaper,
 ) -> None:
-    """Choose for all ranks, and set the values on ``args`` and ``attention``. Collective.
+    """Make every open choice on rank 0, and set the value on ``args`` and ``attention``.
+
+    Collective.
 
     Args:
-        args: Megatron's arguments.
+        args: Megatron's arguments, in which open choices are auto.
         model: The model of this rank.
         attention: The attention of the job.
-        layers: Layers of every stage.
+        layers: Number of layers of every stage.
         groups: The job's process groups.
-        choose: Chooses among the values that flags and model allow.
+        choose: Function that chooses a value if flags and model allow several.
 
     Raises:
-        ValueError: The flags ask for an impossible value.
+        ValueError: A flag selects a value that this model or attention excludes.
     """
     kinds = (kind for kind in KIND_MODULES if any(kind.KIND.layers(args)))
     for choice in [choice for kind in kinds for choice in kind.CHOICES]:

@@ -1,7 +1,7 @@
-"""Parts of a stage, run alone on synthetic chunks: the source of a measured profile.
+"""Probe that runs modules of a stage on synthetic chunks and measures their seconds and bytes.
 
-The parts are the model's own modules with the executor's attention, store and recompute, so the
-measurement runs the code of training. T tokens of the chunk, P of context.
+The probe runs the model's own modules with the executor's attention, K/V store and recompute, so it
+measures the code that runs in training.
 """
 
 import copy
@@ -41,10 +41,13 @@ ForwardStep = Callable[[Iterator[Any], Any], tuple[Tensor, Callable]]
 class Shape:
     """A synthetic chunk: a slice, or a pack of documents.
 
-    The slice has ``tokens`` after ``context`` tokens of its document. Without context, the chunk
-    has ``pieces`` documents of ``tokens`` in all. ``cut``: more of the document follows, so K and V
-    are stored. ``local``: every context-parallel rank computes its own pieces alone; their number
-    is a multiple of the ranks'.
+    Attributes:
+        tokens: Number of tokens in the chunk.
+        context: Number of tokens of the slice's document that precede the slice.
+        pieces: Number of documents in the chunk, if ``context`` is 0 and ``cut`` is False.
+        cut: Whether another slice of the document follows, so that K and V are stored.
+        local: Whether each document is computed by a single context-parallel rank; ``pieces`` is
+            then a multiple of the number of ranks.
     """
 
     tokens: int
@@ -65,11 +68,11 @@ class Shape:
 
     @property
     def pairs(self) -> int:
-        """Number of query-key pairs without a window."""
+        """Number of query-key pairs without a sliding window."""
         return self.pairs_within(0)
 
     def pairs_within(self, window: int) -> int:
-        """Return the query-key pairs with a window of ``window`` keys; 0: no window."""
+        """Return the query-key pairs with a sliding window of ``window`` keys; 0: no window."""
         return pairs_within(self.spans, window)
 
     @property
@@ -85,20 +88,20 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One forward and backward pass.
+    """Seconds and bytes of one forward and backward pass.
 
-    Bytes are what autograd saved on a CPU, the allocator's statistics on a GPU, and 0 if not
-    measured. Seconds are those of the probe's clock.
+    On a CPU, bytes count the tensors that autograd saves. On a GPU, they come from the allocator's
+    statistics. Bytes that are not measured are 0. Seconds come from the probe's clock.
 
     Attributes:
-        forward_seconds: Of F.
-        backward_seconds: Of B, with the recompute of the modes.
-        held_bytes: Held from F to B, without stored K and V and their gradients.
-        forward_bytes: Peak during F beyond ``held_bytes``.
-        backward_bytes: Peak during B beyond what is held at its start; negative if B frees more
-            than it allocates.
-        weight_seconds: Of W, if the backward was split; ``backward_*`` are then those of I.
-        weight_input_bytes: Held from I to W.
+        forward_seconds: Seconds of F.
+        backward_seconds: Seconds of B, including recompute; of I if the backward is split.
+        held_bytes: Bytes held from F to B, without stored K and V and their gradients.
+        forward_bytes: Peak bytes during F, minus ``held_bytes``.
+        backward_bytes: Peak bytes during B (during I if the backward is split), minus the bytes
+            held at its start; negative if it frees more than it allocates.
+        weight_seconds: Seconds of W, if the backward is split.
+        weight_input_bytes: Bytes held from I to W, if the backward is split.
     """
 
     forward_seconds: float
@@ -114,8 +117,9 @@ class Probe:
     """Runner of single modules of ``model``, this stage's unwrapped GPTModel.
 
     ``row_shard`` is this rank's shard of a chunk's rows. ``context`` is the length of the model's
-    position tables; positions of longer chunks restart at 0. ``at`` is the index of the first layer
-    that runs. Gradients accumulate as in training; the caller clears them.
+    position tables; positions beyond it restart at 0. ``head_tokens`` is the block size of the
+    fused LM head, or None. The attribute ``at`` is the index of the first layer that runs.
+    Gradients accumulate as in training; the caller clears them.
     """
 
     def __init__(
@@ -149,14 +153,14 @@ class Probe:
         return other
 
     def timed_by(self, clock: Clock) -> "Probe":
-        """Return a copy with another clock."""
+        """Return a copy that uses ``clock``."""
         other = copy.copy(self)
         other.clock = clock
         return other
 
     @property
     def layer(self) -> Any:
-        """Megatron's module of layer :attr:`at` of the stage, where the probe begins."""
+        """Megatron's module of the stage's layer ``at``, the first layer that the probe runs."""
         return layers_of(self.model)[self.at]
 
     @property
@@ -171,25 +175,25 @@ class Probe:
 
     @property
     def computes_alone(self) -> bool:
-        """Whether layers run on a core of their own, without communication."""
+        """Whether layers run without communication on a core that no other rank uses."""
         config = self.config
         sharing = config.tensor_model_parallel_size, config.context_parallel_size
         return self._has_core and {*sharing, config.expert_model_parallel_size} == {1}
 
     @property
     def stores_last_slice(self) -> bool:
-        """Whether the layer stores the K and V of last slices, too."""
+        """Whether the layer also stores K and V for the last slice of a document."""
         return any(kind.kept_shapes(self.layer, 1).last for kind in kinds_of_layer(self.layer))
 
     @property
     def modules(self) -> Mapping[str, tuple[Any, ...]]:
-        """Modules of the layer that selective recompute runs again."""
+        """Modules of the layer that selective recompute recomputes, by name."""
         return timed_modules(self.layer)
 
     def most_context(self, fraction: float) -> int:
-        """Return the tokens of a context that takes ``fraction`` of the GPU's memory in one layer.
+        """Return the number of context tokens that fill ``fraction`` of the GPU's memory.
 
-        Its K and V are counted with their gradients, in the store and in a kernel.
+        Counted are one layer's K and V, in the store and in a kernel, and their gradients.
         """
         total = torch.cuda.get_device_properties(self.device).total_memory
         channels = sum(map(math.prod, _kept_shapes(self.layer, 1)))
@@ -205,7 +209,7 @@ class Probe:
 
         Args:
             shape: The chunk.
-            modes: A recompute mode per layer.
+            modes: One recompute mode per layer.
             weigh: Whether to measure bytes.
             split: Whether to time I and W separately.
         """
@@ -213,7 +217,7 @@ class Probe:
         hidden = self._hidden(shape)
         rotary = self._rotary(params)
         every = layers_of(self.model)
-        # What runs before the first layer of an MTP module counts with it.
+        # The input projection of an MTP module counts with the module's first layer.
         entered = {depth.first: depth for depth in mtp_layers_of(self.model)}
         tokens = self._integers(shape.tokens)
 
@@ -234,7 +238,7 @@ class Probe:
         return self._pass(forward, store, weigh, split)
 
     def ends(self, shape: Shape, weigh: bool = False, split: bool = False) -> Measurement:
-        """Run the stage without its layers: embedding, LM head and loss, as far as it has them."""
+        """Run the stage's embedding, LM head and loss, if the stage has them, without layers."""
         store, params = self._chunk(shape, "")
         tokens = self._integers(shape.tokens)
         mask = torch.ones_like(tokens, dtype=torch.float32) if self.last else None
@@ -264,7 +268,7 @@ class Probe:
         return self._pass(lambda: self.model.embedding(tokens, positions), store, weigh)
 
     def module_seconds(self, shape: Shape, module: Callable[[Tensor], Any]) -> float:
-        """Return the seconds of the forward of one of a layer's modules."""
+        """Return the seconds of one forward of ``module``, a module of a layer."""
         hidden = self._hidden(shape)
         start = self.clock.start()
         module(hidden)
@@ -308,7 +312,7 @@ class Probe:
         )
 
     def _fill_caches(self):
-        """Evict the CPU caches: in training, other layers and chunks run in between."""
+        """Evict the CPU caches, as other layers and chunks do in training."""
         if self.device.type == "cpu":
             self._others.add_(1)
 
@@ -321,29 +325,29 @@ class Probe:
     def _scale(self, store: Store, weigh: bool) -> "_Scale":
         if self.device.type == "cuda" and weigh:
             return _Scale(AllocatorMeter(every_op=True), store)
-        # Autograd's saved tensors contain none of the store's.
+        # The tensors saved by autograd do not include those of the store.
         meter = SavedBytesMeter(self.model.parameters()) if weigh else NoMeter()
         return _Scale(meter, Store({}))
 
     def _answer(self, store: Store) -> None:
-        """Add to ``store`` the gradients that a later slice's backward would add."""
+        """Add zero gradients to ``store``, as the backward of a later slice adds gradients."""
         for layer, document, key_CGD in store:
             kept = store.context(layer, document, len(key_CGD))
             store.add_window_gradient(layer, document, 0, *map(torch.zeros_like, kept))
 
     def _chunk(self, shape: Shape, modes: str) -> tuple[Store, ChunkParams]:
-        """Return a chunk as within an iteration, with its store.
+        """Return the store and the parameters of a chunk, as in an iteration.
 
-        The K and V before it are stored, and gradients from a later slice are ready.
+        The store contains the K and V of the tokens that precede the chunk.
         """
-        # Space for all of it: some kernels read the last slice's K and V after its context's.
+        # Reserve space for all tokens: some kernels read context and slice as one tensor.
         everything = shape.context + shape.tokens
         store = Store({0: everything if shape.cut else shape.context}, {0: everything})
         for layer in range(self.at, self.at + len(modes)):
             kept = _kept_shapes(layers_of(self.model)[layer], shape.context)
             if shape.context and kept:
                 key, value = map(self._normal, kept)
-                # A state has one row at each boundary: here, and after the slice.
+                # An SSM state has one row per slice boundary: before and after this slice.
                 rows = None if len(key) > 1 else len(key) + shape.cut
                 store.append(layer, 0, 0, key, value, rows)
         rows = self.row_shard.padded(shape.tokens)
@@ -399,27 +403,27 @@ class Probe:
             decoder.layers = layers
 
     def now(self) -> float:
-        """Return the time in seconds, after all earlier work of the device is done.
+        """Return the time in seconds, after the device has completed all earlier work.
 
-        On a CPU it is the thread's CPU time, if the thread does all the work and every rank has a
-        core: other processes that run now will not run later.
+        On a CPU, the function returns the thread's CPU time if one thread does all the work and
+        every rank has a core. Other processes that disturb the measurement then do not count.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-            # The allocator notices only at an allocation that other streams have released memory:
-            # gradients of weights, which DDP adds on a stream of its own.
+            # Memory that other streams have used (DDP accumulates weight gradients on its own
+            # stream) is released only at the next allocation.
             torch.empty(1, device=self.device)
         return time.thread_time() if self._has_core else time.perf_counter()
 
 
 def _kept_shapes(layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of what earlier slices of ``context`` tokens store for ``layer``."""
+    """Return the shapes of the tensors that ``layer`` stores for ``context`` tokens."""
     kept = (kind.kept_shapes(layer, context) for kind in kinds_of_layer(layer))
     return tuple(shape for each in kept for shape in each.shapes)
 
 
 class _Scale:
-    """Bytes by ``meter`` without those of ``store``, which grow in F and shrink in B."""
+    """Bytes counted by ``meter``, minus the bytes of ``store``, which grow in F and shrink in B."""
 
     def __init__(self, meter: Meter, store: Store):
         self.meter, self.store = meter, store
@@ -440,10 +444,10 @@ class _Scale:
 def undisturbed(model: Any) -> Iterator[None]:
     """Restore random states, gradients and DDP's state after this context, also after an error.
 
-    DDP's forward pre-hooks are disabled in the context. Each finishes its bucket's overlapped
-    parameter gather and dispatches the next bucket's. If a model runs in parts, one would stay in
-    flight, and in the second iteration Megatron asserts that none is (param_and_grad_buffer.py,
-    start_param_sync).
+    The context disables DDP's forward pre-hooks. Each hook completes the parameter gather of its
+    bucket and starts the gather of the next bucket. When only some modules of a model run, one
+    gather would not complete, and Megatron would fail an assertion in the second iteration
+    (param_and_grad_buffer.py, start_param_sync).
     """
     drawn = random_states()
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -469,9 +473,9 @@ def undisturbed(model: Any) -> Iterator[None]:
 
 
 def _lend_main_grads(model: Any) -> list[torch.nn.Parameter]:
-    """Give parameters a ``main_grad`` if linears need one and no DDP exists; return them.
+    """Add a ``main_grad`` to parameters that need it and have none; return these parameters.
 
-    That is the case in the command that measures without training.
+    DDP normally adds it, but ``python -m megatron_epp profile`` measures without DDP.
     """
     if not any(getattr(m, "fuse_wgrad_accumulation", False) for m in model.modules()):
         return []

@@ -1,7 +1,8 @@
-"""Cost-model file: measured, saved next to the checkpoint, refused for another model.
+"""Cost-model files: measured profiles that are saved next to the checkpoint.
 
-Training without --epp-cost-model measures once at its start (``obtain``). ``python -m megatron_epp
-profile`` measures beforehand (command.py).
+Without --epp-cost-model, training measures once at its start (``obtain``). ``python -m megatron_epp
+profile`` measures before training (command.py). A file of another model, device or dtype is
+refused (``require``).
 """
 
 import datetime
@@ -27,7 +28,7 @@ FILE_NAME = "epp-cost-model.json"
 
 
 def provenance_of(args: Any) -> Provenance:
-    """Return the provenance of a profile of this job: its model, its device and its dtype."""
+    """Return the provenance of this job's profile: model, device and dtype."""
     from megatron_epp.mcore.kinds.heads import query_groups
     from megatron_epp.mcore.lm_head.fused_head import fused_head
 
@@ -72,7 +73,7 @@ def provenance_of(args: Any) -> Provenance:
 
 
 def _of_kinds(args: Any) -> list[str]:
-    """Return the differences of layers from standard ones, and how experts exchange tokens."""
+    """Return words for the model's layer kinds, such as how experts exchange tokens."""
     from megatron_epp.mcore.kinds.registry import LAYER_KINDS
     from megatron_epp.mcore.model.shape import model_shape
 
@@ -84,7 +85,7 @@ def _of_kinds(args: Any) -> list[str]:
 
 
 def device_text() -> str:
-    """Return the name of the GPU, or of the CPU with its threads per rank."""
+    """Return the name of the GPU, or the name of the CPU and the number of threads per rank."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return f"cpu: {_processor()}, {torch.get_num_threads()} threads a rank"
@@ -101,12 +102,13 @@ def _processor() -> str:
 
 
 def require(profile: Profile, wanted: Provenance, where: str) -> Profile:
-    """Return ``profile`` if it was measured for ``wanted``.
+    """Return ``profile`` if its model, device and dtype are those of ``wanted``.
 
-    An analytic profile was not measured and is always accepted; the user has chosen it.
+    A profile that was not measured is always accepted, because the user has chosen it.
 
     Raises:
-        ValueError: The profile is of another model, device or dtype.
+        ValueError: The profile belongs to another model, device or dtype; the message begins with
+            ``where``.
     """
     provenance = profile.provenance
     if provenance.kind != MEASURED:
@@ -128,8 +130,9 @@ def require(profile: Profile, wanted: Provenance, where: str) -> Profile:
 def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profile:
     """Return the profile of this job. Collective: every rank passes its wrapped model.
 
-    It is --epp-cost-model if given. Else it is the file next to the resumed checkpoint, because the
-    plans of earlier iterations were made with it. Else it is measured now and saved with --save.
+    With --epp-cost-model, the function reads the profile from that file. Otherwise it reads the
+    file next to the resumed checkpoint, because earlier iterations were planned with that profile.
+    Without either file, the function measures a profile and saves it in --save.
 
     Args:
         args: Megatron's arguments.
@@ -191,7 +194,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
 
 
 def probe_of(args: Any, model: Any, rows: Any) -> Any:
-    """Return the probe for this rank's wrapped ``model`` on synthetic chunks (probe.py)."""
+    """Return the probe of this rank's wrapped ``model`` (probe.py)."""
     from megatron.core.utils import unwrap_model
 
     from megatron_epp.mcore.calibrate.probe import Probe
@@ -205,7 +208,7 @@ def probe_of(args: Any, model: Any, rows: Any) -> Any:
 
 
 def _kept(args: Any, config: Any, wanted: Provenance) -> str:
-    """Return the text of the profile to use, or "" if none was saved."""
+    """Return the JSON text of a saved profile that suits this job, or "" if there is none."""
     if config.epp_cost_model is not None:
         path = config.epp_cost_model
         return require(Profile.load(path), wanted, path).to_json()

@@ -1,4 +1,4 @@
-"""Measurement of the cost of splitting a backward on this device, and of bytes held from I to W."""
+"""Measurement of split backwards on this device: seconds of I and W, and bytes held from I to W."""
 
 from collections.abc import Iterator, Sequence
 from statistics import median
@@ -7,14 +7,14 @@ from megatron_epp.cost.fitting.split_seconds import SMALL_TOKENS, SplitSeconds
 from megatron_epp.ir import KEEP
 from megatron_epp.mcore.calibrate.probe import Probe, Shape
 
-SPLIT_REPEATS = 4  # of which the median counts, as for unsplit backwards
+SPLIT_REPEATS = 4  # the result is the median, as for unsplit backwards
 
 
 def measure_split(probe: Probe, tokens: int, weighed: Sequence[int]) -> list[SplitSeconds]:
     """Measure split backwards on one rank.
 
-    ``tokens`` are those of a chunk that is large for this device, ``weighed`` those of chunks whose
-    bytes are measured.
+    ``tokens`` is the size of a chunk that is large for this device. ``weighed`` are the sizes of
+    the chunks whose bytes are measured.
     """
     return [*_bytes(probe, weighed), *_seconds(probe, tokens)]
 

@@ -1,4 +1,4 @@
-"""Refusals at start of features of Megatron that elastic pipelines do not support."""
+"""Refusals, at a job's start, of Megatron's features that elastic pipelines do not support."""
 
 import argparse
 import os
@@ -16,9 +16,9 @@ _PLACES = (*PLACING_FLAGS, "hybrid_layer_pattern", "hybrid_override_pattern")
 
 
 def require_equal_stages(args: argparse.Namespace) -> None:
-    """Raise a ValueError if stages would be unequal and no flag says how.
+    """Raise a ValueError if the stages cannot have equal numbers of layers and no flag places them.
 
-    ``args`` are flags as typed; the message names the flags.
+    ``args`` are parsed flags before Megatron's validation.
     """
     layers, stages = args.num_layers, args.pipeline_model_parallel_size
     if not layers or layers < stages or layers % stages == 0:
@@ -35,24 +35,24 @@ def require_equal_stages(args: argparse.Namespace) -> None:
 
 
 def require_parts(args: argparse.Namespace) -> None:
-    """Raise a ValueError if sizes of layers are inconsistent; ``args`` are flags as typed."""
+    """Raise a ValueError if layer sizes are inconsistent; ``args`` are not yet validated."""
     for part in LAYER_KINDS:
         part.require(args, args.tensor_model_parallel_size)
 
 
 def refuse_gpu_flags(args: argparse.Namespace) -> None:
-    """Raise a ValueError for flags of Megatron's that need a GPU."""
+    """Raise a ValueError for flags of Megatron that need a GPU."""
     if (reason := limit_for("no_gpu", args)) is not None:
         raise ValueError(reason)
 
 
 def vocabulary_parallel(args: argparse.Namespace) -> bool:
-    """Return whether ``args`` ask for vocabulary parallelism."""
+    """Return whether ``args`` enable vocabulary parallelism."""
     return getattr(args, "epp_vocab_parallel", OFF) == ON
 
 
 def vocabulary_refusal(args: argparse.Namespace) -> tuple[str, str] | None:
-    """Return why ``args`` cannot have vocabulary parallelism, and what to do; None if they can."""
+    """Return (reason, remedy) if ``args`` do not support vocabulary parallelism, else None."""
     stages, ranks = stages_of(args), args.tensor_model_parallel_size
     if stages == 1:
         return "there is one stage, so its words have nowhere else to lie", "leave it out"
@@ -78,7 +78,7 @@ def vocabulary_refusal(args: argparse.Namespace) -> tuple[str, str] | None:
 
 
 def require_vocabulary_parallel(args: argparse.Namespace) -> None:
-    """Raise a ValueError if ``args`` ask for vocabulary parallelism and cannot have it."""
+    """Raise a ValueError if ``args`` enable vocabulary parallelism but do not support it."""
     if vocabulary_parallel(args) and (refused := vocabulary_refusal(args)) is not None:
         why, instead = refused
         raise ValueError(
@@ -87,14 +87,14 @@ def require_vocabulary_parallel(args: argparse.Namespace) -> None:
 
 
 def refuse_by_name(args: argparse.Namespace) -> None:
-    """Raise a ValueError for a row of the table that ``args``, not validated, ask for."""
+    """Raise a ValueError if ``args``, before validation, use a feature of the table."""
     with suppress(AttributeError, TypeError):  # validation would set missing attributes
         if (reason := limit_for("epp", args)) is not None:
             raise ValueError(reason)
 
 
 def refuse(args: argparse.Namespace) -> None:
-    """Raise a ValueError that names the first unsupported feature that ``args`` ask for."""
+    """Raise a ValueError that names the first unsupported feature that ``args`` use."""
     context = getattr(args, "seq_length", None)
     if context is not None and context < 1:
         raise ValueError(f"--seq-length {context}: expected a context of at least 1 token")

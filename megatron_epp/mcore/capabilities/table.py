@@ -1,9 +1,9 @@
-"""Table of unsupported features: where each does not run, and what to do instead.
+"""Table of unsupported features: where each feature does not run, and what to do instead.
 
-docs/reference/refused_flags.md and the answers of support.md are generated from it. Layer kinds add
-their limits (mcore/kinds/). Flags that a plan replaces are removed from the command line first
-(replaced.py). If they come another way, such as from a checkpoint's arguments or a script, rows
-here refuse them.
+docs/reference/refused_flags.md and the answers of support.md are generated from this table. Layer
+kinds add their limits (mcore/kinds/). Flags of the command line that a plan replaces are reset
+before the table is consulted (replaced.py). If their values come from a checkpoint's arguments or a
+script, rows of this table refuse them.
 """
 
 import re
@@ -22,7 +22,8 @@ _FLOATS = "train in --bf16 or float32"
 _LOCAL = "leave the flag out (local is taken)"
 _VARIANT = "experimental_attention_variant"
 _POSITIONS = ("rope", "learned_absolute", "none")
-# Classes whose new fields may be features without a row (scripts/upstream/canary.py shows them).
+# Classes of Megatron whose new fields may be features without a row in the table;
+# scripts/upstream/canary.py prints new fields.
 RELIES_ON = (
     "megatron.core.model_parallel_config.ModelParallelConfig",
     "megatron.core.transformer.transformer_config.MLATransformerConfig",
@@ -33,7 +34,11 @@ RELIES_ON = (
 def _needs_gpu(
     flag: str, instead: str = "leave the flag out", *runs: Any, setting: str | None = None
 ) -> Reason:
-    """Return a reason for ``flag`` with a value other than ``runs`` or its absence."""
+    """Return a function from args to a reason why ``flag`` needs a GPU, or None.
+
+    The reason is None if the flag is not given or has a value in ``runs``. ``setting`` is the
+    attribute of args; by default, the flag's destination.
+    """
 
     def reason(args: Any) -> str | None:
         value = getattr(args, setting or flag.removeprefix("--").replace("-", "_"), None)
@@ -55,7 +60,7 @@ def _gpu_only(flag: str, instead: str = "leave the flag out", *runs: Any) -> Lim
 
 
 def _needs_engine(flag: str, *others: Any, **named: Any) -> Reason:
-    """Return :func:`_needs_gpu`'s reason, unless a CPU reference of Transformer Engine runs."""
+    """Return the function of :func:`_needs_gpu`; no reason with Transformer Engine's reference."""
     reason = _needs_gpu(flag, *others, **named)
     return lambda args: None if reference_switch.is_wanted() else reason(args)
 
@@ -73,7 +78,7 @@ def _positions(model: Any) -> str | None:
 
 
 def _follows_length(model: Any) -> str | None:
-    """Return the reason for rotary embeddings that depend on a call's length (ms-swift)."""
+    """Return the reason against rotary embeddings that depend on a call's length (ms-swift)."""
     scaling = getattr(model.config, "rope_scaling", None)
     kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
     if kind not in ("dynamic", "longrope"):
@@ -92,10 +97,10 @@ def _fully_sharded(call: Any) -> str | None:
 
 
 def _groups_by_size(call: Any) -> str | None:
-    """Return the reason for groups of every size, by which a micro-batch chooses its ranks.
+    """Return the reason against context parallelism with a group size chosen by micro-batch.
 
-    The groups span replicas, so a plan of one replica cannot order their collectives. Frameworks
-    that shard micro-batches themselves have no other sign of it (verl).
+    The groups span replicas, so the plan of one replica cannot order their collectives. In
+    frameworks that shard micro-batches themselves (verl), only Megatron's groups reveal it.
     """
     from megatron.core import parallel_state as mpu
 
@@ -110,7 +115,7 @@ def _variants(kinds: Iterable[LayerKind]) -> tuple[str, ...]:
 
 
 def _streams(holder: Any) -> bool:
-    """Return whether tokens have several hidden states: by Megatron's two names and ms-swift's."""
+    """Return whether tokens have several residual streams, by names of Megatron and ms-swift."""
     if any_of("enable_mhc_connections", "enable_hyper_connections")(holder):
         return True
     return (getattr(holder, "hc_count", None) or 0) > 1
@@ -350,9 +355,9 @@ TABLE: tuple[Limit, ...] = (
 
 
 def limit_for(place: Literal["epp", "slices", "calls", "no_gpu"], asked_of: Any) -> str | None:
-    """Return the text on the first row that ``place`` does not run and ``asked_of`` asks for.
+    """Return the refusal of the first feature that ``asked_of`` uses and ``place`` does not run.
 
-    None means that there is no such row.
+    The result is None if there is no such feature.
     """
     for limit in TABLE:
         asked = getattr(limit, place)
@@ -364,6 +369,9 @@ def limit_for(place: Literal["epp", "slices", "calls", "no_gpu"], asked_of: Any)
 
 
 def in_settings(text: str) -> str:
-    """Return ``text`` for the caller of a loop, who has no flags but the model's configuration."""
+    """Return ``text`` with names of settings in place of flags.
+
+    External training loops have no flags, but settings of the model's configuration.
+    """
     named = {"epp": "slices", "disable-bias-linear": "add_bias_linear=False"}
     return _FLAG.sub(lambda flag: named.get(flag[1], flag[1].replace("-", "_")), text)

@@ -1,9 +1,9 @@
-"""Layouts for fewer devices, searched while training runs, so that a restart starts at once.
+"""Layouts for fewer devices, searched during training, so that a restart need not search.
 
-Rank 0 has a process of its own (search_process.py) search the layouts of a job that lost 1, 2 or 4
-nodes, and keeps them next to the checkpoint with a digest of what they were searched for. A start
-takes an entry only where the digest is its own: the layout is then the one that its search would
-choose.
+Rank 0 starts a process (search_process.py) that searches layouts for the job after the loss of 1, 2
+or 4 nodes. Rank 0 saves the layouts next to the checkpoint, with a digest of the inputs of the
+search. A restart uses a saved layout only if the digest equals the digest of its own inputs, so
+that its own search would choose the same layout.
 """
 
 import atexit
@@ -39,16 +39,16 @@ logger = logging.getLogger(__name__)
 
 AHEAD_FILE = "epp-layouts-ahead.json"  # {"searched_for": digest, "layouts": {"6": {...}, ...}}
 LOST_NODES = 1, 2, 4
-# Refits come at most every 20 iterations, which may be less than a search takes.
+# The cost model may be refitted every 20 iterations, which may take less time than a search.
 LEAST_SECONDS_BETWEEN = 60.0
-# Below that of planner processes, which have 5: a plan comes first where cores are few.
+# Planner processes have 5, so they take precedence on hosts with few cores.
 NICENESS = 19
 _PROCESS = "megatron_epp.mcore.choose.search_process"
-# Of a start, not of the job; the layouts count by what they are, not by the name of their file.
+# Flags that differ between starts of a job. The digest covers the layouts, not their file's name.
 _OF_A_START = {
     "rank",
     "world_size",
-    "inprocess_active_world_size",  # of the environment, too
+    "inprocess_active_world_size",  # also set from the environment
     "local_rank",
     "load",
     "save",
@@ -58,15 +58,15 @@ _OF_A_START = {
 
 
 def search_digest(wanted: Namespace, folder: str) -> str:
-    """Return a digest of what the search of ``wanted`` depends on, but for the number of devices.
+    """Return a digest of all inputs of a layout search except the number of devices.
 
     Args:
         wanted: Megatron's flags, not validated.
-        folder: of the checkpoint, next to which a measured cost model lies.
+        folder: Folder of the checkpoint, which may contain a measured cost model.
 
     Raises:
-        ValueError: the layouts cannot be read.
-        OSError: the cost model cannot be read.
+        ValueError: The allowed layouts cannot be read.
+        OSError: The cost model cannot be read.
     """
     flags = {name: repr(value) for name, value in vars(wanted).items() if name not in _OF_A_START}
     allowed = wanted.epp_layouts
@@ -79,16 +79,21 @@ def search_digest(wanted: Namespace, folder: str) -> str:
         costs = device_name()
     else:
         costs = bounded_text(Path(str(source)), "a cost model")
-    node = os.environ.get("LOCAL_WORLD_SIZE", "1")  # within which tensors are sharded
-    package = sys.modules[__name__.partition(".")[0]]  # whose next release may search otherwise
+    node = os.environ.get("LOCAL_WORLD_SIZE", "1")  # limits the tensor-parallel degree
+    package = sys.modules[__name__.partition(".")[0]]  # its next release may choose differently
     text = json.dumps([package.__version__, flags, allowed, costs, node], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def layout_kept_ahead(wanted: Namespace, devices: int) -> ChosenLayout | None:
-    """Return the layout that the run before searched for as many ``devices``; None: it has none.
+    """Return the layout that the resumed run has saved for ``devices`` ranks, if it is valid.
 
-    ValueError: the layouts that are allowed cannot be read.
+    The result is None if there is no such layout, if its inputs differ from this start's inputs, or
+    if the checkpoint cannot be loaded with it. If the file cannot be read, the function prints a
+    line and returns None.
+
+    Raises:
+        ValueError: The checkpoint's saved choices are damaged.
     """
     path = Path(wanted.load or "") / AHEAD_FILE
     if not wanted.load or not path.exists():
@@ -106,24 +111,26 @@ def layout_kept_ahead(wanted: Namespace, devices: int) -> ChosenLayout | None:
 
 
 def read_ahead(path: Path, digest: str) -> dict[str, Any]:
-    """Return what was searched for ``digest``, by the number of devices; empty: nothing was.
+    """Return the saved layouts by number of devices; empty if they have another digest.
 
-    ValueError: the file is none of ours. OSError: it cannot be read.
+    Raises:
+        ValueError: The file is not valid.
+        OSError: The file cannot be read.
     """
     kept = json.loads(bounded_text(path, "layouts that were searched ahead"))
     return dict(kept["layouts"]) if kept["searched_for"] == digest else {}
 
 
 class SearchAhead:
-    """The search of a job's layouts on fewer devices, seen from rank 0, which trains meanwhile."""
+    """Search of layouts for fewer devices, which rank 0 starts and saves while it trains."""
 
     def __init__(self, args: Any, words: Sequence[str], now: Callable[[], float] = time.monotonic):
-        """Search nothing yet.
+        """Prepare the search; :meth:`look` starts it.
 
         Args:
-            args: Megatron's, validated, with the layout of this start.
-            words: the command line, as it was typed.
-            now: the clock that says when a search is too soon after another.
+            args: Megatron's validated arguments, with the layout of this start.
+            words: The command line as typed.
+            now: Clock in seconds, which limits how often searches start.
         """
         facts, node = getattr(args, LAYOUT_KEY), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._path = Path(args.save) / AHEAD_FILE
@@ -131,7 +138,7 @@ class SearchAhead:
         self.devices = [devices for devices in left if devices > 0]
         request: dict[str, Any] = {"devices": self.devices, "save": args.save, "ep": facts["ep"]}
         if args.epp_memory_budget_gib is None and cpu_host.has_gpu():
-            # What training leaves of a device is not what a start finds.
+            # The search runs during training, when less memory is free than at a start.
             request["budget_gib"] = default_budget_bytes(args) / GIB
         self._request, self._words, self._now = request, list(words), now
         self._process: subprocess.Popen[bytes] | None = None
@@ -139,9 +146,15 @@ class SearchAhead:
         atexit.register(self.close)
 
     def look(self, refitted: bool) -> None:
-        """Start a search that is due, or keep what one has found; called after an iteration.
+        """Start a search if one is due, or save the result of a finished search.
 
-        ``refitted``: the cost model is another one now. OSError: the file cannot be written.
+        Rank 0 calls this method after every iteration.
+
+        Args:
+            refitted: Whether the cost model has changed since the last call.
+
+        Raises:
+            OSError: The file of layouts cannot be written.
         """
         self._stale = self._stale or refitted
         if self._process is not None:
@@ -158,15 +171,15 @@ class SearchAhead:
             [sys.executable, "-m", _PROCESS, json.dumps(self._request), *self._words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # Megatron's warnings, which this start has shown
+            stderr=subprocess.DEVNULL,  # warnings of Megatron that this start has already printed
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path)},
         )
-        with suppress(OSError):  # then it keeps its priority
+        with suppress(OSError):  # without permission, the priority is unchanged
             os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
         return process
 
     def _keep(self, process: subprocess.Popen[bytes]) -> None:
-        """Write what the process found, which has ended, and say so."""
+        """Save the layouts that the finished process has printed, and log a line."""
         assert process.stdout is not None
         text, self._process = process.stdout.read(), None
         process.stdout.close()
@@ -188,7 +201,7 @@ class SearchAhead:
         )  # fmt: skip
 
     def close(self) -> None:
-        """End the process, if there is one."""
+        """Kill the search process if it runs."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

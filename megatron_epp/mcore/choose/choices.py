@@ -1,9 +1,9 @@
-"""Choice of vocabulary parallelism, layers and placement where their flags are ``auto``.
+"""Choice of vocabulary parallelism, layers per stage and placement if their flags are ``auto``.
 
-These are chosen before Megatron builds the model, from plans of the first batches (planner/choose).
-The inputs are the document lengths in the ``.idx`` files and the cost model: that of
---epp-cost-model, or the device's coefficients by name. Every rank reads the same inputs and
-computes the same choice. A run that resumes takes its checkpoint's choices (kept.py).
+The values are chosen before Megatron builds the model, from plans of the first batches
+(planner/choose). Inputs are the document lengths in the ``.idx`` files, and the cost model of
+--epp-cost-model or the catalogue's coefficients of this device. All ranks read the same inputs and
+compute the same choice. A run that resumes uses the choices saved with its checkpoint (kept.py).
 """
 
 import argparse
@@ -70,8 +70,8 @@ class JobChoices:
     """Choices of a run.
 
     Attributes:
-        lines: Printed by rank 0.
-        placement: With the layers of its stages; None if Megatron's flags decide them.
+        lines: Lines that rank 0 prints.
+        placement: Placement of the stages, with their layers; None if Megatron's flags decide it.
     """
 
     lines: tuple[str, ...]
@@ -79,9 +79,9 @@ class JobChoices:
 
 
 def choose(args: Any, parts: Any = None) -> JobChoices:
-    """Set on ``args``, after Megatron has validated them, the values of flags that are ``auto``.
+    """Replace the value ``auto`` of flags in ``args``, which Megatron has validated.
 
-    ``parts`` replaces components of the trainer
+    ``parts`` are the components of the trainer that the user's script replaces
     (:class:`~megatron_epp.mcore.trainer.hooks.TrainerHooks`).
 
     Raises:
@@ -96,9 +96,9 @@ def choose(args: Any, parts: Any = None) -> JobChoices:
 
 
 def _overlong_line(args: Any, parts: Any) -> str | None:
-    """Return the warning about a document longer than a replica's part of a batch.
+    """Return a warning if one document takes longer than a replica's average part of a batch.
 
-    Returns None if there is no such document, or if lengths or costs are unknown.
+    The result is None if there is no such document, or if lengths or costs are unknown.
     """
     from megatron_epp.planner.feasibility import overlong_for_replica
 
@@ -115,9 +115,9 @@ def _overlong_line(args: Any, parts: Any) -> str | None:
 
 
 def choose_row_multiple(args: Any, parts: Any = None) -> str | None:
-    """Set the multiple of rows per rank; return the line to print if it is not the usual one.
+    """Set --epp-row-multiple if it is not given; return a line to print if it is not ``GPU_ROWS``.
 
-    It changes plans but not results, so a run that resumes chooses again.
+    The multiple changes plans but not results, so a run that resumes chooses it again.
     """
     if not args.epp or args.epp_row_multiple is not None:
         return None
@@ -142,7 +142,7 @@ def choose_row_multiple(args: Any, parts: Any = None) -> str | None:
 def choose_blend(args: Any) -> str | None:
     """Set --epp-blend to tokens or documents if it is auto; return the line to print, if any.
 
-    The order of the documents depends on it, so a run that resumes takes its checkpoint's choice.
+    The order of the documents depends on it, so a run that resumes uses its checkpoint's choice.
     """
     begun = kept_blend(args) if args.epp and resumes(args) else None
     asked = args.epp_blend
@@ -169,9 +169,9 @@ def _weighted(args: Any) -> bool:
 def choose_vocabulary(args: Any, parts: Any = None) -> str | None:
     """Set --epp-vocab-parallel to on or off if it is auto; return the line to print, if any.
 
-    Weights load either way, but optimizer states do not in every format. A run that resumes
-    therefore takes its checkpoint's choice. Vocabulary parallelism is off if it cannot run or its
-    gain is unknown.
+    Weights load with either value, but optimizer states do not in every checkpoint format. A run
+    that resumes therefore uses its checkpoint's choice. The value is off if vocabulary parallelism
+    is not supported or its gain is unknown.
     """
     if args.epp_vocab_parallel != AUTO:
         return None
@@ -219,10 +219,11 @@ def _vocabulary_and_reason(args: Any, parts: Any) -> tuple[str, str]:
 
 
 def choose_placement(args: Any) -> tuple[Placement | None, str | None]:
-    """Set the layers of the stages if they are chosen by time; return the placement and its line.
+    """Choose layers per stage, and stages per rank, by time; return the placement and its line.
 
-    The layers are chosen alone or together with a placement. They are written to Megatron's layout,
-    or as | into the pattern of a HybridModel.
+    --epp-partition auto chooses the layers, --epp-placement auto also the ranks. The function
+    writes the layers to Megatron's --pipeline-model-parallel-layout, or marks stages by | in the
+    pattern of a HybridModel.
     """
     if not (args.epp and layers_by_time(args)):
         return None, None
@@ -254,15 +255,15 @@ def choose_placement(args: Any) -> tuple[Placement | None, str | None]:
 
 
 def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str]:
-    """Return the layers of the stages with the shortest simulated time, and the reason.
+    """Return the layers per stage with the shortest simulated time, and a text with the reason.
 
-    With --epp-placement auto, return the fastest placement with its layers.
+    With --epp-placement auto, return the placement and layers with the shortest time.
     """
     from megatron_epp.planner.choose.choice import partition_of, placement_of
 
     costing = cost_and_options
     if getattr(args, LAYOUT_KEY, None) is not None and resumes(args):
-        # By what the run before has measured, as the layout.
+        # Use the cost model that the resumed run has measured, as the choice of the layout does.
         args, costing = copy.copy(args), first_cost_and_options
     both = placement_by_time(args)
     if both and args.epp_plan is not None:
@@ -288,17 +289,17 @@ def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str
 
 
 def _source_of_costs(args: Any) -> str:
-    """Return the file of --epp-cost-model, or the device whose coefficients give the costs."""
+    """Return a text with the source of costs: the cost-model file, or the device's name."""
     measured = args.epp_cost_model not in (None, ANALYTIC)
     return str(args.epp_cost_model) if measured else f"{device_name()}'s figures"
 
 
 def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]:
-    """Return the job's cost with ``layers`` per stage, and the options of its planner.
+    """Return the job's cost with ``layers`` per stage, and its planner's options.
 
     Raises:
-        OSError: The cost model cannot be read.
-        ValueError: The cost model is not valid.
+        OSError: The cost-model file cannot be read.
+        ValueError: The cost-model file is not valid.
     """
     config = Config.of(args)
     measured = config.epp_cost_model not in (None, ANALYTIC)
@@ -307,11 +308,11 @@ def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]
     layers = with_mtp(args, layers)
     cost = training_cost(args, config, layers, profile)
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
-        # The memory available differs between ranks; the partition must not.
+        # The available memory differs between ranks, but all ranks must choose the same layers.
         cost = cost.replace(device_budget_bytes=(AMPLE_BYTES,) * cost.layout.placement.ranks)
     levers = training_levers(config.epp_levers, args)
     if config.epp_host_memory_gib is None:
-        levers -= {"offload"}  # host memory differs between ranks, too
+        levers -= {"offload"}  # available host memory also differs between ranks
     else:
         cost = cost.replace(host_budget_bytes=config.epp_host_memory_gib * GIB)
     options = Options(args.seq_length, levers)
@@ -319,12 +320,13 @@ def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]
 
 
 def first_cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]:
-    """Return the job's cost from the first readable cost model, and its planner's options.
+    """Return the job's cost from the first valid cost model, and its planner's options.
 
-    ``args.epp_cost_model`` is that cost model then.
+    The function tries :func:`cost_models` in order, and sets ``args.epp_cost_model`` to the first
+    valid cost model.
 
     Raises:
-        OSError: No cost model can be read.
+        OSError: The last cost model cannot be read, and no other is valid.
         ValueError: No cost model is valid.
     """
     *better, last = cost_models(args)
@@ -337,7 +339,10 @@ def first_cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Op
 
 
 def cost_models(args: Any) -> Iterator[str | None]:
-    """Yield values of --epp-cost-model: the checkpoint's last refit and measurement, the user's."""
+    """Yield cost models in order of preference: the checkpoint's last refit and measurement first.
+
+    Files next to the checkpoint are used only without --epp-cost-model, which comes last.
+    """
     from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
 
     if args.epp_cost_model is None and args.load:
@@ -347,10 +352,10 @@ def cost_models(args: Any) -> Iterator[str | None]:
 
 
 def first_batches(args: Any) -> list[list[int]]:
-    """Return the document lengths of the first global batches, an average sample of the corpora.
+    """Return document lengths of global batches that represent the average of the corpora.
 
     Raises:
-        ValueError: There are no lengths to read.
+        ValueError: The lengths are unknown.
     """
     if args.sft or args.mock_data:
         raise ValueError(
@@ -383,9 +388,9 @@ def _batches_of(
     overlong: str,
     size: int,
 ) -> list[list[int]]:
-    """Return the document lengths of the first global batches of ``size`` documents.
+    """Return the document lengths of ``FIRST_BATCHES`` global batches of ``size`` documents.
 
-    Every choice needs them, so they are cached.
+    The lengths are cached, because several choices use them.
     """
     corpora = [open_corpus(f"{prefix}.idx", context, overlong) for prefix in prefixes]
     # Without weights, each corpus is read once per epoch.

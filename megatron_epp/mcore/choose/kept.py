@@ -1,8 +1,8 @@
-"""Saved choices of a run: one file next to its checkpoint, which the run that resumes reads.
+"""Saved choices of a run, in a file next to its checkpoint that a resuming run reads.
 
-Weights and optimizer states are stored by stage, so the choices belong to the checkpoint. Without
-the file, those of earlier versions are read: one for layers and placement, one for vocabulary
-parallelism.
+Checkpoints store weights and optimizer states by stage, so they depend on the choices. Earlier
+versions wrote two files: one for layers and placement, and one for vocabulary parallelism. These
+are read if the current file is missing.
 """
 
 import json
@@ -18,16 +18,17 @@ from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 from megatron_epp.safe_files import bounded_text
 
 CHOICES_FILE = "epp-choices.json"  # {"epp_vocab_parallel": ..., "epp_place": ..., ...}
-# Contents: "on" or "off"; layers by stage, or an object with PLACE and STAGE_LAYERS.
+# Contents of the first: "on" or "off"; of the second: a list of layers per stage, or an object with
+# PLACE and STAGE_LAYERS.
 EARLIER_VOCABULARY, EARLIER_PARTITION = "epp-vocab-parallel.json", "epp-partition.json"
 VOCABULARY_KEY, BLEND_KEY = "epp_vocab_parallel", "epp_blend"
 
 
 def resumes(args: Any) -> bool:
-    """Return whether the run continues another; a run that only loads weights is a new run.
+    """Return whether this run resumes another; a run that only loads weights does not.
 
-    With non-persistent checkpoints, the choices in the folder of --load suffice: the checkpoint
-    itself may be on disks that only its ranks see.
+    With non-persistent checkpoints, a file of choices in the folder of --load suffices, because the
+    checkpoint itself may lie on local disks of the nodes.
     """
     if not args.load or args.finetune:
         return False
@@ -40,7 +41,7 @@ def resumes(args: Any) -> bool:
 def keep_choices(args: Any, placement: Placement | None, models: list[Any]) -> list[Any]:
     """Write the choices to the folder of --save and return ``models`` (Megatron's pre-wrap hook).
 
-    ``placement`` includes the layers, if these were chosen.
+    ``placement`` is the chosen placement with its layers, or None.
 
     Raises:
         OSError: The folder cannot be written.
@@ -55,7 +56,7 @@ def keep_choices(args: Any, placement: Placement | None, models: list[Any]) -> l
 
 
 def resumable_line(args: Any) -> str:
-    """Return the line that says with which parallel degrees checkpoints of --save can resume."""
+    """Return a line that names the parallel degrees with which checkpoints of --save can resume."""
     flag, more = "--dist-ckpt-optim-fully-reshardable", ""
     if getattr(args, "ckpt_format", "torch_dist") != "torch_dist":
         degrees = f"the degrees of this run (--ckpt-format {args.ckpt_format})"
@@ -65,13 +66,13 @@ def resumable_line(args: Any) -> str:
         degrees = (
             "the tensor- and pipeline-parallel degrees of this run, with any data-parallel one"
         )
-        if getattr(args, "non_persistent_ckpt_type", None) != "local":  # which lacks it
+        if getattr(args, "non_persistent_ckpt_type", None) != "local":  # it does not support flag
             more = f"; with {flag}, given now, they resume with any"
     return f"--save {args.save}: checkpoints resume with {degrees}{more}"
 
 
 def kept_layout(args: Any) -> dict[str, Any] | None:
-    """Return the layout of the checkpoint's run; None if --epp-layouts did not choose it.
+    """Return the saved layout of the resumed run; None if --epp-layouts did not choose it.
 
     Raises:
         ValueError: The file is damaged.
@@ -84,9 +85,10 @@ def kept_layout(args: Any) -> dict[str, Any] | None:
 
 
 def keeps_layout(args: Any) -> bool:
-    """Return whether this start has the layout of the run that it resumes, on devices as slow.
+    """Return whether this run has the layout and the device speeds of the run that it resumes.
 
-    Without --epp-layouts, the flags decide the layout, and the saved choices must fit them.
+    Without --epp-layouts, the result is True: the flags decide the layout, and must fit the saved
+    choices.
     """
     chosen, kept = getattr(args, LAYOUT_KEY, None), kept_layout(args)
     degrees = ("tp", "pp", "cp", "ep")
@@ -98,7 +100,7 @@ def keeps_layout(args: Any) -> bool:
 
 
 def kept_vocabulary(args: Any) -> bool:
-    """Return whether the checkpoint's run had vocabulary parallelism; False if none was saved.
+    """Return whether the resumed run used vocabulary parallelism; False if nothing was saved.
 
     Raises:
         ValueError: The file is damaged.
@@ -111,9 +113,9 @@ def kept_vocabulary(args: Any) -> bool:
 
 
 def kept_blend(args: Any) -> str:
-    """Return what the corpus weights of the checkpoint's run count: tokens or documents.
+    """Return the unit of the corpus weights of the resumed run: tokens or documents.
 
-    If nothing was saved, a run with --epp counted documents; Megatron's own samples count tokens.
+    If nothing was saved, a run with --epp counted documents, and a run of Megatron tokens.
 
     Raises:
         ValueError: The file is damaged.
@@ -127,10 +129,10 @@ def kept_blend(args: Any) -> str:
 
 
 def kept_placement(args: Any) -> Placement | None:
-    """Return the placement of the checkpoint's run with its layers; None if none was saved.
+    """Return the placement and layers of the resumed run; None if nothing was saved.
 
     Raises:
-        ValueError: The file is damaged, or this job has other layers or ranks.
+        ValueError: The file is damaged, or does not fit this job's layers, ranks or flags.
     """
     path, choices = _kept(args, STAGE_LAYERS, EARLIER_PARTITION)
     if choices is None:
@@ -158,9 +160,10 @@ def kept_placement(args: Any) -> Placement | None:
 
 
 def _kept(args: Any, key: str, earlier: str | None = None) -> tuple[Path, dict[str, Any] | None]:
-    """Return the file that has the choice ``key``, and all choices in it; None if no file has it.
+    """Return the file that contains the choice ``key``, and all choices in that file.
 
-    ``earlier`` names the file of earlier versions.
+    The choices are None if no file contains ``key``. ``earlier`` is the file name of earlier
+    versions.
     """
     for name in filter(None, (CHOICES_FILE, earlier)):
         path = Path(args.load) / name

@@ -1,7 +1,7 @@
-"""Layouts that --epp-layouts allows, and which of them is the fastest for a number of devices.
+"""Layouts that --epp-layouts allows, and the choice of the fastest for a number of devices.
 
-The choice depends on the flags, the number and what the checkpoint's run has measured; start.py
-makes it for the devices of a start.
+The choice depends on the flags, the number of devices and the cost model measured by the resumed
+run. start.py calls it when a job starts.
 """
 
 import copy
@@ -27,9 +27,9 @@ DEGREES = "tp", "pp", "cp", "ep"
 
 @dataclass(frozen=True, slots=True)
 class AllowedLayout:
-    """A line of the layouts file: degrees of parallelism, and the layers of each stage.
+    """A line of the layouts file: degrees of parallelism, and the number of layers of each stage.
 
-    Empty ``layers``: Megatron's flags decide the layers.
+    If ``layers`` is empty, Megatron's flags decide the layers. ``line`` is the line number.
     """
 
     tp: int = 1
@@ -45,9 +45,10 @@ class AllowedLayout:
         return " ".join(f"{name} {getattr(self, name)}" for name in DEGREES) + layers
 
     def least_ranks(self, expert_tp: int | None) -> int:
-        """Return the smallest number of ranks the layout can train on.
+        """Return the smallest number of ranks that can train with this layout.
 
-        The number of ranks of a job is a multiple of it.
+        A job's number of ranks must be a multiple of it. ``expert_tp`` is the tensor-parallel size
+        of experts; None: as for other layers.
         """
         stage = self.tp * self.cp
         return self.pp * max(stage, self.ep * (expert_tp or self.tp) if self.ep > 1 else 1)
@@ -68,9 +69,10 @@ class AllowedLayout:
 class ChosenLayout:
     """A layout for ``devices`` ranks, of which ``ranks`` train; the others are spares.
 
-    ``seconds`` is the predicted time of an iteration, 0 if lengths or costs are unknown. ``speeds``
-    is the slowness of each of torchrun's ranks, if known; ``order`` is these ranks in the order of
-    the job, spares last; if empty, torchrun's.
+    Attributes:
+        seconds: Predicted time of an iteration; 0 if lengths or costs are unknown.
+        speeds: Slowness of each rank, in torchrun's order (1: the fastest); empty if unknown.
+        order: torchrun's ranks in the order of the job, spares last; empty: torchrun's order.
     """
 
     layout: AllowedLayout
@@ -82,12 +84,12 @@ class ChosenLayout:
 
     @property
     def has_spares(self) -> bool:
-        """Whether some ranks do not train."""
+        """Whether there are spares."""
         return self.ranks < self.devices
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Return the entries that are saved next to the checkpoint."""
+        """Entries of this layout in the file of saved choices."""
         own = {name: getattr(self.layout, name) for name in DEGREES}
         own |= {"layers": list(self.layout.layers)} if self.layout.layers else {}
         if self.speeds:
@@ -97,12 +99,12 @@ class ChosenLayout:
 
     @property
     def in_order(self) -> tuple[int, ...]:
-        """Return torchrun's ranks in the order that the job has them in."""
+        """Ranks, as numbered by torchrun, in the order of the job."""
         return self.order or tuple(range(self.devices))
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """Return how slow every pipeline rank of every replica is; none: it is not known."""
+        """Slowness of every pipeline rank of every replica; empty if unknown."""
         if not self.speeds:
             return ()
         stage, block = self.ranks // self.layout.pp, self.layout.tp * self.layout.cp
@@ -113,7 +115,10 @@ class ChosenLayout:
         return tuple(worst[place] for place in sorted(worst))
 
     def line(self, path: str, how: str = "") -> str:
-        """Return the line that rank 0 prints; ``path`` is the value of --epp-layouts."""
+        """Return the line that rank 0 prints.
+
+        ``path`` is the value of --epp-layouts, and ``how`` a text that is appended.
+        """
         waiting = [str(rank) for rank in self.in_order[self.ranks :]]
         spares = f"; spares: ranks {' '.join(waiting)}" if waiting else ""
         seconds = (
@@ -133,12 +138,12 @@ class ChosenLayout:
         )
 
     def to_json(self) -> str:
-        """Return the JSON text that :meth:`from_json` reads."""
+        """Return the layout as JSON text for :meth:`from_json`."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "ChosenLayout":
-        """Parse the text of :meth:`to_json`, which rank 0 stores for the other ranks."""
+        """Return the layout from the JSON text of :meth:`to_json`."""
         entries = json.loads(text)
         of_layout = entries.pop("layout")
         layers = tuple(of_layout.pop("layers"))
@@ -146,7 +151,7 @@ class ChosenLayout:
         return cls(AllowedLayout(**of_layout, layers=layers), **entries)
 
     def watch(self, parser: ArgumentParser) -> ArgumentParser:
-        """Make ``parser`` override the parsed degrees with this layout."""
+        """Make ``parser`` override the parsed degrees and layers with this layout."""
         parse = parser.parse_args
 
         def parse_args(words: Sequence[str] | None = None, namespace: Any = None) -> Any:
@@ -165,11 +170,11 @@ class ChosenLayout:
 def read_layouts(path: str) -> tuple[AllowedLayout, ...]:
     """Return the layouts of a file, one per line: ``tp 2 pp 4 cp 1 ep 1 layers 7 8 8 7``.
 
-    A degree that a line leaves out is 1; ``layers`` come last; ``#`` begins a comment.
+    A degree that is missing in a line is 1; ``layers`` come last; ``#`` begins a comment.
 
     Raises:
-        ValueError: A line is not a layout (the message has its number), or the number of layouts is
-            not between 1 and ``MOST_LAYOUTS``.
+        ValueError: A line is not a layout (the message contains the line number), or the number of
+            layouts is not between 1 and ``MOST_LAYOUTS``.
     """
     layouts = []
     text = bounded_text(Path(path), "layouts, one a line, as in tp 1 pp 2 cp 1 ep 1 layers 4 4")
@@ -218,17 +223,17 @@ def choice(
     seconds_of: Callable[[Namespace, AllowedLayout], float | None],
     resumed_ep: int | None = None,
 ) -> ChosenLayout:
-    """Return the fastest layout that fits, among those that use the most of the ``devices``.
+    """Return the layout that trains on the most devices; among equals, the fastest.
 
     Args:
         wanted: Megatron's flags, not validated.
-        devices: Number of ranks available.
-        seconds_of: Predicts the seconds of an iteration from validated flags; None if plans do not
-            fit the memory.
-        resumed_ep: Expert-parallel size of the run to resume; None: as its checkpoint says.
+        devices: Number of available ranks.
+        seconds_of: Function that predicts the seconds of an iteration from validated flags and
+            layout; it returns None if plans exceed the memory.
+        resumed_ep: Expert-parallel size of the run to resume; None: read from its checkpoint.
 
     Raises:
-        ValueError: A line cannot run at all, or no layout fits.
+        ValueError: A line of the file is impossible with the flags, or no layout fits.
     """
     path, expert_tp = wanted.epp_layouts, wanted.expert_tensor_parallel_size
     filled: dict[AllowedLayout, int] = {}
@@ -242,7 +247,7 @@ def choice(
         except ValueError as error:
             impossible[layout] = str(error)
     if len(set(impossible.values())) == 1 and len(impossible) == len(filled) > 1:
-        raise ValueError(next(iter(impossible.values())))  # the fault of other flags
+        raise ValueError(next(iter(impossible.values())))  # other flags are wrong, not the layouts
     for layout, why in impossible.items():
         raise ValueError(f"--epp-layouts {path}:{layout.line}: {layout}: {why}")
     least = min(layout.least_ranks(expert_tp) for layout in filled)
@@ -317,7 +322,8 @@ def resume_refusal(
 ) -> str | None:
     """Return the reason why the checkpoint cannot be loaded with ``layout``; None if it can.
 
-    ``resumed_ep`` is the checkpoint's expert-parallel size, if the checkpoint is yet to come.
+    ``resumed_ep`` is the checkpoint's expert-parallel size; if None, it is read from the
+    checkpoint.
     """
     if resumed_ep is None and resumes(args):
         resumed_ep = (kept_layout(args) or {}).get("ep")
@@ -327,10 +333,10 @@ def resume_refusal(
 
 
 def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
-    """Return the mean predicted seconds of the first batches; 0 if unknown, None if too large.
+    """Return the mean predicted seconds of an iteration over the first batches.
 
-    None means that the plans need more memory than there is. The cost model is the one measured
-    next to the checkpoint, else --epp-cost-model, else the coefficients of the device.
+    The result is 0 if lengths or costs are unknown, and None if the plans exceed the memory. The
+    cost model is the first valid one of :func:`.choices.cost_models`.
     """
     from megatron_epp.cost.build import even_layers
     from megatron_epp.mcore.choose.choices import first_batches, first_cost_and_options
@@ -339,7 +345,7 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
     from megatron_epp.planner.choose.choice import heaviest, sketched_seconds, unlike_seconds
 
     args = copy.copy(args)
-    if args.step_batch_size_schedule:  # the largest size
+    if args.step_batch_size_schedule:  # use the largest batch size
         sizes = (part.split(":")[1] for part in args.step_batch_size_schedule.split())
         args.global_batch_size, args.step_batch_size_schedule = max(map(int, sizes)), None
     stages = args.pipeline_model_parallel_size

@@ -1,8 +1,9 @@
-"""Order of ranks of unlike speed at a start with --epp-layouts: which of them form a pipeline.
+"""Order of ranks at a start with --epp-layouts on devices of different speeds.
 
-Slow devices together in replicas, together on stages, or as torchrun numbers them: plans of the
-first batches decide. Layers and documents follow from how slow each rank of the order is. Where
-ranks are left, the slowest wait as spares.
+The order determines which ranks form a pipeline. Candidates are torchrun's order, an order with
+slow devices in the same replicas, and an order with slow devices on the same stages. Plans of the
+first batches decide between them. The planner then assigns layers and documents by the speed of
+each rank. If the layout does not use all ranks, the slowest ranks are spares.
 """
 
 import math
@@ -19,9 +20,10 @@ from megatron_epp.planner.choose.choice import PARTITION_PAYS
 
 
 def speeds_of(devices: Sequence[str], folder: str | None) -> tuple[float, ...]:
-    """Return how slow the ``devices`` of a start are, rank by rank; none: nothing is known.
+    """Return the slowness of each of the ``devices`` (1: the fastest); () without saved speeds.
 
-    Devices that nothing is known of count as the fastest; ones as alike as drift calls them are.
+    Devices without a saved speed count as the fastest. Small differences count as equal, by the
+    threshold of :func:`relative_slowness`.
     """
     kept = read_speeds(folder)
     if kept is None:
@@ -31,9 +33,9 @@ def speeds_of(devices: Sequence[str], folder: str | None) -> tuple[float, ...]:
 
 
 def ordered(wanted: Namespace, chosen: ChosenLayout) -> ChosenLayout:
-    """Return the layout with the order of ranks that plans are fastest with, for its speeds.
+    """Return the layout with the order of ranks that gives the fastest plans for its speeds.
 
-    ``wanted``: Megatron's flags as its layout validates them.
+    ``wanted`` are Megatron's flags, validated with the layout.
     """
     unit = chosen.layout.least_ranks(wanted.expert_tensor_parallel_size) // chosen.layout.pp
     best, least = replace(chosen, order=()), math.inf
@@ -46,17 +48,21 @@ def ordered(wanted: Namespace, chosen: ChosenLayout) -> ChosenLayout:
 
 
 def seconds_of(args: Namespace, chosen: ChosenLayout) -> float | None:
-    """Return what :func:`predicted_seconds` says of the layout on these devices in this order."""
+    """Return the result of :func:`predicted_seconds` for the layout with its order of devices."""
     args = Namespace(**vars(args))
     setattr(args, LAYOUT_KEY, {SLOWNESS: chosen.slowness})
     return predicted_seconds(args, chosen.layout)
 
 
 def orders(speeds: Sequence[float], unit: int, pp: int, ranks: int) -> Iterator[tuple[int, ...]]:
-    """Yield orders of ranks to try: as they are, slow ones together in replicas, and on stages.
+    """Yield orders of ranks: torchrun's, slow ranks in the same replicas, and on the same stages.
 
-    The first ``ranks`` of an order train. Those of a ``unit``, which share a stage's tensors, stay
-    together; rank 0 stays the first, as torch's rendezvous and the store of spares are its own.
+    Args:
+        speeds: Slowness of each rank.
+        unit: Number of consecutive ranks that share a stage; an order keeps them together.
+        pp: Number of pipeline stages.
+        ranks: Number of ranks that train: the first of each order. Rank 0 is always the first,
+            because it serves the stores of torch's rendezvous and of the spares.
     """
     units = len(speeds) // unit
     taken = ranks // unit
@@ -76,7 +82,7 @@ def orders(speeds: Sequence[float], unit: int, pp: int, ranks: int) -> Iterator[
 
 
 def _grouped(units: Sequence[int], size: int) -> list[list[int]]:
-    """Return ``units`` in groups of ``size``, in their order but for unit 0, which comes first."""
+    """Return consecutive ``units`` in groups of ``size``; unit 0 and its group come first."""
     groups = [list(units[at : at + size]) for at in range(0, len(units), size)]
     groups.sort(key=lambda group: 0 not in group)
     groups[0].sort(key=lambda unit: unit != 0)

@@ -1,13 +1,13 @@
 """``python -m megatron_epp.mcore.choose.search_process REQUEST FLAGS``: layouts for fewer devices.
 
-Rank 0 of a job starts it (ahead.py) with the flags of the job. It trains nothing, joins no process
-group, makes no context on a GPU, and ends with whoever reads its answer.
+Rank 0 of a job starts this process (ahead.py) with the job's flags. The process joins no process
+group, creates no CUDA context, and ends when rank 0 ends.
 
     REQUEST   {"devices": [6, 4], "save": "folder", "ep": 1, "budget_gib": 70.0}
-              ep: of the job, with which its optimizer's states load
-              budget_gib: of a device before training; left out: as the flags say
+              ep: expert-parallel size of the job, with which optimizer states can be loaded
+              budget_gib: memory budget of a device before training; if missing, the flags decide
     answer    {"searched_for": digest, "layouts": {"6": {...}, "4": {...}}}, or {"error": line};
-              a number of devices that no layout fits is left out
+              layouts omits numbers of devices that no layout fits
 """
 
 import json
@@ -24,7 +24,10 @@ from typing import Any
 def answered(request: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
     """Return the answer for the job with the flags ``words``.
 
-    What lies there of the same search is taken over. ValueError: nothing can be searched.
+    Layouts that an earlier search with the same inputs has saved are reused.
+
+    Raises:
+        ValueError: The flags or the allowed layouts are not valid.
     """
     from megatron.training.arguments import parse_args
 
@@ -35,7 +38,7 @@ def answered(request: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]
     with refusals_as_value_errors():
         typed = parse_args(prepare_parser)
         digest = search_digest(typed, request["save"])
-        # As the restart has it, which resumes from what this job saves.
+        # The restart resumes from the checkpoints that this job saves.
         sys.argv += ["--load", request["save"]]
         if "budget_gib" in request:
             sys.argv += ["--epp-memory-budget-gib", repr(request["budget_gib"])]
@@ -62,7 +65,7 @@ def _searched(wanted: Namespace, devices: int, ep: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer the request of the command line."""
+    """Print the answer to the request on the command line."""
     from megatron_epp.control.planner_process import end_with_reader
     from megatron_epp.mcore.patching import cpu_host, patch_points
 
@@ -74,7 +77,7 @@ def main() -> None:
         patch_points.install(patch_points.ALWAYS_PATCH_POINTS)
         try:
             answer = answered(request, words)
-        except Exception as error:  # training goes on, whatever it is
+        except Exception as error:  # no error of the search may stop the training
             answer = {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
         answers.write(json.dumps(answer))
 

@@ -1,7 +1,7 @@
-"""Choice of the parallel layout at start: the fastest that --epp-layouts allows on the devices.
+"""Choice of the parallel layout at a start, among the layouts that --epp-layouts allows.
 
 Rank 0 chooses before Megatron reads its flags, and the other ranks read the choice from torchrun's
-store. Ranks without a place in the layout are spares. They join no process group, and wait until
+store. Ranks that the layout does not use are spares. They join no process group, and wait until
 the training ends or torchrun ends them.
 """
 
@@ -39,11 +39,11 @@ SPARE_POLL_SECONDS, SPARE_PATIENCE_SECONDS = 0.5, 1800.0
 def choose_allowed_layout() -> ChosenLayout | None:
     """Return the layout of this start; None without --epp-layouts.
 
-    Every rank that torchrun started calls it. It sets ``RANK`` to the rank's place in the layout's
-    order, and on the ranks that train ``WORLD_SIZE`` to their number.
+    Every rank started by torchrun calls this function. It sets the environment variable ``RANK`` to
+    the rank's index in the order of the job, and on training ranks ``WORLD_SIZE`` to their number.
 
     Raises:
-        ValueError: The file cannot be used, or no layout fits. Nothing was written.
+        ValueError: The file of layouts is not valid, or no layout fits.
     """
     if not any(word.partition("=")[0] == "--epp-layouts" for word in sys.argv):
         return None  # do not parse all flags twice
@@ -82,10 +82,10 @@ def choose_allowed_layout() -> ChosenLayout | None:
 
 
 def chosen_by_rank_0(wanted: Namespace, devices: int) -> tuple[ChosenLayout, str]:
-    """Return the layout of this start, and what its line says on how it was found.
+    """Return the layout of this start, and a text on its origin for the line that is printed.
 
     Raises:
-        ValueError: The file cannot be used, or no layout fits.
+        ValueError: The file of layouts is not valid, or no layout fits.
     """
     from megatron_epp.mcore.choose.ahead import layout_kept_ahead
     from megatron_epp.mcore.choose.rank_order import ordered, speeds_of
@@ -117,12 +117,13 @@ def chosen_by_rank_0(wanted: Namespace, devices: int) -> tuple[ChosenLayout, str
 def as_before(
     wanted: Namespace, devices: int, speeds: tuple[float, ...] = ()
 ) -> ChosenLayout | None:
-    """Return the layout of the checkpoint's run, if it had as many ``devices`` of these ``speeds``.
+    """Return the layout of the resumed run, if that run had equal ``devices`` and ``speeds``.
 
-    Returns None if no layout was saved, or if the file no longer allows it.
+    The result is None if they differ, if no layout was saved, or if --epp-layouts no longer allows
+    the saved layout.
 
     Raises:
-        ValueError: The file cannot be used, or the saved choices are damaged.
+        ValueError: The file of layouts or the file of saved choices is not valid.
     """
     kept = kept_layout(wanted) if resumes(wanted) else None
     if kept is None or kept.get("devices") != devices or kept.get("speeds", []) != [*speeds]:
@@ -144,8 +145,8 @@ def as_before(
 def meeting_store() -> Any:
     """Return the store that all ranks of a start share: torchrun's, or one on rank 0.
 
-    Without torchrun's store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0 opens one at
-    ``MASTER_PORT``. The process group later asks for a store at that port and gets the same one.
+    Without torchrun's store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0 opens a store at
+    ``MASTER_PORT``, which the process group later uses, too.
     """
     if os.environ.get(AGENT_STORE) == "True":
         return torchrun_store()
@@ -164,7 +165,7 @@ def meeting_store() -> Any:
 
 
 def wait_as_spare(chosen: ChosenLayout) -> None:
-    """Wait, on a spare rank, until the training of the other ranks ends."""
+    """Wait, on a spare rank, until the other ranks have finished training."""
     rank = chosen.in_order[int(os.environ["RANK"])]
     print(
         f"megatron_epp: rank {rank} on {socket.gethostname()} waits as a spare: {chosen.layout} "
@@ -178,7 +179,7 @@ def wait_as_spare(chosen: ChosenLayout) -> None:
 
 
 def release_spares(chosen: ChosenLayout | None) -> None:
-    """Let the spares end; only rank 0 of the training ranks writes the key."""
+    """Let the spares end: rank 0 sets the key that they wait for; other ranks do nothing."""
     if chosen is not None and chosen.has_spares and os.environ.get("RANK") == "0":
         meeting_store().set(_end_of(chosen), "ended")
 

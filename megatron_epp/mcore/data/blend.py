@@ -12,7 +12,7 @@ from megatron_epp.mcore.data.documents import DocumentConfig
 
 
 class TokenBlend(BlendedDataset):
-    """Megatron's blended dataset, in an order that draws tokens in proportion to the weights."""
+    """Megatron's blended dataset, in an order with tokens in proportion to the weights."""
 
     def _build_indices(self) -> tuple[numpy.ndarray, numpy.ndarray]:
         lengths = [part.first_lengths for part in self.datasets]
@@ -20,7 +20,7 @@ class TokenBlend(BlendedDataset):
 
 
 class DocumentBuilder(BlendedMegatronDatasetBuilder):
-    """Megatron's dataset builder, with :class:`TokenBlend` as blend if weights count tokens."""
+    """Megatron's dataset builder; it builds a :class:`TokenBlend` if weights count tokens."""
 
     @staticmethod
     def build_generic_dataset(cls: Any, is_built: Callable[[], bool], *args: Any) -> Any:
@@ -31,10 +31,10 @@ class DocumentBuilder(BlendedMegatronDatasetBuilder):
 
 
 def _weighs_tokens(parts: list, weights: list, size: int | None, config: DocumentConfig) -> bool:
-    """Return whether the user has given weights, which count tokens.
+    """Return whether the user gives weights, and they count tokens.
 
-    Without weights, Megatron uses the corpora's numbers of documents, which mix their tokens
-    evenly.
+    Without weights, Megatron weights each corpus by its number of documents, so the tokens of all
+    corpora are mixed evenly.
     """
     blend = config.blend or config.blend_per_split[parts[0].index_split.value]
     return config.blend_by == TOKENS and size is not None and blend[1] is not None

@@ -1,8 +1,8 @@
-"""Cache of chats (``--sft --data-path x.jsonl``): chat files are converted once to corpora.
+"""Cache of corpora converted from chat files (``--sft --data-path x.jsonl``).
 
-Rank 0 converts into files in the data cache. Their names are digests of all that determines their
-content: the chat file's bytes, the tokenizer's files and the chat format. The other ranks wait as
-long as rank 0 signals progress.
+Rank 0 converts each chat file once and writes the corpus to the data cache. The corpus's name
+contains a digest of everything that determines its content: the chat file's bytes, the tokenizer's
+files and the chat format. The other ranks wait as long as rank 0 signals progress.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from megatron_epp.mcore.data.data_flags import blends_of
 from megatron_epp.runtime.consensus import require_same
 from megatron_epp.runtime.rank_zero_work import done_by_rank_zero
 
-# Increase it when the same conversations are converted to other files.
+# Increase it when a code change alters the files that a conversation is converted to.
 _VERSION = 2
 _BLOCK_BYTES = 1 << 20
 # A tokenizer's folder may also contain a model's weights.
@@ -38,12 +38,14 @@ _TOKENIZER_SUFFIXES = {".jinja", ".json", ".model", ".tiktoken", ".txt", ".vocab
 def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
     """Convert the chat files of all data flags, and return path -> corpus prefix. Collective.
 
-    Rank 0 tokenizes each file whose corpus the cache lacks, writes the corpus, and prints a line
-    per file. The corpora lie in --data-cache-path, or next to the file in the folder ``cache``.
+    Rank 0 tokenizes each chat file that has no corpus in the cache, writes the corpus, and prints
+    its name. The cache is the folder --data-cache-path; by default, the folder ``cache`` next to
+    the chat file.
 
     Raises:
-        PlanError: On every rank: a file cannot be converted; the message has file and line.
-        ValueError: On every rank: a rank does not see the files that rank 0 has written.
+        PlanError: A file cannot be converted; the message names file and line. Raised on every
+            rank.
+        ValueError: A rank does not see the files written by rank 0. Raised on every rank.
     """
     paths = _chat_files(args)
     text = done_by_rank_zero(lambda beat: "\n".join(_convert(args, paths, beat)), group)
@@ -54,7 +56,7 @@ def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
 
 
 def check_chat_flags(args: Any) -> None:
-    """Raise a ValueError for errors of ``--sft`` that are found without reading chat files."""
+    """Raise a ValueError for errors in ``--sft`` and its flags, without reading chat files."""
     if args.tokenizer_type != "SFTTokenizer" or not args.tokenizer_model:
         raise ValueError(
             "--sft needs --tokenizer-type SFTTokenizer and --tokenizer-model FOLDER; or give a "
@@ -88,7 +90,7 @@ def _chat_files(args: Any) -> tuple[str, ...]:
 
 
 def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[str]:
-    """Return the prefixes of the corpora of ``paths``; convert those that the cache lacks."""
+    """Return the corpus prefix of each path; convert the files without a corpus in the cache."""
     tokenizer: ChatTokenizer | None = None
     chat_format, prefixes = args.sft_tokenizer_prompt_format, []
     files = tokenizer_files(args.tokenizer_model)
@@ -121,7 +123,7 @@ def _convert(args: Any, paths: Sequence[str], beat: Callable[[], None]) -> list[
 
 
 def tokenizer_files(path: str) -> list[Path]:
-    """Return the files of the tokenizer at ``path``; empty if ``path`` is no file or folder."""
+    """Return the files of the tokenizer at ``path``; empty if ``path`` is not a file or folder."""
     place = Path(path)
     if place.is_file():
         return [place]
@@ -135,7 +137,7 @@ def digest_of(
 ) -> str:
     """Return the SHA-256 hex digest of ``text`` and of the names and bytes of ``files``.
 
-    ``beat`` is called after every block that is read.
+    The function calls ``beat`` after every block that it reads.
     """
     digest = hashlib.sha256(text.encode())
     for file in files:

@@ -1,4 +1,4 @@
-"""Tensors of a plan's chunks: tokens, positions, labels and loss mask, as each stage needs."""
+"""Tensors of a plan's chunks: the tokens, positions, labels and loss mask that a stage needs."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,22 +25,23 @@ from megatron_epp.runtime.kv_store import Store
 
 @dataclass(frozen=True, slots=True)
 class ChunkBatch:
-    """Inputs of a forward step, this rank's t rows of a chunk: [1, t], None if not needed.
+    """Inputs of a forward step: this rank's t rows of a chunk, as tensors [1, t].
 
-    With D MTP modules, labels and loss mask are [1 + D, t], and the mask's further rows are weights
-    (data.mtp_targets).
+    A tensor that the stage does not need is None. With D MTP modules, labels and loss mask are
+    [1 + D, t], and rows 1 to D of the mask are loss weights (``mtp_targets.TargetRows``).
 
     Attributes:
         tokens: Int64, on the first stage.
         positions: Int64, on every stage.
         labels: Int64, on the last stage.
         loss_mask: Float32, on the last stage; 0 on padding.
+        params: Parameters of the chunk for Megatron's layers.
         means: Float64 [D, t], on the last stage: weights of MTP losses in their documents' means.
         documents: Number of documents that begin in these rows.
-        known_gradient: Gradient of every token's loss, if the LM head is fused with it
+        known_gradient: Gradient of every token's loss, if LM head and loss are fused
             (lm_head.fused_head).
-        hidden_only: Whether the model ends after its final norm, because H and G do the rest; every
-            stage then has labels and loss mask.
+        hidden_only: Whether the model ends after its final norm, because the plan's H and G ops
+            compute LM head and loss; every stage then has labels and loss mask.
     """
 
     tokens: Tensor | None
@@ -56,9 +57,9 @@ class ChunkBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """Contents of a batch that are read from the corpus.
+    """Tensors of a batch that are read from the corpus.
 
-    ``mtp_tokens`` [D, t] are the tokens of the MTP modules, on the last stage.
+    ``mtp_tokens`` [D, t] are the tokens that the MTP modules read, on the last stage.
     """
 
     tokens: Tensor | None
@@ -81,7 +82,7 @@ class ChunkBatchBuilder:
         stage: Index of the stage.
         row_shard: This rank's shard of a chunk's rows.
         device: Device of the tensors.
-        predictions: Tokens predicted for each row; None is the next token only.
+        predictions: Number of tokens predicted for each row; None is the next token only.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class ChunkBatchBuilder:
         """Return the batch of ``chunk``; read its tokens unless :meth:`prepare` has read them.
 
         Args:
-            chunk: Number of the chunk.
+            chunk: Index of the chunk in the plan.
             store: K/V store of the stage.
             training: Whether a backward follows.
         """
@@ -147,7 +148,7 @@ class ChunkBatchBuilder:
         self._ready[chunk] = self._tensors(chunk)
 
     def _tensors(self, chunk: int) -> _Tensors:
-        """Return the contents of this rank's rows."""
+        """Read the tensors of this rank's rows from the corpus."""
         first, last = self.stage == 0, self.stage == self.plan.stages - 1
         # With vocabulary parallelism, every stage has labels among its vocabulary rows.
         predicts = last or self.plan.vocabulary_parallel
@@ -179,14 +180,14 @@ class ChunkBatchBuilder:
         )
 
     def _counts(self, sample: int, length: int) -> numpy.ndarray:
-        """Return the targets of a document for each prediction, read once."""
+        """Return a document's number of targets for each prediction; cached by sample."""
         if sample not in self._target_counts:
             counts = target_counts(self.documents, sample, length, self.predictions)
             self._target_counts[sample] = counts
         return self._target_counts[sample]
 
     def _inputs(self, chunk: int) -> Iterator[tuple[slice, Span, int, int]]:
-        """Yield (rows of this rank, span, start, stop): the inputs of a document in these rows."""
+        """Yield (rows, span, start, stop): this rank's rows hold inputs [start, stop) of span."""
         sharded = self.row_shard.sharded_rows(self.plan.chunks[chunk])
         own = slice(self.row_shard.part * sharded, (self.row_shard.part + 1) * sharded)
         for rows in chunk_rows(self.plan, self.slices, chunk):

@@ -1,4 +1,4 @@
-"""A chunk on its way through Megatron's layers, as their parameters of packed sequences."""
+"""Packed-sequence parameters that carry a chunk's state through Megatron's layers."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +14,10 @@ from megatron_epp.layers.chunk_state import ChunkState
 class ChunkParams(PackedSeqParams):
     """Parameters of a chunk that Megatron passes to every layer, also in recomputation.
 
-    To Megatron, this rank's rows of the chunk are one sequence [0, t).
+    Megatron treats this rank's t rows of the chunk as one sequence [0, t).
 
     Attributes:
-        state: State of the chunk, with the documents of all rows.
+        state: State of the chunk, including the documents of its rows.
         positions: [t] positions of this rank's rows in their documents, for the rotary embedding.
         mtp_tokens: [D, t] tokens that the D MTP modules read for these rows; None without MTP.
     """
@@ -30,9 +30,10 @@ class ChunkParams(PackedSeqParams):
     def of(
         cls, state: ChunkState, positions: Tensor, mtp_tokens: Tensor | None = None
     ) -> "ChunkParams":
-        """Return the parameters of a chunk, with boundaries of one sequence of all its rows."""
-        # On the CPU: the unfused rotary embedding reads it with .tolist(), which must not wait for
-        # a device. The fused one needs it on the device (PositionedRotary).
+        """Return the parameters of a chunk; ``cu_seqlens`` describe one sequence of all rows."""
+        # On the CPU, because the unfused rotary embedding reads cu_seqlens with .tolist(), which
+        # must not wait for a device. The fused embedding needs them on the device
+        # (PositionedRotary).
         rows = positions.shape[0]
         boundaries = torch.tensor([0, rows], dtype=torch.int32)
         return cls(
@@ -47,11 +48,11 @@ class ChunkParams(PackedSeqParams):
         )
 
     def repeated(self, layers: int) -> "ChunkParams":
-        """Return a copy for another run of a shared MTP layer (:meth:`ChunkState.again`)."""
+        """Return a copy for a later run of a shared MTP layer (:meth:`ChunkState.again`)."""
         return replace(self, state=self.state.again(layers))
 
 
 def state_of(arguments: dict[str, Any]) -> ChunkState | None:
-    """Return the chunk's state from ``arguments`` of a layer's forward; None without a chunk."""
+    """Return the chunk's state in the keyword arguments of a layer's forward; None without."""
     params = arguments.get("packed_seq_params")
     return params.state if isinstance(params, ChunkParams) else None

@@ -1,12 +1,12 @@
 """Conversations as documents with loss masks: a chat ``.jsonl`` is written as a corpus.
 
 A line is a JSON object with ``messages``, a list of {role, content}. As in Megatron's SFTDataset, a
-line may have several conversations, each of which begins with a system message. A conversation is a
-document. Megatron's SFTTokenizer makes its tokens and targets in its chat format. Its padding token
-is no target, as there, nor is a message with the weight 0.
+line may contain several conversations, each of which begins with a system message. Each
+conversation becomes a document. Megatron's SFTTokenizer returns the document's tokens and targets
+in a chat format. Padding tokens, and the tokens of a message with the weight 0, are not targets.
 
     messages   system  user  assistant  user  assistant
-    targets                  ^^^^^^^^^        ^^^^^^^^^     of a format with masks
+    targets                  ^^^^^^^^^        ^^^^^^^^^     in a format with masks
 """
 
 import json
@@ -37,7 +37,7 @@ Message = Mapping[str, Any]
 
 
 class ChatTokenizer(Protocol):
-    """Interface of Megatron's SFTTokenizer, wrapped by its build_tokenizer or not."""
+    """Interface of Megatron's SFTTokenizer, which Megatron's build_tokenizer may have wrapped."""
 
     vocab_size: int
     pad_id: int | None
@@ -45,7 +45,7 @@ class ChatTokenizer(Protocol):
     def tokenize_conversation(
         self, conversation: list[Message], return_target: bool, add_generation_prompt: bool
     ) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return the tokens and the targets of a conversation: two arrays [tokens]."""
+        """Return the tokens and the labels (-100: no target) of a conversation: two arrays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class TokenizedChats:
 
     Attributes:
         lines: Number of lines.
-        lengths: [conversations] int64 tokens of each conversation.
+        lengths: Number of tokens of each conversation: [conversations] int64.
         targets: Number of tokens with a loss.
         untargeted: Number of conversations without a target.
     """
@@ -80,12 +80,12 @@ def read_lines(
 ) -> Iterator[tuple[int, list[Message]]]:
     """Yield (number from 1, messages) of every line that is not blank.
 
-    ``unread`` collects the keys that are not used: (key, "" of a line, " of messages").
+    The function adds every unused key to ``unread``, as (key, "") for a line's own key and as
+    (key, " of messages") for a message's key.
 
     Raises:
         ValueError: A line is too long, not JSON, or has no messages with roles and texts. The
-            message
-            has its number.
+            error message contains the line number.
     """
     unread = set() if unread is None else unread
     for number, raw in bounded_lines(path, "a line of JSON for each conversation"):
@@ -147,10 +147,10 @@ def conversations_of(messages: Sequence[Message]) -> list[list[Message]]:
 def encode(
     conversation: list[Message], tokenizer: ChatTokenizer, chat_format: str
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Tokenize a conversation; return tokens (int64) and loss mask (uint8), both [tokens].
+    """Tokenize a conversation; return its tokens (int64) and its loss mask (uint8): [tokens].
 
     Raises:
-        ValueError: The format does not support the turns, or the tokenizer refuses them.
+        ValueError: The format does not support the order of roles, or the tokenizer fails.
     """
     if chat_format not in WITHOUT_MASKS:
         _check_turns(conversation)
@@ -187,10 +187,10 @@ def _turn(
     tokenizer: ChatTokenizer,
     chat_format: str,
 ) -> slice:
-    """Return the slice of a conversation's tokens that is its message ``place``.
+    """Return the slice of ``tokens`` that belongs to message ``place`` of the conversation.
 
     Raises:
-        ValueError: The format does not write messages one after the other.
+        ValueError: The tokens of the first messages are not a prefix of the conversation's tokens.
     """
     ends = []
     for count in (place, place + 1):
@@ -225,16 +225,16 @@ def _check_turns(conversation: Sequence[Message]) -> None:
 def encode_line(
     numbered: tuple[int, list[Message]], path: Path, tokenizer: ChatTokenizer, chat_format: str
 ) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
-    """Tokenize every conversation of a line; return (tokens, mask) of each, as :func:`encode`.
+    """Tokenize every conversation of a line with :func:`encode`; return (tokens, mask) of each.
 
     Args:
         numbered: Number and messages of the line.
-        path: The chat file, for messages.
+        path: The chat file, named in error messages.
         tokenizer: The tokenizer.
-        chat_format: Its chat format.
+        chat_format: The tokenizer's chat format.
 
     Raises:
-        ValueError: The tokenizer refuses a conversation; the message has the line.
+        ValueError: ``encode`` refuses a conversation; the message contains file and line number.
     """
     number, messages = numbered
     try:
@@ -250,14 +250,14 @@ def write_encoded(
     prefix: Path,
     beat: Callable[[], None] = lambda: None,
 ) -> TokenizedChats:
-    """Write ``prefix.bin/.idx`` and the masks next to them: all four files, or none.
+    """Write ``prefix.bin/.idx`` and the loss masks next to them, or none of the four files.
 
     Args:
-        lines: Results of ``encode_line`` for each line of ``source``.
-        source: The chat file, for messages.
-        vocabulary: Entries of the tokenizer.
+        lines: Result of ``encode_line`` for each line of ``source``.
+        source: The chat file, named in error messages.
+        vocabulary: Number of the tokenizer's entries, which determines the integer type.
         prefix: Path of the corpus without suffix.
-        beat: Called after every line.
+        beat: Function called after every line, to signal progress.
 
     Raises:
         ValueError: No line has a target.
@@ -265,8 +265,8 @@ def write_encoded(
     lengths: list[int] = []
     count = targets = untargeted = 0
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    # Written to a temporary folder, and moved when complete, the index last: an index that can be
-    # opened is complete.
+    # The files are written to a temporary folder and moved when complete, the index last. So if
+    # the index exists, all four files are complete.
     with tempfile.TemporaryDirectory(prefix=f".{prefix.name}-", dir=prefix.parent) as folder:
         scratch = Path(folder, prefix.name)
         dtype = DType.optimal_dtype(vocabulary)
@@ -295,6 +295,6 @@ def write_encoded(
 
 
 def _reason(error: BaseException) -> str:
-    """Return another program's message as one short line; its type if there is no message."""
+    """Return the error's message as one short line, or the error's type if it has no message."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

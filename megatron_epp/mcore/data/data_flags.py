@@ -1,9 +1,9 @@
-"""Megatron's data flags: the corpora that they name, and their errors in one line."""
+"""Megatron's data flags: parsing of the corpora that they name, and one-line errors."""
 
 import math
 from typing import Any
 
-Blend = tuple[list[str], list[float] | None]  # prefixes, and their weights if they have any
+Blend = tuple[list[str], list[float] | None]  # prefixes, and a weight for each or None
 
 _BLEND_FLAGS = ("data_path", "data_args_path")
 _SPLIT_FLAGS = ("train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path")
@@ -18,7 +18,7 @@ def blends_of(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
         ValueError: --data-path and --data-args-path are both given, a file cannot be read, a blend
             names no corpus, or a weight is invalid.
     """
-    # Imported here: reading documents needs no trainer.
+    # Imported here, because documents can also be read without Megatron's trainer.
     from megatron.training.utils import get_blend_and_blend_per_split
 
     where = _where(args)
@@ -52,7 +52,7 @@ def blends_of(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
 
 
 def require_data_flags(args: Any) -> None:
-    """Raise a ValueError for data flags on which Megatron would fail later, with an assertion."""
+    """Raise a ValueError for data flags that later fail an assertion of Megatron."""
     blend, per_split = blends_of(args)
     if blend is None and per_split is not None and args.split is not None:
         raise ValueError(
@@ -95,7 +95,7 @@ def _require_split(args: Any) -> None:
 
 
 def _where(args: Any) -> str:
-    """Return the data flags that are given, with the files that they name."""
+    """Return the names of the data flags in use, with the files of --*-data-args-path."""
     named = [name for name in (*_BLEND_FLAGS, *_SPLIT_FLAGS) if getattr(args, name) is not None]
     return " and ".join(
         f"--{name.replace('_', '-')}" + (f" {getattr(args, name)}" if "args" in name else "")

@@ -2,21 +2,22 @@
 
 Megatron's own GPTDataset concatenates the documents and cuts the result every ``seq_length``
 tokens. Here a sequence of the ``.idx`` stays one document: L tokens give L - 1 inputs
-``tokens[:-1]`` with the labels ``tokens[1:]``. A policy handles overlong documents, and the result
-is shuffled by document. All lengths are known from the index, before any token is read.
+``tokens[:-1]`` with the labels ``tokens[1:]``. A policy truncates, drops or splits overlong
+documents, and the resulting documents are shuffled. The index contains all lengths, so no token is
+read to find them.
 
-    tokens    a b c d e f          of the sequence, 6
+    tokens    a b c d e f          6 tokens of the sequence
     inputs    a b c d e            5 = the length
     labels    b c d e f
     context 2, truncate            inputs a b
     context 2, split               inputs a b | c d | e      labels b c | d e | f: no label is lost
 
-If ``PREFIX_mask.bin/.idx`` exist next to a corpus, only the tokens that they mark have a loss
-(corpus/loss_mask.py). A document then ends at the last of them.
+If ``PREFIX_mask.bin/.idx`` exist next to a corpus, only the marked tokens have a loss
+(corpus/loss_mask.py). A document then ends at its last marked token.
 
 Order: item i of a dataset of n documents is document P[i % n], where P is the permutation of (seed,
-epoch i // n). So the order is a function of (seed, i) alone, and a resumed run needs only the
-number of items consumed.
+epoch i // n). The order depends on seed and i alone, so a resumed run needs only the number of
+consumed items.
 """
 
 import argparse
@@ -61,7 +62,7 @@ _CACHED_DOCUMENTS = 64
 
 @dataclass
 class DocumentConfig(GPTDatasetConfig):
-    """Megatron's dataset configuration with fields for documents; mutable, as its base class.
+    """Megatron's dataset configuration with fields for documents; mutable like its base class.
 
     ``sequence_length`` is the context, the largest number of inputs of a document.
 
@@ -73,16 +74,16 @@ class DocumentConfig(GPTDatasetConfig):
     """Policy for documents with more inputs than the context: truncate, drop or split."""
 
     blend_by: str = TOKENS
-    """What the weights of a blend count: tokens, as in Megatron's own datasets, or documents."""
+    """Unit of a blend's weights: tokens, as in Megatron's own datasets, or documents."""
 
     vocabulary_size: int | None = None
-    """Rows of the embedding, including padding; larger tokens are refused. None: no check."""
+    """Rows of the embedding, including padding; tokens beyond raise an error. None: no check."""
 
     rewrite: Callable[[numpy.ndarray, int], numpy.ndarray] | None = field(default=None, repr=False)
-    """Function (tokens, item) -> the same number of rewritten tokens; None: no rewriting."""
+    """Function (tokens, item) -> rewritten tokens, equal in number; None: no rewriting."""
 
     indices: dict[tuple[str, Split], DocumentIndex] = field(default_factory=dict, repr=False)
-    """Document index of each (corpus, split), which :func:`check_corpora` sets."""
+    """Document index of each (corpus, split), filled by :func:`check_corpora`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,8 +97,8 @@ class DocumentConfig(GPTDatasetConfig):
 class DocumentDataset(MegatronDataset):
     """Dataset of the documents of one split of one corpus, built by Megatron's builder.
 
-    The length of the dataset is ``num_samples``, over several epochs if necessary. If
-    ``num_samples`` is None, the length is one epoch.
+    The dataset has ``num_samples`` items, drawn from several epochs if necessary. If
+    ``num_samples`` is None, it has the documents of one epoch.
     """
 
     def __init__(
@@ -126,14 +127,14 @@ class DocumentDataset(MegatronDataset):
     def numel_low_level_dataset(
         low_level_dataset: IndexedDataset | MockGPTLowLevelDataset,
     ) -> int:
-        """Return the number of sequences in the corpus, by which Megatron computes splits."""
+        """Return the number of sequences in the corpus, which Megatron divides into splits."""
         return low_level_dataset.sequence_lengths.shape[0]
 
     @staticmethod
     def build_low_level_dataset(
         dataset_path: str | None, config: DocumentConfig
     ) -> IndexedDataset | MockGPTLowLevelDataset:
-        """Open the corpus, which ``check_corpora`` has checked before.
+        """Open the corpus, which ``check_corpora`` has already checked.
 
         Without a path, return Megatron's mock data: 100,000 documents of 1 to 4,095 tokens.
         """
@@ -147,7 +148,7 @@ class DocumentDataset(MegatronDataset):
 
     @property
     def counts(self) -> Counts:
-        """Counts of the split's documents."""
+        """Counts of the split's sequences and documents."""
         return self.index.counts
 
     def __len__(self) -> int:
@@ -168,7 +169,7 @@ class DocumentDataset(MegatronDataset):
         """Return the permutation of ``epoch``: [documents]."""
         if epoch not in self._orders:
             order = epoch_order(self.counts.documents, self.config.random_seed, epoch)
-            # A global batch, and the one planned ahead, span at most two epochs.
+            # A global batch and the batch planned ahead of it span at most two epochs.
             self._orders = {k: v for k, v in self._orders.items() if abs(k - epoch) <= 1}
             self._orders[epoch] = order
         return self._orders[epoch]
@@ -198,16 +199,16 @@ class DocumentDataset(MegatronDataset):
 
         A document with ``length`` inputs has ``length + 1`` tokens. The inputs of a span [a, b) are
         tokens [a, b), and the labels of the span are tokens [a + 1, b + 1). Only the requested
-        tokens are read, unless ``config.rewrite`` is set, which needs the full document.
+        tokens are read, unless ``config.rewrite`` is set: rewriting needs the full document.
 
         Args:
             item: Index of the sample.
-            start: First token.
-            stop: End of the tokens; None is the end of the document.
+            start: Index of the first token to return.
+            stop: Index after the last token to return; None is the end of the document.
 
         Raises:
-            ValueError: The span lies outside of the document, or a token that was read is not in
-                [0, ``config.vocabulary_size``).
+            ValueError: The span lies outside of the document, or a token read from the corpus is
+                not in [0, ``config.vocabulary_size``).
         """
         document = int(self.documents([item])[0])
         tokens_there = int(self.index.inputs[document]) + 1
@@ -242,9 +243,9 @@ class DocumentDataset(MegatronDataset):
     def loss_mask(self, inputs: numpy.ndarray, labels: numpy.ndarray) -> numpy.ndarray:
         """Return the loss mask of ``labels`` as float32, by the rules of GPTDataset.
 
-        The mask is 0 if the label is the tokenizer's padding token. With --eod-mask-loss, the mask
-        is also 0 if the *input* is the end-of-document token: the label then belongs to another
-        document. The end-of-document token itself is a target. All other labels have 1.
+        The mask is 0 where the label is the tokenizer's padding token. With --eod-mask-loss, the
+        mask is also 0 where the *input* is the end-of-document token: its label belongs to another
+        document. A label that is the end-of-document token keeps its loss. Elsewhere the mask is 1.
         """
         mask = numpy.ones(len(inputs), numpy.float32)
         if self.config.eod_mask_loss:
@@ -255,11 +256,11 @@ class DocumentDataset(MegatronDataset):
     def targets(self, item: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
         """Return labels (int64) and loss mask (float32) of an item's inputs [start, stop).
 
-        Labels are those of the full document: the last label of a span is the first input of the
-        next. The corpus's own loss mask, if there is one, is multiplied in.
+        Labels come from the full document: the last label of a span is the token after the span.
+        If the corpus has a loss mask, the returned mask is multiplied by it.
 
         Raises:
-            ValueError: As :meth:`tokens`.
+            ValueError: See :meth:`tokens`.
         """
         tokens = self.tokens(item, start, stop + 1)
         mask = self.loss_mask(tokens[:-1], tokens[1:])
@@ -290,13 +291,13 @@ def index_of_split(
     config: DocumentConfig,
     masks: LossMasks | None = None,
 ) -> DocumentIndex:
-    """Return the index of a split's documents: the consecutive ``sequences`` of a corpus.
+    """Return the index of the documents of a split, which is a range of a corpus's sequences.
 
     Args:
-        sequence_lengths: Tokens of every sequence of the corpus.
+        sequence_lengths: Number of tokens of every sequence of the corpus.
         sequences: Consecutive indices of the split's sequences.
         config: The configuration, with context and policy for overlong documents.
-        masks: Loss masks; documents then end at their last target.
+        masks: Loss masks of the corpus; with masks, a document ends at its last target.
     """
     first, count = (int(sequences[0]), len(sequences)) if len(sequences) else (0, 0)
     if masks is not None:
@@ -312,14 +313,14 @@ def refuse_empty(
     num_samples: int | None,
     config: DocumentConfig,
 ) -> None:
-    """Raise a ValueError if a split has no usable document, unless 0 samples are wanted.
+    """Raise a ValueError if a split has no usable document, unless 0 samples are requested.
 
     Args:
-        counts: Counts of the split.
-        prefix: Path of the corpus.
-        split: The split.
-        num_samples: Samples wanted; None is one epoch.
-        config: The configuration.
+        counts: Counts of the split's sequences and documents.
+        prefix: Path of the corpus, named in the error message.
+        split: The split, named in the error message.
+        num_samples: Number of requested samples; None is one epoch.
+        config: The configuration; the error message prints its context.
     """
     if counts.documents or num_samples == 0:
         return
@@ -351,8 +352,8 @@ def config_from_args(
         tokenizer: A Megatron tokenizer.
         overlong: Policy for overlong documents: truncate, drop or split.
         vocabulary_size: Rows of the embedding; None disables the check of the tokens.
-        chats: Corpora that replace chat files (chat_cache.py), by file.
-        blend_by: What the weights of a blend count: tokens or documents.
+        chats: Chat file -> prefix of the corpus converted from it (chat_cache.py).
+        blend_by: Unit of a blend's weights: tokens or documents.
 
     Raises:
         ValueError: No corpus is given, the blend is invalid, a flag skips reading the .idx files,
@@ -378,7 +379,7 @@ def config_from_args(
         **dataset_fields(args, tokenizer),
         "blend": blend,
         "blend_per_split": blend_per_split,
-        # Every document has its own positions and attention, whatever these two flags say.
+        # Every document has its own positions and attention, so these flags have no effect.
         "reset_position_ids": False,
         "reset_attention_mask": False,
         "create_attention_mask": False,
@@ -423,17 +424,17 @@ def _in_place_of(chats: Mapping[str, str], blend: Blend | None) -> Blend | None:
 def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
     """Check the corpora before Megatron builds datasets, and fill ``config.indices``.
 
-    Every rank calls it. Megatron builds on rank 0 first; if only rank 0 failed, the other ranks
-    would block. Rank 0 warns about corpora that are split into sentences. Corpora in object storage
-    are not checked.
+    Every rank calls this function. Megatron builds datasets on rank 0 first; if only rank 0 failed,
+    the other ranks would block. Rank 0 warns about corpora that are split into sentences. Corpora
+    in object storage are not checked.
 
     Args:
         config: The configuration.
-        sizes: Samples wanted for training, validation and test; None is one epoch.
+        sizes: Samples requested for training, validation and test; None is one epoch.
 
     Raises:
-        ValueError: A file is damaged or no corpus, no document is usable, tokens exceed the
-            vocabulary, or --fim-data would rewrite documents with loss masks.
+        ValueError: A file is damaged or is not a corpus, a split has no usable document, tokens
+            exceed the vocabulary, or --fim-data would rewrite documents with loss masks.
     """
     examined: dict[str, tuple[CorpusFiles, LossMasks | None]] = {}
     for prefix, split, (begin, end), size in _shares(config, sizes):
@@ -471,11 +472,11 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
 def require_same_documents(config: DocumentConfig, group: torch.distributed.ProcessGroup) -> None:
     """Compare the document indices of all ranks of ``group``, on the CPU. Collective.
 
-    Nodes without shared files read different files, which may differ in a later document only. The
-    comparison finds this before training. Tokens are not compared.
+    Nodes without a shared file system read their own copies of the files. A difference in one
+    document would otherwise be noticed only when training reaches it. Tokens are not compared.
 
     Raises:
-        ValueError: Ranks have different corpora or documents; the message names the ranks.
+        ValueError: Ranks have different corpora or document lengths; the message names the ranks.
     """
     agree(
         repr([(prefix, split.name) for prefix, split in config.indices]),
@@ -507,7 +508,7 @@ def require_same_documents(config: DocumentConfig, group: torch.distributed.Proc
 def _shares(
     config: DocumentConfig, sizes: Sequence[int | None]
 ) -> Iterator[tuple[str, Split, tuple[float, float], int | None]]:
-    """Yield (prefix, split, fraction of the corpus, samples wanted) of all that will be built."""
+    """Yield (prefix, split, fraction of the corpus, samples) of every dataset to be built."""
     for split in Split if not config.mock else ():
         if config.blend is not None:
             blend, split_range = config.blend, config.split_matrix[split.value]

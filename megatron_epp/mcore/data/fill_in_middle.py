@@ -1,13 +1,13 @@
 """Documents rewritten to fill in the middle (``--fim-data``), by Megatron's GPTFIMDataset.
 
     original     a b c d e f g h    prefix a b, middle c d e, suffix f g h: drawn by characters
-    PSM          P a b S f g h M    P, S, M are --fim-prefix-token and the like
-    SPM          P S f g h M a b    excess is cut; what is missing is --fim-pad-token
+    PSM          P a b S f g h M    P, S, M: --fim-prefix-token, --fim-suffix-token,
+    SPM          P S f g h M a b             --fim-middle-token
 
-So a document keeps the length of its index. Megatron's class draws from one stream of random
-numbers, so a sample depends on all samples read before it. Here item i is the result of that class
-for the document as the first sample of a dataset with the seed ``--seed`` + i. Every stage and
-replica, and a resumed run, read the same.
+A rewritten document is truncated, or padded with --fim-pad-token, to the length in the document
+index. Megatron's class draws from one stream of random numbers, so a sample depends on all samples
+read before it. Here, item i is rewritten as the first sample of a dataset with the seed
+``--seed`` + i. So every stage and replica, and a resumed run, read equal tokens.
 """
 
 import argparse
@@ -23,7 +23,7 @@ _SEEDS = 1 << 32  # of numpy's RandomState
 
 
 def fim_fields(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of GPTFIMDatasetConfig that GPTDatasetConfig lacks, from ``args``."""
+    """Return the fields that GPTFIMDatasetConfig adds to GPTDatasetConfig, from ``args``."""
     return {
         "fim_rate": args.fim_rate,
         "fim_spm_rate": args.fim_spm_rate,
@@ -38,12 +38,12 @@ class FillInMiddle:
     """Fill-in-the-middle rewriting of one document, for ``DocumentConfig.rewrite``.
 
     Args:
-        config: Megatron's configuration, with the rates and special tokens.
+        config: Megatron's dataset configuration, with the FIM rates and special tokens.
         words: Number of rows of the embedding; None disables the check of the special tokens.
 
     Raises:
-        ValueError: The tokenizer cannot decode without special tokens, it lacks one of the special
-            tokens, or a rate is not between 0 and 1.
+        ValueError: The tokenizer cannot decode without special tokens, the tokenizer lacks one of
+            the FIM tokens, or a rate is not between 0 and 1.
     """
 
     def __init__(self, config: GPTFIMDatasetConfig, words: int | None):
@@ -56,11 +56,11 @@ class FillInMiddle:
     def of(
         cls, args: argparse.Namespace, fields: dict[str, Any], words: int | None
     ) -> "FillInMiddle":
-        """Return the rewriting for Megatron's ``args``; ``fields`` are GPTDatasetConfig's."""
+        """Return the rewriting for Megatron's ``args``; ``fields`` belong to GPTDatasetConfig."""
         return cls(GPTFIMDatasetConfig(**fields, **fim_fields(args)), words)
 
     def __call__(self, tokens: numpy.ndarray, item: int) -> numpy.ndarray:
-        """Return the rewritten ``tokens``: [n] -> [n] int64, random by the seed and ``item``."""
+        """Return the rewritten ``tokens``, [n] -> [n] int64; --seed + ``item`` seed the drawing."""
         sample = self._sample
         sample.dataset = _OneDocument(tokens)
         sample.sample_index = _bounds(tokens)
@@ -79,19 +79,19 @@ class _OneDocument:
 
 
 class _OneSample(GPTFIMDataset):
-    """Megatron's dataset with one sample: the one document of its corpus."""
+    """Megatron's FIM dataset with a single sample, the only document of a corpus."""
 
     def _build_document_sample_shuffle_indices(self) -> tuple[numpy.ndarray, ...]:
         return numpy.zeros(1, int), _bounds(self.dataset.tokens), numpy.zeros(1, int)
 
 
 def _bounds(tokens: numpy.ndarray) -> numpy.ndarray:
-    """Return (document, first token) and (document, last token) of the sample: [2, 2] int64."""
+    """Return Megatron's sample index of one document: [[0, first token], [0, last token]]."""
     return numpy.array([[0, 0], [0, len(tokens) - 1]])
 
 
 def _require(config: GPTFIMDatasetConfig, words: int | None) -> None:
-    """Raise a ValueError if documents cannot be rewritten."""
+    """Raise a ValueError if the tokenizer, a rate or a FIM token prevents rewriting."""
     tokenizer = config.tokenizer
     library = getattr(tokenizer, "_tokenizer", tokenizer)
     if "remove_special_tokens" not in inspect.signature(library.ids_to_text).parameters:

@@ -1,8 +1,8 @@
-"""Global batches of documents: which documents, and their lengths, before a token is read.
+"""Global batches of documents: their sample numbers and lengths, before a token is read.
 
-Sample s of a training set is document ``s`` of one corpus, or of a blend in its order (blend.py).
-Each batch takes the next ``size`` samples, as Megatron's sampler does. So the documents of an
-iteration follow from the number of samples consumed, whatever the parallel layout.
+Sample s of a training set is item s of one corpus, or item s of a blend (blend.py). Each batch
+consists of the next ``size`` samples, as in Megatron's sampler. So the documents of an iteration
+depend on the number of consumed samples, and not on the parallel layout.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from megatron_epp.mcore.data.documents import (
 
 
 class TokenSource(Protocol):
-    """Source of any span of the documents' tokens; see :class:`Documents`."""
+    """Source of the tokens of any span of a document; see :class:`Documents`."""
 
     def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
         """Return inputs [start, stop) of a sample's document as int64."""
@@ -37,11 +37,11 @@ class TokenSource(Protocol):
 
 
 class DocumentSource(TokenSource, Protocol):
-    """Source of documents with known lengths, from which batches are made."""
+    """Source of documents whose lengths are known, for :class:`GlobalBatches`."""
 
     @property
     def counts(self) -> Counts:
-        """Counts of all documents."""
+        """Counts of all sequences and documents."""
 
     def __len__(self) -> int: ...
 
@@ -68,7 +68,7 @@ class Documents:
 
     @property
     def fractions(self) -> str | None:
-        """Text with each corpus's fraction of documents and tokens; None for a single corpus."""
+        """Text with each corpus's fractions of documents and tokens; None without a blend."""
         if not isinstance(self.dataset, BlendedDataset):
             return None
         documents, tokens = numpy.array(self._drawn).T
@@ -88,7 +88,7 @@ class Documents:
 
     @cached_property
     def _drawn(self) -> list[tuple[int, int]]:
-        """Pairs (documents, tokens) of each corpus over all samples."""
+        """Numbers (documents, tokens) that all samples draw from each corpus."""
         counts = [len(self)]
         if isinstance(self.dataset, BlendedDataset):
             counts = numpy.bincount(self.dataset.dataset_index, minlength=len(self.parts)).tolist()
@@ -98,10 +98,10 @@ class Documents:
         ]
 
     def locate(self, samples: Sequence[int] | numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return two int64 arrays [n]: the corpus of each sample, and the item in that corpus.
+        """Return the corpus index of each sample, and its item in that corpus: two int64 arrays.
 
         Raises:
-            ValueError: A sample is beyond the dataset.
+            ValueError: A sample number is negative, or too large for the dataset.
         """
         samples = numpy.asarray(samples, dtype=numpy.int64)
         if samples.size and not 0 <= samples.min() <= samples.max() < len(self):
@@ -134,7 +134,7 @@ class Documents:
     def tokens(self, sample: int, start: int = 0, stop: int | None = None) -> numpy.ndarray:
         """Return tokens [start, stop) of a sample's document as int64.
 
-        A document has one token more than inputs; ``stop`` None is the end of the document.
+        A document with n inputs has n + 1 tokens. ``stop`` None is the end of the document.
         """
         part, item = self._item(sample)
         return part.tokens(item, start, stop)
@@ -146,8 +146,7 @@ class Documents:
     def targets(self, sample: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
         """Return labels (int64) and loss mask (float32) of inputs [start, stop), for a last stage.
 
-        Labels are those of the full document: the last label of a span is the first input of the
-        next.
+        Labels come from the full document: the last label of a span is the token after the span.
         """
         part, item = self._item(sample)
         return part.targets(item, start, stop)
@@ -162,9 +161,9 @@ class Batch:
 
 
 def scheduled_sizes() -> Callable[[int], int]:
-    """Return a function from consumed samples to the size of the next training batch.
+    """Return a function from the number of consumed samples to the next training batch's size.
 
-    The function uses Megatron's own calculator: the size is constant, or follows
+    The function uses Megatron's own calculator: the size is constant, or changes by
     --step-batch-size-schedule.
     """
     calculator = copy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
@@ -193,7 +192,8 @@ class GlobalBatches:
         consumed: Number of samples consumed before the first batch.
 
     Raises:
-        ValueError: The size or ``consumed`` is invalid; in ``next``: too few samples are left.
+        ValueError: The size or ``consumed`` is invalid. ``next`` raises it if too few samples
+            remain.
     """
 
     def __init__(
@@ -221,9 +221,9 @@ class GlobalBatches:
         return batch
 
     def peek(self, ahead: int = 0) -> Batch | None:
-        """Return the batch ``ahead`` batches after the next one, without consuming any.
+        """Return the next batch (``ahead`` 0), or the batch ``ahead`` batches after it.
 
-        The result is None if too few samples are left.
+        No samples are consumed. The result is None if too few samples remain.
         """
         first = self.consumed
         for _ in range(ahead):
@@ -236,9 +236,10 @@ class GlobalBatches:
 
 
 class FullPasses(GlobalBatches):
-    """Repeated passes over all documents, each in the same ``batches`` batches.
+    """Repeated passes over all documents; every pass has the same ``batches`` batches.
 
-    For --full-validation: every pass has each document once, at most ``size`` in a batch.
+    For --full-validation: a pass contains each document once, and a batch at most ``size``
+    documents.
     """
 
     def __init__(self, documents: DocumentSource, size: int) -> None:
@@ -254,7 +255,7 @@ class FullPasses(GlobalBatches):
         return batch
 
     def peek(self, ahead: int = 0) -> Batch:
-        """Return the batch ``ahead`` batches after the next one, without consuming any."""
+        """Return the next batch (``ahead`` 0), or the batch ``ahead`` batches after it."""
         number = (self._drawn + ahead) % self.batches
         samples = numpy.arange(self._bounds[number], self._bounds[number + 1])
         return Batch(samples, self.documents.lengths(samples))
@@ -269,14 +270,14 @@ def build_documents(
 
     Args:
         config: The configuration.
-        sizes: Samples wanted for each of the three; None is one epoch.
-        group: CPU group of all ranks, which compare their documents; None: no comparison.
+        sizes: Samples requested for training, validation and test; None is one epoch.
+        group: CPU group in which all ranks compare their documents; None: no comparison.
 
     Returns:
         The documents of training, validation and test; None for a split without documents.
 
     Raises:
-        ValueError: As ``check_corpora``, or ranks have different documents.
+        ValueError: ``check_corpora`` finds an error, or ranks have different documents.
     """
     check_corpora(config, sizes)
     if group is not None:

@@ -1,14 +1,15 @@
-"""Documents from a user's dataset: items with lengths that are known before they are read.
+"""Documents from a user's dataset whose item lengths are known before the items are read.
 
 An item is a mapping, as in the variable-length datasets of Megatron-LM's main branch:
 
     tokens             [rows] int, the inputs
-    labels             [rows] int, already shifted: the prediction of each row
-    loss_mask          [rows] 0 or 1: which of these predictions have a loss
-    original_seq_len   number of rows of the document; the rows after them are padding
+    labels             [rows] int, already shifted: the token that each row predicts
+    loss_mask          [rows] 0 or 1: 1 where the label has a loss
+    original_seq_len   number of rows of the document; the remaining rows are padding
 
-Item i of the dataset is document i, in its own order, epoch after epoch. A plan needs lengths
-first, so the dataset has the ``original_seq_len`` of all its items.
+Every epoch reads the items in the order of the dataset, without shuffling. Planning needs the
+lengths before the items, so the dataset's ``original_seq_lens`` lists every item's
+``original_seq_len``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ _CACHED_ITEMS = 16
 
 
 class VarlenItems(Protocol):
-    """Dataset of variable-length items; ``original_seq_lens`` has the tokens of each item."""
+    """Dataset of variable-length items; ``original_seq_lens`` lists the items' token counts."""
 
     original_seq_lens: Sequence[int]
 
@@ -43,12 +44,12 @@ class ItemDocuments:
         context: Largest number of inputs of a document.
         overlong: Policy for longer documents: truncate, drop or split.
         wanted: Number of samples; None is one epoch.
-        vocabulary: Rows of the embedding.
+        vocabulary: Rows of the embedding; larger tokens raise an error.
 
     Raises:
-        ValueError: In the constructor: lengths are invalid, or no document is usable. When reading:
-            an item lacks a key or rows, its length differs from ``original_seq_lens``, its loss
-            mask is not 0 or 1, or a token or label exceeds the vocabulary.
+        ValueError: The constructor finds invalid lengths or no usable document. Or an item, when
+            read, lacks a key or rows, has a length other than in ``original_seq_lens``, a loss
+            mask with values other than 0 and 1, or a token or label outside the vocabulary.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class ItemDocuments:
 
     @property
     def counts(self) -> Counts:
-        """Counts of the documents."""
+        """Counts of the dataset's items and documents."""
         return self._index.counts
 
     def __len__(self) -> int:
@@ -95,12 +96,12 @@ class ItemDocuments:
         return self._index.inputs[places].astype(numpy.int64)
 
     def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
-        """Return inputs [start, stop) of a document: int64."""
+        """Return inputs [start, stop) of a sample's document: int64."""
         tokens, _, _, offset = self._rows(sample)
         return tokens[offset + start : offset + stop]
 
     def targets(self, sample: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return labels (int64) and loss mask (float32) of a document's inputs [start, stop)."""
+        """Return labels (int64) and loss mask (float32) of a sample's inputs [start, stop)."""
         _, labels, mask, offset = self._rows(sample)
         return labels[offset + start : offset + stop], mask[offset + start : offset + stop]
 

@@ -5,10 +5,10 @@
     MTP module 1        token  b c d e 0     label  c d e f -
     MTP module 2        token  c d e 0 0     label  d e f - -
 
-An MTP module reads the token and predicts the label; - has no loss. The rows of a slice use tokens
-after its boundary, but none of another document.
+In each row, an MTP module reads the token and predicts the label; a label - has no loss. The last
+rows of a slice read tokens after the end of the slice, but never tokens of another document.
 
-D MTP modules, t rows of this rank
+Shapes: D MTP modules, t rows of this rank.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from megatron_epp.mcore.data.global_batches import TokenSource
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """Number of tokens predicted for each row: the next token, and one per MTP module.
+    """Number of tokens predicted for each row: the next token, and one token per MTP module.
 
     Attributes:
         depths: Number of MTP modules.
@@ -53,9 +53,9 @@ class TargetRows:
     Attributes:
         labels: [1 + D, t] int64.
         weights: [1 + D, t] float32 (float64 with MTP): weights of the labels' losses, 0 on padding
-            and where a label has none. The loss of an MTP module is a document's mean times the
-            number of its targets, as in Megatron with the document as a micro-batch.
-        means: [D, t] float64: weights in a document's mean, for the log.
+            and for labels without a loss. The MTP losses of a document are averaged and multiplied
+            by its number of next-token targets, as in Megatron with one document per micro-batch.
+        means: [D, t] float64: weights of the losses in a document's mean MTP loss, for the log.
         documents: Number of documents that begin in these rows.
     """
 
@@ -83,8 +83,9 @@ class TargetRows:
             documents: Source of the tokens.
             sample: Sample number of the document.
             span: Inputs [start, stop) of the document.
-            length: Inputs of the document.
-            counts: Returns :func:`target_counts` of the document; called with MTP only.
+            length: Number of inputs of the document.
+            counts: Function that returns :func:`target_counts` of the document; called only
+                with MTP.
         """
         start, stop = span
         depths = self.predictions.depths
@@ -108,13 +109,13 @@ def target_counts(
 ) -> numpy.ndarray:
     """Return the number of targets of a document for each prediction: float64 [1 + D].
 
-    This reads the labels and the loss mask of the full document.
+    The function reads the labels and the loss mask of the full document.
 
     Args:
         documents: Source of the tokens.
         sample: Sample number of the document.
-        length: Inputs of the document.
-        predictions: The predictions of each row.
+        length: Number of inputs of the document.
+        predictions: Number of tokens predicted for each row.
     """
     _, mask = documents.targets(sample, 0, length)
     return numpy.array([mask[depth:].sum(dtype=numpy.float64) for depth in range(predictions.each)])
@@ -131,7 +132,7 @@ def mtp_tokens(
         documents: Source of the tokens.
         sample: Sample number of the document.
         span: Inputs [start, stop) of the document.
-        length: Inputs of the document.
+        length: Number of inputs of the document.
         depths: Number of MTP modules.
     """
     start, stop = span

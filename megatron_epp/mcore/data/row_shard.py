@@ -1,4 +1,4 @@
-"""Shard of a chunk's rows that a rank holds outside attention."""
+"""Sharding of a chunk's rows over ranks, outside attention."""
 
 from dataclasses import dataclass
 from math import lcm
@@ -15,10 +15,10 @@ def row_block(args: Any) -> int:
     """Return the multiple to which the rows of a rank are padded.
 
     On a GPU, Transformer Engine's tuned norms need a multiple of 4; its general norms are slower,
-    and cooperative kernels from 4096 columns on. Triton compiles another kernel for sizes that 16
-    does not divide. In fp8, GEMMs need a multiple of 16, and MXFP8 of 32, the rows of a scale.
-    Blocks of 128 rows are padded by the kernels. With sequence parallelism, the fp8 all-gather
-    needs full blocks of 128.
+    and are cooperative kernels from 4096 columns on. Triton compiles a second kernel for sizes that
+    are not multiples of 16. In fp8, GEMMs need a multiple of 16. MXFP8 needs a multiple of 32, the
+    number of rows per scale. The kernels of blockwise fp8 pad incomplete blocks of 128 rows
+    themselves, but the fp8 all-gather of sequence parallelism needs full blocks.
 
     Args:
         args: Megatron's args or configuration.
@@ -57,7 +57,7 @@ class RowShard:
         part: Index of this context-parallel rank.
         splits: Number of tensor-parallel ranks over which sequence parallelism shards a part's rows
             between the linear layers; 1 without sequence parallelism.
-        block: Multiple of a rank's rows (:func:`row_block`).
+        block: Multiple to which a rank's rows are padded (:func:`row_block`).
     """
 
     parts: int = 1
@@ -70,7 +70,7 @@ class RowShard:
 
     @classmethod
     def of(cls, args: Any) -> "RowShard":
-        """Return this rank's shard by Megatron's ``args``; its process groups must exist."""
+        """Return this rank's shard by Megatron's ``args``; process groups must be initialised."""
         return cls(
             args.context_parallel_size,
             mpu.get_context_parallel_rank(),
@@ -97,7 +97,7 @@ class RowShard:
     def sharded_rows(self, chunk: Chunk) -> int:
         """Return the number of this rank's rows from documents that are sharded over all ranks.
 
-        These rows precede the rows of documents that this rank computes alone.
+        They are followed by the rows of documents that only this rank computes.
         """
         if self.parts > 1 and chunk.has_local:
             return -(-chunk.sharded_tokens // self.parts)
@@ -109,5 +109,5 @@ class RowShard:
         return slice(self.part * count, (self.part + 1) * count)
 
     def message(self, rows: int) -> int:
-        """Return the number of rows that this rank sends of a chunk with ``rows`` padded rows."""
+        """Return how many of a chunk's ``rows`` padded rows this rank sends to another stage."""
         return rows // (self.parts * self.splits)

@@ -1,4 +1,4 @@
-"""The ``--epp`` flags: one field each, with type, default, unit and help; the parser follows."""
+"""The ``--epp`` flags, as fields of a dataclass with type, default and help text."""
 
 import argparse
 import dataclasses
@@ -17,16 +17,17 @@ from megatron_epp.planner.options import MOST_EFFORT
 from megatron_epp.planner.padding import FEWER_GPU_ROWS, GPU_ROWS, MOST_PADDING, MOST_ROWS
 from megatron_epp.planner.settings import shared_setting
 
-# Attribute of Megatron's args, not a flag: Transformer Engine's linears accumulate their gradients
-# themselves, although gradient_accumulation_fusion is off.
+# Attribute of Megatron's args, not a flag: whether Transformer Engine's linears accumulate weight
+# gradients in their GEMMs, although gradient_accumulation_fusion is off.
 FUSED_LINEARS = "epp_fused_linears"
-# Likewise, and kept next to the checkpoint: what --epp-layouts chose; in it, where that is known,
-# how slow every pipeline rank of every replica is.
+# Attribute of Megatron's args, also saved next to the checkpoint: the layout chosen by
+# --epp-layouts. Its entry SLOWNESS, if known, lists the slowness of every pipeline rank of every
+# replica.
 LAYOUT_KEY, SLOWNESS = "epp_layout", "slowness"
 PARTITION_AUTO = "auto"
-PLACEMENT_FLAGS = "flags"  # --epp-placement: as Megatron's flags of virtual stages
-PLACEMENT_AUTO = "auto"  # by document lengths, together with the partition
-ANALYTIC = "analytic"  # --epp-cost-model: not measured, from the model's shape
+PLACEMENT_FLAGS = "flags"  # --epp-placement by Megatron's flags of virtual stages
+PLACEMENT_AUTO = "auto"  # --epp-placement by document lengths, together with the partition
+ANALYTIC = "analytic"  # --epp-cost-model from the model's shape, without measurement
 # Megatron's flags that place layers on stages, by destination, with their neutral values.
 PLACING_FLAGS: dict[str, Any] = {
     "decoder_first_pipeline_num_layers": None,
@@ -35,7 +36,7 @@ PLACING_FLAGS: dict[str, Any] = {
     "account_for_embedding_in_pipeline_split": False,
     "account_for_loss_in_pipeline_split": False,
 }
-MOST_CORES = 4096  # of a host
+MOST_CORES = 4096  # limit of --epp-plan-cores
 DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
 
 
@@ -47,7 +48,7 @@ AUTO, LATENTS, EXPANDED = MLA_KEEPS = ("auto", "latents", "expanded")
 class Config:
     """The user's settings of elastic pipelines.
 
-    On Megatron's args the values are plain types, so that checkpoints can save them.
+    On Megatron's args, the values have plain types, so that checkpoints can save them.
     """
 
     TITLE: ClassVar = "elastic pipeline parallelism"
@@ -200,7 +201,7 @@ class Config:
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of :class:`Config` to Megatron's parser, and return it.
 
-    With --epp, the parser removes Megatron's flags that a plan replaces (replaced.py).
+    With --epp, the parser resets Megatron's flags that a plan replaces (replaced.py).
     """
     add_flags(parser, Config)
     modelopt_flags.add_arguments(parser)
@@ -210,17 +211,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def placement_by_time(args: Any) -> bool:
-    """Return whether the placement is chosen, including the layers of the stages."""
+    """Return whether the planner chooses the placement, with the layers of the stages."""
     return getattr(args, "epp_placement", None) == PLACEMENT_AUTO
 
 
 def layers_by_time(args: Any) -> bool:
-    """Return whether the layers of the stages are chosen, alone or with a placement."""
+    """Return whether the planner chooses the layers of the stages, alone or with a placement."""
     return getattr(args, "epp_partition", None) == PARTITION_AUTO or placement_by_time(args)
 
 
 def _fix_help(parser: argparse.ArgumentParser) -> None:
-    """Escape a bare % in Megatron's help texts (0.19), at which --help fails."""
+    """Escape % in help texts of Megatron 0.19 that would make --help fail."""
     for action in parser._actions:
         try:
             (action.help or "") % {**vars(action), "prog": parser.prog}
@@ -229,27 +230,28 @@ def _fix_help(parser: argparse.ArgumentParser) -> None:
 
 
 def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:
-    """Return Megatron's flags that ``--epp`` implies, as parser defaults; ``wanted``: as typed.
+    """Return parser defaults of Megatron's flags with ``--epp``; ``wanted`` are the parsed flags.
 
-    A global batch is --global-batch-size documents, so a "micro-batch" of Megatron's counters is
-    one document. The loss is a sum over tokens with one divisor for the whole batch.
+    A global batch contains --global-batch-size documents, so Megatron counts each document as a
+    micro-batch. The loss is a sum over tokens, divided by the tokens of the global batch.
     """
     defaults = {
         "calculate_per_token_loss": True,
         "micro_batch_size": 1,
         "dataloader_type": "external",
     }
-    if wanted.transformer_impl != "transformer_engine":  # the fused kernel is Transformer Engine's
+    if wanted.transformer_impl != "transformer_engine":  # it contains the fused kernel
         defaults["apply_rope_fusion"] = False
     if find_spec("fused_weight_gradient_mlp_cuda") is None:
-        # The output layer's kernel is apex's, and Megatron cannot build one without it. Transformer
-        # Engine's linears have their own (elastic_layers.py: fuse_weight_gradients).
+        # With the flag, Megatron cannot build an output layer without apex, which contains the
+        # fused kernel. Transformer Engine's linears have their own kernels
+        # (elastic_layers.fuse_weight_gradients).
         defaults["gradient_accumulation_fusion"] = False
         defaults[FUSED_LINEARS] = (
             wanted.transformer_impl == "transformer_engine" and wanted.gradient_accumulation_fusion
         )
     if getattr(wanted, "epp_vocab_parallel", OFF) == ON:
-        # All stages need equally many vocabulary rows; auto pads none.
+        # All stages need equal numbers of vocabulary rows. With auto, none are added.
         stages = max(1, wanted.pipeline_model_parallel_size)
         defaults["make_vocab_size_divisible_by"] = lcm(DIVISIBLE_BY, stages)
     if wanted.max_position_embeddings is None:

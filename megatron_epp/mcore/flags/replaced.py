@@ -1,9 +1,10 @@
-"""Megatron's flags that a plan replaces: removed with one warning, not refused.
+"""Megatron's flags that a plan replaces: reset with a warning, not refused.
 
-Scripts written for Megatron's schedules say how to save memory and how to fill the pipeline. A plan
-decides both for every iteration, and computes the same loss. So with --epp such a flag is read and
-reset to its neutral value before Megatron's own checks. Rank 0 names it once, with its replacement.
-Flags that would change results are refused (capabilities/).
+Flags in scripts for Megatron's schedules select methods that save memory and fill the pipeline.
+With --epp, the plan of each iteration decides both, and computes the same loss. So the parser
+resets such a flag to its neutral value, before Megatron's own checks. Rank 0 prints one warning
+that names the flags and their replacements. Flags that would change results are refused
+(capabilities/).
 """
 
 import argparse
@@ -15,7 +16,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# Attribute of Megatron's args, not a flag: the removed flags, a line each, which rank 0 prints.
+# Attribute of Megatron's args, not a flag: one text per reset flag, for rank 0's warning.
 TAKEN = "epp_replaced"
 NO_TOKEN_LOSS = "--no-calculate-per-token-loss"
 
@@ -25,13 +26,15 @@ class ReplacedFlags:
     """Flags that a plan replaces.
 
     Attributes:
-        names: Destinations of Megatron's parser, separated by blanks; those that a version lacks
-            are skipped.
-        by: The replacement.
-        neutral: Returns, from ``args`` as typed, neutral values other than the parser's defaults.
-        same: Whether the results with the flags of ``args`` are the same; else they are refused.
-        default_too: Whether the parser's own defaults are also removed.
-        untyped: Whether only these are removed, if the user typed nothing.
+        names: Destinations of Megatron's parser, separated by blanks. Destinations that this
+            version of Megatron lacks are skipped.
+        by: Text for the warning: what replaces the flags.
+        neutral: Function from the parsed ``args`` to neutral values by destination. The neutral
+            value of other destinations is the parser's default.
+        same: Function that returns whether results are equal without the flags. If not, the flags
+            are not reset, and the table of capabilities refuses them.
+        default_too: Whether the parser's default values are also reset, with a warning.
+        untyped: Whether only flags that the user has not typed are reset.
     """
 
     names: str
@@ -122,7 +125,7 @@ REPLACED = (
 def watch(
     parser: argparse.ArgumentParser, rows: Sequence[ReplacedFlags] = REPLACED
 ) -> argparse.ArgumentParser:
-    """Make ``parser`` remove these flags if --epp is among the parsed ones, and return it.
+    """Make ``parser`` reset the flags of ``rows`` if --epp is given, and return it.
 
     The parser also accepts --no-calculate-per-token-loss, which frameworks around Megatron pass.
     """
@@ -153,13 +156,13 @@ def take_out(
     words: Sequence[str],
     rows: Sequence[ReplacedFlags],
 ) -> None:
-    """Reset these flags of ``args`` and record them there.
+    """Reset flags of ``args``, and record them in its attribute ``TAKEN``.
 
     Args:
         args: The parsed flags.
         parser: Megatron's parser.
         words: The command line as typed.
-        rows: Flags to remove.
+        rows: Flags to reset.
     """
     options: dict[str, list[str]] = {}
     for action in parser._actions:
@@ -184,7 +187,7 @@ def take_out(
 
 
 def _as_typed(options: Sequence[str], value: Any, typed: Container[str]) -> str:
-    """Return the flag as the user typed it, with its value if it has one."""
+    """Return a flag under the name that the user typed, with its value if it is not a switch."""
     name = next((option for option in options if option in typed), options[0])
     if isinstance(value, bool):
         return name
@@ -193,7 +196,7 @@ def _as_typed(options: Sequence[str], value: Any, typed: Container[str]) -> str:
 
 
 def warning(args: argparse.Namespace) -> str | None:
-    """Return the line on the flags removed from ``args``; None if there are none."""
+    """Return a line that names the flags reset in ``args``; None if there are none."""
     taken = getattr(args, TAKEN, None)
     if not taken:
         return None

@@ -1,8 +1,8 @@
-"""Units of Megatron's flags that count samples, with ``--epp``, where a sample is a document.
+"""Units of Megatron's flags that count samples; with ``--epp``, a sample is a document.
 
-A sample of Megatron's own datasets has --seq-length tokens; a document has its own length.
-docs/guides/data.md has the table, which a test compares. A job with flags that count samples prints
-a line at start.
+A sample of Megatron's own datasets has --seq-length tokens, but documents have different lengths.
+docs/guides/data.md contains the same table, and a test compares the two. If a job uses flags that
+count samples, it prints a line at its start.
 """
 
 from typing import Any
@@ -26,14 +26,15 @@ UNITS = {
     "--override-ckpt-iteration": "iterations of `--global-batch-size` documents",
     "--log-progress": "tokens, as documents times `--seq-length`; the log has the true number",
 }
-# Flags that count samples in Megatron, or tokens by their number; reported at start if given.
+# Flags by which Megatron counts samples (or tokens, as samples times --seq-length). The line at the
+# start names them.
 _SAID = (
     "train_samples lr_decay_samples lr_warmup_samples lr_wsd_decay_samples step_batch_size_schedule"
 )
 
 
 def units_line(args: Any, mean_length: float) -> str | None:
-    """Return the line on flags of ``args`` that count documents; None if there are none.
+    """Return a line that names the flags in ``args`` that count documents; None without them.
 
     ``mean_length`` is the mean number of tokens of a document.
     """

@@ -1,10 +1,11 @@
 """The layer pattern of Megatron's HybridModel (--hybrid-layer-pattern).
 
-It has a symbol per layer, which is half of a transformer layer or another mixer, and ``|`` between
-the stages of a pipeline. Without ``|``, stages have equally many layers, or as the flags of the
-first and the last stage say.
+The pattern has one symbol per layer, which is an attention, an MLP or another mixer, and ``|``
+between pipeline stages. Without ``|``, all stages have equal numbers of layers, except stages whose
+number is given by --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers.
 
-    *-*-|*E*-      two stages: attention, MLP, attention, MLP; attention, MoE, attention, MLP
+    *-*-|*E*-      stage 0: attention, MLP, attention, MLP
+                   stage 1: attention, MoE, attention, MLP
 """
 
 from argparse import Namespace
@@ -18,9 +19,9 @@ FLAG = "--hybrid-layer-pattern"
 
 
 def pattern_of(args: Namespace) -> str | None:
-    """Return the pattern of flags as typed; None if the model is no HybridModel.
+    """Return the layer pattern of parsed flags; None if the model is not a HybridModel.
 
-    --hybrid-override-pattern is Megatron's former name of the flag.
+    The flag may also have its former name, --hybrid-override-pattern.
     """
     pattern = getattr(args, "hybrid_layer_pattern", None)
     return getattr(args, "hybrid_override_pattern", None) if pattern is None else pattern
@@ -32,9 +33,9 @@ def symbols_of_layers(pattern: str) -> str:
 
 
 def mtp_part_of(pattern: str) -> str:
-    """Return the symbols of MTP modules after the layers; "" without MTP.
+    """Return the part of the pattern that describes MTP modules; "" without MTP.
 
-    Each module repeats the same symbols after a / of its own.
+    Each module has a / and its symbols, which are equal in all modules.
     """
     return "".join(pattern.partition(MTP_SEPARATOR)[1:])
 
@@ -45,9 +46,9 @@ def mtp_symbols(pattern: str) -> str:
 
 
 def placed_by_time(args: Namespace) -> bool:
-    """Return whether the ends of the pattern's stages are chosen by the planner.
+    """Return whether the planner divides the pattern into stages.
 
-    That is so with --epp-partition auto or --epp-placement auto, without | in the pattern.
+    It does with --epp-partition auto or --epp-placement auto, if the pattern contains no |.
     """
     pattern = pattern_of(args)
     if pattern is None or not layers_by_time(args):
@@ -56,10 +57,10 @@ def placed_by_time(args: Namespace) -> bool:
 
 
 def layers_of_stages(args: Namespace) -> tuple[int, ...]:
-    """Return the layers of every stage, or of every segment if stages have several.
+    """Return the number of layers of every stage, or of every segment if stages have several.
 
     Raises:
-        ValueError: The layers of the pattern do not fit the stages.
+        ValueError: The pattern cannot be divided into the stages of the flags.
     """
     pattern, stages = pattern_of(args), args.pipeline_model_parallel_size
     assert pattern is not None, "asked of a HybridModel"
@@ -92,11 +93,11 @@ def layers_of_stages(args: Namespace) -> tuple[int, ...]:
 
 
 def joined(segments: Sequence[str]) -> str:
-    """Return the pattern of stages with these layers."""
+    """Return the pattern of stages whose layers have the symbols ``segments``."""
     return BOUNDARY.join(segments)
 
 
 def with_boundaries(pattern: str, layers: Sequence[int]) -> str:
-    """Return ``pattern`` with ``layers`` on each stage, wherever its stages ended."""
+    """Return ``pattern`` divided into stages of ``layers``; earlier boundaries are removed."""
     symbols = iter(symbols_of_layers(pattern))
     return joined(["".join(islice(symbols, count)) for count in layers]) + mtp_part_of(pattern)

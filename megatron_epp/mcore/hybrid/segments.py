@@ -1,9 +1,9 @@
-"""Segments of interleaved pipelines: with --epp, those of a stage are joined.
+"""Segments of interleaved pipelines, which --epp joins to one segment per stage.
 
-Megatron's layouts may have several segments per stage, assigned round-robin. Here a stage gets as
-many of them, next to each other, and computes them as one.
+Megatron's layouts may have several segments per rank, assigned in round-robin order. With --epp, a
+stage gets the same number of segments, but consecutive ones, and computes them as one segment.
 
-    Et|tt|tt|tL on two stages      Ettt|tttL
+    Et|tt|tt|tL on two ranks      becomes Ettt|tttL
 """
 
 from argparse import Namespace
@@ -22,7 +22,9 @@ _SYMBOLS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 
 
 def layout_symbols(text: str) -> list[str]:
-    """Return the symbols of every segment of a --pipeline-model-parallel-layout, expanded.
+    """Return the symbols of every segment of a --pipeline-model-parallel-layout.
+
+    Repeats are expanded: ``t*3`` becomes ``ttt``.
 
     Raises:
         ValueError: The layout is invalid.
@@ -37,9 +39,10 @@ def layout_symbols(text: str) -> list[str]:
 
 
 def _one_a_stage(segments: Sequence[str], stages: int) -> str | None:
-    """Return the text with segments joined to ``stages``.
+    """Return the text of ``segments`` joined to one segment per stage.
 
-    None means that there are as many already, or that they do not divide over the stages.
+    The result is None if there is already one per stage, or if the number of segments is not a
+    multiple of the number of stages.
     """
     each, rest = divmod(len(segments), stages)
     if rest or each == 1:

@@ -1,7 +1,7 @@
-"""Checkpoint folders of a killed job: what a start loads, and what is incomplete.
+"""Checks of checkpoint folders, which a killed job may have left incomplete.
 
-Megatron writes ``metadata.json`` into ``iter_N`` once all data of the checkpoint is written, and
-then the number into the tracker. This module only reads.
+Megatron writes ``metadata.json`` to ``iter_N`` after all data of the checkpoint, and then writes N
+to the tracker file. This module only reads the folders.
 """
 
 from collections.abc import Iterator
@@ -12,15 +12,15 @@ from megatron_epp.safe_files import bounded_text
 
 TRACKER = "latest_checkpointed_iteration.txt"  # Megatron's
 RELEASE = "release"  # in a tracker: weights without an iteration
-# --ckpt-format torch_dist: its last and its first file.
+# Last and first file that --ckpt-format torch_dist writes.
 _LAST, _COMMON = "metadata.json", "common.pt"
 _TORCH, _DCP = "mp_rank_*", ".metadata"  # other formats
 
 
 def folders_of(args: Any) -> dict[str, Path]:
-    """Return the folders of iterations that a start reads, by the flag that names each.
+    """Return the checkpoint folders that a start reads, by the flag that names each folder.
 
-    Folders of ``--non-persistent-ckpt-type local`` are left out: each rank has its own.
+    Folders of ``--non-persistent-ckpt-type local`` are omitted, because each rank has its own.
     """
     load = getattr(args, "load", None)
     folders = {} if load is None or "://" in load else {f"--load {load}": Path(load)}
@@ -35,7 +35,7 @@ def folders_of(args: Any) -> dict[str, Path]:
 
 
 def require_local(args: Any) -> None:
-    """Raise a ValueError if Megatron would refuse local checkpoints at the first save."""
+    """Raise a ValueError if Megatron would refuse to save local checkpoints with these flags."""
     if getattr(args, "non_persistent_ckpt_type", None) != "local":
         return
     if getattr(args, "dist_ckpt_optim_fully_reshardable", False):
@@ -75,7 +75,7 @@ def require_complete(args: Any) -> None:
 
 
 def leftover_lines(args: Any) -> Iterator[str]:
-    """Yield a line on what a killed job left in each of the folders that a start reads."""
+    """Yield lines about incomplete or unused checkpoints in the folders that a start reads."""
     for flag, folder in folders_of(args).items():
         tracked = tracked_iteration(folder)
         latest = int(tracked) if tracked is not None and _is_iteration(tracked) else -1

@@ -1,7 +1,8 @@
-"""Speeds of a job's devices, kept next to the checkpoint by host and local rank.
+"""Speeds of a job's devices, saved next to the checkpoint by host and local rank.
 
-Ranks are measured when a job begins without a cost model, and watched while it trains; a start with
---epp-layouts orders its ranks by what the run before it has kept.
+A job without a cost model measures the speeds of its ranks at its start, and every job observes
+them during training. When a job resumes with --epp-layouts, it orders its ranks by the saved
+speeds.
 """
 
 import json
@@ -22,14 +23,15 @@ _MOST = 1e3
 
 
 def this_rank() -> str:
-    """Return the name of this rank's device: its host and its number there."""
+    """Return the name of this rank's device: host name and local rank."""
     return f"{socket.gethostname()} {os.environ.get('LOCAL_RANK', '0')}"
 
 
 def read_speeds(folder: str | None) -> dict[str, float] | None:
-    """Return how many times as slow each device is as the fastest; None: nothing was kept.
+    """Return the slowness of each device, as a multiple of the fastest; None without a file.
 
-    ValueError: the file is damaged.
+    Raises:
+        ValueError: The file is damaged.
     """
     path = Path(folder or "") / SPEEDS_FILE
     if not folder or not path.exists():
@@ -49,10 +51,16 @@ def read_speeds(folder: str | None) -> dict[str, float] | None:
 
 
 def keep_speeds(slowness: Sequence[float], groups: Groups, folder: str | None) -> None:
-    """Have rank 0 keep how slow the devices of this job are. Collective.
+    """Write the slowness of this job's devices to ``folder``, on rank 0. Collective.
 
-    ``slowness``: of every pipeline rank, for every replica or for all; none: alike. OSError: the
-    file cannot be written.
+    Args:
+        slowness: Slowness of every pipeline rank of every replica; or of every pipeline rank, if it
+            holds for all replicas; empty if all devices are equally fast.
+        groups: The job's process groups.
+        folder: Folder of the checkpoints; None: nothing is written.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     own = this_rank(), groups.replica * groups.pipeline_size + groups.pipeline_rank
     every: list[Any] = [None] * groups.control.size()

@@ -1,9 +1,9 @@
-"""Emergency exits of a rank: none truncates a checkpoint, and none leaves child processes.
+"""Emergency exits of a rank, which truncate no checkpoint and end all child processes.
 
 An emergency is a dead launcher, SIGTERM, or a rank that hangs. Megatron's own state shows whether a
 checkpoint is being written: the timers around a save, the queue of asynchronous saves, and the
-handler of --exit-signal, which triggers a save. This module imports no torch, because a rank
-watches its launcher from its first line on.
+handler of --exit-signal, which triggers a save. This module does not import torch, because a rank
+watches its launcher before torch is imported.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-# An emergency exit waits for a save at most this long, or this multiple of the last save's duration
-# if that is longer.
+# An emergency exit waits for a save until both limits have passed: these seconds, and this multiple
+# of the last save's duration.
 LEAST_SECONDS, TIMES_THE_LAST = 60.0, 3
 _LOOK_SECONDS = 0.1
 _TIMERS = ("save-checkpoint", "save-checkpoint-non-persistent")
@@ -24,12 +24,12 @@ class Saves:
     """Checkpoint saves of this rank.
 
     Attributes:
-        last_seconds: Duration of the latest save that :meth:`look` has seen.
-        first_line: Line to print after the first save; empty on ranks that print nothing.
+        last_seconds: Duration of the latest save that :meth:`look` has recorded.
+        first_line: Line to print after the first save; empty on ranks that do not print it.
     """
 
     def __init__(self) -> None:
-        """Start without any save seen."""
+        """Start without recorded saves."""
         self.last_seconds, self.first_line = 0.0, ""
         self._seen = dict.fromkeys(_TIMERS, 0.0)  # seconds of all saves, by timer
 
@@ -44,7 +44,7 @@ class Saves:
                     print(line, flush=True)
 
     def under_way(self) -> bool:
-        """Return whether a checkpoint is being written, or will be because of a signal."""
+        """Return whether a checkpoint is being written, or a signal has requested a save."""
         handler = _of_megatron("global_vars", "_GLOBAL_SIGNAL_HANDLER")
         return (
             any(timer._started for _, timer in _timers())
@@ -53,22 +53,22 @@ class Saves:
         )
 
     def pending(self) -> bool:
-        """Return whether asynchronous saves wait for all ranks to finalise them."""
+        """Return whether there are asynchronous saves that the ranks have not finalised."""
         queue = _of_megatron("async_utils", "_async_calls_queue")
         return queue is not None and queue.get_num_unfinalized_calls() > 0
 
     def ask(self) -> None:
-        """Make the trainer save and exit as --exit-signal does, if --exit-signal-handler is given.
+        """Make the trainer save and exit as after --exit-signal, if --exit-signal-handler is given.
 
-        The flag is set directly, because the signal's handler runs only when the main thread leaves
-        a collective.
+        The method sets the handler's flag directly, because Python runs a signal handler only after
+        the main thread has left a collective.
         """
         handler = _of_megatron("global_vars", "_GLOBAL_SIGNAL_HANDLER")
         if getattr(handler, "_signal_received", None) is False:
             handler._signal_received = True
 
     def wait(self) -> None:
-        """Wait until no checkpoint is being written, within the limit of the constants above."""
+        """Wait until no checkpoint is being written, or the limits of the constants above pass."""
         self.look()
         end = time.monotonic() + max(LEAST_SECONDS, TIMES_THE_LAST * self.last_seconds)
         while self.under_way() and time.monotonic() < end:
@@ -79,7 +79,7 @@ SAVES = Saves()
 
 
 def leave(status: int) -> NoReturn:
-    """End this process and its children once no checkpoint is being written."""
+    """End this process and its children as soon as no checkpoint is being written."""
     SAVES.wait()
     end_now(status)
 
@@ -101,11 +101,11 @@ def end_children() -> None:
 
 
 def _timers() -> Iterator[tuple[str, Any]]:
-    """Yield the existing timers around saves, by name."""
+    """Yield (name, timer) of Megatron's existing timers around saves."""
     timers = getattr(_of_megatron("global_vars", "_GLOBAL_TIMERS"), "_timers", {})
     return ((name, timers[name]) for name in _TIMERS if name in timers)
 
 
 def _of_megatron(module: str, name: str) -> Any:
-    """Return a global of Megatron's trainer; None if the trainer is not imported or has none."""
+    """Return a global variable of Megatron's trainer; None if it is unset or not imported."""
     return getattr(sys.modules.get(f"megatron.training.{module}"), name, None)

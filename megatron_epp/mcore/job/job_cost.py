@@ -1,4 +1,4 @@
-"""Inputs of planning in a job: the cost of its model on its devices, levers, memory budget."""
+"""Inputs of a job's planner: the cost of its model on its devices, levers, memory budgets."""
 
 import json
 import logging
@@ -41,12 +41,13 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_BUDGETS = "epp-default-budgets.json"  # bytes by stage, next to the checkpoint
 DEFAULT_HOST_BUDGET = "epp-default-host-budget.json"  # bytes, next to the checkpoint
-CPU_FRACTION = 0.8  # of the available memory, for chunks
-UNBROKEN = 0.97  # of a GPU's memory: the rest is lost to fragmentation
+CPU_FRACTION = 0.8  # fraction of the available memory for chunks
+UNBROKEN = 0.97  # usable fraction of a GPU's memory; fragmentation wastes the rest
 # Fractions of the available memory for offloading. Pinned memory cannot be swapped out, and data,
-# planner and checkpoints need memory, too. A CPU-only host takes it from the memory of chunks.
+# planner and checkpoints also need memory. On a CPU-only host, chunks and offloaded data share the
+# memory.
 HOST_FRACTION, CPU_HOST_FRACTION = 0.5, 0.15
-HOST_PLANNED = 0.95  # of the budget: allocations are rounded up, and predictions are inexact
+HOST_PLANNED = 0.95  # planned fraction of the host budget; allocations are rounded up
 
 
 def make_planning(
@@ -62,19 +63,19 @@ def make_planning(
     Args:
         args: Megatron's arguments.
         config: The configuration of --epp.
-        layers: Layers of every stage.
-        multiple: Multiple of rows that chunks are padded to.
+        layers: Number of layers of every stage.
+        multiple: Multiple to which a chunk's rows are padded.
         groups: The job's process groups.
         profile: The measured or analytic cost coefficients.
 
     Raises:
-        ValueError: The planner or a lever cannot run this job's pipelines, or a saved budget is
-            damaged.
+        ValueError: The job's pipelines do not support the planner or a lever, or the file of a
+            saved budget is damaged.
     """
     from megatron_epp.planner import Options, planner_of
 
     full_documents = sees_full_documents(args)
-    # Refuses planners that cannot run this job's pipelines.
+    # Raises an error for planners that do not support this job's pipelines.
     planner = planner_of(config.epp_planner, full_documents)
     options = Options(
         context=args.seq_length,
@@ -96,8 +97,8 @@ def make_planning(
         logger.warning("--epp-host-memory-gib has no effect without the lever offload")
     cost = training_cost(args, config, layers, profile).replace(multiple=multiple)
     planner.require_place(cost.layout.placement.place)
-    # Available memory differs between hosts and moments, so all ranks take rank 0's, except for
-    # devices of another name.
+    # Available memory differs between hosts and over time, so all ranks use rank 0's budget. If
+    # devices have different names, each pipeline rank gets its own budget.
     unlike: tuple[float, ...] = ()
     if config.epp_memory_budget_gib is None:
         own = (groups.pipeline_rank, device_name(), cost.device_budget_bytes[0])
@@ -138,11 +139,11 @@ def make_planning(
 def training_levers(text: str, args: Any) -> frozenset[str]:
     """Return the levers that ``text``, the value of --epp-levers, selects in this job.
 
-    ``default`` and ``all`` omit levers that the job cannot run. They also omit the split backward
-    of Transformer Engine's linears (planner/options.py), which runs only if it is named.
+    ``default`` and ``all`` omit levers that the job cannot use. They also omit the split backward
+    of Transformer Engine's linears (planner/options.py), which must be named explicitly.
 
     Raises:
-        ValueError: A lever that the job cannot run is named.
+        ValueError: ``text`` names a lever that the job cannot use.
     """
     from megatron_epp.planner.options import (
         SIMULATION_ONLY,
@@ -151,7 +152,7 @@ def training_levers(text: str, args: Any) -> frozenset[str]:
         parse_levers,
     )
 
-    # A GPU host's memory is measured (host_budget_bytes); on others it is that of the chunks.
+    # On a CPU-only host, offloading saves nothing: chunks already lie in host memory.
     offload = {"offload"} if cpu_host.has_gpu() else frozenset()
     levers = parse_levers(text, TRAINING_LEVERS | offload)
     unusable = dict.fromkeys(SIMULATION_ONLY, "only simulation can do that")
@@ -166,8 +167,9 @@ def training_levers(text: str, args: Any) -> frozenset[str]:
 def unusable_levers(args: Any) -> dict[str, str]:
     """Return the levers that this job's layers cannot use, with the reasons.
 
-    Fused gradient accumulation of Megatron's linears has no W (mcore/model/split_backward.py). A
-    document whose routers see all its tokens is sharded over all ranks.
+    Megatron's linears with fused gradient accumulation cannot defer W
+    (mcore/model/split_backward.py). If routers compare all tokens of a document, every document is
+    sharded over all ranks.
     """
     unusable = {}
     if args.transformer_impl == "local" and args.gradient_accumulation_fusion:
@@ -181,7 +183,7 @@ def unusable_levers(args: Any) -> dict[str, str]:
 
 
 def analytic(args: Any) -> Profile:
-    """Return the profile of --epp-cost-model analytic: the model's shape on the named device."""
+    """Return the profile of --epp-cost-model analytic, from the model's shape and device name."""
     early = fused_head(args)
     flex = getattr(args, "moe_token_dispatcher_type", None) == FLEX
     profile = analytic_profile(
@@ -194,7 +196,7 @@ def analytic(args: Any) -> Profile:
     return replace(
         profile,
         stores_last_slice=attention.stores_last_slice,
-        # A block of this rank's rows; each context-parallel rank computes one block at a time.
+        # Each context-parallel rank computes one block of its rows at a time.
         last_workspace_tokens=float(block_tokens(args) * args.context_parallel_size)
         if early
         else 0.0,
@@ -202,10 +204,11 @@ def analytic(args: Any) -> Profile:
 
 
 def on_these_devices(args: Any, profile: Profile) -> Profile:
-    """Return ``profile`` with the slowness of this start's devices, where it is known of them.
+    """Return ``profile`` with the slowness of the devices of this start, if it is known.
 
-    What was measured on another number of ranks says nothing of these: they count as alike, but in
-    a file that the user names for this layout.
+    A slowness that was measured on another number of ranks is removed: all ranks then count as
+    equally fast. A file that the user gives with --epp-cost-model, without --epp-layouts, is
+    returned unchanged.
     """
     ranks, replicas = args.pipeline_model_parallel_size, args.data_parallel_size
     slowness = (getattr(args, LAYOUT_KEY, None) or {}).get(SLOWNESS)
@@ -221,13 +224,13 @@ def on_these_devices(args: Any, profile: Profile) -> Profile:
 def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: Profile) -> Cost:
     """Return the cost of this job's chunks.
 
-    On a CPU, the memory budget covers what chunks hold but no weights, gradients or optimizer
-    states.
+    On a CPU, the memory budget covers the bytes held by chunks, but not weights, gradients and
+    optimizer states.
 
     Args:
         args: Megatron's arguments.
         config: The configuration of --epp.
-        layers: Layers of every stage.
+        layers: Number of layers of every stage.
         profile: The measured or analytic cost coefficients.
     """
     if cpu_host.has_gpu():
@@ -257,9 +260,9 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
 
 
 def unlike_budgets(every: Sequence[tuple[int, str, float]]) -> tuple[float, ...]:
-    """Return the least default bytes of every pipeline rank; () if all devices have one name.
+    """Return the smallest default budget of each pipeline rank; () if devices have equal names.
 
-    ``every`` has (pipeline rank, device name, bytes) of every rank.
+    ``every`` contains (pipeline rank, device name, default budget in bytes) of every rank.
     """
     if len({name for _, name, _ in every}) == 1:
         return ()
@@ -270,10 +273,10 @@ def unlike_budgets(every: Sequence[tuple[int, str, float]]) -> tuple[float, ...]
 
 
 def training_states(args: Any) -> States:
-    """Return the bytes per parameter that Megatron's ``args`` hold between iterations.
+    """Return the bytes per parameter that Megatron holds between iterations, by its ``args``.
 
-    They count the weight, its entry in a gradient bucket, and the optimizer states, of which a
-    replica holds its shard or all.
+    Counted are the weight, its entry in a gradient bucket, and the optimizer states. The
+    distributed optimizer shards the optimizer states over the replicas.
     """
     weight = args.params_dtype.itemsize
     gradient = 4 if args.accumulate_allreduce_grads_in_fp32 else weight
@@ -292,8 +295,8 @@ def training_states(args: Any) -> States:
 def device_name() -> str:
     """Return the catalogue's name of the device that this process trains on.
 
-    It is found by the name of its chip. A chip that is not in the catalogue, or not with this
-    little memory, is found by memory and compute capability.
+    The function looks up the name of the chip. If the catalogue does not contain the chip, or only
+    with more memory, the function looks up memory size and compute capability.
     """
     if not cpu_host.has_gpu():
         return "cpu"
@@ -305,8 +308,9 @@ def device_name() -> str:
 def default_budget_bytes(args: Any) -> float:
     """Return the default memory budget of this device in bytes.
 
-    On a GPU it is the catalogue's budget, or what the context, the initialised communicators and
-    other processes leave. On a CPU it is a fraction of the memory for each rank's chunks.
+    On a GPU it is the catalogue's budget. If less memory is free after CUDA's context, the
+    initialised communicators and other processes, it is a fraction of that memory. On a CPU it is a
+    fraction of the available memory per rank, for chunks.
     """
     if cpu_host.has_gpu():
         free, _ = torch.cuda.mem_get_info()
@@ -316,12 +320,12 @@ def default_budget_bytes(args: Any) -> float:
 
 
 def host_budget_bytes(config: Config) -> float:
-    """Return the bytes of host memory for what this rank offloads.
+    """Return the bytes of host memory that this rank may use for offloading.
 
-    It is --epp-host-memory-gib, or a fraction of the memory available now.
+    The value is --epp-host-memory-gib, or a fraction of the memory that is available now.
 
     Raises:
-        ValueError: The host does not have as much for each of its ranks.
+        ValueError: --epp-host-memory-gib exceeds the host's memory divided by its ranks.
     """
     wanted = config.epp_host_memory_gib
     if wanted is None:
@@ -337,16 +341,16 @@ def host_budget_bytes(config: Config) -> float:
 
 
 def planner_cores(settings: Any) -> int:
-    """Return this host's cores for planner processes; 0 if the trainer itself plans."""
+    """Return the number of this host's cores for planner processes; 0 if the trainer plans."""
     if not settings.epp_plan_ahead:
         return 0
     return settings.epp_plan_cores or default_cores(_local_ranks())
 
 
 def _available_bytes(settings: Any) -> float:
-    """Return the available host memory without that of planner processes, per local rank.
+    """Return the available host memory minus that of planner processes, per local rank.
 
-    ``settings`` has the flags of planner processes.
+    ``settings`` contains the flags that determine the number of planner processes.
     """
     available = psutil.virtual_memory().available
     return _of_each_rank(max(0.0, available - PROCESS_BYTES * planner_cores(settings)))
@@ -364,7 +368,7 @@ def _local_ranks() -> int:
 
 
 def _require_rate(profile: Profile, config: Config) -> None:
-    """Raise a ValueError if the lever offload is named but could never be used."""
+    """Raise a ValueError if the lever offload is named but the cost model has no host rate."""
     if not profile.host_bytes_per_second:
         raise ValueError(
             f"--epp-levers {config.epp_levers}: the cost model of {profile.provenance.device} has "
@@ -374,11 +378,11 @@ def _require_rate(profile: Profile, config: Config) -> None:
 
 
 def saved_budgets(args: Any, rank_of: Sequence[int]) -> tuple[float, ...] | None:
-    """Return the default budget of every pipeline rank's device in the run that is resumed.
+    """Return the budgets that the resumed run planned with, one per pipeline rank.
 
-    The plans of that run were made within them. Returns None if it had another number of stages.
-    ``rank_of`` is the pipeline rank of every stage; the file lists its rank's budget for every
-    stage.
+    The result is None if no budgets were saved, or if the resumed run had another number of stages.
+    ``rank_of`` lists the pipeline rank of every stage. The file lists, for every stage, the budget
+    of its pipeline rank.
 
     Raises:
         ValueError: The file is damaged.
@@ -390,7 +394,7 @@ def saved_budgets(args: Any, rank_of: Sequence[int]) -> tuple[float, ...] | None
 
 
 def _bytes_in_file(args: Any, name: str) -> tuple[float, ...] | None:
-    """Return the list of bytes in the file ``name`` next to the loaded checkpoint, if any."""
+    """Return the budgets in the file ``name`` next to the loaded checkpoint; None without it."""
     path = Path(args.load or "") / name
     if not args.load or not path.exists():
         return None

@@ -1,9 +1,10 @@
-"""End of a job: done, refused because of the user's input, or after the loss of a neighbour.
+"""End of a job: after success, after an error in the user's input, or after the loss of a rank.
 
-A rank that loses a link prints one line and exits with status 1: no input was wrong. A refusal
-means one line from one rank, and status 2 from every rank. torchrun ends the other ranks as soon as
-one has failed, so the ranks meet before they exit. They meet in the key-value store. A collective
-would need every rank, and one that is busy elsewhere would never join.
+If the user's input is wrong, one rank prints one line, and every rank exits with status 2. torchrun
+ends the other ranks as soon as one rank has failed, so the ranks wait for each other before they
+exit. They count each other in the key-value store, because a collective would block if a rank is
+busy elsewhere. A rank that loses the connection to another rank prints one line and exits with
+status 1.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from megatron_epp.runtime.executor import LinkLost
 logger = logging.getLogger(__name__)
 
 BAD_INPUT, FAILED = 2, 1
-# Exceptions that may be a refusal; the last two are no Exception.
+# Exceptions that may mean wrong input; the last two are not subclasses of Exception.
 ENDINGS = (Exception, SystemExit, CheckpointException)
-# How long to wait for the other ranks. Before there is a process group, all ranks read the same
-# flags and will come, as slowly as they import. Afterwards, a rank in a collective never comes.
+# How long to wait for the other ranks. Before the process group exists, every rank finds the error,
+# but slow imports may delay it. Later, ranks that block in a collective never find the error.
 PATIENCE_AT_START_SECONDS, PATIENCE_SECONDS = 30.0, 5.0
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-# Part of Megatron's message, and the advice that replaces Megatron's.
+# Part of a message of Megatron -> advice that replaces Megatron's own.
 _REMEDIES = {
     "sharding type": "The optimizer's states were saved for one layout; save with "
     "--dist-ckpt-optim-fully-reshardable to resume with other degrees, and resume this checkpoint "
@@ -49,11 +50,11 @@ _REFUSED, _REPORTED = "megatron_epp/refused", "megatron_epp/spoken"
 
 
 def finish() -> None:
-    """Leave the process groups together, after the last collective of a finished job.
+    """Destroy the process groups on all ranks, at the end of a successful job. Collective.
 
-    Python must not shut down while a gloo worker thread still cleans up its last operation. The
-    thread then waits for the interpreter's lock, is ended instead, and aborts the process: about
-    one run in fifteen ended with status -6 after everything was trained and saved.
+    Python must not shut down while a gloo worker thread still cleans up its last operation.
+    Otherwise Python ends the thread while it waits for the interpreter's lock, which aborts the
+    process: about one run in fifteen ended with status -6 after everything was trained and saved.
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -64,15 +65,15 @@ def finish() -> None:
     if parallel_state is not None:
         parallel_state.destroy_model_parallel()
     distributed.destroy_process_group()
-    # Modules and optimizers hold groups in reference cycles; a group joins its threads when freed.
+    # Reference cycles of modules and optimizers keep groups alive; a freed group joins its threads.
     gc.collect()
 
 
 def is_users_mistake(error: BaseException) -> bool:
-    """Return whether ``error`` is about the user's input, and not a bug.
+    """Return whether ``error`` reports wrong input of the user, and not a bug.
 
-    It is if this package's own code raised it as a ValueError or as one of this package's errors. A
-    ValueError from torch or Megatron keeps its traceback.
+    The result is True for a ValueError, or an error class of this package, that this package's own
+    code raised. A ValueError raised in torch or Megatron counts as a bug and keeps its traceback.
     """
     from_package = type(error).__module__.startswith("megatron_epp.")
     if not (from_package or isinstance(error, ValueError)):
@@ -87,10 +88,10 @@ def is_users_mistake(error: BaseException) -> bool:
 def refused_by_megatron(error: BaseException) -> ValueError | None:
     """Return Megatron's exception as a ValueError if it refuses the user's input, else None.
 
-    It does if Megatron raises it on purpose (an assert or a raise) before training. An exception in
-    a call from this package does not count: the call could be wrong. Megatron checks many flags
-    only when it builds the component. If it cannot read a checkpoint, it exits without an
-    exception, with status 0.
+    Megatron checks many flags only when it builds a component. So an exception refuses the input if
+    an assert or raise statement of Megatron raises it before training. Exceptions in calls from
+    this package do not count, because the call could be wrong. If Megatron cannot read a
+    checkpoint, it raises SystemExit with status 0, which counts.
     """
     frames = traceback.extract_tb(error.__traceback__)
     modules = [str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(error.__traceback__)]
@@ -119,11 +120,11 @@ def refused_by_megatron(error: BaseException) -> ValueError | None:
 
 
 def lost_rank(error: BaseException) -> LinkLost | None:
-    """Return the loss of another rank that an exception is, met outside of the pipeline's links.
+    """Return a LinkLost if ``error`` shows, outside the pipeline's links, that a rank is lost.
 
-    A collective of Megatron's meets it while a checkpoint is saved or gradients are reduced; torch
-    raises it of gloo as a plain RuntimeError, of a store as one of its own. None: it is not, or
-    ranks have not met yet.
+    Such an error occurs in a collective of Megatron's, while a checkpoint is saved or gradients are
+    reduced. torch raises a RuntimeError for gloo, and its own error classes for a store. The result
+    is None for other errors, and before the process group exists.
     """
     distributed = torch.distributed
     of_store = (distributed.DistNetworkError, distributed.DistStoreError)
@@ -141,7 +142,7 @@ def lost_rank(error: BaseException) -> LinkLost | None:
 
 
 def reason(error: BaseException) -> str:
-    """Return one line for an exception of Megatron's: its message, else its place and condition."""
+    """Return the message of Megatron's exception in one line; without message, its source line."""
     message = " ".join(str(error).split())
     if message and not isinstance(error, KeyError):
         return message
@@ -154,10 +155,10 @@ def reason(error: BaseException) -> str:
 
 
 def refuse_and_exit(error: BaseException) -> NoReturn:
-    """End this rank with status 2 (a lost link: 1); one of the ranks prints the line.
+    """End this rank with status 2 (for LinkLost: 1); one of the ranks prints the error.
 
     The process ends immediately, because ranks in a collective would block an orderly shutdown. Its
-    child processes, such as the planner's, end with it.
+    child processes, such as planner processes, also end.
     """
     logger.debug("where the refusal came from", exc_info=error)
     status = FAILED if isinstance(error, LinkLost) else BAD_INPUT
@@ -176,7 +177,7 @@ def refuse_and_exit(error: BaseException) -> NoReturn:
 
 
 def _finish_saves() -> None:
-    """Finalise asynchronous saves if all ranks are refused and have met: it takes all of them."""
+    """Finalise asynchronous saves, which is collective, if all ranks have reached this point."""
     _, ranks = rank_of()
     if SAVES.pending() and (ranks <= 1 or _meeting_place().add(_REFUSED, 0) >= ranks):
         from megatron.training.async_utils import maybe_finalize_async_save
@@ -185,9 +186,9 @@ def _finish_saves() -> None:
 
 
 def require_launcher() -> None:
-    """End this rank with one line if torchrun, which keeps the store, has already ended.
+    """End this rank with one line if torchrun, which serves the store, has already ended.
 
-    The thread that watches torchrun (launcher.py) cannot see that it existed before.
+    The thread that watches torchrun (launcher.py) notices only an end that happens later.
     """
     if os.environ.get(AGENT_STORE) != "True":
         return
@@ -204,10 +205,10 @@ def require_launcher() -> None:
 
 
 def _may_report(lost: bool = False) -> tuple[bool, bool]:
-    """Wait for the other ranks; return whether this rank reports, and whether any is not refused.
+    """Wait for the other ranks; return (this rank prints the error, some rank has no error).
 
-    Rank 0 reports, or, if it is not refused, the first rank that is. ``lost``: another rank is
-    gone, possibly rank 0 with the store that it keeps.
+    Rank 0 prints its error. If rank 0 has no error, the first rank with an error prints it.
+    ``lost`` is whether another rank is lost, possibly rank 0 with the store that it serves.
     """
     rank, ranks = rank_of()
     if ranks <= 1:
@@ -226,13 +227,13 @@ def _may_report(lost: bool = False) -> tuple[bool, bool]:
             is_first = order == 1 and store.add(_REPORTED, 1) == 1
         return is_first, store.add(_REFUSED, 0) < ranks
     except Exception:
-        # There is no store, or it ended with rank 0, which has reported then, unless it was killed;
-        # the job ends anyway.
+        # There is no store, or it has ended with rank 0. Unless rank 0 was killed (``lost``), it
+        # has then printed its error.
         return rank == 0 or lost, lost
 
 
 def _meeting_place() -> Any:
-    """Return the process group's store; before there is one, torchrun's store."""
+    """Return the process group's store; before the process group exists, torchrun's store."""
     distributed = torch.distributed
     if distributed.is_initialized():
         return distributed.distributed_c10d._get_default_store()
@@ -240,7 +241,7 @@ def _meeting_place() -> Any:
 
 
 def torchrun_store() -> Any:
-    """Return the store that torchrun keeps.
+    """Return a client of the key-value store that torchrun serves.
 
     Raises:
         RuntimeError: torchrun did not start this process, or its store does not answer.

@@ -1,4 +1,4 @@
-"""Environment variables with which a launcher tells a process its rank, checked once."""
+"""Checks of the environment variables by which a launcher passes a process its rank."""
 
 import os
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ _TASKS = "SLURM_STEP_NUM_TASKS"
 
 
 def require_environment(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise a ValueError that names the first variable with a value that no launcher sets."""
+    """Raise a ValueError that names the first variable with an invalid value."""
     numbers = {name: _number(name, environ[name]) for name in _NUMBERS if name in environ}
     if "RANK" not in numbers and numbers.get("WORLD_SIZE", 1) > 1:
         raise _bad("WORLD_SIZE", environ["WORLD_SIZE"], "RANK as well, or neither")
@@ -35,7 +35,7 @@ def require_environment(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def lone_copies(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the warning about Slurm tasks that each train alone; None if there are none."""
+    """Return a warning if several Slurm tasks would each train alone; None otherwise."""
     tasks = environ.get(_TASKS, "")
     if "RANK" in environ or not tasks.isdecimal() or int(tasks) < 2:
         return None

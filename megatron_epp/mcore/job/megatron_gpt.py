@@ -1,9 +1,10 @@
-"""Megatron's own way of training a GPT: its datasets, batches, forward step and loss.
+"""Datasets, batches, forward step and loss of Megatron's own GPT training, without ``--epp``.
 
-This is the path without ``--epp``. The megatron-core wheel has the trainer but not the script that
-defines these four. The functions here compute what Megatron-LM's script computes, bit for bit.
+The megatron-core wheel contains the trainer, but not Megatron-LM's script pretrain_gpt.py, which
+defines these functions. The results of this module equal the results of that script bit for bit.
 
-    B samples of a micro-batch, S tokens of a sample (the context), C documents in a packed batch
+Shapes: B samples of a micro-batch, S tokens of a sample (the context), C document boundaries of a
+packed batch.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ BATCH_TENSORS = (
     "position_ids",
     "tokens",
 )
-# --check-for-spiky-loss: a loss this many times the largest one seen is suspect.
+# --check-for-spiky-loss: a loss more than this many times the largest earlier loss is a spike.
 SPIKE_FACTOR = 10
 
 
@@ -67,10 +68,10 @@ SPIKE_FACTOR = 10
 def forward_step(
     data_iterator: Any, model: Any, return_schedule_plan: bool = False
 ) -> tuple[Any, Any]:
-    """Run one micro-batch through this stage; return its output and the last stage's loss function.
+    """Run one micro-batch through this stage; return the stage's output and the loss function.
 
-    With ``return_schedule_plan`` (Megatron's overlap of expert communication) the first value is
-    the model's schedule plan of the micro-batch.
+    With ``return_schedule_plan`` (Megatron's overlap of expert communication), the model's schedule
+    plan of the micro-batch replaces the output. Only the last stage calls the loss function.
     """
     args, timers, straggler = get_args(), get_timers(), StragglerDetector()
     timers("batch-generator", log_level=2).start()
@@ -92,7 +93,7 @@ def forward_step(
 def loss(
     loss_mask_BS: torch.Tensor, token_losses_BS: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss summed over the unmasked tokens, their number, and both for the log."""
+    """Return the summed loss of the unmasked tokens, the number of these tokens, and log values."""
     args = get_args()
     mask = loss_mask_BS.view(-1).float()
     total = torch.sum(token_losses_BS.view(-1).float() * mask)
@@ -104,7 +105,7 @@ def loss(
 def validate(total: torch.Tensor, args: argparse.Namespace) -> None:
     """Validate the loss with Megatron's re-run machine, which replays a rejected iteration.
 
-    The forward pass is deterministic, so a replay has to agree exactly.
+    The forward pass is deterministic, so the tolerance between iteration and replay is 0.
     """
     machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
@@ -132,10 +133,10 @@ def validate(total: torch.Tensor, args: argparse.Namespace) -> None:
 
 
 def next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
-    """Return the tensors of the next micro-batch that this rank needs, None for other keys.
+    """Return the tensors of the next micro-batch that this rank needs; other keys are None.
 
     Tensor-parallel rank 0 reads the batch and broadcasts it. Stages between the first and the last
-    need only the boundaries of packed documents. Each context-parallel rank keeps its shard of the
+    need only the boundaries of packed documents. Each context-parallel rank gets its shard of the
     tokens.
     """
     args = get_args()
@@ -182,10 +183,10 @@ def next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
 
 
 def packed_sequences(batch: dict[str, Any], tokens_per_sample: int) -> PackedSeqParams | None:
-    """Return the boundaries of the documents of a packed batch; None if it is not packed.
+    """Return the document boundaries of a packed batch; None if the batch is not packed.
 
-    The count of floating-point operations uses the true boundaries. The attention uses the padded
-    ones if there are any: Megatron 0.19 does not distinguish the two there.
+    Megatron's count of floating-point operations gets the true boundaries. The attention gets the
+    padded boundaries, if there are any, because Megatron 0.19's attention accepts only one kind.
     """
     if batch["cu_seqlens"] is None:
         return None
@@ -225,7 +226,9 @@ def _holds_mtp(args: argparse.Namespace, vp_stage: int | None) -> bool:
 
 
 def datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Return the training, validation and test sets with at least ``samples`` samples; None for 0.
+    """Return the training, validation and test sets.
+
+    ``samples`` are the minimum numbers of samples of the three sets.
 
     Raises:
         ValueError: A corpus file is missing or truncated.
@@ -243,17 +246,17 @@ def datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, 
     return tuple(built)
 
 
-# Every rank calls it and builds what it needs; Megatron looks for this attribute.
+# Megatron reads this attribute: every rank calls ``datasets``, and builds what it needs.
 datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def require_validation(args: argparse.Namespace, there: bool) -> None:
-    """Refuse a job that evaluates without validation data, which Megatron notices only later.
+    """Refuse a job that evaluates without validation data, before Megatron fails at evaluation.
 
-    ``there`` says whether part of the corpus is for validation.
+    ``there`` is whether part of the corpus is used for validation.
 
     Raises:
-        ValueError: There is no validation data.
+        ValueError: The job evaluates, but there is no validation data.
     """
     if not there and (args.eval_iters or args.full_validation):
         raise ValueError(
@@ -265,11 +268,11 @@ def require_validation(args: argparse.Namespace, there: bool) -> None:
 def _examine_corpus(args: argparse.Namespace) -> None:
     """Refuse a damaged corpus before Megatron opens it.
 
-    Megatron opens it around a barrier, where an error on one rank blocks the others. Here all ranks
-    find the error.
+    Megatron opens the corpus on some ranks while the others wait at a barrier, so an error would
+    block them. Here every rank finds the error.
 
     Raises:
-        ValueError: The file, and what is wrong with it.
+        ValueError: A corpus file is missing or damaged; the message names the file.
     """
     if args.mock_data or args.sft or args.object_storage_cache_path is not None:
         return
@@ -289,7 +292,10 @@ def _kind_of_dataset(args: argparse.Namespace) -> type:
 
 
 def _reads_data(vp_stage: int | None = None) -> bool:
-    """Return whether this rank builds the datasets: tensor-parallel rank 0 if they are needed."""
+    """Return whether this rank builds the datasets.
+
+    Tensor-parallel rank 0 builds them on stages that need them.
+    """
     args = get_args()
     if parallel_state.get_tensor_model_parallel_rank() != 0:
         return False
@@ -297,7 +303,7 @@ def _reads_data(vp_stage: int | None = None) -> bool:
 
 
 def _sequences_of(path: str) -> Any:
-    """Return the contents of --per-dataset-sequences-path.
+    """Return the parsed JSON file of --per-dataset-sequences-path.
 
     Raises:
         ValueError: The file cannot be read.
@@ -309,7 +315,7 @@ def _sequences_of(path: str) -> Any:
 
 
 def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
-    """Return Megatron's dataset configuration for its flags."""
+    """Return the dataset configuration that Megatron's flags describe."""
     blend, blend_per_split = blends_of(args)
     path = args.per_dataset_sequences_path
     fields: dict[str, Any] = {
@@ -317,17 +323,17 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         "blend": blend,
         "blend_per_split": blend_per_split,
         "sequences_per_dataset": None if path is None else _sequences_of(path),
-        # what a sample is
+        # contents of a sample
         "reset_position_ids": args.reset_position_ids,
         "reset_attention_mask": args.reset_attention_mask,
         "create_attention_mask": args.create_attention_mask_in_dataloader,
         "inter_document_masking": args.dataloader_inter_document_masking,
-        # where its tokens go
+        # sharding of its tokens
         "context_parallel_size": args.context_parallel_size,
         "data_parallel_size": args.data_parallel_size,
         "sequence_parallel_size": args.tensor_model_parallel_size * args.sequence_parallel,
         "hybrid_context_parallel": args.hybrid_context_parallel,
-        # how files are read
+        # reading of files
         "fast_cache_load": args.dataloader_fast_cache_load,
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
     }
@@ -342,8 +348,8 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
 def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
     """Return the ranks of a pipeline that hold a word embedding.
 
-    These are the rank of the first stage, that of the last if embeddings are tied, and those of
-    MTP.
+    These are the rank of the first stage, the ranks with MTP layers, and, if embeddings are tied,
+    the rank of the last stage.
     """
     args = get_args()
     first, *_ = place_of(args) or (0,)
@@ -358,10 +364,10 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
 
 
 def refuse_unsupported(args: argparse.Namespace) -> None:
-    """Refuse a feature that Megatron-LM's script has and this one lacks.
+    """Refuse a feature of Megatron-LM's script that this module does not support.
 
     Raises:
-        ValueError: The flag of the feature is given.
+        ValueError: --logits-load-dir is given.
     """
     if args.logits_load_dir is not None:
         raise ValueError(

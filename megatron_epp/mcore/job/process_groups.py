@@ -1,4 +1,4 @@
-"""Process groups of elastic pipeline parallelism, derived from Megatron's."""
+"""Process groups of elastic pipeline parallelism, derived from Megatron's process groups."""
 
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -17,8 +17,9 @@ from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.rebuilt import speaking
 from megatron_epp.runtime.stage_peers import Peers
 
-# Thread blocks of a message's kernel, including those that wait for the other end. Four reach some
-# 90 GB/s within a node. NCCL would take up to 32 of 132, which then compute nothing.
+# Largest number of thread blocks of a message's kernel. A kernel that waits for the other end
+# occupies them, too. Four blocks reach about 90 GB/s within a node. By default, NCCL would occupy
+# up to 32 of 132 multiprocessors, which could not compute meanwhile.
 MESSAGE_BLOCKS = 4
 
 
@@ -27,18 +28,18 @@ def make_groups(
     place: Sequence[int] = (),
     check: Callable[[dist.ProcessGroup], None] = lambda group: None,
 ) -> Groups:
-    """Make the process groups. Collective: every rank calls it once, after Megatron's groups exist.
+    """Create the process groups. Collective over the world, after Megatron's groups exist.
 
-    Waits in these groups have Megatron's timeout. Together with the control group, three groups
-    span the world, whatever its size. A message names both its ends, and NCCL makes a communicator
-    for each pair of ranks that communicate. Replicas that are planned together have a group on the
-    CPU.
+    Waits in these groups have Megatron's timeout. The control group and one group per direction of
+    messages span the world. Within a message group, NCCL creates a communicator for each pair of
+    ranks that communicate. With several replicas, the ranks that share a plan also have a CPU
+    group.
 
     Args:
         device: Device of this rank.
         place: The rank of every stage; empty if stage i lies on rank i.
-        check: Compares, over the control group, the local values from which ranks make the other
-            groups.
+        check: Function called with the control group, before the other groups are created. It
+            compares the local values from which ranks derive the groups.
     """
     # Imported here: external training loops use this module with another trainer.
     from megatron.training import get_args
@@ -79,15 +80,15 @@ def make_groups(
 def block_group(
     number: int, control: dist.ProcessGroup, timeout: timedelta
 ) -> tuple[dist.ProcessGroup, int, int]:
-    """Make the group of the replicas that are planned together. Collective over ``control``.
+    """Create the group of the ranks that share a plan. Collective over ``control``.
 
     Args:
-        number: Number of this rank's lockstep group, or its replica.
-        control: Group of all ranks, on the CPU.
+        number: Index of this rank's lockstep group (of its replica, without lockstep).
+        control: CPU group of all ranks.
         timeout: Limit for waits in the group.
 
     Returns:
-        The group, the group's rank that plans, and the number of planning ranks on this host.
+        The group, the rank in the group that plans, and the number of planning ranks on this host.
     """
     every: list[Any] = [None] * control.size()
     dist.all_gather_object(every, (socket.gethostname(), number), group=control)
@@ -96,7 +97,7 @@ def block_group(
     here = sum(hosts[rank] == hosts[control.rank()] for rank in planners.values())
     group, planner = None, 0
     for block in planners:
-        # Every rank makes every group, in one order, as Megatron does.
+        # torch requires that every rank creates every group, in the same order.
         ranks = [rank for rank, other in enumerate(blocks) if other == block]
         new = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc="epp_block")
         if block == number:
@@ -106,9 +107,10 @@ def block_group(
 
 
 def layer_groups(holder: Any) -> list[dist.ProcessGroup]:
-    """Return this rank's groups that layers communicate in.
+    """Return this rank's groups in which layers communicate.
 
-    ``holder``, flags or a configuration, describes the model; some layer kinds add groups.
+    ``holder`` describes the model: Megatron's args or configuration, or None. Layer kinds in it may
+    add groups.
     """
     groups = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
     return groups + [group for part in LAYER_KINDS for group in part.layer_groups(holder)]
@@ -117,7 +119,8 @@ def layer_groups(holder: Any) -> list[dist.ProcessGroup]:
 def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
     """Yield this rank's groups in which Megatron's trainer communicates outside of layers.
 
-    It sums gradients, their norm and tokens in them. All ranks yield theirs in one order.
+    The trainer sums gradients, gradient norms and token counts in these groups. All ranks yield
+    their groups in the same order.
     """
     yield mpu.get_data_parallel_group(with_context_parallel=True)
     yield mpu.get_pipeline_model_parallel_group()
@@ -128,7 +131,7 @@ def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
         yield mpu.get_intra_distributed_optimizer_instance_group()
     embedding = mpu.get_embedding_group(check_initialized=False)
     if not args.untie_embeddings_and_output_weights and embedding is not None:
-        yield embedding  # only the ranks of such a group know it
+        yield embedding  # None on ranks outside of the group
     for part in LAYER_KINDS:
         yield from part.trainer_groups(args)
 
@@ -136,9 +139,9 @@ def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
 def message_groups(
     device: torch.device, timeout: timedelta, of_head: bool = False, place: Sequence[int] = ()
 ) -> dict[Payload, dist.ProcessGroup]:
-    """Make a group that spans the world for each direction of messages. Collective over the world.
+    """Create one group over the world per direction of messages. Collective over the world.
 
-    Every link is initialised once. With one stage there are no groups.
+    The function also initialises every link between stages. With one stage there are no groups.
 
     Args:
         device: Device of this rank.
@@ -150,7 +153,7 @@ def message_groups(
         The groups by direction.
 
     Raises:
-        ValueError: torch.distributed was initialised in a way that blocks pipelines.
+        ValueError: torch.distributed was initialised in a way that would block pipelines.
     """
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     groups: dict[Payload, dist.ProcessGroup] = {}
@@ -173,14 +176,14 @@ def message_groups(
 def message_options(device: torch.device, timeout: timedelta) -> Any:
     """Return NCCL's options for the messages of one direction.
 
-    Returns None on a CPU-only host and where ranks share a GPU: NCCL does not carry messages there.
+    The result is None if NCCL does not carry messages: on a CPU-only host, or if ranks share a GPU.
     """
-    # For a mixed world ("cpu:gloo,cuda:nccl"), dist.get_backend() returns the whole name.
+    # In a mixed world, dist.get_backend() would return both names: "cpu:gloo,cuda:nccl".
     world = speaking(dist.distributed_c10d._get_default_group())
     if device.type != "cuda" or world._get_backend(device).name() != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options()
-    # With high priority, a message's thread blocks do not queue after those of attention and norms.
+    # With high priority, a message's thread blocks need not wait for those of attention and norms.
     options.is_high_priority_stream = True
     options._timeout = timeout  # torch warns if it differs from the group's
     options.config.max_ctas = MESSAGE_BLOCKS
@@ -189,10 +192,11 @@ def message_options(device: torch.device, timeout: timedelta) -> Any:
 
 
 def initialise_communicators(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Run one all-reduce in ``group``, so that NCCL makes its communicator now.
+    """Run one all-reduce in ``group``, so that NCCL creates its communicator now.
 
-    Making it may wait for the device and for all ranks of the group. That must not happen during an
-    iteration, where receives are posted, nor at its end, when torch holds the memory that it needs.
+    Creating a communicator may wait for the device and for all ranks of the group, which could
+    block in an iteration with posted receives. It also needs memory, which torch has reserved by
+    the end of an iteration.
     """
     if group.size() > 1:
         dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -1,6 +1,7 @@
-"""Flags of Megatron and of --epp: read once, refused in one line.
+"""Reading and validation of Megatron's flags and the flags of --epp.
 
-Any exception that Megatron raises while it reads flags counts as the user's mistake.
+Invalid flags raise a one-line ValueError. Any exception that Megatron raises while it reads flags
+counts as an error in the flags.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _as_typed(parser: ArgumentParser) -> ArgumentParser:
 def read_flags(watch: Watch = _as_typed) -> Namespace:
     """Return the validated flags of Megatron and --epp, and set Megatron's global arguments.
 
-    ``watch`` may make the parser return other values than those typed.
+    ``watch`` wraps the parser, and may replace the values that the user has typed.
 
     Raises:
         ValueError: A flag is unknown, or Megatron or this host refuses it.
@@ -49,7 +50,7 @@ def read_flags(watch: Watch = _as_typed) -> Namespace:
     from megatron_epp.mcore.placing.placeholder import placeholder
 
     with refusals_as_value_errors():
-        # First pass, before Megatron's own checks, to name features that the CPU lacks.
+        # The first pass, before Megatron's own checks, finds features that a CPU does not support.
         wanted = parse_args(lambda parser: watch(prepare_parser(parser)))
         if cpu_host.is_cpu_host():
             refusals.refuse_gpu_flags(wanted)
@@ -73,7 +74,7 @@ def read_flags(watch: Watch = _as_typed) -> Namespace:
         try:
             args = parse_and_validate_args(prepare, args_defaults=defaults)
         except Exception:
-            if wanted.epp:  # --epp's refusals of a feature come before Megatron's conditions on it
+            if wanted.epp:  # prefer the error that --epp does not support the feature
                 refusals.refuse_by_name(parse_args(prepare))
             raise
         if args.epp:
@@ -81,8 +82,8 @@ def read_flags(watch: Watch = _as_typed) -> Namespace:
         require_data_flags(args)
         require_local(args)
         require_complete(args)
-        # Later versions of Megatron (#7418) leave tokenizer, timers and writers to the caller, who
-        # may build the configuration first; this needs the vocabulary size.
+        # Later versions of Megatron (#7418) let the caller start tokenizer, timers and writers. The
+        # configuration needs the tokenizer's vocabulary size, so they are started here.
         start = getattr(global_vars, "initialize_runtime_services", None)
         if start is not None:
             start(args)
@@ -90,7 +91,7 @@ def read_flags(watch: Watch = _as_typed) -> Namespace:
 
 
 def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
-    """Add --epp's flags and this host's defaults to Megatron's parser; it raises, never exits."""
+    """Add --epp's flags and this host's defaults to Megatron's parser; errors raise ValueErrors."""
     with_our_flags(parser)
     # Megatron divides by --eval-interval even without evaluation (training.py:4481).
     parser.set_defaults(eval_interval=1000)
@@ -106,10 +107,10 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
 
 
 def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
-    """Return Megatron's ``parser`` with --epp's flags.
+    """Add the flags of --epp to Megatron's ``parser``, and return it.
 
-    With --epp, it also removes flags that layer kinds replace, and segments of interleaved
-    pipelines.
+    With --epp, the parser also resets flags that layer kinds replace, and joins the segments of
+    interleaved pipelines to one segment per stage.
     """
     extended = config.add_arguments(virtual_flags.watch_virtual_stages(parser))
     return replaced.watch(extended, (*replaced_by_kinds(), *SEGMENTS))
@@ -118,7 +119,7 @@ def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
 def _naming_its_flag(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Wrap a type function so that an exception in Megatron's ``eval`` becomes an argparse error.
 
-    argparse then names the flag. An example is a pattern of layers, "[0]*1+[1]*3".
+    argparse then names the flag. An example of such a value is a layer pattern, "[0]*1+[1]*3".
     """
 
     @wraps(read)
@@ -139,7 +140,7 @@ def _refuse(message: str) -> NoReturn:
 def refusals_as_value_errors() -> Iterator[None]:
     """Convert exceptions that Megatron raises while it reads flags to ValueErrors with a reason.
 
-    Many of its checks are bare asserts; the message is then the asserted condition.
+    Many of Megatron's checks are asserts without a message; the reason is then the condition.
     """
     try:
         yield
@@ -156,7 +157,7 @@ def refusals_as_value_errors() -> Iterator[None]:
 
 
 def be_the_only_process() -> None:
-    """Set the variables that torchrun would set for a single process, for a start without it."""
+    """Set the environment variables of a single process, for a start without torchrun."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -166,5 +167,5 @@ def be_the_only_process() -> None:
 
 
 def rank() -> int:
-    """Return this process's rank in the world, 0 without a launcher."""
+    """Return this process's global rank; 0 without a launcher."""
     return rank_of()[0]

@@ -1,4 +1,4 @@
-"""Choice of this rank's attention kernels: selected by flag and tested on the device."""
+"""Choice of this rank's attention kernels, by flag and by a test on the device."""
 
 import logging
 import os
@@ -23,9 +23,9 @@ from megatron_epp.te_reference import reference_switch
 logger = logging.getLogger(__name__)
 
 AUTO_BACKEND, TE, TORCH = "auto", "te", "torch"
-_UNFUSED = "NVTE_UNFUSED_ATTN"  # Transformer Engine reads it whenever it chooses a kernel
-SIZES = 8  # GPU kernels take head sizes that are multiples of this
-# Transformer Engine refuses by assertions in many places; an old version has fewer arguments.
+_UNFUSED = "NVTE_UNFUSED_ATTN"  # Transformer Engine reads it each time it chooses a kernel
+SIZES = 8  # GPU kernels support head sizes that are multiples of this
+# Transformer Engine refuses inputs by assertions; old versions raise TypeErrors for new arguments.
 _REFUSALS = (AssertionError, ImportError, OSError, RuntimeError, TypeError, ValueError)
 
 
@@ -39,16 +39,16 @@ def this_device() -> torch.device:
 def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
     """Select the attention for a model, and test its kernels on the device.
 
-    Without a GPU, torch's CPU kernels are used without a test. If a kernel is refused, a warning
-    says why.
+    On a CPU-only host, the function returns torch's CPU kernels without a test. If a preferred
+    kernel fails its test, a warning names the reason.
 
     Args:
-        wanted: Value of --epp-attention; ``auto`` takes the first correct kernels.
+        wanted: Value of --epp-attention; ``auto`` selects the first correct kernels.
         config: Megatron's configuration of the model.
         device: Device of this rank.
 
     Raises:
-        ValueError: No kernels can be used; the message has each reason.
+        ValueError: No kernels are correct on this device; the message contains each reason.
     """
     heads, all_heads = heads_of(config), heads_of(config, context=1)
     by_gpu_kernels = device.type == "cuda" or cpu_host.has_gpu_kernels()
@@ -60,7 +60,7 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
             )
         return PartsAttention(heads.scale)
     if reference_switch.is_started() and heads.dtype == torch.float64:
-        # A certificate; this tests the kernels, not their number format.
+        # A certificate in float64; the test is about the kernels, not about the number format.
         heads, all_heads = (replace(one, dtype=torch.bfloat16) for one in (heads, all_heads))
     if heads.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
@@ -115,9 +115,10 @@ def _right_kernel(
 
 
 def _sizes(heads: Heads) -> list[tuple[int, int]]:
-    """Return the (query and key, value) head sizes to try, smallest first.
+    """Return the pairs of head sizes to try: (size of queries and keys, size of values).
 
-    These are the sizes rounded up to multiples of 8, then the larger size for both.
+    The first pair is rounded up to multiples of 8. If its sizes differ, the second pair uses the
+    larger size for both.
     """
     size, value = (-(-each // SIZES) * SIZES for each in (heads.size, heads.value))
     most = max(size, value)
@@ -136,9 +137,10 @@ def _kernel(name: str, heads: Heads, sizes: tuple[int, int]) -> Kernel:
 def _no_scores() -> Iterator[None]:
     """Forbid Transformer Engine's unfused attention in this context.
 
-    It would hold all scores, which fit no memory for a long context, and the planner would plan
-    ever smaller chunks. Transformer Engine then reports that no attention is left. The context
-    surrounds its calls only, because Megatron expects the variable to be 1 when it builds a model.
+    Unfused attention stores all scores, which exceed the memory with long contexts. The planner
+    would react with ever smaller chunks. In this context, Transformer Engine raises an error if no
+    other attention is available. Only calls of Transformer Engine run in this context, because
+    Megatron expects the environment variable to be 1 when it builds a model.
     """
     before = os.environ.get(_UNFUSED)
     os.environ[_UNFUSED] = "0"
@@ -152,7 +154,7 @@ def _no_scores() -> Iterator[None]:
 
 
 def _engine(heads: Heads) -> Kernel:
-    # Older versions take one number for equal sizes.
+    # Older versions accept only a single number, for equal sizes.
     sizes = heads.size if heads.size == heads.value else (heads.size, heads.value)
     return TransformerEngineKernel(heads.query, heads.key, sizes, heads.scale, _no_scores)
 

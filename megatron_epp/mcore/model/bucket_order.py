@@ -1,17 +1,17 @@
-"""Order in which gradients are reported when the last op of a stage is a W or G.
+"""Order in which gradients are reported to DDP when the last op of a stage is a W or G.
 
 Megatron's DDP starts the reduction of a bucket when each of its parameters has been reported ready
 as often as in the first iteration: once, by the hooks of the last backward. All replicas must start
-their buckets in the same order, and the last op of another replica's plan may be a B. With W last,
-the hooks of a last B are spread over two ops:
+their buckets in the same order, but the last op is a B in some replicas' plans and a W in others.
+If the last op is a W, two ops complete the gradients:
 
     ... I3 W0 I2 W3 W2        I2: last gradients of norms, biases, embeddings
                               W2: last gradients of the linear layers' weights
 
-With vocabulary parallelism they are spread over a B and a G. Therefore the stage's last B or I
-reports nothing, but records the order in which a B would have reported. The last W or G follows
-this order, computes the deferred gradients, and reports the others in turn. The LM head comes
-first, whichever op completed its gradient.
+With vocabulary parallelism, a B and a G complete the gradients. Therefore the stage's last B or I
+reports no gradients, but records the order in which a B would report them. The last W or G then
+reports all gradients in this order, and computes deferred gradients when their turn comes. The LM
+head is always reported first, no matter which op completes its gradient.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ class ReadyOrder:
     Args:
         model: Stage module.
         report: Function that reports a parameter's complete gradient to DDP.
-        first: Parameters whose gradients come from G alone; they are reported first.
+        first: Parameters whose gradients only G computes; they are reported first.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class ReadyOrder:
     def note(self, parameter: Parameter) -> None:
         """Append ``parameter`` to the order in which :meth:`finish` reports gradients to DDP.
 
-        The hooks call this method when a gradient is accumulated, and the linear layers when a
-        weight gradient is deferred to W. If a weight is used several times, its last use determines
-        the order. Outside of :meth:`noting`, the method does nothing.
+        The parameters' hooks call this method when a gradient is accumulated. Linear layers call it
+        when a weight gradient is deferred to W. If a weight is used several times, its last use
+        determines the order. Outside of :meth:`noting`, the method does nothing.
         """
         if self._noting:
             self._order.pop(parameter, None)
@@ -58,9 +58,9 @@ class ReadyOrder:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Record the order of gradients in this context, around the stage's last B or I.
+        """Record the order of gradients in this context, in which the stage's last B or I runs.
 
-        Hooks on the parameters call :meth:`note`; they are removed at the end.
+        During the context, the parameters have hooks that call :meth:`note`.
         """
         handles = [p.register_post_accumulate_grad_hook(self.note) for p in self._parameters]
         self._noting = True
@@ -74,11 +74,11 @@ class ReadyOrder:
     def finish(self, deferred: DeferredWeightGrads | None = None) -> None:
         """Report all parameters to DDP in the recorded order, and clear the order.
 
-        Call it in the stage's last W or G, after DDP's hooks are enabled.
+        Call this method in the stage's last W or G, after DDP's hooks are enabled.
 
         Args:
-            deferred: Weight gradients of the last W, which are computed here. None in the last G,
-                which has reported the parameters ``first`` itself.
+            deferred: Weight gradients of the last W, which this method computes. None in the last
+                G, which has already reported the parameters ``first``.
         """
         if deferred is None:
             deferred = DeferredWeightGrads()
@@ -88,7 +88,7 @@ class ReadyOrder:
         held = {parameter for parameter in self._order if parameter in deferred}
         for parameter in self._order:
             if parameter in deferred:
-                # Its hook reports it and gradients that come with it.
+                # DDP's hooks report it, and gradients that are computed with it.
                 deferred.accumulate(parameter)
             elif parameter not in held:
                 self._report(parameter)

@@ -27,14 +27,15 @@ def install_in_model(
 ) -> None:
     """Patch ``model`` to compute chunks.
 
-    This patches layers, rotary embedding, MTP, and Transformer Engine's linears in place. It also
-    creates the log entries of the layer kinds.
+    The function patches layers, rotary embedding, MTP, and Transformer Engine's linears in place.
+    It also prepares the log entries of the layer kinds.
 
     Args:
         model: A stage module, not wrapped.
-        context: Most tokens of a document.
+        context: Largest number of tokens of a document.
         attention: The attention of this rank.
-        in_loop: Whether an external training loop also runs inputs that are not chunks.
+        in_loop: Whether an external training loop also calls the model with inputs that are not
+            chunks.
 
     Raises:
         ValueError: A layer is of an unsupported kind.
@@ -44,7 +45,7 @@ def install_in_model(
     if isinstance(model, HybridModel) or mtp_layers_of(model):
         take_output_processor(model)
     install_mtp(model)
-    # Rotates by the positions that it is given.
+    # PositionedRotary rotates by the positions of the chunk's parameters.
     rotates_axes = model.position_embedding_type == "mrope"
     if getattr(model, "rotary_pos_emb", None) is not None and not rotates_axes:
         fused = model.config.apply_rope_fusion
@@ -55,7 +56,7 @@ def install_in_model(
     installed: list[Any] = []
     for index, layer in enumerate(layers_of(model)):
         if any(layer is other for other in installed):
-            continue  # a shared MTP layer; it is installed once
+            continue  # a shared MTP layer, which is already patched
         installed.append(layer)
         dropped = DroppedOutputs()
         for kind in kinds_of_layer(layer):
@@ -66,10 +67,10 @@ def install_in_model(
 
 
 def _from_here_on(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward of a stage's first layer, with an input that requires gradients.
+    """Wrap the forward of a stage's first layer so that its input requires gradients.
 
-    The output of a frozen embedding requires none. Then recomputation, and K and V with gradients
-    from later slices, would have no graph.
+    The output of a frozen embedding does not require gradients. Recomputed layers, and K and V that
+    get gradients from later slices, would then have no graph.
     """
 
     @wraps(forward)
@@ -84,19 +85,20 @@ def _from_here_on(forward: Callable[..., Any]) -> Callable[..., Any]:
 def add_every_gradient(model: nn.Module) -> None:
     """Make Transformer Engine's linears add to weight gradients instead of overwriting them.
 
-    By default, the backward of the micro-batch that ran forward first overwrites the gradients. A
-    plan may run the backward of other chunks before, and their gradients would be lost.
+    By default, the backward of the micro-batch whose forward ran first overwrites the gradients. A
+    plan may run the backward of other chunks earlier, and their gradients would be lost.
     """
     _set_in_modules(model, "is_first_microbatch", False)
-    # Also take no micro-batch for the first: fp8 weights would be quantised only in that one.
+    # Linears must not treat any micro-batch as the first: they would quantise fp8 weights only
+    # then.
     _set_in_modules(model, "disable_parameter_transpose_cache", True)
 
 
 def fuse_weight_gradients(model: nn.Module) -> None:
     """Make Transformer Engine's linears accumulate weight gradients into ``main_grad`` directly.
 
-    The GEMM adds the gradients, so no bf16 gradient is written or stored. The linears are built
-    without fusion, because the flag also applies to Megatron's output layer, which would need apex.
+    The GEMM adds the gradients, so no bf16 gradient is written or stored. Megatron builds the
+    linears without fusion, because its flag also applies to the output layer, which needs apex.
     """
     _set_in_modules(model, "fuse_wgrad_accumulation", True)
 

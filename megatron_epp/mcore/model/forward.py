@@ -16,11 +16,11 @@ def chunk_forward_step(batches: Iterator[ChunkBatch], model: Any) -> tuple[Tenso
     """Run the forward of one chunk on this stage; a forward step for Megatron's schedules.
 
     Args:
-        batches: Iterator over the chunk's inputs, from which one is drawn.
+        batches: Iterator whose next item is the chunk's inputs.
         model: Stage module.
 
     Returns:
-        The model's output, and the loss function for the last stage.
+        The model's output, and the loss function, which only the last stage calls.
     """
     batch = next(batches)
     processor: Any = None
@@ -53,17 +53,17 @@ def chunk_loss(
     """Return the loss summed over unmasked tokens, the number of these tokens, and a report.
 
     With D MTP layers, losses and weights have shape [1 + D, T], and the sum covers all rows. The
-    report has one entry (sum, divisor) per row under Megatron's names. The entries of MTP are sums
-    of the documents' means, with the divisor ``documents``.
+    report contains one entry (sum, divisor) per row, under Megatron's names. The sum in an MTP
+    entry adds the documents' mean losses, and its divisor is ``documents``.
 
-    Megatron divides once per iteration, over the global batch (--calculate-per-token-loss). Its log
-    divides unconditionally, so the divisor in the report is never exactly zero: a batch without
-    targets has the loss 0, and no other divisor changes.
+    Megatron divides the loss once per iteration, by the tokens of the global batch
+    (--calculate-per-token-loss). For its log, Megatron divides each entry without a check for 0. So
+    a tiny number is added to the token count, which changes only a count of 0.
 
     Args:
-        loss_mask_1T: Weights of the tokens.
+        loss_mask_1T: Weights of the tokens' losses in the sum.
         token_losses_1T: Losses of the tokens.
-        means_DT: Weights of the MTP losses in the log.
+        means_DT: Weights of the MTP losses in the report; None without MTP.
         documents: Number of documents that begin in these rows.
     """
     assert loss_mask_1T is not None, "the last stage has one"

@@ -1,7 +1,7 @@
-"""Megatron's HybridModel on torch modules, with the hooks that its GPTModel has.
+"""HybridModel with Megatron's local modules, and with the output processor of GPTModel.
 
-Megatron builds HybridModel of Transformer Engine's modules only. On CPU-only hosts, the same layers
-are built of Megatron's local modules; checkpoints have the keys of Transformer Engine's.
+Megatron builds HybridModel only from Transformer Engine's modules. On CPU-only hosts, this module
+builds its layers from Megatron's local modules. Checkpoint keys are equal in both cases.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from megatron_epp.mcore.lm_head.fused_head import losses_of_each
 
 
 class LocalHybridStack(HybridStack):
-    """HybridStack with torch's final norm; Megatron's uses Transformer Engine's."""
+    """HybridStack with torch's final norm, in place of Transformer Engine's norm."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class LocalHybridStack(HybridStack):
 def local_stack_spec(config: Any, pattern: str) -> ModuleSpec:
     """Return the spec of a HybridStack with local modules for the layers of ``pattern``.
 
-    The spec replaces Megatron's hybrid_stack_spec, which has Transformer Engine's modules.
+    The spec replaces Megatron's hybrid_stack_spec, which uses Transformer Engine's modules.
 
     Args:
         config: The TransformerConfig.
@@ -63,7 +63,7 @@ def local_stack_spec(config: Any, pattern: str) -> ModuleSpec:
         if kind.KIND.STACK and kind.KIND.SYMBOL in symbols:
             layers[kind.KIND.STACK] = layer_spec = kind.local_layer(config)
             kind.fix_local(layer_spec.submodules, config)
-    # The pattern gives the layers of an MTP layer.
+    # The pattern determines the layers within an MTP layer.
     depth = get_mtp_layer_spec_for_backend(None, LocalSpecProvider())
     block = MultiTokenPredictionBlockSubmodules(layer_specs=[depth])
     layers["mtp_block_spec"] = ModuleSpec(module=MultiTokenPredictionBlock, submodules=block)
@@ -71,10 +71,11 @@ def local_stack_spec(config: Any, pattern: str) -> ModuleSpec:
 
 
 def take_output_processor(model: HybridModel | GPTModel) -> None:
-    """Patch the forward of ``model`` to accept ``output_processor``, as GPTModel's forward.
+    """Patch the forward of ``model`` to accept ``output_processor``, as GPTModel's forward does.
 
-    ``output_processor`` is a callable that replaces the output layer and the loss. GPTModel is
-    patched with MTP, because it would compute the MTP losses first.
+    ``output_processor`` is a callable that replaces the output layer and the loss. A GPTModel with
+    MTP is patched, too, because its own forward computes the MTP losses before it calls the
+    processor.
     """
     original: Callable[..., Tensor] = model.forward
 
@@ -85,7 +86,7 @@ def take_output_processor(model: HybridModel | GPTModel) -> None:
             output_processor = losses_of_each
         if output_processor is None or not model.post_process:
             return original(*inputs, **others)
-        model.post_process = False  # the decoder has the final norm and an attribute of its own
+        model.post_process = False  # the decoder has its own attribute, and applies the final norm
         try:
             hidden = original(*inputs, **others)
         finally:

@@ -1,4 +1,4 @@
-"""Model configurations of Megatron's trainer, with the features that local layers lack."""
+"""Model configurations of Megatron's trainer, completed by features that local layers lack."""
 
 import copy
 from functools import partial
@@ -24,10 +24,10 @@ def described(args: Any) -> Any:
 
 
 def fix_layer_spec(description: Any) -> None:
-    """Replace the layer spec in ``description``, so that local layers lack no feature.
+    """Add features that Megatron's local layers lack to the layer spec in ``description``.
 
-    ``description`` is a result of :func:`described` and changes in place. With another
-    --transformer-impl than local, nothing changes.
+    ``description`` is a result of :func:`described`, and is changed in place. Without
+    --transformer-impl local, the function does nothing.
     """
     config = description.transformer
     if config.transformer_impl != "local":
@@ -43,7 +43,7 @@ def fix_layer_spec(description: Any) -> None:
 
     def spec(description: Any, vp_stage: int | None = None) -> Any:
         if wanted is None:
-            own = description.transformer  # of a stage module, if a rank has several
+            own = description.transformer  # of one stage module, if a rank has several
             blocks = (kind.local_block(own, vp_stage) for kind in KIND_MODULES)
             layers_spec = next((block for block in blocks if block is not None), None)
             layers_spec = (
@@ -53,7 +53,7 @@ def fix_layer_spec(description: Any) -> None:
             layers_spec = copy.deepcopy(
                 wanted if isinstance(wanted, ModuleSpec) else wanted(description)
             )
-        # Layers of one kind share one spec; for several kinds the list refers to shared specs.
+        # Layers of one kind share a spec, so the list may contain a spec several times.
         for layer in getattr(layers_spec, "layer_specs", None) or [layers_spec]:
             for kind in KIND_MODULES:
                 kind.fix_local(layer.submodules, description.transformer)
@@ -63,7 +63,7 @@ def fix_layer_spec(description: Any) -> None:
 
 
 def _fix_mtp(config: Any, block: Any) -> Any:
-    """Complete the local layers of the MTP layers in ``block``."""
+    """Add features to the local layers of the MTP layers in ``block``, and return it."""
     for depth in [] if block is None else block.layer_specs:
         for kind in KIND_MODULES:
             kind.fix_local(depth.submodules.mtp_model_layer.submodules, config)

@@ -1,11 +1,11 @@
 """fp8 in Transformer Engine's linears on chunks.
 
-Megatron's block sets, around a layer's forward, whether the layer computes in fp8. Recomputation in
-a backward runs outside of it, so here every linear sets it for itself. A linear quantises its
-weight in the first forward of an iteration and caches it. The cache is cleared before the next
-iteration, because nothing else tells Transformer Engine that the weights changed: no micro-batch is
-marked as the first (elastic_layers.py). Weights held in fp8 (--fp8-param-gather) are quantised by
-the optimizer's step, and linears cache nothing.
+Megatron's TransformerBlock enters an fp8 context around each layer's forward. Recomputation in a
+backward does not run in that context, so here every linear enters the fp8 context itself. A linear
+quantises its weight in the first forward of an iteration, and caches the result. The cache is
+cleared before the next iteration. Otherwise Transformer Engine would use old weights, because no
+micro-batch is marked as the first (elastic_layers.py). With --fp8-param-gather, the optimizer
+quantises the weights, and linears cache nothing.
 """
 
 import logging
@@ -20,8 +20,8 @@ from megatron_epp.mcore.kinds.mtp.mtp_layers import mtp_layers_of
 
 logger = logging.getLogger(__name__)
 
-# Bytes per element of a quantised weight, by rows and by columns, with its fraction of the scales.
-# (Where one copy serves both, as on Blackwell, a single scale needs half.)
+# Bytes per element of a quantised weight: a row-wise and a column-wise copy, and their scales.
+# (An upper bound: on Blackwell with one scale per tensor, a single copy serves both purposes.)
 COPY_BYTES = {"tensorwise": 2.0, "blockwise": 2 * (1 + 4 / 128**2), "mxfp8": 2 * (1 + 1 / 32)}
 
 # Attribute of Transformer Engine's modules: quantised weights by name.
@@ -29,12 +29,12 @@ _CACHED_WEIGHTS = "_fp8_workspaces"
 
 
 def per_tensor_scales(args: Any) -> bool:
-    """Return whether fp8 scales are per tensor, so that results depend on the plan."""
+    """Return whether fp8 uses one scale per tensor, so that results depend on the plan."""
     return bool(getattr(args, "fp8", None)) and args.fp8_recipe == "tensorwise"
 
 
 def warn_of_scales(args: Any) -> None:
-    """Log a warning on rank 0 if fp8 scales are per tensor: results depend on the plan."""
+    """Log a warning on rank 0 if fp8 uses one scale per tensor: results depend on the plan."""
     if args.rank == 0 and per_tensor_scales(args):
         logger.warning(
             "megatron_epp: --fp8-recipe tensorwise: what is computed together shares a scale, so "
@@ -46,8 +46,8 @@ def warn_of_scales(args: Any) -> None:
 def weight_bytes(args: Any) -> float:
     """Return the bytes per parameter of the weights, including quantised copies.
 
-    With --fp8-param-gather, only the copies count, but at least the bytes of ``params_dtype``,
-    which embeddings have.
+    With --fp8-param-gather, only the quantised copies count. The result is at least the size of
+    ``params_dtype``, because embeddings are not quantised.
     """
     full_precision = float(args.params_dtype.itemsize)
     if not getattr(args, "fp8", None):
@@ -60,16 +60,16 @@ def quantise_everywhere(model: nn.Module, config: Any) -> None:
     """Patch the linears of ``model`` to compute in the fp8 format of ``config`` in every forward.
 
     The linears cache their quantised weights until :func:`forget_quantised_weights`. Without fp8,
-    nothing changes.
+    the function does nothing.
     """
     if not getattr(config, "fp8", None):
         return
     numbers: dict[Any, int] = {}
-    for layer in model.modules():  # inner ones last
+    for layer in model.modules():  # outer modules first, so that inner layers override
         number = getattr(layer, "layer_number", None)
         if number is not None:
             numbers |= dict.fromkeys(filter(quantises, layer.modules()), number)
-    # Numbered separately, and never among the first and last layers in bf16.
+    # MTP layers are numbered separately, and never belong to the first and last layers in bf16.
     for depth in mtp_layers_of(model):
         numbers |= dict.fromkeys(filter(quantises, depth.module.modules()), 0)
     for module, number in numbers.items():
@@ -91,7 +91,7 @@ def forget_quantised_weights(model: nn.Module) -> None:
 
 
 def _in_fp8(forward: Callable[..., Any], config: Any, layer: int) -> Callable[..., Any]:
-    state: Any = fp8_utils.FP8GlobalStateManager  # exists where Transformer Engine does
+    state: Any = fp8_utils.FP8GlobalStateManager  # exists only with Transformer Engine
 
     @wraps(forward)
     def wrapped(*args: Any, **others: Any) -> Any:

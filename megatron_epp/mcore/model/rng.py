@@ -1,4 +1,4 @@
-"""Random states as one value, so that random numbers can be drawn again."""
+"""Saving and restoring of random states, so that a repeated run draws equal random numbers."""
 
 from typing import Any
 

@@ -17,7 +17,7 @@ def model_shape(args: Any) -> Model:
     """Return the cost model's description of the model that Megatron's ``args`` define.
 
     Raises:
-        ValueError: A pattern does not fit the layers.
+        ValueError: A pattern of layer kinds does not fit the number of layers.
     """
     shapes = (*layer_shapes(args), *mtp_shapes(args))
     names = kind_names(shapes)
@@ -37,7 +37,7 @@ def model_shape(args: Any) -> Model:
 
 
 def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
-    """Return the LayerShape of each decoder layer, first layer first."""
+    """Return the LayerShape of each decoder layer, in the order of the layers."""
     there = [(part, part.layers(args)) for part in LAYER_KINDS]
     return tuple(
         LayerShape(**kind_sizes(args, [part for part, layers in there if layers[at]]))
@@ -48,8 +48,8 @@ def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
 def mtp_shapes(args: Any) -> tuple[LayerShape, ...]:
     """Return the LayerShape of each layer of the MTP modules.
 
-    An MTP module has the layers of its pattern, or one layer like the decoder's last one. Sliding
-    windows depend on Megatron's layer numbers, which restart at 1 in MTP modules.
+    An MTP module has the layers of its pattern, or one layer like the decoder's last layer. Its
+    sliding windows follow Megatron's layer numbers, which restart at 1 in MTP modules.
     """
     depths = getattr(args, "mtp_num_layers", None) or 0
     if not depths:
@@ -71,7 +71,7 @@ def mtp_shapes(args: Any) -> tuple[LayerShape, ...]:
 
 
 def with_mtp(args: Any, layers: Sequence[int]) -> tuple[int, ...]:
-    """Add the MTP layers to the last stage of ``layers``, the decoder layers of every stage."""
+    """Return ``layers``, the decoder layers per stage, with the MTP layers added to the last."""
     *others, last = layers
     return (*others, last + len(mtp_shapes(args)))
 
@@ -82,7 +82,7 @@ def stage_layers(args: Namespace, pp: int, layout: Sequence[Sequence[str]] | Non
     Args:
         args: Megatron's arguments.
         pp: Number of stages.
-        layout: --pipeline-model-parallel-layout as symbols per stage; t is a transformer layer.
+        layout: Symbols of each stage in --pipeline-model-parallel-layout; t is a transformer layer.
 
     Raises:
         ValueError: The flags do not divide the layers over the stages.

@@ -1,16 +1,17 @@
-"""Deferred weight gradients of Megatron's linears, where the plan splits a backward into I and W.
+"""Deferred weight gradients of Megatron's linears, for plans that split a backward into I and W.
 
-During an iteration, each ColumnParallelLinear and RowParallelLinear of the stage asks this module
-how to multiply (patch_points.COLUMN_LINEAR, ROW_LINEAR). In a chunk with a split backward it uses
-:func:`megatron_epp.layers.wgrad.linear.deferred_linear`. In other chunks it uses its own function,
-so B computes as before. Without a split on a stage, nothing is replaced.
+During an iteration, each ColumnParallelLinear and RowParallelLinear of the stage calls a function
+of this module to multiply (patch_points.COLUMN_LINEAR, ROW_LINEAR). In a chunk with a split
+backward, the function uses :func:`megatron_epp.layers.wgrad.linear.deferred_linear`. In other
+chunks, the linear layer multiplies as without this module. On a stage without split backwards,
+nothing is patched.
 
-Transformer Engine's linears have their own protocol for deferral (layers/wgrad/te_linear.py); their
-forward is wrapped for the same time.
+Transformer Engine's linears defer by their own protocol (layers/wgrad/te_linear.py). Their forwards
+are also wrapped during the iteration.
 
-I computes the gradients of norms, biases and embeddings. It also computes that of a weight borrowed
-from the embedding (tied embeddings within one stage), because autograd sums both uses there. Biases
-that Transformer Engine's linears add in the GEMM go with the weight.
+I computes the gradients of norms, biases and embeddings. If embeddings are tied within a stage, I
+also computes the output layer's weight gradient, because autograd sums it with the embedding's
+gradient. If a linear of Transformer Engine adds its bias in the GEMM, W computes the bias gradient.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -33,9 +34,9 @@ _LINEARS = (ColumnParallelLinear, RowParallelLinear)
 
 
 def early_modules(model: Any, early: bool) -> tuple[nn.Module, ...]:
-    """Return the modules whose backward runs in F, so that they defer nothing.
+    """Return the modules whose backward runs in F, which therefore defer no gradients.
 
-    With ``early``, the fused LM head, these are the output layer; else there are none.
+    With ``early``, which means a fused LM head, this is the output layer; otherwise there are none.
     """
     return (get_attr_wrapped_model(model, "output_layer"),) if early else ()
 
@@ -44,8 +45,8 @@ def refuse_split(model: nn.Module, besides: Collection[nn.Module] = ()) -> None:
     """Raise a PlanError unless all linears of ``model`` can defer their weight gradients to W.
 
     Modules in ``besides`` are not checked. Megatron's linears must not fuse gradient accumulation.
-    Transformer Engine's linears with one weight can defer it. Its grouped linears, fused MLPs and
-    linears of a version without ``wgrad_store`` cannot.
+    Transformer Engine's linears with a single weight can defer its gradient. Grouped linears, fused
+    MLPs, and linears of a version without ``wgrad_store`` cannot.
     """
     for name, module in model.named_modules():
         if any(module is other for other in besides):
@@ -75,9 +76,10 @@ def _is_engines(module: nn.Module) -> bool:
 
 
 class Deferral:
-    """Context that patches the linears of one stage so that they can defer weight gradients.
+    """Context in which the linears of one stage can defer weight gradients.
 
-    Inside of :meth:`into`, they do. Linears in ``besides`` are not patched.
+    The linears defer weight gradients only in the context :meth:`into`. Linears in ``besides`` are
+    not patched.
     """
 
     def __init__(self, model: nn.Module, besides: Collection[nn.Module] = ()):
@@ -85,7 +87,7 @@ class Deferral:
         self.linears = [module for module in modules if isinstance(module, _LINEARS)]
         self.engines = [module for module in modules if _is_engines(module) and can_defer(module)]
         self._own: list[Any] = []  # forwards set on the instances of ``engines``
-        # An attribute, not a context variable: on a GPU, backward runs in a thread of its own.
+        # An attribute, not a context variable, because on a GPU backward runs in another thread.
         self._deferred: DeferredWeightGrads | None = None
 
     def __enter__(self) -> "Deferral":
@@ -110,9 +112,9 @@ class Deferral:
 
     @contextmanager
     def into(self, deferred: DeferredWeightGrads | None) -> Iterator[None]:
-        """Add the weight gradients of all forwards in this context to ``deferred``.
+        """Collect the weight gradients of all forwards in this context in ``deferred``.
 
-        This includes recomputed forwards. With None, no weight gradient is deferred.
+        Recomputed forwards are included. With None, no weight gradient is deferred.
         """
         self._deferred = deferred
         try:
@@ -121,7 +123,7 @@ class Deferral:
             self._deferred = None
 
     def _run(self, module: Any, forward: Callable[..., Any], *args: Any, **others: Any) -> Any:
-        # A forward without a graph, as of a layer that will be recomputed, defers nothing.
+        # A forward without a graph (of a layer that backward recomputes) defers nothing.
         if self._deferred is None or not torch.is_grad_enabled() or not module.weight.requires_grad:
             return forward(*args, **others)
         return deferred_forward(module, forward, self._deferred, *args, **others)
@@ -139,7 +141,7 @@ class Deferral:
         output_dtype: torch.dtype | None = None,  # since 0.20
         **others: Any,
     ) -> Any:
-        """Return the output, or NotImplemented if ``module`` is to multiply by itself."""
+        """Return the output, or NotImplemented if ``module`` must use its own multiplication."""
         deferred = (
             weight is module.weight
             and weight.requires_grad

@@ -1,4 +1,4 @@
-"""One stage of the model for the executor: the computations of F, B, I, W, H and G."""
+"""One stage of the model for the executor, with the computations of F, B, I, W, H and G."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -29,25 +29,25 @@ from megatron_epp.mcore.model.split_backward import Deferral, early_modules
 from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import Store
 
-# External training loops have their own, with a Megatron that may lack what our data needs.
+# External training loops read their own data; their Megatron may lack imports of our data package.
 if TYPE_CHECKING:
     from megatron_epp.mcore.data.chunk_batches import ChunkBatch, ChunkBatchBuilder
 
-# Megatron 0.16 has the argument, without effect.
+# Megatron 0.16 requires this argument, which has no effect.
 _MODEL_TYPE = {"model_type": None} if "model_type" in signature(backward_step).parameters else {}
 
-# forward_step(iterator over one ChunkBatch, model) -> (output, loss_of(output)); the last stage's
-# loss_of gives (loss summed over tokens, number of tokens, report for the log).
+# forward_step(iterator over one ChunkBatch, model) -> (output, loss_of). On the last stage,
+# loss_of(output) returns (loss summed over tokens, number of tokens, report for the log).
 type ForwardStep = Callable[[Iterator[ChunkBatch], Any], tuple[Tensor, Callable]]
 
 
 class ModelStage:
-    """Model side of the executor: runs the ops of one plan on a stage of Megatron's model.
+    """Runner of the ops of one plan on a stage of Megatron's model, called by the executor.
 
-    Gradients accumulate without reduction until the last op with gradients, whose hooks start the
-    overlapped reduction. The loss is scaled for the optimizer; outputs are freed once sent. With
-    ``fused_head``, the last stage's F also runs the backward of the LM head. ``host`` stores the
-    tensors of offloaded layers. ``head`` runs H and G (vocabulary parallelism).
+    Gradients accumulate without reduction until the stage's last op that computes gradients. DDP's
+    hooks then start the overlapped reduction. The loss is multiplied by the optimizer's loss scale.
+    With ``fused_head``, the last stage's F also runs the backward of the LM head. ``host`` stores
+    the tensors of offloaded layers. ``head`` runs H and G (vocabulary parallelism).
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ModelStage:
         self._last_backward = last_op(order, BACKWARDS)
         self._no_sync = ExitStack()
         # With several stages on a rank (reduce_in_turn): the stages whose reductions wait for this
-        # one's, and whether this one's do.
+        # stage's reductions, and whether this stage's reductions wait for another stage's.
         self._after: list[ModelStage] = []
         self._waits, self.reduces = False, True  # False in a call that runs once more
         self._patched = ExitStack()
@@ -98,12 +98,12 @@ class ModelStage:
 
     @property
     def layers_model(self) -> Any:
-        """Module with Megatron's layers, wrapped or not."""
+        """Module with Megatron's layers; DDP may have wrapped it."""
         return self.model
 
     @property
     def balanced_together(self) -> Sequence[Sequence[int]] | None:
-        """Lengths of the documents of each pool for load balancing; None: a pool per document."""
+        """Document lengths of each pool for load balancing; None: one pool per document."""
         return None
 
     def _stats_of_routers(self, plan: Plan) -> RouterStats | None:
@@ -149,13 +149,13 @@ class ModelStage:
         self._abandoned = True
 
     def _reduce_anyway(self) -> None:
-        """Start the reductions that hooks of abandoned ops would have started; others wait."""
+        """Start the reductions that abandoned ops would have started, as other replicas wait."""
         groups = (
             *getattr(self.model, "bucket_groups", ()),
             *getattr(self.model, "expert_parallel_bucket_groups", ()),
         )
         for group in groups:
-            group.per_param_grad_ready_counts = {}  # no iteration may learn from these
+            group.per_param_grad_ready_counts = {}  # incomplete: later iterations must not use them
             overlaps = group.ddp_config.overlap_grad_reduce and self._hooks_reduce
             if overlaps and not group.is_first_batch and group.grad_reduce_handle is None:
                 group.start_grad_sync(self.model.force_all_reduce)
@@ -207,12 +207,12 @@ class ModelStage:
         sent = output.detach()
         if self.training:
             self._saved[chunk] = received, output
-            # Autograd needs the node, not the data; ``sent`` holds the data until it has been sent.
+            # Autograd needs the node but not the data; ``sent`` refers to the data until the send.
             deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
         return sent
 
     def _report(self, loss_of: Callable, token_losses_1T: Tensor) -> Tensor:
-        """Add the chunk's loss to the iteration's report, and return it."""
+        """Compute the chunk's loss, add it to the iteration's report, and return the loss."""
         loss, tokens, report = loss_of(token_losses_1T)
         self.tokens = self.tokens + tokens
         self.reports.append(report)
@@ -237,11 +237,11 @@ class ModelStage:
                 ready.finish()
 
     def _loss_gradient(self, loss_mask_1T: Tensor) -> Tensor:
-        """Return the gradient of every token's loss: ``backward_step``'s seed times the mask."""
+        """Return the gradient of every token's loss: the loss scale times the token's mask."""
         return loss_mask_1T * self._loss_scale(loss_mask_1T.device)
 
     def _loss_scale(self, device: torch.device) -> Tensor | float:
-        """Return the optimizer's loss scale, for gradients that are added outside of it."""
+        """Return the optimizer's loss scale, for gradients computed outside of backward_step."""
         if self.config.grad_scale_func is None:
             return 1.0
         return self.config.grad_scale_func(torch.ones((), device=device))
@@ -273,7 +273,7 @@ class ModelStage:
         noting: AbstractContextManager = nullcontext()
         if self._ready is not None and op == self._last_backward:
             noting = self._ready.noting()
-        # A recomputed forward runs in this context, too, and defers as the forward did.
+        # A recomputed forward also runs in this context, and defers as the first forward did.
         with self._deferring(op.chunk), noting:
             gradients = self._differentiate(op.chunk, received, output, gradient)
         return gradients if self.head_ops is None else self.head_ops.hand_back(op.chunk, gradients)
@@ -281,7 +281,7 @@ class ModelStage:
     def _differentiate(
         self, chunk: int, received: Tensor | None, output: Tensor, gradient: Tensor | None
     ) -> Tensor | None:
-        """Run autograd; return the gradient of ``received``."""
+        """Run the backward of ``output``; return the gradient of ``received``."""
         return backward_step(
             input_tensor=received,
             output_tensor=output,
@@ -301,14 +301,15 @@ class ModelStage:
 
     @property
     def _hooks_reduce(self) -> bool:
-        """Whether DDP's hooks start the reduction here: with grad_sync_func, on stage 0 only."""
+        """Whether DDP's hooks start the reductions; with grad_sync_func, only on stage 0."""
         return self.config.grad_sync_func is None or self.stage == 0
 
     @contextmanager
     def _reducing(self, op: Op) -> Iterator[ReadyOrder | None]:
-        """Enable DDP's hooks before the last op that makes gradients, in this context around it.
+        """Enable DDP's hooks if ``op``, which runs in this context, is the last with gradients.
 
-        Afterwards, start the reductions of waiting stages. Yields the order to finish, if any.
+        After it, start the reductions of waiting stages. Yield the recorded order that the op must
+        report, or None.
         """
         last, waits = op == self._last_gradients, self._waits
         if last and self._hooks_reduce and not waits:
@@ -320,18 +321,18 @@ class ModelStage:
                 other._ready.finish()
 
     def _wake(self, reports: bool = True) -> None:
-        """Enable DDP's hooks; report parameters with gradients from G alone, if no G is last."""
+        """Enable DDP's hooks; with ``reports``, report parameters with gradients from G."""
         self._no_sync.close()
         for weight in self._of_head if reports else ():
             self._report_ready(weight)
 
     @property
     def _reduces_early(self) -> bool:
-        """Whether reductions start during the ops."""
+        """Whether reductions overlap with ops."""
         return self.training and self.config.no_sync_func is not None and self._hooks_reduce
 
     def reduce_after(self, other: "ModelStage") -> None:
-        """Delay this stage's reductions until ``other`` of this rank has started its own."""
+        """Delay this stage's reductions until stage ``other`` of this rank has started its own."""
         if not (self._reduces_early and other._reduces_early):
             return
         self._waits = True
@@ -341,7 +342,7 @@ class ModelStage:
 
     @property
     def _of_head(self) -> tuple[Parameter, ...]:
-        """Parameters with gradients from G alone."""
+        """Parameters whose gradients only G computes."""
         weight = None if self.head_ops is None else self.head_ops.shard.weight
         return () if weight is None else (weight,)
 
@@ -353,22 +354,22 @@ class ModelStage:
 def reserve_exchange(stage: ModelStage, plans: Sequence[Plan], row_shard: RowShard) -> None:
     """Allocate HybridEP's buffers for the token dispatch of all chunks of ``plans``.
 
-    This also sets the number of rows of every chunk in the dispatchers of the stage's MoE layers.
-    Without HybridEP, nothing changes.
+    The function also sets the number of rows of every chunk in the dispatchers of the stage's MoE
+    layers. Without HybridEP, it does nothing.
 
     Args:
         stage: Stage with the MoE layers.
-        plans: Plans of all replicas that run in lockstep, including this rank's.
+        plans: Plans of all replicas that run in lockstep, including this rank's plan.
         row_shard: This rank's shard of a chunk's rows.
     """
     reserve_rows([layer for _, layer in moe_layers(stage.layers_model)], plans, row_shard)
 
 
 def reduce_in_turn(stages: Mapping[int, ModelStage], ran: Sequence[tuple[int, Op]]) -> None:
-    """Make the stages of a rank start their reductions in one order, the model's last stage first.
+    """Make a rank's stages start their reductions in a fixed order, the model's last stage first.
 
-    Replicas wait for each other in reductions, and their plans may finish the stages in other
-    orders. ``ran`` has (stage, op) of the rank in the order of execution.
+    Replicas wait for each other in reductions, but their plans may finish the stages in different
+    orders. ``ran`` lists the (stage, op) pairs of the rank in the order of execution.
     """
     ends = {stage: at for at, (stage, op) in enumerate(ran) if op.kind in MAKE_GRADIENTS}
     latest = max(stages)
@@ -385,10 +386,7 @@ def last_op(order: tuple[Op, ...], kinds: tuple[Kind, ...]) -> Op | None:
 
 
 def sum_reports(reports: list[dict[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Sum every entry of the reports over the chunks.
-
-    Return a list with the summed report, or an empty list without reports.
-    """
+    """Return a list with one report, the sum of the chunks' reports; [] without reports."""
     if not reports:
         return []
     return [{key: torch.stack([r[key] for r in reports]).sum(0) for key in reports[0]}]

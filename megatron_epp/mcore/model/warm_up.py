@@ -1,10 +1,9 @@
 """Warm-up of attention kernels before training, for the sizes that chunks may have.
 
-Transformer Engine's fused attention makes cuDNN build a graph, in up to a second. It needs one for
-every pair of buckets of a call's queries and keys (1024, 2048, ... 32768 tokens, then steps of
-32768), and for every bucket of documents (32, 64, 128, ...). Chunks have many sizes, so graphs
-would otherwise be built during the first iterations, on one stage after the other, while the other
-stages wait.
+For Transformer Engine's fused attention, cuDNN builds a graph, which takes up to a second. A graph
+serves one bucket of queries and one bucket of keys (1024, 2048, ... 32768 tokens, then steps of
+32768), and one bucket of documents (32, 64, 128, ...). Chunks have many sizes. Without a warm-up,
+the stages would build graphs one after another in the first iterations, while the others wait.
 """
 
 import logging
@@ -20,14 +19,14 @@ from megatron_epp.layers.attention.varlen import CuSeqlens, Operands, VarlenAtte
 
 logger = logging.getLogger(__name__)
 
-SECONDS = 60.0  # limit of the warm-up; the other graphs are built when first needed
+SECONDS = 60.0  # limit of the warm-up; remaining graphs are built when first needed
 FIRST, DOUBLES_TO = 1024, 32768
-# Documents packed into a chunk at most, and the tokens that most chunks have together.
+# Numbers of documents per pack, one for each bucket, and the size of the largest usual chunks.
 PACKED, PACKS_TO = (DOCUMENTS, 2 * DOCUMENTS, 4 * DOCUMENTS), 32768
 
 
 def buckets(most: int) -> list[int]:
-    """Return the largest sizes of the buckets up to ``most`` tokens; the last one is ``most``."""
+    """Return the largest size of each bucket below ``most`` tokens, followed by ``most``."""
     sizes, size = [], FIRST
     while size < most:
         sizes.append(size)
@@ -42,8 +41,8 @@ class WarmUpCall:
     Attributes:
         queries: Number of queries of all documents.
         keys: Number of keys of all documents.
-        alone: Whether one context-parallel rank computes the documents, with all heads of its
-            tensor-parallel rank; else each rank computes its own heads.
+        alone: Whether a single context-parallel rank computes the documents, with all heads of the
+            tensor-parallel rank; otherwise the context-parallel ranks share these heads.
         documents: Number of documents.
     """
 
@@ -54,7 +53,7 @@ class WarmUpCall:
 
     @property
     def graph(self) -> tuple[int, int, int]:
-        """Buckets of documents, queries and keys; calls with the same ones share a graph."""
+        """Buckets of documents, queries and keys; calls with equal buckets share a graph."""
         most = bucket(self.documents, PACKED[0])
         return most, _bucket(self.queries), _bucket(self.keys)
 
@@ -70,15 +69,18 @@ def calls(
 ) -> Iterator[WarmUpCall]:
     """Yield one call for every graph that documents of up to ``context`` tokens may need.
 
-    The order is: unsliced documents, also packed into chunks longer than any of them; with
-    ``alone``, those that one rank computes, which are never sliced; slices, from short to long
-    contexts; packs of very many documents.
+    The order of the calls is:
+
+    1. unsliced documents, and packs of them that exceed ``context`` tokens,
+    2. with ``alone``, the same sizes on a single context-parallel rank,
+    3. slices, from short to long contexts,
+    4. packs of very many documents.
 
     Args:
-        context: Most tokens of a document.
-        alone: Whether one context-parallel rank may compute a document.
-        before: Tokens before a slice that a sliding window shows; None for all.
-        packs_to: Tokens of the largest pack; None for ``PACKS_TO``.
+        context: Largest number of tokens of a document.
+        alone: Whether a single context-parallel rank may compute a document.
+        before: Number of tokens before a slice within the sliding window; None: all tokens.
+        packs_to: Number of tokens of the largest pack; None for ``PACKS_TO``.
     """
     sizes, packs = buckets(context), buckets(PACKS_TO if packs_to is None else packs_to)
     sized = [WarmUpCall(size, size) for size in sizes]
@@ -115,13 +117,13 @@ def warm_up(
     Args:
         attention: The attention, with its sliding window and sinks (``of_layer``).
         heads: Heads of this rank.
-        all_heads: Heads of its tensor-parallel rank.
-        context: Most tokens of a document.
+        all_heads: Heads of all context-parallel ranks of this tensor-parallel rank.
+        context: Largest number of tokens of a document.
         device: Device of this rank.
-        packs_to: Tokens of the largest pack; None for ``PACKS_TO``.
+        packs_to: Number of tokens of the largest pack; None for ``PACKS_TO``.
 
     Returns:
-        The number of calls that were run.
+        The number of calls that ran.
     """
     if not isinstance(attention, VarlenAttention) or attention.name != "te":
         return 0
@@ -137,7 +139,7 @@ def warm_up(
                 _run(attention, heads, call, device)
             done += 1
     except torch.OutOfMemoryError:
-        # Training slices the longest contexts, which needs less memory.
+        # Training needs less memory, because plans slice the longest documents.
         logger.debug("no memory to warm up attention over %d keys", call.keys)
     finally:
         torch.cuda.set_rng_state(random)

@@ -1,24 +1,26 @@
-"""CPU-only host: ``megatron.training.pretrain`` runs on it with gloo and CPU tensors.
+"""Replacements with which ``megatron.training.pretrain`` runs on a CPU-only host, over gloo.
 
-Megatron-core 0.19 assumes CUDA in about a hundred places and has no CPU mode. Nearly all of them
-use a few names in torch, so the replacements are there and not in Megatron:
+Megatron-core 0.19 assumes CUDA in about a hundred places and has no CPU mode. Nearly all of these
+places use a few names of torch, so this module replaces names in torch and not in Megatron:
 
     device="cuda" given to a factory (torch.zeros ...)  becomes device="cpu"
     Tensor.cuda, Tensor.to("cuda"), Module.cuda         stay on the CPU
-    Tensor.type() of a CPU tensor                       torch.cuda.FloatTensor: Megatron compares it
-    torch.cuda.current_device()                         torch.device("cpu"), as every factory takes
-    streams, events, synchronize, memory counters       do nothing, or count nothing
+    Tensor.type() of a CPU tensor                       returns torch.cuda.FloatTensor, which
+                                                        Megatron compares with
+    torch.cuda.current_device()                         returns torch.device("cpu"), which every
+                                                        factory accepts
+    streams, events, synchronize, memory counters       do nothing, or return 0
     torch.cuda's generator                              is the CPU's generator
-    gloo's gather and reduce-scatter of lists           take tensors of unequal sizes
+    gloo's gather and reduce-scatter of lists           accept tensors of unequal sizes
     gloo's groups                                       share a network device
 
-``torch.cuda.is_available()`` stays False: torch itself calls it, and needs the true answer. The few
+``torch.cuda.is_available()`` still returns False, because torch itself relies on it. The few
 places in Megatron that need their own replacement are patch points with ``when="cpu host"``
 (patch_points.py).
 
-Functions are replaced instead of pushing a ``TorchFunctionMode``. A mode belongs to one thread, is
-inactive while ``Tensor.backward`` runs Python code, and costs a Python call for every operation.
-These replacements cost one only where a tensor is made.
+A ``TorchFunctionMode`` would not serve: it belongs to one thread, is inactive while
+``Tensor.backward`` runs Python code, and costs a Python call for every operation. Replaced
+functions cost a Python call only where a tensor is created.
 
 Importing this module does nothing. With a CUDA GPU, ``install_cpu_host`` does nothing.
 """
@@ -62,7 +64,7 @@ _MARK = "_megatron_epp_cpu_host"
 
 
 def has_gpu() -> bool:
-    """Return whether torch can use a CUDA GPU here; the replacements do not change the answer."""
+    """Return whether torch can use a CUDA GPU; the replacements do not change the result."""
     return torch.cuda.is_available()
 
 
@@ -79,18 +81,18 @@ def is_cpu_host() -> bool:
 def install_cpu_host() -> bool:
     """Make Megatron run without a GPU; return whether the replacements are installed.
 
-    Call it before the first import of megatron: it blocks Transformer Engine and apex, and disables
-    torch.compile. A second call changes only the environment. With a CUDA GPU, no call does
-    anything.
+    Call this function before the first import of megatron, because it blocks the import of
+    Transformer Engine and apex, and disables torch.compile. A second call changes only the
+    environment. With a CUDA GPU, the function does nothing and returns False.
 
     Raises:
-        ValueError: megatron was imported before and uses Transformer Engine. Or there are GPUs that
+        ValueError: megatron is already imported and uses Transformer Engine. Or there are GPUs that
             torch cannot use, and the user has not hidden them.
     """
     if has_gpu():
         return False
     if is_cpu_host():
-        _prepare_environment()  # a forked process may have another environment than its server
+        _prepare_environment()  # a forked process may have an environment unlike its server's
         return True
     _refuse_unseen_gpus()
     if "megatron.core" in sys.modules and sys.modules.get("transformer_engine") is not None:
@@ -119,9 +121,9 @@ def install_cpu_host() -> bool:
 
 
 def install_where_wanted() -> None:
-    """Install the replacements for a script that chooses a device itself, if a reference is wanted.
+    """Install the replacements if the user selects the CPU reference of the GPU kernels.
 
-    The reference is that of the GPU kernels.
+    For scripts that otherwise choose a device themselves.
     """
     if reference_switch.is_wanted():
         install_cpu_host()
@@ -130,10 +132,10 @@ def install_where_wanted() -> None:
 def _refuse_unseen_gpus() -> None:
     """Refuse to run on the CPU if there are GPUs that torch cannot use.
 
-    A driver that is too old for torch's CUDA looks like no GPU. Without an error, training would
-    run on the CPU for weeks.
+    If the driver is too old for torch's CUDA, torch reports no GPU. Without an error, training
+    would run on the CPU for weeks.
     """
-    # Both values hide all GPUs; a user who sets them wants the CPU.
+    # Both values hide all GPUs: the user has chosen the CPU.
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return
     asked = shutil.which("nvidia-smi")
@@ -162,16 +164,16 @@ def _refuse_unseen_gpus() -> None:
 
 
 def cpu_defaults() -> dict[str, Any]:
-    """Return Megatron's arguments, by destination, that differ on a CPU-only host.
+    """Return the defaults of a CPU-only host for Megatron's arguments, by destination.
 
-    They are defaults, so a user need not type them. The table of capabilities refuses flags that
-    contradict them.
+    The user need not type these flags. The table of capabilities refuses flags that contradict
+    them.
     """
     return {destination: value for destination, (value, _) in _defaults().items()}
 
 
 def cpu_flags() -> list[str]:
-    """Return :func:`cpu_defaults` as flags, for a script of Megatron's own on such a host."""
+    """Return :func:`cpu_defaults` as flags, for Megatron's own scripts on a CPU-only host."""
     return [word for _, flag in _defaults().values() for word in flag.split()]
 
 
@@ -202,13 +204,14 @@ _OF_ENGINE = ("transformer_impl", "gradient_accumulation_fusion", "apply_rope_fu
 
 @contextmanager
 def double_precision() -> Iterator[None]:
-    """Make modules in float64 in this context, where Megatron's casts to float32 keep float64.
+    """Create modules in float64 in this context, and skip Megatron's casts to float32.
 
-    ``Tensor.float()`` is then the identity on float64 (Megatron's cross entropy and softmax cast
-    with it: core/tensor_parallel/cross_entropy.py:25), and ``Tensor.to(torch.float32)`` is
-    unchanged. A softmax of float64 with dtype float32, as in routers, returns float64, too
-    (core/transformer/moe/moe_utils.py, topk_routing_with_score_function). Plans are compared in it
-    up to the last bits; training does not use it.
+    In the context, ``Tensor.float()`` is the identity on float64, because Megatron's cross entropy
+    and softmax cast with it (core/tensor_parallel/cross_entropy.py:25). ``torch.softmax`` of a
+    float64 tensor with dtype float32, as in routers, also returns float64
+    (core/transformer/moe/moe_utils.py, topk_routing_with_score_function).
+    ``Tensor.to(torch.float32)`` is unchanged. Comparisons of plans up to the last bits run in this
+    context; training does not.
     """
     original_float = torch.Tensor.float
     original_dtype = torch.get_default_dtype()
@@ -240,16 +243,16 @@ def double_precision() -> Iterator[None]:
 
 
 def _prepare_environment() -> None:
-    # core/jit.py fuses with torch.compile: the first step would compile C++ for minutes, and
-    # decorating the functions alone would import inductor. The variable is for code that has
-    # captured the original compile.
+    # core/jit.py fuses with torch.compile. The first step would compile C++ for minutes, and even
+    # the decorators would import inductor. The variable disables compilation in code that has
+    # already imported the original torch.compile.
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     dynamo = sys.modules.get("torch._dynamo.config")
     if dynamo is not None:
         dynamo.disable = True  # type: ignore[attr-defined]
     torch.compile = _no_compile  # type: ignore[assignment]
-    # arguments.py asserts it for tensor parallelism on devices before Blackwell; launch scripts for
-    # GPUs export 32.
+    # arguments.py asserts this value for tensor parallelism on devices before Blackwell, but launch
+    # scripts for GPUs export 32.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     kept = reference_switch.PACKAGES if reference_switch.is_wanted() else ()
     for name in BLOCKED_PACKAGES:
@@ -289,9 +292,9 @@ def _replace_factories() -> None:
     from torch.jit._builtins import _get_builtin_table
     from torch.utils._device import _device_constructors
 
-    # Two tables of torch know the factories by identity. The first is filled once with the original
-    # functions, so that `with torch.device("meta")` still works. Our functions are added to the
-    # second, so that scripts compile.
+    # Two tables of torch identify factories by object. The first call of _device_constructors
+    # caches the original functions, so `with torch.device("meta")` still works. The replacements
+    # are added to the second table, the builtins, so that torch.jit scripts compile.
     _device_constructors()
     builtins = _get_builtin_table()
     for name in _FACTORIES:
@@ -307,7 +310,7 @@ def _replace_factories() -> None:
 def _without_cuda(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a ``to`` with every CUDA device replaced by the CPU."""
+    """Return the arguments of a ``to`` call with every CUDA device replaced by the CPU."""
     args = tuple("cpu" if _names_cuda(arg) else arg for arg in args)
     kwargs = {name: "cpu" if _names_cuda(value) else value for name, value in kwargs.items()}
     return args, kwargs
@@ -346,7 +349,7 @@ def _replace_tensor_methods() -> None:
 
 
 class CpuStream:
-    """Replacement of a CUDA stream on the CPU, where all work is done when it is asked."""
+    """Replacement of a CUDA stream on the CPU, where every operation completes immediately."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.device = torch.device("cpu")
@@ -379,7 +382,7 @@ class CpuStream:
 
 
 class CpuEvent:
-    """Replacement of a CUDA event on the CPU: a time of the CPU's clock."""
+    """Replacement of a CUDA event on the CPU; it records the time of the CPU's clock."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.seconds = 0.0
@@ -404,7 +407,7 @@ class CpuEvent:
 
 
 class _NoCounters(dict):
-    """torch.cuda.memory_stats() of a missing device: every counter is 0."""
+    """Result of torch.cuda.memory_stats() without a device: every counter is 0."""
 
     def __missing__(self, key: str) -> int:
         return 0
@@ -416,15 +419,15 @@ def _replace_cuda_module() -> None:
     stream = CpuStream()
     properties = types.SimpleNamespace(
         name="cpu",
-        major=9,  # below 10, where arguments.py drops rules that also suit the CPU
+        major=9,  # from 10 on, arguments.py skips checks that the CPU also needs
         minor=0,
         total_memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         multi_processor_count=1,
         warp_size=32,
     )
 
-    # A separate function for each name: torch._dynamo has a table of torch's functions by identity
-    # and cannot be imported if two names share one.
+    # A separate function for each name: torch._dynamo identifies torch's functions by object and
+    # cannot be imported if two names refer to one function.
     def nothing() -> Callable[..., None]:
         return lambda *args, **kwargs: None
 
@@ -477,11 +480,11 @@ def _replace_cuda_module() -> None:
 
 
 def _keep_random_state_in_data_loaders() -> None:
-    """Restore the CPU's random state after a DataLoader starts, which draws a seed from it.
+    """Restore the CPU's random state after a DataLoader starts and draws a seed.
 
-    Here this generator also replaces CUDA's. On a GPU the two are separate, so a loader never
-    affects dropout masks. A resumed run starts its loaders after it has loaded the random state.
-    Without this, its dropout would differ from that of the uninterrupted run.
+    On this host, the CPU's generator also replaces CUDA's generator. On a GPU they are separate, so
+    a loader never affects dropout masks. A resumed run starts its loaders after loading the random
+    state. If the seed changed that state, dropout would differ from the uninterrupted run.
     """
     from torch.utils.data import dataloader
 
@@ -498,7 +501,7 @@ def _keep_random_state_in_data_loaders() -> None:
 
 
 class _NotOnThisHost(logging.Filter):
-    """Filter of log records about a missing GPU, and about the CPU's generator replacing CUDA's."""
+    """Filter that drops log records about a missing GPU or a changed CPU random state."""
 
     REMARKS = ("CPU RNG state changed within GPU RNG context", "No CUDA runtime is found")
 

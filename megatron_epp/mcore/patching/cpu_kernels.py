@@ -1,13 +1,15 @@
 """Replacements of GPU kernel packages that Megatron's SSM and linear-attention layers import.
 
-mamba_ssm, causal_conv1d and flash-linear-attention cannot run on a CPU-only host, and without them
-Megatron's classes cannot be built. So modules of their names, with the functions that Megatron
-imports, compute the same in torch (layers/ssm/scans.py), and Megatron's own classes run unchanged.
-Only arguments that Megatron or this package passes are supported; others raise a TypeError.
+mamba_ssm, causal_conv1d and flash-linear-attention cannot run on a CPU-only host, and Megatron's
+classes cannot be built without them. So this module installs modules with the same names. Their
+functions compute the results in torch (layers/ssm/scans.py), and Megatron's own classes run
+unchanged. Only arguments that Megatron or this package passes are supported; others raise a
+TypeError.
 
-Backward runs a kernel's forward again, as mamba_ssm's fused kernel does, so a layer saves about as
-much as on a GPU. Sequences are cut by ``split``, whose backward concatenates gradients. A slice's
-backward would fill zeros for the whole row count for every sequence.
+As in mamba_ssm's fused kernel, backward recomputes a kernel's forward, so a layer saves about as
+many bytes as on a GPU. ``Tensor.split`` cuts the rows into sequences, because its backward
+concatenates gradients. The backward of slicing would fill a zero tensor of all rows for every
+sequence.
 """
 
 import importlib.machinery
@@ -48,7 +50,7 @@ def install_cpu_kernels() -> None:
 
 
 class RMSNorm(torch.nn.Module):
-    """mamba_ssm.ops.triton.layernorm_gated.RMSNorm, over groups of ``group_size`` channels."""
+    """Replacement of mamba_ssm.ops.triton.layernorm_gated.RMSNorm, without a gate."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` normalised in float32, in its dtype."""
+        """Return ``x`` normalised over groups of channels, in float32, and cast to its dtype."""
         groups = x.float().unflatten(-1, (-1, self.group_size))
         normed = F.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2)
         return (normed * self.weight.float()).to(x.dtype)
@@ -87,10 +89,11 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
 ) -> Any:
-    """Return [B, L, H P], and the final states [B, H, P, N] if asked.
+    """Return [B, L, H P], and the final states [B, H, P, N] if ``return_final_states``.
 
-    This is mamba_ssm.ops.triton.ssd_combined's function, with the same arguments. As there, initial
-    states are those of the first sequence, and final ones those of the last.
+    Name and arguments are those of the function in mamba_ssm.ops.triton.ssd_combined. As in
+    mamba_ssm, each batch row's first sequence starts from the initial states, and the final states
+    are the states after its last sequence.
     """
     assert activation == "silu"
     heads, convolved = len(dt_bias), len(conv1d_weight)
@@ -134,7 +137,7 @@ def mamba_split_conv1d_scan_combined(
 
 
 def _runs(numbers: Sequence[int] | None, rows: int) -> list[int]:
-    """Return the lengths of runs of rows with one number each; ``rows`` if ``numbers`` is None."""
+    """Return the lengths of runs of equal ``numbers``; [``rows``] if ``numbers`` is None."""
     return [rows] if numbers is None else [len(list(run)) for _, run in groupby(numbers)]
 
 
@@ -147,9 +150,10 @@ def causal_conv1d(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """Return fla.modules.convolution's causal_conv1d of [B, T, C], without its state.
+    """Return the causal convolution of ``x`` [B, T, C], and None in place of the final state.
 
-    The arguments are those of the function it replaces.
+    Name and arguments are those of the function in fla.modules.convolution. States are not
+    supported.
     """
     assert activation in (None, "silu", "swish") and initial_state is None
     assert not output_final_state
@@ -165,7 +169,7 @@ def causal_conv1d(
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return fla.modules.l2norm's result over the last dimension."""
+    """Return ``x`` divided by its L2 norm over the last dimension, like fla.modules.l2norm."""
     single = x.float()
     return (single * (single.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
@@ -182,9 +186,9 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return [B, T, H, P], and the states [N, H, K, P] after each sequence if asked.
+    """Return [B, T, H, P], and with ``output_final_state`` each sequence's state [N, H, K, P].
 
-    This is fla.ops.gated_delta_rule's function, with the same arguments.
+    Name and arguments are those of the function in fla.ops.gated_delta_rule.
     """
     assert not use_qk_l2norm_in_kernel
     scale = k.shape[-1] ** -0.5 if scale is None else scale
@@ -217,7 +221,7 @@ def _lengths(cu_seqlens: Tensor | None, rows: int) -> list[int]:
 def _by_sequence(
     cu_seqlens: Tensor | None, function: Callable[[Tensor], Tensor], x_BTC: Tensor
 ) -> Tensor:
-    """Return ``function`` of each sequence of each batch alone."""
+    """Apply ``function`` to each sequence of each batch row, and concatenate the results."""
     lengths = _lengths(cu_seqlens, x_BTC.shape[1])
     return torch.stack(
         [torch.cat([function(sequence) for sequence in rows.split(lengths)]) for rows in x_BTC]

@@ -1,35 +1,35 @@
 """Environment of a host with GPUs, set before CUDA starts in a process that runs elastic pipelines.
 
-    CUDA_DEVICE_MAX_CONNECTIONS  32   hardware queues. With one, a device runs work in the order of
-                                      issue, so ops wait for messages whose other end is late. 1,
-                                      which scripts for Megatron's own schedules export, is
-                                      replaced, with a warning
-    CUDA_MODULE_LOADING       EAGER   a kernel's first use may otherwise wait for the whole device,
-                                      including messages that this host sends only afterwards
-    PYTORCH_CUDA_ALLOC_CONF           expandable_segments:True: chunks have a new size every time,
-                                      and freeing memory need not wait for the device
-    NVTE_EXT_MARGIN_SM            4   multiprocessors that Transformer Engine's GEMMs leave free,
-                                      with several stages (and norms:
-                                      NVTE_FWD_LAYERNORM_SM_MARGIN, NVTE_BWD_...): a waiting
-                                      message is a kernel on up to this many. On an H200, next to a
-                                      message of 2 blocks, a GEMM takes 1.00 to 1.18 times as long
-                                      with 4 free and 1.09 to 1.20 with 0; next to 4 blocks 1.07 to
-                                      1.35 and 1.07 to 1.30; with 8 free 1.00 to 1.08, but 4 to 15%
-                                      longer alone. Without a margin, a norm of 7168 columns does
-                                      not start next to a message; with 4 it is not slower
-                                      (scripts/gpu/held_sms.py). 0 leaves none free
-    CUDNN_HOME                        that of torch, if torch has one: Transformer Engine prefers
-                                      a toolkit's, and with a version other than torch's there is
-                                      no fused attention
-    EPP_SHARE_GPUS                    1, set by the user: ranks share the GPUs of this host in
-                                      turn. NCCL refuses two ranks on one GPU, so each rank claims
-                                      a host of its own (NCCL_HOSTID) and sends over sockets. For
-                                      tests
+    CUDA_DEVICE_MAX_CONNECTIONS  32   number of hardware queues. With one queue, a device runs work
+                                      in the order of issue, so ops wait for messages whose other
+                                      end is late. Scripts for Megatron's own schedules export 1;
+                                      this module replaces it and logs a warning
+    CUDA_MODULE_LOADING       EAGER   with lazy loading, a kernel's first use may wait for all work
+                                      on the device, including messages that this host sends later
+    PYTORCH_CUDA_ALLOC_CONF           expandable_segments:True, because every chunk has a new size;
+                                      freeing memory then need not wait for the device
+    NVTE_EXT_MARGIN_SM            4   number of multiprocessors that Transformer Engine's GEMMs
+                                      leave free, with several stages. A message that waits is a
+                                      kernel, which occupies up to 4 multiprocessors. 0: no margin.
+                                      For norms: NVTE_FWD_LAYERNORM_SM_MARGIN, NVTE_BWD_...
+    CUDNN_HOME                        torch's own cuDNN, if it is a Python package. Transformer
+                                      Engine would use a CUDA toolkit's cuDNN first; if its version
+                                      differs from torch's, there is no fused attention
+    EPP_SHARE_GPUS                    1 (set by the user, for tests): several ranks run on each GPU
+                                      of this host. NCCL refuses two ranks on one GPU, so each rank
+                                      gets its own NCCL_HOSTID and sends over sockets
 
-Other variables that the user has set stay. Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1 for
-tensor and context parallelism on devices before Blackwell, where its own overlap depends on the
-order of issue. The driver reads the variable once, when it makes the context. So the context is
-made here, and the variable is then set to the value that Megatron expects.
+On an H200 (scripts/gpu/held_sms.py), a GEMM next to a waiting message of 2 blocks takes 1.09 to
+1.20 times as long as alone; with a margin of 4, 1.00 to 1.18 times. Next to 4 blocks, it takes 1.07
+to 1.30 times as long; with a margin of 4, 1.07 to 1.35 times. With a margin of 8, it takes 1.00 to
+1.08 times as long, but 4 to 15% longer without a message. Without a margin, a norm of 7168 columns
+does not start while a message waits. With a margin of 4 it starts, and is not slower.
+
+Other variables that the user has set are unchanged. Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1
+for tensor and context parallelism on devices before Blackwell, where Megatron's own overlap depends
+on the order of issue. The CUDA driver reads the variable only when a process creates its context.
+So :func:`prepare` creates the context, and then sets the variable to the value that Megatron
+expects.
 """
 
 import importlib.util
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULTS = {CONNECTIONS: QUEUES, "CUDA_MODULE_LOADING": "EAGER"}
 MARGIN, LEFT_FREE = "NVTE_EXT_MARGIN_SM", 4
-# Norms have their own: some of their kernels start only when all of their blocks fit.
+# Norms have their own margins, because some norm kernels start only when all their blocks fit.
 NORM_MARGINS = ("NVTE_FWD_LAYERNORM_SM_MARGIN", "NVTE_BWD_LAYERNORM_SM_MARGIN")
 CUDNN = ("CUDNN_HOME", "CUDNN_PATH")  # where Transformer Engine looks, in this order
 SHARE = "EPP_SHARE_GPUS"
@@ -55,20 +55,20 @@ SOCKETS = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
 }
-ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second is its newer name
-# Compiled fusions (core/jit.py) get a new size with every chunk: they compile once for one size and
-# once for any, times the modes of autograd. Beyond Dynamo's own limit of 8, they would run
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second is the newer name
+# Compiled fusions (core/jit.py) get a new size with every chunk. In each mode of autograd, a fusion
+# compiles once for a fixed size and once for any size. Beyond Dynamo's own limit of 8, it would run
 # uncompiled without a message.
 RECOMPILATIONS = 64
 
 
 def prepare(flags: Sequence[str]) -> None:
-    """Set the environment, and make the context on this rank's GPU.
+    """Set the environment, and create the CUDA context on this rank's GPU.
 
-    ``flags`` are those of the program. Without --epp, or without a GPU, nothing happens.
+    ``flags`` are the program's flags. Without --epp, or without a GPU, the function does nothing.
 
     Raises:
-        ValueError: There are fewer GPUs than ranks, or a margin is not a number.
+        ValueError: This host has fewer GPUs than ranks, or the margin is not a number.
     """
     if "--epp" not in flags:
         return
@@ -118,7 +118,7 @@ def prepare(flags: Sequence[str]) -> None:
 
 
 def own_cudnn() -> dict[str, str]:
-    """Return CUDNN_HOME for torch's cuDNN from a Python package, unless the user names one."""
+    """Return {CUDNN_HOME: folder of the Python package of cuDNN}; {} if the user sets a folder."""
     if any(name in os.environ for name in CUDNN):
         return {}
     try:
@@ -142,9 +142,9 @@ def shares_gpus() -> bool:
 
 
 def one_queue(device: torch.device) -> str | None:
-    """Return a warning if a framework has started CUDA with one hardware queue; None if not.
+    """Return a warning if a framework has started CUDA with one hardware queue; None otherwise.
 
-    The context exists already, so nothing can be changed.
+    The framework has created the CUDA context, so the number of queues cannot change any more.
     """
     if device.type != "cuda" or os.environ.get(CONNECTIONS) != "1":
         return None
@@ -163,7 +163,7 @@ def _margin() -> int:
 
 
 def _stages(flags: Sequence[str]) -> int:
-    """Return the number of stages as Megatron reads it; 1 if it is missing or invalid."""
+    """Return the value of --pipeline-model-parallel-size; 1 if it is missing or invalid."""
     name = "--pipeline-model-parallel-size"
     count = "1"
     for word, following in zip(flags, [*flags[1:], ""], strict=True):

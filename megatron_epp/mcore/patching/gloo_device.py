@@ -1,8 +1,8 @@
 """One network device of gloo for all groups of a process.
 
-torch gives every gloo group a device, and every device a thread that waits for messages. It wakes
-about 125 times a second while none arrive. Megatron makes dozens of groups. With as many ranks as
-cores, their threads add one to five per cent to the time of an op.
+torch creates a device for every gloo group, and a thread for every device. While no messages
+arrive, each thread wakes about 125 times a second. Megatron creates dozens of groups. With as many
+ranks as cores, these threads add one to five per cent to the time of an op.
 """
 
 from datetime import timedelta
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def share_gloo_device() -> None:
-    """Make later groups use the first one's device, unless their maker passes options."""
+    """Make later gloo groups use the first group's device, unless the caller passes options."""
     group: Any = dist.ProcessGroupGloo
     original = group.__init__
     first: list[Any] = []

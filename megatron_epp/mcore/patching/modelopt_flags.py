@@ -1,14 +1,15 @@
-"""Flags of Megatron-LM's ModelOpt entry that describe a model, read as Megatron's own.
+"""Model flags of Megatron-LM's ModelOpt entry point, translated to Megatron's own flags.
 
-Its example configurations (examples/post_training/modelopt/conf) use flags that pretrain_gpt.py
-does not have. With --epp they set what they set there (megatron/post_training/arguments.py,
-model_builder.py). The other flags of that entry stay unknown.
+The example configurations of ModelOpt (examples/post_training/modelopt/conf) use flags that
+pretrain_gpt.py does not have. With --epp these flags have the effect that they have in ModelOpt
+(megatron/post_training/arguments.py, model_builder.py). Flags of ModelOpt that do not describe a
+model remain unknown.
 """
 
 import argparse
 from typing import Any
 
-# flag: (values that it sets, by destination of Megatron's parser; description)
+# flag: (values that the flag sets, by destination of Megatron's parser; help text)
 MEANT: dict[str, tuple[dict[str, Any], str]] = {
     "--export-qk-l2-norm": (
         {"qk_l2_norm": True},
@@ -37,7 +38,7 @@ MEANT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 class _Meant(argparse.Action):
-    """Action that sets the flag's values, whatever was typed before it."""
+    """Action that sets the flag's values, and overrides flags that precede it."""
 
     def __init__(self, option_strings: list[str], dest: str, meant: dict[str, Any], **others: Any):
         super().__init__(option_strings, dest, nargs=0, default=False, **others)
@@ -55,7 +56,7 @@ class _Meant(argparse.Action):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add these flags to Megatron's ``parser``, except those that it has itself."""
+    """Add these flags to Megatron's ``parser``, except flags that the parser already has."""
     known = {option for action in parser._actions for option in action.option_strings}
     group = parser.add_argument_group("of Megatron-LM's entry for ModelOpt")
     for flag, (meant, what) in MEANT.items():

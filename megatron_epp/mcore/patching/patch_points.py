@@ -1,12 +1,13 @@
 """List of the places where Megatron is patched, with the reason for each.
 
 A patch point replaces one attribute of one module or class while the program runs. The replacement
-was written against the source in a known release (releases.py). If the source differs,
-``check_patch_points`` stops the start and names the patch point, so that no patch meets code it was
-not made for.
+is written for the source in known releases (releases.py). If the installed source differs,
+``check_patch_points`` raises an error that names the patch point, so no patch is applied to code
+that it is not written for.
 
-A Megatron-LM checkout with the patches of ``patches/`` has a marker in each patched function. Such
-a patch point counts as installed and is left alone; the schedule is then registered instead.
+In a Megatron-LM checkout with the patches of ``patches/``, each patched function contains a marker.
+A patch point whose target contains the marker counts as installed and is not replaced. The patched
+Megatron then offers functions to register the schedule and the micro-batch calculator.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ When = Literal["always", "cpu host", "epp"]
 class PatchPoint:
     """One attribute of Megatron that is replaced.
 
-    ``replacement`` gets the original and returns its replacement. ``relies_on`` names functions
-    that are not replaced, but on whose use of the target the replacement depends. They are part of
-    the fingerprint, which is known for every release (releases.py).
+    ``replacement`` is a function from the original to its replacement. ``relies_on`` names
+    functions that use the target and are not replaced; the replacement depends on how they use it.
+    The fingerprint covers the sources of target and ``relies_on``; releases.py lists it for every
+    release.
     """
 
     name: str
@@ -55,7 +57,7 @@ class PatchPoint:
 
 
 def check_patch_points(patch_points: Sequence[PatchPoint] | None = None) -> None:
-    """Check that the installed Megatron is one that the patch points were made for.
+    """Check that the installed Megatron has the source that the patch points are written for.
 
     Raises:
         ValueError: The version of megatron-core is unknown (releases.py), or the source at a patch
@@ -86,10 +88,10 @@ def check_patch_points(patch_points: Sequence[PatchPoint] | None = None) -> None
 
 
 def install(patch_points: Sequence[PatchPoint]) -> None:
-    """Check the patch points and install their replacements; installed ones are left alone.
+    """Check the patch points, and install the replacements that are not yet installed.
 
     Raises:
-        ValueError: As ``check_patch_points``.
+        ValueError: See ``check_patch_points``.
     """
     check_patch_points(patch_points)
     for patch_point in patch_points:
@@ -103,7 +105,7 @@ def install(patch_points: Sequence[PatchPoint]) -> None:
 
 
 def remove(patch_points: Sequence[PatchPoint]) -> None:
-    """Restore the originals; a patch point that is not installed is left alone."""
+    """Restore the original of every installed patch point."""
     for patch_point in patch_points:
         owner, attribute = _find(patch_point.target)
         original = getattr(getattr(owner, attribute), _MARK, None)
@@ -112,15 +114,15 @@ def remove(patch_points: Sequence[PatchPoint]) -> None:
 
 
 def is_installed(patch_point: PatchPoint) -> bool:
-    """Return whether the patch point is replaced, or patched in the source."""
+    """Return whether the target is replaced at run time, or patched in the source."""
     owner, attribute = _find(patch_point.target)
     return hasattr(getattr(owner, attribute), _MARK) or is_patched(patch_point)
 
 
 def is_patched(patch_point: PatchPoint, source: Callable[[str], str] | None = None) -> bool:
-    """Return whether the target's source has the marker of this patch (patches/).
+    """Return whether the target's source contains the marker of this patch (patches/).
 
-    ``source`` returns the source of a dotted name; by default that of the running program.
+    ``source`` returns the source of a dotted name; by default, of the function in this process.
     """
     return f"megatron_epp patch: {patch_point.name}" in (source or _source)(patch_point.target)
 
@@ -128,7 +130,7 @@ def is_patched(patch_point: PatchPoint, source: Callable[[str], str] | None = No
 def fingerprint_of(patch_point: PatchPoint, source: Callable[[str], str] | None = None) -> str:
     """Return sixteen hexadecimal digits: a hash of the sources of the target and ``relies_on``.
 
-    ``source`` returns the source of a dotted name; by default that of the running program.
+    ``source`` returns the source of a dotted name; by default, of the function in this process.
     """
     read = source or _source
     text = "\n".join(read(name) for name in (patch_point.target, *patch_point.relies_on))
@@ -136,7 +138,7 @@ def fingerprint_of(patch_point: PatchPoint, source: Callable[[str], str] | None 
 
 
 def _source(dotted: str) -> str:
-    """Return the source of the original function without layout; "" if there is none."""
+    """Return the original function's source (:func:`without_layout`); "" if it has no source."""
     owner, attribute = _find(dotted)
     function = getattr(owner, attribute)
     original = getattr(function, _MARK, function)
@@ -147,12 +149,12 @@ def _source(dotted: str) -> str:
 
 
 def without_layout(source: str) -> str:
-    """Return ``source`` without trailing blanks and without blank lines around it."""
+    """Return ``source`` without trailing blanks, and without leading and trailing blank lines."""
     return "\n".join(line.rstrip() for line in source.strip().splitlines())
 
 
 def _find(dotted: str) -> tuple[Any, str]:
-    """Return the object that has the last name of ``dotted``, and that name."""
+    """Return the module or class that contains the last name of ``dotted``, and that name."""
     *path, attribute = dotted.split(".")
     for length in range(len(path), 0, -1):
         try:
@@ -177,9 +179,10 @@ def _find(dotted: str) -> tuple[Any, str]:
 def _patch_point(
     name: str, target: str, when: When, reason: str, *relies_on: str
 ) -> Callable[[Callable[..., Any]], PatchPoint]:
-    """Return a decorator that makes a patch point of the decorated function.
+    """Return a decorator that turns the decorated function into a patch point.
 
-    The target then calls this function, with the original before its own arguments.
+    The replaced target calls the decorated function with the original as first argument, followed
+    by the call's arguments.
     """
 
     def patch_point(body: Callable[..., Any]) -> PatchPoint:
@@ -231,12 +234,12 @@ def _torch_steps(optimizer: Any) -> bool:
     "with torch's Adam it asserts a step, which an optimizer about to be loaded has not",
 )
 def OPTIMIZER_STATE(original: Callable[..., Any], self: Any) -> Any:
-    """Return the state, with a step of 0 before the first step."""
+    """Return the optimizer's state; before the first step, with a step of 0."""
     if not _torch_steps(self) or any("step" in state for state in self.optimizer.state.values()):
         return original(self)
-    # The original reads the step from the parameters' states. Before the first step, when the
-    # template is built that a checkpoint is loaded into, there are none. This entry, which belongs
-    # to no parameter, provides the step.
+    # The original reads the step from the parameters' states. Before the first step there are no
+    # states, but Megatron builds the template for loading a checkpoint then. This entry, which
+    # belongs to no parameter, provides the step.
     self.optimizer.state["no step yet"] = {"step": torch.tensor(0.0)}
     try:
         return original(self)
@@ -251,12 +254,12 @@ def OPTIMIZER_STATE(original: Callable[..., Any], self: Any) -> Any:
     "with torch's Adam the steps of all parameters become one tensor, which runs ahead",
 )
 def OPTIMIZER_LOAD(original: Callable[..., Any], self: Any, state_dict: Any) -> None:
-    """Load the state, with a step tensor per parameter."""
+    """Load the state, and give each parameter its own step tensor."""
     original(self, state_dict)
     if not _torch_steps(self):
         return
-    # The original gives all parameters one tensor as their step, and torch's Adam adds one to it in
-    # place for each parameter: with n parameters every iteration would count as n.
+    # The original gives all parameters one common step tensor. Torch's Adam increments it in place
+    # for each parameter, so with n parameters an iteration would count as n steps.
     for state in self.optimizer.state.values():
         if "step" in state:
             state["step"] = state["step"].detach().clone()
@@ -272,12 +275,12 @@ def OPTIMIZER_SHARD(
     original: Callable[..., None], self: Any, model_param: Any, tensors: dict[str, Any]
 ) -> None:
     """Set the shard, without changing the step and without autograd."""
-    # load_state_dict has set the step from the parameter groups. The shard has the template's step
-    # of 0, or none. A value that is no tensor is ignored.
+    # load_state_dict has set the step from the parameter groups. The shard contains the template's
+    # step of 0, or none. The original ignores a value that is not a tensor.
     if _torch_steps(self):
         tensors = {**tensors, "step": None}
-    # In float32 the shard is a view of the model's own parameter, a leaf of autograd, which must
-    # not be written to while operations are recorded.
+    # In float32 the shard is a view of the model's own parameter, a leaf of autograd. Autograd
+    # forbids in-place writes to leaves while it records.
     with torch.no_grad():
         original(self, model_param, tensors)
 
@@ -330,7 +333,7 @@ def SEQUENCE_PARALLEL_NORM(
     if centred:
         norm = ZERO_CENTERED[type(norm)](norm.normalized_shape, eps=norm.eps)
     # Each rank normalises its own part of the tokens, so finalize_model_grads must sum the weights'
-    # gradients over the tensor-parallel group. It finds them by this attribute.
+    # gradients over the tensor-parallel group. It finds these weights by this attribute.
     for parameter in norm.parameters() if config.sequence_parallel else ():
         parameter.sequence_parallel = True
     return norm
@@ -345,7 +348,7 @@ def SEQUENCE_PARALLEL_NORM(
 def EXPERT_EXCHANGE(
     original: Callable[..., Any], tensor: Any, as_numpy: bool = False, record_stream: bool = False
 ) -> Any:
-    """Convert split sizes to a list on the CPU, too."""
+    """Convert split sizes to a list also if the tensor is on the CPU."""
     if torch.is_tensor(tensor) and as_numpy:
         return tensor.cpu().numpy()
     return original(tensor, as_numpy, record_stream)
@@ -360,7 +363,8 @@ def EXPERT_EXCHANGE(
 def MTP_LAYERS(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the spec of MTP layers, completed like the model's other layers."""
     spec = original(config, *args, **kwargs)
-    # Set where the model's other layers are completed (mcore/model/layer_spec.py).
+    # Set by the code that completes the specs of the model's other layers
+    # (mcore/model/layer_spec.py).
     fix = getattr(config, "epp_fix_mtp", None)
     return spec if fix is None else fix(spec)
 
@@ -379,7 +383,7 @@ def FUSION_WARM_UP(original: Callable[..., None], tp_size: int | None = None) ->
 def _multiply_as_configured(
     original: Callable[..., Any], self: Any, input: Any, weight: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    # Set for one iteration, only if its plan splits backwards (mcore/model/split_backward.py).
+    # Set only during an iteration whose plan splits backwards (mcore/model/split_backward.py).
     multiply = getattr(self, "epp_multiply", None)
     if multiply is not None:
         output = multiply(input, weight, *args, **kwargs)
@@ -416,10 +420,12 @@ MICRO_BATCHES = _patch_point(
 
 
 def allow_uneven_batches() -> None:
-    """Make Megatron accept batches that the replicas do not divide, before it counts any.
+    """Make Megatron accept batch sizes that are not multiples of the number of replicas.
+
+    Call it before Megatron builds its micro-batch calculator.
 
     Raises:
-        ValueError: As ``check_patch_points``.
+        ValueError: See ``check_patch_points``.
     """
     if not is_patched(MICRO_BATCHES):
         return install([MICRO_BATCHES])
@@ -430,10 +436,10 @@ def allow_uneven_batches() -> None:
 
 
 def schedule_patch_point(factory: Callable[[Callable[..., Any]], Callable[..., Any]]) -> PatchPoint:
-    """Return the patch point by which Megatron's trainer and its evaluation find their schedule.
+    """Return the patch point of the schedule that Megatron's trainer and evaluation look up.
 
-    ``factory`` gets the original ``get_forward_backward_func(pp_size=None, vp_size=None,
-    schedule_pg_collection=None)`` and returns its replacement.
+    ``factory`` is a function from the original ``get_forward_backward_func(pp_size=None,
+    vp_size=None, schedule_pg_collection=None)`` to its replacement.
     """
     return PatchPoint(
         name="schedule",
@@ -451,11 +457,11 @@ def schedule_patch_point(factory: Callable[[Callable[..., Any]], Callable[..., A
 def apply_schedule_patch(factory: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Make Megatron's trainer and its evaluation use the schedule that ``factory`` returns.
 
-    See ``schedule_patch_point``. A second call with another factory starts from Megatron's
-    original.
+    See ``schedule_patch_point``. A second call passes Megatron's original, not the first
+    replacement, to its factory.
 
     Raises:
-        ValueError: As ``check_patch_points``.
+        ValueError: See ``check_patch_points``.
     """
     patch_point = schedule_patch_point(factory)
     if is_patched(patch_point):

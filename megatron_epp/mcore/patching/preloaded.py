@@ -1,7 +1,8 @@
-"""Imports of a fork server, so that its processes need not repeat them: Megatron's trainer on CPU.
+"""Imports of a fork server whose processes run Megatron's trainer on the CPU.
 
-Only that server imports this module. Unlike every other module, it changes the process that imports
-it. The server's processes inherit the change, which each would otherwise make itself.
+The forked processes inherit the imports and need not repeat them. Unlike every other module, this
+module changes the process that imports it: it installs the replacements of a CPU-only host. Only
+the fork server imports it.
 """
 
 import gc
@@ -21,4 +22,4 @@ import megatron.training.training  # noqa: E402, F401
 import torch._dynamo  # noqa: E402, F401  # optimizers import it, even if disabled
 
 gc.collect()
-gc.freeze()  # these objects stay, so no process needs to scan them
+gc.freeze()  # these objects live until the end, so no process needs to scan them

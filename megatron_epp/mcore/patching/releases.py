@@ -1,17 +1,16 @@
-"""Releases of Megatron that the patch points were read against, with their fingerprints.
+"""Releases of Megatron that the patch points support, with their fingerprints.
 
-    release    megatron.core calls itself   where its sources are
+    release    megatron.core.__version__    source
     0.19       0.19.0, 0.19.1, 0.19.2       the wheels (0.19.1 was withdrawn), tag core_v0.19.0
     main       0.20.0                       Megatron-LM at d98e8a64, 2026-08-22
 
-A fingerprint covers the sources of the patch point's target and of what it relies on
-(patch_points.py). Between these two releases, four patch points changed by telemetry spans and
-options that --epp does not set, so the replacements are the same. A new release is a new entry
-here, after the output of ``scripts/upstream/check_upstream.py`` for it has been read. If a
-replacement must differ, the patch point gets a second one, and the table says which release uses
-it.
+A fingerprint covers the sources of a patch point's target and ``relies_on`` (patch_points.py).
+Between 0.19 and main, the sources of four patch points differ in telemetry spans and in options
+that --epp does not set, so the replacements are valid for both releases.
 
-main changes its sources under one version number, where only the fingerprints differ.
+To add a release, read the output of ``scripts/upstream/check_upstream.py`` for it, and add an entry
+to ``RELEASES``. If a replacement must differ, give the patch point a second replacement, and let
+the entry select it. Commits of main share a version number; only the fingerprints tell them apart.
 """
 
 import re
@@ -28,8 +27,9 @@ class Release:
     """Release of Megatron.
 
     Attributes:
-        versions: Values of ``megatron.core.__version__``, without what follows a ``+``.
-        fingerprints: By the name of the patch point.
+        name: Name of the release in error messages.
+        versions: Values of ``megatron.core.__version__``, without a ``+`` and its suffix.
+        fingerprints: Fingerprint of each patch point, by the patch point's name.
     """
 
     name: str
@@ -75,9 +75,9 @@ RELEASES = (STABLE, MAIN)
 
 
 def installed_version() -> str | None:
-    """Return the version of the Megatron that would be imported, without importing it.
+    """Return the version of the installed Megatron, without importing it.
 
-    None means that there is no Megatron, or that it has no version.
+    The result is None if Megatron is missing or has no version.
     """
     spec = find_spec("megatron") and find_spec("megatron.core")
     if not spec or not spec.origin:

@@ -1,8 +1,9 @@
 """All-gather and reduce-scatter over gloo with a different number of rows per rank.
 
-NCCL takes lists of tensors of different sizes, with which experts with split matrices exchange
-(core/tensor_parallel/mappings.py, with split sizes). gloo takes one size only, and has no
-reduce-scatter. Its all-to-all takes any sizes, so both use that.
+Experts with tensor parallelism pass lists of tensors of different sizes
+(core/tensor_parallel/mappings.py, with split sizes). NCCL supports such lists. gloo requires
+tensors of equal size, and has no reduce-scatter. gloo's all-to-all supports any sizes, so both
+replacements use all-to-all.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from torch import Tensor
 
 
 def take_unequal_rows() -> None:
-    """Replace torch.distributed's all_gather and reduce_scatter."""
+    """Replace torch.distributed.all_gather and torch.distributed.reduce_scatter."""
     dist.all_gather = _gathering(dist.all_gather)
     dist.reduce_scatter = _summing(dist.reduce_scatter)
 

@@ -1,8 +1,8 @@
-"""Global batches that the replicas do not divide, in Megatron's own counts.
+"""Megatron's sample counts for global batches that are not a multiple of the replicas.
 
-Megatron counts the samples of a batch as replicas x micro-batch size x micro-batches of a replica.
-With --epp a micro-batch is a document, and a replica has as many as balance its seconds. So the
-last factor is a mean, which need not be an integer.
+Megatron counts the samples of a batch as replicas x micro-batch size x micro-batches per replica.
+With --epp a micro-batch is a document, and the planner balances the replicas' seconds, not their
+numbers of documents. So the last factor is a mean, which need not be an integer.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from typing import Any
 
 
 class UnevenMicroBatches(int):
-    """Mean number of micro-batches of a replica: rounded up as a number, exact in products.
+    """Mean number of micro-batches per replica: an integer rounded up, but exact in products.
 
-    Three replicas have ``UnevenMicroBatches(7, 3)`` of 7 documents: 3, and 7 times three.
+    With 7 documents on 3 replicas, ``UnevenMicroBatches(7, 3)`` equals 3, and 3 times it is 7.
     """
 
     documents: int
     replicas: int
 
     def __new__(cls, documents: int, replicas: int) -> UnevenMicroBatches:
-        """Return the mean over ``replicas`` of a batch of ``documents``."""
+        """Return the mean number of documents per replica."""
         self = super().__new__(cls, -(-documents // replicas))
         self.documents, self.replicas = documents, replicas
         return self
@@ -39,7 +39,7 @@ class UnevenMicroBatches(int):
 
 
 def mean_micro_batches(documents: int, replicas: int) -> int:
-    """Return the mean number of documents of a replica, as a plain ``int`` if it is an integer."""
+    """Return the mean number of documents per replica; a plain ``int`` if it is an integer."""
     if documents % replicas:
         return UnevenMicroBatches(documents, replicas)
     return documents // replicas
@@ -54,18 +54,20 @@ def build_calculator(
     decrease_batch_size_if_needed: bool,
     *schedule: Any,
 ) -> Any:
-    """Build Megatron's calculator as for one replica, and count micro-batches of a replica.
+    """Build Megatron's micro-batch calculator for batches of any number of samples.
 
-    With --decrease-batch-size-if-needed, Megatron's own calculator is returned.
+    Megatron builds the calculator as for one replica. Its ``get`` is replaced and returns the mean
+    number of micro-batches per replica. With --decrease-batch-size-if-needed, the function returns
+    Megatron's calculator unchanged.
 
     Args:
         build: Megatron's function that builds a calculator.
         rank: Rank of this process.
-        global_batch_size: Samples of a global batch.
-        micro_batch_size: Samples of a micro-batch.
+        global_batch_size: Number of samples in a global batch.
+        micro_batch_size: Number of samples in a micro-batch.
         data_parallel_size: Number of replicas.
         decrease_batch_size_if_needed: Value of the flag.
-        *schedule: Further arguments of ``build``: batch sizes by iteration.
+        *schedule: Last arguments of ``build``: the schedule of batch sizes.
     """
     sizes = rank, global_batch_size, micro_batch_size
     if decrease_batch_size_if_needed:
@@ -77,18 +79,18 @@ def build_calculator(
 
 
 class _Undivided(int):
-    """A number that every other number divides."""
+    """Integer that is a multiple of every integer: its remainders are 0."""
 
     def __mod__(self, divisor: int) -> int:
-        """Return no remainder."""
+        """Return 0."""
         return 0
 
 
 def undivided_evaluation(parser: ArgumentParser) -> ArgumentParser:
-    """Make ``parser`` return an --eval-global-batch-size that passes Megatron's check.
+    """Make ``parser`` return an --eval-global-batch-size that passes Megatron's divisibility check.
 
-    The check is one of hundreds in a function that has no patch point. :func:`restore_evaluation`
-    undoes it.
+    Megatron checks it in a function with hundreds of checks, which has no patch point.
+    :func:`restore_evaluation` restores the plain integer.
     """
     parse = parser.parse_args
 
@@ -104,28 +106,28 @@ def undivided_evaluation(parser: ArgumentParser) -> ArgumentParser:
 
 
 def restore_evaluation(args: Any) -> None:
-    """Convert the number of :func:`undivided_evaluation` to a plain int, as checkpoints save it."""
+    """Convert --eval-global-batch-size back to a plain int, because checkpoints save ``args``."""
     args.eval_global_batch_size = int(args.eval_global_batch_size)
 
 
 class SampleCount:
-    """Comparison of the samples that Megatron counts with the documents that were read."""
+    """Comparison of Megatron's count of consumed samples with the number of documents read."""
 
     def __init__(self) -> None:
-        """Start with the first iteration that is checked."""
+        """Start without a source; the first :meth:`check` sets the expected difference."""
         self._source: Any = None
         self._ahead = 0
 
     def check(self, source: Any, began: int, counted: int) -> None:
-        """Check the counts at the start of an iteration of uneven batches.
+        """Check both counts at the start of an iteration of uneven batches.
 
         Args:
-            source: The global batches of one phase of the training.
-            began: Documents of it before this iteration.
-            counted: Megatron's consumed samples.
+            source: The source of global batches; a new source resets the expected difference.
+            began: Number of documents read from ``source`` before this iteration.
+            counted: Megatron's count of consumed samples.
 
         Raises:
-            RuntimeError: Megatron's count does not advance by the documents that were read.
+            RuntimeError: Megatron's count has not grown by the number of documents read.
         """
         if source is not self._source:
             self._source, self._ahead = source, counted - began

@@ -1,9 +1,10 @@
 """Synchronisation of the embedding and its copy when one rank has the first and the last stage.
 
 For tied output layers and MTP layers, Megatron puts the embedding on the first stage and a copy on
-the last. It all-reduces their gradients over the two ranks. If both stages lie on one rank, that
-group has one member and exchanges nothing. This module instead copies the initial value once, and
-sums both gradients once per iteration. The gradient norm counts one of them, as in Megatron.
+the last stage. Megatron all-reduces the gradients of both over the two ranks. If both stages lie on
+one rank, the group has one member, and the all-reduce has no effect. This module copies the initial
+value once, and sums both gradients in every iteration. As in Megatron, the gradient norm counts
+only one of the copies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +17,14 @@ from megatron_epp.mcore.lm_head.shard import shard_of
 
 
 def tie_embeddings(stages: Mapping[int, Any], count: int) -> None:
-    """Copy the first stage's embedding to the last stage if both are on this rank and share it.
+    """Copy the first stage's embedding to the last stage, if both are on this rank and share it.
 
     Args:
         stages: This rank's stage modules by stage, not wrapped yet.
         count: Number of stages of the pipeline.
 
     Raises:
-        ValueError: Vocabulary parallelism would add a third copy.
+        ValueError: Vocabulary parallelism would require a third copy.
     """
     copies = _copies([stages[stage] for stage in (0, count - 1) if stage in stages])
     if copies is None:
@@ -42,8 +43,8 @@ def tie_embeddings(stages: Mapping[int, Any], count: int) -> None:
 def add_up_embedding_gradients(models: Sequence[Any]) -> None:
     """Set the gradients of both copies of a shared embedding to their sum.
 
-    ``models`` are this rank's stage modules, wrapped by DDP. With the distributed optimizer each
-    copy has gradient buckets of its own, so a replica has the same shard of both.
+    ``models`` are this rank's stage modules, wrapped by DDP. With the distributed optimizer, a
+    replica holds equal shards of both gradients, because each copy has its own gradient bucket.
     """
     copies = _copies([unwrap_model(models[0]), unwrap_model(models[-1])] if models[1:] else [])
     if copies is None:
@@ -54,9 +55,10 @@ def add_up_embedding_gradients(models: Sequence[Any]) -> None:
 
 
 def _copies(ends: Sequence[Any]) -> tuple[Any, Any] | None:
-    """Return the embedding of the first stage and its copy on the last.
+    """Return the embedding of the first stage, and its copy on the last stage.
 
-    Returns None if ``ends`` are not the first and last stage, or share no embedding.
+    The result is None if ``ends`` are not the first and the last stage, or if they share no
+    embedding.
     """
     if len(ends) < 2 or not (ends[0].pre_process and ends[1].post_process):
         return None

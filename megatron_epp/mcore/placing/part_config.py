@@ -1,4 +1,4 @@
-"""Configurations of a rank's stage modules, with the functions of Megatron's DDP for each."""
+"""Configuration of each stage module of a rank, with the module's own functions of DDP."""
 
 import copy
 from typing import Any
@@ -9,7 +9,7 @@ PART_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func")
 def config_of_part(config: Any, number: int) -> Any:
     """Return ``config`` with the DDP functions of the rank's stage module ``number``.
 
-    With several stage modules, the trainer's configuration holds lists of these functions.
+    If a rank has several stage modules, the trainer's configuration contains lists of functions.
     """
     if not isinstance(config.no_sync_func, list):
         return config

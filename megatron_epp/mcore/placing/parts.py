@@ -1,13 +1,13 @@
 """Stage modules of a rank: Megatron's model chunks, one for each stage placed on the rank.
 
-Megatron builds each as the chunk of a rank in a longer pipeline, with one rank for every stage:
+Megatron builds each stage module as if the pipeline were longer and had one rank per stage:
 
-    place 1 0 0 1 on two ranks: rank 0 builds what ranks 1 and 2 of four would
+    place 1 0 0 1 on two ranks: rank 0 builds the modules of ranks 1 and 2 of four
 
-A stage module has a configuration, a layout and a pipeline group of its own that say so. Megatron
-derives its layers, their numbers, embedding, final norm and output layer from these. The keys of
-checkpoints do not depend on stages. The trainer keeps the job's process groups, so losses, norms
-and the optimizer see a pipeline with the job's number of ranks.
+Each stage module has its own configuration, layout and pipeline group, which describe the longer
+pipeline. From these, Megatron derives the module's layers, their numbers, embedding, final norm and
+output layer. Checkpoint keys do not depend on stages. The trainer uses the job's process groups, so
+losses, norms and the optimizer see a pipeline with the job's number of ranks.
 """
 
 import copy
@@ -28,15 +28,15 @@ from megatron_epp.mcore.placing.requested import STAGE_LAYERS, local_stages, pla
 
 
 class PartGroup:
-    """Pipeline group of a stage module: one rank for every stage. It carries no messages."""
+    """Pipeline group of a stage module, with one rank per stage; it is never used for messages."""
 
     def __init__(self, stage: int, stages: int):
         self.stage, self.stages = stage, stages
-        # HybridModel asks torch.distributed, which looks the group up in this table.
+        # HybridModel calls functions of torch.distributed, which look up groups in this table.
         dist.distributed_c10d._world.pg_group_ranks[self] = {dist.get_rank(): stage}  # type: ignore[index]
 
     def rank(self) -> int:
-        """Return the stage, which is the rank in the longer pipeline."""
+        """Return the stage, which equals the rank in the longer pipeline."""
         return self.stage
 
     def size(self) -> int:
@@ -45,7 +45,7 @@ class PartGroup:
 
 
 class PartLayout(PipelineParallelLayerLayout):
-    """Layout of all stages that answers every query for one fixed stage."""
+    """Layout of all stages whose methods always return the values of one fixed stage."""
 
     def __init__(self, text: str, stages: int, stage: int):
         super().__init__(text, stages)
@@ -61,9 +61,9 @@ class PartLayout(PipelineParallelLayerLayout):
 
 
 class _Parts:
-    """Mixin for Megatron's model builders that builds the stage modules of a rank.
+    """Mixin for Megatron's model builders, which builds all stage modules of a rank.
 
-    ``build_model`` builds the rank's first stage module, ``other_stages`` the others.
+    ``build_model`` builds the rank's first stage module, and ``other_stages`` builds the rest.
     """
 
     _model_config: Any
@@ -104,11 +104,11 @@ class _Parts:
 
 
 class GPTParts(_Parts, GPTModelBuilder):
-    """Builder of the GPTModels of a rank's stages."""
+    """Builder of a rank's stage modules, for GPTModel."""
 
 
 class HybridParts(_Parts, HybridModelBuilder):
-    """Builder of the HybridModels of a rank's stages."""
+    """Builder of a rank's stage modules, for HybridModel."""
 
 
 _BUILDERS = {GPTModelBuilder: GPTParts, HybridModelBuilder: HybridParts}
@@ -129,8 +129,8 @@ def _as_rank(stage: int, stages: int) -> Iterator[None]:
 def place_parts(description: Any, args: Any) -> None:
     """Make Megatron's trainer build the stages that ``args`` place on this rank.
 
-    ``description`` is the ModelConfig; its other hooks run afterwards. Without a placement, nothing
-    changes.
+    ``description`` is the ModelConfig; the hooks of this module run before its other hooks. If
+    ``args`` contain no placement, the function does nothing.
     """
     if not place_of(args):
         return
@@ -143,7 +143,7 @@ def place_parts(description: Any, args: Any) -> None:
 
 
 def _build_other_stages(description: Any, models: list[Any]) -> list[Any]:
-    """Append the stage modules after the rank's first (Megatron's pre-wrap hook)."""
+    """Append the rank's other stage modules to its first (Megatron's pre-wrap hook)."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     builder = description.get_builder_cls()(description)
@@ -161,8 +161,8 @@ def _in_groups_of_the_job(models: list[Any]) -> list[Any]:
                 module.pg_collection = copy.copy(groups)
                 module.pg_collection.pp = mpu.get_pipeline_model_parallel_group()
                 if isinstance(module, Float16Module):
-                    # Float16Module finds the last stage by these two; it converts its losses to
-                    # float32.
+                    # Float16Module recognises the last stage by these two attributes, and converts
+                    # the losses of that stage to float32.
                     module.vp_stage, module.vp_size = stage.rank(), stage.size()
             module = getattr(module, "module", None)
     return models

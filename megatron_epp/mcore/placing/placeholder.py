@@ -1,4 +1,4 @@
-"""Parser defaults that satisfy Megatron's checks before layers and placement are chosen."""
+"""Parser defaults that pass Megatron's checks before layers and placement are chosen."""
 
 from typing import Any
 
@@ -15,13 +15,13 @@ from megatron_epp.mcore.placing.requested import asked_placement, layers_of_plac
 
 
 def placeholder(wanted: Any) -> dict[str, Any]:
-    """Return parser defaults that let Megatron's checks pass before the partition is known.
+    """Return parser defaults that pass Megatron's checks before the layers per stage are chosen.
 
     Args:
         wanted: The flags as typed.
 
     Raises:
-        ValueError: Another flag decides the layers, too, or no partition is possible.
+        ValueError: Another flag also places layers, or there are more stages than layers.
     """
     stages = wanted.pipeline_model_parallel_size
     if (placement := asked_placement(wanted, stages)) is not None:
@@ -55,14 +55,14 @@ def placeholder(wanted: Any) -> dict[str, Any]:
             f"--pipeline-model-parallel-size {stages}: more stages than the {layers} layers; "
             "expected at most one stage per layer"
         )
-    if pattern is not None:  # without |, Megatron's checks need no layers per stage
+    if pattern is not None:  # Megatron does not check layers per stage in a pattern without |
         return {}
     even = Placement(tuple(range(stages)), even_layers(wanted.num_layers, stages))
     return placed_values(even, even.layers, wanted.mtp_num_layers or 0)
 
 
 def _placed(wanted: Any, placement: Placement) -> dict[str, Any]:
-    """Return parser defaults for a job whose ranks have several stages."""
+    """Return parser defaults for ``placement``, with which ranks have several stages."""
     if wanted.epp_partition == PARTITION_AUTO:
         raise ValueError(
             "--epp-partition auto chooses layers of one stage a rank; with --epp-placement give a "

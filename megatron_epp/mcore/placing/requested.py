@@ -1,7 +1,7 @@
-"""Placement that a job's flags ask for, and the values it needs on Megatron's args.
+"""Placement that a job's flags request, and the values of Megatron's args for it.
 
-Megatron's own checks see a pipeline with one stage per rank; its model is built one stage at a time
-(parts.py).
+For Megatron's own checks, the args describe a pipeline with one stage per rank. The model is built
+one stage at a time (parts.py).
 """
 
 from argparse import Namespace
@@ -21,8 +21,8 @@ from megatron_epp.mcore.flags.config import PLACEMENT_AUTO, PLACING_FLAGS
 from megatron_epp.mcore.hybrid.pattern import with_boundaries
 from megatron_epp.safe_files import bounded_text
 
-# Attributes of Megatron's args, not flags: the rank and the layers of every stage. Plain lists, as
-# checkpoints save args. Empty if stage i lies on rank i.
+# Attributes of Megatron's args, not flags: the rank and the number of layers of every stage. They
+# are plain lists, because checkpoints save args; empty if stage i lies on rank i.
 PLACE, STAGE_LAYERS = "epp_place", "epp_stage_layers"
 
 
@@ -45,7 +45,7 @@ def asked_placement(args: Namespace, ranks: int) -> Placement | None:
     """Return the placement of --epp-placement on ``ranks`` ranks; None if stage i lies on rank i.
 
     Raises:
-        ValueError: The placement cannot be read, has no effect, or another flag contradicts it.
+        ValueError: The placement is not valid, has no effect, or contradicts another flag.
     """
     text = getattr(args, "epp_placement", None)
     if text in (None, EVENLY, PLACEMENT_AUTO) or not args.epp:
@@ -76,10 +76,11 @@ def asked_placement(args: Namespace, ranks: int) -> Placement | None:
 
 
 def layers_of_placement(placement: Placement, layers: int) -> tuple[int, ...]:
-    """Return the layers of every stage: those of the placement, or an even partition.
+    """Return the number of layers of every stage, by the placement or as even as possible.
 
     Raises:
-        ValueError: The layers are not those of the model, or there are more stages than layers.
+        ValueError: The placement's layers do not sum to ``layers``, the number of layers of the
+            model, or there are more stages than layers.
     """
     stated = placement.layers
     if stated and sum(stated) != layers:
@@ -98,16 +99,16 @@ def layers_of_placement(placement: Placement, layers: int) -> tuple[int, ...]:
 def placed_values(
     placement: Placement, layers: Sequence[int], mtp_layers: int, pattern: str | None = None
 ) -> dict[str, Any]:
-    """Return the values on Megatron's args for a placement.
+    """Return the values of Megatron's args for a placement.
 
-    To Megatron's checks, a rank has the layers of all its stages. If stage i lies on rank i, no
-    other values are needed.
+    The layout or pattern assigns each rank the layers of all its stages, for Megatron's checks. The
+    lists of stages are omitted if stage i lies on rank i.
 
     Args:
         placement: The rank of every stage.
-        layers: Layers of every stage.
-        mtp_layers: MTP layers of the last stage.
-        pattern: Layer pattern of a HybridModel.
+        layers: Number of layers of every stage.
+        mtp_layers: Number of MTP layers of the last stage.
+        pattern: Layer pattern of a HybridModel; None for a GPTModel.
 
     Returns:
         Values by attribute name.

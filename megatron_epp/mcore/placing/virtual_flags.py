@@ -1,12 +1,14 @@
-"""Megatron's flags of interleaved pipelines as a placement: ``--epp-placement flags``.
+"""Translation of Megatron's flags of interleaved pipelines, with ``--epp-placement flags``.
 
     --num-virtual-stages-per-pipeline-rank 2            interleaved 2
-    --num-layers-per-virtual-pipeline-stage 2           interleaved: layers / ranks / 2
-    --pipeline-model-parallel-layout 'Et|t|t|ttL'       on two ranks interleaved 2, of those layers
-    --hybrid-layer-pattern 'M*|M-|M*|M-'                the same
+    --num-layers-per-virtual-pipeline-stage 2           interleaved N, N = layers / ranks / 2
+    --pipeline-model-parallel-layout 'Et|t|t|ttL'       on two ranks: interleaved 2, with 1 1 1 2
+                                                        layers per stage
+    --hybrid-layer-pattern 'M*|M-|M*|M-'                on two ranks: interleaved 2, with 2 2 2 2
+                                                        layers per stage
 
-Without --epp-placement flags, the first two have no effect, and the segments of a rank become one
-stage.
+With other values of --epp-placement, the first two flags have no effect, and the segments of a rank
+are joined to one stage.
 """
 
 from argparse import ArgumentParser, Namespace
@@ -23,9 +25,9 @@ _LAYOUT = "pipeline_model_parallel_layout"
 
 
 def watch_virtual_stages(parser: ArgumentParser) -> ArgumentParser:
-    """Make ``parser`` translate these flags with --epp-placement flags, and return it.
+    """Make ``parser`` translate these flags if --epp-placement is ``flags``, and return it.
 
-    The translation comes before other flags are checked.
+    The parser translates the flags before other flags are checked.
     """
     parse = parser.parse_args
 
@@ -40,10 +42,10 @@ def watch_virtual_stages(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _obey(args: Namespace) -> None:
-    """Set --epp-placement on ``args`` to the placement of these flags, and clear them.
+    """Set --epp-placement on ``args`` to the placement that these flags describe, and clear them.
 
     Raises:
-        ValueError: The flags ask for no valid placement.
+        ValueError: The flags do not describe a valid placement.
     """
     ranks, pattern = args.pipeline_model_parallel_size, pattern_of(args)
     placement = EVENLY
@@ -83,7 +85,10 @@ def _times(args: Namespace, ranks: int) -> int:
 
 
 def _assigned(layers: Sequence[int], ranks: int, text: str) -> str:
-    """Return --epp-placement's text for stages of ``layers``, assigned to the ranks round-robin."""
+    """Return the value of --epp-placement for stages of ``layers``, on ranks in round-robin order.
+
+    ``text`` is the layout or pattern, named in the error message.
+    """
     if len(layers) % ranks or min(layers) < 1:
         raise ValueError(
             f"--epp-placement flags: {text} has {len(layers)} segments for {ranks} pipeline ranks; "

@@ -1,7 +1,7 @@
 """Schedule that replaces Megatron's forward-backward function.
 
-``control.accept`` gives the step, stage_runner.py runs it, ``control.retry`` handles running out of
-memory, and ``control.observe`` reports the outcome.
+``control.accept`` provides the step, stage_runner.py runs it, ``control.retry`` repeats it after an
+out-of-memory error, and ``control.observe`` reports the outcome.
 """
 
 from collections.abc import Callable
@@ -36,9 +36,9 @@ class ElasticSchedule:
     Attributes:
         steps: Source of the accepted steps.
         runner: Runner of this rank's part of a step.
-        retry: Repeats an iteration that ran out of memory.
-        observer: Logs and records iterations.
-        validate: Passes the iteration's summed loss to Megatron's re-run state machine.
+        retry: Component that repeats an iteration after an out-of-memory error.
+        observer: Component that logs and records iterations.
+        validate: Function that passes the iteration's summed loss to Megatron's re-run machine.
         ran: Results of the latest attempt on this rank.
     """
 
@@ -75,12 +75,13 @@ class ElasticSchedule:
     ) -> list[dict[str, torch.Tensor]]:
         """Run one iteration over the next global batch of documents, and reduce the gradients.
 
-        ``data_iterator`` yields a :class:`Batch` per call. An iteration that runs out of memory is
-        planned and run again. ``num_microbatches`` and the shapes are Megatron's counters and have
-        no effect.
+        ``data_iterator`` yields one :class:`Batch` per call. If an iteration runs out of memory, it
+        is planned and run again. Megatron passes ``num_microbatches``, ``micro_batch_size`` and
+        sequence lengths, which do not affect the results.
 
         Returns:
-            On the last stage, one report: each entry summed over the tokens of this replica.
+            On the last stage, a list with one report, summed over the tokens of this replica. On
+            other stages, an empty list.
         """
         if collect_non_loss_data:
             raise NotImplementedError("--epp collects no data other than the loss in evaluation")
@@ -131,9 +132,9 @@ class ElasticSchedule:
             return Attempt(step, ran.records, report)
 
         def undo() -> None:
-            """Discard the attempt: restore random states and changed tensors, drop gradients.
+            """Discard the attempt: restore random states and changed tensors, and drop gradients.
 
-            Megatron moves expert biases before a failure is known, and the next attempt draws the
+            Megatron updates expert biases before a failure is known. The next attempt must draw the
             same random numbers.
             """
             restore_random_states(random)
@@ -162,19 +163,20 @@ class ElasticSchedule:
 def _batches(data_iterator: Any) -> GlobalBatches:
     """Return the global batches that Megatron's iterator wraps.
 
-    In training, Megatron wraps the iterator of a data set so that its re-run machine can replay an
-    iteration (megatron/core/rerun_state_machine.py, RerunDataIterator). Its attribute ``iterable``
-    is the wrapped one, which can look ahead and read tokens. The certificate passes it unwrapped.
+    In training, Megatron wraps the global batches in a RerunDataIterator, so that its re-run
+    machine can replay an iteration (megatron/core/rerun_state_machine.py). The wrapper's attribute
+    ``iterable`` is the GlobalBatches object, which can look ahead and read tokens. The certificate
+    passes the global batches unwrapped.
     """
     return getattr(data_iterator, "iterable", data_iterator)
 
 
 def _iteration() -> int:
-    """Return the number of the current iteration, from 1; an evaluation has the one that follows.
+    """Return the number of the current iteration, from 1; in evaluation, of the next iteration.
 
-    ``train`` sets ``args.curr_iteration`` to the number of finished iterations before each one.
-    Before the first, it is 0, or missing if nothing is trained. Then ``args.iteration`` is the
-    checkpoint's number.
+    Before each iteration, Megatron's ``train`` sets ``args.curr_iteration`` to the number of
+    finished iterations. If it is 0 or missing, the number is ``args.iteration``, which is the
+    iteration of the loaded checkpoint.
     """
     args = get_args()
     return (getattr(args, "curr_iteration", None) or args.iteration or 0) + 1

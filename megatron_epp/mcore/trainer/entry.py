@@ -1,11 +1,12 @@
-"""Entry of training: Megatron's ``pretrain``, with its own schedule and data or those of --epp.
+"""Entry point of training: calls Megatron's ``pretrain``, with or without ``--epp``.
 
-The megatron-core wheel contains the trainer but not the script that calls it. This module is that
-script: it reads the flags, builds the configuration, passes data, forward step and loss (with --epp
-from setup.py, else from megatron_gpt.py), and trains. Without ``--epp`` it computes the same
-numbers as Megatron-LM's own script, bit for bit (scripts/upstream/compare_upstream.py).
+The megatron-core wheel contains the trainer but not the script that calls it. This module replaces
+the script: it reads the flags, builds the configuration, and calls the trainer with data, forward
+step and loss. With --epp these come from setup.py, otherwise from megatron_gpt.py. Without --epp,
+results equal those of Megatron-LM's own script bit for bit (scripts/upstream/compare_upstream.py).
 
-A user's mistake ends every rank with status 2 and one line (job_exit.py).
+After an error in the user's input, one rank prints one line and every rank exits with status 2
+(job_exit.py).
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ def main(
 ) -> None:
     """Train with the flags of the command line, and end the job.
 
-    After a user's mistake, or if another rank is lost, a message is printed and the process exits;
-    other exceptions are raised. The exit status of a user's mistake is 2.
+    After an error in the user's input, a message is printed and the process exits with status 2. If
+    another rank is lost, the exit status is 1. Other exceptions are raised.
 
     Args:
-        program_start: Seconds since the epoch when the program started.
-        hooks: Replacements of components of --epp (:class:`TrainerHooks`).
-        datasets: Replacement of Megatron's data provider without --epp.
-        hybrid: Whether the model is a HybridModel; else it is a GPTModel.
+        program_start: Time when the program started, in seconds since the epoch.
+        hooks: Components of the trainer with --epp (:class:`TrainerHooks`).
+        datasets: Data provider without --epp, in place of Megatron's.
+        hybrid: Whether the model is a HybridModel; otherwise it is a GPTModel.
 
     Example:
         >>> from megatron_epp.mcore.trainer.entry import main
-        >>> main(hybrid=True)  # flags from sys.argv, as torchrun starts it
+        >>> main(hybrid=True)  # in a process started by torchrun; the flags are in sys.argv
     """
     try:
         train(time.time() if program_start is None else program_start, hooks, datasets, hybrid)
@@ -72,13 +73,13 @@ def train(
     """Install the patches of Megatron, read the command line, and train; see :func:`main`.
 
     Args:
-        program_start: Seconds since the epoch when the program started.
-        hooks: Replacements of components of --epp (:class:`TrainerHooks`).
-        datasets: Replacement of Megatron's data provider without --epp.
-        hybrid: Whether the model is a HybridModel; else it is a GPTModel.
+        program_start: Time when the program started, in seconds since the epoch.
+        hooks: Components of the trainer with --epp (:class:`TrainerHooks`).
+        datasets: Data provider without --epp, in place of Megatron's.
+        hybrid: Whether the model is a HybridModel; otherwise it is a GPTModel.
 
     Raises:
-        ValueError: The command line, or a file that it names, cannot be used.
+        ValueError: The command line, or a file named in it, is not valid.
     """
     require_environment()
     if "RANK" not in os.environ:
@@ -149,9 +150,9 @@ def train(
 
 
 def _require_iterations(args: Any) -> None:
-    """Raise a ValueError unless the flags give the length of training.
+    """Raise a ValueError unless the flags determine the length of training.
 
-    Megatron's learning-rate schedule needs it, with --skip-train, too.
+    Megatron's learning-rate schedule needs the length, even with --skip-train.
     """
     for name in ("train_iters", "train_samples"):
         wanted = getattr(args, name) or 0
@@ -175,7 +176,10 @@ def _require_iterations(args: Any) -> None:
 
 
 def _require_kind(pattern: str | None, hybrid: bool) -> None:
-    """Raise a ValueError unless the program and the flags ask for the same kind of model."""
+    """Raise a ValueError unless a layer pattern is given exactly if the program trains HybridModel.
+
+    ``hybrid`` is whether the program trains a HybridModel.
+    """
     if pattern is not None and not hybrid:
         raise ValueError(
             f"--hybrid-layer-pattern {pattern}: pretrain_gpt trains Megatron's GPTModel; run "

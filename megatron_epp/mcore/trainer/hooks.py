@@ -30,7 +30,7 @@ class JobContext:
 
     Attributes:
         args: Megatron's args.
-        config: Flags of this package.
+        config: The flags of --epp.
         groups: Process groups of this rank.
         layers: Number of layers of every stage.
         row_shard: This rank's shard of a chunk's rows.
@@ -52,7 +52,7 @@ class JobContext:
 def make_steps(place: JobContext, model: Any) -> StepSource:
     """Return the source of steps: recorded steps with --epp-plan, else the planner. Collective.
 
-    Without --epp-cost-model, the cost model is measured on the ranks of the job.
+    Without --epp-cost-model, the function measures the cost model on the ranks of the job.
 
     Args:
         place: Context of this rank.
@@ -66,9 +66,9 @@ def make_steps(place: JobContext, model: Any) -> StepSource:
 
 
 def limit_bytes(config: Config) -> float:
-    """Return --epp-memory-limit-gib in bytes, infinity without the flag.
+    """Return --epp-memory-limit-gib in bytes; infinity without the flag.
 
-    On a CPU-only host, chunks that hold more bytes fail as out of memory.
+    On a CPU-only host, an op fails as out of memory if the chunks hold more bytes.
     """
     limit = config.epp_memory_limit_gib
     return math.inf if limit is None else limit * GIB
@@ -76,24 +76,25 @@ def limit_bytes(config: Config) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TrainerHooks:
-    """Replacements of the trainer's components by a benchmark, an example or a test.
+    """Components of the trainer, which a script, benchmark or test may replace.
 
     Attributes:
-        pre_wrap: Function from the stage modules to changed ones, such as modules with adapters,
-            before Megatron wraps them; or None.
-        make_steps: Returns the source of steps from the context and the first stage module.
-        items: Function from the numbers of samples for training, validation and test (None is one
-            epoch) to three datasets of items, which replace the corpora of --data-path
-            (data/item_documents.py); or None.
-        make_batches: Returns the global batches from documents, batch size (or a function from
-            consumed samples to it) and consumed samples.
-        summary: Returns the log line of an iteration.
-        choose: Returns values of open choices from sublayers, flags and the layers of every stage.
-        attention_for: Returns the attention from --epp-attention, the model's configuration and the
-            device.
-        install_in_model: Patches a model to compute chunks, from model, context and attention.
-        make_stage: Creates the model's side of the executor.
-        limit_bytes: Returns the largest number of bytes that chunks may hold on a CPU-only host.
+        pre_wrap: Function called with the stage modules before Megatron wraps them. It returns
+            changed modules, such as modules with adapters. None: no change.
+        make_steps: Function (context, first stage module) -> source of steps.
+        items: Function called with the numbers of samples for training, validation and test (None
+            is one epoch). It returns three datasets of items, which replace the corpora of
+            --data-path (data/item_documents.py). None: no replacement.
+        make_batches: Function (documents, batch size, consumed samples) -> global batches. The
+            batch size may be a function of the consumed samples.
+        summary: Function that returns the log line of an iteration.
+        choose: Function (open choice, args, layers of every stage) -> value of the choice.
+        attention_for: Function (value of --epp-attention, configuration, device) -> attention.
+        install_in_model: Function (model, context, attention) that patches the model to compute
+            chunks.
+        make_stage: Function that creates a ModelStage, which runs the ops of a stage.
+        limit_bytes: Function (config) -> largest number of bytes that chunks may hold on a CPU-only
+            host.
     """
 
     pre_wrap: Callable[[list[Any]], list[Any]] | None = None

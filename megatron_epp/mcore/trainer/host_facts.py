@@ -1,7 +1,7 @@
-"""Comparison of the files that ranks read from their own disks, before a rank acts on them.
+"""Comparison of the files that ranks read from their hosts' disks, before training starts.
 
-A rank that sees no checkpoint where the others do would block in a collective that they never join.
-A rank with another tokenizer would train on other tokens.
+If only some ranks found the checkpoint, ranks would block in collectives that others never enter.
+A rank with a different tokenizer would train on different tokens.
 """
 
 from collections.abc import Iterable
@@ -30,10 +30,11 @@ _FILE_FLAGS = (
 
 
 def require_same_facts(args: Any, group: dist.ProcessGroup) -> None:
-    """Compare the checkpoint, tokenizer and files that ranks of ``group`` see. Collective.
+    """Compare the checkpoint, tokenizer and files that the ranks of ``group`` see. Collective.
 
     Raises:
-        ValueError: On every rank: ranks see different files; the message names ranks and paths.
+        ValueError: Ranks see different files; raised on every rank. The message names ranks and
+            paths.
     """
     require_same(
         facts_of(args), group, "the same on every host: a shared file system, or copies of it"
@@ -43,7 +44,7 @@ def require_same_facts(args: Any, group: dist.ProcessGroup) -> None:
 def facts_of(args: Any) -> dict[str, str]:
     """Return a text for each flag that names a file or checkpoint, by flag and path.
 
-    The text has a digest of the files, or the iteration of the checkpoint.
+    The text contains a digest of the files, or the checkpoint's iteration.
     """
     folders = folders_of(args)
     if pretrained := getattr(args, "pretrained_checkpoint", None):
@@ -67,7 +68,7 @@ def _checkpoint(folder: Path) -> str:
 
 
 def _content(paths: Iterable[Path]) -> str:
-    """Return a digest of the files that exist, or a text that says that none does."""
+    """Return a text with the digest of the existing files, or "no file"."""
     files = [path for path in paths if path.is_file()]
     try:
         return f"digest {digest_of(files)[:12]}" if files else "no file"

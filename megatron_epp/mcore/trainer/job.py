@@ -1,4 +1,4 @@
-"""One rank's part of a job with ``--epp``, set up in steps when Megatron builds its model."""
+"""One rank's part of a job with ``--epp``, set up while Megatron builds its model."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -58,14 +58,14 @@ from megatron_epp.te_reference import reference_switch
 class Job:
     """One rank's part of a job.
 
-    Megatron's hooks call ``attach`` before the model is wrapped and ``prepare`` afterwards, which
-    makes the ``schedule``.
+    Megatron's model builder calls :meth:`attach` before it wraps the model, and then
+    :meth:`prepare`, which creates the :attr:`schedule`.
     """
 
     def __init__(self, args: Any, config: Config, hooks: TrainerHooks):
         self.args, self.config, self.hooks = args, config, hooks
         self.recorder = Recorder(config.epp_record) if config.epp_record else None
-        # With this flag, Megatron's evaluation averages the losses differently.
+        # args.sft is reset, because it makes Megatron's evaluation average losses differently.
         self._reads_chats, args.sft = getattr(args, "sft", False), False
         self._data = JobData(config.epp_overlong, hooks, config.epp_blend)
         self._folders = (("--save", args.save), ("--epp-record", config.epp_record))
@@ -81,13 +81,13 @@ class Job:
 
     @property
     def schedule(self) -> ElasticSchedule:
-        """Schedule that :meth:`prepare` has created."""
+        """Schedule created by :meth:`prepare`."""
         assert self._schedule is not None, "the model is not built yet"
         return self._schedule
 
     @property
     def place(self) -> JobContext:
-        """Context that :meth:`attach` has created."""
+        """Context created by :meth:`attach`."""
         assert self._place is not None, "the model is not built yet"
         return self._place
 
@@ -96,8 +96,8 @@ class Job:
     def attach(self, models: list[Any]) -> list[Any]:
         """Patch the model to compute chunks (Megatron's pre-wrap hook). Collective.
 
-        This also creates process groups, locks the job's folders, converts chat files, starts the
-        watcher, and sets :attr:`place`.
+        The method also creates process groups, locks the job's folders, converts chat files, starts
+        the watcher, and sets :attr:`place`.
 
         Args:
             models: Stage modules of this rank, first to last.
@@ -124,10 +124,10 @@ class Job:
         return models
 
     def _warm_up(self, config: Any, device: torch.device) -> Attention:
-        """Return the attention of the model, after a first run of its kernels for every variant."""
+        """Return the model's attention, after a warm-up of its kernels for every variant."""
         attention = self.hooks.attention_for(self.config.epp_attention, config, device)
         heads, all_heads = heads_of(config), heads_of(config, context=1)
-        # The reference kernels compile nothing, and large packs would take them seconds.
+        # The reference kernels compile nothing, and need seconds for large packs.
         packs_to = self.args.seq_length if reference_switch.is_started() else None
         for before, sinks in layers_see(config):
             seeing = attention.of_layer(before, (lambda: torch.zeros(1)) if sinks else lambda: None)
@@ -135,14 +135,14 @@ class Job:
         return attention
 
     def _layers_of_stages(self, stages: Mapping[int, Any], groups: Groups) -> tuple[int, ...]:
-        """Return the layers of every stage of the pipeline. Collective.
+        """Return the number of layers of every stage of the pipeline. Collective.
 
         Args:
             stages: The stage modules of this rank, by stage.
             groups: The job's process groups.
 
         Raises:
-            ValueError: Ranks chose different vocabulary parallelism.
+            ValueError: Ranks have chosen different values of --epp-vocab-parallel.
         """
         count = stages_of(self.args)
         local = torch.zeros(count + 1, dtype=torch.int64)
@@ -166,7 +166,7 @@ class Job:
         place: tuple[int, ...],
         device: torch.device,
     ) -> None:
-        """Replace the modules of this rank's stages that compute whole micro-batches."""
+        """Patch this rank's stage modules to compute chunks, and shard and tie their weights."""
         models = list(stages.values())
         for model in models:
             self.hooks.install_in_model(model, self.args.seq_length, attention)
@@ -180,10 +180,10 @@ class Job:
                 fuse_weight_gradients(model)
 
     def _claim_folders(self, groups: Groups) -> None:
-        """Lock the folders that this job writes against other jobs. Collective.
+        """Lock this job's output folders, so that no other job writes to them. Collective.
 
         Raises:
-            ValueError: Some rank does not see the folder of --save that rank 0 has locked.
+            ValueError: A rank does not see the --save folder that rank 0 has locked.
         """
         save = self.args.save
 
@@ -197,7 +197,7 @@ class Job:
             require_same(seen, groups.control, "one folder that all hosts share")
 
     def _watch(self, groups: Groups) -> None:
-        """Report this rank's current op when it is terminated and when it hangs."""
+        """Start the reports of this rank's current op, at termination and when an op hangs."""
         report_when_terminated(self._current_op, dist.get_rank())
         Watcher(
             self._current_op,
@@ -213,7 +213,7 @@ class Job:
     def prepare(self, models: list[Any]) -> list[Any]:
         """Create :attr:`schedule` (Megatron's post-wrap hook). Collective.
 
-        The model has its final number format here, so the cost model can be measured.
+        The wrapped model has its final number format, so the cost model can be measured.
 
         Args:
             models: Wrapped stage modules of this rank, first to last.
@@ -287,7 +287,7 @@ class Job:
         )
 
     def _search_ahead(self) -> Callable[[bool], None] | None:
-        """Return what rank 0 searches layouts for fewer devices with, where some are allowed."""
+        """Return rank 0's function that searches layouts for fewer devices; None without it."""
         args = self.args
         layouts = getattr(args, LAYOUT_KEY, None) is not None and args.epp_search_ahead
         if not (layouts and args.save and dist.get_rank() == 0):
@@ -304,7 +304,7 @@ class Job:
     # -------------------------------------------------------------- what Megatron calls
 
     def choose_schedule(self, original: Any) -> Any:
-        """Return a replacement of get_forward_backward_func, which returns :attr:`schedule`."""
+        """Return a replacement of get_forward_backward_func that returns :attr:`schedule`."""
 
         def get_forward_backward_func(*args: Any, **kwargs: Any) -> ElasticSchedule:
             return self.schedule
@@ -314,7 +314,7 @@ class Job:
     def datasets(self, samples: Sequence[int]) -> tuple[GlobalBatches | None, ...]:
         """Build the documents; return the global batches of training, validation and test.
 
-        The batches begin after the samples that the checkpoint has consumed. Collective.
+        Collective. The batches begin after the samples that the resumed run has consumed.
 
         Args:
             samples: Number of documents for training, validation and test.

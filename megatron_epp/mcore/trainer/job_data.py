@@ -1,4 +1,4 @@
-"""Documents of a job, and the global batches made of them."""
+"""Documents of a job, and their global batches."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,7 +38,7 @@ def consumed_in_phase(args: Any) -> int:
 def progress_of(args: Any) -> Any:
     """Return the object that counts iterations and samples.
 
-    Later versions of Megatron (#7447) have a state object for it; earlier ones use the args.
+    Later versions of Megatron (#7447) count in a state object, earlier versions in the args.
     """
     return getattr(global_vars, "get_train_state", lambda: args)()
 
@@ -47,8 +47,8 @@ class JobData:
     """Documents of training, validation and test.
 
     Attributes:
-        chats: The corpora that chat files were converted to, by file.
-        truncated_documents: Number of training documents that were truncated.
+        chats: Chat file -> prefix of the corpus converted from it.
+        truncated_documents: Number of training documents that were truncated to the context.
     """
 
     def __init__(self, overlong: str, hooks: TrainerHooks, blend_by: str = TOKENS):
@@ -61,14 +61,14 @@ class JobData:
     ) -> tuple[GlobalBatches | None, ...]:
         """Build the documents and return the global batches of training, validation and test.
 
-        The batches begin after the samples that the checkpoint has consumed. A split without
-        documents has None. Rank 0 prints the document counts of training. With
-        --full-validation, ``args.full_validation`` becomes false and ``args.eval_iters`` the
-        number of batches of a pass. Collective over ``group``.
+        Collective over ``group``. The batches begin after the samples that the resumed run has
+        consumed. The result is None for a split without documents. Rank 0 prints the document
+        counts of training. With --full-validation, the method sets ``args.full_validation`` to
+        False and ``args.eval_iters`` to the number of batches of a pass.
 
         Args:
             samples: Number of documents for training, validation and test.
-            group: Process group of all ranks, over which the documents are compared.
+            group: CPU group in which all ranks compare their documents.
 
         Raises:
             ValueError: Files are damaged, flags are invalid, no document is usable, or ranks have
@@ -99,12 +99,12 @@ class JobData:
             else:
                 batches[place] = make(documents, of_evaluation, consumed)
         if isinstance(passes := batches[1], FullPasses):
-            # Megatron would compute these from the length of its data loader, and wrap the loader.
+            # Megatron would compute eval_iters from its data loader's length, and wrap the loader.
             args.full_validation, args.eval_iters = False, passes.batches
         return tuple(batches)
 
     def _describe(self, training: DocumentSource, args: Any) -> None:
-        """Print the corpora and the document counts of training, and set truncated_documents."""
+        """Print the document counts and fractions of training, and set truncated_documents."""
         print_rank_0(f"> {training.counts}")
         self.truncated_documents = training.counts.truncated
         if isinstance(training, Documents):

@@ -1,12 +1,13 @@
-"""Watch on torchrun: a rank ends soon after the launcher that started it was killed.
+"""Watcher of torchrun, which ends a rank after torchrun was killed.
 
-torchrun ends its ranks when it fails or is terminated. If it is killed, it cannot, and the ranks
-would train on without supervision. Only torchrun is watched. The daemons of srun and mpirun end the
-processes that they started, and a plain launch has no launcher: the shell of a job under nohup or
-setsid may exit.
+torchrun ends its ranks when it fails or is terminated. If torchrun is killed, it cannot end them,
+and the ranks would train on without supervision. Other launchers are not watched: the daemons of
+srun and mpirun end their processes themselves. A start from a shell is not watched, because the
+shell may exit during a job under nohup or setsid.
 
-A thread watches, instead of the kernel's parent-death signal. That signal reports the direct
-parent, which may be a wrapper (``torchrun --no-python run.sh``), and ends a rank without a message.
+A thread watches torchrun. The kernel's parent-death signal would not serve: it watches the direct
+parent, which may be a wrapper (``torchrun --no-python run.sh``), and it ends a rank without a
+message.
 """
 
 import os
@@ -20,17 +21,19 @@ from megatron_epp.mcore.job.emergency_exit import SAVES, leave
 
 EVERY_SECONDS = 1.0
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # torchrun sets it for the ranks that it starts
-_watching: set[int] = set()  # this process, once it watches; a forked process has another id
+_watching: set[int] = set()  # id of this process if it watches; a forked process has another id
 
 
 def end_with_launcher() -> None:
-    """Start a thread that ends this process when the torchrun that started it is gone.
+    """Start a thread that ends this process when the torchrun that started it has ended.
 
-    Without torchrun, nothing happens. The thread waits for a checkpoint that is being written.
+    If a checkpoint is being written, the thread waits for it first. Without torchrun, the function
+    does nothing.
 
-    Call it before anything else. torchrun may be killed while this process imports torch and
-    Megatron, and the process then has another parent. A launcher that ended earlier is detected at
-    the store (:func:`~megatron_epp.mcore.job.job_exit.require_launcher`).
+    Call this function as early as possible. If torchrun is killed while this process imports torch
+    and Megatron, the process gets another parent, and the thread cannot notice it. That case is
+    detected by a connection to torchrun's store
+    (:func:`~megatron_epp.mcore.job.job_exit.require_launcher`).
     """
     leader = None if os.getpid() in _watching else _leader()
     if leader is not None:
@@ -40,7 +43,7 @@ def end_with_launcher() -> None:
 
 
 def _leader() -> psutil.Process | None:
-    """Return the child of torchrun that is this process or its ancestor; it leads a session."""
+    """Return the leader of this process's session, a child of torchrun; None without torchrun."""
     if _RUN_ID not in os.environ:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Setup of ``--epp`` in a process of Megatron's trainer."""
+"""Setup of ``--epp`` in a process that runs Megatron's trainer."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -33,20 +33,21 @@ def setup(
 ) -> tuple[Any, Any]:
     """Install elastic pipeline parallelism in this process.
 
-    This patches Megatron, adds hooks to ``model_config``, sets the flags in ``args`` that are
-    ``auto``, and starts a thread that watches torchrun. Rank 0 prints what was chosen.
+    The function patches Megatron, adds hooks to ``model_config``, replaces the value ``auto`` of
+    flags in ``args``, and starts a thread that watches torchrun. Rank 0 prints the chosen values.
 
     Args:
         args: Megatron's arguments, including those of :mod:`megatron_epp.mcore.flags.config`.
-        model_config: The model configuration that ``pretrain`` builds from.
-        hooks: Replacements of components of the trainer.
-        placement: Placement with the layers of the stages, if these were chosen.
+        model_config: The configuration from which ``pretrain`` builds the model.
+        hooks: Components of the trainer; None: the default components.
+        placement: Chosen placement of the stages with their layers; None if Megatron's flags
+            decide it.
 
     Returns:
         The forward step and the data provider for Megatron's ``pretrain``.
 
     Raises:
-        ValueError: Flags or the model are not supported; the message is one line.
+        ValueError: The flags or the model are not supported; the message is one line.
     """
     if args.epp_vocab_parallel == AUTO:
         args.epp_vocab_parallel = OFF  # a user's own script may change the model

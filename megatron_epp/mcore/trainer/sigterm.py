@@ -14,13 +14,12 @@ _SIGTERM_STATUS = 128 + signal.SIGTERM
 def report_when_terminated(current_op: CurrentOp, rank: int) -> None:
     """Install a SIGTERM handler that prints ``current_op`` and ends the process and its children.
 
-    The handler ends the process immediately, unless a checkpoint is being written
-    (emergency_exit.py).
+    If a checkpoint is being written, the handler first waits for it (emergency_exit.py).
 
-    A rank that waits in a collective or for a message runs no Python signal handler. Therefore the
-    C-level handler writes to the wake-up descriptor, and a new thread reads it. Nothing is
-    installed if SIGTERM already has a handler (Megatron's --exit-signal-handler), or outside of the
-    main thread.
+    A rank that waits in a collective or for a message does not run Python signal handlers.
+    Therefore the C-level handler writes to the wake-up descriptor, and a new thread reads it. The
+    function does nothing if SIGTERM already has a handler (Megatron's --exit-signal-handler), or if
+    it is not called in the main thread.
     """
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         return

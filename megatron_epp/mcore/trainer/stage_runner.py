@@ -1,4 +1,4 @@
-"""Runner of a rank's part of a step: combines plan, data, K/V stores and stage modules."""
+"""Runner of a rank's part of a step, which combines plan, data, K/V stores and stage modules."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -43,11 +43,11 @@ class StageRun:
     Attributes:
         plan: Plan of this replica.
         records: Start, stop and peak bytes of each of this rank's ops.
-        reports: One report of the loss, with every entry summed over this replica's chunks; empty
-            on ranks without the last stage.
+        reports: A list with one report of the loss, summed over this replica's chunks; empty on
+            ranks without the last stage.
         tokens: Number of tokens with a loss.
-        failure: The op that ran out of memory; the other results are then invalid. None without.
-        host_peak_bytes: Peak of the host memory of offloaded layers.
+        failure: The op that ran out of memory, which makes the other results invalid; or None.
+        host_peak_bytes: Peak bytes of host memory for offloaded layers.
     """
 
     plan: Plan
@@ -63,15 +63,15 @@ class StageRunner:
     """Runner of a rank's part of steps.
 
     Attributes:
-        programs: Runs the rank's programs.
+        programs: Runner of the rank's programs.
         stages: Stages of the rank, first to last.
-        replica: Number of this rank's replica.
+        replica: Index of this rank's replica.
         row_shard: This rank's shard of a chunk's rows.
-        meter: Meter of the bytes held.
+        meter: Meter of the bytes that the rank holds.
         fused_head: Whether the last stage's F also runs the backward of the LM head.
-        stores_last_slice: Whether K/V of a document's last slice are stored, too.
-        make_stage: Creates the model's side of the executor (model/stage.py).
-        host_bytes: Limit of the host memory that offloaded layers may take.
+        stores_last_slice: Whether K/V of a document's last slice are also stored.
+        make_stage: Function that creates the runner of a stage's ops (model/stage.py).
+        host_bytes: Limit of the host memory for offloaded layers, in bytes.
     """
 
     programs: ProgramRunner
@@ -96,7 +96,7 @@ class StageRunner:
         """Run this replica's plan on its documents of ``batch``, accumulating gradients.
 
         Args:
-            step: The accepted step, which has the plans of all replicas.
+            step: The accepted step, which contains the plans of all replicas.
             batch: The global batch.
             documents: Source of the documents' tokens.
             models: Stage modules of :attr:`stages`, in the same order.
@@ -104,23 +104,23 @@ class StageRunner:
             forward_step: Megatron's forward step function.
 
         Returns:
-            Records, summed losses and number of tokens. An op that ran out of memory is reported in
-            :attr:`StageRun.failure`; no exception is raised for it.
+            Records, summed losses and number of tokens. If an op runs out of memory,
+            :attr:`StageRun.failure` names the op, and no exception is raised.
 
         Raises:
-            PlanError: The plan splits the backward, which a linear of a model does not support.
+            PlanError: The plan splits a backward, but a linear of the model does not support it.
         """
         # Step 1: select this replica's plan and its samples of the global batch.
         replica, device = self.replica, self.programs.device
         plan, block = step.plan_of(replica), step.plans
         samples = batch.samples[list(step.part.documents_of(replica))]
-        # Step 2: drop fp8 weights cached in the previous iteration; check that linears can split B.
+        # Step 2: clear fp8 weights cached in the last iteration; check that linears can split B.
         for stage, model in zip(self.stages, models, strict=True):
             forget_quantised_weights(model)
             if step.splits_backward:
                 early = self.fused_head and stage == plan.stages - 1
                 refuse_split(model, early_modules(model, early))
-        # Step 3: lower this rank's ops to a program, which adds sends and receives.
+        # Step 3: lower this rank's ops to a program with sends and receives.
         slices = slices_of(plan)
         rank = plan.rank_of[self.stages[0]]
         program = lower_rank(plan, rank, block)
@@ -134,8 +134,8 @@ class StageRunner:
             dtype,
             predictions.each,
         )
-        # Step 5: build the model's side of every stage of this rank: tokens, K/V store, host store,
-        # LM head.
+        # Step 5: create the runner of every stage of this rank, with its tokens, K/V store, host
+        # store and LM head.
         computes: dict[int, ModelStage] = {}
         host: HostStore | None = None
         with ExitStack() as stack:
@@ -157,7 +157,7 @@ class StageRunner:
                 )
                 reserve_exchange(stage_object, block, self.row_shard)
                 computes[stage] = stack.enter_context(stage_object)
-            # Step 6: start the gradient reductions of the stages in one order on all replicas.
+            # Step 6: let all replicas start the stages' gradient reductions in the same order.
             reduce_in_turn(computes, plan.rank_orders[rank])
             # Step 7: connect the stages and run the program.
             store = StageStores([compute.store for compute in computes.values()])
@@ -172,8 +172,8 @@ class StageRunner:
     def flop_boundaries(self, plan: Plan) -> Tensor:
         """Return the cumulative lengths of the documents of ``plan``: int64 [documents + 1].
 
-        Without documents, return [0, 0], one empty document: all ranks take part in Megatron's sum
-        of FLOPs, to which an empty document adds nothing.
+        Without documents, return [0, 0], which describes one empty document. All ranks must take
+        part in Megatron's sum of FLOPs, and an empty document adds 0 to it.
         """
         boundaries = numpy.concatenate(([0], numpy.cumsum(plan.documents or (0,))))
         return torch.from_numpy(boundaries).to(self.programs.device)

@@ -31,14 +31,14 @@ def scalars(step: AcceptedStep, report: IterationReport, truncated: int) -> dict
     }
     for rank, peak in enumerate(report.peak_bytes):
         values[f"peak-gib-rank-{rank}"] = peak / GIB
-        values[f"peak-gib-stage-{rank}"] = peak / GIB  # its former name
+        values[f"peak-gib-stage-{rank}"] = peak / GIB  # former name of the entry
     if step.predicted_seconds:
         values["predicted-seconds"] = step.predicted_seconds
     return values
 
 
 def wanted() -> bool:
-    """Return whether this rank has one of Megatron's writers."""
+    """Return whether this rank has a TensorBoard or Weights & Biases writer of Megatron."""
     return get_tensorboard_writer() is not None or get_wandb_writer() is not None
 
 
