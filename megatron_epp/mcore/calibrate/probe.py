@@ -116,10 +116,9 @@ class Measurement:
 class Probe:
     """Runner of single modules of ``model``, this stage's unwrapped GPTModel.
 
-    ``row_shard`` is this rank's shard of a chunk's rows. ``context`` is the length of the model's
-    position tables; positions beyond it restart at 0. ``head_tokens`` is the block size of the
-    fused LM head, or None. The attribute ``at`` is the index of the first layer that runs.
-    Gradients accumulate as in training; the caller clears them.
+    ``row_shard`` is this rank's shard of a chunk's rows, and ``head_tokens`` the block size of the
+    fused LM head, or None. Positions from ``context`` on restart at 0. Layers run from index ``at``
+    on. Gradients accumulate as in training; the caller clears them.
     """
 
     def __init__(

@@ -44,10 +44,9 @@ type ForwardStep = Callable[[Iterator[ChunkBatch], Any], tuple[Tensor, Callable]
 class ModelStage:
     """Runner of the ops of one plan on a stage of Megatron's model, called by the executor.
 
-    Gradients accumulate without reduction until the stage's last op that computes gradients. DDP's
-    hooks then start the overlapped reduction. The loss is multiplied by the optimizer's loss scale.
-    With ``fused_head``, the last stage's F also runs the backward of the LM head. ``host`` stores
-    the tensors of offloaded layers. ``head`` runs H and G (vocabulary parallelism).
+    In the last op that computes gradients, DDP's hooks start the overlapped reduction. The loss is
+    multiplied by the optimizer's loss scale. With ``fused_head``, the last stage's F also runs the
+    LM head's backward. ``host`` stores tensors of offloaded layers. ``head`` runs H and G.
     """
 
     def __init__(
