@@ -277,7 +277,7 @@ def _no_corpus(text: str) -> str:
     expected = "a text file of lengths, a Megatron .idx, texts in .jsonl or .parquet, or one of "
     expected += ", ".join(names)
     if path.exists():
-        what = "a folder" if path.is_dir() else "no plain file"
+        what = "a folder" if path.is_dir() else "not a regular file"
         return f"{quoted(text)}: is {what}; expected {expected}"
     nearby = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(text, names, n=2)

@@ -26,7 +26,7 @@ CHUNK_OPS = (*CHUNK_OPS, (Kind.FORWARD, Kind.HEAD, Kind.INPUT, Kind.LATE, Kind.H
         ),
     ],
     "ir/program/sequence.py": [
-        ("# In forwards of its chunk through one layer", "FORWARDS = {**FORWARDS, Kind.LATE: 2}\n")
+        ("# Work of an op on a stage's vocabulary rows", "FORWARDS = {**FORWARDS, Kind.LATE: 2}\n")
     ],
     "cost/seconds.py": [
         (

@@ -45,7 +45,7 @@ def test_every_flag_of_megatrons_parser_is_known(monkeypatch: pytest.MonkeyPatch
         ("--window-size x", "argument --window-size: invalid tuple_type value: 'x'"),
         ("--window-size 7", "give --window-size W,0 with W from 1 to --seq-length less 1"),
         ("--pipeline-model-parallel-layout Ett|tL", "3 layers; expected --num-layers, 4"),
-        ("--hybrid-layer-pattern=*-?", "--hybrid-layer-pattern *-?: '?' stands for no layer"),
+        ("--hybrid-layer-pattern=*-?", "--hybrid-layer-pattern *-?: '?' is not a layer symbol"),
         ("--hybrid-layer-pattern=*-*", "3 layers, of which 3 are left for 2 of"),
         (
             "--hybrid-layer-pattern=*-/* --position-embedding-type rope",

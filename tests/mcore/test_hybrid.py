@@ -89,7 +89,7 @@ def test_layers_of_stages_are_as_megatron_places_them() -> None:
     ("wanted", "says"),
     [
         (given("*-x"), "--hybrid-layer-pattern *-x: 'x' is not a layer symbol; expected a letter"),
-        (given(None, hybrid_override_pattern="?"), "'?' stands for no layer"),
+        (given(None, hybrid_override_pattern="?"), "'?' is not a layer symbol"),
         (given("|", 2), "--hybrid-layer-pattern |: no layer; expected a letter"),
         (given("*+-"), "attention (*) and latent attention (+) in one model"),
         (given("*E"), "layers of experts (E), and --num-experts is not given; expected both"),

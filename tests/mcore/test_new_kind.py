@@ -181,7 +181,7 @@ SUMS = {
     ],
     "mcore/kinds/modules.py": [
         (
-            "\n# Most specific first",
+            "\n# Most specific kinds first",
             "from megatron_epp.mcore.kinds.sums.module import SumsModule\n",
         ),
         ("    AttentionModule(),\n", "    SumsModule(),\n"),

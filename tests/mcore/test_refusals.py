@@ -365,7 +365,7 @@ PARTITION_AND_LAYERS = {"epp_partition": "auto", "decoder_last_pipeline_num_laye
         ({"data_path": "gone/nothing", **ONE}, 1, ["nothing.idx"]),
         ({"num_experts": 6, "expert_model_parallel_size": 4, **ONE}, 1, ["; expected a multiple"]),
         ({"hybrid_layer_pattern": "*-", **ONE}, 1, ["run megatron_epp.pretrain_hybrid with these"]),
-        ({"hybrid_layer_pattern": "*-?", **ONE}, HYBRID, ["'?' stands for no layer"]),
+        ({"hybrid_layer_pattern": "*-?", **ONE}, HYBRID, ["'?' is not a layer symbol"]),
         ({"hybrid_layer_pattern": "D*-", **ONE}, HYBRID, ["(*) and latent attention (D) in one"]),
         (ONE, HYBRID, ["--hybrid-layer-pattern is missing: pretrain_hybrid trains"]),
         (LATENTS_NEXT_TO_WINDOWS, 1, ["in K and V; leave the flag out"]),

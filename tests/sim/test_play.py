@@ -390,7 +390,7 @@ def test_a_table_without_numbers_is_refused() -> None:
     plan = Plan.parse(EXAMPLE)
     table = even_table(plan, 1, 2)
     table.seconds[Kind.FORWARD][0, 0] = np.inf
-    with pytest.raises(PlanError, match="no finite number"):
+    with pytest.raises(PlanError, match="not a finite number"):
         play(plan, table)
 
 

@@ -74,7 +74,10 @@ class LayerShape(
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Words of the kind's name: attention range, mixer, feed-forward sublayer; or one word."""
+        """Words of the kind's name: attention range, mixer and feed-forward sublayer.
+
+        A layer without mixer or without feed-forward sublayer has one word.
+        """
         there = [part for part in PARTS if part.there(self)]
         *names, last = self._words([part for part in there if not part.BEFORE_LAYER])
         return *names, "-".join((last, *(part.WORD for part in there if part.BEFORE_LAYER)))

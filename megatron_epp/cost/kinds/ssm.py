@@ -184,8 +184,8 @@ class GatedDeltaNetPart(_SSMPart):
     def scan_flops(self) -> float:
         """Forward flops per token of the scan.
 
-        They cover Mamba's terms with keys of every head, the triangular system, and the values that
-        the update subtracts.
+        They cover the terms of Mamba (here with keys for each head), the triangular system, and the
+        computation of the values that the update subtracts from the state.
         """
         block, keys = BLOCK // 2, self.shape.delta_heads * self.shape.state_keys
         return 2.0 * block * (2 * keys + self.inner) + 6.0 * self.inner * self.shape.state_keys

@@ -204,7 +204,7 @@ class Probe:
     def layers(
         self, shape: Shape, modes: str, weigh: bool = False, split: bool = False
     ) -> Measurement:
-        """Run the first ``len(modes)`` layers with these recompute modes.
+        """Run and measure ``len(modes)`` layers from layer ``at`` on, with these recompute modes.
 
         Args:
             shape: The chunk.

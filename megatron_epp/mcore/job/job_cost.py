@@ -22,12 +22,12 @@ from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import GIB, device, device_budgets, device_like, gpu_name
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
-from megatron_epp.cost.profile import ALLTOALL, FLEX, Profile, States
+from megatron_epp.cost.profile import Profile, States
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.flags.config import LAYOUT_KEY, SLOWNESS, Config
-from megatron_epp.mcore.kinds.registry import expert_ranks_of, sees_full_documents
+from megatron_epp.mcore.kinds.registry import analytic_options, expert_ranks_of, sees_full_documents
 from megatron_epp.mcore.lm_head.fused_head import block_tokens, fused_head
 from megatron_epp.mcore.model.quantisation import weight_bytes
 from megatron_epp.mcore.model.shape import model_shape
@@ -185,12 +185,11 @@ def unusable_levers(args: Any) -> dict[str, str]:
 def analytic(args: Any) -> Profile:
     """Return the profile of --epp-cost-model analytic, from the model's shape and device name."""
     early = fused_head(args)
-    flex = getattr(args, "moe_token_dispatcher_type", None) == FLEX
     profile = analytic_profile(
         model_shape(args),
         device(device_name()),
         logits_held=not early,
-        moe_token_dispatcher_type=FLEX if flex else ALLTOALL,
+        **analytic_options(args),
     )
     attention = VarlenAttention if cpu_host.has_gpu_kernels() else PartsAttention
     return replace(

@@ -118,6 +118,10 @@ class LayerKind:
         """Return the number of ranks, of all replicas, that share the experts of a layer."""
         return 1
 
+    def analytic_options(self, args: Any) -> dict[str, Any]:
+        """Return arguments of ``cost.analytic.profile`` that depend on flags of this kind."""
+        return {}
+
     def layer_groups(self, holder: Any) -> list[ProcessGroup]:
         """Return this rank's process groups of these layers, other than the TP and CP groups."""
         return []

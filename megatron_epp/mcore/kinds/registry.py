@@ -78,6 +78,13 @@ def expert_ranks_of(args: Any) -> int:
     return max(kind.expert_ranks(args) for kind in LAYER_KINDS)
 
 
+def analytic_options(args: Any) -> dict[str, Any]:
+    """Return arguments of ``cost.analytic.profile`` that depend on flags of layer kinds."""
+    return {
+        name: value for kind in LAYER_KINDS for name, value in kind.analytic_options(args).items()
+    }
+
+
 def replaced_by_kinds() -> tuple[ReplacedFlags, ...]:
     """Return the flags of Megatron that --epp replaces because of a layer kind."""
     return tuple(row for part in LAYER_KINDS for row in part.REPLACED)

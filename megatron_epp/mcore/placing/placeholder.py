@@ -62,7 +62,7 @@ def placeholder(wanted: Any) -> dict[str, Any]:
 
 
 def _placed(wanted: Any, placement: Placement) -> dict[str, Any]:
-    """Return parser defaults for ``placement``, with which ranks have several stages."""
+    """Return parser defaults for ``placement``, which puts several stages on a rank."""
     if wanted.epp_partition == PARTITION_AUTO:
         raise ValueError(
             "--epp-partition auto chooses layers of one stage a rank; with --epp-placement give a "

@@ -1,4 +1,7 @@
-"""Number of layers to offload to host memory: as many as have hidden copies and fit the host."""
+"""Number of layers to offload to host memory.
+
+It is limited by what can be copied while the ops run, and by what fits in host memory.
+"""
 
 import dataclasses
 import math

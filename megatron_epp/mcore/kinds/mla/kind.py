@@ -38,7 +38,7 @@ class MLAKind(AttentionKind):
     )
 
     def layers(self, args: Any) -> tuple[bool, ...]:
-        """Return the mask; a GPTModel with another attention variant (DSA) has no such layers."""
+        """Return the mask; a GPTModel with another attention variant has no such layers."""
         here = bool(getattr(args, "multi_latent_attention", False))
         if not getattr(args, "hybrid_layer_pattern", None):
             variant = getattr(args, "experimental_attention_variant", None)
