@@ -135,6 +135,64 @@ def _lists(mask):
 
 
 @njit()
+def _relatives(earlier):
+    """Return (related, child, sibling) of chunks, of which c continues ``earlier[c]`` or none (-1).
+
+    ``related[r, c]`` is the number of chunks in relation r to chunk c. The chunks that continue c
+    (several if documents branch) form a linked list: ``child[c]``, then the ``sibling`` of each.
+    """
+    width = len(earlier)
+    related = np.zeros((3, width), np.int64)
+    related[SAME] = 1
+    child = np.full(width, -1, np.int64)
+    sibling = np.full(width, -1, np.int64)
+    for chunk in range(width - 1, -1, -1):
+        parent = earlier[chunk]
+        if parent >= 0:
+            related[EARLIER, chunk] = 1
+            related[LATER, parent] += 1
+            sibling[chunk] = child[parent]
+            child[parent] = chunk
+    return related, child, sibling
+
+
+@njit()
+def _rows_by_kind(needs, codes):
+    """Return rows of ``needs`` by kind of op: (own, owns, met, mets), see :func:`_lists`.
+
+    ``own`` are the needs that an op of the kind has, and ``met`` the needs that it meets.
+    """
+    mask = np.zeros((2, codes, len(needs)), np.bool_)
+    for row in range(len(needs)):
+        mask[0, needs[row, NEED_KIND], row] = True
+        for kind in range(codes):
+            mask[1, kind, row] = (needs[row, NEED_MET_BY] >> kind) & 1
+    own, owns = _lists(mask[0])
+    met, mets = _lists(mask[1])
+    return own, owns, met, mets
+
+
+@njit()
+def _missing(orders, needs, own, owns, met_on, related):
+    """Return (missing, remote): the needs of every op, and the number met from another rank."""
+    kinds, chunks, op_stage, rank_of = orders.kind, orders.chunk, orders.stage, orders.rank_of
+    missing = np.zeros(len(kinds), np.int64)
+    remote = 0
+    for op in range(len(kinds)):
+        kind, stage = kinds[op], op_stage[op]
+        for index in range(owns[kind]):
+            row = own[kind, index]
+            where = met_on[row, stage]
+            if where < 0:
+                continue
+            wanted = related[needs[row, NEED_CHUNK], chunks[op]]
+            missing[op] += wanted
+            if rank_of[where] != rank_of[stage]:
+                remote += wanted
+    return missing, remote
+
+
+@njit()
 def _places(needs, stages):
     """Return met_on[row, stage] and wanted_on[row, stage].
 
@@ -176,48 +234,15 @@ def run_arrays(orders, arrays, needs):
     codes, stages, width = seconds.shape
     ops, ranks = len(kinds), len(offset) - 1
 
-    # related[r, c]: number of chunks in relation r to chunk c. The chunks that continue c (several
-    # if documents branch) form a linked list: child[c], then the sibling of each.
     earlier = arrays.earlier
-    related = np.zeros((3, width), np.int64)
-    related[SAME] = 1
-    child = np.full(width, -1, np.int64)
-    sibling = np.full(width, -1, np.int64)
-    for chunk in range(width - 1, -1, -1):
-        parent = earlier[chunk]
-        if parent >= 0:
-            related[EARLIER, chunk] = 1
-            related[LATER, parent] += 1
-            sibling[chunk] = child[parent]
-            child[parent] = chunk
-
-    # Rows by kind of op: the needs that an op has (0), and the needs that an op meets (1).
-    mask = np.zeros((2, codes, len(needs)), np.bool_)
-    for row in range(len(needs)):
-        mask[0, needs[row, NEED_KIND], row] = True
-        for kind in range(codes):
-            mask[1, kind, row] = (needs[row, NEED_MET_BY] >> kind) & 1
-    own, owns = _lists(mask[0])
-    met, mets = _lists(mask[1])
+    related, child, sibling = _relatives(earlier)
+    own, owns, met, mets = _rows_by_kind(needs, codes)
     met_on, wanted_on = _places(needs, stages)
+    missing, remote = _missing(orders, needs, own, owns, met_on, related)
 
     place = np.full((codes, stages, width), -1, np.int64)  # the op's number, -1: none
     for op in range(ops):
         place[kinds[op], op_stage[op], chunks[op]] = op
-
-    missing = np.zeros(ops, np.int64)
-    remote = 0
-    for op in range(ops):
-        stage = op_stage[op]
-        for index in range(owns[kinds[op]]):
-            row = own[kinds[op], index]
-            where = met_on[row, stage]
-            if where < 0:
-                continue
-            wanted = related[needs[row, NEED_CHUNK], chunks[op]]
-            missing[op] += wanted
-            if rank_of[where] != rank_of[stage]:
-                remote += wanted
 
     start, stop = np.zeros(ops), np.zeros(ops)
     op_peak, op_left = np.zeros(ops), np.zeros(ops)
