@@ -29,7 +29,6 @@ LONG_CLASSES = {
     "ModelStage": 312,
     "Search": 496,
     "SliceStage": 563,
-    "StageLayout": 307,
 }
 
 

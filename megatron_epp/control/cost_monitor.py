@@ -115,7 +115,7 @@ class CostMonitor:
             0,
             one.measured / cost.layout.slowness[cost.layout.placement.place[one.stage]],
             kinds=cost.layout.layer_kinds[first : first + len(choice)],
-            columns=tuple((column, column.of(spans)) for column in cost.layout.extra_columns),
+            columns=tuple((column, column.of(spans)) for column in cost.layout.columns.extra),
         )
 
     def check_drift(self, predicted_seconds: float, report: IterationReport) -> list[str]:

@@ -6,9 +6,9 @@ profile then contains the seconds per unit of these columns (``LayerCoefficients
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -96,3 +96,52 @@ class DiagonalPairs(Column):
 
 
 CONTEXT, DIAGONAL = ContextTokens(), DiagonalPairs()
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Tokens, pairs and 1, in the order of their constants, and the additional columns ``extra``.
+
+    Attributes:
+        windows: columns of sliding windows, narrowest first.
+        extra: all additional columns: the windows, then other columns by their names.
+    """
+
+    windows: tuple[WindowPairs, ...]
+    extra: tuple[Column, ...]
+
+    @classmethod
+    def of(cls, extra: Set[Column]) -> Self:
+        """Return the columns with these additional columns."""
+        windows = tuple(
+            sorted(
+                (column for column in extra if isinstance(column, WindowPairs)),
+                key=lambda column: column.size,
+            )
+        )
+        return cls(windows, (*windows, *sorted(extra - {*windows}, key=str)))
+
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        return 3 + len(self.extra)
+
+    def index(self, of: Column) -> int:
+        """Return the index of an additional column among all columns."""
+        return 3 + self.extra.index(of)
+
+    def features(self, loads: Loads) -> np.ndarray:
+        """Return the values of all columns, [columns, chunks]."""
+        if self.extra not in loads.features:
+            rows = [loads.tokens, loads.pairs, np.ones(loads.chunks)]
+            rows += [column.of_chunks(loads) for column in self.extra]
+            loads.features[self.extra] = np.stack(rows)
+            loads.features[self.extra].flags.writeable = False
+        return loads.features[self.extra]
+
+    def batch_features(self, lengths: np.ndarray, chunks: float) -> np.ndarray:
+        """Return [columns], summed over whole documents of ``lengths`` in ``chunks`` chunks."""
+        lengths = np.asarray(lengths, dtype=np.float64)
+        begins = np.zeros_like(lengths)
+        sums = [lengths.sum(), (lengths * (lengths + 1) / 2).sum(), chunks]
+        return np.array([*sums, *(c.of_spans(begins, lengths).sum() for c in self.extra)])

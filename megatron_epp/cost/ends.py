@@ -53,11 +53,11 @@ class Ends:
 
     def head_seconds(self) -> Mapping[Kind, np.ndarray]:
         """Return the seconds of H and G: [stages, columns]."""
-        return dict.fromkeys(OF_HEAD, np.zeros((self.layout.stages, self.layout.width)))
+        return dict.fromkeys(OF_HEAD, np.zeros((self.layout.stages, self.layout.columns.width)))
 
     def head_comm_seconds(self) -> Mapping[Kind, np.ndarray]:
         """Return the communication seconds of H and G: [stages, columns]."""
-        return dict.fromkeys(OF_HEAD, np.zeros((self.layout.stages, self.layout.width)))
+        return dict.fromkeys(OF_HEAD, np.zeros((self.layout.stages, self.layout.columns.width)))
 
     def held_bytes(self, loads: Loads) -> np.ndarray:
         """Return the bytes held from F to B: [stages, chunks]."""
@@ -164,7 +164,7 @@ class HeadOnAllStages(Ends):
 
         Every rank of the group needs the full hidden state for its vocabulary rows.
         """
-        gathered = np.zeros((self.layout.stages, self.layout.width))
+        gathered = np.zeros((self.layout.stages, self.layout.columns.width))
         one = tensor_seconds(self.layout, self.layout.hidden_bytes.per_token)
         gathered[:, TOKENS] = self.times * one
         return dict.fromkeys(OF_HEAD, gathered)

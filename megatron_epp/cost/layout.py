@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from megatron_epp.cost.columns import CHUNKS, PAIRS, TOKENS, Column, WindowPairs
+from megatron_epp.cost.columns import CHUNKS, PAIRS, TOKENS, Columns, WindowPairs
 from megatron_epp.cost.layer_kinds import StageKinds, format_kinds, stage_kinds
 from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.network.topology import Network
@@ -256,66 +256,29 @@ class StageLayout:
         there = self.kinds.counts[:, :, None] > 0
         return np.where(there, np.stack(rows)[:, None, :], 0.0).max(axis=0)
 
-    # --- columns ---------------------------------------------------------------------------------
+    # --- coefficients of the profile in this layout ----------------------------------------------
 
     @cached_property
-    def windows(self) -> tuple[WindowPairs, ...]:
-        """Columns of sliding windows, narrowest first."""
+    def columns(self) -> Columns:
+        """Columns of chunks in which the seconds of this layout's layers are linear."""
         known = {column for each in self.coefficients for column in each.column_seconds}
         known |= {WindowPairs(each.window) for each in self.coefficients if each.window}
-        windows = (column for column in known if isinstance(column, WindowPairs))
-        return tuple(sorted(windows, key=lambda column: column.size))
-
-    @cached_property
-    def extra_columns(self) -> tuple[Column, ...]:
-        """Columns of the layer kinds other than tokens, pairs and 1.
-
-        The columns of windows come first, narrowest first, then other columns by their names.
-        """
-        known = {column for each in self.coefficients for column in each.column_seconds}
-        return (*self.windows, *sorted(known - {*self.windows}, key=str))
-
-    def column(self, of: Column) -> int:
-        """Return the index of an additional column among all columns."""
-        return 3 + self.extra_columns.index(of)
-
-    @property
-    def width(self) -> int:
-        """Number of columns."""
-        return 3 + len(self.extra_columns)
-
-    def features(self, loads: Loads) -> np.ndarray:
-        """Return [columns, chunks]: tokens, pairs, 1 and the additional columns."""
-        if self.extra_columns not in loads.features:
-            rows = [loads.tokens, loads.pairs, np.ones(loads.chunks)]
-            rows += [column.of_chunks(loads) for column in self.extra_columns]
-            loads.features[self.extra_columns] = np.stack(rows)
-            loads.features[self.extra_columns].flags.writeable = False
-        return loads.features[self.extra_columns]
-
-    def batch_features(self, lengths: np.ndarray, chunks: float) -> np.ndarray:
-        """Return [columns], summed over whole documents of ``lengths`` in ``chunks`` chunks."""
-        lengths = np.asarray(lengths, dtype=np.float64)
-        begins = np.zeros_like(lengths)
-        sums = [lengths.sum(), (lengths * (lengths + 1) / 2).sum(), chunks]
-        return np.array([*sums, *(c.of_spans(begins, lengths).sum() for c in self.extra_columns)])
-
-    # --- coefficients of the profile in this layout ----------------------------------------------
+        return Columns.of(known)
 
     def row(self, seconds: Seconds, of: LayerCoefficients | None = None) -> np.ndarray:
         """Return ``seconds`` as [columns]; pairs count within the window of ``of``, if any."""
         # The constant per chunk, mostly kernel launches, is not divided by the number of devices.
-        row = np.zeros(self.width)
+        row = np.zeros(self.columns.width)
         row[TOKENS], row[CHUNKS] = seconds.per_token / self.shards, seconds.per_chunk
-        pairs = PAIRS if of is None or not of.window else self.column(WindowPairs(of.window))
+        pairs = PAIRS if of is None or not of.window else self.columns.index(WindowPairs(of.window))
         row[pairs] = seconds.per_pair / self.shards
         return row
 
     def extra_columns_row(self, of: LayerCoefficients, kind: Kind) -> np.ndarray:
         """Return [columns]: seconds of one layer's op per unit of its additional columns."""
-        row = np.zeros(self.width)
+        row = np.zeros(self.columns.width)
         for column, seconds in of.column_seconds.items():
-            row[self.column(column)] = seconds.get(kind, 0.0) / self.shards
+            row[self.columns.index(column)] = seconds.get(kind, 0.0) / self.shards
         return row
 
     def bytes_of(self, per: Bytes, loads: Loads) -> np.ndarray:
@@ -352,5 +315,5 @@ def weighted_features(layout: StageLayout, per: np.ndarray, loads: Loads) -> np.
     Each part of ``loads`` is multiplied separately, because the rounding of a matrix product
     depends on the sizes of the matrices.
     """
-    each = [per @ layout.features(part) for part in loads.parts]
+    each = [per @ layout.columns.features(part) for part in loads.parts]
     return each[0] if len(each) == 1 else np.concatenate(each, axis=-1)

@@ -99,7 +99,7 @@ class OpSeconds:
         for kind in OF_LAYERS:
             rows = []
             for each in self.layout.coefficients:
-                layer = np.zeros(self.layout.width)
+                layer = np.zeros(self.layout.columns.width)
                 if kind is not Kind.WEIGHT:
                     layer[TOKENS] = exposed_seconds(self.layout, each)
                     layer[CHUNKS] = gather_latency(self.layout, each)
@@ -206,7 +206,7 @@ class OpSeconds:
         kind, mode = choice
         layout, of = self.layout, self.layout.coefficients[kind]
         if mode == OFFLOAD:
-            return np.zeros(layout.width)
+            return np.zeros(layout.columns.width)
         modules = SELECTIVE.get(mode, ())
         row = layout.row(of.recompute_seconds[mode], of)
         if mode == FULL or "core_attn" in modules:
@@ -259,7 +259,7 @@ def _all_to_all(layout: StageLayout) -> np.ndarray:
 
 def _weights_row(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> np.ndarray:
     """Return [columns]: seconds per chunk to read and update the weights of one layer's op."""
-    row = np.zeros(layout.width)
+    row = np.zeros(layout.columns.width)
     row[CHUNKS] = of.weight_seconds.get(kind, 0.0) * layout.profile.tp / layout.tp
     row[CHUNKS] += of.expert_weight_seconds.get(kind, 0.0) / layout.ep
     return row

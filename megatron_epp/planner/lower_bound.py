@@ -36,8 +36,8 @@ def lower_bound_seconds(
         local: whether documents may run on one context-parallel rank, without exchange.
     """
     place = cost.layout.place
-    batch_features = cost.layout.batch_features(lengths, 1.0)
-    least = cost.layout.batch_features(np.ones(1), 1.0)  # a chunk of one token, one pair
+    batch_features = cost.layout.columns.batch_features(lengths, 1.0)
+    least = cost.layout.columns.batch_features(np.ones(1), 1.0)  # a chunk of one token, one pair
     latency = cost.layout.links_per_token + cost.layout.profile.link_latency_seconds
     if place:
         latency = latency * (np.diff(place, append=place[-1]) != 0)

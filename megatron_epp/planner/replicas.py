@@ -133,7 +133,7 @@ def block_slowness(
             f"the cost model was measured on {len(measured) // ranks} replicas whose devices "
             f"differ, and there are {blocks * lockstep}; expected the same number"
         )
-    features = cost.layout.batch_features(np.asarray(lengths), cost.layout.stages)
+    features = cost.layout.columns.batch_features(np.asarray(lengths), cost.layout.stages)
     kinds = Kind.FORWARD, Kind.BACKWARD, Kind.HEAD, Kind.HEAD_WEIGHT
     slowest = []
     for block in range(blocks):

@@ -40,7 +40,7 @@ def forward(cost: Cost, tokens: int) -> float:
 def test_small_chunks_take_the_hosts_time_and_large_ones_the_devices() -> None:
     cost = middle()
     assert forward(cost, 64) == forward(cost, 512) == pytest.approx(LAYERS * FORWARD)
-    device = cost.seconds.per(Kind.FORWARD) @ cost.layout.features(loads(cost, 16384))
+    device = cost.seconds.per(Kind.FORWARD) @ cost.layout.columns.features(loads(cost, 16384))
     assert forward(cost, 16384) == device[STAGE, 0] > LAYERS * FORWARD
     # About 2,560 tokens of a layer of these sizes were measured to take as long as the host.
     more = (n for n in range(256, 8192, 64) if forward(cost, n) > 1.0001 * LAYERS * FORWARD)

@@ -161,11 +161,12 @@ def test_a_column_of_its_own_is_part_of_seconds() -> None:
     chunks = [Chunk((Span(0, 0, 300),)), Chunk((Span(0, 300, 1000), Span(1, 0, 257)))]
     loads, blocks = cost.loads(chunks, (1000, 257)), np.array([2, 3 + 2])
     assert (
-        cost.layout.extra_columns == (BLOCKS,) and (cost.layout.features(loads)[3] == blocks).all()
+        cost.layout.columns.extra == (BLOCKS,)
+        and (cost.layout.columns.features(loads)[3] == blocks).all()
     )
     without = made.kinds | {SUM_KIND: dataclasses.replace(made.kinds[SUM_KIND], column_seconds={})}
     less = cost.replace(profile=made.with_kinds(without))
-    assert less.layout.extra_columns == ()
+    assert less.layout.columns.extra == ()
     flops = 2.0 * BLOCKS.size * HEADS * 64
     for kind, times in ((Kind.FORWARD, 1), (Kind.BACKWARD, 3), (Kind.INPUT, 3), (Kind.WEIGHT, 0)):
         taken = times * flops / SIMPLE.linear_flops
@@ -178,7 +179,7 @@ def test_a_column_of_its_own_is_part_of_seconds() -> None:
     forward = made.kinds[SUM_KIND].column_seconds[BLOCKS][Kind.FORWARD]
     np.testing.assert_allclose(again, forward * blocks / cost.layout.shards, atol=1e-12)
     lengths = np.array([100, 1000, 257])
-    assert cost.layout.batch_features(lengths, 2.0).tolist()[2:] == [2.0, 1 + 4 + 2]
+    assert cost.layout.columns.batch_features(lengths, 2.0).tolist()[2:] == [2.0, 1 + 4 + 2]
 
 
 def test_a_column_of_its_own_is_fitted_and_kept_in_files() -> None:

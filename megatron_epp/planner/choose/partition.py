@@ -45,7 +45,7 @@ def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
 def expected_features(cost: Cost, batches: Sequence[Sequence[int]]) -> np.ndarray:
     """Return the [features] of a batch: their mean over ``batches`` of document lengths."""
     chunks = float(LIKELY_CHUNKS * cost.layout.stages)
-    every = [cost.layout.batch_features(np.array(lengths), chunks) for lengths in batches]
+    every = [cost.layout.columns.batch_features(np.array(lengths), chunks) for lengths in batches]
     return np.mean(every, axis=0)
 
 

@@ -218,7 +218,7 @@ def _even_and_moved(
     if options.open_layers and "uneven" in options.levers:
         # With as many chunks as the plan with even layers has.
         chunks = best.draft.chunking.count if best else LIKELY_CHUNKS * cost.layout.stages
-        layers = fastest_layers(cost, cost.layout.batch_features(batch.lengths, chunks))
+        layers = fastest_layers(cost, cost.layout.columns.batch_features(batch.lengths, chunks))
         moved = None if layers in (None, cost.layout.layers) else with_layers(cost, layers)
         if moved is not None:
             other = _persistent(batch, moved, options, tables)

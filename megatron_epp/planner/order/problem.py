@@ -35,9 +35,11 @@ def rates_of(cost: Cost) -> Rates:
     per = cost.seconds.per(Kind.FORWARD) + cost.seconds.per(Kind.BACKWARD)
     per = per + cost.seconds.per(Kind.HEAD) + cost.seconds.per(Kind.HEAD_WEIGHT)
     mean, layout = per.mean(axis=0).tolist(), cost.layout
-    windows = tuple((each.size, mean[layout.column(each)]) for each in layout.windows)
+    windows = tuple(
+        (each.size, mean[layout.columns.index(each)]) for each in layout.columns.windows
+    )
     others = tuple(
-        (each, mean[layout.column(each)]) for each in layout.extra_columns[len(windows) :]
+        (each, mean[layout.columns.index(each)]) for each in layout.columns.extra[len(windows) :]
     )
     of_kinds = cost.seconds.exchange_per_token
     exchange = float((of_kinds[Kind.FORWARD] + of_kinds[Kind.BACKWARD]).mean())

@@ -131,7 +131,7 @@ def group_costs(
         token_bytes = (
             saved + profile.first_bytes.per_token + profile.last_bytes.per_token
         ) / spread.layout.shards
-        windows = [spread.layout.column(each) for each in spread.layout.windows]
+        windows = [spread.layout.columns.index(each) for each in spread.layout.columns.windows]
         weights = (run + again)[[PAIRS, *windows]]
         if len(weights) > 1:
             # The same at every degree: pairs of all windows are spread alike.
@@ -156,7 +156,7 @@ def group_costs(
     if len(weights) == 1:
         return made
     pair, *others = (weights / weights.sum()).tolist()
-    sizes = (each.size for each in cost.layout.windows)
+    sizes = (each.size for each in cost.layout.columns.windows)
     weighted = tuple(zip(sizes, others, strict=True))
     return dataclasses.replace(made, pair_weight=pair, window_weights=weighted)
 
