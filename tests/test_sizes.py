@@ -21,7 +21,7 @@ LONG_FUNCTIONS = {
 }
 # Classes that are longer still, with the most that each may count: this list only shrinks.
 LONG_CLASSES = {
-    "DSAKind": 424,
+    "DSAKind": 421,
     "DSALayer": 368,
     "DSAPart": 380,
     "LoopRank": 308,

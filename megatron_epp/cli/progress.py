@@ -20,12 +20,8 @@ _ALONE = 2.0
 
 def bar[T](items: Iterable[T], total: int, what: str) -> Iterator[T]:
     """Yield ``items``, with a progress bar that appears after two seconds."""
-    if not sys.stderr.isatty():
-        yield from items
-        return
-    from tqdm import tqdm
-
-    yield from tqdm(items, total=total, desc=what, delay=2, leave=False, file=sys.stderr)
+    shown = _bar(what, iterable=items, total=total)
+    yield from items if shown is None else shown
 
 
 @contextmanager
@@ -34,20 +30,27 @@ def search_bar(what: str) -> Iterator[None]:
 
     The estimated time is an upper limit: a search ends early if it finds a plan at the lower bound.
     """
-    if not sys.stderr.isatty():
+    form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+    shown = _bar(what, total=0, bar_format=form)
+    if shown is None:
         yield
         return
+
+    def watcher(spent: float, expected: float) -> None:
+        shown.total = max(shown.total + expected, shown.n + spent)
+        shown.update(spent)
+
+    with shown, watched(watcher):
+        yield
+
+
+def _bar(what: str, **named: Any) -> Any:
+    """Return a bar of tqdm, which appears after two seconds; None if stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        return None
     from tqdm import tqdm
 
-    form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-    with tqdm(total=0, desc=what, delay=2, leave=False, file=sys.stderr, bar_format=form) as shown:
-
-        def watcher(spent: float, expected: float) -> None:
-            shown.total = max(shown.total + expected, shown.n + spent)
-            shown.update(spent)
-
-        with watched(watcher):
-            yield
+    return tqdm(desc=what, delay=2, leave=False, file=sys.stderr, **named)
 
 
 class Workers:

@@ -12,7 +12,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -150,18 +150,26 @@ def scratch_folder(what: str) -> Iterator[Path]:
     place = Path(tempfile.gettempdir())
     for left in place.glob(f"{_SCRATCH}{what}-*"):
         _remove_if_left(left)
-    with ExitStack() as held:
-        while True:
-            folder = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{what}-"))
-            with suppress(FileNotFoundError):
-                lock = held.enter_context((folder / LOCK_NAME).open("a"))
-                # Another process may have found the folder before it was locked, and removed it.
-                if _lock(lock) and os.fstat(lock.fileno()).st_nlink:
-                    break
+    folder, lock = _locked_scratch(what)
+    with lock:
         try:
             yield folder
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _locked_scratch(what: str) -> tuple[Path, TextIO]:
+    """Return a new folder and its locked file.
+
+    Another process may find a folder before it is locked, and remove it; then make another one.
+    """
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{what}-"))
+        with suppress(FileNotFoundError):
+            lock = (folder / LOCK_NAME).open("a")
+            if _lock(lock) and os.fstat(lock.fileno()).st_nlink:
+                return folder, lock
+            lock.close()
 
 
 def _remove_if_left(folder: Path) -> None:

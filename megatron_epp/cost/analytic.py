@@ -28,6 +28,7 @@ from megatron_epp.cost.network.topology import TOPOLOGIES, Network
 from megatron_epp.cost.profile import (
     ALLTOALL,
     ANALYTIC,
+    FLEX,
     LAYER_KIND,
     MODES,
     Bytes,
@@ -85,8 +86,10 @@ def profile(
         kv_read: whether reading the K and V of a slice's context and accumulating their gradients
             takes time. Ignored with published constants, whose a1 was measured on whole documents.
         published: whether published constants are used where they exist.
-        moe_token_dispatcher_type: how tokens are sent to experts, as in Megatron's flag.
+        moe_token_dispatcher_type: how tokens are sent to experts, as in Megatron's flag; values
+            other than `flex` count as `alltoall`.
     """
+    token_dispatcher = FLEX if moe_token_dispatcher_type == FLEX else ALLTOALL
     known = published and device.name.startswith("a100")
     constants = PUBLISHED.get(model.name) if known else None
     if constants is not None:
@@ -101,7 +104,7 @@ def profile(
         head_inputs = 0.0  # their a2 distributes the LM head over all layers
     else:
         coefficients = {
-            kind: _coefficients(layer, device, kv_read, moe_token_dispatcher_type)
+            kind: _coefficients(layer, device, kv_read, token_dispatcher)
             for kind, layer in model.shapes.items()
         }
         source = "analytic: flops and bytes of the device's rates"
@@ -144,7 +147,7 @@ def profile(
         last_parameters=model.vocabulary_parameters,
         states=STATES,
         host_bytes_per_second=device.host_bytes_per_second,
-        token_dispatcher=moe_token_dispatcher_type,
+        token_dispatcher=token_dispatcher,
         layer_kind=first,
         other_kinds=dict(others),
     )

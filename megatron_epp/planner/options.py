@@ -67,6 +67,11 @@ class Options:
     lockstep: int = 1
     whole: bool = False
 
+    @property
+    def search_effort(self) -> int:
+        """Effort of a search; EFFORT if it depends on the batch and was not set for one."""
+        return EFFORT if self.effort is None else self.effort
+
     def __post_init__(self):
         for name in ("context", "effort"):
             if (getattr(self, name) or 0) < 0:

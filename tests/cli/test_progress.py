@@ -46,7 +46,7 @@ def test_the_search_of_one_plan_has_a_bar_by_its_effort(monkeypatch, capsys) -> 
 def test_a_bar_needs_a_terminal_and_several_tasks_are_counted(monkeypatch, capsys) -> None:
     for stream, shown in (Terminal(), "2/2"), (io.StringIO(), ""):
         with monkeypatch.context() as patched, Workers() as workers:
-            patched.setattr("tqdm.tqdm", lambda items, **named: at_once(iterable=items, **named))
+            patched.setattr("tqdm.tqdm", at_once)
             patched.setattr(sys, "stderr", stream)
             assert list(workers.watched("replicas")(abs, [(-1,), (-2,)])) == [1, 2]
         assert shown in stream.getvalue() and bool(shown) == bool(stream.getvalue())

@@ -629,7 +629,10 @@ def test_a_model_of_several_kinds_of_ones_own(tmp_path) -> None:
         ({"kinds": {"far": {"experts": 4, "active_experts": 2}}}, "kinds: far: expert_hidden 0: "),
         ({"kinds": {"far": {"expert_hidden": 4}}}, "kinds: far: expert_hidden 4: expected experts"),
         ({"kinds": {"far": {"expert_latent": 4}}}, "kinds: far: expert_latent 4: expected experts"),
-        ({"kinds": {"far": {"rotary_size": 4}}}, "kinds: far: rotary_size 4: expected kv_rank"),
+        (
+            {"kinds": {"far": {"rotary_size": 4}}},
+            "kinds: far: rotary_size 4: expected kv_rank with it",
+        ),
         ({"kinds": {"far": {"attention": False, "window": 4}}}, "kinds: far: attention false: win"),
         ({"kinds": {"far": {"mlp": False, "ffn_hidden": 4}}}, "kinds: far: mlp false: experts and"),
     ],

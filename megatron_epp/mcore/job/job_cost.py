@@ -27,7 +27,7 @@ from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.flags.config import LAYOUT_KEY, SLOWNESS, Config
-from megatron_epp.mcore.kinds.registry import analytic_options, expert_ranks_of, sees_full_documents
+from megatron_epp.mcore.kinds.registry import expert_ranks_of, priced_flags, sees_full_documents
 from megatron_epp.mcore.lm_head.fused_head import block_tokens, fused_head
 from megatron_epp.mcore.model.quantisation import weight_bytes
 from megatron_epp.mcore.model.shape import model_shape
@@ -189,7 +189,7 @@ def analytic(args: Any) -> Profile:
         model_shape(args),
         device(device_name()),
         logits_held=not early,
-        **analytic_options(args),
+        **priced_flags(args),
     )
     attention = VarlenAttention if cpu_host.has_gpu_kernels() else PartsAttention
     return replace(

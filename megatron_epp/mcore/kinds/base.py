@@ -44,6 +44,7 @@ class LayerKind:
     TIMED: ClassVar[dict[str, str]] = {}  # {name in selective recompute: attribute of the layer}
     STACK: str = ""  # field of Megatron's HybridStackSubmodules for layers of this kind
     FLAGS: ClassVar[dict[str, Any]] = {}  # fields of args that select this kind -> neutral values
+    PRICED_FLAGS: tuple[str, ...] = ()  # fields of args that cost.analytic.profile takes by name
     LIMITS: tuple[Limit, ...] = ()  # features that this kind does not support
     REPLACED: tuple[ReplacedFlags, ...] = ()  # flags that this kind replaces
 
@@ -117,10 +118,6 @@ class LayerKind:
     def expert_ranks(self, args: Any) -> int:
         """Return the number of ranks, of all replicas, that share the experts of a layer."""
         return 1
-
-    def analytic_options(self, args: Any) -> dict[str, Any]:
-        """Return arguments of ``cost.analytic.profile`` that depend on flags of this kind."""
-        return {}
 
     def layer_groups(self, holder: Any) -> list[ProcessGroup]:
         """Return this rank's process groups of these layers, other than the TP and CP groups."""

@@ -78,11 +78,9 @@ def expert_ranks_of(args: Any) -> int:
     return max(kind.expert_ranks(args) for kind in LAYER_KINDS)
 
 
-def analytic_options(args: Any) -> dict[str, Any]:
-    """Return arguments of ``cost.analytic.profile`` that depend on flags of layer kinds."""
-    return {
-        name: value for kind in LAYER_KINDS for name, value in kind.analytic_options(args).items()
-    }
+def priced_flags(args: Any) -> dict[str, Any]:
+    """Return the flags of layer kinds that ``cost.analytic.profile`` takes, with their values."""
+    return {name: getattr(args, name) for kind in LAYER_KINDS for name in kind.PRICED_FLAGS}
 
 
 def replaced_by_kinds() -> tuple[ReplacedFlags, ...]:

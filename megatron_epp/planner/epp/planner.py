@@ -19,7 +19,7 @@ from megatron_epp.ir import Kind
 from megatron_epp.planner.choose.partition import LIKELY_CHUNKS, fastest_layers, with_layers
 from megatron_epp.planner.epp import progress
 from megatron_epp.planner.epp.least_memory import least_memory
-from megatron_epp.planner.epp.preparation import Effort, PreparedChunkings
+from megatron_epp.planner.epp.preparation import OPS_PER_EFFORT, PreparedChunkings
 from megatron_epp.planner.epp.search import Search
 from megatron_epp.planner.feasibility import no_plan_fits
 from megatron_epp.planner.lower_bound import lower_bound_seconds
@@ -77,9 +77,6 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
         PlanError: if no plan of the batch fits.
     """
     hedged = _with_slower_hosts(cost) if "hedge" in options.levers else cost
-    effort = Effort(EFFORT if options.effort is None else options.effort).left
-    local = "local" in options.levers and can_be_local(cost, options)
-    progress.report_effort(expected=effort * len(_sets(options.levers, cost)) * (1 + local))
     best = _fastest(batch, hedged, options)
     return dataclasses.replace(best, cost=cost.replace(layers=best.cost.layout.layers))
 
@@ -111,12 +108,11 @@ def _fastest(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
         if drafted is not None:
             candidates.append(drafted)
     best = min(candidates, key=lambda candidate: candidate.rank)
-    effort = EFFORT if options.effort is None else options.effort
     if (
         (best.draft.counts or best.over_bytes > 0)
         and not any(best is each for each in searched)
         and "persist" in options.levers
-        and EFFORT <= effort < MANY_EFFORT
+        and EFFORT <= options.search_effort < MANY_EFFORT
     ):
         # Memory is tight and a published schedule beats our search, which missed chunkings that fit
         # well.
@@ -162,7 +158,10 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDr
     # not.
     tables = SharedChunkings("wsplit" in options.levers or "exact" not in options.levers)
     sharded_only = dataclasses.replace(options, levers=options.levers - {"local"})
-    if "local" not in options.levers or not can_be_local(cost, options):
+    may_be_local = "local" in options.levers and can_be_local(cost, options)
+    searches = len(_sets(options.levers, cost)) * (2 if may_be_local else 1)
+    progress.report_effort(expected=searches * options.search_effort * OPS_PER_EFFORT)
+    if not may_be_local:
         return [scored for each in _by_set(batch, cost, sharded_only, tables) for scored in each]
     local = list(_by_set(batch, cost, options, tables))
     every = [scored for each in local for scored in each]
@@ -238,7 +237,7 @@ def _persistent(
     best = _own(batch, cost, options, tables)
     if "persist" not in options.levers:
         return best
-    effort = EFFORT if options.effort is None else options.effort
+    effort = options.search_effort
     while effort < EFFORT and (best is None or best.draft.counts or best.over_bytes > 0):
         bound = lower_bound_seconds(batch.lengths, cost, local="local" in options.levers)
         if best is not None and best.over_bytes <= 0 and best.seconds <= bound * FAR:

@@ -13,7 +13,7 @@ from megatron_epp.ir import FULL
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import ChunkingParams
 from megatron_epp.planner.epp import progress
-from megatron_epp.planner.options import EFFORT, Options
+from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
@@ -123,7 +123,7 @@ class Preparation:
         self.host = offload.HostHeadroom(cost.host_budget_bytes) if host is None else host
         self.batch, self.cost, self.options = batch, cost, options
         self.levers, self.halves = options.levers, halves
-        self.effort = Effort(EFFORT if options.effort is None else options.effort)
+        self.effort = Effort(options.search_effort)
         self.solver = Solver()
         self.headroom_bytes = headroom_bytes
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, override
 
 from megatron_epp.cost.kinds.moe import MoEPart
-from megatron_epp.cost.profile import ALLTOALL, FLEX
 from megatron_epp.mcore.kinds.base import LayerKind, mask_of_layers
 from megatron_epp.mcore.kinds.mlp.kind import MLPKind
 from megatron_epp.mcore.kinds.moe.limits import (
@@ -25,6 +24,7 @@ class MoEKind(LayerKind):
     TIMED: ClassVar = MLPKind.TIMED
     STACK = "moe_layer"
     FLAGS: ClassVar = {"num_experts": None}
+    PRICED_FLAGS = ("moe_token_dispatcher_type",)
     LIMITS, REPLACED = MOE_LIMITS, MOE_REPLACED
 
     @override
@@ -127,11 +127,6 @@ class MoEKind(LayerKind):
     @override
     def expert_ranks(self, args: Any) -> int:
         return expert_ranks(args) if has_experts(args) else 1
-
-    @override
-    def analytic_options(self, args: Any) -> dict[str, Any]:
-        flex = args.moe_token_dispatcher_type == FLEX
-        return {"moe_token_dispatcher_type": FLEX if flex else ALLTOALL}
 
     @override
     def layer_groups(self, holder: Any) -> list[Any]:
