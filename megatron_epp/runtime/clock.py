@@ -42,6 +42,6 @@ class CudaClock:
         mark.synchronize()
 
     def seconds(self, mark: torch.cuda.Event) -> float:
-        """Return the seconds from ``start`` to ``mark``; block until the device passed ``mark``."""
+        """Return the seconds from ``start`` to ``mark``; block until the device has passed it."""
         mark.synchronize()
         return self._began.elapsed_time(mark) / 1e3
