@@ -12,6 +12,8 @@ from hypothesis import settings
 
 from tests.forks import share_one_server
 
+os.environ["TQDM_DISABLE"] = "1"  # tqdm reads it when imported: bars appear by the clock
+
 NO_GPU, SLOW = "needs a GPU", "is slow"
 # Files that take more than about 15 s of a core, longest first (pytest --durations=60 says which):
 # those of the run over the reference, then of the other, whose first mostly stands and waits.

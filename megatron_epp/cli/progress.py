@@ -1,4 +1,4 @@
-"""Progress bars on a terminal's stderr, and worker processes on all cores."""
+"""Progress bars on stderr, and worker processes on all cores."""
 
 import multiprocessing
 import os
@@ -16,25 +16,24 @@ from megatron_epp.planner.epp.progress import watched
 
 # CPU seconds after which starting worker processes pays.
 _ALONE = 2.0
+# When a bar appears and is updated (seconds): on a terminal, and in a file.
+_ON_A_TERMINAL = {"delay": 2.0}
+_IN_A_FILE = dict.fromkeys(("delay", "mininterval", "maxinterval"), 60.0)
 
 
 def bar[T](items: Iterable[T], total: int, what: str) -> Iterator[T]:
-    """Yield ``items``, with a progress bar that appears after two seconds."""
-    shown = _bar(what, iterable=items, total=total)
-    yield from items if shown is None else shown
+    """Yield ``items``, with a progress bar."""
+    yield from _bar(what, iterable=items, total=total)
 
 
 @contextmanager
-def search_bar(what: str) -> Iterator[None]:
+def search_bar() -> Iterator[None]:
     """Show a bar over the effort of searches for a plan inside the ``with`` block.
 
     The estimated time is an upper limit: a search ends early if it finds a plan at the lower bound.
     """
     form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-    shown = _bar(what, total=0, bar_format=form)
-    if shown is None:
-        yield
-        return
+    shown = _bar("planning", total=0, bar_format=form)
 
     def watcher(spent: float, expected: float) -> None:
         shown.total = max(shown.total + expected, shown.n + spent)
@@ -45,12 +44,11 @@ def search_bar(what: str) -> Iterator[None]:
 
 
 def _bar(what: str, **named: Any) -> Any:
-    """Return a bar of tqdm, which appears after two seconds; None if stderr is not a terminal."""
-    if not sys.stderr.isatty():
-        return None
+    """Return a bar of tqdm on stderr."""
     from tqdm import tqdm
 
-    return tqdm(desc=what, delay=2, leave=False, file=sys.stderr, **named)
+    when = _ON_A_TERMINAL if sys.stderr.isatty() else _IN_A_FILE
+    return tqdm(desc=what, leave=False, file=sys.stderr, **when, **named)
 
 
 class Workers:
@@ -76,12 +74,12 @@ class Workers:
     def watched(self, what: str) -> Callable[[Callable[..., Any], Sequence[tuple]], Iterator[Any]]:
         """Return a runner that shows a bar over the tasks, or over the effort of a single task.
 
-        ``what`` is the plural name of the tasks, which the bar shows.
+        ``what`` is the name of the tasks, which the bar over several tasks shows.
         """
 
         def run(function: Callable[..., Any], tasks: Sequence[tuple], /) -> Iterator[Any]:
             if len(tasks) == 1:
-                with search_bar(what.removesuffix("s")):
+                with search_bar():
                     yield from self(function, tasks)
             else:
                 yield from bar(self(function, tasks), len(tasks), what)

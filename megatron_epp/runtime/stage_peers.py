@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_epp.runtime.rebuilt import speaking
+from megatron_epp.runtime.store_answer import answer_within
 
 PEERS_PATIENCE_SECONDS = 30.0  # how long a failed rank waits for the others to fail too
 
@@ -59,10 +60,14 @@ class Peers:
         ranks = dist.get_process_group_ranks(self.group)
         keys = {rank: f"megatron_epp/no memory/{self._failures}/{rank}" for rank in ranks}
         local = f"{what} {issued}"
-        store.set(keys[dist.get_rank()], local)
         deadline = time.monotonic() + PEERS_PATIENCE_SECONDS
-        while not store.check(list(keys.values())):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.05)
-        return all(store.get(key).decode() == local for key in keys.values())
+
+        def are_equal() -> bool:
+            store.set(keys[dist.get_rank()], local)
+            while not store.check(list(keys.values())):
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.05)
+            return all(store.get(key).decode() == local for key in keys.values())
+
+        return answer_within(2 * PEERS_PATIENCE_SECONDS, are_equal, otherwise=False)

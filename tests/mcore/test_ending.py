@@ -2,12 +2,14 @@
 
 import re
 import signal
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from megatron_epp.mcore.job import job_exit
 from tests.mcore.runs import (
@@ -82,6 +84,32 @@ def test_rank_0_has_the_word_before_another_can_count_it(monkeypatch, rank, spea
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(job_exit, "_meeting_place", Store)
     assert job_exit._may_report()[0] is speaks
+
+
+SERVE = """
+import sys, time, torch
+store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(3600)
+"""
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_rank_reports_its_error_if_the_store_is_stopped(monkeypatch, lost):
+    with psutil.Popen([sys.executable, "-c", SERVE], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            port = int(server.stdout.readline())
+            store = torch.distributed.TCPStore("localhost", port)
+            server.suspend()
+            until(lambda: server.status() == psutil.STATUS_STOPPED)
+            monkeypatch.setenv("RANK", "1")
+            monkeypatch.setenv("WORLD_SIZE", "2")
+            monkeypatch.setattr(job_exit, "_meeting_place", lambda: store)
+            monkeypatch.setattr(job_exit, "PATIENCE_AT_START_SECONDS", 0.1)
+            monkeypatch.setattr(job_exit, "ANSWER_SECONDS", 0.1)
+            assert job_exit._may_report(lost) == (True, True)
+        finally:
+            server.kill()
 
 
 @pytest.mark.parametrize(

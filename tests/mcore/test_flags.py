@@ -51,6 +51,7 @@ def test_every_flag_of_megatrons_parser_is_known(monkeypatch: pytest.MonkeyPatch
             "--hybrid-layer-pattern=*-/* --position-embedding-type rope",
             "further tokens predicted with tied embeddings over several stages",
         ),
+        ("--lr 1e-3 --min-lr 1", "Megatron refuses the flags (--min-lr, --lr) at arguments.py:"),
         ("--num-experts 6 --expert-model-parallel-size 4", "expected a multiple of it"),
         (
             "--multi-latent-attention --kv-lora-rank 511 --tensor-model-parallel-size 2",

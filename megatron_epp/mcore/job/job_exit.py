@@ -13,6 +13,7 @@ import gc
 import linecache
 import logging
 import os
+import re
 import socket
 import sys
 import time
@@ -27,6 +28,7 @@ from megatron_epp.ir.errors import for_terminal
 from megatron_epp.mcore.job.emergency_exit import SAVES, end_now
 from megatron_epp.mcore.job.launch_environment import rank_of
 from megatron_epp.runtime.executor import LinkLost
+from megatron_epp.runtime.store_answer import answer_within
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ ENDINGS = (Exception, SystemExit, CheckpointException)
 # How long to wait for the other ranks. Before the process group exists, every rank finds the error,
 # but slow imports may delay it. Later, ranks that block in a collective never find the error.
 PATIENCE_AT_START_SECONDS, PATIENCE_SECONDS = 30.0, 5.0
+ANSWER_SECONDS = 30.0  # limit on the store's answers, beyond this wait
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 # Part of a message of Megatron -> advice that replaces Megatron's own.
 _REMEDIES = {
@@ -142,16 +145,20 @@ def lost_rank(error: BaseException) -> LinkLost | None:
 
 
 def reason(error: BaseException) -> str:
-    """Return the message of Megatron's exception in one line; without message, its source line."""
+    """Return the message of Megatron's exception in one line.
+
+    Without a message, return the flags that the failed assertion reads, and its source line.
+    """
     message = " ".join(str(error).split())
     if message and not isinstance(error, KeyError):
         return message
     frame = traceback.extract_tb(error.__traceback__)[-1]
     lines = linecache.getlines(frame.filename)[(frame.lineno or 1) - 1 : frame.end_lineno]
     source = " ".join(" ".join(lines).split())
-    return (
-        f"Megatron refuses the flags at {os.path.basename(frame.filename)}:{frame.lineno}: {source}"
-    )
+    read = dict.fromkeys(re.findall(r"\bargs\.(\w+)", source))
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in read)
+    where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    return f"Megatron refuses the flags{flags and f' ({flags})'} at {where}: {source}"
 
 
 def refuse_and_exit(error: BaseException) -> NoReturn:
@@ -170,7 +177,7 @@ def refuse_and_exit(error: BaseException) -> NoReturn:
             print(f"megatron_epp: error: {for_terminal(str(error))}{where}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        if status == BAD_INPUT:
+        if status == BAD_INPUT and not alone:
             _finish_saves()
     finally:
         end_now(status)
@@ -179,7 +186,11 @@ def refuse_and_exit(error: BaseException) -> NoReturn:
 def _finish_saves() -> None:
     """Finalise asynchronous saves, which is collective, if all ranks have reached this point."""
     _, ranks = rank_of()
-    if SAVES.pending() and (ranks <= 1 or _meeting_place().add(_REFUSED, 0) >= ranks):
+
+    def all_are_here() -> bool:
+        return ranks <= 1 or _meeting_place().add(_REFUSED, 0) >= ranks
+
+    if SAVES.pending() and answer_within(ANSWER_SECONDS, all_are_here, otherwise=False):
         from megatron.training.async_utils import maybe_finalize_async_save
 
         maybe_finalize_async_save(blocking=True)
@@ -207,25 +218,30 @@ def require_launcher() -> None:
 def _may_report(lost: bool = False) -> tuple[bool, bool]:
     """Wait for the other ranks; return (this rank prints the error, some rank has no error).
 
-    Rank 0 prints its error. If rank 0 has no error, the first rank with an error prints it.
+    Rank 0 prints its error. If rank 0 has no error, the first rank with an error prints it. If the
+    store does not answer, because the process that serves it is stopped, each rank prints its own.
     ``lost`` is whether another rank is lost, possibly rank 0 with the store that it serves.
     """
     rank, ranks = rank_of()
     if ranks <= 1:
         return True, False
-    try:
+    started = torch.distributed.is_initialized()
+    patience = PATIENCE_SECONDS if started else PATIENCE_AT_START_SECONDS
+
+    def ask() -> tuple[bool, bool]:
         store = _meeting_place()
         # Rank 0 sets the key before it is counted, so a rank that counts all ranks finds it set.
         is_first = rank == 0 and store.add(_REPORTED, 1) == 1
         order = store.add(_REFUSED, 1)
-        started = torch.distributed.is_initialized()
-        patience = PATIENCE_SECONDS if started else PATIENCE_AT_START_SECONDS
         deadline = time.monotonic() + patience
         while store.add(_REFUSED, 0) < ranks and time.monotonic() < deadline:
             time.sleep(0.02)
         if rank != 0:
             is_first = order == 1 and store.add(_REPORTED, 1) == 1
         return is_first, store.add(_REFUSED, 0) < ranks
+
+    try:
+        return answer_within(patience + ANSWER_SECONDS, ask, otherwise=(True, True))
     except Exception:
         # There is no store, or it has ended with rank 0. Unless rank 0 was killed (``lost``), it
         # has then printed its error.
