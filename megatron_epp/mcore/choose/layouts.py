@@ -100,7 +100,7 @@ class ChosenLayout:
 
     @property
     def in_order(self) -> tuple[int, ...]:
-        """torchrun's rank of each rank of the job, also if ``order`` is empty."""
+        """Ranks by torchrun's numbers, in the order of the job, also if ``order`` is empty."""
         return self.order or tuple(range(self.devices))
 
     @property
