@@ -2,7 +2,7 @@
 
 Triton and NVRTC compile and tune kernels at their first call. Without this run, stages would
 compile one after another in the first iteration, and the other stages would wait. With this run,
-all stages compile at the same time. It also reports kernels that the device cannot run.
+all stages compile at the same time. The run also reports kernels that the device cannot run.
 """
 
 from collections.abc import Sequence

@@ -360,7 +360,7 @@ def _host_seconds(probe: Probe, small: Shape) -> list[tuple[float, float]]:
 
 
 def _meet(probe: Probe, groups: Groups) -> None:
-    """Wait for all ranks; on a CPU, run layers meanwhile, so that the memory stays loaded."""
+    """Wait for all ranks; on a CPU, run layers meanwhile, because ranks share memory and caches."""
     met = dist.barrier(groups.control, async_op=True)
     while probe.computes_alone and not met.is_completed():
         probe.layers(_COMPANY, KEEP)

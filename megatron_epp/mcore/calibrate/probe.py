@@ -118,8 +118,8 @@ class Probe:
     """Runner of single modules of ``model``, this stage's unwrapped GPTModel.
 
     ``row_shard`` selects the rows of a chunk on this rank. ``head_tokens`` is the block size of the
-    fused LM head in tokens, or None without it. Positions are modulo ``context``. The first layer
-    to run has index ``at``. Gradients accumulate as in training, and the caller clears them.
+    fused LM head in tokens, or None without it. Positions restart at 0 after ``context`` tokens.
+    Layers run from index ``at`` on. Gradients accumulate, as in training; the caller clears them.
     """
 
     def __init__(
@@ -193,8 +193,7 @@ class Probe:
     def most_context(self, fraction: float) -> int:
         """Return the number of context tokens that fill ``fraction`` of the GPU's memory.
 
-        The count includes the K and V of one layer, twice (in the store and in a kernel), and their
-        gradients.
+        The bytes of a token are one layer's K and V (in the store and in a kernel) and gradients.
         """
         total = torch.cuda.get_device_properties(self.device).total_memory
         channels = sum(map(math.prod, _kept_shapes(self.layer, 1)))

@@ -357,8 +357,8 @@ TABLE: tuple[Limit, ...] = (
 def limit_for(place: Literal["epp", "slices", "calls", "no_gpu"], asked_of: Any) -> str | None:
     """Return the error message for the first feature in ``asked_of`` that ``place`` does not run.
 
-    ``asked_of`` is args, a model or a call, by ``place``. The result is None without such a
-    feature.
+    The type of ``asked_of`` depends on ``place``: args, or a model or a call of a training loop.
+    The result is None if there is no such feature.
     """
     for limit in TABLE:
         asked = getattr(limit, place)

@@ -60,9 +60,9 @@ def kept_layers(
 ) -> list[int]:
     """Return the indices of the full model's layers that the small model keeps.
 
-    If possible, a stage keeps at least one layer of every kind that it has. Otherwise, its most
-    frequent kind comes first. Each next kind is the kind with the most new property values, which
-    no selected layer of the stage has.
+    If possible, a stage keeps at least one layer of every kind that it has. Otherwise, the function
+    selects the stage's most frequent kind first. It then repeatedly selects the kind with the most
+    property values that no selected layer of the stage has.
 
     Args:
         kinds: Kind of every layer: a tuple of the properties in which layers differ.

@@ -1,4 +1,4 @@
-"""Plans for a certificate's batches that a planner makes; by default, they are random plans."""
+"""Plans that a planner makes for a certificate's batches, instead of the default random plans."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ STAGE_BYTES = 1e15
 class PlansOf:
     """Function that plans with the planner ``planner``; for the other fields, see ``Frame``.
 
-    It uses op costs of a large model (llama3-8b). Costs affect only the chunks and the order of
-    ops, and gradients do not depend on either.
+    The function uses op costs of a large model (llama3-8b). Costs affect only the plan, and
+    gradients do not depend on the plan.
     """
 
     planner: str

@@ -190,10 +190,7 @@ class Rank:
         return trained, evaluated, self.routing.taken(self.mtp_loss)
 
     def run(self, drawn: Any, forward_only: bool) -> Any:
-        """Run the schedule; return (sum of token losses, number of loss tokens) of this rank.
-
-        Both are 0 on ranks without a loss.
-        """
+        """Run the schedule; return this rank's (sum of token losses, number of loss tokens)."""
         self.mtp_loss = {}
         if forward_only:  # alternate the values between batches
             for choice, values in self.open_choices:
@@ -235,8 +232,7 @@ class Rank:
     def _not_offloaded(self, step: Step) -> list[str]:
         """Return a line if fewer bytes were offloaded than the plan's offloaded layers require.
 
-        Only layers with a large input count, because a layer with few rows may offload nothing. The
-        method also returns a line if the plan offloads nothing, but bytes were offloaded.
+        Layers with small inputs do not count. Offload that is not in the plan also gives a line.
         """
         rank, plan = self.groups.pipeline_rank, step.plans[self.groups.replica]
         taken = self.schedule.ran.host_peak_bytes
@@ -294,8 +290,7 @@ class Rank:
     def _numbers(self, message: Message, plan: Plan) -> int:
         """Return the number of elements per row of a message in training.
 
-        With vocabulary parallelism, a message can include float32 statistics of the softmax. In
-        bf16, a statistic takes two elements.
+        With vocabulary parallelism, messages can include float32 statistics: 2 bf16 elements each.
         """
         hidden, each = self.args.hidden_size, 1 + (self.args.mtp_num_layers or 0)
         place = max(1, 4 // self.args.params_dtype.itemsize)

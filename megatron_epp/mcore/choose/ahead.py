@@ -122,7 +122,7 @@ def read_ahead(path: Path, digest: str) -> dict[str, Any]:
 
 
 class SearchAhead:
-    """Search of layouts for fewer devices, which rank 0 runs in a process while it trains."""
+    """Search of layouts for fewer devices, in a child process of rank 0 during training."""
 
     def __init__(self, args: Any, words: Sequence[str], now: Callable[[], float] = time.monotonic):
         """Prepare the search, which :meth:`look` starts.

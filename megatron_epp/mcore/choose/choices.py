@@ -96,7 +96,7 @@ def choose(args: Any, parts: Any = None) -> JobChoices:
 
 
 def _overlong_line(args: Any, parts: Any) -> str | None:
-    """Return a warning if one document takes longer than the average replica's whole batch.
+    """Return a warning if one document takes longer than a replica's average share of a batch.
 
     The function returns None if there is no such document, or if lengths or costs are unknown.
     """
@@ -224,7 +224,7 @@ def choose_placement(args: Any) -> tuple[Placement | None, str | None]:
 
     With --epp-partition auto, the function chooses the layers per stage. With --epp-placement auto,
     it also chooses the rank of each stage. The function sets --pipeline-model-parallel-layout, or
-    marks the stages by | in the pattern of a HybridModel. Without these flags, it returns Nones.
+    marks the stages by | in a HybridModel's pattern. Without these flags, both results are None.
     """
     if not (args.epp and layers_by_time(args)):
         return None, None
@@ -342,8 +342,8 @@ def first_cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Op
 def cost_models(args: Any) -> Iterator[str | None]:
     """Yield values of --epp-cost-model in the order in which a restart prefers them.
 
-    If the user gives the flag, the function yields only its value. Otherwise, it yields the
-    checkpoint's last refitted cost model, the checkpoint's measured cost model, and None.
+    If the user gives the flag, the function yields only its value. Otherwise, it yields the files
+    of the checkpoint's last refitted and measured cost models, if they exist, and then None.
     """
     from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
 

@@ -3,7 +3,8 @@
 The order determines which ranks form a pipeline. There are three candidates: torchrun's order, an
 order with slow devices in the same replicas, and an order with slow devices on the same stages. The
 module plans the first batches with each order, and takes the fastest. The planner then assigns
-layers and documents by the speed of each rank. If some ranks do not train, they are the slowest.
+layers and documents by the speed of each rank. The slowest ranks do not train if the layout has
+spares, but rank 0 always trains.
 """
 
 import math

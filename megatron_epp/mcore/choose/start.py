@@ -83,7 +83,7 @@ def choose_allowed_layout() -> ChosenLayout | None:
 
 
 def chosen_by_rank_0(wanted: Namespace, devices: int) -> tuple[ChosenLayout, str]:
-    """Return the layout of this start, and a text on its origin for the printed line ("" if new).
+    """Return the layout of this start, and a text to print on the layout's origin, or "".
 
     Raises:
         ValueError: The file of layouts is not valid, or no layout fits.

@@ -6,7 +6,7 @@
 
 A rewritten document is truncated, or padded with --fim-pad-token, to the original length.
 Megatron's class draws from one stream of random numbers, so a sample depends on all samples that
-were read before. In this module, each item i has a stream of its own with the seed ``--seed`` + i.
+were read before. In this module, each item i has a separate stream with the seed ``--seed`` + i.
 So every stage, every replica and a resumed run read equal tokens.
 """
 

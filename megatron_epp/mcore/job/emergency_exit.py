@@ -1,4 +1,4 @@
-"""Emergency exits of a rank, which let a checkpoint save finish and end all child processes.
+"""Emergency exits of a rank: the rank finishes a checkpoint save, and ends all child processes.
 
 An emergency is a dead launcher, SIGTERM, or a rank that hangs. Three variables of Megatron show
 whether a rank is writing a checkpoint: the timers around a save, the queue of asynchronous saves,
@@ -82,7 +82,7 @@ SAVES = Saves()
 
 
 def leave(status: int) -> NoReturn:
-    """End this process and its children after the wait of :meth:`Saves.wait`."""
+    """Wait for checkpoint saves (:meth:`Saves.wait`), and end this process and its children."""
     SAVES.wait()
     end_now(status)
 

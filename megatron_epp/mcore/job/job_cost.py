@@ -58,7 +58,7 @@ def make_planning(
     groups: Groups,
     profile: Profile,
 ) -> PlannedSteps:
-    """Return the job's planner; all ranks use the same memory budgets, from rank 0. Collective.
+    """Return the job's planner, with memory budgets that rank 0 broadcasts. Collective.
 
     Args:
         args: Megatron's arguments.
@@ -259,7 +259,7 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
 
 
 def unlike_budgets(every: Sequence[tuple[int, str, float]]) -> tuple[float, ...]:
-    """Return the smallest default budget of each pipeline rank; () if all devices are one model.
+    """Return the smallest default budget of each pipeline rank; () if device names are equal.
 
     ``every`` contains (pipeline rank, device name, default budget in bytes) for every rank.
     """
@@ -348,7 +348,7 @@ def planner_cores(settings: Any) -> int:
 
 
 def _available_bytes(settings: Any) -> float:
-    """Return the available bytes of host memory per local rank, without the planner processes'.
+    """Return the available host bytes per local rank, minus the bytes of planner processes.
 
     ``settings`` contains the flags that determine the number of planner processes.
     """

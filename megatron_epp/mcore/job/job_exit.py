@@ -123,7 +123,7 @@ def refused_by_megatron(error: BaseException) -> ValueError | None:
 def lost_rank(error: BaseException) -> LinkLost | None:
     """Return a LinkLost if ``error`` shows that another rank is lost, else None.
 
-    Such errors occur in Megatron's collectives, such as a save or the reduction of gradients. torch
+    Such errors occur in Megatron's collectives, during a save or a reduction of gradients. torch
     raises a RuntimeError for gloo, and other error classes for a store. The result is also None for
     a LinkLost (from a link between stages), and before the process group exists.
     """

@@ -197,8 +197,8 @@ def initialise_communicators(group: dist.ProcessGroup, device: torch.device) -> 
     """Run one all-reduce in ``group``, so that NCCL creates its communicator now.
 
     NCCL may wait for the device and for all ranks of the group when it creates a communicator. In
-    an iteration with posted receives, this wait could block. The communicator also needs memory,
-    and at the end of an iteration, torch has reserved all memory.
+    an iteration with posted receives, this wait could block. NCCL also needs memory for the
+    communicator, which torch has reserved at the end of an iteration.
     """
     if group.size() > 1:
         dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -123,9 +123,8 @@ class ReferenceLoop(ReferenceModel):
     ) -> tuple[tuple[float, float], ...]:
         """Return upper bounds of the rounding errors of losses, one pair per micro-batch.
 
-        A pair bounds the error of the loss value and the error of the loss sum. The bounds assume
-        that the errors of all tokens add up. ``own`` are token losses in the certified dtype, and
-        ``exact`` in float64.
+        A pair bounds the errors of loss value and loss sum if the errors of all tokens add up.
+        ``own`` are token losses in the certified dtype, and ``exact`` in float64.
         """
         units = []
         for expected_BS, result_BS, batch in zip(exact, own, batches, strict=True):
