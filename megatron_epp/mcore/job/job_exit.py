@@ -143,7 +143,7 @@ def lost_rank(error: BaseException) -> LinkLost | None:
 
 
 def reason(error: BaseException) -> str:
-    """Return the message of Megatron's exception in one line, or its source line if it has none."""
+    """Return the message of Megatron's exception in one line; without message, its source line."""
     message = " ".join(str(error).split())
     if message and not isinstance(error, KeyError):
         return message
@@ -206,9 +206,9 @@ def require_launcher() -> None:
 
 
 def _may_report(lost: bool = False) -> tuple[bool, bool]:
-    """Wait for the other ranks; return (whether to print the error, whether a rank has no error).
+    """Wait for the other ranks; return (this rank prints the error, some rank has no error).
 
-    If rank 0 has an error, rank 0 prints it. Otherwise, the first rank with an error prints it.
+    Rank 0 prints its error. If rank 0 has no error, the first rank with an error prints it.
     ``lost`` is whether another rank is lost, possibly rank 0 with the store that it serves.
     """
     rank, ranks = rank_of()
