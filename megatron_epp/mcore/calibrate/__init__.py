@@ -1,1 +1,1 @@
-"""Measurement of a cost model (`profile`): seconds and bytes of this host's layers, in a file."""
+"""Measurement of the model's layers on this host: seconds and bytes for the cost model."""

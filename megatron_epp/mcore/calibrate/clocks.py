@@ -1,8 +1,9 @@
-"""Clocks of a probe: for the device's computing time of an op, and the host's issue time.
+"""Clocks that measure a probe's ops: the device's computing time and the host's issue time.
 
-With few tokens, an op takes as long as the host needs to issue its kernels. With many tokens, it
-takes as long as the device computes. A straight line fitted to both cases underestimates large
-chunks, by half for a layer of 2048 columns on an H100. So each time is measured by its own clock.
+With few tokens, the host's time to issue the kernels determines the time of an op. With many
+tokens, the device's computing time determines it. A straight line fitted to both cases
+underestimates large chunks, by half for a layer of hidden size 2048 on an H100. So two clocks
+measure the two times separately.
 """
 
 import time
@@ -30,18 +31,18 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Clock that reads ``now``, which waits for all earlier work; :meth:`start` calls ``before``.
+    """Clock of the elapsed time until the device has completed all work.
 
-    ``now`` is :meth:`.probe.Probe.now`. On a GPU, the clock therefore measures the time from the
-    issue of the first kernel to the end of the last kernel.
+    ``now`` is :meth:`.probe.Probe.now`, which waits for all earlier work. On a GPU, the clock
+    therefore measures the time from the issue of the first kernel to the end of the last kernel.
     """
 
     def __init__(self, now: Callable[[], float], before: Callable[[], Any] = lambda: None):
-        """Create a clock that reads ``now``."""
+        """Create a clock that reads ``now``; :meth:`start` calls ``before`` first."""
         self._now, self._before = now, before
 
     def start(self) -> float:
-        """Start timing, after ``before``."""
+        """Call ``before``, wait for all earlier work, and return the start time."""
         self._before()
         return self._now()
 
@@ -51,9 +52,10 @@ class WallClock:
 
 
 class IssueClock(WallClock):
-    """Clock of the time until the host's calls return, on an idle device.
+    """Clock of the time until the host's calls return; the device is idle when the clock starts.
 
-    A call that synchronises with the device, such as ``Tensor.item``, includes the wait.
+    For a call that synchronises with the device, such as ``Tensor.item``, the time includes the
+    wait for the device.
     """
 
     def start(self) -> float:
@@ -67,14 +69,17 @@ class IssueClock(WallClock):
 
 
 class DeviceClock:
-    """Clock of the current CUDA device's work, which the host issues ahead of time."""
+    """Clock of the CUDA device's computing time, without the host's time to issue kernels."""
 
     def __init__(self, now: Callable[[], float]):
-        """Create a clock; ``now`` waits for the device."""
+        """Create a clock; ``now`` is a function that waits for the device."""
         self._now = now
 
     def start(self) -> CudaClock:
-        """Let the device spin, and start timing after the spinning."""
+        """Start timing after a few milliseconds of idle spinning on the device.
+
+        During the spinning, the host issues the kernels to time.
+        """
         self._now()
         torch.cuda._sleep(int(_HEAD_START * _CYCLES_PER_SECOND))
         events = CudaClock()

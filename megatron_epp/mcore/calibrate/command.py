@@ -38,7 +38,7 @@ _WORKER = "megatron_epp.mcore.calibrate.command"
 
 @dataclass(frozen=True, slots=True)
 class ProfileFlags:
-    """Flags of the command, in addition to Megatron's flags."""
+    """Flags of ``python -m megatron_epp profile``, in addition to Megatron's flags."""
 
     pp: int = flag(
         2,
@@ -113,7 +113,7 @@ def _free_port() -> int:
 
 
 def _why(log: str) -> str:
-    """Return a worker's error message from ``log``, or the end of ``log``."""
+    """Return the error message in a worker's ``log``, or the end of ``log`` if it has none."""
     mark = "megatron_epp: error: "
     for line in log.splitlines():
         if mark in line:
@@ -127,7 +127,7 @@ def _why(log: str) -> str:
 
 
 def summary(profile: Profile) -> str:
-    """Return a profile in a few readable lines."""
+    """Return a profile's main coefficients as a few readable lines."""
     provenance = profile.provenance
     lines = [f"model   {provenance.model}", f"device  {provenance.device}, {provenance.dtype}"]
     for kind, each in profile.kinds.items():
@@ -161,9 +161,10 @@ def _layer_summary(coefficients: LayerCoefficients, kind: str) -> list[str]:
 
 
 def worker(argv: Sequence[str]) -> None:
-    """Run one measuring process: build a stage with a layer of every kind, and calibrate it.
+    """Run one measuring process: build a stage with one layer of every kind, and measure it.
 
-    The process builds the stage as the trainer does.
+    ``argv`` are the output file, the pipeline-, tensor- and context-parallel degrees, and Megatron
+    flags. The process builds the stage with the trainer's functions.
     """
     output, pp, tp, cp, *flags = argv
     cuda_host.prepare(["--epp"])
@@ -233,7 +234,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
 
 
 def _layers(flags: Sequence[str], pp: int) -> tuple[int, list[str]]:
-    """Return the number of layers in ``flags``, and flags for that number on each stage."""
+    """Return the number of layers in ``flags``, and flags for ``pp`` times that number."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--num-layers", type=int)
     parser.add_argument(*_PATTERN)
@@ -279,7 +280,7 @@ _LAYOUT = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-l
 
 
 def _without_layout(flags: Sequence[str]) -> list[str]:
-    """Return ``flags`` without flags that place layers on stages, and without their values."""
+    """Return ``flags`` without the flags (and values) that place layers on stages."""
     kept, skips = [], False
     for word in flags:
         name, _, value = word.partition("=")
@@ -294,7 +295,7 @@ def _without_layout(flags: Sequence[str]) -> list[str]:
 
 
 def _with_defaults(flags: Sequence[str]) -> list[str]:
-    """Return ``flags``, completed by flags that Megatron requires but the measurement does not."""
+    """Return ``flags``, plus default values of flags that Megatron needs to build a model."""
     fillers = {
         "--micro-batch-size": "1",
         "--global-batch-size": "8",

@@ -1,8 +1,8 @@
-"""First run of one layer of every kind, at the start of training, on all stages at the same time.
+"""First run of one layer of every kind on all stages at the same time, before the first iteration.
 
-Triton and NVRTC compile and tune kernels at their first call. In the first iteration, each stage
-would wait while another stage compiles. Here all stages compile at the same time. Kernels that the
-device cannot run are reported before training starts.
+Triton and NVRTC compile and tune kernels at their first call. Without this run, stages would
+compile one after another in the first iteration, and the other stages would wait. With this run,
+all stages compile at the same time. The run also reports kernels that the device cannot run.
 """
 
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ ROWS = 1024  # rows of the chunk, or half the longest document if that is less
 def run_every_kind(args: Any, models: Sequence[Any], groups: Any, rows: Any) -> None:
     """Run forward and backward of one layer of every kind, on two documents and on a slice.
 
-    Collective. The function restores gradients and random states.
+    Collective. The function restores gradients and random states at its end.
 
     Args:
         args: Megatron's arguments.
         models: Stage modules of this rank.
         groups: The job's process groups.
-        rows: Shard of a chunk's rows on this rank.
+        rows: ``RowShard`` that selects the rows (tokens) of a chunk on this rank.
 
     Raises:
-        ValueError: A kernel does not run on one of the ranks; raised on all ranks.
+        ValueError: A kernel does not run on one of the ranks. All ranks raise the error.
     """
     problems: list[str] = []
     for model in models:
@@ -45,7 +45,7 @@ def run_every_kind(args: Any, models: Sequence[Any], groups: Any, rows: Any) -> 
 
 
 def _problems(probe: Probe) -> list[str]:
-    """Return one line for every layer kind of the stage that fails to run."""
+    """Return one line of text for every layer kind of the stage that fails to run."""
     size = min(ROWS, probe.context // 2)
     shapes = [Shape(size, pieces=2), Shape(size, size, cut=True)]
     seen: set[tuple[str, ...]] = set()

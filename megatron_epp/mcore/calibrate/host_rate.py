@@ -1,4 +1,4 @@
-"""Measurement of the copy rate between a rank and its host's memory, while all ranks copy."""
+"""Measurement of the rate of copies to and from host memory, while all ranks copy."""
 
 from statistics import median
 
@@ -15,10 +15,10 @@ COPIES = 5
 
 
 def host_rate(probe: Probe, groups: Groups) -> float:
-    """Return the copied bytes per second in one direction. Collective.
+    """Return the bytes per second that this rank copies in one direction. Collective.
 
-    On a GPU, copies run in both directions at the same time. Host memory is allocated once, as for
-    offloading, and the allocation is not timed.
+    On a GPU, copies run in both directions at the same time. The function allocates host memory
+    once, as offloading does, and does not time the allocation.
     """
     on_gpu = probe.device.type == "cuda"
     nbytes = GPU_BYTES if on_gpu else CPU_BYTES
@@ -40,7 +40,7 @@ def host_rate(probe: Probe, groups: Groups) -> float:
 
 
 def _ends(host: HostStore, nbytes: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of equal blocks (host memory, device memory), of ``nbytes`` in all."""
+    """Return pairs of equally large blocks (host memory, device memory), ``nbytes`` per side."""
     blocks = host.allocate(nbytes)
     assert blocks is not None, "no pinned memory to measure copies with"
     here = torch.zeros(nbytes, dtype=torch.uint8, device=host.device)

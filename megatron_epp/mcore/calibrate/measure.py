@@ -1,8 +1,8 @@
-"""Measurement of a profile: seconds and bytes of this model on this device.
+"""Measurement of a profile (measured cost model): seconds and bytes of this model on this device.
 
-All ranks of a pipeline run the same synthetic chunks at the same time through their own layers,
-embedding and LM head. So the ranks of a host share memory and caches, as in training. The model's
-shape alone determines the chunks and the repeats, so all ranks run the same number of measurements.
+All ranks run the same synthetic chunks at the same time, each through the layers, embedding and LM
+head of its stage. So the ranks of a host share memory and caches, as in training. Chunks and
+repeats depend only on the model's shape, so all ranks run the same number of measurements.
 """
 
 import logging
@@ -55,7 +55,7 @@ _CONTEXT_FRACTION = 1 / 16  # limit of the longest context, as a fraction of the
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A chunk to measure, in units of the base size, and the recompute mode of its layer."""
+    """A chunk to measure, with token counts as multiples of a base size, and a recompute mode."""
 
     tokens: float
     context: float = 0.0
@@ -99,7 +99,11 @@ def _pairs(shape: Shape, layer: Layer) -> int:
 
 
 def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
-    """Return the chunks and modes to measure, for the largest base size within ``flops``."""
+    """Return the chunks and recompute modes to measure.
+
+    The chunks are multiples of a base size of tokens: the largest power of 2 from 64 to 8192 for
+    which all measurements take at most ``flops`` floating-point operations.
+    """
 
     def scaled(base: int) -> list[tuple[Shape, str]]:
         points = []
@@ -137,20 +141,20 @@ def calibrate(
 ) -> Profile:
     """Measure and fit a profile. Collective.
 
-    The measurement accumulates gradients in the model and draws random numbers; call it in
-    ``probe.undisturbed``.
+    The measurement accumulates gradients in the model and draws random numbers. Call the function
+    in the context ``probe.undisturbed``, which restores both.
 
     Args:
         probe: The probe of this rank.
         groups: The job's process groups.
         model: Shape of the model.
         context: Largest number of tokens of a document.
-        provenance: Model, device and dtype. The function appends the fit's errors on held-out rows
-            to its ``source``.
-        split_backward: Whether plans may split backwards, so that split backwards are measured. If
-            not, I and W get the analytic fractions of B.
-        kinds: Kind of each layer of this stage, by the names in ``model``. The ranks with layers of
-            a kind measure one of these layers, one kind after another.
+        provenance: Model, device and dtype. The function appends the fit's errors on held-out
+            measurements to ``provenance.source``.
+        split_backward: Whether plans may split B into I and W. If so, the function also measures
+            split backwards. Otherwise, it predicts I and W as analytic fractions of B.
+        kinds: Kind of each layer of this stage, by the names in ``model``. The function measures
+            one kind after another; each rank that has the kind measures one layer.
 
     Returns:
         The same profile on every rank.
@@ -223,9 +227,9 @@ def _conditions(probe: Probe) -> Conditions:
 def _measure_bytes(
     probe: Probe, readings: Readings, context: int, layer: Layer | None, *, ends: bool = True
 ) -> None:
-    """Measure bytes of the probe's ``layer``, if not None, and with ``ends`` of the model's ends.
+    """Measure the bytes of ``layer``, if not None.
 
-    The model's ends are the embedding and the LM head.
+    With ``ends``, also measure the bytes of the embedding and the LM head.
     """
     on_gpu, sizes = probe.device.type == "cuda", _sizes(probe, context)
     for tokens in sizes:
@@ -251,7 +255,7 @@ def _measure_bytes(
 def _measure_layer_bytes(
     probe: Probe, readings: Readings, tokens: int, fits_line: bool, layer: Layer
 ) -> None:
-    """Measure a layer's bytes; with ``fits_line``, add the bytes held from F to B to the fit."""
+    """Measure a layer's bytes; with ``fits_line``, the fit uses the bytes held from F to B."""
     for mode in modes_of(layer):
         for cut in (False, True):
             shape = Shape(tokens, cut=cut)
@@ -297,7 +301,7 @@ def _contexts(probe: Probe, context: int) -> tuple[int, ...]:
 
 
 def _ends(probe: Probe, shape: Shape, weigh: bool) -> Iterator[tuple[Measurement, bool, bool]]:
-    """Yield (measurement, has embedding, has LM head) of the stage's embedding and LM head."""
+    """Measure the stage's embedding and LM head; yield (measurement, has embedding, has head)."""
     if probe.first:
         yield probe.embedding(shape, weigh), True, False
     if probe.last:
@@ -312,10 +316,10 @@ def _measure_seconds(
     readings: Readings,
     layer: Layer,
 ) -> None:
-    """Measure the seconds of a layer.
+    """Measure the seconds of ``layer`` with ``probe``, and add them to ``readings``.
 
-    ``probe`` is None if this stage has no layer like ``layer``. The rank then runs ``company`` to
-    load its core, while other ranks measure.
+    ``probe`` is None if this stage has no layer of that kind. While other ranks measure, a CPU rank
+    keeps its core busy with layers of the probe ``company``.
     """
     runs: dict[tuple[Shape, str], list[Measurement]] = {}
     if probe is not None:
@@ -342,10 +346,11 @@ def _measure_seconds(
 
 
 def _host_seconds(probe: Probe, small: Shape) -> list[tuple[float, float]]:
-    """Return the (F, B) seconds that a GPU's host needs to issue a layer, for chunks of any size.
+    """Return [(F, B)]: the seconds that the host needs to issue a layer's kernels to the GPU.
 
-    A ``small`` chunk runs on an idle GPU. The result is the minimum of several runs, because
-    disturbances only add time. On a CPU, the function returns [].
+    These times do not depend on the chunk's size, so the function runs a ``small`` chunk on an idle
+    GPU. It takes the minimum of several runs, because disturbances only add time. On a CPU, the
+    function returns [].
     """
     if probe.device.type == "cpu":
         return []
@@ -355,7 +360,7 @@ def _host_seconds(probe: Probe, small: Shape) -> list[tuple[float, float]]:
 
 
 def _meet(probe: Probe, groups: Groups) -> None:
-    """Wait for all ranks; on a CPU, compute meanwhile, because ranks share memory and caches."""
+    """Wait for all ranks; on a CPU, run layers meanwhile, because ranks share memory and caches."""
     met = dist.barrier(groups.control, async_op=True)
     while probe.computes_alone and not met.is_completed():
         probe.layers(_COMPANY, KEEP)
@@ -389,7 +394,10 @@ def _measure_end_seconds(
 
 
 def _measure_modules(probe: Probe, shapes: Sequence[tuple[Shape, str]], readings: Readings) -> None:
-    """Measure the modules that selective recompute recomputes; a missing module takes 0 seconds."""
+    """Measure the forward seconds per token of the modules that selective recompute recomputes.
+
+    A module that the layer does not have takes 0 seconds.
+    """
     shape = Shape(max(shape.tokens for shape, _ in shapes) // 2)
     for name, all_parts in {"mlp": (), "layernorm": (), **probe.modules}.items():
         parts = [part for part in all_parts if not isinstance(part, IdentityOp)]
@@ -403,7 +411,10 @@ def _measure_exchange(
     shapes: Sequence[tuple[Shape, str]],
     readings: Readings,
 ) -> None:
-    """Measure how much longer sharded documents take than documents on one rank each."""
+    """Measure the extra seconds of documents sharded over the context-parallel ranks.
+
+    The function also measures each document on a single rank, and takes the difference.
+    """
     for part in (4, 2):
         dist.barrier(groups.control)
         if probe is None:
@@ -420,7 +431,7 @@ def _measure_exchange(
 
 
 def _measure_links(probe: Probe, groups: Groups, readings: Readings) -> None:
-    """Measure the time of messages between the first two stages of every pipeline."""
+    """Measure the seconds of messages between the first two stages of every pipeline."""
     if groups.pipeline_size < 2:
         return
     first, second = groups.pipeline_ranks[:2]  # global ranks, because payload groups span the world

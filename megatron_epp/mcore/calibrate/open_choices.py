@@ -1,4 +1,7 @@
-"""Choices of layer kinds whose flag is auto (KindModule.CHOICES), made after the model is built."""
+"""Values for flags of layer kinds that are ``auto`` (KindModule.CHOICES), after the model is built.
+
+``choice`` below is such a flag with its possible values.
+"""
 
 import copy
 import logging
@@ -24,12 +27,11 @@ Chooser = Callable[[OpenChoice, Any, tuple[int, ...]], str]
 
 
 def cheaper(choice: OpenChoice, args: Any, layers: tuple[int, ...]) -> str:
-    """Return the value of ``choice`` with the shortest plan by the cost model.
+    """Return the value of ``choice`` whose plan is the shortest by the analytic cost model.
 
-    The function plans one document of --seq-length, the longest possible, for each value.
-    ``layers`` are the numbers of layers of the stages. A cost-model file (--epp-cost-model, or next
-    to the resumed checkpoint) was measured with one of the values, and the function returns that
-    value. Without a file, the model is not measured yet, and the analytic cost decides.
+    The function plans one document of the maximum length (--seq-length) with each value. ``layers``
+    are the numbers of layers of the stages. If there is a cost-model file (--epp-cost-model, or
+    next to the resumed checkpoint), the function returns the value with which it was measured.
     """
     from megatron_epp.planner import Options, planner_of
 
@@ -68,17 +70,17 @@ def settle_choices(
     groups: Groups,
     choose: Chooser = cheaper,
 ) -> None:
-    """Make every open choice on rank 0, and set the value on ``args`` and ``attention``.
+    """Choose a value for every choice on rank 0, and set it in ``args`` and ``attention``.
 
     Collective.
 
     Args:
-        args: Megatron's arguments, in which open choices are auto.
+        args: Megatron's arguments. A choice that the user leaves open has the value ``auto``.
         model: The model of this rank.
         attention: The attention of the job.
         layers: Number of layers of every stage.
         groups: The job's process groups.
-        choose: Function that chooses a value if flags and model allow several.
+        choose: Function that returns a value if flags and model allow several values.
 
     Raises:
         ValueError: A flag selects a value that this model or attention excludes.

@@ -43,9 +43,10 @@ class Shape:
 
     Attributes:
         tokens: Number of tokens in the chunk.
-        context: Number of tokens of the slice's document that precede the slice.
-        pieces: Number of documents in the chunk, if ``context`` is 0 and ``cut`` is False.
-        cut: Whether another slice of the document follows, so that K and V are stored.
+        context: Number of tokens before the slice in its document.
+        pieces: Number of documents in the pack; ignored if the chunk is a slice (``context`` or
+            ``cut``).
+        cut: Whether another slice of the document follows, so that the store keeps K and V.
         local: Whether each document is computed by a single context-parallel rank; ``pieces`` is
             then a multiple of the number of ranks.
     """
@@ -58,7 +59,7 @@ class Shape:
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Spans of the documents in the chunk."""
+        """Span of each document in the chunk."""
         if self.context or self.cut:
             return (Span(0, self.context, self.context + self.tokens),)
         sizes = [
@@ -68,16 +69,16 @@ class Shape:
 
     @property
     def pairs(self) -> int:
-        """Number of query-key pairs without a sliding window."""
+        """Number of query-key pairs of causal attention without a sliding window."""
         return self.pairs_within(0)
 
     def pairs_within(self, window: int) -> int:
-        """Return the query-key pairs with a sliding window of ``window`` keys; 0: no window."""
+        """Return the number of pairs with a sliding window of ``window`` keys; 0: no window."""
         return pairs_within(self.spans, window)
 
     @property
     def rows(self) -> tuple[Rows, ...]:
-        """Rows of each span in the chunk."""
+        """Rows of the chunk that hold each span."""
         rows, start = [], 0
         for span in self.spans:
             cut = self.cut or self.context > 0
@@ -90,16 +91,16 @@ class Shape:
 class Measurement:
     """Seconds and bytes of one forward and backward pass.
 
-    On a CPU, bytes count the tensors that autograd saves. On a GPU, they come from the allocator's
-    statistics. Bytes that are not measured are 0. Seconds come from the probe's clock.
+    On a CPU, bytes are the sizes of the tensors that autograd saves. On a GPU, bytes come from the
+    allocator's statistics. Bytes that are not measured are 0. Seconds come from the probe's clock.
 
     Attributes:
         forward_seconds: Seconds of F.
-        backward_seconds: Seconds of B, including recompute; of I if the backward is split.
+        backward_seconds: Seconds of B (of I if the backward is split), including recompute.
         held_bytes: Bytes held from F to B, without stored K and V and their gradients.
         forward_bytes: Peak bytes during F, minus ``held_bytes``.
         backward_bytes: Peak bytes during B (during I if the backward is split), minus the bytes
-            held at its start; negative if it frees more than it allocates.
+            held at the start of the op. Negative if the op frees more than it allocates.
         weight_seconds: Seconds of W, if the backward is split.
         weight_input_bytes: Bytes held from I to W, if the backward is split.
     """
@@ -116,9 +117,9 @@ class Measurement:
 class Probe:
     """Runner of single modules of ``model``, this stage's unwrapped GPTModel.
 
-    ``row_shard`` is this rank's shard of a chunk's rows, and ``head_tokens`` the block size of the
-    fused LM head, or None. Positions from ``context`` on restart at 0. Layers run from index ``at``
-    on. Gradients accumulate as in training; the caller clears them.
+    ``row_shard`` selects the rows of a chunk on this rank. ``head_tokens`` is the block size of the
+    fused LM head in tokens, or None without it. Positions restart at 0 after ``context`` tokens.
+    Layers run from index ``at`` on. Gradients accumulate, as in training; the caller clears them.
     """
 
     def __init__(
@@ -146,13 +147,13 @@ class Probe:
             self.clock = DeviceClock(self.now)
 
     def of_layer(self, at: int) -> "Probe":
-        """Return a copy whose :meth:`layers` begins with layer ``at`` of the stage."""
+        """Return a copy of the probe that runs layers of the stage from index ``at`` on."""
         other = copy.copy(self)
         other.at = at
         return other
 
     def timed_by(self, clock: Clock) -> "Probe":
-        """Return a copy that uses ``clock``."""
+        """Return a copy of the probe that uses ``clock``."""
         other = copy.copy(self)
         other.clock = clock
         return other
@@ -174,7 +175,7 @@ class Probe:
 
     @property
     def computes_alone(self) -> bool:
-        """Whether layers run without communication on a core that no other rank uses."""
+        """Whether layers run without communication, and this rank has a CPU core for itself."""
         config = self.config
         sharing = config.tensor_model_parallel_size, config.context_parallel_size
         return self._has_core and {*sharing, config.expert_model_parallel_size} == {1}
@@ -192,7 +193,7 @@ class Probe:
     def most_context(self, fraction: float) -> int:
         """Return the number of context tokens that fill ``fraction`` of the GPU's memory.
 
-        Counted are one layer's K and V, in the store and in a kernel, and their gradients.
+        The bytes of a token are one layer's K and V (in the store and in a kernel) and gradients.
         """
         total = torch.cuda.get_device_properties(self.device).total_memory
         channels = sum(map(math.prod, _kept_shapes(self.layer, 1)))
@@ -204,11 +205,11 @@ class Probe:
     def layers(
         self, shape: Shape, modes: str, weigh: bool = False, split: bool = False
     ) -> Measurement:
-        """Run and measure ``len(modes)`` layers from layer ``at`` on, with these recompute modes.
+        """Run ``len(modes)`` layers from index ``at`` on, and return the measurement.
 
         Args:
             shape: The chunk.
-            modes: One recompute mode per layer.
+            modes: Recompute modes, one letter per layer.
             weigh: Whether to measure bytes.
             split: Whether to time I and W separately.
         """
@@ -237,7 +238,7 @@ class Probe:
         return self._pass(forward, store, weigh, split)
 
     def ends(self, shape: Shape, weigh: bool = False, split: bool = False) -> Measurement:
-        """Run the stage's embedding, LM head and loss, if the stage has them, without layers."""
+        """Measure embedding, LM head and loss, if the stage has them, without its layers."""
         store, params = self._chunk(shape, "")
         tokens = self._integers(shape.tokens)
         mask = torch.ones_like(tokens, dtype=torch.float32) if self.last else None
@@ -260,7 +261,7 @@ class Probe:
             return self._pass(forward, store, weigh, split)
 
     def embedding(self, shape: Shape, weigh: bool = False) -> Measurement:
-        """Run the embedding."""
+        """Measure the embedding."""
         store, params = self._chunk(shape, "")
         tokens = self._integers(shape.tokens)
         positions = params.positions[None]
@@ -274,7 +275,7 @@ class Probe:
         return self.clock.seconds(start)
 
     def message(self, tokens: int) -> Tensor:
-        """Return a tensor with the shape of a message between stages."""
+        """Return a random tensor with the shape of a message of ``tokens`` between stages."""
         return self._hidden(Shape(tokens)).detach()
 
     # -------------------------------------------------------------- how
@@ -311,7 +312,7 @@ class Probe:
         )
 
     def _fill_caches(self):
-        """Evict the CPU caches, as other layers and chunks do in training."""
+        """Evict data from the CPU caches, as other layers and chunks do in training."""
         if self.device.type == "cpu":
             self._others.add_(1)
 
@@ -329,15 +330,15 @@ class Probe:
         return _Scale(meter, Store({}))
 
     def _answer(self, store: Store) -> None:
-        """Add zero gradients to ``store``, as the backward of a later slice adds gradients."""
+        """Add zeros to the gradients in ``store``, in place of the backward of a later slice."""
         for layer, document, key_CGD in store:
             kept = store.context(layer, document, len(key_CGD))
             store.add_window_gradient(layer, document, 0, *map(torch.zeros_like, kept))
 
     def _chunk(self, shape: Shape, modes: str) -> tuple[Store, ChunkParams]:
-        """Return the store and the parameters of a chunk, as in an iteration.
+        """Return the K/V store and the parameters of a chunk, as in an iteration.
 
-        The store contains the K and V of the tokens that precede the chunk.
+        The store contains random K and V for the context of the chunk.
         """
         # Reserve space for all tokens: some kernels read context and slice as one tensor.
         everything = shape.context + shape.tokens
@@ -404,8 +405,8 @@ class Probe:
     def now(self) -> float:
         """Return the time in seconds, after the device has completed all earlier work.
 
-        On a CPU, the function returns the thread's CPU time if one thread does all the work and
-        every rank has a core. Other processes that disturb the measurement then do not count.
+        On a CPU, the function returns the thread's CPU time if torch uses one thread and every rank
+        has a core. The time of other processes on the same core then does not count.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -422,7 +423,7 @@ def _kept_shapes(layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
 
 
 class _Scale:
-    """Bytes counted by ``meter``, minus the bytes of ``store``, which grow in F and shrink in B."""
+    """Bytes that ``meter`` counts, minus the bytes that the K/V ``store`` allocated meanwhile."""
 
     def __init__(self, meter: Meter, store: Store):
         self.meter, self.store = meter, store
@@ -441,12 +442,12 @@ class _Scale:
 
 @contextmanager
 def undisturbed(model: Any) -> Iterator[None]:
-    """Restore random states, gradients and DDP's state after this context, also after an error.
+    """Restore random states, gradients and DDP's state at the end of the context, even on errors.
 
-    The context disables DDP's forward pre-hooks. Each hook completes the parameter gather of its
-    bucket and starts the gather of the next bucket. When only some modules of a model run, one
-    gather would not complete, and Megatron would fail an assertion in the second iteration
-    (param_and_grad_buffer.py, start_param_sync).
+    The context disables DDP's forward pre-hooks. Each hook completes the parameter all-gather of
+    its bucket and starts the all-gather of the next bucket. If only some modules of a model ran,
+    one all-gather would not complete, and an assertion of Megatron would fail in the second
+    iteration (param_and_grad_buffer.py, start_param_sync).
     """
     drawn = random_states()
     gradients = [parameter.grad for parameter in model.parameters()]
@@ -472,9 +473,9 @@ def undisturbed(model: Any) -> Iterator[None]:
 
 
 def _lend_main_grads(model: Any) -> list[torch.nn.Parameter]:
-    """Add a ``main_grad`` to parameters that need it and have none; return these parameters.
+    """Add a ``main_grad`` to parameters that need but lack it, and return these parameters.
 
-    DDP normally adds it, but ``python -m megatron_epp profile`` measures without DDP.
+    DDP normally adds ``main_grad``, but ``python -m megatron_epp profile`` measures without DDP.
     """
     if not any(getattr(m, "fuse_wgrad_accumulation", False) for m in model.modules()):
         return []

@@ -73,7 +73,7 @@ def provenance_of(args: Any) -> Provenance:
 
 
 def _of_kinds(args: Any) -> list[str]:
-    """Return words for the model's layer kinds, such as how experts exchange tokens."""
+    """Return the provenance's words on layer kinds, such as how experts exchange tokens."""
     from megatron_epp.mcore.kinds.registry import LAYER_KINDS
     from megatron_epp.mcore.model.shape import model_shape
 
@@ -104,11 +104,11 @@ def _processor() -> str:
 def require(profile: Profile, wanted: Provenance, where: str) -> Profile:
     """Return ``profile`` if its model, device and dtype are those of ``wanted``.
 
-    A profile that was not measured is always accepted, because the user has chosen it.
+    The function accepts every profile that was not measured, because the user has chosen it.
 
     Raises:
-        ValueError: The profile belongs to another model, device or dtype; the message begins with
-            ``where``.
+        ValueError: The profile belongs to another model, device or dtype. The message names
+            ``where``, the path of the file.
     """
     provenance = profile.provenance
     if provenance.kind != MEASURED:
@@ -130,16 +130,16 @@ def require(profile: Profile, wanted: Provenance, where: str) -> Profile:
 def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profile:
     """Return the profile of this job. Collective: every rank passes its wrapped model.
 
-    With --epp-cost-model, the function reads the profile from that file. Otherwise it reads the
-    file next to the resumed checkpoint, because earlier iterations were planned with that profile.
-    Without either file, the function measures a profile and saves it in --save.
+    With --epp-cost-model, the function reads that file, or returns the analytic profile. Otherwise
+    it reads the file next to the resumed checkpoint, with which earlier iterations were planned. If
+    that file is missing or unsuitable, the function measures a profile and saves it in --save.
 
     Args:
         args: Megatron's arguments.
         config: The configuration of --epp.
         model: The wrapped model of this rank.
         groups: The job's process groups.
-        rows: Shard of a chunk's rows on this rank.
+        rows: ``RowShard`` that selects the rows (tokens) of a chunk on this rank.
 
     Returns:
         The same profile on all ranks.
@@ -208,7 +208,7 @@ def probe_of(args: Any, model: Any, rows: Any) -> Any:
 
 
 def _kept(args: Any, config: Any, wanted: Provenance) -> str:
-    """Return the JSON text of a saved profile that suits this job, or "" if there is none."""
+    """Return the JSON text of a saved profile for this model, device and dtype, or ""."""
     if config.epp_cost_model is not None:
         path = config.epp_cost_model
         return require(Profile.load(path), wanted, path).to_json()

@@ -11,10 +11,10 @@ SPLIT_REPEATS = 4  # the result is the median, as for unsplit backwards
 
 
 def measure_split(probe: Probe, tokens: int, weighed: Sequence[int]) -> list[SplitSeconds]:
-    """Measure split backwards on one rank.
+    """Return measurements of split backwards on one rank.
 
-    ``tokens`` is the size of a chunk that is large for this device. ``weighed`` are the sizes of
-    the chunks whose bytes are measured.
+    The function measures seconds for chunks up to ``tokens``, a large size for this device. It
+    measures bytes for chunks of ``weighed`` tokens.
     """
     return [*_bytes(probe, weighed), *_seconds(probe, tokens)]
 

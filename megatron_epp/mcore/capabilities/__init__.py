@@ -1,1 +1,1 @@
-"""Unsupported features: one table, and the refusals by it."""
+"""Features of Megatron that are not supported: a table, and functions that refuse the features."""

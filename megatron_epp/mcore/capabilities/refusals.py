@@ -1,4 +1,4 @@
-"""Refusals, at a job's start, of Megatron's features that elastic pipelines do not support."""
+"""Checks at a job's start that refuse Megatron features without support in elastic pipelines."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ _PLACES = (*PLACING_FLAGS, "hybrid_layer_pattern", "hybrid_override_pattern")
 
 
 def require_equal_stages(args: argparse.Namespace) -> None:
-    """Raise a ValueError if the stages cannot have equal numbers of layers and no flag places them.
+    """Raise a ValueError if stages cannot get equal numbers of layers and no flag places layers.
 
     ``args`` are parsed flags before Megatron's validation.
     """
@@ -35,13 +35,13 @@ def require_equal_stages(args: argparse.Namespace) -> None:
 
 
 def require_parts(args: argparse.Namespace) -> None:
-    """Raise a ValueError if layer sizes are inconsistent; ``args`` are not yet validated."""
+    """Raise a ValueError if sizes of layers in ``args``, before validation, are inconsistent."""
     for part in LAYER_KINDS:
         part.require(args, args.tensor_model_parallel_size)
 
 
 def refuse_gpu_flags(args: argparse.Namespace) -> None:
-    """Raise a ValueError for flags of Megatron that need a GPU."""
+    """Raise a ValueError if ``args`` contain flags of Megatron that need a GPU."""
     if (reason := limit_for("no_gpu", args)) is not None:
         raise ValueError(reason)
 
@@ -52,7 +52,7 @@ def vocabulary_parallel(args: argparse.Namespace) -> bool:
 
 
 def vocabulary_refusal(args: argparse.Namespace) -> tuple[str, str] | None:
-    """Return (reason, remedy) if ``args`` do not support vocabulary parallelism, else None."""
+    """Return (reason, remedy) if ``args`` exclude vocabulary parallelism, else None."""
     stages, ranks = stages_of(args), args.tensor_model_parallel_size
     if stages == 1:
         return "there is one stage, so its words have nowhere else to lie", "leave it out"
@@ -78,7 +78,7 @@ def vocabulary_refusal(args: argparse.Namespace) -> tuple[str, str] | None:
 
 
 def require_vocabulary_parallel(args: argparse.Namespace) -> None:
-    """Raise a ValueError if ``args`` enable vocabulary parallelism but do not support it."""
+    """Raise a ValueError if ``args`` enable vocabulary parallelism but other flags exclude it."""
     if vocabulary_parallel(args) and (refused := vocabulary_refusal(args)) is not None:
         why, instead = refused
         raise ValueError(
@@ -87,7 +87,7 @@ def require_vocabulary_parallel(args: argparse.Namespace) -> None:
 
 
 def refuse_by_name(args: argparse.Namespace) -> None:
-    """Raise a ValueError if ``args``, before validation, use a feature of the table."""
+    """Raise a ValueError if ``args``, before validation, use an unsupported feature (table.py)."""
     with suppress(AttributeError, TypeError):  # validation would set missing attributes
         if (reason := limit_for("epp", args)) is not None:
             raise ValueError(reason)

@@ -1,9 +1,9 @@
 """Table of unsupported features: where each feature does not run, and what to do instead.
 
 docs/reference/refused_flags.md and the answers of support.md are generated from this table. Layer
-kinds add their limits (mcore/kinds/). Flags of the command line that a plan replaces are reset
-before the table is consulted (replaced.py). If their values come from a checkpoint's arguments or a
-script, rows of this table refuse them.
+kinds add their limits (mcore/kinds/). Some flags have no effect under a plan, and replaced.py
+resets them if the command line sets them. If a checkpoint's arguments or a script set them, rows of
+this table refuse them.
 """
 
 import re
@@ -34,10 +34,10 @@ RELIES_ON = (
 def _needs_gpu(
     flag: str, instead: str = "leave the flag out", *runs: Any, setting: str | None = None
 ) -> Reason:
-    """Return a function from args to a reason why ``flag`` needs a GPU, or None.
+    """Return a function that takes args and returns why ``flag`` needs a GPU, or None.
 
-    The reason is None if the flag is not given or has a value in ``runs``. ``setting`` is the
-    attribute of args; by default, the flag's destination.
+    The function returns None if the flag is not given, or if its value is in ``runs``. ``setting``
+    is the attribute of args that holds the value, by default the flag's name.
     """
 
     def reason(args: Any) -> str | None:
@@ -60,7 +60,7 @@ def _gpu_only(flag: str, instead: str = "leave the flag out", *runs: Any) -> Lim
 
 
 def _needs_engine(flag: str, *others: Any, **named: Any) -> Reason:
-    """Return the function of :func:`_needs_gpu`; no reason with Transformer Engine's reference."""
+    """Return a function like :func:`_needs_gpu`; None if the CPU emulates Transformer Engine."""
     reason = _needs_gpu(flag, *others, **named)
     return lambda args: None if reference_switch.is_wanted() else reason(args)
 
@@ -78,7 +78,7 @@ def _positions(model: Any) -> str | None:
 
 
 def _follows_length(model: Any) -> str | None:
-    """Return the reason against rotary embeddings that depend on a call's length (ms-swift)."""
+    """Return a reason if rotary embeddings depend on the sequence length of a call (ms-swift)."""
     scaling = getattr(model.config, "rope_scaling", None)
     kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
     if kind not in ("dynamic", "longrope"):
@@ -97,10 +97,10 @@ def _fully_sharded(call: Any) -> str | None:
 
 
 def _groups_by_size(call: Any) -> str | None:
-    """Return the reason against context parallelism with a group size chosen by micro-batch.
+    """Return a reason if the size of context-parallel groups varies by micro-batch, else None.
 
-    The groups span replicas, so the plan of one replica cannot order their collectives. In
-    frameworks that shard micro-batches themselves (verl), only Megatron's groups reveal it.
+    Such groups span replicas, so the plan of one replica cannot order their collectives. In
+    frameworks that shard micro-batches themselves (verl), only Megatron's process groups show this.
     """
     from megatron.core import parallel_state as mpu
 
@@ -115,7 +115,7 @@ def _variants(kinds: Iterable[LayerKind]) -> tuple[str, ...]:
 
 
 def _streams(holder: Any) -> bool:
-    """Return whether tokens have several residual streams, by names of Megatron and ms-swift."""
+    """Return whether a configuration of Megatron or ms-swift sets several residual streams."""
     if any_of("enable_mhc_connections", "enable_hyper_connections")(holder):
         return True
     return (getattr(holder, "hc_count", None) or 0) > 1
@@ -355,8 +355,9 @@ TABLE: tuple[Limit, ...] = (
 
 
 def limit_for(place: Literal["epp", "slices", "calls", "no_gpu"], asked_of: Any) -> str | None:
-    """Return the refusal of the first feature that ``asked_of`` uses and ``place`` does not run.
+    """Return the error message for the first feature in ``asked_of`` that ``place`` does not run.
 
+    The type of ``asked_of`` depends on ``place``: args, or a model or a call of a training loop.
     The result is None if there is no such feature.
     """
     for limit in TABLE:
@@ -369,9 +370,9 @@ def limit_for(place: Literal["epp", "slices", "calls", "no_gpu"], asked_of: Any)
 
 
 def in_settings(text: str) -> str:
-    """Return ``text`` with names of settings in place of flags.
+    """Return ``text`` with each flag replaced by the name of a setting.
 
-    External training loops have no flags, but settings of the model's configuration.
+    External training loops have no flags; they set fields of the model's configuration.
     """
     named = {"epp": "slices", "disable-bias-linear": "add_bias_linear=False"}
     return _FLAG.sub(lambda flag: named.get(flag[1], flag[1].replace("-", "_")), text)

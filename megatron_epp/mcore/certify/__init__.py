@@ -1,1 +1,1 @@
-"""`certify` with Megatron: the ranks under test, and the reference model."""
+"""Processes of `certify` with Megatron: the ranks under test, and the reference model."""

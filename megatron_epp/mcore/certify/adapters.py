@@ -2,9 +2,9 @@
 
     y = W x + U D x      W is frozen; D [r, K] and U [N, r] are trained
 
-Megatron has no adapters; the adapters here represent the adapters that frameworks add to Megatron's
-linears. One of D and U is a linear of Megatron, sharded over the tensor-parallel ranks. The other
-is a torch linear, which every rank has in full. In this way, a certificate covers frozen and
+Megatron has no adapters, but frameworks add adapters to Megatron's linears; this module imitates
+them. One of D and U is a linear of Megatron, sharded over the tensor-parallel ranks. The other
+matrix is a torch linear, which every rank has in full. In this way, a certificate covers frozen and
 trained linears of both types, with and without a deferred weight backward:
 
     W sharded over N (linear_qkv, linear_fc1)    D full, on this rank's rows       U sharded over N
@@ -28,7 +28,7 @@ from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 
 
 class LowRankAdapter(MegatronModule):
-    """Wrapper that adds an adapter to ``linear`` and does not change its checkpoint keys."""
+    """Wrapper that adds an adapter to ``linear`` and keeps the linear's checkpoint keys."""
 
     def __init__(self, linear: Any, rank: int, gated: bool):
         super().__init__(linear.config)
@@ -64,7 +64,7 @@ class LowRankAdapter(MegatronModule):
         return self.linear.weight
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the sum of the outputs of linear and adapter, and the bias of the linear."""
+        """Return the linear's output plus the adapter's output, and the linear's bias."""
         output, bias = self.linear(x)
         return output + _product(self.up, _product(self.down, x)), bias
 
@@ -105,7 +105,7 @@ _MIXERS = ("linear_qkv", "linear_proj", "linear_q_proj", "linear_q_down_proj", "
 
 
 def adapt(model: Any, rank: int) -> Any:
-    """Freeze ``model``, which is not wrapped, and add adapters to the linears of its layers."""
+    """Freeze the unwrapped ``model``, and add adapters of rank ``rank`` to its layers' linears."""
     for parameter in model.parameters():
         parameter.requires_grad = False
     for layer in dict.fromkeys(layers_of(model)):
@@ -123,7 +123,7 @@ def adapt(model: Any, rank: int) -> Any:
 
 
 def gradient(parameter: Any, name: str) -> Tensor:
-    """Return the gradient in the attribute ``name`` of ``parameter``; zeros if it is frozen."""
+    """Return the gradient in the attribute ``name`` of ``parameter``, or zeros if it is frozen."""
     if not parameter.requires_grad:
         return torch.zeros_like(parameter.data)
     return getattr(parameter, name)

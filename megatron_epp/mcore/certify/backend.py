@@ -1,7 +1,7 @@
-"""Megatron as the backend of a certificate: imports and servers of the certificate's processes.
+"""Backend of ``certify`` for Megatron: imports and servers of the processes of a certificate.
 
-This module must not import Megatron or torch at the top, because every process imports it before
-its environment is set.
+This module must not import Megatron or torch at the top, because every process imports the module
+before it sets the environment.
 """
 
 import sys
@@ -14,12 +14,12 @@ from megatron_epp.te_reference import reference_switch
 
 
 def choose_engine(trial: Trial) -> str:
-    """Select the CPU reference of Transformer Engine if a model has Transformer Engine's layers.
+    """Select the CPU emulation of Transformer Engine if a model has Transformer Engine's layers.
 
-    On GPUs, Transformer Engine's own kernels run.
+    On GPUs, Transformer Engine's own kernels run instead.
 
     Returns:
-        A message that the reference is used; "" if it is not used.
+        A message that the emulation is used; "" if it is not used.
 
     Raises:
         ValueError: The kernels on a GPU do not support the trial's dtype.
@@ -40,10 +40,10 @@ def choose_engine(trial: Trial) -> str:
 
 
 def make_server(role: Role, until_the_end: ExitStack) -> Any:
-    """Return the server of a process: the reference model, or a rank under test.
+    """Return the object that this process serves: the reference model, or a rank under test.
 
-    Both exist for Megatron's trainer and for loops. Contexts that must stay open until the process
-    ends are entered on ``until_the_end``.
+    Megatron's trainer and external training loops have different classes for both. The stack
+    ``until_the_end`` gets the contexts that must stay open until the process ends.
     """
     from megatron_epp.mcore.patching import cpu_host, cuda_host, patch_points
 
@@ -76,10 +76,10 @@ def make_server(role: Role, until_the_end: ExitStack) -> Any:
 
 
 def hide_transformer_engine() -> None:
-    """Hide Transformer Engine from Megatron; call this function before Megatron is imported.
+    """Hide Transformer Engine from Megatron. Call this function before Megatron is imported.
 
-    If Transformer Engine is installed, Megatron's local layers use its norms, whose kernels do not
-    compute in float64 (core/transformer/transformer_block.py).
+    If Transformer Engine is installed, Megatron's local layers use Transformer Engine's norms.
+    Their kernels do not compute in float64 (core/transformer/transformer_block.py).
     """
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
@@ -87,8 +87,8 @@ def hide_transformer_engine() -> None:
 def rotate_in_double() -> None:
     """Patch Megatron to compute rotary frequencies in float64 on the CPU.
 
-    Megatron computes them in float32 on the rank's device. The powers and cosines of a GPU differ
-    from a CPU's results in the last bit, so a certificate on an H200 had an error of 3e-7.
+    Megatron computes the frequencies in float32 on the rank's device. A GPU's powers and cosines
+    differ from a CPU's in the last bit, which caused an error of 3e-7 in a certificate on an H200.
     """
     from functools import wraps
 

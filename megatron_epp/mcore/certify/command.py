@@ -1,4 +1,4 @@
-"""``python -m megatron_epp certify`` for Megatron's trainer, and with ``--loop`` for loops."""
+"""``python -m megatron_epp certify`` for Megatron's trainer, or with ``--loop`` for other loops."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,7 +10,7 @@ from megatron_epp.mcore.patching import releases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``python -m megatron_epp certify``; return 0 if certified, else 1.
+    """Run ``python -m megatron_epp certify``; return 0 if all comparisons pass, else 1.
 
     Raises:
         ValueError: The arguments or the installed Megatron are not supported.
@@ -32,5 +32,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def certify_training(
     trial: Trial, show: Callable[[str], None] = lambda line: None
 ) -> list[BatchVerdict]:
-    """Run the batches of ``trial`` and return their verdicts (certify/command.py)."""
+    """Run the batches of ``trial``; return the result of each comparison (certify/command.py)."""
     return command.certify(MEGATRON, trial, show)

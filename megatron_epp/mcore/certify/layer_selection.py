@@ -10,13 +10,13 @@ from megatron_epp.mcore.kinds.registry import LAYER_KINDS
 
 
 def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
-    """Return the values of args with which the small model has layers of every kind of ``args``.
+    """Return values of args with which the small model has layers of every kind in ``args``.
 
-    ``stages`` and ``counts`` are the numbers of layers of every stage in the full and in the small
-    model.
+    ``stages`` are the numbers of layers of every stage in the full model, and ``counts`` in the
+    small model.
 
     Raises:
-        ValueError: The length of a mask is not the number of layers of the model.
+        ValueError: A flag with one value per layer does not have a value for every layer.
     """
     masks = {part: part.layers(args) for part in LAYER_KINDS}
     bare = _without_positions(args)
@@ -35,7 +35,7 @@ def small_kinds(args: Namespace, stages: Sequence[int], counts: Sequence[int]) -
 
 
 def _small_pattern(pattern: str, chosen: Sequence[int], counts: Sequence[int]) -> dict[str, Any]:
-    """Return the values of args of a HybridModel with the ``chosen`` layers, ``counts`` a stage."""
+    """Return values of args for a HybridModel with the ``chosen`` layers, ``counts`` per stage."""
     symbols = "".join(symbols_of_layers(pattern)[layer] for layer in chosen)
     return {
         "hybrid_layer_pattern": with_boundaries(symbols + mtp_part_of(pattern), counts),
@@ -46,7 +46,7 @@ def _small_pattern(pattern: str, chosen: Sequence[int], counts: Sequence[int]) -
 
 
 def _without_positions(args: Namespace) -> tuple[bool, ...]:
-    """Return the mask of the layers without a rotary embedding (--no-rope-freq)."""
+    """Return for each layer whether it has no rotary embedding (--no-rope-freq)."""
     every = args.no_rope_freq
     if every is None or isinstance(every, int):
         return tuple(
@@ -58,14 +58,14 @@ def _without_positions(args: Namespace) -> tuple[bool, ...]:
 def kept_layers(
     kinds: Sequence[tuple[Hashable, ...]], stages: Sequence[int], counts: Sequence[int]
 ) -> list[int]:
-    """Return the numbers of the layers to keep.
+    """Return the indices of the full model's layers that the small model keeps.
 
-    If possible, a stage keeps at least one layer of every kind that it has. Otherwise it keeps a
-    layer of its most frequent kind first, and then layers of kinds with the most property values
-    that no kept layer has.
+    If possible, a stage keeps at least one layer of every kind that it has. Otherwise, the function
+    selects the stage's most frequent kind first. It then repeatedly selects the kind with the most
+    property values that no selected layer of the stage has.
 
     Args:
-        kinds: Kind of every layer: the values of all properties in which layers differ.
+        kinds: Kind of every layer: a tuple of the properties in which layers differ.
         stages: Number of layers of every stage in the full model.
         counts: Number of layers of every stage in the small model.
     """

@@ -1,4 +1,4 @@
-"""Model flags of the user, read by Megatron's parser and scaled down, in the certified dtype."""
+"""Reader of the user's model flags: Megatron's args for a small model in the certified dtype."""
 
 import sys
 from argparse import Namespace
@@ -97,9 +97,9 @@ _NOT_REFERENCE: dict[str, Any] = {
 
 
 def parsed(flags: Sequence[str], pp: int) -> Namespace:
-    """Return the args of ``flags`` from Megatron's parser, with --epp over ``pp`` stages.
+    """Parse ``flags`` with Megatron's parser; return the args, with --epp over ``pp`` stages.
 
-    Flags that a plan replaces are removed.
+    The function removes flags that have no effect under a plan.
 
     Raises:
         ValueError: A flag is refused.
@@ -114,7 +114,7 @@ def parsed(flags: Sequence[str], pp: int) -> Namespace:
 
 @dataclass(frozen=True, slots=True)
 class ScaledArgs:
-    """Megatron's args of the small model: of the ranks, and of the reference model."""
+    """Megatron's args of the small model, for the ranks and for the reference model."""
 
     layers: tuple[int, ...]  # number of layers of every stage
     elastic: Namespace
@@ -127,17 +127,17 @@ class ScaledArgs:
 def scaled(
     raw: Namespace, degrees: Degrees, overlap: bool, lora_rank: int = 0, dtype: str = FLOAT64
 ) -> ScaledArgs:
-    """Return the small model of the user's flags.
+    """Return Megatron's args of a small model with the structure of the user's model.
 
     Args:
         raw: The user's flags, parsed.
         degrees: Parallel degrees.
         overlap: Whether to overlap gradient reduction with backward.
-        lora_rank: Rank of adapters; 0 for no adapters.
-        dtype: Dtype of the elastic model.
+        lora_rank: Rank of the LoRA adapters; 0 for no adapters.
+        dtype: Dtype of the model on the ranks under test.
 
     Raises:
-        ValueError: The flags cannot be certified.
+        ValueError: ``certify`` does not support the flags.
     """
     if lora_rank and refusals.vocabulary_parallel(raw):
         raise ValueError(
@@ -187,7 +187,7 @@ def _require_engine(raw: Namespace, lora_rank: int) -> None:
 
 
 def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
-    """Return a description of the small model in one line."""
+    """Return a one-line description of the small model."""
     groups = query_groups(args)
     words = [
         f"layers {' '.join(map(str, layers))}",
@@ -237,7 +237,7 @@ def _validated(
 
 
 def choose_layers(args: Namespace, implementation: str) -> None:
-    """Set the implementation of layers, and whether its linears fuse weight gradients."""
+    """Set the layers' implementation in ``args``, and whether linears fuse weight gradients."""
     args.transformer_impl = implementation
     setattr(args, FUSED_LINEARS, implementation == "transformer_engine")
 

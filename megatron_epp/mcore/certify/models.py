@@ -1,4 +1,4 @@
-"""Construction of the small model in this process, as in Megatron's trainer."""
+"""Construction of the small model in this process, with the functions of Megatron's trainer."""
 
 from argparse import Namespace
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def join(meeting: Path, rank: int, ranks: int, patience: timedelta, backend: str
     """Initialise torch.distributed with a file store, which needs no free port.
 
     Args:
-        meeting: Path of the file.
+        meeting: Path of the store's file.
         rank: This rank.
         ranks: Size of the world.
         patience: Timeout of collectives.
@@ -49,7 +49,7 @@ def join(meeting: Path, rank: int, ranks: int, patience: timedelta, backend: str
 
 
 def begin(args: Namespace, seed: int) -> None:
-    """Create Megatron's process groups for ``args``, and seed the random generators."""
+    """Create Megatron's process groups for ``args``, and seed the random number generators."""
     set_args(args)
     if args.params_dtype == torch.float64:
         for kind in LAYER_CERTIFICATES:
@@ -73,10 +73,10 @@ def begin(args: Namespace, seed: int) -> None:
 
 
 def reference_model(args: Namespace, by_engine: bool) -> Any:
-    """Return Megatron's model, with features added that its local layers lack.
+    """Return Megatron's model, after adding features that its local layers lack.
 
-    See kinds/local_layers.py and kinds/moe/biases.py. With ``by_engine``, checkpoint keys are the
-    keys of Transformer Engine's layers.
+    See kinds/local_layers.py and kinds/moe/biases.py. With ``by_engine``, the model has the
+    checkpoint keys of Transformer Engine's layers.
     """
     description = described(args)
     fix_layer_spec(description)
@@ -95,7 +95,7 @@ def reference_model(args: Namespace, by_engine: bool) -> Any:
 def _make_double(args: Namespace, models: list[Any]) -> list[Any]:
     """Convert all parameters to float64 if that is the dtype of ``args``, and return ``models``.
 
-    Megatron creates some parameters in float32 with any dtype.
+    Megatron creates some parameters in float32, whatever the dtype of ``args`` is.
     """
     if args.params_dtype == torch.float64:
         for parameter in (parameter for model in models for parameter in model.parameters()):
@@ -104,10 +104,10 @@ def _make_double(args: Namespace, models: list[Any]) -> list[Any]:
 
 
 class ChangingWeights:
-    """Changes of weights between batches, as by an optimizer, which reveal stale caches.
+    """Changes of weights between batches, in place of an optimizer, to reveal stale caches.
 
-    Matrices are multiplied by -0.5 and -2 in turn. These factors cause no rounding, and the change
-    of sign cannot be hidden in a scale.
+    :meth:`change` multiplies all matrices by -0.5 and by -2 in turn. These factors cause no
+    rounding, and an fp8 scale cannot absorb the change of sign.
     """
 
     def __init__(self, *models: Any):
@@ -131,16 +131,16 @@ def elastic_models(
     lora_rank: int = 0,
     around: Callable[[Any], Any] | None = None,
 ) -> list[Any]:
-    """Return this rank's stage modules, wrapped in Megatron's DDP and configured as in ``train``.
+    """Return this rank's stage modules, wrapped in DDP and configured as in Megatron's ``train``.
 
     See training/training.py:3530.
 
     Args:
         args: Megatron's args.
-        install: Function that adds the job's hooks to the model configuration. Its hooks run after
-            the hooks that add adapters.
-        lora_rank: Rank of adapters; 0 for no adapters.
-        around: Function that converts Megatron's model to another class.
+        install: Function that adds the job's hooks to the model configuration. These hooks run
+            after the hooks that add adapters.
+        lora_rank: Rank of the LoRA adapters; 0 for no adapters.
+        around: Function that converts or wraps Megatron's model to test another class.
     """
     description = described(args)
     fix_layer_spec(description)

@@ -1,4 +1,4 @@
-"""Plans of a planner, instead of arbitrary plans, for the batches of a certificate."""
+"""Plans that a planner makes for a certificate's batches, instead of the default random plans."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ STAGE_BYTES = 1e15
 
 @dataclass(frozen=True, slots=True)
 class PlansOf:
-    """Planner with the name ``planner``; the other fields have the meaning of Frame's fields.
+    """Function that plans with the planner ``planner``; for the other fields, see ``Frame``.
 
-    Op costs are the costs of a large model (llama3-8b). They affect only the order of ops, on which
-    gradients do not depend.
+    The function uses op costs of a large model (llama3-8b). Costs affect only the plan, and
+    gradients do not depend on the plan.
     """
 
     planner: str
@@ -25,7 +25,7 @@ class PlansOf:
     whole: bool
 
     def __call__(self, lengths: Sequence[int]) -> Plan:
-        """Return the plan of one replica's documents with these ``lengths``.
+        """Return the plan for one replica, whose documents have these ``lengths`` in tokens.
 
         Raises:
             ValueError: The planner does not support these stages.

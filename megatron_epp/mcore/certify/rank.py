@@ -1,4 +1,4 @@
-"""Rank of the job under test, which runs the trainer's components batch by batch."""
+"""Rank of the job under test: it runs the trainer's components on one batch after another."""
 
 import pickle
 from collections import Counter
@@ -53,12 +53,12 @@ from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES
 
 
 def exact_attention(wanted: str, config: Any, device: torch.device) -> VarlenAttention:
-    """Return attention with explicit scores, for GPUs, whose attention kernels lack float64."""
+    """Return an attention that computes all scores in torch, because GPU kernels lack float64."""
     return VarlenAttention(ReferenceKernel(heads_of(config).scale))
 
 
 class DrawnSteps:
-    """Step source that returns the random steps drawn together with the documents."""
+    """Source of steps (plans of all replicas) that were drawn at random with the documents."""
 
     def __init__(self) -> None:
         self.drawn: RandomBatch | None = None
@@ -70,7 +70,7 @@ class DrawnSteps:
         return SourcedStep(step, str(step))
 
     def look_ahead(self, iteration: int, following: Following) -> None:
-        """Do nothing, because steps are already drawn."""
+        """Do nothing, because the steps are already drawn."""
 
 
 class InMemory:
@@ -88,11 +88,11 @@ class InMemory:
         """Return None, because there is no later batch."""
 
     def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
-        """Return inputs [start, stop) of a document."""
+        """Return the input tokens [start, stop) of document ``sample``."""
         return self.drawn.tokens[sample][start:stop]
 
     def targets(self, sample: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return (labels, loss mask) of the inputs [start, stop)."""
+        """Return (labels, loss mask) of the tokens [start, stop) of document ``sample``."""
         labels = self.drawn.tokens[sample][start + 1 : stop + 1]
         return labels, self.drawn.loss_masks[sample][start:stop]
 
@@ -119,7 +119,7 @@ class Rank:
             self.hooks = replace(self.hooks, attention_for=exact_attention)
 
     def prepare(self, prepared: ModelSetup) -> None:
-        """Build the model and set the weights of ``prepared``."""
+        """Build the model, and set its weights to the weights in ``prepared``."""
         patch_points.install(patch_points.EPP_PATCH_POINTS)
         self.args, self.frame = pickle.loads(prepared.args), prepared.frame
         self.args.rank = dist.get_rank()
@@ -153,7 +153,7 @@ class Rank:
         return models
 
     def compute(self, number: int) -> RankResult:
-        """Run batch ``number``, first forward-only and then in training; return the results."""
+        """Run batch ``number``, first forward-only and then with backward; return the results."""
         self.number = number
         with self.around(number):
             drawn = self.frame.draw(self.seed, number)
@@ -182,15 +182,15 @@ class Rank:
             )
 
     def problems(self, drawn: Any, messages: list[MessageRecord]) -> list[str]:
-        """Return a line for each difference of messages and offloaded bytes from the plan."""
+        """Return a line for each difference between the plan and messages or offloaded bytes."""
         return self._unplanned(drawn.step, messages) + self._not_offloaded(drawn.step)
 
     def results(self, trained: Any, evaluated: Any) -> tuple[Any, ...]:
-        """Return the fields of ``RESULT`` that RankResult does not have."""
+        """Return the values of the fields that ``RESULT`` adds to RankResult."""
         return trained, evaluated, self.routing.taken(self.mtp_loss)
 
     def run(self, drawn: Any, forward_only: bool) -> Any:
-        """Return (loss summed over tokens, tokens) of this rank's rows; zeros without a loss."""
+        """Run the schedule; return this rank's (sum of token losses, number of loss tokens)."""
         self.mtp_loss = {}
         if forward_only:  # alternate the values between batches
             for choice, values in self.open_choices:
@@ -217,7 +217,7 @@ class Rank:
         return total, tokens
 
     def _gather_gradients(self) -> None:
-        """All-gather the gradient buffers, of which the sharded reduction reduces only a shard."""
+        """All-gather gradient buffers; the distributed optimizer reduces one shard on each rank."""
         if not self.args.use_distributed_optimizer:
             return
         replicas = mpu.get_data_parallel_group(with_context_parallel=True)
@@ -232,7 +232,7 @@ class Rank:
     def _not_offloaded(self, step: Step) -> list[str]:
         """Return a line if fewer bytes were offloaded than the plan's offloaded layers require.
 
-        Layers count if their input is large enough; with few rows, a layer may offload nothing.
+        Layers with small inputs do not count. Offload that is not in the plan also gives a line.
         """
         rank, plan = self.groups.pipeline_rank, step.plans[self.groups.replica]
         taken = self.schedule.ran.host_peak_bytes
@@ -246,7 +246,7 @@ class Rank:
         ]
 
     def _input_bytes(self, chunk: Chunk) -> int:
-        """Return the bytes of a layer's input on this rank."""
+        """Return the bytes of a layer's input for ``chunk`` on this rank."""
         rows = self.row_shard.message(self.row_shard.rows(chunk))
         return rows * self.args.hidden_size * self.args.params_dtype.itemsize
 
@@ -290,7 +290,7 @@ class Rank:
     def _numbers(self, message: Message, plan: Plan) -> int:
         """Return the number of elements per row of a message in training.
 
-        With vocabulary parallelism, it includes statistics; one in float32 is two bf16 elements.
+        With vocabulary parallelism, messages can include float32 statistics: 2 bf16 elements each.
         """
         hidden, each = self.args.hidden_size, 1 + (self.args.mtp_num_layers or 0)
         place = max(1, 4 // self.args.params_dtype.itemsize)

@@ -44,12 +44,12 @@ type Gradients = dict[str, numpy.ndarray]
 
 
 class ReferenceModel:
-    """Megatron's model in float64; of this package, it uses only the patches for CPU-only hosts.
+    """Megatron's model in float64, with only this package's patches for CPU-only hosts.
 
-    The model has Megatron's local layers and Megatron's own attention with a causal mask; autograd
-    computes the gradients. If another dtype is certified, a second model (``own``) with the same
-    weights computes in this dtype. In fp8, the layers are Transformer Engine's, because local
-    layers do not support fp8.
+    The model has Megatron's local layers and attention with a causal mask, and autograd computes
+    the gradients. For a certificate in another dtype, a second model (``own``) with the same
+    weights computes in this dtype. For fp8, the model has Transformer Engine's layers, because
+    local layers do not support fp8.
     """
 
     def __init__(self, role: Role):
@@ -61,11 +61,11 @@ class ReferenceModel:
         self._exactly = nullcontext if self.trial.dtype == FLOAT64 else cpu_host.double_precision
 
     def flags(self, turn: int) -> tuple[str, ...]:
-        """Return the model flags of turn ``turn``; turns cycle through the trial's models."""
+        """Return the flags of model number ``turn``, modulo the number of the trial's models."""
         return self.trial.models[turn % len(self.trial.models)]
 
     def prepare(self, turn: int) -> ModelSetup:
-        """Read the flags, build the reference model, and return the setup of the ranks.
+        """Read the flags, build the reference model, and return the setup for the ranks.
 
         Raises:
             ValueError: A flag is refused or not supported.
@@ -150,7 +150,7 @@ class ReferenceModel:
         )
 
     def built(self, args: Any, elastic: Any) -> Any:
-        """Return the reference model of ``args``, with the checkpoint keys of ``elastic``."""
+        """Return the reference model for ``args``, with the checkpoint keys of args ``elastic``."""
         return reference_model(args, elastic.transformer_impl != args.transformer_impl)
 
     def compute(self, number: int) -> Reference:
@@ -199,7 +199,7 @@ class ReferenceModel:
         return total / drawn.loss_tokens
 
     def _of_documents(self, model: Any, drawn: RandomBatch) -> tuple[list[Tensor], Gradients]:
-        """Return the masked losses [T] of every document alone, and the gradients of their mean."""
+        """Run each document alone; return its masked losses [T], and gradients of the mean loss."""
         sums, losses = Sums(model, drawn.loss_tokens), []
         for document in range(len(drawn.tokens)):
             tokens_T, labels_T, mask_T = map(torch.from_numpy, drawn.sequence(document))
@@ -210,7 +210,7 @@ class ReferenceModel:
         return losses, self.gradients(model, sums)
 
     def gradients(self, model: Any, sums: "Sums") -> Gradients:
-        """Return the full model's gradients by key, after the routers' finalize_model_grads."""
+        """Return the full model's gradients by checkpoint key, after the routers' last updates."""
         if model is self.model:
             self.routing.note_counts()
         config = get_model_config(model)
@@ -236,7 +236,7 @@ def token_losses(
         tokens_1T: Tokens of the document.
         labels_1T: Labels of the document.
         mask_T: Loss mask of the document, which MTP losses use.
-        rows: Divisor of the number of rows with padding.
+        rows: Multiple to which the document is padded, in tokens.
         **besides: More arguments of the model's forward.
     """
     length = tokens_1T.shape[1]
@@ -256,7 +256,7 @@ def token_losses(
 
 
 def quantised_keys(model: nn.Module) -> frozenset[str]:
-    """Return the keys of the weights of ``model`` whose GEMMs run in fp8."""
+    """Return the checkpoint keys of weights of ``model`` whose GEMMs run in fp8."""
     linears = {
         weight
         for module in filter(quantises, model.modules())
@@ -268,15 +268,15 @@ def quantised_keys(model: nn.Module) -> frozenset[str]:
 
 
 def off(losses: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """Return the 2-norm of all differences between ``losses`` and ``expected``."""
+    """Return the 2-norm of all elements of ``losses`` minus ``expected``."""
     pairs = zip(losses, expected, strict=True)
     return float(torch.cat([(a.double() - b).flatten() for a, b in pairs]).norm())
 
 
 class Sums:
-    """Gradients of ``model``, accumulated in float64 from backwards in any dtype.
+    """Gradients of ``model``, accumulated in float64 from backward passes in any dtype.
 
-    As in the trainer, the division by ``tokens`` follows the accumulation.
+    As in the trainer, the gradients are divided by ``tokens`` after the accumulation.
     """
 
     def __init__(self, model: Any, tokens: int = 1):
@@ -292,5 +292,5 @@ class Sums:
                 parameter.grad = None
 
     def of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the accumulated gradient of ``parameter``, divided by the tokens."""
+        """Return the accumulated gradient of ``parameter``, divided by the number of tokens."""
         return self._sums[parameter] / self._tokens

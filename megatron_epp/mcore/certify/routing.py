@@ -1,4 +1,4 @@
-"""Records of a model's routing in an iteration: tokens per expert, and logged losses."""
+"""Records of MoE routing in an iteration: tokens per expert, and logged auxiliary losses."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +19,10 @@ class RoutingNotes:
         self._counts: dict[int, numpy.ndarray] = {}
 
     def before(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """Wrap Megatron's finalize_model_grads, which resets token counts, to record them first."""
+        """Return ``finalize`` (finalize_model_grads) preceded by a record of the token counts.
+
+        Megatron's finalize_model_grads resets the counts.
+        """
 
         def noting(*args: Any, **others: Any) -> None:
             self.note_counts()
@@ -28,7 +31,7 @@ class RoutingNotes:
         return noting
 
     def note_counts(self) -> None:
-        """Record the current token counts."""
+        """Record the current numbers of tokens per expert."""
         self._counts = {
             logged_number(layer): layer.router.local_tokens_per_expert.double().cpu().numpy()
             for model in self.models
@@ -37,9 +40,9 @@ class RoutingNotes:
         }
 
     def taken(self, extra_losses: Mapping[str, numpy.ndarray] | None = None) -> RoutingRecord:
-        """Return the routing recorded since the last call of this method, and reset it.
+        """Return the routing since the last call of this method, and reset the records.
 
-        The losses include Megatron's logged losses and ``extra_losses``.
+        The losses are Megatron's logged losses and ``extra_losses``.
         """
         tracker = get_moe_metrics_tracker()
         losses = {

@@ -1,10 +1,11 @@
-"""Small model with the structure of the user's model, whose results can be compared exactly.
+"""Small model with the structure of the user's model, for comparisons with a reference model.
 
-The numbers of heads and of layers of a stage, the head size, the vocabulary and the context are
-reduced. The following do not change:
+The small model has fewer heads, fewer layers per stage, a smaller head size, a smaller vocabulary
+and a shorter context. The following properties are those of the user's model:
 
 - the number of query heads per key/value head (at most 8);
-- the ratios of head size and feed-forward size (at most 4) to the hidden size;
+- the ratio of attention width (heads times head size) to the hidden size;
+- the ratio of feed-forward size to the hidden size (at most 4);
 - norms, activation, biases, tied embeddings and position embeddings;
 - the layout over the stages and the parallel degrees.
 """
@@ -36,7 +37,7 @@ HALF_LAYERS = 6  # limit per stage of a HybridModel, whose layer is about half a
 
 
 def _of_pattern(args: Namespace, pattern: str, stages: int) -> Namespace:
-    """Return Megatron's parsed ``args`` with the values that Megatron derives from ``pattern``."""
+    """Return parsed ``args``, plus the values that Megatron derives from a hybrid ``pattern``."""
     small = Namespace(**vars(args))
     small.num_layers = len(symbols_of_layers(pattern))
     small.hybrid_layer_pattern, small.hybrid_override_pattern = pattern, None
@@ -48,9 +49,10 @@ def _of_pattern(args: Namespace, pattern: str, stages: int) -> Namespace:
 
 
 def fewer(counts: Sequence[int]) -> list[int]:
-    """Return a small number of layers for every stage.
+    """Return a small number of layers (0 to 3) for every stage, given the full numbers.
 
-    Stages with different numbers of layers usually keep different numbers; empty stages stay empty.
+    Stages with different full numbers get different small numbers if 3 is enough. Empty stages stay
+    empty.
     """
     sizes = sorted({count for count in counts if count})
     if len(sizes) == 1:
@@ -59,10 +61,10 @@ def fewer(counts: Sequence[int]) -> list[int]:
 
 
 def step_of(args: Namespace, tp: int) -> int:
-    """Return the divisor of the numbers of rows and columns of a rank's shard of a matrix.
+    """Return a number that must divide the rows and columns of a rank's shard of a matrix.
 
-    In fp8, it is the divisor that GEMMs require. If matrices are sharded, it is the size of a block
-    with one scale, so that the shards have the scales of the full matrix.
+    In fp8, GEMMs require a divisor. If matrices are sharded, the number is the size of a block with
+    one scale, so that shards have the same scales as the full matrix.
     """
     if not getattr(args, "fp8", None) or args.transformer_impl == "local":
         return 1
@@ -70,10 +72,10 @@ def step_of(args: Namespace, tp: int) -> int:
 
 
 def heads(query: int, key: int, tp: int, cp: int = 1) -> tuple[int, int]:
-    """Return small numbers of (query heads, key/value heads), with the ratio of the user's model.
+    """Return small numbers of (query heads, key/value heads) in the ratio of the user's model.
 
-    The ratio is at most 8. If heads do not divide over the context-parallel ranks, the number of
-    key/value heads does not change, and a later check refuses the model.
+    The ratio is at most 8. If the context-parallel ranks cannot divide the heads, the function
+    keeps the number of key/value heads, and a later check refuses the model.
 
     Args:
         query: Number of query heads of the user's model.
@@ -97,20 +99,20 @@ def heads(query: int, key: int, tp: int, cp: int = 1) -> tuple[int, int]:
 
 
 def _divides(query: int, key: int, cp: int) -> bool:
-    """Return whether query and key/value heads of a rank can be split over ``cp`` ranks."""
+    """Return whether a rank's query and key/value heads can be split over ``cp`` ranks."""
     return not query % cp and not (key % cp and cp % key)
 
 
 @dataclass(frozen=True, slots=True)
 class SmallModel:
-    """Number of layers of every stage, and the values of args, by name, of the small model."""
+    """Small model: number of layers of every stage, and values of args by name."""
 
     layers: tuple[int, ...]
     values: dict[str, Any]
 
 
 def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | None) -> SmallModel:
-    """Return the scaled-down model of Megatron's parsed ``args``.
+    """Return the scaled-down model for Megatron's parsed ``args``.
 
     ``layout`` contains the symbols of --pipeline-model-parallel-layout for each stage.
 

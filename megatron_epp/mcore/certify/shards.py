@@ -1,7 +1,7 @@
 """Shards of a model's tensors with their indices in the full tensors, as in checkpoints.
 
-Megatron's ``sharded_state_dict`` defines which part of a weight a rank has. It is used here to copy
-weights of the reference model to the ranks, and to assemble the ranks' gradients.
+Megatron's ``sharded_state_dict`` defines which part of a weight a rank has. With it, ``certify``
+copies weights of the reference model to the ranks, and assembles the ranks' gradients.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ from megatron_epp.certify.compare import Shard
 
 
 def _sharded(model: Any) -> Iterator[ShardedTensor]:
-    """Return the sharded tensors of Megatron's ``model``."""
+    """Return an iterator over the ``ShardedTensor`` objects of Megatron's ``model``."""
     state = model.sharded_state_dict()
     apply_factories(state)
     return (value for value in nested_values(state) if isinstance(value, ShardedTensor))
@@ -36,7 +36,7 @@ def _place(tensor: ShardedTensor) -> tuple[int | slice, ...]:
 
 
 def shards(model: nn.Module, tensor_of: Callable[[Any], Tensor]) -> list[Shard]:
-    """Return the shards of ``tensor_of(parameter)`` of every parameter, in float64.
+    """Return the shards of ``tensor_of(parameter)`` for all parameters, in float64.
 
     ``tensor_of`` returns a tensor with the shape of the parameter, such as its gradient.
     """
@@ -56,8 +56,8 @@ def shards(model: nn.Module, tensor_of: Callable[[Any], Tensor]) -> list[Shard]:
 def _in_place_of_parameters(model: nn.Module, tensor_of: Callable[[Any], Tensor]) -> Iterator[None]:
     """Replace each parameter of ``model`` by a parameter with ``tensor_of(parameter)`` as data.
 
-    The original parameters are restored at the end of the context. Their data are not replaced,
-    because a parameter would lose the hooks that reduce its gradient if its dtype changed.
+    The context restores the original parameters at its end. It replaces parameters and not their
+    data: if its dtype changed, a parameter would lose the hooks that reduce its gradient.
     """
     others: dict[nn.Parameter, nn.Parameter] = {}
     for parameter in model.parameters():
@@ -76,9 +76,10 @@ def _in_place_of_parameters(model: nn.Module, tensor_of: Callable[[Any], Tensor]
 
 
 def fill(model: nn.Module, weights: Mapping[str, Any]) -> None:
-    """Copy the full model's ``weights`` (numpy, by key) into this rank's parameters.
+    """Copy the full model's ``weights`` (numpy, by checkpoint key) into this rank's parameters.
 
-    For parameters in fp8, the weights are also stored in a main copy (``certified_main``).
+    For parameters in fp8, the function also stores the weights in a main copy in the parameter's
+    unquantised dtype (``certified_main``).
     """
     mains = {one: main_copy(one) for one in model.parameters() if is_float8tensor(one)}
     with torch.no_grad():
@@ -91,7 +92,7 @@ def fill(model: nn.Module, weights: Mapping[str, Any]) -> None:
 
 
 def main_copy(parameter: Any) -> Tensor:
-    """Return the main copy of an fp8 ``parameter``; the first call allocates it."""
+    """Return the unquantised main copy of an fp8 ``parameter``; the first call allocates it."""
     if not hasattr(parameter, "certified_main"):
         shape, dtype, device = parameter.shape, parameter.dtype, parameter.device
         parameter.certified_main = torch.empty(shape, dtype=dtype, device=device)

@@ -1,9 +1,9 @@
-"""Layouts for fewer devices, searched during training, so that a restart need not search.
+"""Search of layouts for fewer devices during training, so that a restart need not search.
 
 Rank 0 starts a process (search_process.py) that searches layouts for the job after the loss of 1, 2
-or 4 nodes. Rank 0 saves the layouts next to the checkpoint, with a digest of the inputs of the
-search. A restart uses a saved layout only if the digest equals the digest of its own inputs, so
-that its own search would choose the same layout.
+or 4 nodes. Rank 0 saves the layouts next to the checkpoint, with a digest of the search's inputs.
+A restart uses a saved layout only if its own inputs have the same digest. Its own search would then
+choose the same layout.
 """
 
 import atexit
@@ -88,9 +88,9 @@ def search_digest(wanted: Namespace, folder: str) -> str:
 def layout_kept_ahead(wanted: Namespace, devices: int) -> ChosenLayout | None:
     """Return the layout that the resumed run has saved for ``devices`` ranks, if it is valid.
 
-    The result is None if there is no such layout, if its inputs differ from this start's inputs, or
-    if the checkpoint cannot be loaded with it. If the file cannot be read, the function prints a
-    line and returns None.
+    The result is None in three cases: there is no such layout, the inputs of its search differ from
+    this start's inputs, or the checkpoint cannot be loaded with this layout. If the file cannot be
+    read, the function prints a line and returns None.
 
     Raises:
         ValueError: The checkpoint's saved choices are damaged.
@@ -111,7 +111,7 @@ def layout_kept_ahead(wanted: Namespace, devices: int) -> ChosenLayout | None:
 
 
 def read_ahead(path: Path, digest: str) -> dict[str, Any]:
-    """Return the saved layouts by number of devices; empty if they have another digest.
+    """Return the saved layouts by number of devices, or {} if the file has another digest.
 
     Raises:
         ValueError: The file is not valid.
@@ -122,15 +122,15 @@ def read_ahead(path: Path, digest: str) -> dict[str, Any]:
 
 
 class SearchAhead:
-    """Search of layouts for fewer devices, which rank 0 starts and saves while it trains."""
+    """Search of layouts for fewer devices, in a child process of rank 0 during training."""
 
     def __init__(self, args: Any, words: Sequence[str], now: Callable[[], float] = time.monotonic):
-        """Prepare the search; :meth:`look` starts it.
+        """Prepare the search, which :meth:`look` starts.
 
         Args:
             args: Megatron's validated arguments, with the layout of this start.
-            words: The command line as typed.
-            now: Clock in seconds, which limits how often searches start.
+            words: The user's command line.
+            now: Clock in seconds. By this clock, searches start at least 60 seconds apart.
         """
         facts, node = getattr(args, LAYOUT_KEY), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self._path = Path(args.save) / AHEAD_FILE
@@ -146,7 +146,7 @@ class SearchAhead:
         atexit.register(self.close)
 
     def look(self, refitted: bool) -> None:
-        """Start a search if one is due, or save the result of a finished search.
+        """Save the result if a search has finished; start a search if the inputs have changed.
 
         Rank 0 calls this method after every iteration.
 
@@ -179,7 +179,7 @@ class SearchAhead:
         return process
 
     def _keep(self, process: subprocess.Popen[bytes]) -> None:
-        """Save the layouts that the finished process has printed, and log a line."""
+        """Save the layouts that the finished ``process`` has printed, and log a line."""
         assert process.stdout is not None
         text, self._process = process.stdout.read(), None
         process.stdout.close()
@@ -201,7 +201,7 @@ class SearchAhead:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Kill the search process if it runs."""
+        """Kill the search process if it is running."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

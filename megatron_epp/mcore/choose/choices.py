@@ -1,8 +1,8 @@
 """Choice of vocabulary parallelism, layers per stage and placement if their flags are ``auto``.
 
-The values are chosen before Megatron builds the model, from plans of the first batches
-(planner/choose). Inputs are the document lengths in the ``.idx`` files, and the cost model of
---epp-cost-model or the catalogue's coefficients of this device. All ranks read the same inputs and
+Every rank chooses the values before Megatron builds the model, by plans of the first batches
+(planner/choose). The inputs are the document lengths in the ``.idx`` files and a cost model: the
+file --epp-cost-model, or analytic coefficients of this device. All ranks read the same inputs and
 compute the same choice. A run that resumes uses the choices saved with its checkpoint (kept.py).
 """
 
@@ -71,7 +71,7 @@ class JobChoices:
 
     Attributes:
         lines: Lines that rank 0 prints.
-        placement: Placement of the stages, with their layers; None if Megatron's flags decide it.
+        placement: Placement of the stages, and their layers; None if Megatron's flags set both.
     """
 
     lines: tuple[str, ...]
@@ -79,9 +79,9 @@ class JobChoices:
 
 
 def choose(args: Any, parts: Any = None) -> JobChoices:
-    """Replace the value ``auto`` of flags in ``args``, which Megatron has validated.
+    """Choose values for flags with the value ``auto`` in ``args``, which Megatron has validated.
 
-    ``parts`` are the components of the trainer that the user's script replaces
+    ``parts`` are components of the trainer that the user's script replaces
     (:class:`~megatron_epp.mcore.trainer.hooks.TrainerHooks`).
 
     Raises:
@@ -96,9 +96,9 @@ def choose(args: Any, parts: Any = None) -> JobChoices:
 
 
 def _overlong_line(args: Any, parts: Any) -> str | None:
-    """Return a warning if one document takes longer than a replica's average part of a batch.
+    """Return a warning if one document takes longer than a replica's average share of a batch.
 
-    The result is None if there is no such document, or if lengths or costs are unknown.
+    The function returns None if there is no such document, or if lengths or costs are unknown.
     """
     from megatron_epp.planner.feasibility import overlong_for_replica
 
@@ -115,9 +115,10 @@ def _overlong_line(args: Any, parts: Any) -> str | None:
 
 
 def choose_row_multiple(args: Any, parts: Any = None) -> str | None:
-    """Set --epp-row-multiple if it is not given; return a line to print if it is not ``GPU_ROWS``.
+    """Set --epp-row-multiple (padding of chunks) if the user has not; return a line to print.
 
-    The multiple changes plans but not results, so a run that resumes chooses it again.
+    The function returns None instead of a line if the flag is set, or if the value is the default.
+    The value changes plans but not results, so a run that resumes chooses it again.
     """
     if not args.epp or args.epp_row_multiple is not None:
         return None
@@ -140,9 +141,9 @@ def choose_row_multiple(args: Any, parts: Any = None) -> str | None:
 
 
 def choose_blend(args: Any) -> str | None:
-    """Set --epp-blend to tokens or documents if it is auto; return the line to print, if any.
+    """Set --epp-blend to tokens or documents if it is auto; return a line to print, or None.
 
-    The order of the documents depends on it, so a run that resumes uses its checkpoint's choice.
+    The order of documents depends on this flag, so a run that resumes uses its checkpoint's choice.
     """
     begun = kept_blend(args) if args.epp and resumes(args) else None
     asked = args.epp_blend
@@ -160,18 +161,18 @@ def choose_blend(args: Any) -> str | None:
 
 
 def _weighted(args: Any) -> bool:
-    """Return whether the data flags give weights to several corpora."""
+    """Return whether the data flags set weights for several corpora."""
     blend, per_split = blends_of(args)
     blends = filter(None, (blend, *(per_split or ())))
     return any(weights is not None and len(weights) > 1 for _, weights in blends)
 
 
 def choose_vocabulary(args: Any, parts: Any = None) -> str | None:
-    """Set --epp-vocab-parallel to on or off if it is auto; return the line to print, if any.
+    """Set --epp-vocab-parallel to on or off if it is auto; return a line to print, or None.
 
-    Weights load with either value, but optimizer states do not in every checkpoint format. A run
-    that resumes therefore uses its checkpoint's choice. The value is off if vocabulary parallelism
-    is not supported or its gain is unknown.
+    The weights of a checkpoint load with either value, but in some formats its optimizer states
+    load only with the same value. So a run that resumes uses its checkpoint's choice. The value is
+    off if the job does not support vocabulary parallelism or if the gain is unknown.
     """
     if args.epp_vocab_parallel != AUTO:
         return None
@@ -219,11 +220,11 @@ def _vocabulary_and_reason(args: Any, parts: Any) -> tuple[str, str]:
 
 
 def choose_placement(args: Any) -> tuple[Placement | None, str | None]:
-    """Choose layers per stage, and stages per rank, by time; return the placement and its line.
+    """Choose the layers and ranks of stages by simulated time; return (placement, line to print).
 
-    --epp-partition auto chooses the layers, --epp-placement auto also the ranks. The function
-    writes the layers to Megatron's --pipeline-model-parallel-layout, or marks stages by | in the
-    pattern of a HybridModel.
+    With --epp-partition auto, the function chooses the layers per stage. With --epp-placement auto,
+    it also chooses the rank of each stage. The function sets --pipeline-model-parallel-layout, or
+    marks the stages by | in a HybridModel's pattern. Without these flags, both results are None.
     """
     if not (args.epp and layers_by_time(args)):
         return None, None
@@ -257,7 +258,7 @@ def choose_placement(args: Any) -> tuple[Placement | None, str | None]:
 def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str]:
     """Return the layers per stage with the shortest simulated time, and a text with the reason.
 
-    With --epp-placement auto, return the placement and layers with the shortest time.
+    With --epp-placement auto, the function also chooses the rank of each stage.
     """
     from megatron_epp.planner.choose.choice import partition_of, placement_of
 
@@ -289,13 +290,13 @@ def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str
 
 
 def _source_of_costs(args: Any) -> str:
-    """Return a text with the source of costs: the cost-model file, or the device's name."""
+    """Return a text that names the source of costs: the cost-model file or the device."""
     measured = args.epp_cost_model not in (None, ANALYTIC)
     return str(args.epp_cost_model) if measured else f"{device_name()}'s figures"
 
 
 def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]:
-    """Return the job's cost with ``layers`` per stage, and its planner's options.
+    """Return the cost of ops with ``layers`` per stage, and the options of the planner.
 
     Raises:
         OSError: The cost-model file cannot be read.
@@ -320,13 +321,13 @@ def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]
 
 
 def first_cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]:
-    """Return the job's cost from the first valid cost model, and its planner's options.
+    """Return the result of :func:`cost_and_options` with the first valid cost model.
 
     The function tries :func:`cost_models` in order, and sets ``args.epp_cost_model`` to the first
     valid cost model.
 
     Raises:
-        OSError: The last cost model cannot be read, and no other is valid.
+        OSError: No cost model is valid, and the last one cannot be read.
         ValueError: No cost model is valid.
     """
     *better, last = cost_models(args)
@@ -339,9 +340,10 @@ def first_cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Op
 
 
 def cost_models(args: Any) -> Iterator[str | None]:
-    """Yield cost models in order of preference: the checkpoint's last refit and measurement first.
+    """Yield values of --epp-cost-model in the order in which a restart prefers them.
 
-    Files next to the checkpoint are used only without --epp-cost-model, which comes last.
+    If the user gives the flag, the function yields only its value. Otherwise, it yields the files
+    of the checkpoint's last refitted and measured cost models, if they exist, and then None.
     """
     from megatron_epp.mcore.calibrate.profile_file import FILE_NAME
 
@@ -352,7 +354,7 @@ def cost_models(args: Any) -> Iterator[str | None]:
 
 
 def first_batches(args: Any) -> list[list[int]]:
-    """Return document lengths of global batches that represent the average of the corpora.
+    """Return the document lengths in tokens of global batches that are typical of the corpora.
 
     Raises:
         ValueError: The lengths are unknown.
@@ -390,7 +392,7 @@ def _batches_of(
 ) -> list[list[int]]:
     """Return the document lengths of ``FIRST_BATCHES`` global batches of ``size`` documents.
 
-    The lengths are cached, because several choices use them.
+    The function caches its result, because several choices use it.
     """
     corpora = [open_corpus(f"{prefix}.idx", context, overlong) for prefix in prefixes]
     # Without weights, each corpus is read once per epoch.

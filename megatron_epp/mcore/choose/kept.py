@@ -1,8 +1,8 @@
-"""Saved choices of a run, in a file next to its checkpoint that a resuming run reads.
+"""Saved choices of a run, in a file next to its checkpoint, for runs that resume.
 
 Checkpoints store weights and optimizer states by stage, so they depend on the choices. Earlier
-versions wrote two files: one for layers and placement, and one for vocabulary parallelism. These
-are read if the current file is missing.
+versions wrote two files: one for layers and placement, and one for vocabulary parallelism. If the
+current file is missing, the functions read these two files.
 """
 
 import json
@@ -25,10 +25,10 @@ VOCABULARY_KEY, BLEND_KEY = "epp_vocab_parallel", "epp_blend"
 
 
 def resumes(args: Any) -> bool:
-    """Return whether this run resumes another; a run that only loads weights does not.
+    """Return whether this run resumes another run; a run with --finetune only loads weights.
 
-    With non-persistent checkpoints, a file of choices in the folder of --load suffices, because the
-    checkpoint itself may lie on local disks of the nodes.
+    With non-persistent checkpoints, the function returns True if the folder of --load has a file of
+    choices, because the checkpoint itself may be on local disks of the nodes.
     """
     if not args.load or args.finetune:
         return False
@@ -56,7 +56,7 @@ def keep_choices(args: Any, placement: Placement | None, models: list[Any]) -> l
 
 
 def resumable_line(args: Any) -> str:
-    """Return a line that names the parallel degrees with which checkpoints of --save can resume."""
+    """Return a line on the parallel degrees with which a run can resume from --save."""
     flag, more = "--dist-ckpt-optim-fully-reshardable", ""
     if getattr(args, "ckpt_format", "torch_dist") != "torch_dist":
         degrees = f"the degrees of this run (--ckpt-format {args.ckpt_format})"
@@ -87,8 +87,8 @@ def kept_layout(args: Any) -> dict[str, Any] | None:
 def keeps_layout(args: Any) -> bool:
     """Return whether this run has the layout and the device speeds of the run that it resumes.
 
-    Without --epp-layouts, the result is True: the flags decide the layout, and must fit the saved
-    choices.
+    Without --epp-layouts, the result is True, because the flags set the layout. Then the saved
+    choices must suit the flags.
     """
     chosen, kept = getattr(args, LAYOUT_KEY, None), kept_layout(args)
     degrees = ("tp", "pp", "cp", "ep")
@@ -100,7 +100,7 @@ def keeps_layout(args: Any) -> bool:
 
 
 def kept_vocabulary(args: Any) -> bool:
-    """Return whether the resumed run used vocabulary parallelism; False if nothing was saved.
+    """Return whether the resumed run used vocabulary parallelism; False if it saved no choice.
 
     Raises:
         ValueError: The file is damaged.
@@ -113,9 +113,9 @@ def kept_vocabulary(args: Any) -> bool:
 
 
 def kept_blend(args: Any) -> str:
-    """Return the unit of the corpus weights of the resumed run: tokens or documents.
+    """Return the unit of the resumed run's corpus weights: tokens or documents.
 
-    If nothing was saved, a run with --epp counted documents, and a run of Megatron tokens.
+    If the run saved no choice, the unit is documents for a run with --epp, and tokens for Megatron.
 
     Raises:
         ValueError: The file is damaged.
@@ -160,9 +160,9 @@ def kept_placement(args: Any) -> Placement | None:
 
 
 def _kept(args: Any, key: str, earlier: str | None = None) -> tuple[Path, dict[str, Any] | None]:
-    """Return the file that contains the choice ``key``, and all choices in that file.
+    """Return (path, choices) of the file that contains the choice ``key``.
 
-    The choices are None if no file contains ``key``. ``earlier`` is the file name of earlier
+    ``choices`` is None if no file contains ``key``. ``earlier`` is the name of the file in earlier
     versions.
     """
     for name in filter(None, (CHOICES_FILE, earlier)):

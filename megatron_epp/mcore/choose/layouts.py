@@ -1,7 +1,7 @@
-"""Layouts that --epp-layouts allows, and the choice of the fastest for a number of devices.
+"""Layouts that --epp-layouts allows, and the choice of the fastest one for a number of devices.
 
-The choice depends on the flags, the number of devices and the cost model measured by the resumed
-run. start.py calls it when a job starts.
+The choice depends on the flags, the number of devices, and the resumed run's cost model. start.py
+makes the choice when a job starts.
 """
 
 import copy
@@ -29,7 +29,7 @@ DEGREES = "tp", "pp", "cp", "ep"
 class AllowedLayout:
     """A line of the layouts file: degrees of parallelism, and the number of layers of each stage.
 
-    If ``layers`` is empty, Megatron's flags decide the layers. ``line`` is the line number.
+    If ``layers`` is empty, flags determine the layers. ``line`` is the line number in the file.
     """
 
     tp: int = 1
@@ -47,14 +47,14 @@ class AllowedLayout:
     def least_ranks(self, expert_tp: int | None) -> int:
         """Return the smallest number of ranks that can train with this layout.
 
-        A job's number of ranks must be a multiple of it. ``expert_tp`` is the tensor-parallel size
-        of experts; None: as for other layers.
+        A job's number of ranks must be a multiple of this number. ``expert_tp`` is the experts'
+        tensor-parallel size, or None if it equals ``tp``.
         """
         stage = self.tp * self.cp
         return self.pp * max(stage, self.ep * (expert_tp or self.tp) if self.ep > 1 else 1)
 
     def set_on(self, args: Any) -> None:
-        """Override the degrees on ``args``, before Megatron validates them."""
+        """Set the degrees and layers of this layout in ``args``, before Megatron validates them."""
         args.tensor_model_parallel_size, args.context_parallel_size = self.tp, self.cp
         args.pipeline_model_parallel_size, args.expert_model_parallel_size = self.pp, self.ep
         args.sequence_parallel = args.sequence_parallel and self.tp > 1
@@ -67,12 +67,13 @@ class AllowedLayout:
 
 @dataclass(frozen=True, slots=True)
 class ChosenLayout:
-    """A layout for ``devices`` ranks, of which ``ranks`` train; the others are spares.
+    """A layout for ``devices`` ranks: ``ranks`` ranks train, and the other ranks are spares.
 
     Attributes:
-        seconds: Predicted time of an iteration; 0 if lengths or costs are unknown.
-        speeds: Slowness of each rank, in torchrun's order (1: the fastest); empty if unknown.
-        order: torchrun's ranks in the order of the job, spares last; empty: torchrun's order.
+        seconds: Predicted seconds of an iteration; 0 if lengths or costs are unknown.
+        speeds: Slowness of each rank, in torchrun's order: seconds relative to the fastest rank.
+            Empty if unknown.
+        order: torchrun's rank of each rank of the job, spares last. Empty for torchrun's order.
     """
 
     layout: AllowedLayout
@@ -84,12 +85,12 @@ class ChosenLayout:
 
     @property
     def has_spares(self) -> bool:
-        """Whether there are spares."""
+        """Whether some ranks do not train."""
         return self.ranks < self.devices
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Entries of this layout in the file of saved choices."""
+        """Entries for this layout in the file of saved choices."""
         own = {name: getattr(self.layout, name) for name in DEGREES}
         own |= {"layers": list(self.layout.layers)} if self.layout.layers else {}
         if self.speeds:
@@ -99,12 +100,15 @@ class ChosenLayout:
 
     @property
     def in_order(self) -> tuple[int, ...]:
-        """Ranks, as numbered by torchrun, in the order of the job."""
+        """Ranks by torchrun's numbers, in the order of the job, also if ``order`` is empty."""
         return self.order or tuple(range(self.devices))
 
     @property
     def slowness(self) -> tuple[float, ...]:
-        """Slowness of every pipeline rank of every replica; empty if unknown."""
+        """Slowness of every pipeline rank of replica 0, then of replica 1, ...; empty if unknown.
+
+        A pipeline rank is as slow as its slowest device.
+        """
         if not self.speeds:
             return ()
         stage, block = self.ranks // self.layout.pp, self.layout.tp * self.layout.cp
@@ -117,7 +121,7 @@ class ChosenLayout:
     def line(self, path: str, how: str = "") -> str:
         """Return the line that rank 0 prints.
 
-        ``path`` is the value of --epp-layouts, and ``how`` a text that is appended.
+        ``path`` is the value of --epp-layouts, and ``how`` is a text at the end of the line.
         """
         waiting = [str(rank) for rank in self.in_order[self.ranks :]]
         spares = f"; spares: ranks {' '.join(waiting)}" if waiting else ""
@@ -143,7 +147,7 @@ class ChosenLayout:
 
     @classmethod
     def from_json(cls, text: str) -> "ChosenLayout":
-        """Return the layout from the JSON text of :meth:`to_json`."""
+        """Return the layout in a JSON text of :meth:`to_json`."""
         entries = json.loads(text)
         of_layout = entries.pop("layout")
         layers = tuple(of_layout.pop("layers"))
@@ -151,7 +155,7 @@ class ChosenLayout:
         return cls(AllowedLayout(**of_layout, layers=layers), **entries)
 
     def watch(self, parser: ArgumentParser) -> ArgumentParser:
-        """Make ``parser`` override the parsed degrees and layers with this layout."""
+        """Make ``parser`` replace the degrees and layers that it parses by this layout's."""
         parse = parser.parse_args
 
         def parse_args(words: Sequence[str] | None = None, namespace: Any = None) -> Any:
@@ -170,7 +174,8 @@ class ChosenLayout:
 def read_layouts(path: str) -> tuple[AllowedLayout, ...]:
     """Return the layouts of a file, one per line: ``tp 2 pp 4 cp 1 ep 1 layers 7 8 8 7``.
 
-    A degree that is missing in a line is 1; ``layers`` come last; ``#`` begins a comment.
+    A degree that is missing in a line is 1, except that ``pp`` follows from ``layers``, which come
+    last. ``#`` begins a comment.
 
     Raises:
         ValueError: A line is not a layout (the message contains the line number), or the number of
@@ -223,17 +228,17 @@ def choice(
     seconds_of: Callable[[Namespace, AllowedLayout], float | None],
     resumed_ep: int | None = None,
 ) -> ChosenLayout:
-    """Return the layout that trains on the most devices; among equals, the fastest.
+    """Return the allowed layout that trains on the most devices; of several, the fastest.
 
     Args:
         wanted: Megatron's flags, not validated.
         devices: Number of available ranks.
-        seconds_of: Function that predicts the seconds of an iteration from validated flags and
-            layout; it returns None if plans exceed the memory.
-        resumed_ep: Expert-parallel size of the run to resume; None: read from its checkpoint.
+        seconds_of: Function that predicts the seconds of an iteration from validated flags and a
+            layout. It returns None if plans exceed the memory budget.
+        resumed_ep: Expert-parallel size of the run to resume. None: read it from the checkpoint.
 
     Raises:
-        ValueError: A line of the file is impossible with the flags, or no layout fits.
+        ValueError: A line of the file contradicts the flags, or no layout fits the devices.
     """
     path, expert_tp = wanted.epp_layouts, wanted.expert_tensor_parallel_size
     filled: dict[AllowedLayout, int] = {}
@@ -277,7 +282,7 @@ def choice(
 
 
 def validated_with(wanted: Namespace, layout: AllowedLayout, ranks: int) -> Namespace:
-    """Return the flags with ``layout``, validated by Megatron and by --epp for ``ranks`` ranks.
+    """Return args for ``layout`` on ``ranks`` ranks, after validation by Megatron and --epp.
 
     Raises:
         ValueError: Megatron or --epp refuses the flags.
@@ -322,8 +327,8 @@ def resume_refusal(
 ) -> str | None:
     """Return the reason why the checkpoint cannot be loaded with ``layout``; None if it can.
 
-    ``resumed_ep`` is the checkpoint's expert-parallel size; if None, it is read from the
-    checkpoint.
+    ``resumed_ep`` is the checkpoint's expert-parallel size. If it is None, the function reads the
+    size from the checkpoint.
     """
     if resumed_ep is None and resumes(args):
         resumed_ep = (kept_layout(args) or {}).get("ep")
@@ -333,10 +338,10 @@ def resume_refusal(
 
 
 def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
-    """Return the mean predicted seconds of an iteration over the first batches.
+    """Return the predicted seconds of an iteration, as the mean over the first batches.
 
-    The result is 0 if lengths or costs are unknown, and None if the plans exceed the memory. The
-    cost model is the first valid one of :func:`.choices.cost_models`.
+    The result is 0 if lengths or costs are unknown, and None if the plans exceed the memory budget.
+    The function uses the first valid cost model of :func:`.choices.cost_models`.
     """
     from megatron_epp.cost.build import even_layers
     from megatron_epp.mcore.choose.choices import first_batches, first_cost_and_options
@@ -372,7 +377,7 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
 
 
 def set_vocabulary_size(args: Namespace) -> None:
-    """Set the vocabulary size on ``args``, as Megatron does when training begins."""
+    """Set the padded vocabulary size in ``args``, as Megatron does when training begins."""
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
     with redirect_stdout(io.StringIO()):

@@ -1,9 +1,10 @@
 """Order of ranks at a start with --epp-layouts on devices of different speeds.
 
-The order determines which ranks form a pipeline. Candidates are torchrun's order, an order with
-slow devices in the same replicas, and an order with slow devices on the same stages. Plans of the
-first batches decide between them. The planner then assigns layers and documents by the speed of
-each rank. If the layout does not use all ranks, the slowest ranks are spares.
+The order determines which ranks form a pipeline. There are three candidates: torchrun's order, an
+order with slow devices in the same replicas, and an order with slow devices on the same stages. The
+module plans the first batches with each order, and takes the fastest. The planner then assigns
+layers and documents by the speed of each rank. The slowest ranks do not train if the layout has
+spares, but rank 0 always trains.
 """
 
 import math
@@ -20,10 +21,10 @@ from megatron_epp.planner.choose.choice import PARTITION_PAYS
 
 
 def speeds_of(devices: Sequence[str], folder: str | None) -> tuple[float, ...]:
-    """Return the slowness of each of the ``devices`` (1: the fastest); () without saved speeds.
+    """Return the slowness of each device (1: the fastest), or () if ``folder`` has no speeds.
 
-    Devices without a saved speed count as the fastest. Small differences count as equal, by the
-    threshold of :func:`relative_slowness`.
+    The function treats devices without a saved speed as the fastest. It ignores differences below
+    the threshold of :func:`relative_slowness`.
     """
     kept = read_speeds(folder)
     if kept is None:
@@ -33,9 +34,9 @@ def speeds_of(devices: Sequence[str], folder: str | None) -> tuple[float, ...]:
 
 
 def ordered(wanted: Namespace, chosen: ChosenLayout) -> ChosenLayout:
-    """Return the layout with the order of ranks that gives the fastest plans for its speeds.
+    """Return the ``chosen`` layout with the order of ranks that has the fastest plans.
 
-    ``wanted`` are Megatron's flags, validated with the layout.
+    ``wanted`` are Megatron's flags, validated with this layout.
     """
     unit = chosen.layout.least_ranks(wanted.expert_tensor_parallel_size) // chosen.layout.pp
     best, least = replace(chosen, order=()), math.inf
@@ -48,21 +49,23 @@ def ordered(wanted: Namespace, chosen: ChosenLayout) -> ChosenLayout:
 
 
 def seconds_of(args: Namespace, chosen: ChosenLayout) -> float | None:
-    """Return the result of :func:`predicted_seconds` for the layout with its order of devices."""
+    """Return :func:`predicted_seconds` of the ``chosen`` layout, with its order of ranks."""
     args = Namespace(**vars(args))
     setattr(args, LAYOUT_KEY, {SLOWNESS: chosen.slowness})
     return predicted_seconds(args, chosen.layout)
 
 
 def orders(speeds: Sequence[float], unit: int, pp: int, ranks: int) -> Iterator[tuple[int, ...]]:
-    """Yield orders of ranks: torchrun's, slow ranks in the same replicas, and on the same stages.
+    """Yield up to three orders of ranks, each with spares last.
+
+    The first order is torchrun's. The second has slow ranks in the same replicas, and the third has
+    slow ranks on the same stages. Rank 0 is always first, because it serves torch's store.
 
     Args:
-        speeds: Slowness of each rank.
-        unit: Number of consecutive ranks that share a stage; an order keeps them together.
+        speeds: Slowness of each rank, in torchrun's order.
+        unit: Number of consecutive ranks that share a stage. Every order keeps them together.
         pp: Number of pipeline stages.
-        ranks: Number of ranks that train: the first of each order. Rank 0 is always the first,
-            because it serves the stores of torch's rendezvous and of the spares.
+        ranks: Number of ranks that train.
     """
     units = len(speeds) // unit
     taken = ranks // unit
@@ -82,7 +85,7 @@ def orders(speeds: Sequence[float], unit: int, pp: int, ranks: int) -> Iterator[
 
 
 def _grouped(units: Sequence[int], size: int) -> list[list[int]]:
-    """Return consecutive ``units`` in groups of ``size``; unit 0 and its group come first."""
+    """Split ``units`` into groups of ``size``; move unit 0 and its group to the front."""
     groups = [list(units[at : at + size]) for at in range(0, len(units), size)]
     groups.sort(key=lambda group: 0 not in group)
     groups[0].sort(key=lambda unit: unit != 0)

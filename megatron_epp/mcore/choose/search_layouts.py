@@ -1,8 +1,8 @@
-"""Search of ``--epp-layouts auto``: the fastest layout for the devices of a start.
+"""Search of the fastest layout for a job's devices, for ``--epp-layouts auto``.
 
-The search uses the survey of ``megatron_epp tune`` with this job's flags, documents and measured
-cost model. All layouts have the expert-parallel degree of the flags, because optimizer states of
-experts cannot be loaded with another degree.
+The search compares layouts like ``megatron_epp tune``, with this job's flags, documents and cost
+model. All layouts have the expert-parallel degree of the flags, because optimizer states of experts
+cannot be loaded with another degree.
 """
 
 import copy
@@ -26,11 +26,11 @@ from megatron_epp.planner.tuning.survey import ELASTIC, Choice, survey
 
 
 def searched(wanted: Namespace, devices: int) -> ChosenLayout:
-    """Return the layout that trains on the most devices; among equals, the fastest.
+    """Return the layout that trains on the most devices; of several, the fastest.
 
     Args:
-        wanted: Megatron's flags, not validated. Only the expert-parallel degree in them counts; the
-            search varies the other degrees.
+        wanted: Megatron's flags, not validated. The search keeps their expert-parallel degree and
+            ignores their other parallel degrees.
         devices: Number of available ranks.
 
     Raises:
@@ -52,7 +52,7 @@ def searched(wanted: Namespace, devices: int) -> ChosenLayout:
 
 
 class _LayoutSearch:
-    """Surveys of a job's layouts, for different numbers of devices."""
+    """Search of a job's layouts for several numbers of devices."""
 
     def __init__(self, wanted: Namespace):
         self.wanted = wanted
@@ -67,13 +67,13 @@ class _LayoutSearch:
         self.batches = first_batches(args)
 
     def allowed(self, layout: Layout) -> AllowedLayout:
-        """Return ``layout``; it lists layers if they do not divide evenly, as Megatron requires."""
+        """Return ``layout`` as an AllowedLayout, with layers per stage if they are uneven."""
         uneven = self.layers % layout.pp > 0
         layers = even_layers(self.layers, layout.pp) if uneven else ()
         return AllowedLayout(layout.tp, layout.pp, layout.cp, self.ep, tuple(layers))
 
     def best_of(self, ranks: int) -> tuple[Choice | None, dict[Layout, str]]:
-        """Return the fastest layout that uses all ``ranks``, and the reasons against others."""
+        """Return the fastest layout that uses all ``ranks``, and refused layouts with reasons."""
         node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         refused: dict[Layout, str] = {}
         costs: dict[Layout, Cost] = {}
@@ -97,7 +97,7 @@ class _LayoutSearch:
         return self.allowed(layout).least_ranks(self.wanted.expert_tensor_parallel_size)
 
     def _cost(self, layout: Layout, ranks: int) -> tuple[Cost, Options]:
-        """Return the cost with ``layout``, from the first valid cost model, and planner options."""
+        """Return the cost of ops with ``layout`` on ``ranks`` ranks, and the planner's options."""
         args = copy.copy(validated_with(self.wanted, self.allowed(layout), ranks))
         args.epp_row_multiple, args.padded_vocab_size = args.epp_row_multiple or 1, self.vocabulary
         try:

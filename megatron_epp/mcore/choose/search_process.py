@@ -22,9 +22,9 @@ from typing import Any
 
 
 def answered(request: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
-    """Return the answer for the job with the flags ``words``.
+    """Search layouts for the job with the flags ``words``, and return the answer.
 
-    Layouts that an earlier search with the same inputs has saved are reused.
+    The function reuses layouts that an earlier search with the same inputs has saved.
 
     Raises:
         ValueError: The flags or the allowed layouts are not valid.
@@ -65,7 +65,7 @@ def _searched(wanted: Namespace, devices: int, ep: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the answer to the request on the command line."""
+    """Print the answer to the request that the command line contains."""
     from megatron_epp.control.planner_process import end_with_reader
     from megatron_epp.mcore.patching import cpu_host, patch_points
 

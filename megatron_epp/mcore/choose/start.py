@@ -1,8 +1,8 @@
 """Choice of the parallel layout at a start, among the layouts that --epp-layouts allows.
 
 Rank 0 chooses before Megatron reads its flags, and the other ranks read the choice from torchrun's
-store. Ranks that the layout does not use are spares. They join no process group, and wait until
-the training ends or torchrun ends them.
+store. Ranks that the layout does not use are spares. Spares join no process group, and wait until
+the training ends or torchrun stops them.
 """
 
 import os
@@ -39,8 +39,9 @@ SPARE_POLL_SECONDS, SPARE_PATIENCE_SECONDS = 0.5, 1800.0
 def choose_allowed_layout() -> ChosenLayout | None:
     """Return the layout of this start; None without --epp-layouts.
 
-    Every rank started by torchrun calls this function. It sets the environment variable ``RANK`` to
-    the rank's index in the order of the job, and on training ranks ``WORLD_SIZE`` to their number.
+    Every rank calls this function. It sets the environment variable ``RANK`` to the rank's index in
+    the job's order of ranks. On ranks that train, it sets ``WORLD_SIZE`` to the number of ranks
+    that train.
 
     Raises:
         ValueError: The file of layouts is not valid, or no layout fits.
@@ -82,7 +83,7 @@ def choose_allowed_layout() -> ChosenLayout | None:
 
 
 def chosen_by_rank_0(wanted: Namespace, devices: int) -> tuple[ChosenLayout, str]:
-    """Return the layout of this start, and a text on its origin for the line that is printed.
+    """Return the layout of this start, and a text to print on the layout's origin, or "".
 
     Raises:
         ValueError: The file of layouts is not valid, or no layout fits.
@@ -117,10 +118,10 @@ def chosen_by_rank_0(wanted: Namespace, devices: int) -> tuple[ChosenLayout, str
 def as_before(
     wanted: Namespace, devices: int, speeds: tuple[float, ...] = ()
 ) -> ChosenLayout | None:
-    """Return the layout of the resumed run, if that run had equal ``devices`` and ``speeds``.
+    """Return the layout of the resumed run, if that run had the same ``devices`` and ``speeds``.
 
-    The result is None if they differ, if no layout was saved, or if --epp-layouts no longer allows
-    the saved layout.
+    The result is None if devices or speeds differ, if the run saved no layout, or if --epp-layouts
+    no longer allows the layout.
 
     Raises:
         ValueError: The file of layouts or the file of saved choices is not valid.
@@ -143,10 +144,10 @@ def as_before(
 
 @cache
 def meeting_store() -> Any:
-    """Return the store that all ranks of a start share: torchrun's, or one on rank 0.
+    """Return the key-value store that all ranks of a start share.
 
-    Without torchrun's store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0 opens a store at
-    ``MASTER_PORT``, which the process group later uses, too.
+    It is torchrun's store. Without torchrun's store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0
+    opens a store at ``MASTER_PORT``, which the process group later uses as well.
     """
     if os.environ.get(AGENT_STORE) == "True":
         return torchrun_store()
@@ -179,7 +180,7 @@ def wait_as_spare(chosen: ChosenLayout) -> None:
 
 
 def release_spares(chosen: ChosenLayout | None) -> None:
-    """Let the spares end: rank 0 sets the key that they wait for; other ranks do nothing."""
+    """End the waiting of spares: rank 0 sets the key that they poll; other ranks do nothing."""
     if chosen is not None and chosen.has_spares and os.environ.get("RANK") == "0":
         meeting_store().set(_end_of(chosen), "ended")
 

@@ -1,1 +1,1 @@
-"""Data: from Megatron's indexed datasets to the tensors of a chunk."""
+"""Data pipeline that converts documents of Megatron's indexed datasets to tensors of chunks."""

@@ -1,8 +1,8 @@
 """Cache of corpora converted from chat files (``--sft --data-path x.jsonl``).
 
-Rank 0 converts each chat file once and writes the corpus to the data cache. The corpus's name
-contains a digest of everything that determines its content: the chat file's bytes, the tokenizer's
-files and the chat format. The other ranks wait as long as rank 0 signals progress.
+Rank 0 converts each chat file once and writes the corpus to the data cache. The name of the corpus
+contains a digest of all inputs of the conversion: the chat file's bytes, the tokenizer's files and
+the chat format. The other ranks wait as long as rank 0 signals progress.
 """
 
 import hashlib
@@ -40,12 +40,11 @@ def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
 
     Rank 0 tokenizes each chat file that has no corpus in the cache, writes the corpus, and prints
     its name. The cache is the folder --data-cache-path; by default, the folder ``cache`` next to
-    the chat file.
+    the chat file. Every rank raises the same errors.
 
     Raises:
-        PlanError: A file cannot be converted; the message names file and line. Raised on every
-            rank.
-        ValueError: A rank does not see the files written by rank 0. Raised on every rank.
+        PlanError: A file cannot be converted; the message names file and line.
+        ValueError: A rank does not see the files that rank 0 has written.
     """
     paths = _chat_files(args)
     text = done_by_rank_zero(lambda beat: "\n".join(_convert(args, paths, beat)), group)
@@ -83,7 +82,7 @@ def check_chat_flags(args: Any) -> None:
 
 
 def _chat_files(args: Any) -> tuple[str, ...]:
-    """Return the files that the data flags name, without weights and splits."""
+    """Return the paths of all chat files in the data flags."""
     blend, blend_per_split = blends_of(args)
     blends = [one for one in (blend, *(blend_per_split or ())) if one is not None]
     return tuple(dict.fromkeys(path for prefixes, _ in blends for path in prefixes))

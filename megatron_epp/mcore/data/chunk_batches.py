@@ -27,8 +27,8 @@ from megatron_epp.runtime.kv_store import Store
 class ChunkBatch:
     """Inputs of a forward step: this rank's t rows of a chunk, as tensors [1, t].
 
-    A tensor that the stage does not need is None. With D MTP modules, labels and loss mask are
-    [1 + D, t], and rows 1 to D of the mask are loss weights (``mtp_targets.TargetRows``).
+    A tensor that the stage does not need is None. With D MTP modules, ``labels`` and ``loss_mask``
+    are [1 + D, t], and loss_mask[1:] are weights of MTP losses (``mtp_targets.TargetRows``).
 
     Attributes:
         tokens: Int64, on the first stage.
@@ -36,12 +36,13 @@ class ChunkBatch:
         labels: Int64, on the last stage.
         loss_mask: Float32, on the last stage; 0 on padding.
         params: Parameters of the chunk for Megatron's layers.
-        means: Float64 [D, t], on the last stage: weights of MTP losses in their documents' means.
+        means: Float64 [D, t], on the last stage: weights with which each document's mean MTP loss
+            sums its token losses.
         documents: Number of documents that begin in these rows.
         known_gradient: Gradient of every token's loss, if LM head and loss are fused
             (lm_head.fused_head).
-        hidden_only: Whether the model ends after its final norm, because the plan's H and G ops
-            compute LM head and loss; every stage then has labels and loss mask.
+        hidden_only: Whether the model ends after its final norm, because H and G ops of the plan
+            compute LM head and loss. Every stage then has labels and loss mask.
     """
 
     tokens: Tensor | None
@@ -57,9 +58,9 @@ class ChunkBatch:
 
 @dataclass(frozen=True, slots=True)
 class _Tensors:
-    """Tensors of a batch that are read from the corpus.
+    """Tensors of a ChunkBatch whose values come from the corpus.
 
-    ``mtp_tokens`` [D, t] are the tokens that the MTP modules read, on the last stage.
+    ``mtp_tokens`` [D, t] are the input tokens of the MTP modules, on the last stage.
     """
 
     tokens: Tensor | None
@@ -80,9 +81,9 @@ class ChunkBatchBuilder:
         samples: Sample number of every document of the plan.
         documents: Source of the tokens.
         stage: Index of the stage.
-        row_shard: This rank's shard of a chunk's rows.
+        row_shard: Sharding of a chunk's rows over ranks.
         device: Device of the tensors.
-        predictions: Number of tokens predicted for each row; None is the next token only.
+        predictions: Number of tokens to predict for each row. None: only the next token.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class ChunkBatchBuilder:
         Args:
             chunk: Index of the chunk in the plan.
             store: K/V store of the stage.
-            training: Whether a backward follows.
+            training: Whether a backward of the chunk follows.
         """
         recompute = self.plan.recompute[self.stage][chunk]
         row_shard, of_chunk = self.row_shard, self.plan.chunks[chunk]
@@ -180,14 +181,17 @@ class ChunkBatchBuilder:
         )
 
     def _counts(self, sample: int, length: int) -> numpy.ndarray:
-        """Return a document's number of targets for each prediction; cached by sample."""
+        """Return :func:`target_counts` of a document; the method caches it by ``sample``."""
         if sample not in self._target_counts:
             counts = target_counts(self.documents, sample, length, self.predictions)
             self._target_counts[sample] = counts
         return self._target_counts[sample]
 
     def _inputs(self, chunk: int) -> Iterator[tuple[slice, Span, int, int]]:
-        """Yield (rows, span, start, stop): this rank's rows hold inputs [start, stop) of span."""
+        """Yield (rows, span, start, stop) for each document in this rank's rows.
+
+        ``rows`` of this rank hold the input tokens [start, stop) of the document of ``span``.
+        """
         sharded = self.row_shard.sharded_rows(self.plan.chunks[chunk])
         own = slice(self.row_shard.part * sharded, (self.row_shard.part + 1) * sharded)
         for rows in chunk_rows(self.plan, self.slices, chunk):

@@ -12,14 +12,14 @@ from megatron_epp.layers.chunk_state import ChunkState
 
 @dataclass(kw_only=True)
 class ChunkParams(PackedSeqParams):
-    """Parameters of a chunk that Megatron passes to every layer, also in recomputation.
+    """Parameters of a chunk that Megatron passes to every layer, also when a layer is recomputed.
 
     Megatron treats this rank's t rows of the chunk as one sequence [0, t).
 
     Attributes:
         state: State of the chunk, including the documents of its rows.
-        positions: [t] positions of this rank's rows in their documents, for the rotary embedding.
-        mtp_tokens: [D, t] tokens that the D MTP modules read for these rows; None without MTP.
+        positions: [t] position of each row of this rank in its document, for the rotary embedding.
+        mtp_tokens: [D, t] input tokens of the D MTP modules for these rows; None without MTP.
     """
 
     state: ChunkState
@@ -30,7 +30,7 @@ class ChunkParams(PackedSeqParams):
     def of(
         cls, state: ChunkState, positions: Tensor, mtp_tokens: Tensor | None = None
     ) -> "ChunkParams":
-        """Return the parameters of a chunk; ``cu_seqlens`` describe one sequence of all rows."""
+        """Return the parameters of a chunk, with ``cu_seqlens`` of one sequence of all rows."""
         # On the CPU, because the unfused rotary embedding reads cu_seqlens with .tolist(), which
         # must not wait for a device. The fused embedding needs them on the device
         # (PositionedRotary).
@@ -48,11 +48,11 @@ class ChunkParams(PackedSeqParams):
         )
 
     def repeated(self, layers: int) -> "ChunkParams":
-        """Return a copy for a later run of a shared MTP layer (:meth:`ChunkState.again`)."""
+        """Return a copy with which a shared MTP layer runs again (:meth:`ChunkState.again`)."""
         return replace(self, state=self.state.again(layers))
 
 
 def state_of(arguments: dict[str, Any]) -> ChunkState | None:
-    """Return the chunk's state in the keyword arguments of a layer's forward; None without."""
+    """Return the chunk's state in the keyword ``arguments`` of a layer's forward, or None."""
     params = arguments.get("packed_seq_params")
     return params.state if isinstance(params, ChunkParams) else None

@@ -1,9 +1,9 @@
-"""Conversations as documents with loss masks: a chat ``.jsonl`` is written as a corpus.
+"""Conversion of chats (``.jsonl``) to a corpus: documents with loss masks.
 
 A line is a JSON object with ``messages``, a list of {role, content}. As in Megatron's SFTDataset, a
-line may contain several conversations, each of which begins with a system message. Each
+line may contain several conversations, and each conversation begins with a system message. Each
 conversation becomes a document. Megatron's SFTTokenizer returns the document's tokens and targets
-in a chat format. Padding tokens, and the tokens of a message with the weight 0, are not targets.
+(tokens with a loss) in a chat format. Padding tokens and messages of weight 0 have no targets.
 
     messages   system  user  assistant  user  assistant
     targets                  ^^^^^^^^^        ^^^^^^^^^     in a format with masks
@@ -45,7 +45,7 @@ class ChatTokenizer(Protocol):
     def tokenize_conversation(
         self, conversation: list[Message], return_target: bool, add_generation_prompt: bool
     ) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return the tokens and the labels (-100: no target) of a conversation: two arrays."""
+        """Return two arrays: the tokens of a conversation, and the labels (-100: no target)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +78,14 @@ class TokenizedChats:
 def read_lines(
     path: Path, unread: set[tuple[str, str]] | None = None
 ) -> Iterator[tuple[int, list[Message]]]:
-    """Yield (number from 1, messages) of every line that is not blank.
+    """Yield (line number, messages) for every line that is not blank; numbers start at 1.
 
-    The function adds every unused key to ``unread``, as (key, "") for a line's own key and as
-    (key, " of messages") for a message's key.
+    The function adds every key that it does not use to ``unread``: (key, "") for a key of the
+    line's object, and (key, " of messages") for a key of a message.
 
     Raises:
         ValueError: A line is too long, not JSON, or has no messages with roles and texts. The
-            error message contains the line number.
+            error text contains the line number.
     """
     unread = set() if unread is None else unread
     for number, raw in bounded_lines(path, "a line of JSON for each conversation"):
@@ -123,8 +123,8 @@ def read_lines(
 def unread_line(path: Path, unread: set[tuple[str, str]], chat_format: str) -> str | None:
     """Return a warning that names the unread keys collected by ``read_lines``, or None.
 
-    With the chat format "default", keys of messages are not named, because the tokenizer's template
-    may read them.
+    With the chat format "default", the warning omits keys of messages, because the tokenizer's
+    template may read these keys.
     """
     known = sorted((key, of) for key, of in unread if not of or chat_format != "default")
     if not known:
@@ -147,10 +147,10 @@ def conversations_of(messages: Sequence[Message]) -> list[list[Message]]:
 def encode(
     conversation: list[Message], tokenizer: ChatTokenizer, chat_format: str
 ) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Tokenize a conversation; return its tokens (int64) and its loss mask (uint8): [tokens].
+    """Tokenize a conversation of n tokens; return the tokens [n] int64 and the loss mask [n] uint8.
 
     Raises:
-        ValueError: The format does not support the order of roles, or the tokenizer fails.
+        ValueError: The chat format does not support the order of roles, or the tokenizer fails.
     """
     if chat_format not in WITHOUT_MASKS:
         _check_turns(conversation)
@@ -206,7 +206,7 @@ def _turn(
 
 
 def _check_turns(conversation: Sequence[Message]) -> None:
-    """Raise a ValueError for turns on which SFTTokenizer would fail with an assertion."""
+    """Raise a ValueError for an order of roles on which an assertion of SFTTokenizer would fail."""
     before = ""
     for place, message in enumerate(conversation):
         role = message["role"].lower()
@@ -225,16 +225,16 @@ def _check_turns(conversation: Sequence[Message]) -> None:
 def encode_line(
     numbered: tuple[int, list[Message]], path: Path, tokenizer: ChatTokenizer, chat_format: str
 ) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
-    """Tokenize every conversation of a line with :func:`encode`; return (tokens, mask) of each.
+    """Return the results (tokens, mask) of :func:`encode` for all conversations of a line.
 
     Args:
-        numbered: Number and messages of the line.
+        numbered: Line number, and messages of the line.
         path: The chat file, named in error messages.
         tokenizer: The tokenizer.
         chat_format: The tokenizer's chat format.
 
     Raises:
-        ValueError: ``encode`` refuses a conversation; the message contains file and line number.
+        ValueError: ``encode`` raises an error; this error's text contains file and line number.
     """
     number, messages = numbered
     try:
@@ -250,12 +250,12 @@ def write_encoded(
     prefix: Path,
     beat: Callable[[], None] = lambda: None,
 ) -> TokenizedChats:
-    """Write ``prefix.bin/.idx`` and the loss masks next to them, or none of the four files.
+    """Write the corpus ``prefix.bin/.idx`` and the files of its loss masks; on errors, no file.
 
     Args:
         lines: Result of ``encode_line`` for each line of ``source``.
         source: The chat file, named in error messages.
-        vocabulary: Number of the tokenizer's entries, which determines the integer type.
+        vocabulary: Vocabulary size of the tokenizer, which determines the integer type.
         prefix: Path of the corpus without suffix.
         beat: Function called after every line, to signal progress.
 
@@ -295,6 +295,6 @@ def write_encoded(
 
 
 def _reason(error: BaseException) -> str:
-    """Return the error's message as one short line, or the error's type if it has no message."""
+    """Return the text of ``error`` as one short line, or its type if it has no text."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

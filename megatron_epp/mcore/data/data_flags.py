@@ -1,4 +1,4 @@
-"""Megatron's data flags: parsing of the corpora that they name, and one-line errors."""
+"""Parser of Megatron's data flags, with one-line errors."""
 
 import math
 from typing import Any
@@ -12,7 +12,8 @@ _SPLIT_FLAGS = ("train_data_path", "valid_data_path", "test_data_path", "per_spl
 def blends_of(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
     """Return the blend of --data-path, and the blends of training, validation and test.
 
-    As in Megatron, at least one of the two results is None.
+    A blend is a list of corpora and their weights. As in Megatron, at least one of the two results
+    is None.
 
     Raises:
         ValueError: --data-path and --data-args-path are both given, a file cannot be read, a blend
@@ -52,7 +53,7 @@ def blends_of(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
 
 
 def require_data_flags(args: Any) -> None:
-    """Raise a ValueError for data flags that later fail an assertion of Megatron."""
+    """Raise a ValueError for data flags on which an assertion of Megatron would later fail."""
     blend, per_split = blends_of(args)
     if blend is None and per_split is not None and args.split is not None:
         raise ValueError(
@@ -95,7 +96,7 @@ def _require_split(args: Any) -> None:
 
 
 def _where(args: Any) -> str:
-    """Return the names of the data flags in use, with the files of --*-data-args-path."""
+    """Return the names of the data flags in use, and the values of --*-data-args-path."""
     named = [name for name in (*_BLEND_FLAGS, *_SPLIT_FLAGS) if getattr(args, name) is not None]
     return " and ".join(
         f"--{name.replace('_', '-')}" + (f" {getattr(args, name)}" if "args" in name else "")

@@ -1,10 +1,10 @@
 """Documents of a Megatron corpus as a dataset in which one item is one document.
 
 Megatron's own GPTDataset concatenates the documents and cuts the result every ``seq_length``
-tokens. Here a sequence of the ``.idx`` stays one document: L tokens give L - 1 inputs
-``tokens[:-1]`` with the labels ``tokens[1:]``. A policy truncates, drops or splits overlong
-documents, and the resulting documents are shuffled. The index contains all lengths, so no token is
-read to find them.
+tokens. In this dataset, each sequence of the ``.idx`` stays one document. A sequence of L tokens
+has L - 1 inputs ``tokens[:-1]`` with labels ``tokens[1:]``. Documents with more inputs than the
+context are truncated, dropped or split (flag --epp-overlong), before documents are shuffled. The
+``.idx`` contains all lengths, so the dataset knows them before it reads a token.
 
     tokens    a b c d e f          6 tokens of the sequence
     inputs    a b c d e            5 = the length
@@ -12,12 +12,12 @@ read to find them.
     context 2, truncate            inputs a b
     context 2, split               inputs a b | c d | e      labels b c | d e | f: no label is lost
 
-If ``PREFIX_mask.bin/.idx`` exist next to a corpus, only the marked tokens have a loss
-(corpus/loss_mask.py). A document then ends at its last marked token.
+If ``PREFIX_mask.bin/.idx`` exist next to a corpus, only tokens with mask 1 have a loss
+(corpus/loss_mask.py). A document then ends at its last token with mask 1.
 
-Order: item i of a dataset of n documents is document P[i % n], where P is the permutation of (seed,
-epoch i // n). The order depends on seed and i alone, so a resumed run needs only the number of
-consumed items.
+Order: item i of a dataset of n documents is document P[i % n]. P is a permutation drawn from the
+seed and the epoch i // n. The order depends only on the seed, so a resumed run needs only the
+number of consumed items.
 """
 
 import argparse
@@ -62,7 +62,7 @@ _CACHED_DOCUMENTS = 64
 
 @dataclass
 class DocumentConfig(GPTDatasetConfig):
-    """Megatron's dataset configuration with fields for documents; mutable like its base class.
+    """Megatron's dataset configuration with additional fields for documents.
 
     ``sequence_length`` is the context, the largest number of inputs of a document.
 
@@ -155,7 +155,7 @@ class DocumentDataset(MegatronDataset):
         return self.counts.documents if self.num_samples is None else self.num_samples
 
     def documents(self, items: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
-        """Return the index into ``self.index`` of each item's document: [n] -> [n] int64."""
+        """Return the document number of each item, an index into ``self.index``: [n] int64."""
         items = numpy.asarray(items, dtype=numpy.int64)
         count = self.counts.documents
         numbers = numpy.empty_like(items)
@@ -166,7 +166,7 @@ class DocumentDataset(MegatronDataset):
         return numbers
 
     def _order(self, epoch: int) -> numpy.ndarray:
-        """Return the permutation of ``epoch``: [documents]."""
+        """Return the order of document numbers in ``epoch``: [documents]."""
         if epoch not in self._orders:
             order = epoch_order(self.counts.documents, self.config.random_seed, epoch)
             # A global batch and the batch planned ahead of it span at most two epochs.
@@ -198,8 +198,8 @@ class DocumentDataset(MegatronDataset):
         """Return an int64 array with tokens [start, stop) of the document of sample ``item``.
 
         A document with ``length`` inputs has ``length + 1`` tokens. The inputs of a span [a, b) are
-        tokens [a, b), and the labels of the span are tokens [a + 1, b + 1). Only the requested
-        tokens are read, unless ``config.rewrite`` is set: rewriting needs the full document.
+        tokens [a, b), and the labels of the span are tokens [a + 1, b + 1). The method reads only
+        the requested tokens; with ``config.rewrite``, it reads the full document.
 
         Args:
             item: Index of the sample.
@@ -244,8 +244,8 @@ class DocumentDataset(MegatronDataset):
         """Return the loss mask of ``labels`` as float32, by the rules of GPTDataset.
 
         The mask is 0 where the label is the tokenizer's padding token. With --eod-mask-loss, the
-        mask is also 0 where the *input* is the end-of-document token: its label belongs to another
-        document. A label that is the end-of-document token keeps its loss. Elsewhere the mask is 1.
+        mask is also 0 where the *input* is the end-of-document token, because the label is then a
+        token of another document. Elsewhere, the mask is 1, also for end-of-document labels.
         """
         mask = numpy.ones(len(inputs), numpy.float32)
         if self.config.eod_mask_loss:
@@ -256,8 +256,8 @@ class DocumentDataset(MegatronDataset):
     def targets(self, item: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
         """Return labels (int64) and loss mask (float32) of an item's inputs [start, stop).
 
-        Labels come from the full document: the last label of a span is the token after the span.
-        If the corpus has a loss mask, the returned mask is multiplied by it.
+        The last label is token ``stop`` of the document, the token after the span. If the corpus
+        has a loss mask, the result is multiplied by the corpus's mask.
 
         Raises:
             ValueError: See :meth:`tokens`.
@@ -297,7 +297,7 @@ def index_of_split(
         sequence_lengths: Number of tokens of every sequence of the corpus.
         sequences: Consecutive indices of the split's sequences.
         config: The configuration, with context and policy for overlong documents.
-        masks: Loss masks of the corpus; with masks, a document ends at its last target.
+        masks: Loss masks of the corpus. With masks, a document ends at its last token with a loss.
     """
     first, count = (int(sequences[0]), len(sequences)) if len(sequences) else (0, 0)
     if masks is not None:
@@ -317,10 +317,10 @@ def refuse_empty(
 
     Args:
         counts: Counts of the split's sequences and documents.
-        prefix: Path of the corpus, named in the error message.
-        split: The split, named in the error message.
+        prefix: Path of the corpus, for the error message.
+        split: The split, for the error message.
         num_samples: Number of requested samples; None is one epoch.
-        config: The configuration; the error message prints its context.
+        config: The configuration. The error message contains its context.
     """
     if counts.documents or num_samples == 0:
         return
@@ -352,7 +352,7 @@ def config_from_args(
         tokenizer: A Megatron tokenizer.
         overlong: Policy for overlong documents: truncate, drop or split.
         vocabulary_size: Rows of the embedding; None disables the check of the tokens.
-        chats: Chat file -> prefix of the corpus converted from it (chat_cache.py).
+        chats: Path of each chat file -> prefix of its converted corpus (chat_cache.py).
         blend_by: Unit of a blend's weights: tokens or documents.
 
     Raises:
@@ -424,9 +424,9 @@ def _in_place_of(chats: Mapping[str, str], blend: Blend | None) -> Blend | None:
 def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
     """Check the corpora before Megatron builds datasets, and fill ``config.indices``.
 
-    Every rank calls this function. Megatron builds datasets on rank 0 first; if only rank 0 failed,
-    the other ranks would block. Rank 0 warns about corpora that are split into sentences. Corpora
-    in object storage are not checked.
+    Every rank calls this function, so that all ranks fail together. Megatron builds datasets on
+    rank 0 first, and the other ranks would block if only rank 0 failed. Rank 0 warns about corpora
+    that are split into sentences. The function does not check corpora in object storage.
 
     Args:
         config: The configuration.
@@ -470,10 +470,11 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
 
 
 def require_same_documents(config: DocumentConfig, group: torch.distributed.ProcessGroup) -> None:
-    """Compare the document indices of all ranks of ``group``, on the CPU. Collective.
+    """Compare the document lengths on all ranks of ``group``, a CPU group. Collective.
 
-    Nodes without a shared file system read their own copies of the files. A difference in one
-    document would otherwise be noticed only when training reaches it. Tokens are not compared.
+    Nodes without a shared file system read their own copies of the files. Without this check, a
+    difference would cause an error only when training reaches the document. The function does not
+    compare tokens.
 
     Raises:
         ValueError: Ranks have different corpora or document lengths; the message names the ranks.
@@ -508,7 +509,7 @@ def require_same_documents(config: DocumentConfig, group: torch.distributed.Proc
 def _shares(
     config: DocumentConfig, sizes: Sequence[int | None]
 ) -> Iterator[tuple[str, Split, tuple[float, float], int | None]]:
-    """Yield (prefix, split, fraction of the corpus, samples) of every dataset to be built."""
+    """Yield (prefix, split, (begin, end) as fractions of the corpus, samples) of every dataset."""
     for split in Split if not config.mock else ():
         if config.blend is not None:
             blend, split_range = config.blend, config.split_matrix[split.value]

@@ -1,13 +1,13 @@
-"""Documents rewritten to fill in the middle (``--fim-data``), by Megatron's GPTFIMDataset.
+"""Documents rewritten for fill-in-the-middle training (``--fim-data``) by Megatron's GPTFIMDataset.
 
     original     a b c d e f g h    prefix a b, middle c d e, suffix f g h: drawn by characters
     PSM          P a b S f g h M    P, S, M: --fim-prefix-token, --fim-suffix-token,
     SPM          P S f g h M a b             --fim-middle-token
 
-A rewritten document is truncated, or padded with --fim-pad-token, to the length in the document
-index. Megatron's class draws from one stream of random numbers, so a sample depends on all samples
-read before it. Here, item i is rewritten as the first sample of a dataset with the seed
-``--seed`` + i. So every stage and replica, and a resumed run, read equal tokens.
+A rewritten document is truncated, or padded with --fim-pad-token, to the original length.
+Megatron's class draws from one stream of random numbers, so a sample depends on all samples that
+were read before. In this module, each item i has a separate stream with the seed ``--seed`` + i.
+So every stage, every replica and a resumed run read equal tokens.
 """
 
 import argparse
@@ -35,7 +35,7 @@ def fim_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class FillInMiddle:
-    """Fill-in-the-middle rewriting of one document, for ``DocumentConfig.rewrite``.
+    """Function that rewrites a document for fill-in-the-middle, for ``DocumentConfig.rewrite``.
 
     Args:
         config: Megatron's dataset configuration, with the FIM rates and special tokens.
@@ -56,11 +56,11 @@ class FillInMiddle:
     def of(
         cls, args: argparse.Namespace, fields: dict[str, Any], words: int | None
     ) -> "FillInMiddle":
-        """Return the rewriting for Megatron's ``args``; ``fields`` belong to GPTDatasetConfig."""
+        """Return the function for Megatron's ``args`` and the ``fields`` of GPTDatasetConfig."""
         return cls(GPTFIMDatasetConfig(**fields, **fim_fields(args)), words)
 
     def __call__(self, tokens: numpy.ndarray, item: int) -> numpy.ndarray:
-        """Return the rewritten ``tokens``, [n] -> [n] int64; --seed + ``item`` seed the drawing."""
+        """Return the rewritten ``tokens``, [n] -> [n] int64, drawn with the seed --seed + item."""
         sample = self._sample
         sample.dataset = _OneDocument(tokens)
         sample.sample_index = _bounds(tokens)
@@ -69,7 +69,7 @@ class FillInMiddle:
 
 
 class _OneDocument:
-    """A corpus of one document, with the method that GPTFIMDataset calls."""
+    """Corpus of one document, with the method ``get`` that GPTFIMDataset calls."""
 
     def __init__(self, tokens: numpy.ndarray):
         self.tokens = tokens
@@ -79,7 +79,7 @@ class _OneDocument:
 
 
 class _OneSample(GPTFIMDataset):
-    """Megatron's FIM dataset with a single sample, the only document of a corpus."""
+    """Megatron's FIM dataset with a single sample: the only document of its corpus."""
 
     def _build_document_sample_shuffle_indices(self) -> tuple[numpy.ndarray, ...]:
         return numpy.zeros(1, int), _bounds(self.dataset.tokens), numpy.zeros(1, int)

@@ -1,8 +1,8 @@
-"""Global batches of documents: their sample numbers and lengths, before a token is read.
+"""Global batches of documents: sample numbers and document lengths, before any token is read.
 
 Sample s of a training set is item s of one corpus, or item s of a blend (blend.py). Each batch
 consists of the next ``size`` samples, as in Megatron's sampler. So the documents of an iteration
-depend on the number of consumed samples, and not on the parallel layout.
+depend only on the number of consumed samples. They are the same for every parallel layout.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ from megatron_epp.mcore.data.documents import (
 
 
 class TokenSource(Protocol):
-    """Source of the tokens of any span of a document; see :class:`Documents`."""
+    """Source of tokens, which returns any span of a document; see :class:`Documents`."""
 
     def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
         """Return inputs [start, stop) of a sample's document as int64."""
@@ -37,7 +37,7 @@ class TokenSource(Protocol):
 
 
 class DocumentSource(TokenSource, Protocol):
-    """Source of documents whose lengths are known, for :class:`GlobalBatches`."""
+    """Source of documents and their lengths, for :class:`GlobalBatches`."""
 
     @property
     def counts(self) -> Counts:
@@ -63,12 +63,12 @@ class Documents:
 
     @property
     def counts(self) -> Counts:
-        """Sum of the counts of all corpora, for one epoch of each."""
+        """Counts of sequences and documents in one epoch, summed over the corpora."""
         return sum((part.counts for part in self.parts), Counts())
 
     @property
     def fractions(self) -> str | None:
-        """Text with each corpus's fractions of documents and tokens; None without a blend."""
+        """Text on the fractions of documents and tokens of each corpus; None without a blend."""
         if not isinstance(self.dataset, BlendedDataset):
             return None
         documents, tokens = numpy.array(self._drawn).T
@@ -88,7 +88,7 @@ class Documents:
 
     @cached_property
     def _drawn(self) -> list[tuple[int, int]]:
-        """Numbers (documents, tokens) that all samples draw from each corpus."""
+        """Number of documents and number of tokens that all samples draw from each corpus."""
         counts = [len(self)]
         if isinstance(self.dataset, BlendedDataset):
             counts = numpy.bincount(self.dataset.dataset_index, minlength=len(self.parts)).tolist()
@@ -98,7 +98,7 @@ class Documents:
         ]
 
     def locate(self, samples: Sequence[int] | numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return the corpus index of each sample, and its item in that corpus: two int64 arrays.
+        """Return two int64 arrays: the corpus index of each sample, and its item in that corpus.
 
         Raises:
             ValueError: A sample number is negative, or too large for the dataset.
@@ -146,7 +146,7 @@ class Documents:
     def targets(self, sample: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
         """Return labels (int64) and loss mask (float32) of inputs [start, stop), for a last stage.
 
-        Labels come from the full document: the last label of a span is the token after the span.
+        The last label is token ``stop`` of the document, the token after the span.
         """
         part, item = self._item(sample)
         return part.targets(item, start, stop)
@@ -161,9 +161,9 @@ class Batch:
 
 
 def scheduled_sizes() -> Callable[[int], int]:
-    """Return a function from the number of consumed samples to the next training batch's size.
+    """Return a function from the number of consumed samples to the size of the next training batch.
 
-    The function uses Megatron's own calculator: the size is constant, or changes by
+    The function uses Megatron's own calculator. The size is constant, or follows
     --step-batch-size-schedule.
     """
     calculator = copy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
@@ -192,8 +192,8 @@ class GlobalBatches:
         consumed: Number of samples consumed before the first batch.
 
     Raises:
-        ValueError: The size or ``consumed`` is invalid. ``next`` raises it if too few samples
-            remain.
+        ValueError: The size or ``consumed`` is invalid. ``next`` raises a ValueError if fewer
+            samples remain than a batch needs.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class GlobalBatches:
     def peek(self, ahead: int = 0) -> Batch | None:
         """Return the next batch (``ahead`` 0), or the batch ``ahead`` batches after it.
 
-        No samples are consumed. The result is None if too few samples remain.
+        The method consumes no samples. It returns None if too few samples remain.
         """
         first = self.consumed
         for _ in range(ahead):
@@ -238,8 +238,8 @@ class GlobalBatches:
 class FullPasses(GlobalBatches):
     """Repeated passes over all documents; every pass has the same ``batches`` batches.
 
-    For --full-validation: a pass contains each document once, and a batch at most ``size``
-    documents.
+    The class serves --full-validation. A pass contains each document once, and a batch contains at
+    most ``size`` documents.
     """
 
     def __init__(self, documents: DocumentSource, size: int) -> None:
@@ -271,7 +271,7 @@ def build_documents(
     Args:
         config: The configuration.
         sizes: Samples requested for training, validation and test; None is one epoch.
-        group: CPU group in which all ranks compare their documents; None: no comparison.
+        group: CPU group in which all ranks compare their document lengths; None: no comparison.
 
     Returns:
         The documents of training, validation and test; None for a split without documents.

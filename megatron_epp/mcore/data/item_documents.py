@@ -7,9 +7,9 @@ An item is a mapping, as in the variable-length datasets of Megatron-LM's main b
     loss_mask          [rows] 0 or 1: 1 where the label has a loss
     original_seq_len   number of rows of the document; the remaining rows are padding
 
-Every epoch reads the items in the order of the dataset, without shuffling. Planning needs the
-lengths before the items, so the dataset's ``original_seq_lens`` lists every item's
-``original_seq_len``.
+Every epoch reads the items in the order of the dataset, without shuffling. The planner needs the
+lengths before the items are read. So the dataset has an attribute ``original_seq_lens`` with the
+``original_seq_len`` of every item.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,12 +44,12 @@ class ItemDocuments:
         context: Largest number of inputs of a document.
         overlong: Policy for longer documents: truncate, drop or split.
         wanted: Number of samples; None is one epoch.
-        vocabulary: Rows of the embedding; larger tokens raise an error.
+        vocabulary: Number of rows of the embedding. Tokens must be less than this number.
 
     Raises:
-        ValueError: The constructor finds invalid lengths or no usable document. Or an item, when
-            read, lacks a key or rows, has a length other than in ``original_seq_lens``, a loss
-            mask with values other than 0 and 1, or a token or label outside the vocabulary.
+        ValueError: The constructor finds invalid lengths or no usable document. Methods that read
+            an item raise it if the item lacks a key or rows, contradicts ``original_seq_lens``, has
+            a loss mask other than 0 and 1, or has a token or label outside the vocabulary.
     """
 
     def __init__(

@@ -5,8 +5,8 @@
     MTP module 1        token  b c d e 0     label  c d e f -
     MTP module 2        token  c d e 0 0     label  d e f - -
 
-In each row, an MTP module reads the token and predicts the label; a label - has no loss. The last
-rows of a slice read tokens after the end of the slice, but never tokens of another document.
+In each row, an MTP module reads the token and predicts the label. Labels written as - have no loss.
+The last rows of a slice read tokens of the next slice, but never tokens of another document.
 
 Shapes: D MTP modules, t rows of this rank.
 """
@@ -26,7 +26,7 @@ class Predictions:
 
     Attributes:
         depths: Number of MTP modules.
-        scale: Factor on the mean of the MTP modules' losses (--mtp-loss-scaling-factor).
+        scale: Weight of the mean of the MTP modules' losses (--mtp-loss-scaling-factor).
     """
 
     depths: int = 0
@@ -34,28 +34,29 @@ class Predictions:
 
     @classmethod
     def of(cls, config: Any, training: bool) -> "Predictions":
-        """Return the predictions of Megatron's ``config`` (TransformerConfig).
+        """Return the predictions that Megatron's ``config`` (TransformerConfig) sets.
 
-        Without ``training``, only the next token is predicted.
+        If not ``training``, the model predicts only the next token.
         """
         depths = getattr(config, "mtp_num_layers", None) or 0
         return cls(depths, config.mtp_loss_scaling_factor) if depths and training else cls()
 
     @property
     def each(self) -> int:
-        """Number of tokens predicted for a row."""
+        """Number of tokens predicted for each row."""
         return 1 + self.depths
 
 
 class TargetRows:
-    """Arrays for ``count`` rows of this rank, filled span by span.
+    """Labels and loss weights for t = ``count`` rows of this rank; :meth:`fill` sets them by span.
 
     Attributes:
         labels: [1 + D, t] int64.
-        weights: [1 + D, t] float32 (float64 with MTP): weights of the labels' losses, 0 on padding
-            and for labels without a loss. The MTP losses of a document are averaged and multiplied
-            by its number of next-token targets, as in Megatron with one document per micro-batch.
-        means: [D, t] float64: weights of the losses in a document's mean MTP loss, for the log.
+        weights: [1 + D, t] float32 (float64 with MTP): weights of the labels' losses. They are 0 on
+            padding and for labels without a loss. MTP weights average the MTP losses of a document
+            and multiply the mean by the document's number of next-token targets, as Megatron does
+            with one document per micro-batch.
+        means: [D, t] float64: weights that average the MTP losses of a document, for the log.
         documents: Number of documents that begin in these rows.
     """
 
@@ -76,16 +77,16 @@ class TargetRows:
         length: int,
         counts: Callable[[], numpy.ndarray],
     ) -> None:
-        """Fill ``rows`` with the targets of inputs ``span`` of a document.
+        """Set labels and weights of ``rows`` for the inputs ``span`` of a document.
 
         Args:
-            rows: Rows of this rank.
+            rows: Slice of this rank's rows.
             documents: Source of the tokens.
             sample: Sample number of the document.
             span: Inputs [start, stop) of the document.
             length: Number of inputs of the document.
-            counts: Function that returns :func:`target_counts` of the document; called only
-                with MTP.
+            counts: Function that returns :func:`target_counts` of the document. The method calls
+                it only with MTP.
         """
         start, stop = span
         depths = self.predictions.depths
@@ -107,7 +108,7 @@ class TargetRows:
 def target_counts(
     documents: TokenSource, sample: int, length: int, predictions: Predictions
 ) -> numpy.ndarray:
-    """Return the number of targets of a document for each prediction: float64 [1 + D].
+    """Return a document's number of labels with a loss, for each prediction: float64 [1 + D].
 
     The function reads the labels and the loss mask of the full document.
 
@@ -124,7 +125,7 @@ def target_counts(
 def mtp_tokens(
     documents: TokenSource, sample: int, span: tuple[int, int], length: int, depths: int
 ) -> numpy.ndarray:
-    """Return the tokens that the MTP modules read for a span: int64 [D, stop - start].
+    """Return the input tokens of the MTP modules for a span: int64 [D, stop - start].
 
     Tokens after the end of the document are 0, as in Megatron.
 

@@ -1,4 +1,4 @@
-"""Sharding of a chunk's rows over ranks, outside attention."""
+"""Sharding of a chunk's rows (tokens and padding) over ranks, outside attention."""
 
 from dataclasses import dataclass
 from math import lcm
@@ -14,10 +14,10 @@ from megatron_epp.planner.padding import GPU_ROWS
 def row_block(args: Any) -> int:
     """Return the multiple to which the rows of a rank are padded.
 
-    On a GPU, Transformer Engine's tuned norms need a multiple of 4; its general norms are slower,
-    and are cooperative kernels from 4096 columns on. Triton compiles a second kernel for sizes that
-    are not multiples of 16. In fp8, GEMMs need a multiple of 16. MXFP8 needs a multiple of 32, the
-    number of rows per scale. The kernels of blockwise fp8 pad incomplete blocks of 128 rows
+    On a GPU, Transformer Engine's tuned norms need a multiple of 4. Its general norms are slower,
+    and are cooperative kernels from hidden size 4096 on. Triton compiles a second kernel for sizes
+    that are not multiples of 16. In fp8, GEMMs need a multiple of 16. MXFP8 needs a multiple of 32,
+    the number of rows per scale. The kernels of blockwise fp8 pad incomplete blocks of 128 rows
     themselves, but the fp8 all-gather of sequence parallelism needs full blocks.
 
     Args:
@@ -70,7 +70,7 @@ class RowShard:
 
     @classmethod
     def of(cls, args: Any) -> "RowShard":
-        """Return this rank's shard by Megatron's ``args``; process groups must be initialised."""
+        """Return this rank's RowShard for ``args``; process groups must be initialised."""
         return cls(
             args.context_parallel_size,
             mpu.get_context_parallel_rank(),
@@ -80,13 +80,13 @@ class RowShard:
 
     @property
     def multiple(self) -> int:
-        """Multiple to which a chunk's rows are padded."""
+        """Multiple to which a chunk's rows over all ranks are padded."""
         return self.parts * self.splits * self.block
 
     def padded(self, tokens: int) -> int:
         """Return the number of padded rows of a chunk of ``tokens`` tokens, over all ranks.
 
-        An empty chunk has one row per rank: Megatron's routers accept no tensor without rows.
+        An empty chunk is padded as well, because Megatron's routers need at least one row.
         """
         return -(-max(1, tokens) // self.multiple) * self.multiple
 
@@ -95,16 +95,16 @@ class RowShard:
         return self.padded(chunk.rows(self.parts))
 
     def sharded_rows(self, chunk: Chunk) -> int:
-        """Return the number of this rank's rows from documents that are sharded over all ranks.
+        """Return this rank's number of rows from documents that are sharded over all ranks.
 
-        They are followed by the rows of documents that only this rank computes.
+        These rows come before the rows of documents that only this rank computes.
         """
         if self.parts > 1 and chunk.has_local:
             return -(-chunk.sharded_tokens // self.parts)
         return self.rows(chunk) // self.parts
 
     def local(self, rows: int) -> slice:
-        """Return the slice of this context-parallel rank in a chunk's ``rows`` padded rows."""
+        """Return the slice of this context-parallel rank in the ``rows`` padded rows of a chunk."""
         count = rows // self.parts
         return slice(self.part * count, (self.part + 1) * count)
 

@@ -1,1 +1,1 @@
-"""Definition of the ``--epp`` flags, and Megatron's flags that a plan replaces."""
+"""Definition of the ``--epp`` flags, and a table of Megatron's flags without effect under --epp."""

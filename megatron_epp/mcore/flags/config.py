@@ -48,7 +48,7 @@ AUTO, LATENTS, EXPANDED = MLA_KEEPS = ("auto", "latents", "expanded")
 class Config:
     """The user's settings of elastic pipelines.
 
-    On Megatron's args, the values have plain types, so that checkpoints can save them.
+    In Megatron's args, the values have plain types, so that checkpoints can save the values.
     """
 
     TITLE: ClassVar = "elastic pipeline parallelism"
@@ -192,16 +192,16 @@ class Config:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Config":
-        """Return the settings on Megatron's ``args``."""
+        """Return the settings in Megatron's ``args``."""
         values = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
         several = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls(**values | several)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of :class:`Config` to Megatron's parser, and return it.
+    """Add the flags of :class:`Config` to Megatron's parser, and return the parser.
 
-    With --epp, the parser resets Megatron's flags that a plan replaces (replaced.py).
+    With --epp, the parser resets Megatron's flags that have no effect under a plan (replaced.py).
     """
     add_flags(parser, Config)
     modelopt_flags.add_arguments(parser)
@@ -211,17 +211,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def placement_by_time(args: Any) -> bool:
-    """Return whether the planner chooses the placement, with the layers of the stages."""
+    """Return whether the planner chooses the ranks of the stages, and also their layers."""
     return getattr(args, "epp_placement", None) == PLACEMENT_AUTO
 
 
 def layers_by_time(args: Any) -> bool:
-    """Return whether the planner chooses the layers of the stages, alone or with a placement."""
+    """Return whether the planner chooses the layers of the stages, with or without the ranks."""
     return getattr(args, "epp_partition", None) == PARTITION_AUTO or placement_by_time(args)
 
 
 def _fix_help(parser: argparse.ArgumentParser) -> None:
-    """Escape % in help texts of Megatron 0.19 that would make --help fail."""
+    """Escape % in help texts of Megatron 0.19, because an unescaped % makes --help fail."""
     for action in parser._actions:
         try:
             (action.help or "") % {**vars(action), "prog": parser.prog}
@@ -230,10 +230,10 @@ def _fix_help(parser: argparse.ArgumentParser) -> None:
 
 
 def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:
-    """Return parser defaults of Megatron's flags with ``--epp``; ``wanted`` are the parsed flags.
+    """Return defaults of Megatron's flags for a job with ``--epp``; ``wanted`` are parsed flags.
 
-    A global batch contains --global-batch-size documents, so Megatron counts each document as a
-    micro-batch. The loss is a sum over tokens, divided by the tokens of the global batch.
+    With these defaults, Megatron counts each document as a micro-batch, so a global batch contains
+    --global-batch-size documents. The loss is the mean over the tokens of the global batch.
     """
     defaults = {
         "calculate_per_token_loss": True,

@@ -1,9 +1,9 @@
-"""Megatron's flags that a plan replaces: reset with a warning, not refused.
+"""Megatron's flags that have no effect under a plan: --epp resets these flags with a warning.
 
 Flags in scripts for Megatron's schedules select methods that save memory and fill the pipeline.
-With --epp, the plan of each iteration decides both, and computes the same loss. So the parser
-resets such a flag to its neutral value, before Megatron's own checks. Rank 0 prints one warning
-that names the flags and their replacements. Flags that would change results are refused
+With --epp, the plan of each iteration determines both, and the loss is the same. So the parser
+resets such a flag to a value without effect, before Megatron's own checks. Rank 0 prints one
+warning that names the flags and their replacements. Flags that would change results are refused
 (capabilities/).
 """
 
@@ -23,18 +23,18 @@ NO_TOKEN_LOSS = "--no-calculate-per-token-loss"
 
 @dataclass(frozen=True, slots=True)
 class ReplacedFlags:
-    """Flags that a plan replaces.
+    """Flags of Megatron that have no effect under a plan.
 
     Attributes:
-        names: Destinations of Megatron's parser, separated by blanks. Destinations that this
-            version of Megatron lacks are skipped.
-        by: Text for the warning: what replaces the flags.
-        neutral: Function from the parsed ``args`` to neutral values by destination. The neutral
-            value of other destinations is the parser's default.
-        same: Function that returns whether results are equal without the flags. If not, the flags
-            are not reset, and the table of capabilities refuses them.
+        names: Attributes of the parsed args, separated by blanks. Names that this version of
+            Megatron does not have are skipped.
+        by: Text for the warning, which says what replaces the flags.
+        neutral: Function from the parsed ``args`` to a dict of values without effect. For names
+            that are not in the dict, this value is the parser's default.
+        same: Function that returns whether results are equal without the flags. If not, the parser
+            keeps the flags, and the table of unsupported features refuses them.
         default_too: Whether the parser's default values are also reset, with a warning.
-        untyped: Whether only flags that the user has not typed are reset.
+        untyped: Whether the parser resets the flags only if the user has not typed them.
     """
 
     names: str
@@ -125,7 +125,7 @@ REPLACED = (
 def watch(
     parser: argparse.ArgumentParser, rows: Sequence[ReplacedFlags] = REPLACED
 ) -> argparse.ArgumentParser:
-    """Make ``parser`` reset the flags of ``rows`` if --epp is given, and return it.
+    """Make ``parser`` reset the flags of ``rows`` if --epp is given, and return ``parser``.
 
     The parser also accepts --no-calculate-per-token-loss, which frameworks around Megatron pass.
     """
@@ -156,12 +156,12 @@ def take_out(
     words: Sequence[str],
     rows: Sequence[ReplacedFlags],
 ) -> None:
-    """Reset flags of ``args``, and record them in its attribute ``TAKEN``.
+    """Reset flags in ``args``, and add a text on each flag to the attribute named ``TAKEN``.
 
     Args:
         args: The parsed flags.
         parser: Megatron's parser.
-        words: The command line as typed.
+        words: The user's command line.
         rows: Flags to reset.
     """
     options: dict[str, list[str]] = {}
@@ -187,7 +187,7 @@ def take_out(
 
 
 def _as_typed(options: Sequence[str], value: Any, typed: Container[str]) -> str:
-    """Return a flag under the name that the user typed, with its value if it is not a switch."""
+    """Return the name of a flag as the user typed it, with the value unless it is a bool."""
     name = next((option for option in options if option in typed), options[0])
     if isinstance(value, bool):
         return name
@@ -196,7 +196,7 @@ def _as_typed(options: Sequence[str], value: Any, typed: Container[str]) -> str:
 
 
 def warning(args: argparse.Namespace) -> str | None:
-    """Return a line that names the flags reset in ``args``; None if there are none."""
+    """Return a warning that names the flags that the parser has reset in ``args``, or None."""
     taken = getattr(args, TAKEN, None)
     if not taken:
         return None
@@ -204,6 +204,6 @@ def warning(args: argparse.Namespace) -> str | None:
 
 
 def warn(args: argparse.Namespace) -> None:
-    """Log the line of :func:`warning` on rank 0."""
+    """Log the text of :func:`warning` on rank 0."""
     if args.rank == 0 and (line := warning(args)) is not None:
         logger.warning("%s", line)

@@ -1,8 +1,8 @@
 """Units of Megatron's flags that count samples; with ``--epp``, a sample is a document.
 
 A sample of Megatron's own datasets has --seq-length tokens, but documents have different lengths.
-docs/guides/data.md contains the same table, and a test compares the two. If a job uses flags that
-count samples, it prints a line at its start.
+docs/guides/data.md contains the same table, and a test compares both tables. If a job uses flags
+that count samples, the job prints a line at its start.
 """
 
 from typing import Any
@@ -34,9 +34,9 @@ _SAID = (
 
 
 def units_line(args: Any, mean_length: float) -> str | None:
-    """Return a line that names the flags in ``args`` that count documents; None without them.
+    """Return a line that names the flags in ``args`` that count documents; None if there are none.
 
-    ``mean_length`` is the mean number of tokens of a document.
+    ``mean_length`` is the mean number of tokens per document.
     """
     values = {name: getattr(args, name, None) for name in _SAID.split()}
     shown = [f"--{name.replace('_', '-')} {value}" for name, value in values.items() if value]

@@ -1,8 +1,8 @@
 """The layer pattern of Megatron's HybridModel (--hybrid-layer-pattern).
 
-The pattern has one symbol per layer, which is an attention, an MLP or another mixer, and ``|``
-between pipeline stages. Without ``|``, all stages have equal numbers of layers, except stages whose
-number is given by --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers.
+The pattern has one symbol per layer and ``|`` between pipeline stages. A layer is an attention, an
+MLP or another mixer. Without ``|``, all stages have equal numbers of layers. Exceptions are stages
+with --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers.
 
     *-*-|*E*-      stage 0: attention, MLP, attention, MLP
                    stage 1: attention, MoE, attention, MLP
@@ -19,23 +19,24 @@ FLAG = "--hybrid-layer-pattern"
 
 
 def pattern_of(args: Namespace) -> str | None:
-    """Return the layer pattern of parsed flags; None if the model is not a HybridModel.
+    """Return the layer pattern in parsed flags; None if the model is not a HybridModel.
 
-    The flag may also have its former name, --hybrid-override-pattern.
+    The pattern may also be the value of the flag's former name, --hybrid-override-pattern.
     """
     pattern = getattr(args, "hybrid_layer_pattern", None)
     return getattr(args, "hybrid_override_pattern", None) if pattern is None else pattern
 
 
 def symbols_of_layers(pattern: str) -> str:
-    """Return the symbols of all decoder layers, first to last."""
+    """Return the symbols of all decoder layers, from first to last, without ``|`` and MTP."""
     return pattern.partition(MTP_SEPARATOR)[0].replace(BOUNDARY, "")
 
 
 def mtp_part_of(pattern: str) -> str:
     """Return the part of the pattern that describes MTP modules; "" without MTP.
 
-    Each module has a / and its symbols, which are equal in all modules.
+    The part contains a / and the symbols of a module's layers, once per MTP module. All modules
+    have the same symbols.
     """
     return "".join(pattern.partition(MTP_SEPARATOR)[1:])
 
@@ -48,7 +49,8 @@ def mtp_symbols(pattern: str) -> str:
 def placed_by_time(args: Namespace) -> bool:
     """Return whether the planner divides the pattern into stages.
 
-    It does with --epp-partition auto or --epp-placement auto, if the pattern contains no |.
+    The result is True with --epp-partition auto or --epp-placement auto, if there are several
+    stages and the pattern contains no |.
     """
     pattern = pattern_of(args)
     if pattern is None or not layers_by_time(args):
@@ -57,7 +59,7 @@ def placed_by_time(args: Namespace) -> bool:
 
 
 def layers_of_stages(args: Namespace) -> tuple[int, ...]:
-    """Return the number of layers of every stage, or of every segment if stages have several.
+    """Return the number of layers of every segment; without interleaving, a segment is a stage.
 
     Raises:
         ValueError: The pattern cannot be divided into the stages of the flags.
@@ -93,11 +95,11 @@ def layers_of_stages(args: Namespace) -> tuple[int, ...]:
 
 
 def joined(segments: Sequence[str]) -> str:
-    """Return the pattern of stages whose layers have the symbols ``segments``."""
+    """Join ``segments``, the layer symbols of each stage, with ``|`` to a pattern."""
     return BOUNDARY.join(segments)
 
 
 def with_boundaries(pattern: str, layers: Sequence[int]) -> str:
-    """Return ``pattern`` divided into stages of ``layers``; earlier boundaries are removed."""
+    """Return ``pattern`` with new boundaries ``|``: stage i gets ``layers[i]`` layers."""
     symbols = iter(symbols_of_layers(pattern))
     return joined(["".join(islice(symbols, count)) for count in layers]) + mtp_part_of(pattern)

@@ -1,7 +1,7 @@
 """Segments of interleaved pipelines, which --epp joins to one segment per stage.
 
 Megatron's layouts may have several segments per rank, assigned in round-robin order. With --epp, a
-stage gets the same number of segments, but consecutive ones, and computes them as one segment.
+rank gets the same number of consecutive segments, and computes them as one stage.
 
     Et|tt|tt|tL on two ranks      becomes Ettt|tttL
 """
@@ -24,7 +24,7 @@ _SYMBOLS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 def layout_symbols(text: str) -> list[str]:
     """Return the symbols of every segment of a --pipeline-model-parallel-layout.
 
-    Repeats are expanded: ``t*3`` becomes ``ttt``.
+    The function expands repeats: ``t*3`` becomes ``ttt``.
 
     Raises:
         ValueError: The layout is invalid.
@@ -39,9 +39,9 @@ def layout_symbols(text: str) -> list[str]:
 
 
 def _one_a_stage(segments: Sequence[str], stages: int) -> str | None:
-    """Return the text of ``segments`` joined to one segment per stage.
+    """Join consecutive ``segments`` to one segment per stage, and return the layout's text.
 
-    The result is None if there is already one per stage, or if the number of segments is not a
+    The result is None if each stage already has one segment, or if the number of segments is not a
     multiple of the number of stages.
     """
     each, rest = divmod(len(segments), stages)

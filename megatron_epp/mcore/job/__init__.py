@@ -1,1 +1,1 @@
-"""Foundations of a job: flags, process groups, cost, Megatron's model and data, exit."""
+"""Basic functions of a job: flags, process groups, cost, Megatron's model and data, exit."""

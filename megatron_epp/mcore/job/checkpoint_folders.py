@@ -1,7 +1,7 @@
-"""Checks of checkpoint folders, which a killed job may have left incomplete.
+"""Checks of checkpoint folders for incomplete checkpoints of killed jobs.
 
-Megatron writes ``metadata.json`` to ``iter_N`` after all data of the checkpoint, and then writes N
-to the tracker file. This module only reads the folders.
+Megatron writes ``metadata.json`` to ``iter_N`` after all other files of the checkpoint. It then
+writes N to the tracker file latest_checkpointed_iteration.txt. This module only reads the folders.
 """
 
 from collections.abc import Iterator
@@ -18,9 +18,10 @@ _TORCH, _DCP = "mp_rank_*", ".metadata"  # other formats
 
 
 def folders_of(args: Any) -> dict[str, Path]:
-    """Return the checkpoint folders that a start reads, by the flag that names each folder.
+    """Return flag -> checkpoint folder for all folders that a job reads at its start.
 
-    Folders of ``--non-persistent-ckpt-type local`` are omitted, because each rank has its own.
+    The result omits folders of ``--non-persistent-ckpt-type local``, because each rank has another
+    folder.
     """
     load = getattr(args, "load", None)
     folders = {} if load is None or "://" in load else {f"--load {load}": Path(load)}
@@ -47,7 +48,7 @@ def require_local(args: Any) -> None:
 
 
 def require_complete(args: Any) -> None:
-    """Raise a ValueError if the checkpoint that a start would load is missing or incomplete."""
+    """Raise a ValueError if the checkpoint that the job would load is missing or incomplete."""
     step, elsewhere = getattr(args, "ckpt_step", None), getattr(args, "pretrained_checkpoint", None)
     for flag, folder in folders_of(args).items():
         tracked = tracked_iteration(folder)
@@ -75,7 +76,7 @@ def require_complete(args: Any) -> None:
 
 
 def leftover_lines(args: Any) -> Iterator[str]:
-    """Yield lines about incomplete or unused checkpoints in the folders that a start reads."""
+    """Yield lines about incomplete or unused checkpoints in the folders of :func:`folders_of`."""
     for flag, folder in folders_of(args).items():
         tracked = tracked_iteration(folder)
         latest = int(tracked) if tracked is not None and _is_iteration(tracked) else -1
@@ -94,7 +95,7 @@ def leftover_lines(args: Any) -> Iterator[str]:
 
 
 def tracked_iteration(folder: Path) -> str | None:
-    """Return the first 80 characters of the tracker of ``folder``; None if it cannot be read."""
+    """Return the first 80 characters of the tracker file in ``folder``; None if unreadable."""
     try:
         return bounded_text(folder / TRACKER, "a checkpoint's tracker", "replace").strip()[:80]
     except (OSError, ValueError):

@@ -1,8 +1,7 @@
 """Speeds of a job's devices, saved next to the checkpoint by host and local rank.
 
-A job without a cost model measures the speeds of its ranks at its start, and every job observes
-them during training. When a job resumes with --epp-layouts, it orders its ranks by the saved
-speeds.
+A job without a cost model measures the speeds of its ranks at its start, and every job updates the
+speeds during training. A job that resumes with --epp-layouts orders its ranks by the saved speeds.
 """
 
 import json
@@ -28,7 +27,7 @@ def this_rank() -> str:
 
 
 def read_speeds(folder: str | None) -> dict[str, float] | None:
-    """Return the slowness of each device, as a multiple of the fastest; None without a file.
+    """Return device -> time relative to the fastest device (1 or more); None without a file.
 
     Raises:
         ValueError: The file is damaged.
@@ -54,10 +53,10 @@ def keep_speeds(slowness: Sequence[float], groups: Groups, folder: str | None) -
     """Write the slowness of this job's devices to ``folder``, on rank 0. Collective.
 
     Args:
-        slowness: Slowness of every pipeline rank of every replica; or of every pipeline rank, if it
-            holds for all replicas; empty if all devices are equally fast.
+        slowness: Times relative to the fastest device: one value per pipeline rank of every
+            replica, or one per pipeline rank for all replicas. Empty if all are equally fast.
         groups: The job's process groups.
-        folder: Folder of the checkpoints; None: nothing is written.
+        folder: Folder of the checkpoints. If it is None, the function writes nothing.
 
     Raises:
         OSError: The file cannot be written.

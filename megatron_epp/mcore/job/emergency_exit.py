@@ -1,9 +1,9 @@
-"""Emergency exits of a rank, which truncate no checkpoint and end all child processes.
+"""Emergency exits of a rank: the rank finishes a checkpoint save, and ends all child processes.
 
-An emergency is a dead launcher, SIGTERM, or a rank that hangs. Megatron's own state shows whether a
-checkpoint is being written: the timers around a save, the queue of asynchronous saves, and the
-handler of --exit-signal, which triggers a save. This module does not import torch, because a rank
-watches its launcher before torch is imported.
+An emergency is a dead launcher, SIGTERM, or a rank that hangs. Three variables of Megatron show
+whether a rank is writing a checkpoint: the timers around a save, the queue of asynchronous saves,
+and the handler of --exit-signal, which triggers a save. This module does not import torch, because
+a rank watches its launcher before it imports torch.
 """
 
 import contextlib
@@ -24,17 +24,17 @@ class Saves:
     """Checkpoint saves of this rank.
 
     Attributes:
-        last_seconds: Duration of the latest save that :meth:`look` has recorded.
-        first_line: Line to print after the first save; empty on ranks that do not print it.
+        last_seconds: Seconds of the latest save that :meth:`look` has recorded.
+        first_line: Line to print after the first save; empty on ranks that print no line.
     """
 
     def __init__(self) -> None:
-        """Start without recorded saves."""
+        """Create an object without recorded saves."""
         self.last_seconds, self.first_line = 0.0, ""
         self._seen = dict.fromkeys(_TIMERS, 0.0)  # seconds of all saves, by timer
 
     def look(self) -> None:
-        """Record the duration of a save that ended since the last call."""
+        """Record the seconds of a save that has ended since the last call."""
         for name, timer in _timers():
             seconds = timer.active_time()
             if seconds > self._seen[name]:
@@ -53,22 +53,25 @@ class Saves:
         )
 
     def pending(self) -> bool:
-        """Return whether there are asynchronous saves that the ranks have not finalised."""
+        """Return whether the ranks have not yet finalised some asynchronous save."""
         queue = _of_megatron("async_utils", "_async_calls_queue")
         return queue is not None and queue.get_num_unfinalized_calls() > 0
 
     def ask(self) -> None:
-        """Make the trainer save and exit as after --exit-signal, if --exit-signal-handler is given.
+        """Make the trainer save and exit, if --exit-signal-handler is given.
 
-        The method sets the handler's flag directly, because Python runs a signal handler only after
-        the main thread has left a collective.
+        The method sets the handler's flag directly, because Python would run the signal handler
+        only after the main thread has left a collective.
         """
         handler = _of_megatron("global_vars", "_GLOBAL_SIGNAL_HANDLER")
         if getattr(handler, "_signal_received", None) is False:
             handler._signal_received = True
 
     def wait(self) -> None:
-        """Wait until no checkpoint is being written, or the limits of the constants above pass."""
+        """Wait until no checkpoint is being written: at most 60 s or 3 times the last save's time.
+
+        The longer of both limits applies.
+        """
         self.look()
         end = time.monotonic() + max(LEAST_SECONDS, TIMES_THE_LAST * self.last_seconds)
         while self.under_way() and time.monotonic() < end:
@@ -79,7 +82,7 @@ SAVES = Saves()
 
 
 def leave(status: int) -> NoReturn:
-    """End this process and its children as soon as no checkpoint is being written."""
+    """Wait for checkpoint saves (:meth:`Saves.wait`), and end this process and its children."""
     SAVES.wait()
     end_now(status)
 
@@ -101,7 +104,7 @@ def end_children() -> None:
 
 
 def _timers() -> Iterator[tuple[str, Any]]:
-    """Yield (name, timer) of Megatron's existing timers around saves."""
+    """Yield (name, timer) of those timers around saves that Megatron has created."""
     timers = getattr(_of_megatron("global_vars", "_GLOBAL_TIMERS"), "_timers", {})
     return ((name, timers[name]) for name in _TIMERS if name in timers)
 

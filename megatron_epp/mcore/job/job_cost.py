@@ -1,4 +1,4 @@
-"""Inputs of a job's planner: the cost of its model on its devices, levers, memory budgets."""
+"""Inputs of a job's planner: the cost of ops on this job's devices, levers and memory budgets."""
 
 import json
 import logging
@@ -58,7 +58,7 @@ def make_planning(
     groups: Groups,
     profile: Profile,
 ) -> PlannedSteps:
-    """Return the job's planner, with rank 0's memory budgets on every rank. Collective.
+    """Return the job's planner, with memory budgets that rank 0 broadcasts. Collective.
 
     Args:
         args: Megatron's arguments.
@@ -69,8 +69,8 @@ def make_planning(
         profile: The measured or analytic cost coefficients.
 
     Raises:
-        ValueError: The job's pipelines do not support the planner or a lever, or the file of a
-            saved budget is damaged.
+        ValueError: The job's pipelines do not support the planner or a lever, or the file with a
+            saved memory budget is damaged.
     """
     from megatron_epp.planner import Options, planner_of
 
@@ -139,8 +139,8 @@ def make_planning(
 def training_levers(text: str, args: Any) -> frozenset[str]:
     """Return the levers that ``text``, the value of --epp-levers, selects in this job.
 
-    ``default`` and ``all`` omit levers that the job cannot use. They also omit the split backward
-    of Transformer Engine's linears (planner/options.py), which must be named explicitly.
+    The values ``default`` and ``all`` omit levers that the job cannot use. They also omit the split
+    backward of Transformer Engine's linears, which the user must name (planner/options.py).
 
     Raises:
         ValueError: ``text`` names a lever that the job cannot use.
@@ -165,11 +165,11 @@ def training_levers(text: str, args: Any) -> frozenset[str]:
 
 
 def unusable_levers(args: Any) -> dict[str, str]:
-    """Return the levers that this job's layers cannot use, with the reasons.
+    """Return lever -> reason for each lever that this job's layers cannot use.
 
-    Megatron's linears with fused gradient accumulation cannot defer W
+    Megatron's linears with fused gradient accumulation cannot run W after I
     (mcore/model/split_backward.py). If routers compare all tokens of a document, every document is
-    sharded over all ranks.
+    sharded over all context-parallel ranks, so lever ``local`` is unusable.
     """
     unusable = {}
     if args.transformer_impl == "local" and args.gradient_accumulation_fusion:
@@ -183,7 +183,7 @@ def unusable_levers(args: Any) -> dict[str, str]:
 
 
 def analytic(args: Any) -> Profile:
-    """Return the profile of --epp-cost-model analytic, from the model's shape and device name."""
+    """Return the cost coefficients of --epp-cost-model analytic, by model shape and device name."""
     early = fused_head(args)
     profile = analytic_profile(
         model_shape(args),
@@ -203,11 +203,11 @@ def analytic(args: Any) -> Profile:
 
 
 def on_these_devices(args: Any, profile: Profile) -> Profile:
-    """Return ``profile`` with the slowness of the devices of this start, if it is known.
+    """Return ``profile`` with the slowness of this job's devices, if the slowness is known.
 
-    A slowness that was measured on another number of ranks is removed: all ranks then count as
-    equally fast. A file that the user gives with --epp-cost-model, without --epp-layouts, is
-    returned unchanged.
+    If the profile contains a slowness for another number of ranks, the function removes it, and all
+    ranks count as equally fast. Without --epp-layouts, the function does not change a file that the
+    user gives with --epp-cost-model.
     """
     ranks, replicas = args.pipeline_model_parallel_size, args.data_parallel_size
     slowness = (getattr(args, LAYOUT_KEY, None) or {}).get(SLOWNESS)
@@ -221,9 +221,9 @@ def on_these_devices(args: Any, profile: Profile) -> Profile:
 
 
 def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: Profile) -> Cost:
-    """Return the cost of this job's chunks.
+    """Return the predicted seconds and bytes of this job's ops, and its memory budgets.
 
-    On a CPU, the memory budget covers the bytes held by chunks, but not weights, gradients and
+    On a CPU, the memory budget covers the bytes that chunks hold, but not weights, gradients and
     optimizer states.
 
     Args:
@@ -259,9 +259,9 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
 
 
 def unlike_budgets(every: Sequence[tuple[int, str, float]]) -> tuple[float, ...]:
-    """Return the smallest default budget of each pipeline rank; () if devices have equal names.
+    """Return the smallest default budget of each pipeline rank; () if device names are equal.
 
-    ``every`` contains (pipeline rank, device name, default budget in bytes) of every rank.
+    ``every`` contains (pipeline rank, device name, default budget in bytes) for every rank.
     """
     if len({name for _, name, _ in every}) == 1:
         return ()
@@ -272,10 +272,10 @@ def unlike_budgets(every: Sequence[tuple[int, str, float]]) -> tuple[float, ...]
 
 
 def training_states(args: Any) -> States:
-    """Return the bytes per parameter that Megatron holds between iterations, by its ``args``.
+    """Return the bytes per parameter that Megatron holds between iterations.
 
-    Counted are the weight, its entry in a gradient bucket, and the optimizer states. The
-    distributed optimizer shards the optimizer states over the replicas.
+    The bytes include the weight, the gradient and the optimizer states. The distributed optimizer
+    shards the optimizer states over the replicas.
     """
     weight = args.params_dtype.itemsize
     gradient = 4 if args.accumulate_allreduce_grads_in_fp32 else weight
@@ -292,10 +292,10 @@ def training_states(args: Any) -> States:
 
 
 def device_name() -> str:
-    """Return the catalogue's name of the device that this process trains on.
+    """Return the name of this process's device in the catalogue of devices.
 
-    The function looks up the name of the chip. If the catalogue does not contain the chip, or only
-    with more memory, the function looks up memory size and compute capability.
+    The function looks up the name of the chip. If the catalogue does not contain the chip with at
+    most this memory size, the function looks up the memory size and the compute capability.
     """
     if not cpu_host.has_gpu():
         return "cpu"
@@ -307,9 +307,9 @@ def device_name() -> str:
 def default_budget_bytes(args: Any) -> float:
     """Return the default memory budget of this device in bytes.
 
-    On a GPU it is the catalogue's budget. If less memory is free after CUDA's context, the
-    initialised communicators and other processes, it is a fraction of that memory. On a CPU it is a
-    fraction of the available memory per rank, for chunks.
+    On a GPU, the budget is the catalogue's budget, or 97% of the free memory if that is less.
+    CUDA's context, the initialised communicators and other processes reduce the free memory. On a
+    CPU, the budget for chunks is 80% of the available memory per rank.
     """
     if cpu_host.has_gpu():
         free, _ = torch.cuda.mem_get_info()
@@ -321,7 +321,8 @@ def default_budget_bytes(args: Any) -> float:
 def host_budget_bytes(config: Config) -> float:
     """Return the bytes of host memory that this rank may use for offloading.
 
-    The value is --epp-host-memory-gib, or a fraction of the memory that is available now.
+    The result is --epp-host-memory-gib. Without this flag, it is a fraction of the available memory
+    per rank: 50% with a GPU, 15% without.
 
     Raises:
         ValueError: --epp-host-memory-gib exceeds the host's memory divided by its ranks.
@@ -347,7 +348,7 @@ def planner_cores(settings: Any) -> int:
 
 
 def _available_bytes(settings: Any) -> float:
-    """Return the available host memory minus that of planner processes, per local rank.
+    """Return the available host bytes per local rank, minus the bytes of planner processes.
 
     ``settings`` contains the flags that determine the number of planner processes.
     """
@@ -367,7 +368,7 @@ def _local_ranks() -> int:
 
 
 def _require_rate(profile: Profile, config: Config) -> None:
-    """Raise a ValueError if the lever offload is named but the cost model has no host rate."""
+    """Raise a ValueError if the cost model has no rate of copies to host memory (for offload)."""
     if not profile.host_bytes_per_second:
         raise ValueError(
             f"--epp-levers {config.epp_levers}: the cost model of {profile.provenance.device} has "
@@ -377,11 +378,11 @@ def _require_rate(profile: Profile, config: Config) -> None:
 
 
 def saved_budgets(args: Any, rank_of: Sequence[int]) -> tuple[float, ...] | None:
-    """Return the budgets that the resumed run planned with, one per pipeline rank.
+    """Return the memory budget in bytes of each pipeline rank, as saved by the resumed run.
 
-    The result is None if no budgets were saved, or if the resumed run had another number of stages.
-    ``rank_of`` lists the pipeline rank of every stage. The file lists, for every stage, the budget
-    of its pipeline rank.
+    The result is None if the run saved no budgets, or if it had another number of stages.
+    ``rank_of`` lists the pipeline rank of every stage. The file has one budget per stage, the
+    budget of the stage's pipeline rank.
 
     Raises:
         ValueError: The file is damaged.
@@ -393,7 +394,7 @@ def saved_budgets(args: Any, rank_of: Sequence[int]) -> tuple[float, ...] | None
 
 
 def _bytes_in_file(args: Any, name: str) -> tuple[float, ...] | None:
-    """Return the budgets in the file ``name`` next to the loaded checkpoint; None without it."""
+    """Return the budgets in the file ``name`` next to the loaded checkpoint, or None."""
     path = Path(args.load or "") / name
     if not args.load or not path.exists():
         return None

@@ -1,9 +1,9 @@
 """End of a job: after success, after an error in the user's input, or after the loss of a rank.
 
 If the user's input is wrong, one rank prints one line, and every rank exits with status 2. torchrun
-ends the other ranks as soon as one rank has failed, so the ranks wait for each other before they
-exit. They count each other in the key-value store, because a collective would block if a rank is
-busy elsewhere. A rank that loses the connection to another rank prints one line and exits with
+ends all ranks as soon as one rank has failed, so the ranks wait for each other before they exit.
+They count the failed ranks in the key-value store, because a collective would block if some rank
+does not fail. A rank that loses the connection to another rank prints one line and exits with
 status 1.
 """
 
@@ -56,8 +56,9 @@ def finish() -> None:
     """Destroy the process groups on all ranks, at the end of a successful job. Collective.
 
     Python must not shut down while a gloo worker thread still cleans up its last operation.
-    Otherwise Python ends the thread while it waits for the interpreter's lock, which aborts the
-    process: about one run in fifteen ended with status -6 after everything was trained and saved.
+    Otherwise, Python ends the thread while the thread waits for the interpreter's lock, and the
+    process aborts. Without this function, about one run in fifteen ended with status -6 after its
+    last save.
     """
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
@@ -75,8 +76,8 @@ def finish() -> None:
 def is_users_mistake(error: BaseException) -> bool:
     """Return whether ``error`` reports wrong input of the user, and not a bug.
 
-    The result is True for a ValueError, or an error class of this package, that this package's own
-    code raised. A ValueError raised in torch or Megatron counts as a bug and keeps its traceback.
+    The result is True if code of this package has raised the error, and the error is a ValueError
+    or of an error class of this package. A ValueError from torch or Megatron counts as a bug.
     """
     from_package = type(error).__module__.startswith("megatron_epp.")
     if not (from_package or isinstance(error, ValueError)):
@@ -91,10 +92,10 @@ def is_users_mistake(error: BaseException) -> bool:
 def refused_by_megatron(error: BaseException) -> ValueError | None:
     """Return Megatron's exception as a ValueError if it refuses the user's input, else None.
 
-    Megatron checks many flags only when it builds a component. So an exception refuses the input if
-    an assert or raise statement of Megatron raises it before training. Exceptions in calls from
-    this package do not count, because the call could be wrong. If Megatron cannot read a
-    checkpoint, it raises SystemExit with status 0, which counts.
+    Megatron checks many flags only when it builds a component. So an exception counts as a refusal
+    if an assert or raise statement of Megatron raises it before training. Exceptions in calls from
+    this package do not count, because this package could be wrong. SystemExit with status 0 counts,
+    because Megatron raises it if it cannot read a checkpoint.
     """
     frames = traceback.extract_tb(error.__traceback__)
     modules = [str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(error.__traceback__)]
@@ -123,11 +124,11 @@ def refused_by_megatron(error: BaseException) -> ValueError | None:
 
 
 def lost_rank(error: BaseException) -> LinkLost | None:
-    """Return a LinkLost if ``error`` shows, outside the pipeline's links, that a rank is lost.
+    """Return a LinkLost if ``error`` shows that another rank is lost, else None.
 
-    Such an error occurs in a collective of Megatron's, while a checkpoint is saved or gradients are
-    reduced. torch raises a RuntimeError for gloo, and its own error classes for a store. The result
-    is None for other errors, and before the process group exists.
+    Such errors occur in Megatron's collectives, during a save or a reduction of gradients. torch
+    raises a RuntimeError for gloo, and other error classes for a store. The result is also None for
+    a LinkLost (from a link between stages), and before the process group exists.
     """
     distributed = torch.distributed
     of_store = (distributed.DistNetworkError, distributed.DistStoreError)
@@ -162,10 +163,10 @@ def reason(error: BaseException) -> str:
 
 
 def refuse_and_exit(error: BaseException) -> NoReturn:
-    """End this rank with status 2 (for LinkLost: 1); one of the ranks prints the error.
+    """End this rank with status 2 (1 for a LinkLost); one of the ranks prints the error.
 
-    The process ends immediately, because ranks in a collective would block an orderly shutdown. Its
-    child processes, such as planner processes, also end.
+    The process ends immediately, because ranks in a collective would block an orderly shutdown. The
+    function also ends child processes, such as planner processes.
     """
     logger.debug("where the refusal came from", exc_info=error)
     status = FAILED if isinstance(error, LinkLost) else BAD_INPUT
@@ -184,7 +185,7 @@ def refuse_and_exit(error: BaseException) -> NoReturn:
 
 
 def _finish_saves() -> None:
-    """Finalise asynchronous saves, which is collective, if all ranks have reached this point."""
+    """Finalise asynchronous saves (a collective call), if all ranks have reached this point."""
     _, ranks = rank_of()
 
     def all_are_here() -> bool:
@@ -199,7 +200,7 @@ def _finish_saves() -> None:
 def require_launcher() -> None:
     """End this rank with one line if torchrun, which serves the store, has already ended.
 
-    The thread that watches torchrun (launcher.py) notices only an end that happens later.
+    Later, a thread watches torchrun (launcher.py), but it does not notice an earlier end.
     """
     if os.environ.get(AGENT_STORE) != "True":
         return

@@ -1,4 +1,4 @@
-"""Checks of the environment variables by which a launcher passes a process its rank."""
+"""Checks of the environment variables with which a launcher sets the rank of a process."""
 
 import os
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ def require_environment(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def lone_copies(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return a warning if several Slurm tasks would each train alone; None otherwise."""
+    """Return a warning if several Slurm tasks would each train as a separate job, else None."""
     tasks = environ.get(_TASKS, "")
     if "RANK" in environ or not tasks.isdecimal() or int(tasks) < 2:
         return None
@@ -46,7 +46,7 @@ def lone_copies(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def rank_of(environ: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Return (rank, world size) from the environment; invalid values count as (0, 1)."""
+    """Return (rank, world size) from the environment; missing or invalid values are 0 and 1."""
     numbers = []
     for name, default in (("RANK", 0), ("WORLD_SIZE", 1)):
         try:

@@ -1,7 +1,7 @@
 """Datasets, batches, forward step and loss of Megatron's own GPT training, without ``--epp``.
 
 The megatron-core wheel contains the trainer, but not Megatron-LM's script pretrain_gpt.py, which
-defines these functions. The results of this module equal the results of that script bit for bit.
+defines these functions. This module and that script have the same results, bit for bit.
 
 Shapes: B samples of a micro-batch, S tokens of a sample (the context), C document boundaries of a
 packed batch.
@@ -70,8 +70,8 @@ def forward_step(
 ) -> tuple[Any, Any]:
     """Run one micro-batch through this stage; return the stage's output and the loss function.
 
-    With ``return_schedule_plan`` (Megatron's overlap of expert communication), the model's schedule
-    plan of the micro-batch replaces the output. Only the last stage calls the loss function.
+    With ``return_schedule_plan`` (Megatron's overlap of expert communication), the function returns
+    the model's schedule plan instead of the output. Only the last stage calls the loss function.
     """
     args, timers, straggler = get_args(), get_timers(), StragglerDetector()
     timers("batch-generator", log_level=2).start()
@@ -93,7 +93,7 @@ def forward_step(
 def loss(
     loss_mask_BS: torch.Tensor, token_losses_BS: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the summed loss of the unmasked tokens, the number of these tokens, and log values."""
+    """Return (sum of the losses of unmasked tokens, number of these tokens, values to log)."""
     args = get_args()
     mask = loss_mask_BS.view(-1).float()
     total = torch.sum(token_losses_BS.view(-1).float() * mask)
@@ -103,9 +103,9 @@ def loss(
 
 
 def validate(total: torch.Tensor, args: argparse.Namespace) -> None:
-    """Validate the loss with Megatron's re-run machine, which replays a rejected iteration.
+    """Validate the loss with Megatron's re-run machine, which repeats a rejected iteration.
 
-    The forward pass is deterministic, so the tolerance between iteration and replay is 0.
+    The forward pass is deterministic, so the tolerance between an iteration and its repeat is 0.
     """
     machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
@@ -133,11 +133,11 @@ def validate(total: torch.Tensor, args: argparse.Namespace) -> None:
 
 
 def next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
-    """Return the tensors of the next micro-batch that this rank needs; other keys are None.
+    """Return name -> tensor of the next micro-batch; None for tensors not needed on this rank.
 
     Tensor-parallel rank 0 reads the batch and broadcasts it. Stages between the first and the last
-    need only the boundaries of packed documents. Each context-parallel rank gets its shard of the
-    tokens.
+    need only the boundaries of packed documents, unless they have MTP layers. Each context-parallel
+    rank gets its shard of the tokens.
     """
     args = get_args()
     at_an_end = is_first_or_last_pipeline_stage(vp_stage)
@@ -185,8 +185,9 @@ def next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
 def packed_sequences(batch: dict[str, Any], tokens_per_sample: int) -> PackedSeqParams | None:
     """Return the document boundaries of a packed batch; None if the batch is not packed.
 
-    Megatron's count of floating-point operations gets the true boundaries. The attention gets the
-    padded boundaries, if there are any, because Megatron 0.19's attention accepts only one kind.
+    Megatron's count of floating-point operations uses the boundaries without padding. The attention
+    uses the padded boundaries, if there are any, because Megatron 0.19's attention accepts only one
+    kind.
     """
     if batch["cu_seqlens"] is None:
         return None
@@ -231,7 +232,7 @@ def datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, 
     ``samples`` are the minimum numbers of samples of the three sets.
 
     Raises:
-        ValueError: A corpus file is missing or truncated.
+        ValueError: A corpus file is missing or damaged, or the job evaluates without data.
     """
     args = get_args()
     _examine_corpus(args)
@@ -253,7 +254,7 @@ datasets.is_distributed = True  # type: ignore[attr-defined]
 def require_validation(args: argparse.Namespace, there: bool) -> None:
     """Refuse a job that evaluates without validation data, before Megatron fails at evaluation.
 
-    ``there`` is whether part of the corpus is used for validation.
+    ``there`` is whether the data flags select validation data.
 
     Raises:
         ValueError: The job evaluates, but there is no validation data.
@@ -268,8 +269,8 @@ def require_validation(args: argparse.Namespace, there: bool) -> None:
 def _examine_corpus(args: argparse.Namespace) -> None:
     """Refuse a damaged corpus before Megatron opens it.
 
-    Megatron opens the corpus on some ranks while the others wait at a barrier, so an error would
-    block them. Here every rank finds the error.
+    Megatron opens the corpus on some ranks while the other ranks wait at a barrier, where an error
+    would leave them blocked. In this function, every rank finds the error.
 
     Raises:
         ValueError: A corpus file is missing or damaged; the message names the file.
@@ -294,7 +295,7 @@ def _kind_of_dataset(args: argparse.Namespace) -> type:
 def _reads_data(vp_stage: int | None = None) -> bool:
     """Return whether this rank builds the datasets.
 
-    Tensor-parallel rank 0 builds them on stages that need them.
+    On stages that need data, tensor-parallel rank 0 builds the datasets.
     """
     args = get_args()
     if parallel_state.get_tensor_model_parallel_rank() != 0:
@@ -348,8 +349,8 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
 def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
     """Return the ranks of a pipeline that hold a word embedding.
 
-    These are the rank of the first stage, the ranks with MTP layers, and, if embeddings are tied,
-    the rank of the last stage.
+    These are the rank of the first stage and the ranks with MTP layers. With tied embeddings, the
+    rank of the last stage holds an embedding too, except with vocabulary parallelism.
     """
     args = get_args()
     first, *_ = place_of(args) or (0,)

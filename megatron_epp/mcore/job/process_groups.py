@@ -30,16 +30,16 @@ def make_groups(
 ) -> Groups:
     """Create the process groups. Collective over the world, after Megatron's groups exist.
 
-    Waits in these groups have Megatron's timeout. The control group and one group per direction of
-    messages span the world. Within a message group, NCCL creates a communicator for each pair of
-    ranks that communicate. With several replicas, the ranks that share a plan also have a CPU
-    group.
+    The groups have Megatron's timeout. The control group (CPU) and one group per direction of
+    messages contain all ranks of the job. Within a message group, NCCL creates a communicator for
+    each pair of ranks that communicate. With several replicas, the ranks that share a plan also
+    have a CPU group.
 
     Args:
         device: Device of this rank.
-        place: The rank of every stage; empty if stage i lies on rank i.
-        check: Function called with the control group, before the other groups are created. It
-            compares the local values from which ranks derive the groups.
+        place: Pipeline rank of every stage; empty if stage i is on rank i.
+        check: Function that gets the control group before the other groups exist. It compares the
+            values from which each rank derives the groups.
     """
     # Imported here: external training loops use this module with another trainer.
     from megatron.training import get_args
@@ -83,12 +83,13 @@ def block_group(
     """Create the group of the ranks that share a plan. Collective over ``control``.
 
     Args:
-        number: Index of this rank's lockstep group (of its replica, without lockstep).
+        number: Index of this rank's lockstep group, or of its replica without lockstep.
         control: CPU group of all ranks.
-        timeout: Limit for waits in the group.
+        timeout: Timeout of the group.
 
     Returns:
-        The group, the rank in the group that plans, and the number of planning ranks on this host.
+        The group, the index in the group of the rank that plans, and the number of ranks on this
+        host that plan.
     """
     every: list[Any] = [None] * control.size()
     dist.all_gather_object(every, (socket.gethostname(), number), group=control)
@@ -109,8 +110,8 @@ def block_group(
 def layer_groups(holder: Any) -> list[dist.ProcessGroup]:
     """Return this rank's groups in which layers communicate.
 
-    ``holder`` describes the model: Megatron's args or configuration, or None. Layer kinds in it may
-    add groups.
+    ``holder`` describes the model: Megatron's args, a configuration, or None. The model's layer
+    kinds may add groups.
     """
     groups = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
     return groups + [group for part in LAYER_KINDS for group in part.layer_groups(holder)]
@@ -119,8 +120,8 @@ def layer_groups(holder: Any) -> list[dist.ProcessGroup]:
 def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
     """Yield this rank's groups in which Megatron's trainer communicates outside of layers.
 
-    The trainer sums gradients, gradient norms and token counts in these groups. All ranks yield
-    their groups in the same order.
+    The trainer sums gradients, gradient norms and token counts in these groups. The order of the
+    groups is the same on all ranks.
     """
     yield mpu.get_data_parallel_group(with_context_parallel=True)
     yield mpu.get_pipeline_model_parallel_group()
@@ -139,21 +140,22 @@ def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
 def message_groups(
     device: torch.device, timeout: timedelta, of_head: bool = False, place: Sequence[int] = ()
 ) -> dict[Payload, dist.ProcessGroup]:
-    """Create one group over the world per direction of messages. Collective over the world.
+    """Create one group of all ranks per direction of messages. Collective over the world.
 
-    The function also initialises every link between stages. With one stage there are no groups.
+    The function also initialises every link between stages. With one pipeline rank, it creates no
+    groups.
 
     Args:
         device: Device of this rank.
-        timeout: Limit for waits in the groups.
+        timeout: Timeout of the groups.
         of_head: Whether to add a group for messages of H (vocabulary parallelism).
-        place: The rank of every stage; empty if stage i lies on rank i.
+        place: Pipeline rank of every stage; empty if stage i is on rank i.
 
     Returns:
         The groups by direction.
 
     Raises:
-        ValueError: torch.distributed was initialised in a way that would block pipelines.
+        ValueError: The way in which torch.distributed was initialised would block pipelines.
     """
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     groups: dict[Payload, dist.ProcessGroup] = {}
@@ -174,9 +176,9 @@ def message_groups(
 
 
 def message_options(device: torch.device, timeout: timedelta) -> Any:
-    """Return NCCL's options for the messages of one direction.
+    """Return NCCL's options for a group of messages.
 
-    The result is None if NCCL does not carry messages: on a CPU-only host, or if ranks share a GPU.
+    The result is None if messages do not use NCCL: on a CPU-only host, or if ranks share a GPU.
     """
     # In a mixed world, dist.get_backend() would return both names: "cpu:gloo,cuda:nccl".
     world = speaking(dist.distributed_c10d._get_default_group())
@@ -194,9 +196,9 @@ def message_options(device: torch.device, timeout: timedelta) -> Any:
 def initialise_communicators(group: dist.ProcessGroup, device: torch.device) -> None:
     """Run one all-reduce in ``group``, so that NCCL creates its communicator now.
 
-    Creating a communicator may wait for the device and for all ranks of the group, which could
-    block in an iteration with posted receives. It also needs memory, which torch has reserved by
-    the end of an iteration.
+    NCCL may wait for the device and for all ranks of the group when it creates a communicator. In
+    an iteration with posted receives, this wait could block. NCCL also needs memory for the
+    communicator, which torch has reserved at the end of an iteration.
     """
     if group.size() > 1:
         dist.all_reduce(torch.zeros(1, device=device), group=group)

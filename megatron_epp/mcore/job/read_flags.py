@@ -1,4 +1,4 @@
-"""Reading and validation of Megatron's flags and the flags of --epp.
+"""Reader of Megatron's flags and the flags of --epp, with validation.
 
 Invalid flags raise a one-line ValueError. Any exception that Megatron raises while it reads flags
 counts as an error in the flags.
@@ -34,10 +34,10 @@ def _as_typed(parser: ArgumentParser) -> ArgumentParser:
 def read_flags(watch: Watch = _as_typed) -> Namespace:
     """Return the validated flags of Megatron and --epp, and set Megatron's global arguments.
 
-    ``watch`` wraps the parser, and may replace the values that the user has typed.
+    ``watch`` is a function that changes the parser, for example to replace values of the user.
 
     Raises:
-        ValueError: A flag is unknown, or Megatron or this host refuses it.
+        ValueError: A flag is unknown or invalid, or this host does not support it.
     """
     from megatron.training import global_vars
     from megatron.training.arguments import parse_and_validate_args, parse_args
@@ -91,7 +91,10 @@ def read_flags(watch: Watch = _as_typed) -> Namespace:
 
 
 def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
-    """Add --epp's flags and this host's defaults to Megatron's parser; errors raise ValueErrors."""
+    """Add the flags of --epp and this host's defaults to Megatron's parser, and return it.
+
+    The parser raises a ValueError for invalid flags.
+    """
     with_our_flags(parser)
     # Megatron divides by --eval-interval even without evaluation (training.py:4481).
     parser.set_defaults(eval_interval=1000)
@@ -107,9 +110,9 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
 
 
 def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
-    """Add the flags of --epp to Megatron's ``parser``, and return it.
+    """Add the flags of --epp to Megatron's ``parser``, and return the parser.
 
-    With --epp, the parser also resets flags that layer kinds replace, and joins the segments of
+    With --epp, the parser also resets flags that have no effect, and joins the segments of
     interleaved pipelines to one segment per stage.
     """
     extended = config.add_arguments(virtual_flags.watch_virtual_stages(parser))
@@ -117,9 +120,10 @@ def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _naming_its_flag(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Wrap a type function so that an exception in Megatron's ``eval`` becomes an argparse error.
+    """Wrap ``read``, a flag's type function, so that its exceptions become argparse errors.
 
-    argparse then names the flag. An example of such a value is a layer pattern, "[0]*1+[1]*3".
+    argparse then names the flag. For example, Megatron evaluates a layer pattern such as
+    "[0]*1+[1]*3" with ``eval``, which may raise any exception.
     """
 
     @wraps(read)
@@ -140,7 +144,7 @@ def _refuse(message: str) -> NoReturn:
 def refusals_as_value_errors() -> Iterator[None]:
     """Convert exceptions that Megatron raises while it reads flags to ValueErrors with a reason.
 
-    Many of Megatron's checks are asserts without a message; the reason is then the condition.
+    Many of Megatron's checks are asserts without a message. The reason is then the source line.
     """
     try:
         yield
@@ -157,7 +161,7 @@ def refusals_as_value_errors() -> Iterator[None]:
 
 
 def be_the_only_process() -> None:
-    """Set the environment variables of a single process, for a start without torchrun."""
+    """Set the environment variables of a job with one process, for a start without torchrun."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

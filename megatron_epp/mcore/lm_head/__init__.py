@@ -1,1 +1,1 @@
-"""LM head: fused head and loss; shards, messages and the ops H and G of vocabulary parallelism."""
+"""LM head: the fused LM head and loss, and vocabulary parallelism with the ops H and G."""

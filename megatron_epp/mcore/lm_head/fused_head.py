@@ -1,4 +1,4 @@
-"""Fused LM head and loss: the backward of both runs in the forward (layers.lm_head.fused_loss)."""
+"""Fused LM head and loss, whose backward runs inside F (layers.lm_head.fused_loss)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,24 +24,24 @@ CPU_BLOCK_TOKENS = 1024
 def fused_head(args: Any) -> bool:
     """Return whether the backward of the LM head may run in F.
 
-    If hooks start the overlapped gradient reduction during the stage's last backward, the gradient
-    of the output layer must be computed in that backward, too.
+    The result is False if hooks start the overlapped gradient reduction during the stage's last
+    backward. That backward must then also compute the output layer's gradient.
     """
     hooks_reduce = args.pipeline_model_parallel_size == 1 or not args.align_grad_reduce
     return not (args.overlap_grad_reduce and hooks_reduce)
 
 
 def block_tokens(args: Any) -> int:
-    """Return the number of rows that the LM head processes at a time."""
+    """Return the number of rows (tokens) that the LM head processes at a time."""
     words = args.padded_vocab_size // args.tensor_model_parallel_size
     return rows_at_once(words, cpu_host.has_gpu())
 
 
 def rows_at_once(words: int, on_gpu: bool, stages: int = 1) -> int:
-    """Return the number of rows whose logits are computed at a time.
+    """Return the number of rows (tokens) whose logits are computed at a time.
 
-    ``words`` is the number of vocabulary rows of this rank. With vocabulary parallelism, these are
-    1 / ``stages`` of the vocabulary rows of a tensor-parallel rank.
+    ``words`` is the number of vocabulary rows of this rank. With vocabulary parallelism, this rank
+    has 1 / ``stages`` of the vocabulary rows of a tensor-parallel rank.
     """
     if on_gpu:
         return head_block_tokens(words)
@@ -51,17 +51,17 @@ def rows_at_once(words: int, on_gpu: bool, stages: int = 1) -> int:
 class FusedHead:
     """Fused LM head and loss: an ``output_processor`` of GPTModel.forward.
 
-    The call returns losses after running the backward of the head. Losses are [1, T], or
-    [1 + D, T] with D MTP modules. ``weights_1T`` is the gradient of every loss. With sequence
-    parallelism, rows are all-gathered once before the head, so that blocks of rows match blocks of
-    labels. The gradients of the rows are reduce-scattered once.
+    The call runs the backward of the head and returns the losses: [1, T], or [1 + D, T] with D MTP
+    modules. ``weights_1T`` is the gradient of every loss, in the same shape. With sequence
+    parallelism, the call all-gathers the rows once before the head, so that blocks of rows match
+    blocks of labels. It reduce-scatters the gradients of the rows once.
     """
 
     def __init__(self, weights_1T: Tensor):
         self.weights_1T = weights_1T
 
     def __call__(self, **arguments: Any) -> Tensor:
-        """Return the losses, and run the backward of the LM head."""
+        """Run the backward of the LM head, and return the losses."""
         layer = arguments["output_layer"]
         results = [
             self._early(hidden_t1H, self.weights_1T[depth : depth + 1], losses, layer)
@@ -108,10 +108,10 @@ def _predictions(
     config: Any,
     **others: Any,
 ) -> Iterator[tuple[Tensor, Losses]]:
-    """Yield (hidden states, function that returns the losses of a slice of their rows).
+    """Yield (hidden states, function from hidden states and a slice of rows to their losses).
 
-    The first pair is of the decoder, the others are of the MTP modules. With --mtp-detach-heads,
-    MTP losses do not train the output layer.
+    The first pair belongs to the decoder, and the next pairs belong to the MTP modules. With
+    --mtp-detach-heads, MTP losses do not train the output layer.
     """
 
     def losses(depth: int, weight: Tensor | None, hidden_t1H: Tensor, rows: slice) -> Tensor:
@@ -130,7 +130,7 @@ def _predictions(
 
 @contextmanager
 def _on_gathered_rows(output_layer: ColumnParallelLinear) -> Iterator[None]:
-    """Disable the gather and the gradient reduction of ``output_layer`` in this context."""
+    """Disable the all-gather and the gradient reduction of ``output_layer`` in this context."""
     before = output_layer.sequence_parallel, output_layer.disable_grad_reduce
     output_layer.sequence_parallel, output_layer.disable_grad_reduce = False, True
     try:

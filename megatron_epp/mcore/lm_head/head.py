@@ -1,4 +1,4 @@
-"""Ops H and G of a stage for the executor, and the state that they share with F and B."""
+"""Ops H and G of vocabulary parallelism on a stage, and their state, which F and B also use."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,8 @@ from megatron_epp.runtime.memory_meter import Meter
 class HiddenStates:
     """Result of the last stage's forward if H and G are separate ops.
 
-    It is not a tensor, because Megatron converts output tensors of the last stage to float32.
+    The class hides the tensor, because Megatron converts output tensors of the last stage to
+    float32.
     """
 
     normed_t1H: Tensor
@@ -27,9 +28,9 @@ class HiddenStates:
     def after_the_norm(
         cls, *, hidden_states: Tensor | tuple[Tensor, ...], **others: Any
     ) -> "HiddenStates":
-        """Return the normed hidden states (an ``output_processor`` of GPTModel.forward).
+        """Return the hidden states after the final norm; an ``output_processor`` of GPTModel.
 
-        The rows of MTP modules follow the rows of the decoder.
+        The rows of MTP modules come after the rows of the decoder.
         """
         if isinstance(hidden_states, tuple):
             hidden_states = torch.cat(hidden_states)
@@ -41,14 +42,13 @@ class ShardedHead:
 
     For each chunk, the following tensors are saved:
 
-        _hidden      hidden states, saved by F on the last stage and by H on other stages; G reads
-                     them
-        _gradient    gradient of the last stage's output, saved by H; B reads it
-        _lse         log-sum-exp over the vocabulary, saved by H on the last stage and by B on other
-                     stages; G reads it
-        _back        the same log-sum-exp; B sends it to the previous stage. It is saved separately,
+        _hidden      hidden states, for G; saved by F on the last stage and by H on other stages
+        _gradient    gradient of the last stage's output, for B; saved by H
+        _lse         log-sum-exp over the vocabulary, for G; saved by H on the last stage and by B
+                     on other stages
+        _back        the same log-sum-exp, which B sends to the previous stage; a separate entry,
                      because G and B of the last stage may run in either order
-        _labels, _weights    labels and loss weights, saved by F; H and G read them
+        _labels, _weights    labels and loss weights, for H and G; saved by F
     """
 
     def __init__(
@@ -83,20 +83,19 @@ class ShardedHead:
             kept.clear()
 
     def learn(self, chunk: int, labels_1T: Tensor, weights_1T: Tensor) -> None:
-        """Save the labels and loss weights of a chunk for H and G; F calls this method."""
+        """Save the labels and loss weights of a chunk for H and G, in F."""
         self._labels[chunk], self._weights[chunk] = map(self._in_order, (labels_1T, weights_1T))
 
     def _in_order(self, of_each_DT: Tensor) -> Tensor:
-        """Return the values [1 + D, T] flattened in the order of gathered hidden states.
+        """Return the values [1 + D, T], flattened in the order of all-gathered hidden states.
 
-        In this order, the rows of each tensor-parallel rank, for all 1 + D predictions, follow each
-        other.
+        The order is by tensor-parallel rank, then by prediction (1 + D), then by row.
         """
         ranks = self.shard.words.scatters
         return of_each_DT.view(len(of_each_DT), ranks, -1).transpose(0, 1).reshape(-1)
 
     def _of_each(self, ordered: Tensor) -> Tensor:
-        """Return the values [1 + D, T], given in the order of :meth:`_in_order`."""
+        """Return the values as [1 + D, T]; the inverse of :meth:`_in_order`."""
         ranks, each = self.shard.words.scatters, self.shapes.predictions
         return ordered.view(ranks, each, -1).transpose(0, 1).reshape(each, -1)
 
@@ -106,7 +105,7 @@ class ShardedHead:
         return self.shapes.head(chunk, 0).pack((hidden_t1H,), ())
 
     def head(self, chunk: int, received: Tensor) -> Tensor:
-        """Run H. Return the message to the next stage; on the last stage, the losses [1 + D, T]."""
+        """Run H; return the next stage's message, or on the last stage the losses [1 + D, T]."""
         alive = [self.meter.hold(received)]  # counted while this op runs
         hidden_tH, before = self._unpacked(chunk, received)
         labels_T = self._labels[chunk]
@@ -159,7 +158,7 @@ class ShardedHead:
         self._hidden.pop(chunk, None)
 
     def gradient(self, chunk: int, received: Tensor | None) -> Tensor:
-        """Return the gradient of the stage's output, which B or I needs."""
+        """Return the gradient of the stage's output, for B or I."""
         if self.is_last:
             return self.meter.held(self._gradient.pop(chunk))
         assert received is not None, "the next stage sends a gradient"
@@ -168,7 +167,10 @@ class ShardedHead:
         return gradient_tH[:, None]
 
     def hand_back(self, chunk: int, gradient_t1H: Tensor | None) -> Tensor | None:
-        """Return the message to the previous stage: gradient of the input, and log-sum-exp."""
+        """Return the message to the previous stage: the input's gradient and the log-sum-exp.
+
+        The result is None if there is no input gradient.
+        """
         lse_t = self._back.pop(chunk)
         if gradient_t1H is None:
             return None
@@ -176,7 +178,7 @@ class ShardedHead:
         return self.shapes.gradient(chunk).pack((gradient_t1H,), lse)
 
     def weight_gradient(self, chunk: int) -> None:
-        """Run G: compute the chunk's gradient of the shard's weight and accumulate it."""
+        """Run G: compute the gradient of the shard's weight for ``chunk``, and accumulate it."""
         hidden = self.meter.held(self._hidden.pop(chunk))
         self.shard.add_gradient(
             hidden.view(-1, hidden.shape[-1]),
@@ -189,7 +191,7 @@ class ShardedHead:
 def head_for(
     model: Any, plan: Plan, stage: int, shapes: MessageShapes, meter: Meter
 ) -> ShardedHead | None:
-    """Return the object that runs H and G of a stage; None if ``plan`` has no H and G.
+    """Return the object that runs H and G on a stage; None without vocabulary parallelism.
 
     Args:
         model: The stage module.
@@ -199,7 +201,7 @@ def head_for(
         meter: Meter of the bytes of saved tensors.
 
     Raises:
-        PlanError: The plan and the model disagree on vocabulary parallelism.
+        PlanError: Only one of plan and model has vocabulary parallelism.
     """
     shard = shard_of(model)
     if plan.vocabulary_parallel and shard is None:

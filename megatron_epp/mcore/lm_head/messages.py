@@ -21,9 +21,9 @@ class MessageShapes:
         to stages between     these hidden states, mean and label rows of the weight, two statistics
         to the last stage     mean and label rows of the weight, two statistics
 
-    In forward-only passes, messages of H contain no rows of the weight. With MTP, there are several
-    ``predictions`` per row: messages of H are larger by this factor, and a message with a gradient
-    contains one log-sum-exp per prediction.
+    The statistics are the log-sum-exp and the label's logit. In forward-only passes, messages of H
+    contain no rows of the weight. With MTP, each row has several ``predictions``. Messages of H are
+    then larger by this factor, and a message with a gradient has one log-sum-exp per prediction.
     """
 
     def __init__(
@@ -48,11 +48,11 @@ class MessageShapes:
         return (self.head(message.chunk, message.target).elements,)
 
     def gradient(self, chunk: int) -> Packing:
-        """Return the packing of a message with a gradient of ``chunk``."""
+        """Return the layout of the message with the gradient of ``chunk``."""
         return Packing(self.rows(chunk), self.hidden, 1, self.predictions, self.dtype)
 
     def head(self, chunk: int, target: int) -> Packing:
-        """Return the packing of the message of H for ``chunk`` to the stage ``target``."""
+        """Return the layout of the message of H for ``chunk`` to the stage ``target``."""
         packing = partial(Packing, self.predictions * self.rows(chunk), self.hidden)
         if target == 0:
             return packing(1, 0, self.dtype)

@@ -1,12 +1,12 @@
 """Megatron's output layer with vocabulary parallelism.
 
-With P stages, tensor-parallel rank i of stage s has shard i * P + s of the vocabulary rows.
-Together, the shards of all stages are the rows that rank i of Megatron's last stage has. In
-checkpoints, the key of the weight does not change, only its shards are smaller. Therefore a
-checkpoint can be loaded and saved with any number of stages and ranks.
+With P stages, tensor-parallel rank i of stage s has shard i * P + s of the vocabulary rows. The
+shards of rank i on all stages are together the rows of rank i on Megatron's last stage. In
+checkpoints, the weight has Megatron's key and smaller shards. Therefore, a checkpoint can be loaded
+and saved with any number of stages and ranks.
 
-With tied embeddings, rank i of stage 0 has its full embedding, as in Megatron; the shard of stage 0
-is a part of it. The shards of the other stages are copies of rows of this embedding (tied.py).
+With tied embeddings, rank i of stage 0 has its full embedding, as in Megatron, and the shard of
+stage 0 is a part of this embedding. Shards of other stages are copies of its rows (tied.py).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,11 +33,11 @@ from megatron_epp.mcore.lm_head.fused_head import rows_at_once
 
 
 class VocabularyShard(nn.Module):
-    """Shard of the output layer's vocabulary rows; replaces ``output_layer`` on every stage.
+    """Shard of the output layer's vocabulary rows, in place of ``output_layer`` on every stage.
 
-    H is computed in the forward of this module, so that the pre-forward hook of overlapped
-    parameter gathering runs for the weight. ``weight`` is a parameter of this module. If it is
-    None, the weight is the first rows of ``of``, a parameter of another module (tied embeddings).
+    H runs in the forward of this module, so that the pre-forward hook of overlapped parameter
+    gathering runs for the weight. ``weight`` is a parameter of this module. On stage 0 with tied
+    embeddings, ``weight`` is None, and the shard is the first rows of the embedding ``of``.
     ``place`` contains the pipeline rank of every stage.
     """
 
@@ -81,22 +81,22 @@ class VocabularyShard(nn.Module):
         )
 
     def forward(self, hidden_tH: Tensor, labels_T: Tensor, gradient: bool) -> Statistics:
-        """Return the statistics of the logits of this shard's vocabulary rows.
+        """Return the statistics of the logits over this shard's vocabulary rows.
 
-        With ``gradient``, the statistics include the mean and label rows of the weight.
+        With ``gradient``, the statistics also include rows of the weight (mean and label row).
         """
         return statistics(hidden_tH, labels_T, self.words, gradient)
 
     def add_gradient(
         self, hidden_tH: Tensor, labels_T: Tensor, weights_T: Tensor, lse_t: Tensor
     ) -> None:
-        """Accumulate the weight gradient of a chunk (op G); hooks of the weight run once.
+        """Accumulate the weight gradient of a chunk (op G); run hooks of the weight once.
 
         Args:
             hidden_tH: Hidden states of this rank's rows.
             labels_T: Labels of the chunk.
             weights_T: Weight of every token's loss.
-            lse_t: Log-sum-exp of the logits over the vocabulary.
+            lse_t: Log-sum-exp of the logits over the vocabulary, for this rank's rows.
         """
         before: Tensor | None = None
         parts = weight_gradients(hidden_tH, labels_T, weights_T, lse_t, self.words)
@@ -123,7 +123,7 @@ class VocabularyShard(nn.Module):
         total[: len(part_VH)] += part_VH
 
     def _local(self, weight: Parameter) -> Tensor:
-        """Return the rows of stage 0: the first rows of ``weight``, which has all stages' rows."""
+        """Return the shard of stage 0, the first rows of ``weight``, which has all stages' rows."""
         return weight.detach()[: len(weight) * self.tp_group.size() // self.shards]
 
     def sharded_state_dict(
@@ -131,7 +131,7 @@ class VocabularyShard(nn.Module):
     ) -> dict[str, ShardedTensor | ShardedObject]:
         """Return the sharded weight and an empty extra state, as Megatron's output layer does.
 
-        A GPTModel does not save the extra state in checkpoints; a HybridModel requires it.
+        A GPTModel does not save the extra state in checkpoints, but a HybridModel requires it.
         """
         assert not sharded_offsets, "an output layer is one of its kind"
         key, extra = f"{prefix}weight", f"{prefix}_extra_state"
@@ -166,7 +166,8 @@ def sharded_vocabulary(
         index: Index of the shard.
         shards: Number of shards.
         metadata: Megatron's metadata of the checkpoint.
-        replica: Megatron's replica_id of this copy; None for the first copy of this model replica.
+        replica: Megatron's replica_id of this copy. None: the first copy within its data-parallel
+            replica.
     """
     if replica is None:
         replica = (0, 0, _data_rank(metadata))
@@ -187,7 +188,7 @@ def _data_rank(metadata: dict | None) -> int:
 
 
 class _BroughtGradient(torch.autograd.Function):
-    """Root of an autograd graph whose backward returns ``gradient_VH`` as the weight's gradient."""
+    """Autograd function whose backward returns ``gradient_VH`` as the weight's gradient."""
 
     @staticmethod
     def forward(ctx: Any, weight_VH: Parameter, gradient_VH: Tensor) -> Tensor:
@@ -214,8 +215,8 @@ def shard_output_layer(
 ) -> None:
     """Replace the output layer by shards on this rank's stages. Collective over the pipeline.
 
-    The weights are copied from the last stage's full output layer. With tied embeddings, they are
-    copied from the first stage's embedding.
+    The function copies the weights from the last stage's full output layer, or from the first
+    stage's embedding if embeddings are tied.
 
     Args:
         models: Stage modules of this rank, by stage.
@@ -267,8 +268,8 @@ def shard_of(model: Any) -> VocabularyShard | None:
 def full_output_layer(model: Any) -> Iterator[None]:
     """Replace the last stage's shard by an untrained full output layer in this context.
 
-    Calibration measures the full output layer; the costs of the shards follow from its cost.
-    ``model`` is not wrapped.
+    Calibration measures the full output layer, and derives the costs of the shards. ``model`` is an
+    unwrapped stage module.
     """
     own = model.output_layer if model.post_process else None
     if not isinstance(own, VocabularyShard):

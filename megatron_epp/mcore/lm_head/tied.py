@@ -2,10 +2,10 @@
 
 Stage 0 has Megatron's embedding, which contains stage 0's shard of the output layer. Each other
 stage has a copy of the rows of its shard. Once per iteration, the gradients of both copies of a row
-are set to their sum, so the optimizer changes both copies equally. Megatron does this with its
-copies on the first and the last stage. The gradient norm and checkpoints include only the
-embedding. In checkpoints, the embedding is divided into as many parts as there are shards, because
-all copies of a tensor must be sharded equally.
+are set to their sum, so the optimizer changes both copies equally. Megatron does the same with its
+two copies on the first and the last stage. The gradient norm and checkpoints include only the
+embedding. In checkpoints, the embedding is divided in the same way as the shards, because all
+copies of a tensor must be sharded equally.
 """
 
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ from megatron_epp.mcore.lm_head.shard import VocabularyShard, shard_of, sharded_
 
 
 def tie(models: Sequence[Any], device: torch.device) -> None:
-    """Tie the shards of ``models`` to the embedding if the model's embeddings are tied. Collective.
+    """Tie the output layer's shards to the embedding, for models with tied embeddings.
 
-    ``models`` are this rank's stage modules, which are not yet wrapped. The collective is over the
-    pipeline.
+    The function is collective over the pipeline. ``models`` are this rank's unwrapped stage
+    modules.
 
     Raises:
         ValueError: Megatron would also exchange the gradients of the tied weights.
@@ -58,7 +58,7 @@ def tie(models: Sequence[Any], device: torch.device) -> None:
 def _tie_state_dict(
     model: Any, state: dict[str, Any], output_key: str, embedding_key: str, metadata: dict
 ) -> None:
-    """Tie shards and embedding in a state dict; replaces LanguageModule's method on every stage."""
+    """Tie shards and embedding in a state dict, in place of LanguageModule's method."""
     shard: VocabularyShard = model.output_layer
     group = metadata.get("dp_cp_group")
     if group is None:
@@ -94,8 +94,8 @@ def _tie_state_dict(
 def add_up_tied_gradients(models: Sequence[Any]) -> None:
     """Set the gradients of both copies of every row to their sum. Collective over the pipeline.
 
-    Call this function once per iteration, after the reduction over the replicas. ``models`` are
-    this rank's stage modules, wrapped by DDP.
+    Call this function once per iteration, after DDP's gradient reduction. ``models`` are this
+    rank's stage modules, wrapped by DDP.
     """
     shard = shard_of(models[0])
     if shard is None or not unwrap_model(models[0]).share_embeddings_and_output_weights:
@@ -133,7 +133,7 @@ def add_up_tied_gradients(models: Sequence[Any]) -> None:
 
 
 def _vocabulary_rows_of(total: Tensor, place: Sequence[int], number: int) -> dict[int, Tensor]:
-    """Return the embedding rows in ``total`` of each rank's ``number``-th stage, by stage."""
+    """Return stage -> rows of ``total`` for stage ``number`` (from 0) of each pipeline rank."""
     parts, seen, rows_of = total.chunk(len(place)), [0] * (1 + max(place)), {}
     for stage, rank in enumerate(place):
         if seen[rank] == number:
@@ -143,9 +143,10 @@ def _vocabulary_rows_of(total: Tensor, place: Sequence[int], number: int) -> dic
 
 
 def _full_gradient(model: Any, weight: Parameter) -> Tensor:
-    """Return ``weight.main_grad`` in full on every replica. Collective over the replicas.
+    """Return the full ``weight.main_grad`` on every replica. Collective over the replicas.
 
-    With the distributed optimizer, each replica has only a shard of it after the reduction.
+    With the distributed optimizer, each replica has only a shard of it after the reduction, and the
+    function all-gathers the shards.
     """
     if model.ddp_config.use_distributed_optimizer:
         buckets = model.param_to_bucket_group[weight]

@@ -1,1 +1,1 @@
-"""`certify --loop` with Megatron: ranks of a training loop, and the reference model."""
+"""Processes of `certify --loop` with Megatron: ranks of a training loop, and a reference model."""

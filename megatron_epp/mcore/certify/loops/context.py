@@ -1,12 +1,12 @@
-"""Loop whose forward step shards a micro-batch over context-parallel ranks.
+"""Training loop whose forward step shards a micro-batch over context-parallel ranks.
 
-    padded samples          [B, S]: a sample is cut into 2 x ranks equal parts; rank i has parts i
-                            and 2 x ranks - 1 - i, as in Megatron's get_batch_on_this_cp_rank
+    padded samples          [B, S]: each sample is cut into 2 x ranks equal parts; rank i has parts
+                            i and 2 x ranks - 1 - i, as in Megatron's get_batch_on_this_cp_rank
     documents in one row    [1, T]: every document is cut in this way (THD, packed_seq_params)
 
-Some loops sum token losses locally, others gather them for a loss of full sequences; both cases
-occur here. On a CPU-only host, Megatron has no attention over context-parallel ranks. A simple
-attention replaces it, which gathers the rows of K and V and computes all scores.
+Some loops sum the token losses of a rank locally. Other loops gather the token losses, and compute
+a loss of full sequences. This loop does both. On a CPU-only host, Megatron has no attention over
+context-parallel ranks. A simple attention replaces it: it gathers K and V and computes all scores.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ Parts = Sequence[Tensor]  # the rows of every rank
 
 
 def context_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """Run the model on this rank's shard: the loop's ``forward_step_func``."""
+    """Run the model on this rank's shard, as the loop's ``forward_step_func``."""
     batch = next(data_iterator)
     local = _on_this_rank(batch)
     params = None
@@ -60,14 +60,14 @@ def _on_this_rank(batch: MicroBatch) -> dict[str, Tensor]:
 
 
 def _parts(starts: Tensor) -> Parts:
-    """Return the row indices of every rank; ``starts`` are the boundaries of the documents."""
+    """Return the row indices of every rank; ``starts`` are boundaries of documents, in rows."""
     ranks = mpu.get_context_parallel_world_size()
     pairs = list(pairwise(starts.tolist()))
     return [torch.cat([a + zigzag(b - a, ranks)[rank] for a, b in pairs]) for rank in range(ranks)]
 
 
 def _loss(batch: MicroBatch, local_losses: Tensor, non_loss_data: bool = False) -> Any:
-    """Return the loop's loss, from this rank's token losses [B, S / ranks] or [1, T / ranks]."""
+    """Return the loop's loss, given this rank's token losses [B, S / ranks] or [1, T / ranks]."""
     group = mpu.get_context_parallel_group()
     packed = "cu_seqlens" in batch
     parts = _parts(batch["cu_seqlens"] if packed else torch.tensor([0, batch["tokens"].shape[1]]))
@@ -89,7 +89,7 @@ def _loss(batch: MicroBatch, local_losses: Tensor, non_loss_data: bool = False) 
 
 
 class _Gathered(Function):
-    """Gather of [B, s] of all ranks to [B, S] in order; backward selects this rank's rows."""
+    """Gather of the [B, s] shards of all ranks to [B, S]; backward selects this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, parts: Parts, group: Any) -> Tensor:
@@ -107,7 +107,7 @@ class _Gathered(Function):
 
 
 class _RowsOfAll(Function):
-    """Concatenation of [s, ...] of all ranks; backward sums the gradients of all ranks."""
+    """Concatenation of the [s, ...] shards of all ranks; backward sums all ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, group: Any) -> Tensor:
@@ -131,10 +131,10 @@ def attend_over_ranks(model: Any) -> None:
 
 
 class _GatheredAttention:
-    """Attention with gathered K and V.
+    """Attention that gathers K and V from all context-parallel ranks.
 
-    In shapes, s is the number of rows of this rank, S of all ranks, b the number of samples (1 if
-    documents are in one row), and D the head size.
+    In shapes, s is the number of rows on this rank, S the number on all ranks, b the number of
+    samples (1 if documents are in one row), and D the head size.
     """
 
     def __init__(self, scale: float):

@@ -1,4 +1,4 @@
-"""Rank of a training loop under test: its model, and its calls of the installed schedule."""
+"""Rank of a training loop under test: it builds a model and calls the package's schedule."""
 
 import copy
 from collections.abc import Sequence
@@ -85,7 +85,7 @@ LOOP = (*_LOOP_COLLECTIVES, *(entry for entry in SCHEDULE if entry.name not in _
 
 
 class LoopRank(Rank):
-    """Rank that runs a loop: it calls ``get_forward_backward_func`` with a forward step."""
+    """Rank that runs a training loop with Megatron's ``get_forward_backward_func``."""
 
     LISTED: ClassVar = LOOP
     RESULT: ClassVar = LoopResult
@@ -198,7 +198,7 @@ def _on_device(batch: MicroBatch) -> MicroBatch:
 
 
 def _virtual_parts(args: Any) -> Any:
-    """Return ``args`` with which Megatron itself builds a placed pipeline, as interleaved."""
+    """Return ``args`` that make Megatron build a placed pipeline as an interleaved pipeline."""
     if not (place := place_of(args)):
         return args
     ranks, own = args.pipeline_model_parallel_size, copy.copy(args)

@@ -1,9 +1,9 @@
-"""Models like those of frameworks, with classes other than GPTModel, to test ``attach``.
+"""Models that imitate classes of frameworks other than GPTModel, to test ``attach``.
 
 subclass    a subclass of GPTModel that does not call get_rotary_seq_len of its rotary
-            embedding; it selects the table rows of the position ids
-encoder     a language model whose embeddings are added to the output of an encoder of every
-            token's pixels; the encoder runs once on each full document
+            embedding; it selects rows of the rotary table by position id
+encoder     a language model that adds the output of a pixel encoder to its token embeddings;
+            every token has pixels, and the encoder runs once on each full document
 """
 
 from collections.abc import Callable, Mapping
@@ -48,7 +48,7 @@ class TurnedByPositions(GPTModel):
 
 
 class WithEncoder(MegatronModule):
-    """Model with an encoder of every token's pixels [1, L, PIXELS] before ``language_model``."""
+    """Language model with an encoder of each token's pixels, [1, L, PIXELS], before its layers."""
 
     def __init__(self, language_model: Any):
         super().__init__(language_model.config)
@@ -102,10 +102,10 @@ class WithEncoder(MegatronModule):
 
 
 class PixelSamples(Samples):
-    """Adapter for samples with pixels for every token."""
+    """Adapter between the loop's samples, in which every token has pixels, and ``attach``."""
 
     def inputs(self, micro_batch: Mapping[str, Any], document: int) -> Mapping[str, Any]:
-        """Return the arguments of the model's forward for a full document."""
+        """Return the arguments of the model's forward for one full document."""
         names = {"tokens": "input_ids", "position_ids": "position_ids", "pixels": "pixels"}
         row = slice(document, document + 1)
         return {argument: micro_batch[name][row] for name, argument in names.items()}

@@ -1,7 +1,7 @@
-"""Reference model on micro-batches: it runs every document alone and computes the loop's loss.
+"""Reference model for training loops: it runs every document alone and computes the loop's loss.
 
-Auxiliary losses of experts depend on the whole micro-batch, including its padding. Models with such
-losses therefore run the whole micro-batch at once.
+MoE auxiliary losses depend on the whole micro-batch, including its padding. Models with such losses
+therefore run the whole micro-batch at once.
 """
 
 import pickle
@@ -36,7 +36,7 @@ class ReferenceLoop(ReferenceModel):
     """Megatron's model in one process, with the loop's losses and Megatron's loss scaling."""
 
     def prepare(self, turn: int) -> ModelSetup:
-        """Build the reference model, and return the setup of the ranks with the loop's settings."""
+        """Build the reference model, and return the setup and loop settings for the ranks."""
         degrees = self.trial.degrees
         raw = parsed(self.flags(turn), degrees.pp)
         if vocabulary_parallel(raw):
@@ -121,10 +121,10 @@ class ReferenceLoop(ReferenceModel):
     def _units(
         self, exact: Sequence[Tensor], own: Sequence[Tensor], batches: Sequence[MicroBatch]
     ) -> tuple[tuple[float, float], ...]:
-        """Return the errors of the reference model in the certified dtype, for every micro-batch.
+        """Return upper bounds of the rounding errors of losses, one pair per micro-batch.
 
-        Each pair contains upper bounds of the errors of the loss value and of the loss sum, for the
-        case that the errors of all tokens add up.
+        A pair bounds the errors of loss value and loss sum if the errors of all tokens add up.
+        ``own`` are token losses in the certified dtype, and ``exact`` in float64.
         """
         units = []
         for expected_BS, result_BS, batch in zip(exact, own, batches, strict=True):
@@ -142,8 +142,8 @@ class ReferenceLoop(ReferenceModel):
     def _mean(self, batch: MicroBatch, outputs_BS: torch.Tensor) -> torch.Tensor:
         """Return the mean loss that Megatron's schedules compute from a sum and a token count.
 
-        If every context-parallel rank returns the sum and count of its own tokens, the result is
-        the mean of the means of all ranks.
+        If every context-parallel rank returns the sum and count of its own tokens, each rank has a
+        mean, and the result is the mean over the ranks.
         """
         samples, ranks = batch.get("side by side", batch), self.frame.parts
         mask_BS = samples["loss_mask"].to(outputs_BS.dtype)
@@ -162,7 +162,7 @@ class ReferenceLoop(ReferenceModel):
 
 @dataclass
 class LoopRun:
-    """Results of one model: ``outputs`` [B, S] per micro-batch; see LoopReference for the rest."""
+    """Results of one model: token losses [B, S] per micro-batch, and fields of LoopReference."""
 
     values: list[list[float]] = field(default_factory=list)
     sums: list[list[float]] = field(default_factory=list)
@@ -171,10 +171,10 @@ class LoopRun:
 
 
 def _losses(model: Any, batch: MicroBatch, sliced: bool) -> Tensor:
-    """Return the losses [B, S] of every document alone, with zeros on padding.
+    """Return the token losses [B, S] of every document alone, with zeros on padding.
 
-    If the model adds auxiliary losses, run the whole micro-batch instead. These losses then include
-    the padding, except in slicing mode, which does not compute padding.
+    If the model adds auxiliary losses, run the whole micro-batch instead. The auxiliary losses then
+    include the padding, except in slicing mode, which does not compute padding.
     """
     config = get_model_config(model)
     samples, rows = batch["tokens"].shape
