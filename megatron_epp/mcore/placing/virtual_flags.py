@@ -25,7 +25,7 @@ _LAYOUT = "pipeline_model_parallel_layout"
 
 
 def watch_virtual_stages(parser: ArgumentParser) -> ArgumentParser:
-    """Make ``parser`` translate these flags if --epp-placement is ``flags``, and return it.
+    """Make ``parser`` translate these flags for --epp-placement flags; return ``parser``.
 
     The parser translates the flags before other flags are checked.
     """
@@ -42,7 +42,7 @@ def watch_virtual_stages(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _obey(args: Namespace) -> None:
-    """Set --epp-placement on ``args`` to the placement that these flags describe, and clear them.
+    """Set --epp-placement in ``args`` to the placement of Megatron's flags, and clear these flags.
 
     Raises:
         ValueError: The flags do not describe a valid placement.
