@@ -78,7 +78,7 @@ class LayerKind:
         return 1
 
     def heads(self, config: Any, context: int) -> Heads | None:
-        """Return the heads of one of ``context`` context-parallel ranks; None if not set here."""
+        """Return the attention heads per rank with ``context`` context-parallel ranks, or None."""
         return None
 
     def layers_see(self, config: Any) -> Sequence[tuple[int | None, bool]]:
@@ -110,7 +110,7 @@ class LayerKind:
         return ""
 
     def replays(self, config: Any) -> bool:
-        """Return whether a later pass may replay records in the same order, as routers may do."""
+        """Return whether later passes replay recorded routing, so ops must keep their order."""
         return False
 
     # -------------------------------------------------------------- ranks

@@ -63,7 +63,7 @@ class LayerCertificate:
     # -------------------------------------------------------------- the reference model
 
     def fix_reference(self, layer: Any, by_engine: bool) -> None:
-        """Fix errors of ``layer``; if ``by_engine``, also set Transformer Engine's keys."""
+        """Fix errors of ``layer``; ``by_engine`` also sets Transformer Engine's checkpoint keys."""
 
     def make_double(self, args: Any) -> None:
         """Patch computations that Megatron casts to float32, so that they run in float64."""

@@ -23,7 +23,7 @@ class Limit:
         calls: Function (call of a loop) -> the reason why Megatron's own schedule runs the call.
         no_gpu: Function (args) -> the reason why CPU-only hosts refuse the flags.
         typed: Whether --epp refuses the flags if the user has typed them. If false, typed flags are
-            removed with a warning (replaced.py), and refused only if they were set otherwise.
+            removed with a warning (replaced.py), and refused only if they were set in another way.
     """
 
     what: str

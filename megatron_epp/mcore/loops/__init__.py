@@ -1,1 +1,1 @@
-"""Schedules for external training loops: scheduling mode (whole micro-batches), slicing mode."""
+"""Schedules for external training loops: whole micro-batches, or slices of documents."""

@@ -151,7 +151,7 @@ class AttachedModel:
             self._config.recompute_granularity = own
 
     def _span(self, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
-        """Return the forward of layer ``index``; ``self._modes`` decides about full recompute."""
+        """Return the forward of layer ``index``, recomputed if its mode is full recompute."""
 
         def unsliced_shapes(hidden_states: Any, **others: Any) -> Any:
             if self._modes[index : index + 1] != FULL or not torch.is_grad_enabled():

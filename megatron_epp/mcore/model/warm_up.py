@@ -79,7 +79,7 @@ def calls(
     Args:
         context: Largest number of tokens of a document.
         alone: Whether a single context-parallel rank may compute a document.
-        before: Number of tokens before a slice within the sliding window; None: all tokens.
+        before: Number of earlier tokens in the sliding window of each token; None: all tokens.
         packs_to: Number of tokens of the largest pack; None for ``PACKS_TO``.
     """
     sizes, packs = buckets(context), buckets(PACKS_TO if packs_to is None else packs_to)

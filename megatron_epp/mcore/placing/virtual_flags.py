@@ -25,9 +25,9 @@ _LAYOUT = "pipeline_model_parallel_layout"
 
 
 def watch_virtual_stages(parser: ArgumentParser) -> ArgumentParser:
-    """Make ``parser`` translate these flags for --epp-placement flags; return ``parser``.
+    """Make ``parser`` translate Megatron's flags of interleaved pipelines; return ``parser``.
 
-    The parser translates the flags before other flags are checked.
+    If --epp-placement is ``flags``, the parser does so before other flags are checked.
     """
     parse = parser.parse_args
 

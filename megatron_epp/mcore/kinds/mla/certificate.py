@@ -16,9 +16,8 @@ class MLACertificate(LayerCertificate):
     """Certificate of MLA layers.
 
     The small model has smaller head sizes and smaller ranks of the latents. It has a latent of the
-    queries if the full model has one. The ratios between the sizes of Q, K and V heads
-    do not change. The ratio of ranks to the hidden size does not change either, but a rank is at
-    least 8.
+    queries if the full model has one. The ratios between the sizes of Q, K and V heads do not
+    change. The ratio of ranks to the hidden size does not change either, but a rank is at least 8.
     """
 
     KIND: LayerKind = MLAKind()

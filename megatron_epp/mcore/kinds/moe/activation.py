@@ -24,7 +24,7 @@ ACTIVATION = "moe_act"
 
 
 def wrap_activations(layer: MoELayer, dropped: DroppedOutputs) -> None:
-    """Patch experts to recompute the activation in the backward of chunks with this mode.
+    """Patch experts to recompute the activation in the backward of chunks that drop it.
 
     Args:
         layer: Megatron's MoE layer.
@@ -91,7 +91,7 @@ def activation(expert: MLP, inside: Tensor, bias: Tensor | None, scale: Tensor) 
 
 
 class _Computed(nn.Module):
-    """Replacement of a linear: returns ``output``, or else its input, and ``bias``."""
+    """Replacement of a linear that returns ``output``, by default its input, and ``bias``."""
 
     def __init__(self, output: Tensor | None = None, bias: Tensor | None = None):
         super().__init__()

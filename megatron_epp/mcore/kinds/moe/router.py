@@ -158,8 +158,8 @@ def install_in_moe(layer: Any, index: int, dropped: DroppedOutputs, in_loop: boo
     """Patch the MoE of Megatron's ``layer`` to compute chunks.
 
     The patches change the router, the token dispatch, expert biases, and the modules that selective
-    recompute supports. Three modules read the output of the norm before the MoE, in this order:
-    the shared experts, the router, and the projection to latents.
+    recompute supports. Three modules read the output of the norm before the MoE, in this order: the
+    shared experts, the router, and the projection to latents.
 
     Args:
         layer: Megatron's layer with an MoE.
@@ -220,7 +220,7 @@ def router_stats_for(
 
 
 def pools_of(lengths: Sequence[Sequence[int]], config: Any, rules: Balancing) -> Pools:
-    """Return the pools of documents over which the load of experts is balanced, in slices.
+    """Return the pools of documents over which slices balance the load of experts.
 
     With these pools, the losses equal Megatron's losses of whole micro-batches without padding.
     ``lengths`` are the document lengths in tokens of each micro-batch.

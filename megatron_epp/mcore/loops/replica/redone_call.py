@@ -78,8 +78,7 @@ class ShapeVote:
 
     Each rank starts the all-reduce after its last forward, and waits for the result before its last
     backward. The last backward starts the reduction of gradients over replicas, which cannot be
-    undone. No rank blocks: the last backward of a stage depends on all forwards of all
-    stages.
+    undone. No rank blocks: the last backward of a stage depends on all forwards of all stages.
 
     Attributes:
         misread: Whether an output of this rank has another shape than expected; set by the caller.
