@@ -1,9 +1,9 @@
 """Base classes of a layer kind: :class:`LayerKind` for flags, :class:`KindModule` for modules.
 
-``LayerKind`` reads flags and configurations before Megatron is imported; only its methods may
-import Megatron. ``KindModule`` patches Megatron's modules. By default, the methods change nothing.
-Two other classes belong to a kind: its cost in :mod:`megatron_epp.cost.kinds`, and its certificate,
-a subclass of :class:`.certificate_base.LayerCertificate`.
+``LayerKind`` reads flags and configurations before Megatron is imported, so its subclasses import
+Megatron only inside methods. ``KindModule`` patches Megatron's modules. By default, the methods
+change nothing. Two other classes belong to a kind: its cost in :mod:`megatron_epp.cost.kinds`, and
+its certificate, a subclass of :class:`.certificate_base.LayerCertificate`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LayerKind:
     def layers(self, args: Any) -> tuple[bool, ...]:
         """Return the mask of the layers of this kind: one bool per layer of the decoder.
 
-        The default selects the layers with the kind's symbols, and all layers of a GPTModel.
+        By default, these are the layers with the kind's symbols, or all layers of a GPTModel.
         """
         return layers_with(args, self.SYMBOLS or self.SYMBOL)
 
@@ -66,33 +66,33 @@ class LayerKind:
         return {}
 
     def in_layers(self, args: Any, mask: Sequence[bool]) -> dict[str, Any]:
-        """Return values of args, by name, that select this kind in only the layers of ``mask``."""
+        """Return values of args, by name, that select this kind in the layers of ``mask`` only."""
         return {}
 
     def words(self, args: Any) -> list[str]:
-        """Return the words of a profile's key that distinguish models with this kind."""
+        """Return words that describe this kind and its sizes in the key of a cost profile."""
         return []
 
     def active(self, config: Any) -> int:
-        """Return the number of this kind's modules in a layer that process each token."""
+        """Return how many modules of a layer process each token: top-k for MoE, else 1."""
         return 1
 
     def heads(self, config: Any, context: int) -> Heads | None:
-        """Return the attention heads of each of ``context`` context-parallel ranks, or None."""
+        """Return the attention heads per rank with ``context`` context-parallel ranks, or None."""
         return None
 
     def layers_see(self, config: Any) -> Sequence[tuple[int | None, bool]]:
-        """Return (window, has sinks) of every attention variant in the model."""
+        """Return (tokens of the window or None, has sinks) for each attention variant."""
         return ()
 
     # -------------------------------------------------------------- flags
 
     def defaults(self, wanted: Any) -> dict[str, Any]:
-        """Return the values of args, by name, that --epp sets if ``wanted`` selects this kind."""
+        """Return the values, by name, that --epp sets if the args ``wanted`` select this kind."""
         return {}
 
     def require(self, args: Any, tp: int) -> None:
-        """Raise a ValueError if flags are inconsistent with each other or with ``tp`` ranks."""
+        """Raise a ValueError if flags contradict each other, or do not fit ``tp`` TP ranks."""
 
     def refuse(self, args: Any) -> None:
         """Raise a ValueError for args that --epp does not support and that LIMITS does not list."""
@@ -102,25 +102,25 @@ class LayerKind:
         return None
 
     def needs_full_documents(self, args: Any) -> bool:
-        """Return whether documents must not be cut, because the loss compares all their tokens."""
+        """Return whether documents must not be cut, because layers need all tokens at once."""
         return False
 
     def unshared(self, holder: Any) -> str:
-        """Return the name of a feature that shared prefixes do not support, or an empty string."""
+        """Return the feature of this kind with which documents cannot share prefixes; else ""."""
         return ""
 
     def replays(self, config: Any) -> bool:
-        """Return whether later passes replay recorded forwards; ops must then not be reordered."""
+        """Return whether later passes replay recorded routing, so ops must keep their order."""
         return False
 
     # -------------------------------------------------------------- ranks
 
     def expert_ranks(self, args: Any) -> int:
-        """Return the number of ranks, of all replicas, that share the experts of a layer."""
+        """Return the number of ranks over which a layer's experts are sharded; 1 without MoE."""
         return 1
 
     def layer_groups(self, holder: Any) -> list[ProcessGroup]:
-        """Return this rank's process groups of these layers, other than the TP and CP groups."""
+        """Return this rank's process groups that these layers use, except TP and CP groups."""
         return []
 
     def trainer_groups(self, args: Any) -> list[ProcessGroup]:
@@ -129,7 +129,7 @@ class LayerKind:
 
 
 class OpenChoice(Protocol):
-    """Flag of a kind that may stay AUTO until the model is built.
+    """Flag of a layer kind that may have the value AUTO until the model is built.
 
     Attributes:
         flag: Name of the field of args.
@@ -140,13 +140,13 @@ class OpenChoice(Protocol):
     values: tuple[str, ...]
 
     def excluded(self, model: Any, attention: Attention) -> dict[str, str]:
-        """Map each value that this rank's ``model`` does not support to the reason."""
+        """Return {value: reason} of the values that this rank's ``model`` does not support."""
 
     def measured_with(self, coefficients: Iterable[LayerCoefficients]) -> str:
-        """Return the value that was set when ``coefficients`` were measured."""
+        """Return the flag's value with which ``coefficients`` were measured."""
 
     def settle(self, attention: Attention, value: str) -> None:
-        """Set the value on ``attention``."""
+        """Configure ``attention`` for the flag's final ``value``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,25 +183,25 @@ class KindModule:
     CHOICES: tuple[OpenChoice, ...] = ()
 
     def holds(self, module: Any) -> bool:
-        """Return whether ``module``, which is in the attribute ``KIND.SLOT``, is of this kind."""
+        """Return whether ``module``, the layer's attribute ``KIND.SLOT``, is of this kind."""
         return False
 
     def prepare(self, config: Any) -> None:
-        """Create Megatron's log entries of this kind, which every stage must have."""
+        """Create the entries in Megatron's log that this kind needs on every stage."""
 
     def install(self, place: LayerPlace) -> None:
         """Patch the kind's module in ``place.layer`` to compute chunks."""
         raise NotImplementedError
 
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
-        """Return the shapes of the tensors that ``context`` tokens of a document cache per rank.
+        """Return the shapes of the tensors that a rank caches for ``context`` tokens.
 
         ``layer`` must already be patched.
         """
         return KeptShapes()
 
     def changed(self, model: Any) -> list[Tensor]:
-        """Return the tensors that an iteration changes, except weights and gradients."""
+        """Return the tensors that an iteration changes in addition to weights and gradients."""
         return []
 
     # -------------------------------------------------------------- on CPU-only hosts
@@ -218,7 +218,7 @@ class KindModule:
         return None
 
     def fix_local(self, layer: Any, config: Any) -> None:
-        """Complete the submodules ``layer`` of one of Megatron's local layers, in place."""
+        """Complete ``layer``, the submodules of one of Megatron's local layers, in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,8 +226,8 @@ class KeptShapes:
     """Shapes of the tensors that a slice caches in the store.
 
     Attributes:
-        shapes: Shapes of two tensors, or an empty tuple.
-        last: Whether a document's last slice is cached, too.
+        shapes: Shapes of the two cached tensors, or an empty tuple if nothing is cached.
+        last: Whether the tensors of a document's last slice are cached, too.
     """
 
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -235,7 +235,7 @@ class KeptShapes:
 
 
 def layers_with(args: Any, symbols: str) -> tuple[bool, ...]:
-    """Return the mask of the layers with one of ``symbols``; for a GPTModel, of all layers."""
+    """Return the mask of the layers with one of ``symbols``; all True for a GPTModel."""
     pattern = getattr(args, "hybrid_layer_pattern", None)
     by_symbol = tuple(symbol in symbols for symbol in symbols_of_layers(pattern or ""))
     return by_symbol or (True,) * args.num_layers

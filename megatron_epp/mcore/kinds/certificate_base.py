@@ -1,4 +1,4 @@
-"""Base class of a layer kind in certificates: sizes of the small model, fixes of the reference."""
+"""Base class of a layer kind in certificates, which compare a small model with a reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LayerCertificate:
-    """Layer kind in a certificate; by default, the methods do nothing.
+    """Layer kind in certificates; by default, the methods change nothing.
 
     Attributes:
         KIND: Properties of the layer kind.
@@ -34,8 +34,8 @@ class LayerCertificate:
             args: Megatron's arguments of the full model.
             hidden: Hidden size of the small model.
             tp: Number of tensor-parallel ranks.
-            head_size: Size of a head of the small model.
-            step: Divisor of the numbers of rows and columns of a rank's matrix.
+            head_size: Channels of an attention head of the small model.
+            step: Number that must divide the rows and the columns of each rank's matrices.
 
         Raises:
             ValueError: The sizes are inconsistent.
@@ -43,7 +43,7 @@ class LayerCertificate:
         return {}
 
     def without_ties(self, small: Mapping[str, Any]) -> dict[str, Any]:
-        """Return changes of ``small`` with which no discrete choice depends on rounding."""
+        """Return changes to ``small`` after which rounding affects no discrete choice (top-k)."""
         return {}
 
     def small_words(self, args: Any) -> list[str]:
@@ -58,25 +58,25 @@ class LayerCertificate:
         return True
 
     def shrink_blocks(self) -> None:
-        """Reduce the sizes of blocks that are computed at a time, to suit the small model."""
+        """Reduce the block sizes of this package's layers, so that the small model has several."""
 
     # -------------------------------------------------------------- the reference model
 
     def fix_reference(self, layer: Any, by_engine: bool) -> None:
-        """Fix errors of Megatron's ``layer``; with ``by_engine``, set Transformer Engine's keys."""
+        """Fix errors of ``layer``; ``by_engine`` also sets Transformer Engine's checkpoint keys."""
 
     def make_double(self, args: Any) -> None:
         """Patch computations that Megatron casts to float32, so that they run in float64."""
 
     def adds_losses(self, holder: Any) -> bool:
-        """Return whether layers add losses that depend on all documents computed together.
+        """Return whether layers add losses that depend on all documents of one forward.
 
         ``holder`` is either Megatron's args or the model's configuration.
         """
         return False
 
     def weigh_losses(self, scale: Tensor) -> None:
-        """Multiply the losses that layers of this kind add by ``scale``."""
+        """Set ``scale`` as the factor of the losses that layers of this kind add."""
 
     def forget_losses(self) -> None:
         """Clear the losses of layers of this kind in Megatron's log."""

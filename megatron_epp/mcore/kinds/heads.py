@@ -1,4 +1,4 @@
-"""Numbers of key and value heads in Megatron's flags."""
+"""Number of key and value heads in Megatron's flags."""
 
 from typing import Any
 

@@ -11,18 +11,19 @@ Reason = Callable[[Any], str | None]
 class Limit:
     """Feature that --epp, slices, planned calls or CPU-only hosts do not support.
 
-    Each function returns None or False if the feature is not used, or if it is supported.
+    An attribute that is a function returns None or False if the feature is not used or is
+    supported.
 
     Attributes:
         what: Description of the feature, with its flags.
         instead: What the user should do instead.
         epp: Function (args) -> whether the flags select the feature; --epp then refuses the flags.
-        slices: Function (model of a loop) -> the reason why ``attach`` refuses the model. True
-            stands for the text of this row.
+        slices: Function (model of an external training loop) -> the reason why ``attach`` refuses
+            the model. If the result is True, the reason is made of ``what`` and ``instead``.
         calls: Function (call of a loop) -> the reason why Megatron's own schedule runs the call.
         no_gpu: Function (args) -> the reason why CPU-only hosts refuse the flags.
         typed: Whether --epp refuses the flags if the user has typed them. If false, typed flags are
-            removed with a warning (replaced.py), and refused only if they were set otherwise.
+            removed with a warning (replaced.py), and refused only if they were set in another way.
     """
 
     what: str
@@ -50,8 +51,8 @@ def any_of(*names: str, harmless: tuple[Any, ...] = ()) -> Callable[[Any], bool]
 def settings(before: str = "", **words: str) -> Reason:
     """Return a function that describes the first of the settings ``words`` that is set.
 
-    The argument of the returned function is a loop's model or call; its configuration is tested.
-    The function returns None if no setting is set.
+    The returned function takes a model or a call of an external training loop, and reads its
+    ``config``. It returns None if no setting is set.
 
     Args:
         before: Text before the description of the setting.
@@ -68,7 +69,7 @@ def settings(before: str = "", **words: str) -> Reason:
 
 
 def not_computed(**words: str) -> Reason:
-    """Return the function of :func:`settings` with the text "slices do not compute ..."."""
+    """Return :func:`settings` of ``words`` with the text "slices do not compute" before each."""
     return settings("slices do not compute ", **words)
 
 

@@ -52,7 +52,7 @@ def local_attention(
     Args:
         config: The TransformerConfig.
         attention: Spec of the attention; None selects multi-head attention or MLA.
-        keys: Checkpoint key of the norm before the attention, by its local key.
+        keys: Local key -> checkpoint key, for the norm before the attention.
         mla: Whether to build MLA if ``attention`` is None.
     """
     layer = local_submodules(config, mla)
@@ -134,7 +134,7 @@ def fix_local_attention(layer: Any, config: Any) -> None:
 def norm_as_engines(layer: Any) -> None:
     """Set the checkpoint key of the norm before an MoE to the key of Transformer Engine's layers.
 
-    Megatron's local layers would save this norm with the key of a dense layer's norm.
+    Megatron's local layers would save this norm with the key that it has before a dense MLP.
     """
     names = getattr(layer.submodules_config, "sharded_state_dict_keys_map", {})
     kept = {

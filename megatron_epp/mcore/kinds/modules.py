@@ -1,6 +1,6 @@
-"""Registry of the patches of Megatron's modules by layer kind; imports Megatron.
+"""Registry of the classes that patch Megatron's modules: one class per layer kind.
 
-If no kind supports a module of one of Megatron's layers, the model is refused.
+This package refuses a model if no layer kind supports a module of one of its layers.
 """
 
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ def kinds_of_layer(layer: Any) -> tuple[KindModule, ...]:
 
 
 def timed_modules(layer: Any) -> Mapping[str, tuple[Any, ...]]:
-    """Return the modules of ``layer`` to time separately, by name in selective recompute."""
+    """Return the modules of ``layer`` that are timed, by their names in selective recompute."""
     modules: dict[str, tuple[Any, ...]] = {}
     for kind in kinds_of_layer(layer):
         for name, attribute in kind.KIND.TIMED.items():

@@ -13,8 +13,8 @@ class PositionedRotary(nn.Module):
 
     This module wraps Megatron's rotary embedding and selects the table rows of a chunk's positions
     from the table of the full context. Row i of the result belongs to row i of the chunk, and the
-    chunk is passed to Megatron as one sequence. Therefore also a fused kernel, which reads table
-    row i for row i of a sequence, applies the right rotation. For inputs that are not chunks,
+    chunk is passed to Megatron as one sequence. Therefore a fused kernel, which reads table row i
+    for row i of a sequence, also applies the right rotation. For inputs that are not chunks,
     Megatron's own rotary embedding is used.
 
     Attributes:

@@ -1,6 +1,6 @@
 """Registry of the layer kinds; the rest of mcore does not depend on specific kinds.
 
-A new layer kind needs a class in ``LAYER_KINDS`` and a class in :mod:`megatron_epp.cost.kinds`.
+A new layer kind needs an object in ``LAYER_KINDS`` and a class in :mod:`megatron_epp.cost.kinds`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def expert_ranks_of(args: Any) -> int:
 
 
 def priced_flags(args: Any) -> dict[str, Any]:
-    """Return the flags of layer kinds that ``cost.analytic.profile`` takes, with their values."""
+    """Return the flags of layer kinds that are arguments of ``cost.analytic.profile``, by name."""
     return {name: getattr(args, name) for kind in LAYER_KINDS for name in kind.PRICED_FLAGS}
 
 
@@ -105,13 +105,13 @@ def lockstep_of(args: Any) -> int:
 
 
 def modes_of_kinds(args: Any) -> str:
-    """Return the recompute modes that the model's layer kinds have in addition to common modes."""
+    """Return the letters of the recompute modes that only the model's layer kinds have."""
     there = (part.PRICED for part in LAYER_KINDS if any(part.layers(args)))
     return "".join(priced.MODES for priced in there if priced is not None)
 
 
 def sees_full_documents(args: Any) -> bool:
-    """Return whether a layer kind needs unsliced documents in training."""
+    """Return whether a layer kind of the model needs unsliced documents in training."""
     return any(part.needs_full_documents(args) for part in LAYER_KINDS)
 
 
@@ -136,7 +136,7 @@ def require_pattern(args: Namespace) -> None:
     """Raise a ValueError if the layer pattern is invalid or does not fit the pipeline.
 
     Args:
-        args: Flags as typed. If they contain no pattern, nothing is checked.
+        args: Flags as typed. Without a pattern, this function does nothing.
     """
     pattern = pattern_of(args)
     if pattern is None:
@@ -176,5 +176,5 @@ def heads_of(config: Any, context: int | None = None) -> Heads:
 
 
 def layers_see(config: Any) -> Sequence[tuple[int | None, bool]]:
-    """Return (window, has sinks) of every attention variant in the layers of the model."""
+    """Return (tokens of the window or None, has sinks) for each attention variant."""
     return next(filter(None, (part.layers_see(config) for part in LAYER_KINDS)))

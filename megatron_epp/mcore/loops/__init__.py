@@ -1,1 +1,1 @@
-"""External training loops: scheduling mode (whole micro-batches) and slicing mode."""
+"""Schedules for external training loops: whole micro-batches, or slices of documents."""

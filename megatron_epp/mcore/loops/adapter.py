@@ -19,8 +19,8 @@ class Adapter(Protocol):
     Some models have modules before the layers that need the full document, such as an image
     encoder. The adapter of such a model has a fourth function:
 
-        inputs(micro_batch, document) -> arguments of the model's forward for all of a document,
-                                         by name, its images among them
+        inputs(micro_batch, document) -> arguments of the model's forward by name, for a full
+                                         document, including its images
 
     ``inputs`` is called once per document, on every rank of every stage. The model runs on the
     returned arguments up to the layers. Slices are then cut out of the arguments of the layers:
@@ -140,7 +140,7 @@ LOSS_KEYS = ("loss_mask",)
 def shared_prefixes_of(adapter: Any, micro_batch: Any, least: int) -> PrefixForest:
     """Return the documents of a micro-batch and their shared prefixes of at least ``least`` tokens.
 
-    Documents share a prefix if the adapter's ``rows`` of the prefix are equal. Rows in the
+    Documents share a prefix if the adapter's ``rows`` of the prefix are equal. The keys in the
     adapter's ``loss_keys`` are not compared. If ``least`` is 0, documents share nothing.
     """
     lengths = adapter.lengths(micro_batch)
@@ -164,7 +164,7 @@ def _compared(adapter: Any, rows: Mapping[str, Tensor | None]) -> dict[str, Tens
 def parts_of(
     micro_batch: Mapping[str, Any], keys: Iterable[str], where: tuple[slice, slice]
 ) -> dict[str, Tensor | None]:
-    """Index the entries ``keys`` [B, S, ...] of a micro-batch with ``where``.
+    """Return the entries ``keys`` [B, S, ...] of a micro-batch, indexed with ``where``.
 
     Missing keys are left out; entries that are None stay None.
     """
@@ -208,8 +208,8 @@ def side_by_side(
 ) -> dict[str, Tensor | None]:
     """Concatenate the tensors of several slices by name, and pad them to [1, rows, ...].
 
-    The padding repeats the last row, which is a valid input of the model. If a name is None in any
-    slice, the result is None for this name.
+    The padding repeats the last row, which is a valid input of the model. If the tensor of a name
+    is None in any slice, the result is None for this name.
     """
     joined: dict[str, Tensor | None] = {}
     for name in parts[0]:

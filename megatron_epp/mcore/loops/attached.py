@@ -1,4 +1,4 @@
-"""Patches of a loop's model, which computes slices while the schedule runs a chunk.
+"""Patches with which a loop's model computes slices while the schedule runs a chunk.
 
 At all other times, such as in generation or under another schedule, the model uses Megatron's
 positions and attention.
@@ -44,7 +44,7 @@ class AttachedModel:
             slice are stored.
         head_again: Whether the LM head is recomputed in the backward of a slice whose loss is
             computed after later slices. Its logits are then not saved.
-        memory: Limit of the activations; plans choose the recomputed layers to stay within it. If
+        memory: Limit of the activations' bytes, within which plans choose the recomputed layers. If
             None, the loop's own flags choose the recomputed layers.
     """
 
@@ -105,7 +105,7 @@ class AttachedModel:
             self._chunk, self._front, self._again = None, None, False
 
     def reached_with(self, model: Any, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Run ``model`` on ``inputs`` up to the layers; return the arguments that reach them.
+        """Run ``model`` on ``inputs`` up to :attr:`part`; return the arguments of its forward.
 
         Raises:
             ValueError: The forward does not reach the layers.
@@ -151,7 +151,7 @@ class AttachedModel:
             self._config.recompute_granularity = own
 
     def _span(self, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
-        """Return the forward of layer ``index``, which is recomputed if ``self._modes`` says so."""
+        """Return the forward of layer ``index``, recomputed if its mode is full recompute."""
 
         def unsliced_shapes(hidden_states: Any, **others: Any) -> Any:
             if self._modes[index : index + 1] != FULL or not torch.is_grad_enabled():
@@ -207,7 +207,7 @@ class AttachedModel:
     def _rotated(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the decoder's forward with the rotary rows of the chunk's positions.
 
-        Some models pass the first rows of the rotary table to the decoder; these are replaced.
+        Some models pass the first rows of the rotary table to the decoder; they are replaced.
         """
         signature = inspect.signature(forward)
 

@@ -1,4 +1,4 @@
-"""Arguments of one call of ``forward_backward_func``, and reasons to run it with Megatron.
+"""Arguments of a call of ``forward_backward_func``, and reasons why Megatron must run the call.
 
 The keywords are those of Megatron's three schedules. If a call requires an unsupported feature,
 Megatron's own schedule runs the call; no error is raised.

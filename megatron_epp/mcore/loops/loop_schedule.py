@@ -1,6 +1,6 @@
 """Schedule function with Megatron's signature, which external training loops call.
 
-One :class:`LoopSchedule` replaces all of Megatron's schedules and executes calls as plans. Between
+One :class:`LoopSchedule` replaces all of Megatron's schedules, and plans each call. Between
 calls it caches the process groups of this replica, the measured op times, and the plans.
 """
 

@@ -107,7 +107,7 @@ class MicroBatchStage(ModelStage):
         return self._attached.recomputing(self._recompute[chunk])
 
     def in_callers_order(self) -> list[Any]:
-        """Return Megatron's forward_data_store in the loop's order; empty unless the last stage."""
+        """Return Megatron's forward_data_store by micro-batch; [] except on the last stage."""
         return [item for chunk in sorted(self.data) for item in self.data[chunk]]
 
 

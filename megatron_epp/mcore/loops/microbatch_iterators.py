@@ -1,4 +1,4 @@
-"""Micro-batches of one call: each drawn once, and passed to forward steps in any order.
+"""Micro-batches of one call, which are drawn once and passed to forward steps in any order.
 
 A loop's forward step draws the next micro-batch from an iterator. Because forward steps run in a
 planned order, each forward step receives an iterator over only its own micro-batch. On ranks whose

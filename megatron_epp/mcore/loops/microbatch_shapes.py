@@ -21,7 +21,7 @@ def shape_of(micro_batch: Any) -> MicrobatchShape | None:
     """Return the shape of a micro-batch that is a mapping with ``tokens`` or ``input_ids`` [B, S].
 
     Return None for any other micro-batch. Micro-batches of packed documents must also contain
-    ``packed_seq_params`` or ``cu_seqlens``; their differences are the document lengths.
+    ``packed_seq_params`` or ``cu_seqlens``, from which the document lengths are computed.
     """
     if not isinstance(micro_batch, Mapping):
         return None

@@ -211,7 +211,7 @@ class EncodedDocuments:
         return _Document(hidden, positions)
 
     def _local(self, total: int) -> slice:
-        """Return the range of this rank's rows of a chunk, sharded by sequence parallelism, too."""
+        """Return the range of this rank's rows of a chunk, after sequence-parallel sharding."""
         if self.row_shard.splits == 1:
             return self.row_shard.local(total)
         count = total // self.row_shard.parts // self.row_shard.splits

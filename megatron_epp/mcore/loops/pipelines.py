@@ -66,13 +66,13 @@ class ModelPipeline:
         seconds: Measurements of each stage of this rank; several if the pipeline is interleaved.
         planning: Cache of the replica's plans.
         track_record: Comparison of predicted with measured seconds.
-        token_bytes: Bytes of a token's activations from forward to backward on each stage,
-            relative to the other stages: [stages].
-        had_bytes: Most bytes that Megatron's own order has required on a stage in any call so far.
+        token_bytes: Estimated bytes of a token's activations from forward to backward, for each
+            stage; only the ratios between stages are meaningful.
+        had_bytes: Maximum bytes that Megatron's own order has required on a stage in a call so far.
         split_refused: Reason why no stage may split backwards; None if all stages can.
         unlike: Reason why the shapes of the framework's micro-batches are not read; None if they
             may be read.
-        witnessed: Set of message shapes of each call in which Megatron's schedule was run to check
+        witnessed: One set of message shapes for each call that Megatron's schedule has run to check
             the reader.
         in_lockstep: Whether ops communicate with ops of other replicas. Plans then must not depend
             on the lengths of this replica.
@@ -174,7 +174,7 @@ class ModelPipeline:
 class Pipelines:
     """Cache of the pipelines of all called models.
 
-    Models that use one Megatron pipeline group share the process groups of this package.
+    Models with the same Megatron pipeline group share the process groups of this package.
     """
 
     def __init__(self, settings: Settings):

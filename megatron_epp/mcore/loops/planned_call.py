@@ -97,9 +97,9 @@ class MessageExtents:
 class PlannedCall:
     """One call of the schedule function by an external training loop, executed by a plan.
 
-    ``count`` returns the number of the call. While ``committed`` is false, Megatron's own schedule
-    can still run the call; later errors are raised. For an attached model, it is always true. For
-    others, it is set before the first op or by :meth:`_show`, and reset if no rank could begin.
+    ``count`` returns the number of the call. After an error, Megatron's own schedule runs the call
+    only while ``committed`` is false. It is always true for an attached model. For other models, it
+    becomes true before the first op or in :meth:`_show`, and false again if no rank could begin.
     """
 
     def __init__(
@@ -353,7 +353,7 @@ class PlannedCall:
     ) -> None:
         """Exchange success or failure with all ranks of the replica; raise if any rank failed.
 
-        ``begun`` is true if this rank could create its stages. If no rank could, the call has
+        ``begun`` is true if this rank could create its stages. If no rank could do so, the call has
         changed nothing, and Megatron's schedule can run it. ``seconds`` is the time of this rank's
         ops, or 0 if not measured. ``refusal`` is the message of an error in the loop's input.
         """

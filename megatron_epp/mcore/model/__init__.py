@@ -1,1 +1,1 @@
-"""Megatron's model on chunks: hooks, attention, split backward, fused LM head."""
+"""Megatron's model on chunks: layer patches, attention kernels, fp8, stages, split backward."""

@@ -1,4 +1,4 @@
-"""Installation of chunk execution in Megatron's layers."""
+"""Patches of Megatron's layers to compute chunks."""
 
 from collections.abc import Callable
 from functools import partial, wraps

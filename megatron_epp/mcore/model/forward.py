@@ -53,8 +53,8 @@ def chunk_loss(
     """Return the loss summed over unmasked tokens, the number of these tokens, and a report.
 
     With D MTP layers, losses and weights have shape [1 + D, T], and the sum covers all rows. The
-    report contains one entry (sum, divisor) per row, under Megatron's names. The sum in an MTP
-    entry adds the documents' mean losses, and its divisor is ``documents``.
+    report contains one entry (sum, divisor) per row, under Megatron's names. In an MTP entry,
+    the sum adds the documents' mean losses, and the divisor is ``documents``.
 
     Megatron divides the loss once per iteration, by the tokens of the global batch
     (--calculate-per-token-loss). For its log, Megatron divides each entry without a check for 0. So

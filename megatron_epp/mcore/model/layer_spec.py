@@ -63,7 +63,7 @@ def fix_layer_spec(description: Any) -> None:
 
 
 def _fix_mtp(config: Any, block: Any) -> Any:
-    """Add features to the local layers of the MTP layers in ``block``, and return it."""
+    """Add features to the local layers of the MTP layers in ``block``, and return ``block``."""
     for depth in [] if block is None else block.layer_specs:
         for kind in KIND_MODULES:
             kind.fix_local(depth.submodules.mtp_model_layer.submodules, config)

@@ -48,8 +48,9 @@ def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
 def mtp_shapes(args: Any) -> tuple[LayerShape, ...]:
     """Return the LayerShape of each layer of the MTP modules.
 
-    An MTP module has the layers of its pattern, or one layer like the decoder's last layer. Its
-    sliding windows follow Megatron's layer numbers, which restart at 1 in MTP modules.
+    An MTP module has the layers of its pattern, or one layer like the decoder's last layer. The
+    sliding window of that layer follows its number, which restarts at 1 in MTP modules, as in
+    Megatron.
     """
     depths = getattr(args, "mtp_num_layers", None) or 0
     if not depths:
@@ -71,7 +72,7 @@ def mtp_shapes(args: Any) -> tuple[LayerShape, ...]:
 
 
 def with_mtp(args: Any, layers: Sequence[int]) -> tuple[int, ...]:
-    """Return ``layers``, the decoder layers per stage, with the MTP layers added to the last."""
+    """Return ``layers``, the decoder layers per stage, plus the MTP layers on the last stage."""
     *others, last = layers
     return (*others, last + len(mtp_shapes(args)))
 

@@ -36,7 +36,7 @@ _LINEARS = (ColumnParallelLinear, RowParallelLinear)
 def early_modules(model: Any, early: bool) -> tuple[nn.Module, ...]:
     """Return the modules whose backward runs in F, which therefore defer no gradients.
 
-    With ``early``, which means a fused LM head, this is the output layer; otherwise there are none.
+    ``early`` is whether the LM head is fused. If so, the result is the output layer, else ().
     """
     return (get_attr_wrapped_model(model, "output_layer"),) if early else ()
 

@@ -148,7 +148,7 @@ class ModelStage:
         self._abandoned = True
 
     def _reduce_anyway(self) -> None:
-        """Start the reductions that abandoned ops would have started, as other replicas wait."""
+        """Start the reductions that abandoned ops would start, because other replicas wait."""
         groups = (
             *getattr(self.model, "bucket_groups", ()),
             *getattr(self.model, "expert_parallel_bucket_groups", ()),
@@ -307,8 +307,8 @@ class ModelStage:
     def _reducing(self, op: Op) -> Iterator[ReadyOrder | None]:
         """Enable DDP's hooks if ``op``, which runs in this context, is the last with gradients.
 
-        After it, start the reductions of waiting stages. Yield the recorded order that the op must
-        report, or None.
+        After the last op, start the reductions of stages that wait for this stage. Yield the
+        recorded order that the op must report, or None.
         """
         last, waits = op == self._last_gradients, self._waits
         if last and self._hooks_reduce and not waits:
@@ -320,7 +320,7 @@ class ModelStage:
                 other._ready.finish()
 
     def _wake(self, reports: bool = True) -> None:
-        """Enable DDP's hooks; with ``reports``, report parameters with gradients from G."""
+        """Enable DDP's hooks; if ``reports``, also report parameters with gradients from G."""
         self._no_sync.close()
         for weight in self._of_head if reports else ():
             self._report_ready(weight)

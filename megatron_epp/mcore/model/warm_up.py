@@ -3,7 +3,7 @@
 For Transformer Engine's fused attention, cuDNN builds a graph, which takes up to a second. A graph
 serves one bucket of queries and one bucket of keys (1024, 2048, ... 32768 tokens, then steps of
 32768), and one bucket of documents (32, 64, 128, ...). Chunks have many sizes. Without a warm-up,
-the stages would build graphs one after another in the first iterations, while the others wait.
+the stages would build graphs one after another in the first iterations, while other stages wait.
 """
 
 import logging
@@ -79,7 +79,7 @@ def calls(
     Args:
         context: Largest number of tokens of a document.
         alone: Whether a single context-parallel rank may compute a document.
-        before: Number of tokens before a slice within the sliding window; None: all tokens.
+        before: Number of earlier tokens in the sliding window of each token; None: all tokens.
         packs_to: Number of tokens of the largest pack; None for ``PACKS_TO``.
     """
     sizes, packs = buckets(context), buckets(PACKS_TO if packs_to is None else packs_to)
@@ -166,5 +166,5 @@ def _run(attention: VarlenAttention, heads: Heads, call: WarmUpCall, device: tor
 
 
 def _assigned(tokens: int, documents: int) -> list[int]:
-    """Return the lengths of ``documents`` documents of ``tokens`` in all, as equal as possible."""
+    """Return the lengths of ``documents`` documents that sum to ``tokens``, almost equal."""
     return [tokens // documents + (number < tokens % documents) for number in range(documents)]

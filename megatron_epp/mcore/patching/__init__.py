@@ -1,1 +1,1 @@
-"""Patch points: attributes of Megatron that are replaced, and what CPU-only and CUDA hosts need."""
+"""Patches of Megatron at run time (patch points), and set-up of CPU-only and CUDA hosts."""

@@ -5,8 +5,8 @@ places use a few names of torch, so this module replaces names in torch and not 
 
     device="cuda" given to a factory (torch.zeros ...)  becomes device="cpu"
     Tensor.cuda, Tensor.to("cuda"), Module.cuda         stay on the CPU
-    Tensor.type() of a CPU tensor                       returns torch.cuda.FloatTensor, which
-                                                        Megatron compares with
+    Tensor.type() of a CPU tensor                       returns torch.cuda.FloatTensor, as
+                                                        Megatron's comparisons expect
     torch.cuda.current_device()                         returns torch.device("cpu"), which every
                                                         factory accepts
     streams, events, synchronize, memory counters       do nothing, or return 0
@@ -18,7 +18,7 @@ places use a few names of torch, so this module replaces names in torch and not 
 places in Megatron that need their own replacement are patch points with ``when="cpu host"``
 (patch_points.py).
 
-A ``TorchFunctionMode`` would not serve: it belongs to one thread, is inactive while
+A ``TorchFunctionMode`` is not sufficient: it belongs to one thread, is inactive while
 ``Tensor.backward`` runs Python code, and costs a Python call for every operation. Replaced
 functions cost a Python call only where a tensor is created.
 
@@ -86,8 +86,8 @@ def install_cpu_host() -> bool:
     environment. With a CUDA GPU, the function does nothing and returns False.
 
     Raises:
-        ValueError: megatron is already imported and uses Transformer Engine. Or there are GPUs that
-            torch cannot use, and the user has not hidden them.
+        ValueError: megatron is already imported and uses Transformer Engine, or the host has GPUs
+            that torch cannot use and that the user has not hidden.
     """
     if has_gpu():
         return False
@@ -123,7 +123,7 @@ def install_cpu_host() -> bool:
 def install_where_wanted() -> None:
     """Install the replacements if the user selects the CPU reference of the GPU kernels.
 
-    For scripts that otherwise choose a device themselves.
+    Scripts that otherwise choose a device themselves call this function.
     """
     if reference_switch.is_wanted():
         install_cpu_host()

@@ -3,8 +3,8 @@
 mamba_ssm, causal_conv1d and flash-linear-attention cannot run on a CPU-only host, and Megatron's
 classes cannot be built without them. So this module installs modules with the same names. Their
 functions compute the results in torch (layers/ssm/scans.py), and Megatron's own classes run
-unchanged. Only arguments that Megatron or this package passes are supported; others raise a
-TypeError.
+unchanged. Only arguments that Megatron or this package passes are supported; other arguments
+raise a TypeError.
 
 As in mamba_ssm's fused kernel, backward recomputes a kernel's forward, so a layer saves about as
 many bytes as on a GPU. ``Tensor.split`` cuts the rows into sequences, because its backward
@@ -89,7 +89,7 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
 ) -> Any:
-    """Return [B, L, H P], and the final states [B, H, P, N] if ``return_final_states``.
+    """Return the output [B, L, H P]; if ``return_final_states``, also states [B, H, P, N].
 
     Name and arguments are those of the function in mamba_ssm.ops.triton.ssd_combined. As in
     mamba_ssm, each batch row's first sequence starts from the initial states, and the final states
@@ -186,7 +186,7 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return [B, T, H, P], and with ``output_final_state`` each sequence's state [N, H, K, P].
+    """Return the output [B, T, H, P], and the final states [N, H, K, P] of sequences, or None.
 
     Name and arguments are those of the function in fla.ops.gated_delta_rule.
     """

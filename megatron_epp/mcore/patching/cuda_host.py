@@ -1,17 +1,18 @@
 """Environment of a host with GPUs, set before CUDA starts in a process that runs elastic pipelines.
 
     CUDA_DEVICE_MAX_CONNECTIONS  32   number of hardware queues. With one queue, a device runs work
-                                      in the order of issue, so ops wait for messages whose other
-                                      end is late. Scripts for Megatron's own schedules export 1;
-                                      this module replaces it and logs a warning
+                                      in the order of issue, so ops wait for earlier messages whose
+                                      sender or receiver is late. Scripts for
+                                      Megatron's own schedules export 1; this module replaces it and
+                                      logs a warning
     CUDA_MODULE_LOADING       EAGER   with lazy loading, a kernel's first use may wait for all work
                                       on the device, including messages that this host sends later
     PYTORCH_CUDA_ALLOC_CONF           expandable_segments:True, because every chunk has a new size;
                                       freeing memory then need not wait for the device
     NVTE_EXT_MARGIN_SM            4   number of multiprocessors that Transformer Engine's GEMMs
-                                      leave free, with several stages. A message that waits is a
-                                      kernel, which occupies up to 4 multiprocessors. 0: no margin.
-                                      For norms: NVTE_FWD_LAYERNORM_SM_MARGIN, NVTE_BWD_...
+                                      leave free, with several stages. A waiting message is a
+                                      kernel that occupies up to 4 multiprocessors. 0: no margin.
+                                      Norms read NVTE_FWD_LAYERNORM_SM_MARGIN and NVTE_BWD_...
     CUDNN_HOME                        torch's own cuDNN, if it is a Python package. Transformer
                                       Engine would use a CUDA toolkit's cuDNN first; if its version
                                       differs from torch's, there is no fused attention
@@ -19,11 +20,14 @@
                                       of this host. NCCL refuses two ranks on one GPU, so each rank
                                       gets its own NCCL_HOSTID and sends over sockets
 
-On an H200 (scripts/gpu/held_sms.py), a GEMM next to a waiting message of 2 blocks takes 1.09 to
-1.20 times as long as alone; with a margin of 4, 1.00 to 1.18 times. Next to 4 blocks, it takes 1.07
-to 1.30 times as long; with a margin of 4, 1.07 to 1.35 times. With a margin of 8, it takes 1.00 to
-1.08 times as long, but 4 to 15% longer without a message. Without a margin, a norm of 7168 columns
-does not start while a message waits. With a margin of 4 it starts, and is not slower.
+On an H200 (scripts/gpu/held_sms.py), a GEMM takes longer by these factors while a message waits:
+
+    message of 2 thread blocks    1.09 to 1.20 without a margin, 1.00 to 1.18 with a margin of 4
+    message of 4 thread blocks    1.07 to 1.30 without a margin, 1.07 to 1.35 with a margin of 4
+
+With a margin of 8, the factors are 1.00 to 1.08, but a GEMM without a message takes 4 to 15%
+longer. Without a margin, a norm of 7168 columns does not start while a message waits. With a
+margin of 4, the norm starts, and is not slower.
 
 Other variables that the user has set are unchanged. Megatron asserts CUDA_DEVICE_MAX_CONNECTIONS=1
 for tensor and context parallelism on devices before Blackwell, where Megatron's own overlap depends

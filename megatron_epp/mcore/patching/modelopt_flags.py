@@ -56,7 +56,7 @@ class _Meant(argparse.Action):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add these flags to Megatron's ``parser``, except flags that the parser already has."""
+    """Add ModelOpt's flags to Megatron's ``parser``, except flags that the parser already has."""
     known = {option for action in parser._actions for option in action.option_strings}
     group = parser.add_argument_group("of Megatron-LM's entry for ModelOpt")
     for flag, (meant, what) in MEANT.items():

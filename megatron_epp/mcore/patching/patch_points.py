@@ -274,7 +274,7 @@ def OPTIMIZER_LOAD(original: Callable[..., Any], self: Any, state_dict: Any) -> 
 def OPTIMIZER_SHARD(
     original: Callable[..., None], self: Any, model_param: Any, tensors: dict[str, Any]
 ) -> None:
-    """Set the shard, without changing the step and without autograd."""
+    """Set a main parameter and its optimizer states, without a new step and without autograd."""
     # load_state_dict has set the step from the parameter groups. The shard contains the template's
     # step of 0, or none. The original ignores a value that is not a tensor.
     if _torch_steps(self):
@@ -348,7 +348,7 @@ def SEQUENCE_PARALLEL_NORM(
 def EXPERT_EXCHANGE(
     original: Callable[..., Any], tensor: Any, as_numpy: bool = False, record_stream: bool = False
 ) -> Any:
-    """Convert split sizes to a list also if the tensor is on the CPU."""
+    """Convert split sizes to a NumPy array also if the tensor is on the CPU."""
     if torch.is_tensor(tensor) and as_numpy:
         return tensor.cpu().numpy()
     return original(tensor, as_numpy, record_stream)

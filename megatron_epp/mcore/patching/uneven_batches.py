@@ -1,4 +1,4 @@
-"""Megatron's sample counts for global batches that are not a multiple of the replicas.
+"""Megatron's sample counts for global batches that the number of replicas does not divide.
 
 Megatron counts the samples of a batch as replicas x micro-batch size x micro-batches per replica.
 With --epp a micro-batch is a document, and the planner balances the replicas' seconds, not their
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class UnevenMicroBatches(int):
-    """Mean number of micro-batches per replica: an integer rounded up, but exact in products.
+    """Mean number of micro-batches per replica: an integer, rounded up, with exact products.
 
     With 7 documents on 3 replicas, ``UnevenMicroBatches(7, 3)`` equals 3, and 3 times it is 7.
     """
@@ -28,13 +28,13 @@ class UnevenMicroBatches(int):
         return self
 
     def __mul__(self, factor: int) -> int:
-        """Return the exact product."""
+        """Return the exact mean times ``factor``."""
         return mean_micro_batches(self.documents * factor, self.replicas)
 
     __rmul__ = __mul__
 
     def __rtruediv__(self, other: float) -> float:
-        """Return the exact quotient."""
+        """Return ``other`` divided by the exact mean."""
         return other * self.replicas / self.documents
 
 
@@ -89,7 +89,7 @@ class _Undivided(int):
 def undivided_evaluation(parser: ArgumentParser) -> ArgumentParser:
     """Make ``parser`` return an --eval-global-batch-size that passes Megatron's divisibility check.
 
-    Megatron checks it in a function with hundreds of checks, which has no patch point.
+    Megatron's check is in a function with hundreds of checks, which has no patch point.
     :func:`restore_evaluation` restores the plain integer.
     """
     parse = parser.parse_args

@@ -1,1 +1,1 @@
-"""Placement of stages on ranks: the flags, and Megatron's model chunks for it."""
+"""Placement of stages on ranks: the flags, and Megatron's model chunks on each rank."""

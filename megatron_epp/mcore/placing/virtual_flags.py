@@ -25,9 +25,9 @@ _LAYOUT = "pipeline_model_parallel_layout"
 
 
 def watch_virtual_stages(parser: ArgumentParser) -> ArgumentParser:
-    """Make ``parser`` translate these flags if --epp-placement is ``flags``, and return it.
+    """Make ``parser`` translate Megatron's flags of interleaved pipelines; return ``parser``.
 
-    The parser translates the flags before other flags are checked.
+    If --epp-placement is ``flags``, the parser does so before other flags are checked.
     """
     parse = parser.parse_args
 
@@ -42,7 +42,7 @@ def watch_virtual_stages(parser: ArgumentParser) -> ArgumentParser:
 
 
 def _obey(args: Namespace) -> None:
-    """Set --epp-placement on ``args`` to the placement that these flags describe, and clear them.
+    """Set --epp-placement in ``args`` to the placement of Megatron's flags, and clear these flags.
 
     Raises:
         ValueError: The flags do not describe a valid placement.

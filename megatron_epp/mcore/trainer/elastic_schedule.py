@@ -1,7 +1,8 @@
 """Schedule that replaces Megatron's forward-backward function.
 
-``control.accept`` provides the step, stage_runner.py runs it, ``control.retry`` repeats it after an
-out-of-memory error, and ``control.observe`` reports the outcome.
+A step contains the plans of one iteration. ``control.accept`` provides the step, stage_runner.py
+runs it, ``control.retry`` repeats it after an out-of-memory error, and ``control.observe`` reports
+the outcome.
 """
 
 from collections.abc import Callable

@@ -176,7 +176,7 @@ def _require_iterations(args: Any) -> None:
 
 
 def _require_kind(pattern: str | None, hybrid: bool) -> None:
-    """Raise a ValueError unless a layer pattern is given exactly if the program trains HybridModel.
+    """Raise a ValueError if a GPTModel has a layer pattern, or if a HybridModel has none.
 
     ``hybrid`` is whether the program trains a HybridModel.
     """

@@ -88,7 +88,7 @@ class TrainerHooks:
         make_batches: Function (documents, batch size, consumed samples) -> global batches. The
             batch size may be a function of the consumed samples.
         summary: Function that returns the log line of an iteration.
-        choose: Function (open choice, args, layers of every stage) -> value of the choice.
+        choose: Function (flag that is ``auto``, args, layers of every stage) -> value to use.
         attention_for: Function (value of --epp-attention, configuration, device) -> attention.
         install_in_model: Function (model, context, attention) that patches the model to compute
             chunks.

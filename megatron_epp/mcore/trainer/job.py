@@ -287,7 +287,7 @@ class Job:
         )
 
     def _search_ahead(self) -> Callable[[bool], None] | None:
-        """Return rank 0's function that searches layouts for fewer devices; None without it."""
+        """Return rank 0's function that searches layouts for fewer devices; None if unused."""
         args = self.args
         layouts = getattr(args, LAYOUT_KEY, None) is not None and args.epp_search_ahead
         if not (layouts and args.save and dist.get_rank() == 0):

@@ -47,7 +47,7 @@ class JobData:
     """Documents of training, validation and test.
 
     Attributes:
-        chats: Chat file -> prefix of the corpus converted from it.
+        chats: Chat file -> path prefix of the corpus converted from it.
         truncated_documents: Number of training documents that were truncated to the context.
     """
 

@@ -2,10 +2,10 @@
 
 torchrun ends its ranks when it fails or is terminated. If torchrun is killed, it cannot end them,
 and the ranks would train on without supervision. Other launchers are not watched: the daemons of
-srun and mpirun end their processes themselves. A start from a shell is not watched, because the
-shell may exit during a job under nohup or setsid.
+srun and mpirun end their processes themselves. A job started from a shell is not watched, because
+the shell may exit during a job under nohup or setsid.
 
-A thread watches torchrun. The kernel's parent-death signal would not serve: it watches the direct
+A thread watches torchrun. The kernel's parent-death signal is not sufficient: it watches the direct
 parent, which may be a wrapper (``torchrun --no-python run.sh``), and it ends a rank without a
 message.
 """

@@ -14,7 +14,7 @@ from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
 
 
 def derived_symbols(kind: type[LayerKind]) -> str:
-    """Return the layer symbols of ``kind`` and of the kinds derived from it."""
+    """Return the layer symbols of the class ``kind`` and of its subclasses."""
     return kind.SYMBOL + "".join(map(derived_symbols, kind.__subclasses__()))
 
 
@@ -59,7 +59,7 @@ _ODD_ROTARY = Limit(
 
 
 class AttentionKind(LayerKind):
-    """Attention: in every layer of a GPTModel, and in the attention layers of a HybridModel."""
+    """Multi-head attention in layers of a GPTModel, and in the * layers of a HybridModel."""
 
     PRICED, NAME, SYMBOL = AttentionPart, "attention", "*"
     ABSENT: ClassVar = {"attention": False}
@@ -97,7 +97,7 @@ class AttentionKind(LayerKind):
     )
 
     def layers(self, args: Any) -> tuple[bool, ...]:
-        """Return the mask of layers with attention of any derived kind, but no gated delta net."""
+        """Return the mask of layers with multi-head attention, MLA or DSA: one bool per layer."""
         layers = layers_with(args, derived_symbols(AttentionKind))
         others = GatedDeltaNetKind().layers(args)
         return tuple(a and not b for a, b in zip(layers, others, strict=True))

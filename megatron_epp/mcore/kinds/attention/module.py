@@ -24,7 +24,7 @@ class ElasticAttention:
     """Replacement of the forward of a layer's core attention.
 
     The module itself is not replaced, so checkpoint keys do not change. In shapes, t is the number
-    of rows on this rank.
+    of the chunk's rows on this rank, H the number of heads, and D the channels of a head.
 
     Attributes:
         original: Megatron's forward, called for inputs that are not chunks.
@@ -109,12 +109,12 @@ def install_heads(place: LayerPlace) -> None:
 
 
 def attention_of(place: LayerPlace) -> tuple[Attention, Attention, Ulysses | None]:
-    """Disable Megatron's context parallelism in a layer, and return its replacements.
+    """Disable Megatron's context parallelism in a layer, and return the replacements.
 
     Returns:
-        A tuple of three: the attention over documents that are sharded over the context-parallel
-        ranks; the attention over documents that this rank computes alone; and the all-to-all
-        between rows and heads, which is None without context parallelism.
+        The attention over documents that are sharded over the context-parallel ranks, the
+        attention over documents that this rank computes alone, and the all-to-all between rows and
+        heads. Without context parallelism, the all-to-all is None.
     """
     around = place.layer.self_attention
     ranks = around.pg_collection.cp

@@ -22,8 +22,8 @@ class DSACertificate(MLACertificate):
     """Certificate of DSA layers.
 
     In addition to MLA's smaller sizes, the indexer of the small model has fewer channels, heads and
-    chosen keys. The small model does not apply the Hadamard matrix, which rotates queries and keys
-    equally and does not change scores.
+    chosen keys. The small model does not apply the Hadamard matrix. This matrix rotates queries and
+    keys equally, and therefore does not change scores.
     """
 
     KIND = DSAKind()
@@ -54,7 +54,7 @@ class DSACertificate(MLACertificate):
         }
 
     def without_ties(self, small: Any) -> dict[str, Any]:
-        """Set top-k to all keys, because rounding may choose between nearly equal scores."""
+        """Return a top-k of all keys, because rounding may decide between nearly equal scores."""
         return {"dsa_indexer_topk": small["seq_length"]} if "dsa_indexer_topk" in small else {}
 
     @override

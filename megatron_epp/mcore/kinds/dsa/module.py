@@ -7,10 +7,10 @@ returns Q and this key. ``attend`` replaces the forward of the core attention: i
 computes the attention (layers/dsa.py). The indexer reads the layer's input and the queries' latent.
 
 As in Megatron, the inputs of the indexer are detached, so the indexer learns from its own loss
-only. The weights of its linears are equal on all tensor-parallel ranks, and so are their gradients.
+only. The indexer's weights and their gradients are equal on all tensor-parallel ranks.
 
-On CPU-only hosts, DSA layers consist of Megatron's local modules, with duplicated linears added.
-Checkpoint keys are the keys of Transformer Engine's layers.
+On CPU-only hosts, DSA layers consist of Megatron's local modules, and of linears whose full weight
+is on every tensor-parallel rank. Checkpoint keys are the keys of Transformer Engine's layers.
 
 Shape suffixes: t rows of this rank, s = t / TP rows with sequence parallelism, T rows of the chunk,
 H heads of this rank, R channels of the latent of K and V, L channels of the latent of Q, P rotary
@@ -74,7 +74,7 @@ class _Absorbed:
 
 
 class DSALayer(MLALayer):
-    """Patches of Megatron's AbsorbedMLASelfAttention ``around`` for chunks."""
+    """Patches that let ``around``, Megatron's AbsorbedMLASelfAttention, compute chunks."""
 
     def __init__(self, around: Any, attention: Attention, *others: Any):
         super().__init__(around, attention, *others)
@@ -114,7 +114,7 @@ class DSALayer(MLALayer):
         key_T1D = torch.cat((latent_tR[:, None], rotary_t1P), -1)
 
         def heads(queries_sL: Tensor) -> tuple[Tensor, ...]:
-            """Return Q and a view of the up-projection, whose gradient autograd adds to Q's."""
+            """Return Q and a view of the up-projection; autograd sums the gradients of both."""
             weight_NR = self.around.linear_kv_up_proj.weight
             return self._queries_of(queries_sL, weight_NR, table, factor), weight_NR.view_as(
                 weight_NR
@@ -226,7 +226,7 @@ class _Duplicated(DuplicatedLinear):
 
 
 class _Modules(LocalSpecProvider):
-    """Megatron's local modules, with duplicated linears."""
+    """Megatron's local modules, with :class:`_Duplicated` as the linear."""
 
     @override
     def linear(self) -> type:

@@ -15,10 +15,9 @@ BLOCK = 7  # context tokens expanded at a time; small, because the contexts are 
 class MLACertificate(LayerCertificate):
     """Certificate of MLA layers.
 
-    The small model has smaller head sizes and smaller ranks of the latents. If the full model has a
-    latent of the queries, so has the small model. The ratios between the sizes of Q, K and V heads
-    do not change. The ratio of ranks to the hidden size does not change either, but a rank is at
-    least 8.
+    The small model has smaller head sizes and smaller ranks of the latents. It has a latent of the
+    queries if the full model has one. The ratios between the sizes of Q, K and V heads do not
+    change. The ratio of ranks to the hidden size does not change either, but a rank is at least 8.
     """
 
     KIND: LayerKind = MLAKind()
@@ -30,7 +29,7 @@ class MLACertificate(LayerCertificate):
     def small(
         self, args: Any, hidden: int, tp: int, head_size: int, step: int = 1
     ) -> dict[str, Any]:
-        """Return sizes of the small model; ``head_size`` excludes the rotary channels."""
+        """Return MLA sizes of the small model; ``head_size`` excludes the rotary channels."""
         if not args.multi_latent_attention:
             return {}
         self.KIND.require(args, tp)

@@ -38,7 +38,7 @@ class MLAKind(AttentionKind):
     )
 
     def layers(self, args: Any) -> tuple[bool, ...]:
-        """Return the mask; a GPTModel with another attention variant has no such layers."""
+        """Return the mask of MLA layers; a GPTModel with another attention variant has none."""
         here = bool(getattr(args, "multi_latent_attention", False))
         if not getattr(args, "hybrid_layer_pattern", None):
             variant = getattr(args, "experimental_attention_variant", None)
@@ -74,7 +74,7 @@ class MLAKind(AttentionKind):
         return [f"{ranks}, heads of {sizes}, keeps {args.epp_mla_keeps}"]
 
     def require(self, args: Any, tp: int) -> None:
-        """Raise a ValueError if sizes are invalid, or do not divide over ``tp`` local linears."""
+        """Raise a ValueError if sizes are invalid, or if local linears do not divide by ``tp``."""
         if not args.multi_latent_attention:
             return
         names = ["kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"]

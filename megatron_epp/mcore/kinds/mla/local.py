@@ -1,7 +1,7 @@
 """MLA with Megatron's local modules, on CPU-only hosts.
 
-Megatron's local attention does not support V heads of another size than Q and K heads. If queries
-have no latent, their norm exists only inside Transformer Engine's linear.
+Megatron's local attention requires V heads of the size of Q and K heads. For queries without a
+latent, Megatron has a norm only inside Transformer Engine's linear. This module adds both features.
 """
 
 import copy
@@ -18,7 +18,7 @@ from megatron_epp.mcore.kinds.local_layers import NORM_OF_MLP, local_attention_o
 
 
 def fix_local_mla(layer: Any, config: Any) -> None:
-    """Complete the local MLA in ``layer``, which contains the submodules of a layer, in place."""
+    """Complete the local MLA in ``layer``, the submodules of one layer, in place."""
     attention = local_attention_of(layer, mla=True)
     if attention is None:
         return
@@ -37,8 +37,8 @@ def fix_local_mla(layer: Any, config: Any) -> None:
 class _LocalMLAAttention(DotProductAttention):
     """Attention with Q and K heads of ``k_channels`` and V heads of ``v_channels``.
 
-    Megatron's attention needs only ``v_channels``, for the shape of its output. Megatron first
-    builds a module without these arguments and then drops it.
+    Of the two, Megatron's attention needs only ``v_channels``, for the shape of its output. Both
+    are None in a first module, which Megatron builds and then drops.
     """
 
     def __init__(

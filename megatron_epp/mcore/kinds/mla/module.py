@@ -11,11 +11,11 @@ Every layer has its own rotary embedding and scale. ``project`` replaces
 For later slices of a document, a slice caches either K and V, or two tensors that all heads share:
 the latent after its norm, which is the input of the kv up-projection, and the rotary key.
 
-If Megatron's own linears compute the latents, Megatron 0.19 makes two errors over tensor-parallel
-ranks, which are corrected here. First, each rank's heads yield only part of the rotary key's
-gradient, which Megatron does not sum. Second, without sequence parallelism, the norm of the
-queries' latent has its full gradient on every rank, but finalize_model_grads sums the gradients of
-every ``q_layernorm``.
+If Megatron's own linears compute the latents, Megatron 0.19 makes two errors with several
+tensor-parallel ranks. This module corrects both. First, each rank's heads yield only a part of the
+rotary key's gradient, and Megatron does not sum the parts. Second, without sequence parallelism,
+the norm of the queries' latent has its full gradient on every rank, but finalize_model_grads sums
+the gradients of every ``q_layernorm``.
 
 Shape suffixes: t rows of this rank, s = t / TP rows with sequence parallelism, T rows of the chunk,
 H heads of this rank, R channels of the latent of K and V, L channels of the latent of Q, P rotary
@@ -73,7 +73,8 @@ def install_mla(place: LayerPlace, kind: "type[MLALayer]") -> None:
 class MLALayer:
     """MLA on chunks in layer ``layer`` of the stage; ``around`` is Megatron's MLASelfAttention.
 
-    ``local`` attends within documents on one rank; a document has at most ``context`` tokens.
+    ``local`` is the attention over documents that are computed on one rank. A document has at most
+    ``context`` tokens.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class MLALayer:
         self.wrap_readers()
 
     def wrap_readers(self, *more_readers: Any) -> None:
-        """Wrap linears whose inputs recompute may drop; hook the gradient of ``q_layernorm``."""
+        """Wrap linears whose inputs may be recomputed, and correct ``q_layernorm``'s gradient."""
         around = self.around
         # All linears that read the input norm; only the last linear takes the norm's handle.
         if around.config.q_lora_rank is None:
@@ -148,7 +149,7 @@ class MLALayer:
         rotary_t1P = self._rotated(key_tP[:, None], table, factor)
 
         def heads(queries_sL: Tensor, latent_sR: Tensor, rotary_t1P: Tensor) -> tuple[Tensor, ...]:
-            """Return Q, K, V and a view of the up-projection, whose gradient autograd adds."""
+            """Return Q, K, V and, if a latent is expanded, a view of the up-projection."""
             qkv = self._heads(queries_sL, latent_sR, rotary_t1P, table, factor)
             exchanged = qkv if self.ulysses is None else attention_parts(self.ulysses, *qkv, state)
             weight = self.around.linear_kv_up_proj.weight if expands else None
@@ -231,7 +232,7 @@ class MLALayer:
         return state.once("rotary table", table)  # all MLA layers share it
 
     def _rotated(self, x_tHP: Tensor, table: Tensor, factor: float) -> Tensor:
-        """Apply the rotary embedding, unfused: Megatron's kernels assume positions from 0."""
+        """Apply the rotary embedding without fused kernels, which assume positions from 0."""
         return apply_rotary_pos_emb(
             x_tHP[:, None],
             table,
@@ -304,9 +305,9 @@ class MLALayer:
 class _Projected:
     """Values that ``project`` passes to ``attend``.
 
-    ``with_handles`` contains Q, K and V with their recompute handles, if they are recomputed.
-    ``latent_kv`` contains the latents for later slices; None if K and V are cached. ``local``
-    contains Q, K and V of the documents that this rank has alone.
+    ``with_handles`` contains Q, K and V with their recompute handles, or nothing if they are not
+    recomputed. ``latent_kv`` contains the latents for later slices; None if K and V are cached.
+    ``local`` contains Q, K and V of the documents that this rank computes alone.
     """
 
     with_handles: tuple[tuple[Tensor, RecomputeHandle], ...]

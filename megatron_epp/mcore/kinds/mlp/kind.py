@@ -7,7 +7,7 @@ from megatron_epp.mcore.kinds.base import LayerKind
 
 
 class MLPKind(LayerKind):
-    """MLP or MoE: every layer of a GPTModel, and layers with symbol - or E of a HybridModel."""
+    """MLP or MoE in every layer of a GPTModel, and in the - and E layers of a HybridModel."""
 
     PRICED, NAME, SYMBOL, SYMBOLS = MLPPart, "MLP", "-", "-E"
     ABSENT: ClassVar = {"mlp": False}

@@ -24,11 +24,11 @@ ACTIVATION = "moe_act"
 
 
 def wrap_activations(layer: MoELayer, dropped: DroppedOutputs) -> None:
-    """Patch experts to recompute their activation in the backward, if the chunk's mode says so.
+    """Patch experts to recompute the activation in the backward of chunks that drop it.
 
     Args:
         layer: Megatron's MoE layer.
-        dropped: Names the modules to recompute in the current pass through the layer.
+        dropped: Contains the names of the modules that the current chunk recomputes.
     """
     experts = layer.experts
     if hasattr(experts, "activation_recompute"):
@@ -78,7 +78,7 @@ def activation(expert: MLP, inside: Tensor, bias: Tensor | None, scale: Tensor) 
         expert: One of Megatron's local experts.
         inside: Output [t, inner] of the expert's first linear.
         bias: Bias of the first linear.
-        scale: Factor [t] of each row.
+        scale: Routing weight [t] of the rows.
     """
     between = copy.copy(expert)
     between._modules = {
@@ -91,7 +91,7 @@ def activation(expert: MLP, inside: Tensor, bias: Tensor | None, scale: Tensor) 
 
 
 class _Computed(nn.Module):
-    """Replacement of a linear that returns ``output`` and ``bias``; by default, its input."""
+    """Replacement of a linear that returns ``output``, by default its input, and ``bias``."""
 
     def __init__(self, output: Tensor | None = None, bias: Tensor | None = None):
         super().__init__()

@@ -25,10 +25,10 @@ MOST_GROUPS = 4
 class MoECertificate(LayerCertificate):
     """Certificate of MoE layers.
 
-    The small model has 8 experts, or twice the number of experts that a token chooses if that is
-    more. A token chooses at most 4 experts. If the full model has groups of experts, shared experts
-    or latents, so has the small model. The ratios of the widths of experts, shared experts and
-    latents to the hidden size do not change, up to rounding.
+    The small model has at least 8 experts, unless the full model has fewer. A token chooses at most
+    4 experts. The small model has groups of experts, shared experts and latents if the full model
+    has them. The ratios of the widths of experts, shared experts and latents to the hidden size are
+    rounded, and reduced to 4 if they are larger.
     """
 
     KIND = MoEKind()
@@ -70,7 +70,7 @@ class MoECertificate(LayerCertificate):
         return changed
 
     def without_ties(self, small: Mapping[str, Any]) -> dict[str, Any]:
-        """Set top-k to all experts, because rounding may choose between nearly equal scores."""
+        """Return a top-k of all experts, because rounding may decide between similar scores."""
         changed = {"moe_router_topk": small["num_experts"]} if small.get("num_experts") else {}
         if groups := small.get("moe_router_num_groups"):
             changed["moe_router_group_topk"] = groups

@@ -4,8 +4,8 @@ HybridEP requires an equal number of rows, a multiple of 64, on all ranks that s
 and buffers for the largest number (token_dispatcher.py and fused_a2a.py in core/transformer/moe/).
 The other backend, DeepEP, accepts any number of rows per rank.
 
-Both numbers follow from the plans before an iteration. Each chunk is padded to the largest chunk of
-this number over the replicas in lockstep; padding rows are sent to no expert. Buffers are allocated
+The plans of an iteration determine both numbers. Chunk i of each replica in lockstep is padded to
+the largest chunk i of these replicas. Padding rows are sent to no expert. Buffers are allocated
 before the iteration, because they must not grow while the backward still needs handles to them.
 For inputs that are not chunks, Megatron's own all-reduce finds the number of rows.
 """

@@ -72,10 +72,10 @@ def _cannot_exchange(holder: Any) -> bool:
 
 
 def _exchanges_alike(args: Any) -> bool:
-    """Return whether ``args`` select a dispatcher that cannot run chunks and may become alltoall.
+    """Return whether alltoall replaces the dispatcher of ``args``, which cannot run chunks.
 
-    This is flex, if it cannot run, or allgather over replicas in lockstep: allgather requires equal
-    row counts on all ranks, but the chunks of replicas differ.
+    Such a dispatcher is flex, if it cannot run, or allgather over replicas in lockstep. allgather
+    requires equal row counts on all ranks, but the chunks of replicas differ.
     """
     gathers = getattr(args, "moe_token_dispatcher_type", None) == "allgather"
     return _cannot_flex(args) or (gathers and lockstep_width(args) > 1)

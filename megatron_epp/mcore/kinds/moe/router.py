@@ -150,7 +150,7 @@ class ChunkRouter:
 
 
 def _if_masked(padding_mask: Tensor | None) -> dict[str, Tensor]:
-    """Return the mask as a keyword argument; no argument if None, for Megatron before 0.19."""
+    """Return the mask as a keyword argument; none if it is None, as in Megatron before 0.19."""
     return {} if padding_mask is None else {"padding_mask": padding_mask}
 
 
@@ -158,8 +158,8 @@ def install_in_moe(layer: Any, index: int, dropped: DroppedOutputs, in_loop: boo
     """Patch the MoE of Megatron's ``layer`` to compute chunks.
 
     The patches change the router, the token dispatch, expert biases, and the modules that selective
-    recompute supports. Three modules read the recomputed norm, in this order: the shared experts,
-    the router, the projection to latents.
+    recompute supports. Three modules read the output of the norm before the MoE, in this order: the
+    shared experts, the router, and the projection to latents.
 
     Args:
         layer: Megatron's layer with an MoE.
@@ -201,8 +201,8 @@ def router_stats_for(
         model: The stage module.
         plan: The plan of the iteration.
         scale: Function (device) -> the loss scale on the device.
-        micro_batches: Document lengths of each micro-batch of a loop. If None, every document is
-            balanced independently.
+        micro_batches: Document lengths in tokens of each micro-batch of an external training loop.
+            If None, every document is balanced independently.
 
     Returns:
         The statistics; None if the stage has no MoE layer, or if its routers are not patched.
@@ -220,10 +220,10 @@ def router_stats_for(
 
 
 def pools_of(lengths: Sequence[Sequence[int]], config: Any, rules: Balancing) -> Pools:
-    """Return the pools of documents over which slices of micro-batches balance experts.
+    """Return the pools of documents over which slices balance the load of experts.
 
     With these pools, the losses equal Megatron's losses of whole micro-batches without padding.
-    ``lengths`` are the document lengths of each micro-batch.
+    ``lengths`` are the document lengths in tokens of each micro-batch.
 
         aux_loss       one pool per micro-batch
         seq_aux_loss   one pool per document; as in Megatron, all documents of a micro-batch have
@@ -266,7 +266,7 @@ def _count_in_full(router: Any) -> None:
 
 
 def balancing_of(config: Any) -> Balancing:
-    """Return the load balancing of Megatron's ``config`` on this rank."""
+    """Return this rank's settings of load balancing according to Megatron's ``config``."""
     kinds = config.moe_router_load_balancing_type
     kinds = [kinds] if isinstance(kinds, str) else kinds
     coefficients = config.moe_aux_loss_coeff

@@ -68,7 +68,7 @@ def layers_of(model: Any) -> tuple[Any, ...]:
 
 
 def kinds_of_stage(shape: Model, model: Any) -> tuple[str, ...]:
-    """Return the cost model's kind of each layer of this stage; () if all kinds are the default."""
+    """Return each layer's kind in the cost model; () if ``shape`` has no ``layer_kinds``."""
     word = shape.layer_kinds
     if not word:
         return ()

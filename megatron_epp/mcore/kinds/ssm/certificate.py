@@ -15,8 +15,8 @@ MOST_STATE_HEADS = 4
 class SSMCertificate(LayerCertificate):
     """Certificate of SSM and linear-attention layers.
 
-    The small model has fewer heads, groups and channels of states. The number of heads per group
-    does not change, up to 4.
+    The small model has fewer heads, groups and channels of states. It has at most 4 heads per
+    group, or more if context-parallel ranks could not divide them otherwise.
     """
 
     KIND: SSMKind
@@ -36,7 +36,7 @@ class SSMCertificate(LayerCertificate):
         return self.KIND.words(args)
 
     def small_heads(self, args: Any, tp: int) -> tuple[int, int]:
-        """Return small numbers of (heads, groups); heads per group do not change, up to 4."""
+        """Return small numbers (heads, groups) that tensor- and context-parallel ranks divide."""
         self.KIND.require(args, tp)
         heads, groups = self.KIND.counts(args)
         cp = args.context_parallel_size

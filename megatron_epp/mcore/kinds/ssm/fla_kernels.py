@@ -2,8 +2,8 @@
 
 flash-linear-attention assumes that all calls of a run have one size. It autotunes the convolution
 kernels, with 16 configurations each, for every new number of blocks of 1,024 rows, although the
-kernels do not read this number. It also synchronises with the device to compute the table of chunk
-indices. Without patches, both would delay iterations, on one stage after another.
+kernels do not read this number. It also waits for the device to compute a table of the blocks of
+all sequences. Without patches, autotuning and waiting delay iterations on one stage after another.
 """
 
 import inspect
@@ -33,9 +33,9 @@ _BLOCKS = "epp_blocks"  # attribute of a boundaries tensor: its block tables, by
 def suit_many_sizes() -> None:
     """Patch flash-linear-attention for chunks of varying sizes, once per process.
 
-    The convolution kernels then autotune once, instead of once per 1,024 rows. The table of chunk
-    indices is computed on the CPU, without synchronising with the device. Releases of
-    flash-linear-attention without these functions are not patched.
+    The convolution kernels then autotune once, instead of once for each number of blocks of 1,024
+    rows. The table of blocks is computed on the CPU, without synchronising with the device.
+    Releases of flash-linear-attention without these functions are not patched.
     """
     for name in _CONVOLUTIONS:
         module = _module(name)
@@ -81,10 +81,10 @@ def tune_once(kernel: Any) -> None:
 
 
 def _blocks_on_host(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a replacement of ``original`` that computes the table from lengths on the host.
+    """Return a replacement of ``original`` that computes the table of blocks on the host.
 
-    The lengths are an attribute of the chunk's boundaries. The table is computed once for all
-    layers of a chunk.
+    It reads the sequences' lengths from an attribute of the boundaries tensor. The table is
+    computed once for all layers of a chunk.
     """
 
     @wraps(original)

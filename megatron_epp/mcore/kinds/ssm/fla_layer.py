@@ -1,7 +1,7 @@
-"""Layers of frameworks that are built of flash-linear-attention's modules, on chunks.
+"""Layers of external frameworks, built of flash-linear-attention's modules, on chunks.
 
-The forward of such a layer is not replaced. While it computes a chunk, the convolutions and the
-rule that it calls are replaced. ``FlaLayer`` contains their names.
+The framework's own forward computes a chunk. During this forward, its convolutions and its rule
+(the function that computes the recurrence) are replaced. ``FlaLayer`` contains their names.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ class FlaLayer:
     Attributes:
         convolutions: Attributes of the layer that are ShortConvolutions, in the order of calls.
         package: Package from which the layer imports its rule.
-        rule: Name of the rule in the package.
+        rule: Name in the package of the rule, the function that computes the recurrence.
     """
 
     convolutions: tuple[str, ...]
@@ -39,7 +39,7 @@ KDA = FlaLayer(("q_conv1d", "k_conv1d", "v_conv1d"), "fla.ops.kda", "chunk_kda")
 
 
 def install_fla_layer(module: Any, index: int, kind: FlaLayer) -> None:
-    """Replace the forward of ``module`` to compute chunks, and patch fla's kernels for many sizes.
+    """Wrap the forward of ``module`` to compute chunks, and patch fla's kernels for many sizes.
 
     During the forward of a chunk, the convolutions and the rule are replaced by functions that
     carry states between slices.
@@ -91,7 +91,7 @@ def _convolution(original: Callable[..., Any], states: CarriedStates, first: int
 
 
 def _rule(original: Callable[..., Any], states: CarriedStates) -> Callable[..., Any]:
-    """Return a replacement of the rule that returns no final state."""
+    """Return a replacement of the rule ``original`` that carries states between slices."""
 
     def rule(
         q: Tensor,

@@ -1,7 +1,8 @@
 """Megatron's gated delta net on chunks: replacement of the computation between its projections.
 
-The convolution and the rule are from flash-linear-attention (layers/ssm/fla_calls.py). With
---deterministic-mode, as in Megatron, they are torch functions, which accept one sequence per call.
+The convolution and the gated delta rule are from flash-linear-attention (layers/ssm/fla_calls.py).
+With --deterministic-mode, both are torch functions, as in Megatron, and accept one sequence per
+call.
 
 Shape suffixes: T rows of a chunk, C concatenated channels of Q, K, V, gate, beta and alpha, H heads
 of V with P channels.

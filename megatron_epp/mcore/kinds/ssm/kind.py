@@ -30,7 +30,7 @@ class SSMKind(LayerKind):
         return self.SYMBOL in (getattr(args, "hybrid_layer_pattern", None) or "")
 
     def counts(self, args: Any) -> tuple[int, int]:
-        """Return (heads, groups of heads that share keys)."""
+        """Return the numbers (heads, groups); the heads of a group share their keys."""
         raise NotImplementedError
 
     def state_sizes(self, args: Any) -> tuple[int, int]:
@@ -187,7 +187,7 @@ class GatedDeltaNetKind(SSMKind):
 
 
 class KDAKind(LayerKind):
-    """Kimi delta attention, which only specs of frameworks have; Megatron has no flag for it."""
+    """Kimi delta attention of external frameworks' layer specs; Megatron has no flag for it."""
 
     NAME, SLOT = "Kimi's delta attention", "self_attention"
 

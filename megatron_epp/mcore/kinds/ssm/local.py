@@ -1,6 +1,7 @@
 """Specs of SSM and linear-attention layers with Megatron's local modules.
 
-Megatron has only specs with Transformer Engine's modules. Checkpoint keys are the same.
+Megatron has specs of these layers only with Transformer Engine's modules, whose checkpoint keys are
+kept here.
 """
 
 from typing import Any

@@ -74,7 +74,7 @@ class GatedDeltaNetModule(KindModule):
 
 
 class KDAModule(KindModule):
-    """Kimi delta attention layers of frameworks."""
+    """Kimi delta attention layers of external frameworks."""
 
     KIND = KDAKind()
 

@@ -8,8 +8,8 @@ Entries of a micro-batch:
 input_ids, labels, ...                 [1, T]
 packed_seq_params                      boundaries of documents
 cu_seqlens_q or cu_seqlens             boundaries of documents, if packed_seq_params is missing
-cu_seqlens_q_padded                    boundaries with each document padded to a multiple; the
-                                       padding is not computed
+cu_seqlens_q_padded                    boundaries of documents that include padding; the padding
+                                       is not computed
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -94,7 +94,7 @@ def on_this_device(rows: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zigzag_part(full_L: Tensor) -> Tensor:
-    """Return this context-parallel rank's rows [l, ...] of a sample, in Megatron's zigzag order.
+    """Return this context-parallel rank's rows of a sample [L, ...], in Megatron's zigzag order.
 
     The sample is first padded with zeros to a multiple of twice the number of context-parallel
     ranks. With one rank, the sample is returned unchanged.

@@ -44,9 +44,9 @@ def read_shapes(
         is unknown, no rank has a data iterator, or ranks have readers of different frameworks.
 
     Raises:
-        RanksDiffer: On every rank: ranks read different shapes.
-        LoopRefusal: On every rank: a rank cannot read its micro-batches, or ranks have different
-            numbers of micro-batches.
+        RanksDiffer: Ranks read different shapes; raised on every rank.
+        LoopRefusal: A rank cannot read its micro-batches, or ranks have different numbers of
+            micro-batches; raised on every rank.
     """
     count = call.num_microbatches
     if pipeline.stages == 1:

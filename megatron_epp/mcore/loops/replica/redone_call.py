@@ -77,9 +77,8 @@ class ShapeVote:
     """All-reduce of whether every output of a replica had the expected shape.
 
     Each rank starts the all-reduce after its last forward, and waits for the result before its last
-    backward, because the last backward starts the reduction of gradients over replicas, which
-    cannot be undone. No rank blocks: the last backward of a stage depends on all forwards of all
-    stages.
+    backward. The last backward starts the reduction of gradients over replicas, which cannot be
+    undone. No rank blocks: the last backward of a stage depends on all forwards of all stages.
 
     Attributes:
         misread: Whether an output of this rank has another shape than expected; set by the caller.
@@ -101,7 +100,7 @@ class ShapeVote:
     def cast(self) -> None:
         """Start the all-reduce of this rank's vote over the replica, without waiting for it.
 
-        It is called after the rank's last forward, or when no more forwards will run. Repeated
+        Call this method after the rank's last forward, or when no more forwards will run. Repeated
         calls do nothing.
         """
         if self._work is None:

@@ -71,7 +71,7 @@ def initialise_communicator(groups: Groups, device: torch.device, config: Any) -
 
 
 def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
-    """Create the process groups of all replicas, and return this replica's. Collective.
+    """Create the process groups of all replicas; return the groups of this replica. Collective.
 
     All ranks of the world call this function after Megatron has created its groups. Later calls of
     the schedule do not wait for other replicas.

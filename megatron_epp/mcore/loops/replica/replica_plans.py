@@ -1,4 +1,4 @@
-"""Plans of a replica's calls: made by one rank, broadcast to the others, cached."""
+"""Plans of a replica's calls, which one rank makes and broadcasts, and every rank caches."""
 
 import dataclasses
 from collections.abc import Callable
@@ -36,8 +36,9 @@ class ReplicaPlans:
         parse the plan's text. A full cache is cleared before the plan is added.
 
         Raises:
-            PlanError: On every rank: the plan is invalid.
-            ValueError: On every rank: ``make`` raised an exception; the message contains its text.
+            PlanError: The plan is invalid; raised on every rank.
+            ValueError: ``make`` raised an exception, whose text is in the message; raised on every
+                rank.
         """
         if key in self._known:
             return self._known[key]
