@@ -77,7 +77,10 @@ class Fallbacks:
         return "".join(f"{line}\n" for _, line in ordered)
 
     def of(self, iteration: int, place: Place = None) -> str | None:
-        """Return the name of the fallback planner of ``place`` in ``iteration``, or None."""
+        """Return the fallback planner's name if one planned ``iteration`` for ``place``, or None.
+
+        ``place`` is (replica, number of replicas); None for all replicas.
+        """
         everywhere = self._planners.get((iteration, None))
         return self._planners.get((iteration, place), everywhere)
 

@@ -161,7 +161,7 @@ def scratch_folder(what: str) -> Iterator[Path]:
 def _locked_scratch(what: str) -> tuple[Path, TextIO]:
     """Return a new folder and its locked file.
 
-    Another process may find a folder before it is locked, and remove it; then make another one.
+    If another process removes the folder before it is locked, another folder is created.
     """
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{what}-"))

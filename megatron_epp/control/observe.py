@@ -186,7 +186,7 @@ class Observer:
             steps.narrow()
 
     def _routed(self, cost: Cost, step: AcceptedStep) -> list[float]:
-        """Return the bytes of each rank's peak that depend on expert routing. Collective.
+        """Return the growth of each rank's peak bytes if the routing factor grows by 1. Collective.
 
         Only ranks that plan compute the bytes. Either all ranks call this method or no rank does,
         because peaks and predictions are equal on all ranks.

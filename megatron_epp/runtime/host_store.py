@@ -235,7 +235,7 @@ class OffloadedLayer:
         self._host_bytes = 0
 
     def _ends(self, storage: _Storage) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Return the host blocks of a storage, and the parts of its device memory they mirror."""
+        """Return a storage's host blocks, and the corresponding parts of its device memory."""
         flat = self._store.meter.held(storage.held)
         return storage.blocks, flat.split([block.numel() for block in storage.blocks])
 
@@ -257,7 +257,7 @@ class HostStore:
         parameters: tensors that are never offloaded.
         limit_bytes: host memory that may be used. A layer that does not fit stays on the device;
             the first time, a warning is logged.
-        beside: store of another stage of the rank, with which this store shares the limit.
+        beside: store of another stage of the rank, with which this store shares the limit; or None.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class NoMeter:
         return tensor
 
     def held(self, token: Any) -> Tensor:
-        """Return the tensor of a token."""
+        """Return the tensor of a token that :meth:`hold` returned."""
         return token
 
 
@@ -154,7 +154,7 @@ class SavedBytesMeter:
 
     @staticmethod
     def held(saved: "_Saved | Tensor") -> Tensor:
-        """Return the tensor of a token."""
+        """Return the tensor of a token that :meth:`hold` returned."""
         return saved.tensor if isinstance(saved, _Saved) else saved
 
 
@@ -211,7 +211,7 @@ class AllocatorMeter:
         return tensor
 
     def held(self, tensor: Tensor) -> Tensor:
-        """Return the tensor of a token."""
+        """Return the tensor of a token that :meth:`hold` returned."""
         return tensor
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def speaking(group: Any) -> Any:
-    """Return the current process group of a wrapper; return a group that is not wrapped as is."""
+    """Return the current process group of a wrapper; return a process group unchanged."""
     return getattr(group, "group", group)
 
 

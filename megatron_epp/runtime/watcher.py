@@ -1,4 +1,4 @@
-"""Watcher thread: prints what a rank without progress waits for; ends the rank at the timeout.
+"""Watcher thread, which reports a rank without progress and ends it after the timeout.
 
 A lost message is otherwise invisible: NCCL's waits return at once and the device blocks; gloo's
 waits block silently until the group's timeout. The thread reads the rank's :class:`CurrentOp` at
@@ -105,7 +105,7 @@ class Watcher:
             return None
 
     def line(self) -> str:
-        """Return a line with the rank, its op, the op's time so far, and the op it waits for."""
+        """Return a line with the rank, its op, the seconds in the op, and the awaited message."""
         what, line = self.current_op.what, f"rank {self.rank} does not move: {self.current_op}"
         if isinstance(what, Transfer):
             return f"{line}: {self._explained(what)}"

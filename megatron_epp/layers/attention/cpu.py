@@ -248,7 +248,7 @@ def _window_backward(
 def _attend_rows(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, seeing: _Seeing
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [T, H, D] and log-sum-exp [T, H] of all spans over context and own rows."""
+    """Return output [T, H, D] and log-sum-exp [T, H] of attention to context and own rows."""
     out_THD = q_THD.new_empty(*q_THD.shape[:2], v_TGD.shape[2])
     lse_dtype = torch.promote_types(q_THD.dtype, torch.float32)
     lse_TH = torch.empty(q_THD.shape[:2], dtype=lse_dtype, device=q_THD.device)

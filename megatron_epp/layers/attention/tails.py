@@ -36,7 +36,7 @@ class Tails:
 
     @property
     def capacity(self) -> int | None:
-        """Number of rows of the buffer; None for the length of the document's context."""
+        """Number of rows of the buffer; None for one row per token of the document's context."""
         return None if self.boundaries is None else sum(self._sizes(self.boundaries))
 
     def kept(self, start: int, stop: int) -> tuple[int, int]:
@@ -70,7 +70,7 @@ def keys_and_values(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True, slots=True)
 class SliceTails:
-    """Tails that a slice reads and writes in a sliding-window layer.
+    """Tails (last rows of slices) that a slice reads and writes in a sliding-window layer.
 
     Args:
         store: the K/V cache.

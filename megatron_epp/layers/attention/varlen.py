@@ -43,8 +43,8 @@ class CuSeqlens:
     Attributes:
         queries: [documents + 1] int32 on the device.
         keys: [documents + 1] int32 on the device.
-        most_queries: queries of the longest document.
-        most_keys: keys of the longest document.
+        most_queries: largest number of queries of a document.
+        most_keys: largest number of keys of a document.
     """
 
     queries: Tensor
@@ -322,7 +322,7 @@ def _each_tensor(change: Callable[[Any], Any], needed: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Attention of one layer on one chunk; the ``kept`` of its methods has an entry per piece."""
+    """Attention of one layer on one chunk; lists ``kept`` have the kernel's state per piece."""
 
     seeing: _Seeing
     state: ChunkState
