@@ -1,8 +1,8 @@
 """Comparison of predicted with measured seconds, and refits of the cost model on drift.
 
 A refit takes effect in the next iteration. It is saved next to the checkpoint, in a file named
-after that iteration. A resumed run uses each refit of the earlier run from the same iteration on.
-After the last of these refits, it makes new refits.
+after that iteration. A resumed run applies the refits of the earlier run at the same iterations,
+and makes new refits after the last of them.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Record of the iterations that the fallback planner planned because the planner failed.
 
 The fallback's plan differs from the planner's, so losses differ by rounding or by dropout's random
-numbers. A run resumed from before such an iteration must use the same planner again. Every fallback
+numbers. A run that resumes before such an iteration must use the same planner again. Every fallback
 is therefore a line in a file next to the checkpoint:
 
     iteration 2 planner packing the planner process has ended

@@ -145,7 +145,7 @@ def _lock(file: TextIO) -> bool:
 def scratch_folder(what: str) -> Iterator[Path]:
     """Create a temporary folder that is removed at the end of this context.
 
-    First remove the folders with the same ``what`` that killed processes could not remove.
+    Folders with the same ``what`` that killed processes could not remove are removed first.
     """
     place = Path(tempfile.gettempdir())
     for left in place.glob(f"{_SCRATCH}{what}-*"):

@@ -53,7 +53,7 @@ class Event:
     Attributes:
         iteration: first iteration that the event applies to.
         rank: pipeline rank.
-        budget_bytes: bytes that a device of ``rank`` may hold.
+        budget_bytes: bytes that a device of ``rank`` may hold, model states included.
         correction: ratio of the bytes held for chunks to the predicted bytes.
         reason: text for the log and the file.
         routing: tokens of the most loaded device's experts, relative to an even distribution.
@@ -100,7 +100,7 @@ class Event:
 
 
 class MemoryBudget:
-    """Memory budget of a device of each pipeline rank, with the events that changed it.
+    """Memory budget of each pipeline rank's device, with the events that changed the budget.
 
     Args:
         device_bytes: budget of each pipeline rank, model states included.
@@ -140,13 +140,14 @@ class MemoryBudget:
     ) -> Event:
         """Reduce the budget after an op ran out of memory, and return the event.
 
-        The first failure of an iteration shows how much memory there is, and lowers the budget. A
-        repeated failure shows that plans need more than they predict, and raises the correction.
+        The first failure of an iteration shows the size of the memory, and lowers the budget. A
+        repeated failure shows that plans need more than the predicted bytes, which raises the
+        correction.
 
         Args:
             iteration: number of the iteration that failed.
             rank: pipeline rank that failed.
-            held_bytes: bytes held for chunks when it failed.
+            held_bytes: bytes held for chunks when the rank failed.
             what: op and reason, for the log.
             tried: number of failures of the iteration, including this failure.
         """

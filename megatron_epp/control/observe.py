@@ -46,7 +46,7 @@ class Observer:
         monitor: monitor that compares predicted with measured seconds.
         recorder: writer of the files of ``--epp-record``; None without this flag.
         summary: function that formats the log line.
-        telemetry: function that writes scalars.
+        telemetry: function that writes scalars to TensorBoard or Weights & Biases.
         loaded_from: folder of the resumed run, with its memory budgets and cost models; None if no
             run is resumed.
         search_ahead: function that is called after each iteration that this job planned. Its

@@ -92,7 +92,7 @@ class PlannedSteps:
             self.pool.restart()
 
     def narrow(self) -> None:
-        """Save the budget, discard plans made ahead, and plan later iterations within it."""
+        """Save the budget, discard plans made ahead, and plan later iterations with the budget."""
         profile = replace(self.cost.layout.profile, routing=self.budget.routing)
         cost = self.cost.replace(profile=profile)
         self.cost = cost.replace(device_budget_bytes=self.budget.planned_bytes)
@@ -213,7 +213,7 @@ class PlannedSteps:
     def _stand_in(
         self, pool: PlannerPool, iteration: int, lengths: Sequence[int], failure: PlannerFailed
     ) -> tuple[StepPart, str]:
-        """Plan by the fallback and record it; if its plan does not fit, ask the planner again."""
+        """Use and record the fallback planner; if its plan does not fit, ask the planner again."""
         message = f"{self._at(iteration)}: the planner failed ({failure})"
         try:
             part, text = self._planned_here(lengths, FALLBACK, False)

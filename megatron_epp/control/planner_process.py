@@ -39,7 +39,7 @@ NICENESS = 5
 
 
 def end_with_reader(replies: int) -> None:
-    """Block until the pipe ``replies`` (a file descriptor) has no reader; then end this process.
+    """Block until the pipe ``replies`` has no reader, and end this process.
 
     Call it in a thread, so that a planner process ends after its trainer was killed, even while it
     plans. If ``replies`` is a terminal or a file, the call blocks forever.

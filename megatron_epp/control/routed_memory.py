@@ -8,7 +8,7 @@ from megatron_epp.ir import Plan
 
 
 def routed_bytes(cost: Cost, plans: Sequence[Plan]) -> list[float]:
-    """Return the growth in bytes of each pipeline rank's predicted peak per unit of routing.
+    """Return the growth of each pipeline rank's predicted peak, in bytes per unit of routing.
 
     The routing factor is the number of tokens of the most loaded device's experts, divided by this
     number in an even distribution. With several plans, the largest growth of each rank is returned.

@@ -15,7 +15,7 @@ Following = Callable[[int], Sequence[int] | None]
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """Record of how an iteration's plan was made, on the rank that plans; zeros on other ranks.
+    """Record of the planning of an iteration; ranks that do not plan have the default values.
 
     Attributes:
         waited_seconds: time that training waited for the plan.

@@ -54,7 +54,7 @@ class Sparse:
         relu: whether scores apply a ReLU.
         weight: weight of the rows' losses; 0 for no loss.
         among: whether the loss is over the top-k keys instead of all keys.
-        group: ranks over which the heads are sharded; None if they are not.
+        group: ranks over which the heads are sharded; None if the heads are not sharded.
     """
 
     scale: float

@@ -61,7 +61,7 @@ class Compute(Protocol):
         """
 
     def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        """Run I, the half of B that computes the input's gradient; the signature is that of B."""
+        """Run I, the half of B that computes the input's gradient; see :meth:`backward`."""
 
     def weight_backward(self, chunk: int) -> None:
         """Run W, the half of B that computes the weights' gradients."""
@@ -130,7 +130,7 @@ class CurrentOp:
     Attributes:
         rank: rank in the pipeline.
         iteration: number of the iteration.
-        what: an op or a transfer of the program, the name of a step in which all ranks take part,
+        what: an op or a transfer of the program, the name of a phase in which all ranks take part,
             or an :class:`OutsidePhase`.
         since: ``time.monotonic()`` at the start of ``what``.
         links: links of the running program; None between programs.
@@ -342,7 +342,7 @@ class Executor:
         return reason
 
     def _over(self) -> str | None:
-        """Return the reason if the op exceeded the memory limit of this rank or a peer."""
+        """Return the reason if the op exceeded the memory limit here or on a peer, else None."""
         reason = None
         try:
             self.meter.check()

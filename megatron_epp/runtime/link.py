@@ -50,7 +50,7 @@ def connect(
     for each other's gradients and activations would deadlock.
 
     Args:
-        groups: groups of the payloads.
+        groups: process group of each payload (kind of message).
         rank: this rank in the pipeline.
         size: number of ranks of the pipeline.
         device: device of the messages.
@@ -104,7 +104,7 @@ class Links:
     shape. If a group sends only host memory, messages are copied to and from the host.
 
     Args:
-        groups: groups of the payloads.
+        groups: process group of each payload (kind of message).
         shape: function that returns the shape of a message.
         dtype: dtype of all messages.
         device: device of the tensors.

@@ -30,7 +30,7 @@ class NoMeter:
         return 0
 
     def hold(self, tensor: Tensor) -> Any:
-        """Return ``tensor`` as its own token."""
+        """Return ``tensor`` itself as the token for :meth:`held`."""
         return tensor
 
     def held(self, token: Any) -> Tensor:
@@ -199,7 +199,7 @@ class AllocatorMeter:
         """Do nothing, because the allocator itself raises when memory runs out."""
 
     def op_peak(self) -> int:
-        """Return the peak above the baseline: of the last op with ``every_op``, else of all ops."""
+        """Return the peak bytes above the baseline, in the last op (``every_op``) or all ops."""
         peak = active_bytes("peak") - self._base
         if self.every_op:
             torch.cuda.reset_peak_memory_stats()
@@ -207,7 +207,7 @@ class AllocatorMeter:
         return peak
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` as its own token, because the allocator counts it."""
+        """Return ``tensor`` itself as the token, because the allocator counts its bytes."""
         return tensor
 
     def held(self, tensor: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def require_right(
         scale: scale of the logits.
         dtype: dtype of the tensors.
         device: device of the tensors.
-        value_size: head size of values; 0 for ``head_size``.
+        value_size: head size of values; 0 means ``head_size``.
         before: number of tokens before a query that the query sees; None for all.
         sinks: whether there are sinks.
 

@@ -120,7 +120,7 @@ class SliceTails:
     def hand_over(
         self, own_tGD: tuple[Tensor, Tensor], front_PGD: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Exchange gradients of k and v with the store, in the backward of the slice.
+        """Exchange gradients of k and v with the K/V store, in the backward of the slice.
 
         The gradients that later slices stored for this slice's tail are added to ``own_tGD`` in
         place. After the backward of a document's first slice, the cached tails are freed.

@@ -227,7 +227,7 @@ class TransformerEngineKernel:
 
 
 def bucket(count: int, least: int = DOCUMENTS) -> int:
-    """Return the smallest number ``least`` x 2^n (n >= 0) that is not below ``count``."""
+    """Return the smallest number ``least`` x 2^n (n >= 0) that is at least ``count``."""
     while least < count:
         least *= 2
     return least

@@ -24,7 +24,7 @@ from megatron_epp.layers.recompute.outputs import RecomputeHandle
 
 
 def refuse_heads(heads: int, groups: int, ranks: int) -> None:
-    """Raise a ValueError unless ``heads`` and their ``groups`` key heads divide over ``ranks``."""
+    """Raise a ValueError if query or key heads cannot be distributed evenly over ``ranks``."""
     if heads % ranks:
         raise ValueError(
             f"{heads} attention heads of a tensor-parallel rank do not divide over {ranks} "

@@ -1,6 +1,6 @@
 """LM head and loss with vocabulary parallelism: each stage and TP rank has some vocabulary rows.
 
-    H   logits of the rank's vocabulary rows; their statistics are merged with earlier stages'
+    H   logits of the rank's vocabulary rows, merged into the statistics of earlier stages
     G   weight gradient of the rank's vocabulary rows, after H of the last stage
 
 H sends the state of an online softmax for each row: the log-sum-exp so far, the mean weight row

@@ -30,11 +30,11 @@ from megatron_epp.layers.chunk_state import ChunkState
 
 @dataclass(frozen=True, slots=True)
 class Balancing:
-    """Load balancing of a model's experts.
+    """Settings of the load balancing of a model's experts.
 
     Attributes:
-        experts: E.
-        topk: k.
+        experts: E, the number of experts.
+        topk: k, the number of experts per token.
         auxiliary: (name in the log, coefficient) of auxiliary losses.
         z_coefficient: coefficient of the squared log-sum-exp of a token's logits; 0 for none.
         place: index of this rank among the ranks that shard a chunk's rows, in row order.
@@ -66,7 +66,7 @@ class Pools:
 
     Attributes:
         of: index of the pool of every document.
-        shares: for each pool, factor on its auxiliary losses, besides their weight, its tokens.
+        shares: for each pool, factor on its auxiliary losses, which are also weighted by tokens.
         token_fractions: for each pool, factor on the z-losses of its tokens.
     """
 
@@ -87,11 +87,11 @@ class RouterStats:
     D is the number of pools.
 
     Args:
-        balancing: the load balancing.
+        balancing: settings of the load balancing.
         documents: number of tokens T_d of every document.
         layers: number of layers of the stage.
         scale: factor on the loss before backward.
-        pools: documents that are balanced together; None balances each individually.
+        pools: documents that are balanced together; None balances each document individually.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Wrappers of forwards of a layer and its modules: save, recompute or offload as planned."""
+"""Wrappers around the forwards of a layer and its modules, to recompute or offload tensors."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

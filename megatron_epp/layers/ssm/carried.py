@@ -64,7 +64,7 @@ class Call:
 
 
 def calls_of(state: ChunkState, channels: int, alone: bool = False) -> tuple[Call, ...]:
-    """Return the calls for all rows of a chunk with ``channels`` channels; cached in the chunk.
+    """Return the kernel calls for all rows of a chunk with ``channels`` channels; cached.
 
     ``alone`` makes every sequence a call, for kernels that support one sequence per call.
     """

@@ -1,7 +1,7 @@
 """Linear layers with deferred weight gradients (I and W).
 
     op   computes             graph
-    F    Y  = X A^T (+ b)     autograd has X and b of the chunk, not A
+    F    Y  = X A^T (+ b)     the autograd graph leads to X and b, not to A
     I    dX = dY A, db        one root per linear is saved; its graph holds X and dY, and leads to A
     W    dA = dY^T X          backward from the roots, in the order in which op I saved them
 
@@ -47,7 +47,7 @@ class DeferredWeightGrads:
     """Weight gradients of one chunk, which op I defers to op W.
 
     For each run of a linear, the object stores an autograd root whose backward computes the weight
-    gradient. Linears of a repeated layer run several times.
+    gradient. If a layer runs several times per forward, its linears have several roots.
 
     Args:
         noticed: function that is called with every weight whose gradient is deferred.
