@@ -43,7 +43,7 @@ class AcceptedStep:
         predicted_peak_bytes: predicted peak of each pipeline rank, as the maximum over the
             replicas; empty if the plans have no prediction.
         splits_backward: whether the plan of any replica splits backward into I and W.
-        planning: planning facts of the iteration, each the maximum over all ranks.
+        planning: record of the planning; each number is the maximum over all ranks.
     """
 
     part: StepPart
@@ -223,7 +223,7 @@ def accept(
     """Check that ``replica`` of this job can run the step on these documents.
 
     Args:
-        sourced: step, and the text that names its source in error messages.
+        sourced: step (the plans of one iteration), with its source for error messages.
         lengths: tokens of each document of the global batch.
         forward_only: whether the step must be an evaluation.
         layers: number of layers of each stage of this job.

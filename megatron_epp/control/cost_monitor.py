@@ -1,8 +1,8 @@
 """Comparison of predicted with measured seconds, and refits of the cost model on drift.
 
 A refit takes effect in the next iteration. It is saved next to the checkpoint, in a file named
-after that iteration. A resumed run uses each refit of the earlier run from the same iteration on.
-After the last of these refits, it makes new refits.
+after that iteration. A resumed run applies the refits of the earlier run at the same iterations,
+and makes new refits after the last of them.
 """
 
 import json
@@ -47,10 +47,10 @@ class CostMonitor:
         groups: process groups of the job.
         folders: folders in which refits are saved.
         may_refit: whether this job measured the cost model itself, and may therefore replace it.
-        on_these_devices: function that replaces the slowness of ranks in a profile of the resumed
-            run by the slowness found at this start.
+        on_these_devices: function that returns a cost model of the resumed run with the slowness of
+            ranks measured at this start.
         keep_speeds: function that is called on all ranks after a rank became slow or recovered,
-            with the slowness of every rank of every replica.
+            with the slowness (relative op time) of every rank of every replica.
     """
 
     def __init__(

@@ -24,12 +24,12 @@ def relative_slowness(factors: Sequence[float]) -> list[float]:
 
 @dataclass
 class Drift:
-    """Detector of prediction errors and slow ranks; it reports each problem once until it ends.
+    """Detector of prediction errors and slow ranks; it reports each occurrence once.
 
     Attributes:
         may_refit: whether the job measured its cost model itself, and refits it if predictions are
             wrong.
-        alarmed: whether the median error is outside of the band.
+        alarmed: whether the median relative error of recent predictions exceeds ``BAND``.
         lagging: median ratio of measured to predicted time, relative to the other ranks, by
             (replica, pipeline rank). It contains the ranks that were slower or faster than the
             other ranks for ``PATIENCE`` iterations.

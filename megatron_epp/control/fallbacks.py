@@ -1,7 +1,7 @@
 """Record of the iterations that the fallback planner planned because the planner failed.
 
 The fallback's plan differs from the planner's, so losses differ by rounding or by dropout's random
-numbers. A run resumed from before such an iteration must use the same planner again. Every fallback
+numbers. A run that resumes before such an iteration must use the same planner again. Every fallback
 is therefore a line in a file next to the checkpoint:
 
     iteration 2 planner packing the planner process has ended
@@ -77,7 +77,10 @@ class Fallbacks:
         return "".join(f"{line}\n" for _, line in ordered)
 
     def of(self, iteration: int, place: Place = None) -> str | None:
-        """Return the name of the fallback planner of ``place`` in ``iteration``, or None."""
+        """Return the fallback planner's name if one planned ``iteration`` for ``place``, or None.
+
+        ``place`` is (replica, number of replicas); None for all replicas.
+        """
         everywhere = self._planners.get((iteration, None))
         return self._planners.get((iteration, place), everywhere)
 

@@ -145,7 +145,7 @@ def _lock(file: TextIO) -> bool:
 def scratch_folder(what: str) -> Iterator[Path]:
     """Create a temporary folder that is removed at the end of this context.
 
-    First remove the folders with the same ``what`` that killed processes could not remove.
+    Folders with the same ``what`` that killed processes could not remove are removed first.
     """
     place = Path(tempfile.gettempdir())
     for left in place.glob(f"{_SCRATCH}{what}-*"):
@@ -161,7 +161,7 @@ def scratch_folder(what: str) -> Iterator[Path]:
 def _locked_scratch(what: str) -> tuple[Path, TextIO]:
     """Return a new folder and its locked file.
 
-    Another process may find a folder before it is locked, and remove it; then make another one.
+    If another process removes the folder before it is locked, another folder is created.
     """
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{what}-"))

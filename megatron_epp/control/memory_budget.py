@@ -3,11 +3,11 @@
 Three values are learned separately:
 
 - The budget: after a rank ran out of memory, its budget is lower.
-- The correction: if a rank held c times the predicted bytes, later plans may predict only 1/c of
-  its budget. c is relative to the prediction of the *plan*, so a constant error is learned once.
-- The routing: with experts on several devices, memory depends on how many tokens choose each
-  expert. Excess memory is first attributed to routing: it raises a factor on the memory of the
-  experts' tokens only.
+- The correction: if a rank held c times the bytes predicted for chunks, later plans may predict
+  only 1/c of its budget for chunks. c is relative to the *plan*, so a constant error is learned
+  once.
+- The routing: with experts on several devices, memory depends on the number of tokens per expert.
+  Excess memory first raises a factor on the memory of the experts' tokens only.
 
 Every change is an event with its iteration, saved next to the checkpoint. A resumed run therefore
 plans each iteration with the same budgets as before.
@@ -38,10 +38,10 @@ _EVENT = re.compile(
 
 
 def cut(tried: int) -> float:
-    """Return the fraction of the headroom left after the ``tried``-th failure of an iteration.
+    """Return the fraction of the bytes for chunks that an iteration's ``tried``-th failure leaves.
 
-    The fractions are 0.9, 0.81, 0.66 and then always 0.5. Each is relative to the headroom before
-    that failure.
+    The fractions are 0.9, 0.81, 0.66 and then always 0.5. Each is relative to the bytes available
+    for chunks before that failure (the headroom).
     """
     return max(LEAST_SHRINK, SHRINK**2 ** (tried - 1))
 
@@ -53,7 +53,7 @@ class Event:
     Attributes:
         iteration: first iteration that the event applies to.
         rank: pipeline rank.
-        budget_bytes: bytes that a device of ``rank`` may hold.
+        budget_bytes: bytes that a device of ``rank`` may hold, model states included.
         correction: ratio of the bytes held for chunks to the predicted bytes.
         reason: text for the log and the file.
         routing: tokens of the most loaded device's experts, relative to an even distribution.
@@ -100,7 +100,7 @@ class Event:
 
 
 class MemoryBudget:
-    """Memory budget of a device of each pipeline rank, with the events that changed it.
+    """Memory budget of each pipeline rank's device, with the events that changed the budget.
 
     Args:
         device_bytes: budget of each pipeline rank, model states included.
@@ -140,13 +140,14 @@ class MemoryBudget:
     ) -> Event:
         """Reduce the budget after an op ran out of memory, and return the event.
 
-        The first failure of an iteration shows how much memory there is, and lowers the budget. A
-        repeated failure shows that plans need more than they predict, and raises the correction.
+        The first failure of an iteration shows the size of the memory, and lowers the budget. A
+        repeated failure shows that plans need more than the predicted bytes, which raises the
+        correction.
 
         Args:
             iteration: number of the iteration that failed.
             rank: pipeline rank that failed.
-            held_bytes: bytes held for chunks when it failed.
+            held_bytes: bytes held for chunks when the rank failed.
             what: op and reason, for the log.
             tried: number of failures of the iteration, including this failure.
         """
@@ -176,8 +177,8 @@ class MemoryBudget:
             predicted_bytes: predicted peak of each rank, model states included.
             peak_bytes: measured peak of each rank, without model states.
             routed_bytes: function that returns, for each rank, the increase of the predicted peak
-                if the most loaded device's tokens increase by their number in an even distribution.
-                It is called only if a rank held more than predicted.
+                if :attr:`routing` increases by 1. It is called only if a rank held more than
+                predicted.
         """
         if self._recorded:
             due = [event for event in self._recorded if event.iteration <= iteration + 1]
@@ -206,7 +207,7 @@ class MemoryBudget:
         return learnt
 
     def _stepped(self, routing: float) -> float:
-        """Return the first routing step at or above ``routing``, at most the upper bound."""
+        """Round ``routing`` up to a multiple of ``ROUTING_STEP``, at most the upper bound."""
         return min(self.most_routing, _rounded(math.ceil(routing / ROUTING_STEP) * ROUTING_STEP))
 
     def _routing_of(self, iteration: int, rank: int, routing: float) -> Event:

@@ -46,7 +46,7 @@ class Observer:
         monitor: monitor that compares predicted with measured seconds.
         recorder: writer of the files of ``--epp-record``; None without this flag.
         summary: function that formats the log line.
-        telemetry: function that writes scalars.
+        telemetry: function that writes scalars to TensorBoard or Weights & Biases.
         loaded_from: folder of the resumed run, with its memory budgets and cost models; None if no
             run is resumed.
         search_ahead: function that is called after each iteration that this job planned. Its
@@ -186,7 +186,7 @@ class Observer:
             steps.narrow()
 
     def _routed(self, cost: Cost, step: AcceptedStep) -> list[float]:
-        """Return the bytes of each rank's peak that depend on expert routing. Collective.
+        """Return the growth of each rank's peak bytes if the routing factor grows by 1. Collective.
 
         Only ranks that plan compute the bytes. Either all ranks call this method or no rank does,
         because peaks and predictions are equal on all ranks.

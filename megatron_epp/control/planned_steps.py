@@ -29,7 +29,7 @@ _ROUNDING = 1e-9  # relative rounding error of a prediction in GiB
 
 
 class PlannedSteps:
-    """Source of steps: one rank plans the part of a replica and broadcasts it to the replica.
+    """Source of steps, in which one rank plans for each replica and broadcasts the plan to it.
 
     The assignment of documents to replicas follows from the lengths and the cost model, so it is
     equal on all hosts. Replicas in lockstep are planned together. If a planner process fails, the
@@ -41,7 +41,7 @@ class PlannedSteps:
         options: options of the planners.
         planner: name of the planner.
         groups: process groups of the job.
-        processes: maximum number of planner processes on this rank, each of which plans another
+        processes: maximum number of planner processes on this rank, each of which plans a different
             iteration; 0 plans in this process.
         fallbacks: fallbacks of this run and of the run that it resumes.
         folders: folders in which the memory budget is saved.
@@ -92,7 +92,7 @@ class PlannedSteps:
             self.pool.restart()
 
     def narrow(self) -> None:
-        """Save the budget, discard plans made ahead, and plan later iterations by the budget."""
+        """Save the budget, discard plans made ahead, and plan later iterations with the budget."""
         profile = replace(self.cost.layout.profile, routing=self.budget.routing)
         cost = self.cost.replace(profile=profile)
         self.cost = cost.replace(device_budget_bytes=self.budget.planned_bytes)
@@ -123,7 +123,7 @@ class PlannedSteps:
             self.pool.took(seconds)
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
-        """Plan the part of this rank's lockstep group on one rank, and return it on all of them.
+        """Plan for this rank's lockstep group on one rank; return the plans on all its ranks.
 
         Collective over the ranks of the lockstep group. Without lockstep, this group is a replica.
 
@@ -213,7 +213,7 @@ class PlannedSteps:
     def _stand_in(
         self, pool: PlannerPool, iteration: int, lengths: Sequence[int], failure: PlannerFailed
     ) -> tuple[StepPart, str]:
-        """Plan by the fallback and record it; if its plan does not fit, ask the planner again."""
+        """Use and record the fallback planner; if its plan does not fit, ask the planner again."""
         message = f"{self._at(iteration)}: the planner failed ({failure})"
         try:
             part, text = self._planned_here(lengths, FALLBACK, False)

@@ -1,7 +1,7 @@
 """Planner processes of one replica, each of which plans a different iteration.
 
-The number of processes affects when a plan is ready, but not the plan: one process answers each
-request, and the plan depends on the request's lengths only.
+The number of processes affects the time at which a plan is ready, but not the plan: one process
+answers each request, and the plan depends on the request's lengths only.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ PROCESS_BYTES = 400 << 20
 
 
 def default_cores(local_ranks: int) -> int:
-    """Return the number of cores for planner processes: half of the cores without a rank."""
+    """Return the number of cores for planner processes: half of the cores that no rank uses."""
     return max(1, (len(os.sched_getaffinity(0)) - local_ranks) // 2)
 
 

@@ -52,8 +52,8 @@ class RankReport:
         failure: op that ran out of memory, with its stage; None if no op did.
         held_bytes: bytes held when ``failure`` ran out of memory.
         host_bytes: peak bytes of the offloaded layers in host memory.
-        failed_tokens: number of tokens of the chunk of ``failure``; in lockstep, of the largest of
-            the chunks that the lockstep group computes in this op.
+        failed_tokens: number of tokens of the chunk in ``failure``; in lockstep, the maximum over
+            the chunks of this op in all replicas of the lockstep group.
         chunks: number of chunks of the replica's plan.
         recomputed: fraction of the plan's layers (over all chunks) that are recomputed in full.
         recomputed_in_part: fraction of the plan's layers with selective recomputation.

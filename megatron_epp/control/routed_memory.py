@@ -8,10 +8,10 @@ from megatron_epp.ir import Plan
 
 
 def routed_bytes(cost: Cost, plans: Sequence[Plan]) -> list[float]:
-    """Return the growth of each pipeline rank's predicted peak per unit of the routing factor.
+    """Return the growth of each pipeline rank's predicted peak, in bytes per unit of routing.
 
-    One unit means that the tokens of the most loaded device's experts increase by their number in
-    an even distribution. With several plans, the result has the largest growth of each rank.
+    The routing factor is the number of tokens of the most loaded device's experts, divided by this
+    number in an even distribution. With several plans, the largest growth of each rank is returned.
     """
     # Imported only where plans are simulated, on one rank per replica: it compiles its loops.
     from megatron_epp.sim.play import play

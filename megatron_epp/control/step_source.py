@@ -15,7 +15,7 @@ Following = Callable[[int], Sequence[int] | None]
 
 @dataclass(frozen=True, slots=True)
 class Planning:
-    """Record of how an iteration's plan was made, on the rank that plans; zeros on other ranks.
+    """Record of the planning of an iteration; ranks that do not plan have the default values.
 
     Attributes:
         waited_seconds: time that training waited for the plan.
@@ -59,7 +59,10 @@ class StepSource(Protocol):
         """Return the step of ``iteration`` for documents of ``lengths`` tokens."""
 
     def look_ahead(self, iteration: int, following: Following) -> None:
-        """Begin to plan later iterations while ``iteration`` runs."""
+        """Begin to plan later iterations while ``iteration`` runs.
+
+        ``following(n)`` returns the document lengths of the batch n iterations later, or None.
+        """
 
 
 @runtime_checkable
@@ -92,4 +95,4 @@ class AdaptiveSource(PredictingSource, Protocol):
         """Set the duration of the last iteration, from which time-outs are derived."""
 
     def keep_fallbacks(self, iteration: int) -> None:
-        """Record the plan parts that the fallback planned in ``iteration``. Collective."""
+        """Record the replicas that the fallback planner planned in ``iteration``. Collective."""

@@ -11,7 +11,7 @@ MOST = 0.02  # fraction of their time above which a wait is reported
 
 @dataclass
 class Waits:
-    """Detector of long waits for plans; it reports each episode once.
+    """Detector of long waits for plans; it reports each period of long waits once.
 
     The first iteration does not count, because no plan can be made ahead of it.
 

@@ -12,15 +12,15 @@ from megatron_epp.runtime.kv_store import Store
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows [start, stop) of a chunk's tensors, which hold ``span``.
+    """Rows [start, stop) of a chunk's tensors, which hold the tokens of ``span``.
 
     Attributes:
         start: first row.
         stop: row after the last row.
-        span: the tokens.
-        cut: whether K/V of the document are cached, because it is sliced or continued by others.
+        span: tokens [start, stop) of one document.
+        cut: whether K/V of the document are cached, for later slices or continuing documents.
         last: whether no other span attends to this span's K/V.
-        prefix: spans of other documents that precede the span's document, by position.
+        prefix: spans of other documents that this document continues, in order of position.
     """
 
     start: int
@@ -37,10 +37,10 @@ class Rows:
 
     @property
     def context(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (document, number of first tokens) that the span attends to, by position.
+        """Earlier tokens that the span attends to: pairs (document, number of its first tokens).
 
-        The pairs are the prefix's documents and, unless the span begins its document, the span's
-        document.
+        The documents of the prefix come first. The last pair is the span's own document, unless
+        the span begins its document.
         """
         others = [(span.document, span.stop) for span in self.prefix]
         own = [(self.span.document, self.span.start)] if self.span.start else []
@@ -55,8 +55,8 @@ class ChunkState:
         chunk: number of the chunk.
         rows: rows of the spans that are sharded over context-parallel ranks.
         tokens: number of sharded rows, including padding after the spans.
-        recompute: one recompute mode per layer of this stage.
-        store: K/V of sliced documents.
+        recompute: one recompute mode (a letter) per layer of this stage.
+        store: K/V cache of sliced documents.
         training: whether a backward follows.
         host: store of offloaded activations; None without offload.
         router_stats: router statistics of the iteration (moe.router_stats.RouterStats); None
@@ -65,7 +65,8 @@ class ChunkState:
             rows; None if no rank has such documents.
         local_documents: documents of the chunk that run on a single rank, over all ranks, in the
             chunk's order.
-        repeated: difference between a repeated layer's index and the index of its first run.
+        repeated: index of the running layer minus the index of its module's first run, if the
+            module runs as several layers; else 0.
     """
 
     chunk: int
@@ -82,7 +83,7 @@ class ChunkState:
     _cached: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def layer(self, installed: int) -> int:
-        """Return the index of the running layer: ``installed`` plus :attr:`repeated`."""
+        """Return ``installed``, the index of a module's first run, plus :attr:`repeated`."""
         return installed + self.repeated
 
     def again(self, layers: int) -> "ChunkState":
@@ -98,14 +99,14 @@ class ChunkState:
         return self.rows[-1].stop if self.rows else 0
 
     def once[T](self, name: str, make: Callable[[], T]) -> T:
-        """Return ``make()``, which is called once per ``name`` and chunk, and cached."""
+        """Return the result of ``make()``, computed once per ``name`` and chunk, then cached."""
         if name not in self._cached:
             self._cached[name] = make()
         return self._cached[name]
 
 
 def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = ALL_RANKS) -> tuple[Rows, ...]:
-    """Return the rows of a chunk's spans in order: of sharded spans, or of spans on ``rank``.
+    """Return the rows of a chunk's spans that are on one rank, or sharded over all ranks.
 
     Args:
         plan: the plan.

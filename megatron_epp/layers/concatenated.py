@@ -1,4 +1,4 @@
-"""Concatenation that does not copy a single part."""
+"""Concatenation of tensors, without a copy if there is only one tensor."""
 
 from collections.abc import Sequence
 

@@ -3,20 +3,20 @@
 For a row t of some document and every key s <= t of that document, in the chunk or the store:
 
     score    I[t, s] = sum over the indexer's heads j of w[t, j] relu(q[t, j] . k[s])
-    top-k    the ``most`` keys of the largest scores
-    output   softmax over the top-k keys of the query's logits, times the first R of D channels
-    loss     KL(p || softmax of I[t]) of row t: p is the mean over all heads of attention's softmax,
-             over every key before the row or over the top-k keys
+    top-k    the ``most`` keys with the largest scores
+    output   softmax of the query's logits over the top-k keys, times their first R of D channels
+    loss     KL(p || softmax of I[t]) of row t: p is attention's softmax, averaged over all heads,
+             over all keys s <= t or over the top-k keys
 
-For earlier slices, the store holds attention's key [D] in place of K, and the indexer's key [I] in
-place of V. Attention's key, a latent and its rotated part, is shared by all heads. The gradient of
-attention's key comes from the output, the gradient of the indexer's key from the loss. Both
+For earlier slices, the K/V store has attention's key [D] in place of K, and the indexer's key [I]
+in place of V. Attention's key, a latent and its rotated part, is shared by all heads. The gradient
+of attention's key comes from the output, the gradient of the indexer's key from the loss. Both
 gradients treat the selection of keys as a constant.
 
 The loss of a row is independent of the rest of the chunk, so the losses of slices add up to the
 losses of documents. With tensor parallelism, each rank has some of the heads, and p is all-reduced
-over ``group``. All ranks then compute the same loss and the same gradients of the indexer. The
-gradients of attention's keys on a rank are those of the rank's heads only.
+over ``group``. All ranks then compute the same loss and the same gradients of the indexer. Each
+rank's gradients of attention's keys include only that rank's heads.
 
 Rows are processed in blocks, so that no tensor has the size of (chunk rows) x (prefix keys).
 
@@ -54,7 +54,7 @@ class Sparse:
         relu: whether scores apply a ReLU.
         weight: weight of the rows' losses; 0 for no loss.
         among: whether the loss is over the top-k keys instead of all keys.
-        group: ranks over which the heads are sharded; None if they are not.
+        group: ranks over which the heads are sharded; None if the heads are not sharded.
     """
 
     scale: float
@@ -88,11 +88,11 @@ def attend_chosen(
     """Compute sparse attention over the top-k keys of each row, and the indexer's loss.
 
     The returned loss is not differentiable. With ``trains_indexer``, the backward of the output
-    also computes the loss's gradients of the indexer's tensors.
+    also computes the gradients of the loss with respect to the indexer's tensors.
 
     Args:
         q_THD: queries.
-        key_T1D: keys of all heads.
+        key_T1D: keys, shared by all heads.
         index: the indexer's tensors.
         state: state of the chunk.
         layer: number of the layer in the stage.
@@ -257,7 +257,7 @@ def _block_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of a block's queries, the indexer's queries and their weights.
 
-    The gradients of the keys ``seen`` are added to ``to_seen``: [S, D] and [S, I].
+    The gradients of ``seen``, keys [S, D] and indexer keys [S, I], are added to ``to_seen``.
     """
     grad, q_bHD, iq_bJI, weight_bJ, chosen_bK = (part[block.rows] for part in of_rows)
     key_SD, ikey_SI = (part[: block.stop] for part in seen)
@@ -348,7 +348,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _product(left_bMN: Tensor, right: Tensor) -> Tensor:
-    """Return [b, M, N] times [N, K], or times [b, N, K] row by row, in the wide dtype.
+    """Return the product of [b, M, N] with [N, K] or [b, N, K], in at least float32.
 
     On a GPU, the product of 16-bit operands is accumulated and returned in float32. On other
     devices, torch has no such product; float32 copies of the operands are multiplied instead.
@@ -363,7 +363,7 @@ def _product(left_bMN: Tensor, right: Tensor) -> Tensor:
 
 
 def _dots(iq_bJI: Tensor, ikey: Tensor) -> Tensor:
-    """Return the dot products [b, J, S] with keys [S, I], or with keys per row [b, S, I]."""
+    """Return the dot products [b, J, S] of indexer queries with keys [S, I] or [b, S, I]."""
     return _product(iq_bJI, ikey.mT)
 
 
@@ -374,7 +374,7 @@ def _scores(dots_bJS: Tensor, weight_bJ: Tensor, causal_bS: Tensor, how: Sparse)
 
 
 def _probabilities(q_bHD: Tensor, key_SD: Tensor, causal_bS: Tensor, how: Sparse) -> Tensor:
-    """Return the softmax [b, H, S] of queries over all keys of the causal mask."""
+    """Return attention's softmax [b, H, S] over all keys that the causal mask allows."""
     logits_bHS = _product(q_bHD, key_SD.mT) * how.scale
     return logits_bHS.masked_fill(~causal_bS[:, None], -torch.inf).softmax(-1)
 

@@ -12,8 +12,8 @@ backward. The outputs over own rows and blocks are merged by their log-sum-exp, 
     backward    for block in context: dK, dV -> dU += [dK | dV]^T latent; to the store
                 [dK | dV] U and the sum of dK's rotary part over heads
 
-With tensor parallelism, each rank has some of the heads. The gradients of latents, in the store and
-in the result, are then those of this rank's heads; the caller reduces them over the ranks.
+With tensor parallelism, each rank has some of the heads. The gradients of latents then include only
+this rank's heads, and the caller reduces them over the ranks.
 """
 
 from collections.abc import Iterator
@@ -181,7 +181,7 @@ def _recomputed(ctx: Any) -> tuple[Tensor, Tensor]:
 def _attend_rows(
     q_THD: Tensor, k_THD: Tensor, v_THV: Tensor, weight_NR: Tensor, ctx: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [T, H, V] and log-sum-exp [T, H] of all spans over context and own rows."""
+    """Return output [T, H, V] and log-sum-exp [T, H] of attention to context and own rows."""
     state: ChunkState = ctx.state
     out_THV = q_THD.new_empty(*q_THD.shape[:2], v_THV.shape[2])
     dtype = torch.promote_types(q_THD.dtype, torch.float32)

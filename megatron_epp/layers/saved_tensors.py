@@ -23,5 +23,5 @@ class SavedTensorHooks:
         return tensor if self._hooks is None else self._hooks[0](tensor)
 
     def unpack(self, packed: Any) -> Tensor:
-        """Return the tensor of a result of :meth:`pack`."""
+        """Return the tensor for ``packed``, a result of :meth:`pack`."""
         return packed if self._hooks is None else self._hooks[1](packed)

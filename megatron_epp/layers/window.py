@@ -1,14 +1,14 @@
 """Sliding-window attention on CPUs: a query sees itself and the W tokens before it.
 
-Queries are processed in tiles, so that a tile has few keys:
+Queries are processed in tiles, so that each tile needs few keys:
 
     queries     keys, W = 2, tiles of 3        a tile after a context of one slice
     0 1 2       0 1 2                          (c c) 0 1 2
     3 4 5       1 2 3 4 5
     6           4 5 6
 
-A mask selects the band of each tile; tiles of the same shape share a mask. Each query is compared
-with at most the keys of a tile and a window.
+A mask selects the keys that each query of a tile sees; tiles of the same shape share a mask. Each
+query is compared with at most W + (tile size) keys.
 
 T queries, P context rows (at most W), H query heads, G key heads, D head size
 """

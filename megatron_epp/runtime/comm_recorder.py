@@ -32,7 +32,7 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class MessageRecord:
-    """Record of a point-to-point message.
+    """Record of a point-to-point message of ``elements`` elements over ``group``.
 
     ``way`` is "send" or "receive", and ``peer`` is the other rank in the group.
     """

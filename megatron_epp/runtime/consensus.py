@@ -82,7 +82,7 @@ def agree(
         text: the text of this rank.
         what: name of the text in the error message.
         group: a CPU group.
-        expected: the error message's advice to the user.
+        expected: the error message's text after "expected".
 
     Raises:
         PlanError: on every rank, if two ranks hold different texts.
@@ -112,7 +112,7 @@ DIGEST_NUMBERS = 4  # length of digest_bounds; small, because it is reduced in e
 
 
 def same_digests(bounds: Sequence[float]) -> bool:
-    """Return whether all ranks' texts are equal, from their maximum of :func:`digest_bounds`."""
+    """Return whether all ranks' texts are equal, given the maxima of their digest bounds."""
     half = DIGEST_NUMBERS // 2
     return all(most == -least for most, least in zip(bounds[:half], bounds[half:], strict=True))
 
@@ -131,9 +131,9 @@ def require_same(facts: Mapping[str, str], group: dist.ProcessGroup, expected: s
     """All-gather and compare the ``facts`` that ranks of ``group`` see. Collective, on the host.
 
     Args:
-        facts: text that describes what this rank sees, by flag or folder.
+        facts: for each flag or folder, a text that describes its state on this rank.
         group: a CPU group.
-        expected: the error message's advice to the user.
+        expected: the error message's text after "expected".
 
     Raises:
         ValueError: on every rank, if two ranks see different facts.

@@ -61,7 +61,7 @@ class Compute(Protocol):
         """
 
     def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        """Run I, the half of B for the input's gradient; arguments and result as ``backward``."""
+        """Run I, the half of B that computes the input's gradient; see :meth:`backward`."""
 
     def weight_backward(self, chunk: int) -> None:
         """Run W, the half of B that computes the weights' gradients."""
@@ -130,7 +130,7 @@ class CurrentOp:
     Attributes:
         rank: rank in the pipeline.
         iteration: number of the iteration.
-        what: an op or a transfer of the program, the name of a step in which all ranks take part,
+        what: an op or a transfer of the program, the name of a phase in which all ranks take part,
             or an :class:`OutsidePhase`.
         since: ``time.monotonic()`` at the start of ``what``.
         links: links of the running program; None between programs.
@@ -166,7 +166,7 @@ class Failure:
         op: the op.
         stage: stage of the op.
         rank: pipeline rank of the op.
-        held_bytes: peak of the bytes held in the op, capped at the limit.
+        held_bytes: peak of the bytes held for chunks in the op, capped at the limit.
         reason: first line of the error.
     """
 
@@ -195,7 +195,7 @@ class Executor:
         clock: clock of the rank's device.
         meter: meter of the bytes held.
         current_op: record that is updated with every op, for error messages.
-        peers: ranks that compute the same ops. They all give up at the same op, or raise an
+        peers: ranks that compute the same ops. They all stop computing at the same op, or raise an
             :class:`OutOfMemory`.
         heap: heap that is trimmed between ops, on CPU-only hosts.
 
@@ -342,7 +342,7 @@ class Executor:
         return reason
 
     def _over(self) -> str | None:
-        """Return why the finished op exceeds the limit of this rank or a peer, or None."""
+        """Return the reason if the op exceeded the memory limit here or on a peer, else None."""
         reason = None
         try:
             self.meter.check()

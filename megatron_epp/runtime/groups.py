@@ -17,8 +17,8 @@ class Groups:
 
     Attributes:
         control: CPU group of all ranks of the world.
-        payload: one group of all ranks of the world per payload; empty if the pipeline has one
-            rank.
+        payload: for each payload (kind of message), one group of all ranks of the world; empty if
+            the pipeline has one rank.
         pipeline_ranks: global ranks of this pipeline.
         pipeline_rank: index of this rank in ``pipeline_ranks``.
         replica: number of this rank's replica.

@@ -138,7 +138,7 @@ class OffloadedLayer:
         self._sent = self._fetched = self._arrived = False
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return what autograd saves in place of ``tensor``: a ``_View`` or a meter token."""
+        """Return a ``_View`` or a meter token, which autograd saves in place of ``tensor``."""
         # Detached: an op that saves its own output would otherwise keep itself alive through it.
         tensor = tensor.detach()
         if has_no_storage(tensor):
@@ -235,7 +235,7 @@ class OffloadedLayer:
         self._host_bytes = 0
 
     def _ends(self, storage: _Storage) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Return the host blocks of a storage, and the parts of its device memory they mirror."""
+        """Return a storage's host blocks, and the corresponding parts of its device memory."""
         flat = self._store.meter.held(storage.held)
         return storage.blocks, flat.split([block.numel() for block in storage.blocks])
 
@@ -255,9 +255,9 @@ class HostStore:
         device: device of the layers.
         meter: meter of the bytes held on the device.
         parameters: tensors that are never offloaded.
-        limit_bytes: host memory that may be used. A layer that does not fit stays on the device;
+        limit_bytes: limit of the host memory in use. A layer that does not fit stays on the device;
             the first time, a warning is logged.
-        beside: store of another stage of the rank, with which this store shares the limit.
+        beside: store of another stage of the rank, with which this store shares the limit; or None.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class Store:
             if kernels read its K/V from the buffer. Default: ``context_tokens``.
         boundaries: per document, the ends of all slices but the last; they select the rows of
             sliding-window layers.
-        readers: per document that others continue, the number of spans that attend to it.
+        readers: per document that other documents continue, the number of spans that attend to it.
         followers: per document, the number of branches that begin at one of its slice boundaries
             and read the SSM state at that boundary.
     """
@@ -122,10 +122,10 @@ class Store:
         """Return views of the cached K and V of tokens [start, stop).
 
         Args:
-            layer: the layer.
-            document: the document.
-            stop: end of the tokens.
-            start: first token.
+            layer: number of the layer.
+            document: number of the document.
+            stop: position after the last token.
+            start: position of the first token.
         """
         kept = self._kept[layer, document]
         assert kept.filled >= stop, f"document {document}: {kept.filled} kept, {stop} wanted"
@@ -139,11 +139,11 @@ class Store:
     def add_window_gradient(
         self, layer: int, document: int, start: int, key_grad_PGD: Tensor, value_grad_PGD: Tensor
     ):
-        """Add gradients of some rows of the buffer to the accumulated gradients.
+        """Add gradients of P rows of the buffer to the accumulated gradients.
 
         Args:
-            layer: the layer.
-            document: the document.
+            layer: number of the layer.
+            document: number of the document.
             start: first row.
             key_grad_PGD: gradients of the keys.
             value_grad_PGD: gradients of the values.
@@ -159,11 +159,11 @@ class Store:
         kept.value_grad_CGD[start : start + len(value_grad_PGD)] += value_grad_PGD
 
     def add_gradient(self, layer: int, document: int, key_grad_PGD: Tensor, value_grad_PGD: Tensor):
-        """Add a slice's gradients for the P tokens before it.
+        """Add the gradients of K and V of a document's first P tokens, from a later slice.
 
         Args:
-            layer: the layer.
-            document: the document.
+            layer: number of the layer.
+            document: number of the document.
             key_grad_PGD: gradients of the keys.
             value_grad_PGD: gradients of the values.
         """
@@ -191,10 +191,10 @@ class Store:
         """Return views of the accumulated gradients of the K and V of tokens [start, stop).
 
         Args:
-            layer: the layer.
-            document: the document.
-            start: first token.
-            stop: end of the tokens.
+            layer: number of the layer.
+            document: number of the document.
+            start: position of the first token.
+            stop: position after the last token.
         """
         kept = self._kept[layer, document]
         assert kept.key_grad_CGD is not None and kept.value_grad_CGD is not None

@@ -50,11 +50,11 @@ def connect(
     for each other's gradients and activations would deadlock.
 
     Args:
-        groups: groups of the payloads.
+        groups: process group of each payload (kind of message).
         rank: this rank in the pipeline.
         size: number of ranks of the pipeline.
         device: device of the messages.
-        ranks: rank in the groups of each pipeline rank; None if the numbers are equal.
+        ranks: for each pipeline rank, its rank in the groups; None if both are equal.
         place: pipeline rank of every stage; () if stage i is on rank i.
 
     Raises:
@@ -99,16 +99,16 @@ class Links:
     """Point-to-point messages of one rank for one iteration.
 
     Each payload, such as activations, has a process group, so that messages do not wait for those
-    of another payload. Messages of a link are posted, sent and received in the planned order, so
-    they need no tag. The program's POST starts each receive, with the planned shape. If a group
-    sends only host memory, messages are copied to and from the host.
+    of another payload. Messages of a link (a pair of ranks) are posted, sent and received in the
+    planned order, so they need no tag. The program's POST starts each receive, with the planned
+    shape. If a group sends only host memory, messages are copied to and from the host.
 
     Args:
-        groups: groups of the payloads.
+        groups: process group of each payload (kind of message).
         shape: function that returns the shape of a message.
         dtype: dtype of all messages.
         device: device of the tensors.
-        ranks: rank in the groups of each pipeline rank; None if the numbers are equal.
+        ranks: for each pipeline rank, its rank in the groups; None if both are equal.
     """
 
     def __init__(

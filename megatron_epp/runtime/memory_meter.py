@@ -30,11 +30,11 @@ class NoMeter:
         return 0
 
     def hold(self, tensor: Tensor) -> Any:
-        """Return ``tensor`` as its own token."""
+        """Return ``tensor`` itself as the token for :meth:`held`."""
         return tensor
 
     def held(self, token: Any) -> Tensor:
-        """Return the tensor of a token."""
+        """Return the tensor of a token that :meth:`hold` returned."""
         return token
 
 
@@ -154,7 +154,7 @@ class SavedBytesMeter:
 
     @staticmethod
     def held(saved: "_Saved | Tensor") -> Tensor:
-        """Return the tensor of a token."""
+        """Return the tensor of a token that :meth:`hold` returned."""
         return saved.tensor if isinstance(saved, _Saved) else saved
 
 
@@ -199,7 +199,7 @@ class AllocatorMeter:
         """Do nothing, because the allocator itself raises when memory runs out."""
 
     def op_peak(self) -> int:
-        """Return the peak above the baseline: of the last op with ``every_op``, else of all ops."""
+        """Return the peak bytes above the baseline, in the last op (``every_op``) or all ops."""
         peak = active_bytes("peak") - self._base
         if self.every_op:
             torch.cuda.reset_peak_memory_stats()
@@ -207,11 +207,11 @@ class AllocatorMeter:
         return peak
 
     def hold(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` as its own token, because the allocator counts it."""
+        """Return ``tensor`` itself as the token, because the allocator counts its bytes."""
         return tensor
 
     def held(self, tensor: Tensor) -> Tensor:
-        """Return the tensor of a token."""
+        """Return the tensor of a token that :meth:`hold` returned."""
         return tensor
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def speaking(group: Any) -> Any:
-    """Return the current process group of a wrapper; return a group that is not wrapped as is."""
+    """Return the group to which a wrapper currently refers, or ``group`` without a wrapper."""
     return getattr(group, "group", group)
 
 

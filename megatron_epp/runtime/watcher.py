@@ -1,4 +1,4 @@
-"""Watcher thread: prints what a rank without progress waits for; ends the rank at the timeout.
+"""Watcher thread, which reports a rank without progress and ends it after the timeout.
 
 A lost message is otherwise invisible: NCCL's waits return at once and the device blocks; gloo's
 waits block silently until the group's timeout. The thread reads the rank's :class:`CurrentOp` at
@@ -105,7 +105,7 @@ class Watcher:
             return None
 
     def line(self) -> str:
-        """Return a line with the rank, its op, the op's time so far, and the op it waits for."""
+        """Return a line with the rank, its op, the seconds in the op, and the awaited message."""
         what, line = self.current_op.what, f"rank {self.rank} does not move: {self.current_op}"
         if isinstance(what, Transfer):
             return f"{line}: {self._explained(what)}"
@@ -119,7 +119,7 @@ class Watcher:
         return f"{line}; its device waits for {transfer}: {self._explained(transfer)}"
 
     def _explained(self, transfer: Transfer) -> str:
-        """Return a text: the rank that has not sent or received a message, and the message's op."""
+        """Return a text with the rank that did not send or take a message, and the message's op."""
         message = transfer.message
         maker = {Payload.ACTIVATION: "F", Payload.GRADIENT: "B (or I)", Payload.HEAD: "H"}
         if message.payload is Payload.HEAD and message.target == 0:

@@ -60,13 +60,13 @@ class PartsAttention:
         return self
 
     def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "PartsAttention":
-        """Return the attention of a layer with this ``before`` and these ``sinks``."""
+        """Return this attention for a layer with the window ``before`` and the ``sinks``."""
         return PartsAttention(self.scale, before, sinks)
 
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, drop: bool
     ) -> tuple[Tensor, AttentionRecompute | None]:
-        """Return the output [T, H, D] and, with ``drop``, the handle that recomputes it."""
+        """Return the output [T, H, D] and, if ``drop``, a handle that recomputes it in backward."""
         recompute = AttentionRecompute() if drop else None
         inputs = q_THD, k_TGD, v_TGD, state, layer, self.scale, recompute, self.before, self.sinks()
         return ChunkAttention.apply(*inputs), recompute
@@ -75,9 +75,10 @@ class PartsAttention:
 class ChunkAttention(torch.autograd.Function):
     """Autograd function of a chunk's attention.
 
-    Forward caches a slice's K/V in the store if later slices need them. Backward adds the gradients
-    of the context's K/V to the store. The gradients of a slice's K/V include those that later
-    slices added to the store. After the backward of a document's first slice, its buffer is freed.
+    Forward caches a slice's K/V in the K/V store if later slices need them. Backward adds the
+    gradients of the context's K/V to the store. The gradients of a slice's K/V include the
+    gradients that later slices added to the store. After the backward of a document's first slice,
+    the document's buffer is freed.
 
     T rows of the chunk, H query heads, G key heads, D head size (V and output may have another).
     """
@@ -122,7 +123,7 @@ class ChunkAttention(torch.autograd.Function):
 
     @staticmethod
     def inputs(ctx: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Return q, k, v and the other saved tensors; k and v may be in the store."""
+        """Return q, k, v and the other saved tensors; k and v may be views of the K/V store."""
         q_THD, *saved = ctx.saved_tensors
         if ctx.kept:
             span = ctx.state.rows[0].span
@@ -226,8 +227,8 @@ def _window_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of a span's q, k and v in a sliding-window layer.
 
-    The gradients of the context are added to the store. The result includes the gradients that
-    later slices stored for the span's tail.
+    The gradients of the context are added to the K/V store. The result includes the gradients that
+    later slices stored for the span's last rows.
     """
     assert seeing.before is not None
     tails, scale = seeing.tails(state, layer, rows), seeing.scale
@@ -248,7 +249,7 @@ def _window_backward(
 def _attend_rows(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, seeing: _Seeing
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [T, H, D] and log-sum-exp [T, H] of all spans over context and own rows."""
+    """Return output [T, H, D] and log-sum-exp [T, H] of attention to context and own rows."""
     out_THD = q_THD.new_empty(*q_THD.shape[:2], v_TGD.shape[2])
     lse_dtype = torch.promote_types(q_THD.dtype, torch.float32)
     lse_TH = torch.empty(q_THD.shape[:2], dtype=lse_dtype, device=q_THD.device)

@@ -6,8 +6,8 @@ channels. ``causal`` requires T = S: the kernel aligns the mask at the top left,
 same as at the bottom right.
 
 Without a mask, queries are independent. The H / G query heads of a key head are then passed as one
-head with H / G times as many queries. From 768 queries on, the kernel processes larger blocks of
-them (256), which speeds up short slices.
+head with H / G times as many queries. From 768 queries on, the kernel processes larger blocks (256
+queries), which speeds up short slices.
 """
 
 from torch import Tensor, ops
@@ -42,7 +42,7 @@ def attend_backward(
     """Return the gradients of q, k and v, from output and log-sum-exp over *all* keys of each row.
 
     ``k_SGD`` may be a part of the keys that the rows attended to. Probabilities are computed with
-    ``lse_HT``, so the gradients of q over all parts add up.
+    ``lse_HT``, so the gradients of q from all parts of the keys add up.
 
     Args:
         grad_THV: gradient of the output.
@@ -76,7 +76,7 @@ def _of_heads(mask_TS: Tensor | None) -> Tensor | None:
 
 
 def _of_one_size(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, *of_values: Tensor):
-    """Return V, and all tensors padded with zero channels to one head size.
+    """Return V, the head size of values, and all tensors padded with zeros to one head size.
 
     Zeros add nothing to a score, nor to the product of a gradient and an output.
     """
@@ -90,7 +90,7 @@ def _of_one_size(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, *of_values: Tensor
 
 
 def _stacked(x_THD: Tensor, groups: int) -> Tensor:
-    """Return [T, H, D] as [H / G * T, G, D]: the heads of a group become further rows."""
+    """Return [T, H, D] as [H / G * T, G, D]: query heads of one key head become more rows."""
     tokens, heads, size = x_THD.shape
     by_group = x_THD.unflatten(1, (groups, heads // groups))
     return by_group.permute(2, 0, 1, 3).reshape(heads // groups * tokens, groups, size)

@@ -39,7 +39,7 @@ class Attention(Protocol):
             v_TGD: values [T, G, D].
             state: state of the chunk.
             layer: number of the layer in the stage.
-            drop: whether the output is dropped after its use.
+            drop: whether the output is dropped after its use, and recomputed for the backward.
 
         Returns:
             The output [T, H, D] and, with ``drop``, the handle that recomputes it.
@@ -69,7 +69,7 @@ class Heads:
         size: head size of queries and keys.
         scale: scale of the logits.
         dtype: dtype of the tensors.
-        value: head size of values; 0 for ``size``.
+        value: head size of values; 0 means ``size``.
     """
 
     query: int

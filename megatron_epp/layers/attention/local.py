@@ -1,4 +1,4 @@
-"""Attention of a chunk with some documents on one context-parallel rank, and others sharded.
+"""Attention of a chunk with some documents on single context-parallel ranks, and some sharded.
 
     rows of rank 0        | a a a | b b b b |        a: a document sharded over all ranks
     rows of rank 1        | a a a | c c c . |        b, c: documents on one rank each; .: padding
@@ -33,11 +33,11 @@ def sharded_rows(state: ChunkState, ulysses: Ulysses) -> int:
 def attention_parts(
     ulysses: Ulysses, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, state: ChunkState
 ) -> tuple[Tensor, ...]:
-    """All-to-all Q, K and V of the chunk's sharded documents from rows to heads.
+    """Exchange rows of Q, K and V of the sharded documents for heads, by an all-to-all.
 
-    Return Q, K and V of the sharded documents, with all rows and this rank's heads. Then follow Q,
-    K and V of the documents that this rank computes alone, with all heads. A chunk with only one
-    kind of documents yields three tensors.
+    The first three results are Q, K and V of the sharded documents, with all rows and this rank's
+    heads. The next three are Q, K and V of the documents that this rank computes alone, with all
+    heads. If the chunk has only one of the two kinds of documents, there are three results.
 
     Args:
         ulysses: the all-to-all.
@@ -64,10 +64,10 @@ def attend_parts(
     sharded: Attend,
     local: Attend,
 ) -> tuple[Tensor, RecomputeHandle | None]:
-    """Compute attention on the result of :func:`attention_parts`; all-to-all heads to rows.
+    """Compute attention on the result of :func:`attention_parts`, and exchange heads for rows.
 
-    Return the output [t, H, D] of this rank's rows, and the handle that recomputes the output; None
-    if it is not dropped.
+    Return the output [t, H, D] of this rank's rows, and the handle that recomputes the output (None
+    if the output is saved).
 
     Args:
         parts: tensors of :func:`attention_parts`, or Q, K and V without context parallelism.

@@ -39,8 +39,8 @@ def with_sinks(out_THD: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> tuple[Tensor
 def sinks_gradient(grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> Tensor:
     """Return the gradient [H] of the sinks, in the dtype of ``lse_HT``.
 
-    A sink has no value, so it only scales the outputs. Its gradient is minus the sum over the rows
-    of its softmax probability times the dot product of the row's output and output gradient.
+    A sink has no value, so it only scales the outputs. Its gradient is the sum over all rows t of
+    -p[t] (out[t] . grad[t]), where p[t] is the sink's softmax probability.
 
     Args:
         grad_THD: gradient of the output.

@@ -1,7 +1,7 @@
-"""GPU kernels with padding: for different head sizes of keys and values, or no multiples of 8.
+"""GPU kernels for head sizes that differ between keys and values, or are no multiples of 8.
 
 FlashAttention 2 supports one head size, and all kernels require multiples of 8. Values are padded
-with zero channels before the kernel, and the output and gradients are cut afterwards; the store
+with zero channels before the kernel, and the output and gradients are cut afterwards; the K/V store
 holds unpadded values. Queries and keys are padded likewise: zeros add nothing to a score.
 
 T rows of the chunk, S keys of a call, H query heads, G key heads, D head size, V head size of

@@ -1,6 +1,6 @@
 """Self-test of an attention kernel on this device, before training.
 
-A kernel that aligns the mask at the wrong end, or omits a gradient, trains without any error. Each
+If a kernel aligns the mask at the wrong end, or omits a gradient, training raises no error. Each
 kind of call is therefore made once with few rows and compared with reference attention in float64.
 The tolerance is ``ALLOWANCE`` times the error of reference attention in the kernel's dtype.
 """
@@ -61,7 +61,7 @@ def require_right(
         scale: scale of the logits.
         dtype: dtype of the tensors.
         device: device of the tensors.
-        value_size: head size of values; 0 for ``head_size``.
+        value_size: head size of values; 0 means ``head_size``.
         before: number of tokens before a query that the query sees; None for all.
         sinks: whether there are sinks.
 
@@ -88,7 +88,7 @@ def require_right(
 
 
 def _calls(before: int | None) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Return the calls to test; with a window, documents and slices longer than the window."""
+    """Return the calls to test; with a window, slices have more keys than the window."""
     if before is None:
         return CALLS
     long = min(before, MOST_WINDOW) + 64

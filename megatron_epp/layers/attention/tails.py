@@ -36,7 +36,7 @@ class Tails:
 
     @property
     def capacity(self) -> int | None:
-        """Number of rows of the buffer; None for the length of the document's context."""
+        """Number of rows of the buffer; None for one row per token of the document's context."""
         return None if self.boundaries is None else sum(self._sizes(self.boundaries))
 
     def kept(self, start: int, stop: int) -> tuple[int, int]:
@@ -70,7 +70,7 @@ def keys_and_values(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Ten
 
 @dataclass(frozen=True, slots=True)
 class SliceTails:
-    """Tails that a slice reads and writes in a sliding-window layer.
+    """Tails (last rows of slices) that a slice reads and writes in a sliding-window layer.
 
     Args:
         store: the K/V cache.
@@ -120,7 +120,7 @@ class SliceTails:
     def hand_over(
         self, own_tGD: tuple[Tensor, Tensor], front_PGD: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Exchange gradients of k and v with the store, in the backward of the slice.
+        """Exchange gradients of k and v with the K/V store, in the backward of the slice.
 
         The gradients that later slices stored for this slice's tail are added to ``own_tGD`` in
         place. After the backward of a document's first slice, the cached tails are freed.

@@ -1,6 +1,6 @@
 """Attention by Transformer Engine's DotProductAttention, the fastest kernels on its GPUs.
 
-For slices these points matter; errors in them are silent (checked in version 2.20):
+For slices, these points matter; a mistake raises no error (checked in version 2.20):
 
 - The mask is ``padding_causal_bottom_right``. ``padding_causal`` with fewer queries than keys is
   aligned at the top left.
@@ -48,7 +48,7 @@ class TransformerEngineKernel:
         groups: number of key heads of a call.
         head_size: head size, or (head size of keys, head size of values).
         scale: scale of the logits.
-        around: returns a context manager, in which each call of the module runs.
+        around: function that returns a context manager in which a call of the module runs.
         before: number of tokens before a query that the query sees; None for all.
         sinks: whether the layers have sinks.
 
@@ -144,7 +144,7 @@ class TransformerEngineKernel:
         return gradients
 
     def _bucketed(self, call: Operands) -> Operands:
-        """Return ``call`` with empty documents appended up to the :func:`bucket` of their number.
+        """Return ``call`` with empty documents appended until their number is a :func:`bucket`.
 
         ``call`` is returned unchanged if cuDNN graphs do not depend on the number of documents.
         """
@@ -227,7 +227,7 @@ class TransformerEngineKernel:
 
 
 def bucket(count: int, least: int = DOCUMENTS) -> int:
-    """Return the bucket of ``count``: ``least`` times the smallest sufficient power of two."""
+    """Return the smallest number ``least`` x 2^n (n >= 0) that is at least ``count``."""
     while least < count:
         least *= 2
     return least
@@ -247,7 +247,7 @@ def _five(gradients: Sequence[Tensor | None]) -> list[Any]:
 
 
 def _by_heads(output: Tensor, call: Operands) -> Tensor:
-    """Return [T, H, D], with the head size of values."""
+    """Return ``output`` as [T, H, D], where D is the head size of values."""
     return output.view(*call.q_THD.shape[:2], call.v_SGD.shape[2])
 
 
@@ -257,7 +257,7 @@ def _at_start(call: Operands) -> list[Tensor]:
 
 
 class _Source(torch.autograd.Function):
-    """Root of an autograd graph that holds no reference to the tensor, unlike a leaf."""
+    """Root of an autograd graph, which unlike a leaf holds no reference to the input tensor."""
 
     @staticmethod
     def forward(ctx: Any, nothing: Tensor, tensor: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ class _Source(torch.autograd.Function):
 
 
 class _Sources:
-    """Input tensors of one call; the call's graph saves indices into this object instead of them.
+    """Input tensors of one call; the call's graph saves their indices instead of the tensors.
 
     The graph's hooks hold this object, so this object may refer only to the graph's roots. Python's
     garbage collector cannot see a cycle through autograd nodes. With a cycle, a graph would leak if
@@ -295,7 +295,7 @@ class _Sources:
 
 
 class _Run:
-    """Autograd graph of one module call, which ``output`` holds, without the input tensors."""
+    """Autograd graph of one module call without the input tensors; ``output`` refers to it."""
 
     def __init__(self, output: Tensor, sources: _Sources):
         self._output: Tensor | None = output
@@ -304,7 +304,7 @@ class _Run:
         sources.now = []
 
     def gradients(self, grad_THD: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k, v and the sinks if there are any; can be called once."""
+        """Return the gradients of q, k, v and any sinks; a second call is an error."""
         output, self._output = self._output, None
         assert output is not None, "a call's backward ran twice"
         self._sources.now = inputs

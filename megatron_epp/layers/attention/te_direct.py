@@ -31,7 +31,7 @@ class KernelCalls:
         forward: arguments of the forward by name, without :func:`own_arguments`; None if they are
             not recorded.
         backward: arguments of the backward; None if they are not recorded.
-        refused: whether a direct call would not be equivalent to a call of the module.
+        refused: whether direct calls are never made, because their results could be wrong.
         sinks: shape and dtype in which the kernel gets the sinks.
     """
 
@@ -121,7 +121,7 @@ def _same(recorded: Any, expected: Any) -> bool:
 
 
 def alike(call: Operands, backward: bool) -> tuple[Any, ...]:
-    """Return a key that is equal for calls for which the module chooses the same kernel.
+    """Return a dictionary key; the module chooses the same kernel for calls with equal keys.
 
     Such calls have the same dtype. Their numbers of documents, and their longest lengths, round up
     to the same powers of two.

@@ -4,7 +4,7 @@ The tokens of a chunk are sharded over N context-parallel ranks, but attention n
 document. An all-to-all before the attention and an all-to-all after it exchange rows for heads:
 
     rank r outside   rows [r T/N, (r+1) T/N) of the chunk, all H query and G key heads
-    rank r inside    all T rows, query heads [r H/N, (r+1) H/N) and the key heads of these
+    rank r inside    all T rows, query heads [r H/N, (r+1) H/N) and their key heads
 
 The K/V cache is thus sharded by heads. With fewer key heads than ranks, several ranks get a copy of
 the same key head, and their gradients of this head are summed.
@@ -24,7 +24,7 @@ from megatron_epp.layers.recompute.outputs import RecomputeHandle
 
 
 def refuse_heads(heads: int, groups: int, ranks: int) -> None:
-    """Raise a ValueError unless ``heads`` and their ``groups`` key heads divide over ``ranks``."""
+    """Raise a ValueError if query or key heads cannot be distributed evenly over ``ranks``."""
     if heads % ranks:
         raise ValueError(
             f"{heads} attention heads of a tensor-parallel rank do not divide over {ranks} "
@@ -44,14 +44,14 @@ class Ulysses:
     group: dist.ProcessGroup
 
     def to_heads(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor) -> tuple[Tensor, ...]:
-        """All-to-all q, k and v of this rank's rows to its heads of all rows.
+        """Exchange this rank's rows of q, k and v for its heads of all rows (all-to-all).
 
         Return q [T, H/N, D], and k and v [T, max(1, G/N), D].
         """
         return self.each_to_heads((q_tHD, k_tGD, v_tGD))
 
     def each_to_heads(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """All-to-all tensors [t, H, D] of this rank's rows to [T, H/N, D] of its heads.
+        """Exchange this rank's rows [t, H, D] of tensors for its heads [T, H/N, D] (all-to-all).
 
         If there are fewer heads than ranks, heads are repeated first, so that each rank has a head.
         """
@@ -63,7 +63,7 @@ class Ulysses:
         return _ToHeads.apply(self.group, *shared)
 
     def to_rows(self, out_THD: Tensor) -> Tensor:
-        """All-to-all the output [T, H/N, D] of this rank's heads to [t, H, D] of its rows."""
+        """Exchange this rank's heads [T, H/N, D] of the output for its rows [t, H, D]."""
         return _ToRows.apply(self.group, out_THD)
 
     def to_all(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -119,20 +119,20 @@ class _ToRows(torch.autograd.Function):
 
 
 def _rows_to_heads(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """All-to-all each tensor [t, N h, D] of this rank's rows to [T, h, D] of its heads."""
+    """Exchange this rank's rows [t, N h, D] of each tensor for its heads [T, h, D]."""
     # [t, N, h, D] -> [N, t, h, D]: what goes to one rank is contiguous.
     parts = [x.unflatten(1, (group.size(), -1)).transpose(0, 1).contiguous() for x in tensors]
     return tuple(x.flatten(0, 1) for x in _exchange(parts, group))
 
 
 def _heads_to_rows(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
-    """All-to-all each tensor [T, h, D] of this rank's heads to [t, N h, D] of its rows."""
+    """Exchange this rank's heads [T, h, D] of each tensor for its rows [t, N h, D]."""
     parts = [x.contiguous().unflatten(0, (group.size(), -1)) for x in tensors]
     return tuple(x.transpose(0, 1).flatten(1, 2) for x in _exchange(parts, group))
 
 
 def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """All-to-all every tensor [N, ...]: part n goes to rank n of the group.
+    """Run an all-to-all of every tensor [N, ...]: part n goes to rank n of the group.
 
     All messages are issued before the first wait. On a GPU, the stream waits, not the host.
     """

@@ -43,8 +43,8 @@ class CuSeqlens:
     Attributes:
         queries: [documents + 1] int32 on the device.
         keys: [documents + 1] int32 on the device.
-        most_queries: queries of the longest document.
-        most_keys: keys of the longest document.
+        most_queries: largest number of queries of a document.
+        most_keys: largest number of keys of a document.
     """
 
     queries: Tensor
@@ -148,7 +148,8 @@ class Piece:
     Attributes:
         start: first row.
         stop: row after the last row.
-        slice: the slice or branch with a context; None if the rows are unsliced documents.
+        slice: rows of a slice, or of a document that continues another document; None if the rows
+            are unsliced documents.
         cu_seqlens: lengths of the call's documents.
     """
 
@@ -228,7 +229,7 @@ class VarlenAttention:
         return VarlenAttention(self._all_heads, None, self.before, self.sinks)
 
     def of_layer(self, before: int | None, sinks: Callable[[], Tensor | None]) -> "VarlenAttention":
-        """Return the attention of a layer with this ``before`` and these ``sinks``."""
+        """Return this attention for a layer with the window ``before`` and the ``sinks``."""
         with_sinks = sinks() is not None
         if before is None and not with_sinks:
             return self
@@ -245,7 +246,7 @@ class VarlenAttention:
         layer: int,
         drop: bool,
     ) -> tuple[Tensor, AttentionRecompute | None]:
-        """Return the output [T, H, D] and, with ``drop``, the handle that recomputes it."""
+        """Return the output [T, H, D] and, if ``drop``, a handle that recomputes it in backward."""
         recompute = AttentionRecompute() if drop else None
         backward = torch.is_grad_enabled()
         seeing = _Seeing(self.kernel, self.before)
@@ -256,7 +257,7 @@ class VarlenAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Seeing:
-    """Kernel of a layer, and the number of tokens before a query that it sees; None for all."""
+    """Kernel of a layer, and the number of tokens before a query that the query sees (or None)."""
 
     kernel: Kernel
     before: int | None
@@ -316,13 +317,13 @@ class _Attend(torch.autograd.Function):
 
 
 def _each_tensor(change: Callable[[Any], Any], needed: Any) -> Any:
-    """Apply ``change`` to each tensor of ``needed``, a kernel's state, if it is a tuple."""
+    """Apply ``change`` to each tensor of a kernel's state ``needed``, if the state is a tuple."""
     return tuple(map(change, needed)) if isinstance(needed, tuple) else needed
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Attention of one layer on one chunk; the ``kept`` of its methods has an entry per piece."""
+    """Attention of one layer on one chunk; lists ``kept`` have the kernel's state per piece."""
 
     seeing: _Seeing
     state: ChunkState
@@ -389,7 +390,8 @@ class _Call:
     ) -> Operands:
         """Return the operands of the piece's call; a slice's keys begin with its context.
 
-        The keys of a branch are concatenated, because kernels need them in one tensor.
+        The keys of a branch (a document that continues another document) are concatenated, because
+        kernels need them in one tensor.
         """
         if piece.slice is not None and self.seeing.before is None:
             spans, store = list(piece.slice.prefix), self.state.store

@@ -39,7 +39,7 @@ def fused_backward(
     Args:
         hidden_t1H: hidden states of this rank's rows.
         weights_1T: weight of every token's loss in the sum.
-        losses: function that computes the losses [1, t] of some rows.
+        losses: function from hidden states [n, 1, H] and the slice of their rows to losses [1, n].
         block: number of rows whose logits are alive at a time.
         gather: function that all-gathers rows [t, 1, H] to [T, 1, H]; None if t = T.
         scatter: function that reduce-scatters gradients [T, 1, H] to [t, 1, H]; None if t = T.

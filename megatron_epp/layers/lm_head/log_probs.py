@@ -3,8 +3,8 @@
     forward    a block of rows: logits -> their log-sum-exp, the label's logit, the mean logit
     backward   recomputed logits -> gradients of hidden states and of the weight
 
-Three numbers per row are saved from forward to backward. Because logits are recomputed, there are
-four matrix products; an implementation that saves the logits has three.
+Besides the hidden states, the backward needs three saved numbers per row. Because logits are
+recomputed, there are four matrix products; an implementation that saves the logits has three.
 
     log-probability = label's logit - lse        entropy = lse - mean logit under the softmax
 

@@ -1,11 +1,11 @@
 """LM head and loss with vocabulary parallelism: each stage and TP rank has some vocabulary rows.
 
-    H   logits of the rank's vocabulary rows; their statistics are merged with those of earlier H
-    G   gradient of the rank's vocabulary rows, after the last H
+    H   logits of the rank's vocabulary rows, merged into the statistics of earlier stages
+    G   weight gradient of the rank's vocabulary rows, after H of the last stage
 
 H sends the state of an online softmax for each row: the log-sum-exp so far, the mean weight row
-under the softmax so far, and the label's logit and weight row (0 until a rank has that vocabulary
-row). After the last vocabulary row
+under the softmax so far, and the label's logit and weight row (both 0 until a rank has that
+vocabulary row). After the last vocabulary row
 
     loss = lse - label's logit        gradient of hidden = mean - label's row
 
@@ -115,7 +115,7 @@ class OutputWeightShard:
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Softmax statistics over the vocabulary rows so far.
+    """Softmax statistics of chunk rows over the vocabulary rows that have been processed so far.
 
     Attributes:
         lse_t: log-sum-exp of the logits of these vocabulary rows.
@@ -128,7 +128,7 @@ class Statistics:
     rows: "WeightRows | None"
 
     def merged(self, other: "Statistics") -> "Statistics":
-        """Return the statistics over the vocabulary rows of both.
+        """Return the statistics over the vocabulary rows of this object and of ``other``.
 
         The weight rows of both objects are overwritten; use neither object afterwards.
         """
@@ -146,13 +146,13 @@ class Statistics:
 
     @property
     def losses_t(self) -> Tensor:
-        """Loss of every chunk row, after all vocabulary rows."""
+        """Loss of every chunk row, if the statistics cover all vocabulary rows."""
         return self.lse_t - self.logit_t
 
 
 @dataclass(frozen=True, slots=True)
 class WeightRows:
-    """Mean weight row under the softmax so far, and the label's weight row.
+    """Softmax-weighted mean of the weight rows so far, and the label's weight row.
 
     The label's weight row is 0 if the label is not among the vocabulary rows so far.
     """
@@ -161,7 +161,7 @@ class WeightRows:
     label_tH: Tensor
 
     def gradient(self, weights_t: Tensor) -> Tensor:
-        """Return the gradient of the hidden states, after all vocabulary rows.
+        """Return the gradient of the hidden states, if all vocabulary rows are merged.
 
         ``weights_t`` are the weights of the losses.
         """
@@ -176,9 +176,9 @@ def statistics_dtype(hidden: torch.dtype) -> torch.dtype:
 def statistics(
     hidden_tH: Tensor, labels_T: Tensor, words: OutputWeightShard, gradient: bool
 ) -> Statistics:
-    """Compute H: the softmax statistics of this rank's t rows. Collective over ``words.group``.
+    """Compute op H, the softmax statistics of this rank's t rows. Collective.
 
-    The statistics cover the vocabulary rows of all ranks of the tensor-parallel group.
+    The statistics cover the vocabulary rows of all ranks of ``words.group`` (tensor parallelism).
 
     Args:
         hidden_tH: hidden states of this rank's rows.
@@ -230,7 +230,7 @@ def _local_statistics(
 def weight_gradients(
     hidden_tH: Tensor, labels_T: Tensor, weights_T: Tensor, lse_t: Tensor, words: OutputWeightShard
 ) -> Iterator[Tensor]:
-    """Yield the gradient [V, H] of the vocabulary rows (G), one block of chunk rows at a time.
+    """Yield the summands [V, H] of op G, the weight gradient: one per block of chunk rows.
 
     If rows are sharded, hidden states and statistics are first all-gathered over the group.
 
@@ -264,7 +264,8 @@ def log_of_sums(lse_T: Tensor, words: OutputWeightShard) -> Tensor:
 def softmax_mass(lse_t: Tensor, of_t: Tensor, like_tH: Tensor) -> Tensor:
     """Return exp(lse_t - of_t) as [t, 1] in the dtype of ``like_tH``.
 
-    This is the softmax probability of the vocabulary rows of ``lse_t`` among the rows of ``of_t``.
+    This is the total softmax probability of the vocabulary rows that ``lse_t`` covers, if ``of_t``
+    covers all rows.
     """
     return torch.exp(lse_t - of_t)[:, None].to(like_tH.dtype)
 
@@ -280,7 +281,7 @@ def row_blocks(total: int, size: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Layout of one message tensor with ``wide`` tensors [rows, hidden] and ``narrow`` statistics.
+    """Layout of a message of ``wide`` tensors [rows, hidden] and ``narrow`` statistics [rows].
 
     Wide tensors have dtype ``dtype``. The bits of a statistic are stored in elements of ``dtype``.
     """

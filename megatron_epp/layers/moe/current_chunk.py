@@ -54,7 +54,7 @@ def note_in_layer(
 
 @contextmanager
 def taken_along(mlp: nn.Module, current_chunk: CurrentChunk) -> Iterator[None]:
-    """Make recompute of ``mlp`` use the forward's state; wrap ``mlp`` for recompute in here."""
+    """Make recompute of ``mlp`` use the forward's state; the caller wraps ``mlp`` in here."""
     original = mlp.forward
 
     def inner(x: Tensor, *, chunk_state: ChunkState | None, **others: Any) -> Any:

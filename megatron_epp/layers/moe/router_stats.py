@@ -1,6 +1,6 @@
 """Load-balancing losses of MoE routers per document, independent of the plan.
 
-The auxiliary loss of document d in one layer is what Megatron computes if d is a micro-batch:
+The auxiliary loss of document d in one layer equals Megatron's loss of a micro-batch with d alone:
 
     coeff * E / (k * T_d^2) * sum_i count_i(d) * sum_t score_ti        weighted by its T_d tokens
 
@@ -30,15 +30,15 @@ from megatron_epp.layers.chunk_state import ChunkState
 
 @dataclass(frozen=True, slots=True)
 class Balancing:
-    """Load balancing of a model's experts.
+    """Settings of the load balancing of a model's experts.
 
     Attributes:
-        experts: E.
-        topk: k.
+        experts: E, the number of experts.
+        topk: k, the number of experts per token.
         auxiliary: (name in the log, coefficient) of auxiliary losses.
         z_coefficient: coefficient of the squared log-sum-exp of a token's logits; 0 for none.
-        place: index of this rank among those over which a chunk's rows are sharded in order.
-        places: number of these ranks.
+        place: index of this rank among the ranks that shard a chunk's rows, in row order.
+        places: number of ranks that shard a chunk's rows.
         splits: number of consecutive ranks that shard the rows of one context-parallel rank.
         group: group of all ``places`` ranks; None for a single rank.
     """
@@ -54,19 +54,19 @@ class Balancing:
 
     @property
     def coefficient(self) -> float:
-        """Sum of the auxiliary losses' coefficients: per document these losses are equal."""
+        """Sum of the coefficients of all auxiliary losses, which are equal per document."""
         return sum(coefficient for _, coefficient in self.auxiliary)
 
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Pools of documents whose tokens are balanced together, such as a loop's micro-batches.
+    """Pools of documents balanced together, such as micro-batches of an external training loop.
 
     All forwards of a pool precede its first backward.
 
     Attributes:
         of: index of the pool of every document.
-        shares: for each pool, factor on its auxiliary losses, after their weight by its tokens.
+        shares: for each pool, factor on its auxiliary losses, which are also weighted by tokens.
         token_fractions: for each pool, factor on the z-losses of its tokens.
     """
 
@@ -76,7 +76,7 @@ class Pools:
 
     @classmethod
     def each_alone(cls, documents: int) -> "Pools":
-        """Build one pool per document, weighted by its tokens."""
+        """Build one pool per document, in which every factor is 1."""
         return cls(range(documents), (1.0,) * documents, (1.0,) * documents)
 
 
@@ -87,11 +87,11 @@ class RouterStats:
     D is the number of pools.
 
     Args:
-        balancing: the load balancing.
+        balancing: settings of the load balancing.
         documents: number of tokens T_d of every document.
         layers: number of layers of the stage.
         scale: factor on the loss before backward.
-        pools: documents that are balanced together; None balances each individually.
+        pools: documents that are balanced together; None balances each document individually.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class RouterStats:
 
         One all-reduce covers all layers, and the chunk's pools that are not yet reduced. It runs in
         the backward of a document's last slice, in the first layer that needs the counts. The
-        logged losses are this rank's parts: reduced counts times the scores of its rows.
+        logged losses are this rank's parts: reduced counts times the scores of this rank's rows.
         """
         documents = [rows.span.document for rows in state.rows] + list(state.local_documents)
         pools = dict.fromkeys(self.pools.of[document] for document in documents)
@@ -284,7 +284,7 @@ class RouterStats:
     # -------------------------------------------------------------- for the log
 
     def losses(self) -> dict[str, Tensor]:
-        """Return this rank's part of every router loss, by name in the log: [layers] each.
+        """Return this rank's part of every router loss: a tensor [layers] by name in the log.
 
         The losses are summed over this replica's documents, and exclude their coefficients.
         """
@@ -297,7 +297,7 @@ class RouterStats:
 
 
 class _Attached(torch.autograd.Function):
-    """Identity on ``output``, whose backward also returns ``gradient()``, the one of ``other``."""
+    """Identity on ``output``, whose backward also returns ``gradient()`` for ``other``."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, other: Tensor, gradient: Callable[[], Tensor]) -> Tensor:

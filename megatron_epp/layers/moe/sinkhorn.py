@@ -6,8 +6,8 @@
 
 Megatron computes d0 and d1 over all rows of a micro-batch on one rank
 (core/transformer/moe/moe_utils.py, ``sinkhorn``). Here they are computed for each document of a
-chunk, over the document's rows on all ranks, and the iteration ends for each document individually.
-The result is what Megatron computes on one rank with one document per micro-batch.
+chunk, over the document's rows on all ranks. The Sinkhorn iteration ends for each document
+individually. The result equals Megatron's result on one rank with one document per micro-batch.
 
 t rows of a rank, T rows of a chunk, D documents of a chunk, E experts
 """

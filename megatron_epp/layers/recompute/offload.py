@@ -1,6 +1,6 @@
-"""Offloading of layers whose saved tensors are in host memory from F to B (runtime.host_store).
+"""Offloading of a layer's saved tensors to host memory between F and B (runtime.host_store).
 
-The tensors that only this layer saves are offloaded, including its input. Parameters, cached K/V,
+Tensors that only one layer saves, such as the layer's input, are offloaded. Parameters, cached K/V,
 and tensors that all layers of a chunk share (the rotary table) stay on the device.
 """
 

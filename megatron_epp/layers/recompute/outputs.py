@@ -1,6 +1,6 @@
 """Outputs that are recomputed in backward instead of being saved.
 
-    forward    x -> [module] -> y -> [consumer]      the consumer would save y, the module more
+    forward    x -> [module] -> y -> [consumer]      neither y nor the module's tensors are saved
     backward   the consumer needs y: the module runs again on x, which is saved anyway
 
 Two kinds of tensors are dropped: y, which the consumer would save (a saved-tensor hook replaces it
@@ -108,7 +108,7 @@ def recomputable_all(
     """Run ``function(*inputs)``, saving only the inputs for the backward.
 
     Return the outputs and a recompute handle for each. All outputs share one backward. ``function``
-    may return an input weight, for uses elsewhere; the weight's gradient is the sum of all uses.
+    may also return one of its inputs, such as a weight; the gradient then sums over all its uses.
     """
     recompute = _Recompute(function)
     outputs = _Recomputable.apply(recompute, *inputs)

@@ -1,4 +1,4 @@
-"""Wrappers of forwards of a layer and its modules: save, recompute or offload as planned."""
+"""Wrappers around the forwards of a layer and its modules, to recompute or offload tensors."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -116,7 +116,7 @@ def wrap_mlp(mlp: nn.Module, dropped: DroppedOutputs):
 def wrap_consumer(linear: nn.Module, dropped: DroppedOutputs, last: bool = True):
     """Wrap a linear to save a recompute handle if its input was dropped by an earlier module.
 
-    ``last`` is whether no later module of the pass reads the input.
+    ``last`` says whether this linear is the last module of the pass that reads the input.
     """
     forward = linear.forward
 

@@ -49,8 +49,8 @@ def scan_by_heads(
         rows_tC: rows of this rank.
         sections: sections into which the channels of the rows are divided.
         state: state of the chunk.
-        ulysses: the exchange; None without context parallelism.
-        scan: the scan.
+        ulysses: the all-to-all; None without context parallelism.
+        scan: function from (rows, state, whether the rows have only this rank's heads) to outputs.
     """
     if ulysses is None:
         return scan(rows_tC, state, False)

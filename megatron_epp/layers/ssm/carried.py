@@ -5,10 +5,10 @@
                          + +  rows before the boundary, for the convolution
 
 A kernel call may compute several sequences, but has one initial state, for its first sequence, and
-one final state, of its last sequence. A slice with an earlier slice therefore begins a call, and a
-slice with a later slice ends a call. For every slice boundary, the store has the state and the
-W - 1 rows before the boundary, for a convolution of W taps. Their gradients go through the store
-from the later slice to the earlier slice.
+one final state, of its last sequence. A slice that follows another slice therefore begins a call,
+and a slice that precedes another slice ends a call. For every slice boundary, the K/V store has the
+state and the W - 1 rows before the boundary, for a convolution of W taps. Their gradients go
+through the store from the later slice to the earlier slice.
 
 A document that continues another document begins with the state at a slice boundary of the other
 document. The state comes from the store or, if the boundary is in the same chunk, directly from
@@ -64,7 +64,7 @@ class Call:
 
 
 def calls_of(state: ChunkState, channels: int, alone: bool = False) -> tuple[Call, ...]:
-    """Return the calls for all rows of a chunk with ``channels`` channels; cached in the chunk.
+    """Return the kernel calls for all rows of a chunk with ``channels`` channels; cached.
 
     ``alone`` makes every sequence a call, for kernels that support one sequence per call.
     """

@@ -1,7 +1,7 @@
 """Convolutions and delta rules of flash-linear-attention, call by call.
 
-Both support several sequences per call; a delta rule has an initial state for each of them. In
-released kernels the state of a convolution is wrong for sequences of one or two rows. The rows
+Both support several sequences per call; a delta rule has an initial state for each sequence. In
+released kernels, the state of a convolution is wrong for sequences of one or two rows. The rows
 before a boundary are therefore passed as additional rows, whose outputs are dropped.
 
 T rows of a chunk, C channels, H heads of P channels of values.

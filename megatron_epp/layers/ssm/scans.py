@@ -90,8 +90,8 @@ def gated_delta_rule(
     """Return the gated delta rule's outputs [L, H, P] and the final state [H, K, P].
 
     S = exp(g) S, then S = S + k beta (v - k'S)', output = scale q'S. Source: Yang, Kautz and
-    Hatamizadeh, Gated Delta Networks (2025), eq. 10; a triangular system per block, as in section
-    3.3. For the decay per channel: Kimi Linear (arXiv 2510.26692), eq. 1.
+    Hatamizadeh, Gated Delta Networks (2025), eq. 10. Each block solves a triangular system, as in
+    section 3.3. Source of the decay per channel: Kimi Linear (arXiv 2510.26692), eq. 1.
 
     Args:
         q_LHK: queries.

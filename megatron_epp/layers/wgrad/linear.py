@@ -1,12 +1,12 @@
 """Linear layers with deferred weight gradients (I and W).
 
     op   computes             graph
-    F    Y  = X A^T (+ b)     autograd has X and b of the chunk, not A
-    I    dX = dY A, db        a root per linear is saved: it holds X and dY, and leads to A
-    W    dA = dY^T X          backward from the roots, in the order in which I saved them
+    F    Y  = X A^T (+ b)     the autograd graph leads to X and b, not to A
+    I    dX = dY A, db        one root per linear is saved; its graph holds X and dY, and leads to A
+    W    dA = dY^T X          backward from the roots, in the order in which op I saved them
 
-A root is the output of an autograd graph. Saved-tensor hooks therefore see the tensors that I saves
-for W, and gradients accumulate as in any backward. Hooks on a weight fire once per W.
+A root is the output of an autograd graph. Saved-tensor hooks therefore see the tensors that op I
+saves for W, and gradients accumulate as in any backward. Hooks on a weight fire once per W.
 
 T rows of the chunk (t on this rank, if sequence parallelism shards them), K inputs and N outputs of
 the linear on this rank.
@@ -44,10 +44,10 @@ class Linear:
 
 
 class DeferredWeightGrads:
-    """Weight gradients that one chunk's I defers to its W.
+    """Weight gradients of one chunk, which op I defers to op W.
 
     For each run of a linear, the object stores an autograd root whose backward computes the weight
-    gradient. Linears of a repeated layer run several times.
+    gradient. If a layer runs several times per forward, its linears have several roots.
 
     Args:
         noticed: function that is called with every weight whose gradient is deferred.

@@ -7,12 +7,12 @@ checked in version 2.20):
     backward   store.put([input, output's gradient], product); returns no weight gradient
     W          store.pop(): product(input, gradient) -> (dA, db)
 
-The module's own store is a queue, which requires Ws in the order of Is, and its hooks bypass the
-hooks of autograd. Each deferred forward therefore gets a store that adds a root to the chunk's
+The module's own store is a queue, which requires ops W in the order of ops I, and the module's
+hooks bypass autograd. Each deferred forward therefore gets a store that adds an autograd root to a
 :class:`~megatron_epp.layers.wgrad.linear.DeferredWeightGrads`, as for other linears.
 
 During this forward, the weight is replaced by another leaf with the same data. Otherwise autograd
-would reach the weight in I without a gradient, and run the hooks that must run in W.
+would reach the weight in op I without a gradient, and run the hooks that must run in op W.
 """
 
 from collections.abc import Callable, Sequence
@@ -102,7 +102,7 @@ class _DeferringStore:
 
 
 def _taken_apart(tensor: Any) -> tuple[Any, list[Tensor | None]]:
-    """Split an operand into a shell and its tensors; the shell of a torch tensor is None.
+    """Split an operand into its wrapper (None for a torch tensor) and its tensors.
 
     The tensors of a quantised operand are its data and scales (``prepare_for_saving``).
     """
@@ -113,7 +113,7 @@ def _taken_apart(tensor: Any) -> tuple[Any, list[Tensor | None]]:
 
 
 def _put_together(shell: tuple[Any, int] | None, queue: list[Tensor | None]) -> Any:
-    """Return the operand of ``shell``; its tensors are removed from the front of ``queue``."""
+    """Return the operand with wrapper ``shell``; pop its tensors from the front of ``queue``."""
     if shell is None:
         return queue.pop(0)
     emptied, count = shell
