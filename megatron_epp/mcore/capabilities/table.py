@@ -292,7 +292,7 @@ TABLE: tuple[Limit, ...] = (
         any_of("perform_rl_step"),
     ),
     Limit(
-        "skipped iterations and saved data loaders (--iterations-to-skip; an argument dataloader_save)",
+        "skipped iterations, saved data loaders (--iterations-to-skip; argument dataloader_save)",
         "leave them out: the documents of an iteration follow from the samples consumed",
         any_of("iterations_to_skip", "dataloader_save", harmless=([],)),
     ),
