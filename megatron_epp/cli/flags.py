@@ -1,4 +1,4 @@
-"""Flags of the commands that need no torch: one field each, with type, default, unit, help."""
+"""Flags of the commands that do not need torch: dataclass fields with type, default and help."""
 
 import argparse
 import textwrap
@@ -45,7 +45,7 @@ def whole_or_auto(text: str) -> int:
 
 
 def file_to_write(text: str) -> str:
-    """Return ``text``, an output path; refuse a folder now, because planning may take minutes."""
+    """Return the output path ``text``; refuse a folder before planning, which may take minutes."""
     if Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: is a folder; expected a file name")
     return text
@@ -76,7 +76,7 @@ LENGTHS_HELP = (
 
 @dataclass
 class DocumentFlags:
-    """The corpus, and how batches are drawn from it."""
+    """The corpus of documents, and options for drawing batches from it."""
 
     TITLE: ClassVar = "documents"
 
@@ -480,7 +480,7 @@ class TunedMachineFlags:
 
 @dataclass
 class TunePlannerFlags:
-    """The planner's options in ``tune``, and the number of rows."""
+    """The planner's options in ``tune``, and the number of table rows."""
 
     TITLE: ClassVar = "planner"
 
@@ -569,7 +569,7 @@ FLAGS: dict[str, tuple[type, ...]] = {
 
 
 def add_command_flags(command: argparse.ArgumentParser, schemas: Sequence[type]) -> None:
-    """Add a flag for each field of ``schemas``; with planner flags, explain the levers."""
+    """Add a flag for each field of ``schemas``; with planner flags, the help lists the levers."""
     for schema in schemas:
         add_flags(command, schema)
         if issubclass(schema, PlannerFlags):

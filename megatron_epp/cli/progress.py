@@ -26,9 +26,9 @@ def bar[T](items: Iterable[T], total: int, what: str) -> Iterator[T]:
 
 @contextmanager
 def search_bar(what: str) -> Iterator[None]:
-    """Show a bar over the effort of searches for a plan inside the ``with`` block.
+    """Show a progress bar of the searches for plans inside the ``with`` block.
 
-    The estimated time is an upper limit: a search ends early if it finds a plan at the lower bound.
+    The bar overestimates the time: a search ends early if it finds a plan at the lower bound.
     """
     form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
     shown = _bar(what, total=0, bar_format=form)
@@ -54,9 +54,9 @@ def _bar(what: str, **named: Any) -> Any:
 
 
 class Workers:
-    """Runner of tasks: first in this process; on all cores once the tasks take long.
+    """Runner of tasks, in this process at first, and on all cores if the tasks take long.
 
-    It is a context manager; its exit ends all worker processes.
+    The runner is a context manager, whose exit ends all worker processes.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Workers:
                 each.terminate()
 
     def watched(self, what: str) -> Callable[[Callable[..., Any], Sequence[tuple]], Iterator[Any]]:
-        """Return a runner that shows a bar over the tasks, or over the effort of a single task.
+        """Return a runner with a progress bar of the tasks, or of the search in a single task.
 
         ``what`` is the plural name of the tasks, which the bar shows.
         """
@@ -103,7 +103,7 @@ class Workers:
     def _shared(self) -> bool:
         """Start worker processes if tasks take long; return whether there are worker processes.
 
-        Workers are forked, so that they have already loaded the compiled code.
+        Workers are forked, so that they inherit the loaded compiled code.
         """
         long = time.process_time() - self._began > _ALONE
         if self._pool is None and self._cores > 1 and long:
