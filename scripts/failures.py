@@ -73,9 +73,11 @@ class Outcome:
     """Result of a cell.
 
     ended     exit statuses of ranks, as torchrun reports them, and of agents and stopped processes
-    line      first line that megatron_epp prints after the failure replaced  number of nodes that
-    were started again starts    total number of starts of ranks worst     largest relative
-    difference of losses left      processes and files that the job left
+    line      first line that megatron_epp prints after the failure
+    replaced  number of nodes that were started again
+    starts    total number of starts of ranks
+    worst     largest relative difference of losses
+    left      processes and files that the job left
     """
 
     cell: str

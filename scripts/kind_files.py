@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Files of a layer kind: the files that only this kind uses, and its lines in other files.
 
-scripts/kind_files.py NAME     prints their numbers: the cost of adding such a kind
+scripts/kind_files.py NAME     counts them: what adding such a kind takes
 """
 
 import ast
@@ -17,8 +17,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "megatron_epp"
 class KindFiles:
     """Files and lines of a layer kind in a package.
 
-    files   text of the files that only this kind uses, by name in the package lines   (line number
-    from 0, text) of its lines in other files, by file name
+    files   text of the files that only this kind uses, by name in the package
+    lines   (line number from 0, text) of its lines in other files, by file name
     """
 
     files: dict[str, str] = field(default_factory=dict)

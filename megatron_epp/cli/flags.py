@@ -192,7 +192,7 @@ class PlansMachineFlags(MachineFlags):
 
 @dataclass
 class DrawnMachineFlags(PlansMachineFlags):
-    """The machine of ``draw``, which is optional."""
+    """The machine for which ``draw`` predicts times; optional."""
 
     model: str | None = flag(
         None,
@@ -328,7 +328,7 @@ class ReplicaFlags:
 
 @dataclass
 class JsonFlags:
-    """JSON output."""
+    """Option for JSON output."""
 
     json: bool = flag(False, "print JSON instead of text")
 
@@ -350,7 +350,7 @@ class BatchesFlags:
 
 @dataclass
 class PlanFlags:
-    """Kind of plan, and output, of ``plan``."""
+    """Options of ``plan``: the kind of plan, and the output."""
 
     framework: str | None = flag(
         None,
@@ -369,7 +369,7 @@ class PlanFlags:
 
 @dataclass
 class SimulateFlags:
-    """Noise, and output, of ``simulate``."""
+    """Options of ``simulate``: noise, and the output."""
 
     noise: float = flag(
         0.0,
@@ -384,7 +384,7 @@ class SimulateFlags:
 
 @dataclass
 class DrawFlags:
-    """Format and contents of the picture of ``draw``."""
+    """Options of ``draw``: format and contents of the picture."""
 
     output: str | None = flag(
         None,
@@ -494,7 +494,7 @@ class TunePlannerFlags:
 
 @dataclass
 class TuneFlags:
-    """Output of ``tune``: the chosen row, and the files that are written for this row."""
+    """Options of ``tune``: the chosen row of the table, and files to write for this row."""
 
     row: int | None = flag(None, "the row to write, draw and play (default: the first)", COUNT)
     parts: bool = flag(False, "print the memory of every row by part, not of the chosen one alone")

@@ -6,8 +6,8 @@
                                [--busy-host] [-o RESULT.md]
 
 The loop uses megatron.core without Megatron's trainer: --pp stages (gloo), 8 layers, hidden 128, 4
-heads in 2 groups. A micro-batch is one document [1, T]. One run executes all variants in turn, in
-changing order, on the same micro-batches, weights and kernels (torch's flash attention):
+heads in 2 groups. A micro-batch is one document [1, T]. One run executes the variants in rotating
+order, on the same micro-batches, weights and kernels (torch's flash attention):
 
     stock    Megatron's forward_backward_pipelining_without_interleaving, shapes by handshake
     level0   megatron_epp.install_schedule: planned order, split backward, planned shapes
@@ -217,7 +217,7 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One call: ``ops[stage]`` are (kind, chunk, seconds); ``chunks`` is the text of the chunks."""
+    """One call: ``ops[stage]`` are (kind, chunk, seconds), ``chunks`` the chunks as text."""
 
     seconds: float
     ops: list[list[tuple[str, int, float]]]

@@ -5,7 +5,7 @@
 
 The job is that of cpu_pipeline.py: two stages (gloo, one core each), 8 layers, hidden 512, and
 real documents. The first table times one layer, and the LM head with the loss, alone on chunks of
-several sizes, on both processes at once. B is compared with I and W, in turn and in changing order;
+several sizes, on both processes at once. B and the pair of I and W alternate, in changing order;
 the table has medians, and median and quartiles of the additional time of I plus W. The second table
 has these plans for every batch, one after the other:
 

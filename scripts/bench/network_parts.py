@@ -17,8 +17,9 @@ RADIX = 64  # ports of a packet switch
 class Parts:
     """Numbers of parts for one port of a node, all with the rate of the port.
 
-    transceivers    at both ends of every optical link; a circuit switch has none packet_ports    of
-    electrical packet switches circuit_ports   of optical circuit switches
+    transceivers    transceivers at both ends of optical links; a circuit switch has none
+    packet_ports    ports of electrical packet switches
+    circuit_ports   ports of optical circuit switches
     """
 
     transceivers: int

@@ -6,7 +6,7 @@
 A cell is a context, the number of documents of a batch, and a number of pipeline stages. Every op
 sleeps for the seconds that the cost model predicts, scaled so that a step of `epp` takes
 --step-seconds. Messages, autograd graphs and orders are real, so two cores can stand for as many
-devices as there are stages. Each round runs these variants in turn, in changing order:
+devices as there are stages. Each round runs these variants, in another order:
 
     torch 1f1b, interleaved, zb (InterleavedZeroBubble), zbv (ZBVZeroBubble)
                     schedules of torch.distributed.pipelining; a micro-batch is a document (docs)
@@ -75,8 +75,9 @@ Seconds = dict[Kind, np.ndarray]
 class Work:
     """Ops and durations of one variant in a step.
 
-    plan      plan for this project's executor; None for other schedules chunks    tokens of every
-    micro-batch or chunk seconds   [stage, chunk] seconds for which F, I and W sleep
+    plan      plan for this project's executor; None for other schedules
+    chunks    tokens of every micro-batch or chunk
+    seconds   [stage, chunk] seconds for which F, I and W sleep
     """
 
     name: str

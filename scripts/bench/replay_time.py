@@ -2,8 +2,8 @@
 
     python scripts/bench/replay_time.py
 
-Both compute the same result. The time is that of one simulation in processor seconds. Both
-alternate; each time is the minimum of nine rounds of ten.
+Replay and loop compute the same result, and run alternately. Each time is that of one simulation in
+processor seconds: the minimum over nine rounds of ten.
 """
 
 import sys

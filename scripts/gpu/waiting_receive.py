@@ -3,10 +3,10 @@
 
     torchrun --standalone --nproc-per-node 2 scripts/gpu/waiting_receive.py [--size 8192]
 
-Rank 1 posts receives of 64 MiB, computes products, and only then rank 0 sends. The output is by the
-largest number of thread blocks (``max_ctas``) that NCCL may use for a message, and by the number of
-SMs that products leave free. The products are Transformer Engine's, because those of torch 2.11
-call cuBLAS without a limit of SMs.
+Rank 1 posts receives of 64 MiB and computes products; rank 0 sends only afterwards. The output is
+by the largest number of thread blocks (``max_ctas``) that NCCL may use for a message, and by the
+number of SMs that products leave free. The products are Transformer Engine's, because those of
+torch 2.11 call cuBLAS without a limit of SMs.
 """
 
 import argparse

@@ -212,7 +212,7 @@ def same_sources(upstream: Path) -> str:
 
 
 def write_corpus(prefix: Path) -> list[str]:
-    """Write a corpus of 400 random documents of 2 to 300 tokens; return its flags."""
+    """Write a corpus of 400 random documents of 2 to 299 tokens; return its flags."""
     import numpy
     import torch
 

@@ -266,7 +266,10 @@ def micro_batches(number: int, variable: bool):
 
 
 def forward_step(three: bool):
-    """Return a forward step; its loss has two items, or three for sums over tokens."""
+    """Return a forward step whose loss function returns a mean, or a sum with its number of tokens.
+
+    With ``three``, the loss is the mean.
+    """
     import torch
 
     def step(iterator, model):

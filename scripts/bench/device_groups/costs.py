@@ -53,12 +53,13 @@ class GroupCosts:
     Sliding-window attention takes time in proportion to its pairs, for every degree, so pairs are
     weighted sums (:meth:`pairs`).
 
-    token_seconds, pair_seconds, chunk_seconds   total of forward, backward and recompute comm_...
-    the part that is communication recompute_...                                the part that is
-    recompute most_tokens                                  largest number of tokens that a group can
-    hold token_bytes, states_bytes                    bytes on one device pair_weight
-    weight of pairs of full attention window_weights                               (window, weight
-    of pairs) of windowed attention
+    token_seconds, pair_seconds, chunk_seconds   total of forward, backward and recompute
+    comm_...                                     the part that is communication
+    recompute_...                                the part that is recompute
+    most_tokens                                  largest number of tokens that a group can hold
+    token_bytes, states_bytes                    bytes on one device
+    pair_weight                                  weight of pairs of full attention
+    window_weights                               (window, weight of pairs) of windowed attention
     """
 
     degrees: np.ndarray
