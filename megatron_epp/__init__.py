@@ -34,7 +34,7 @@ def install(
             ``args``.
         items: function that returns your own documents in place of --data-path. Its argument
             contains the numbers of samples for training, validation and test (None: one epoch). It
-            returns three datasets or None. A dataset has ``__len__``, and the attribute
+            returns a dataset or None for each of these three. A dataset has a length, and
             ``original_seq_lens`` with the length of every item. An item is a mapping with tokens,
             labels, loss_mask and original_seq_len (docs/guides/data.md).
 
@@ -102,8 +102,8 @@ def install_schedule(
         reorder: whether micro-batches may run in another order (never with MoE).
         split_backward: whether backwards may be split into input and weight gradients. None: with
             Megatron's local layers, but not with Transformer Engine's.
-        headroom: memory that plans may use in addition to the fullest rank in Megatron's 1F1B, as
-            a fraction of it.
+        headroom: additional memory for plans, as a fraction of the memory of the fullest rank in
+            Megatron's 1F1B.
         timeout: ``datetime.timedelta`` for which a rank waits for another rank; default 10 minutes.
         observe: function that is called after every call of the schedule, with the call's plan,
             records and memory peak (mcore/loops/settings.py).

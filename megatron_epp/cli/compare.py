@@ -1,4 +1,4 @@
-"""The ``compare`` command: all planners on the same batches, and batches on which epp loses."""
+"""The ``compare`` command: all planners on the same batches, and where epp gains too little."""
 
 import argparse
 import json

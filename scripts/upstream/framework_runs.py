@@ -85,8 +85,8 @@ def found_in(
 ) -> tuple[str, list[str]]:
     """Return text on the chosen framework, and the results of its function in ``known``.
 
-    The function gets the checkout, or, with ``installed``, also the folder of the installed
-    package. An unusable input ends the script with one line and status 2.
+    The function gets the folder of the checkout or, with ``installed`` and without a checkout, of
+    the installed package. An unusable input ends the script with one line and status 2.
     """
     parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
     parser.add_argument("--framework", required=True, help=", ".join(known))

@@ -184,7 +184,7 @@ def loop_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
 def loop_loss(batch: MicroBatch, token_losses_BS: Tensor, non_loss_data: bool = False) -> Any:
     """Return the tuple in this module's table, with the loss of a micro-batch from token losses.
 
-    With ``non_loss_data``, return the sum of the losses, which the loop collects.
+    The loop collects the last item. With ``non_loss_data``, return the sum of the losses instead.
     """
     mask_BS = batch["loss_mask"].to(token_losses_BS.dtype)
     if non_loss_data:
