@@ -26,9 +26,9 @@ def bar[T](items: Iterable[T], total: int, what: str) -> Iterator[T]:
 
 @contextmanager
 def search_bar(what: str) -> Iterator[None]:
-    """Show a progress bar of the searches for plans inside the ``with`` block.
+    """Show a bar over the effort of searches for a plan inside the ``with`` block.
 
-    The bar overestimates the time: a search ends early if it finds a plan at the lower bound.
+    The estimated time is an upper limit: a search ends early if it finds a plan at the lower bound.
     """
     form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
     shown = _bar(what, total=0, bar_format=form)
@@ -74,7 +74,7 @@ class Workers:
                 each.terminate()
 
     def watched(self, what: str) -> Callable[[Callable[..., Any], Sequence[tuple]], Iterator[Any]]:
-        """Return a runner with a progress bar of the tasks, or of the search in a single task.
+        """Return a runner that shows a bar over the tasks, or over the effort of a single task.
 
         ``what`` is the plural name of the tasks, which the bar shows.
         """
