@@ -23,7 +23,7 @@ def install(
     model_config: Any,
     items: Callable[[Sequence[int | None]], Sequence[Any]] | None = None,
 ) -> tuple[Any, Any]:
-    """Install elastic pipelines in Megatron's trainer, for entry scripts of your own.
+    """Install elastic pipelines in Megatron's trainer, for your own entry script.
 
     Call this function after parsing the flags and before ``pretrain``. On a CPU-only host call
     :func:`prepare_host` before the first import of Megatron.
@@ -33,8 +33,8 @@ def install(
         model_config: result of ``gpt_config_from_args`` or ``hybrid_config_from_args`` for
             ``args``.
         items: function that returns your own documents in place of --data-path. Its argument
-            contains the number of samples for training, validation and test (None: one epoch). It
-            returns a dataset, or None, for each of the three. A dataset has a length, and
+            contains the numbers of samples for training, validation and test (None: one epoch). It
+            returns a dataset or None for each of these three. A dataset has a length, and
             ``original_seq_lens`` with the length of every item. An item is a mapping with tokens,
             labels, loss_mask and original_seq_len (docs/guides/data.md).
 
@@ -79,7 +79,7 @@ def install_schedule(
     timeout: Any = None,
     observe: Any = None,
 ) -> Any:
-    """Run the micro-batches of any training loop by plans (scheduling mode).
+    """Make any training loop run its micro-batches in a planned order (scheduling mode).
 
     This replaces the functions that ``megatron.core.pipeline_parallel.get_forward_backward_func``
     returns. The loop does not change: forward step, iterator, model, losses and the order of
@@ -96,13 +96,14 @@ def install_schedule(
     Args:
         lengths: function that maps a micro-batch of the iterator to the number of rows of its
             hidden states, over all ranks of a stage, including padding. It may also return a
-            MicrobatchShape (planner/calls/microbatch.py), or None if the number is unknown. Some
-            calls need the function: calls with ``variable_seq_lengths`` whose micro-batches are not
-            mappings with ``tokens`` or ``input_ids``. Without it, Megatron's schedule runs them.
+            MicrobatchShape (planner/calls/microbatch.py), or None if the number is unknown. Calls
+            with ``variable_seq_lengths`` need this function if micro-batches are not mappings with
+            ``tokens`` or ``input_ids``. Without it, Megatron's schedule runs these calls.
         reorder: whether micro-batches may run in another order (never with MoE).
         split_backward: whether backwards may be split into input and weight gradients. None: with
             Megatron's local layers, but not with Transformer Engine's.
-        headroom: memory above Megatron's 1F1B on its fullest rank, as a fraction.
+        headroom: additional memory for plans, as a fraction of the memory of the fullest rank in
+            Megatron's 1F1B.
         timeout: ``datetime.timedelta`` for which a rank waits for another rank; default 10 minutes.
         observe: function that is called after every call of the schedule, with the call's plan,
             records and memory peak (mcore/loops/settings.py).
@@ -156,7 +157,7 @@ def log_probs(
 
     Args:
         model: Megatron's GPTModel or HybridModel, or a module that contains one.
-        labels: [B, S], the token that each position predicts; with context parallelism, of the
+        labels: [B, S], the token that each position predicts; with context parallelism, only the
             positions of this rank. Stages before the last may pass None.
         temperature: divisor of the logits: a number, or a tensor that expands to [B, S].
         entropy: whether to return entropies too.
@@ -199,10 +200,10 @@ def divide(
     same_count: bool = False,
     prefixes: Any = None,
 ) -> tuple[tuple[int, ...], ...]:
-    """Divide samples over data-parallel replicas by their predicted time.
+    """Divide samples over data-parallel replicas so that predicted times are balanced.
 
-    Samples are assigned by descending length, each to the replica that then finishes first, as
-    --epp divides documents. This function is for loops that assign samples themselves. It does not
+    In order of descending length, each sample goes to the replica that then finishes first, as
+    with --epp. This function is for loops that assign samples themselves. It does not
     import torch.
 
     Args:
@@ -254,7 +255,7 @@ def attach(
         attention: attention kernels, as in --epp-attention.
         head_again: whether the LM head of slices is recomputed in the backward; else logits are
             saved.
-        memory_gib: limit in GiB of the activations that a stage saves between forward and backward,
+        memory_gib: limit in GiB for the activations that a stage saves from forward to backward,
             estimated from the model's shape. Plans then choose the recomputed layers of every stage
             and chunk, in place of the model's own recompute of whole layers. Default: as many
             tokens as Megatron's 1F1B holds, with the model's own recompute.

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _doing(command: str, rest: Sequence[str]) -> int:
-    """Run a command that needs torch and Megatron."""
+    """Run a command that needs torch and Megatron; return its exit status."""
     # Before the import: torch and Megatron take long to load, in every process.
     import_module("megatron_epp.cli.megatron_flags").require_known(command, rest)
     for name, extra in _EXTRAS.items():

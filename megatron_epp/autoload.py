@@ -5,15 +5,15 @@ The mode can be turned on in four ways:
     torch, at the end of its import     entry points "torch.backends"        start()
     verl, in each of its processes      entry points "verl.plugins"          megatron_epp.plugin
     python -m megatron_epp.run          process of a script or module        switch_on()
-    import megatron_epp.adaptor         a line of your own                   switch_on()
+    import megatron_epp.adaptor         a line in your script                switch_on()
 
 Every process, including torchrun's and Ray's, runs torch's entry point before it can import
-Megatron. A .pth file in site-packages would affect every Python of the environment, does not work
+Megatron. A .pth file in site-packages would affect every Python of the environment, would not work
 for editable installs, and is forbidden on some clusters. TORCH_DEVICE_BACKEND_AUTOLOAD=0 disables
 torch's entry points; the other ways remain. Without MEGATRON_EPP, entry points do nothing.
 
 Imports are deferred. When Megatron's module of schedules has been imported, its functions are
-replaced by stubs. The first call of a stub installs our schedule. If the installation fails, one
+replaced by stubs. The first call of a stub installs this package's schedule. If that fails, one
 line gives the reason, and Megatron's functions are restored.
 """
 
@@ -42,7 +42,7 @@ CONNECTIONS, QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", "32"
 
 
 def asked(value: str | None) -> bool:
-    """Return whether ``value``, of MEGATRON_EPP, requests scheduling mode.
+    """Return whether ``value`` of the variable MEGATRON_EPP requests scheduling mode.
 
     Raises:
         ValueError: if ``value`` is neither in ON nor in OFF.
@@ -100,7 +100,7 @@ def _when_imported(act: Callable[[ModuleType], None]) -> None:
 
 
 class _SchedulesFinder(MetaPathFinder):
-    """Finder that delegates to the other finders, and calls ``act`` after the module's import."""
+    """Import finder that calls ``act`` after Megatron's module of schedules is imported."""
 
     def __init__(self, act: Callable[[ModuleType], None]):
         self.act = act
@@ -133,7 +133,7 @@ class _ActingLoader(Loader):
 
 
 def stand_in(schedules: ModuleType) -> None:
-    """Replace the module's three functions by stubs; their first call installs our schedule."""
+    """Replace the module's three functions by stubs, which install this package's schedule."""
     missing = [name for name in TARGETS.values() if not hasattr(schedules, name)]
     if missing:
         say(f"{SCHEDULES} has no {missing[0]}; Megatron's own schedule runs")
@@ -158,7 +158,7 @@ def _waiting(schedules: ModuleType, name: str, own: Callable[..., Any]) -> Calla
 
 
 def _bring_in(schedules: ModuleType, forward_step: Any) -> None:
-    """Replace the stubs by our schedule; if that fails, by Megatron's functions."""
+    """Replace the stubs by this package's schedule or, if that fails, by Megatron's functions."""
     for name in TARGETS.values():
         function = getattr(schedules, name)
         setattr(schedules, name, getattr(function, WAITS_FOR, function))

@@ -15,14 +15,14 @@ def flag(
     word: tuple[str, Callable[[str], Any]] | None = None,
     **how: Any,
 ) -> Any:
-    """Return a dataclass field with a flag: ``--`` and the name of the field with hyphens.
+    """Return a dataclass field with a flag, named ``--`` and the name of the field with hyphens.
 
     Args:
         default: default value.
         help_: help text, or a function that returns the text, if its imports take long.
         word: (metavar, type) of the flag, if the type of the field cannot parse its value.
-        how: more arguments of ``add_argument``; ``short``, a short form such as ``-o``; and
-            ``positional``, True for an argument without a flag.
+        how: further arguments of ``add_argument``; also ``short``, a short form such as ``-o``, and
+            ``positional``, True for a positional argument.
     """
     read = {} if word is None else {"metavar": word[0], "type": word[1]}
     return field(default=default, metadata={"help": help_, **read, **how})

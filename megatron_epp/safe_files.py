@@ -1,4 +1,4 @@
-"""Files of users and jobs: read with a size limit, written atomically."""
+"""Functions that read files with a size limit, and replace files atomically."""
 
 import os
 import secrets
@@ -13,8 +13,8 @@ MOST_TEXT_BYTES = 16 << 20  # limit of texts that people and jobs write, far abo
 def read_bounded(path: str | Path, most_bytes: int, expected: str) -> bytes:
     """Return the bytes of the file at ``path``.
 
-    A pipe in a folder is refused, because opening it blocks until another process writes. A shell's
-    ``<(command)`` is a pipe outside any folder, and is read.
+    A named pipe in a folder is refused, because opening it blocks until another process writes. The
+    pipe of a shell's ``<(command)`` is not in a folder, and is read.
 
     Raises:
         ValueError: if the file is longer than ``most_bytes`` (such as an endless device), or is a

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Which of ruff's docstring rules each file of the package does not keep yet: a list that shrinks.
+"""List of ruff's docstring rules that files of the package do not yet follow.
 
-    python scripts/docstring_baseline.py            compares; exit status 1 where the list is wrong
-    python scripts/docstring_baseline.py --write    writes it anew; refuses to make it longer
+    python scripts/docstring_baseline.py            compares; exit status 1 if the list is wrong
+    python scripts/docstring_baseline.py --write    writes the list; refuses to make it longer
 
-``.ruff_baseline.toml``, which pyproject.toml extends, lets a file off the rules (D, google
+``.ruff_baseline.toml``, which pyproject.toml extends, exempts a file from the rules (D, google
 convention, with D401, without D105 and D107) that it broke when they were introduced. A file that
-keeps a rule by now must leave the list, and no file may enter it.
+now follows a rule must leave the list, and no file may enter the list.
 """
 
 import json
@@ -42,7 +42,7 @@ def broken_rules() -> dict[str, list[str]]:
 
 
 def listed_rules() -> dict[str, list[str]]:
-    """Return the baseline: rules by file."""
+    """Return the baseline: exempted rules by file."""
     if not BASELINE.exists():
         return {}
     return tomllib.loads(BASELINE.read_text())["lint"]["per-file-ignores"]

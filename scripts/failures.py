@@ -1,20 +1,20 @@
-"""Failures of every kind at every moment of a training, and a long training under many of them.
+"""Failures of every kind at every moment of a training job, and a long job with many failures.
 
     python scripts/failures.py [WORD ...] [--jobs 3] [--folder failures] [--plan-ahead]
     python scripts/failures.py --soak 2000 [--every 50 150] [--seed 0] [--plan-ahead]
 
-A job trains a small model in float64 over gloo: two nodes, each an agent of torchrun with one rank,
-two pipeline stages. A cell of the matrix strikes it once (for restarts, twice): a process is
-killed, stopped, has its sockets closed, or hears nothing any more from the network, at a named
-moment (tests/attack/strikes.py). What fails has to end by itself, by the job's own time-outs: 60 s
-between ranks as between nodes. A node that is gone is started anew, as a resource manager would;
-a process that was stopped is killed when nothing else of its node lives. Losses must be those of an
-undisturbed job, bit for bit, and nothing may be left. Cells that are done are kept in the folder,
-so that a second call goes on; WORDs select: cells that have all of them.
+A job trains a small model in float64 over gloo: two pipeline stages on two nodes, each with an
+agent of torchrun and one rank. A cell of the matrix injects one failure (for restarts, two): at a
+named moment, a process is killed or stopped, its sockets are closed, or it receives nothing more
+from the network (tests/attack/strikes.py). The failed job must end by its own timeouts: 60 s
+between ranks and between nodes. A lost node is started again, as a resource manager would do; a
+stopped process is killed when no other process of its node is alive. Losses must equal those of an
+undisturbed job bit for bit, and the job must leave no processes or files. Results of cells are
+stored in the folder, so that a second call continues. WORDs select the cells that contain all of
+them.
 
-The soak trains two ranks on one node; one of them, drawn at random, is killed every 50 to 150
-iterations, and torchrun starts both again, without a hand on it. With --plan-ahead a planner
-process is there, too.
+The soak trains two ranks on one node. A random rank is killed every 50 to 150 iterations, and
+torchrun restarts both without other help. With --plan-ahead, the job also has a planner process.
 """
 
 import argparse
@@ -51,18 +51,18 @@ SOAK_NODE, SOAK_INTERVAL = Launch("1:1", 2, 1000), 10
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A strike at AT; one at a restart follows the kill of a rank."""
+    """Failure at iteration AT; a failure at a restart follows the kill of a rank."""
 
     strike: Strike
 
     @property
     def name(self) -> str:
-        """Return the words that select it."""
+        """Return the words that select this cell."""
         return f"{self.strike.how} {self.strike.target} {self.strike.moment}"
 
     @property
     def strikes(self) -> list[Strike]:
-        """Return all strikes, in their order."""
+        """Return all failures of the cell, in order."""
         if self.strike.moment != "restart":
             return [self.strike]
         return [Strike("kill", "rank", "iteration", AT), self.strike]
@@ -70,14 +70,14 @@ class Cell:
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a cell.
+    """Result of a cell.
 
-    ended     exit statuses that torchrun names, of ranks, and agents' own; one of what was stopped
-    line      the first line of ours after the strike
-    replaced  nodes that were started anew
-    starts    of ranks, all in all
-    worst     how far losses are apart, relatively
-    left      what the job left
+    ended     exit statuses of ranks, as torchrun reports them, and of agents and stopped processes
+    line      first line that megatron_epp prints after the failure
+    replaced  number of nodes that were started again
+    starts    total number of starts of ranks
+    worst     largest relative difference of losses
+    left      processes and files that the job left
     """
 
     cell: str
@@ -91,7 +91,7 @@ class Outcome:
     failure: str = ""
 
     def row(self) -> str:
-        """Return a line of the table."""
+        """Return the result as a line of the table."""
         losses = "the same" if self.worst == 0 else f"{self.worst:.1e} off"
         left = ", ".join(self.left) or "nothing"
         failure = f" FAILED: {self.failure}" if self.failure else ""
@@ -106,7 +106,7 @@ HEAD = """| strike, target, moment | ended | first line | nodes replaced | start
 
 
 def cells(words: Sequence[str]) -> list[Cell]:
-    """Return the cells that have all ``words``."""
+    """Return the cells whose names contain all ``words``."""
     found = [
         Cell(Strike(how, target, moment, 0 if moment == "restart" else AT))
         for target in strikes.TARGETS
@@ -117,7 +117,7 @@ def cells(words: Sequence[str]) -> list[Cell]:
 
 
 def main() -> int:
-    """Run the cells that are asked for, or the soak."""
+    """Run the selected cells, or the soak; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", metavar="WORD")
     parser.add_argument("--jobs", type=int, default=3, help="cells at once: most of them wait")
@@ -159,7 +159,7 @@ def flags_of(iterations: int, corpus: Path, **how: object) -> list[str]:
 
 
 def undisturbed(folder: Path, words: list[str], name: str) -> dict[int, float]:
-    """Return the losses of a job that nothing happens to, run once."""
+    """Return the losses of a job without failures, by iteration; run the job if needed."""
     path = folder / f"{name}.json"
     if not path.exists():
         with Nodes(folder / name, PROGRAM, words, Launch("1:1", 2, 0)) as nodes:
@@ -181,7 +181,7 @@ def kept(
     folder: Path,
     straight: Mapping[int, float],
 ) -> Outcome:
-    """Return the outcome of an earlier call, or run the cell; one that failed runs again."""
+    """Return the stored outcome of the cell; run it if there is none, or if it failed."""
     path = folder / f"{cell.name.replace(' ', '-')}.json"
     if path.exists() and not (done := Outcome(**json.loads(path.read_text()))).failure:
         return done
@@ -194,7 +194,7 @@ def kept(
 
 
 def run(cell: Cell, words: list[str], own: Path, straight: Mapping[int, float]) -> Outcome:
-    """Strike a job, and keep its nodes until it has trained."""
+    """Run a job with the cell's failures, restart its nodes until it ends; return the outcome."""
     shutil.rmtree(own, ignore_errors=True)
     began, replaced, failure = time.monotonic(), 0, ""
     statuses: list[str] = []
@@ -240,7 +240,7 @@ def run(cell: Cell, words: list[str], own: Path, straight: Mapping[int, float]) 
 
 
 def soak(options: argparse.Namespace, corpus: Path, folder: Path) -> int:
-    """Train many iterations, one of two ranks being killed now and then; nobody else helps."""
+    """Train many iterations while random ranks are killed; return the exit status."""
     iterations, random = options.soak, Random(options.seed)
     how = {"eval_interval": iterations, **({"epp_plan_ahead": True} if options.plan_ahead else {})}
     words, name = flags_of(iterations, corpus, **how), f"soak-{iterations}"
@@ -262,7 +262,7 @@ def soaked(
     iterations: int,
     straight: Callable[[], Mapping[int, float]],
 ) -> int:
-    """Train with a kill after every ``draw()`` iterations, and compare with ``straight``."""
+    """Train with a kill after every ``draw()`` iterations; compare losses with ``straight``."""
     began, kills, at = time.monotonic(), [], draw()
     with Nodes(own, PROGRAM, words, SOAK_NODE) as nodes:
         nodes.start(0)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The files of a layer kind: those that it has to itself, and its lines in others.
+"""Files of a layer kind: the files that only this kind uses, and its lines in other files.
 
 scripts/kind_files.py NAME     counts them: what adding such a kind takes
 """
@@ -15,10 +15,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "megatron_epp"
 
 @dataclass
 class KindFiles:
-    """A layer kind of a package.
+    """Files and lines of a layer kind in a package.
 
-    files   its own, text by their names in the package
-    lines   in other files, by their names: number of the line, from 0, and its text
+    files   text of the files that only this kind uses, by name in the package
+    lines   (line number from 0, text) of its lines in other files, by file name
     """
 
     files: dict[str, str] = field(default_factory=dict)
@@ -26,15 +26,17 @@ class KindFiles:
 
 
 def own_files(kind: str, package: Path) -> list[Path]:
-    """Return the files that ``kind`` has to itself."""
+    """Return the files that only ``kind`` uses."""
     folders = [package / "cost" / "kinds", package / "layers", package / "mcore" / "kinds"]
     modules = [path for folder in folders if (path := folder / f"{kind}.py").exists()]
     return modules + [path for folder in folders for path in sorted((folder / kind).glob("*.py"))]
 
 
 def lines_of(source: str, modules: set[str]) -> list[int]:
-    """Return the numbers of the lines of ``source`` that import something of ``modules``, or use
-    what they import."""
+    """Return the numbers of the lines of ``source`` that import from ``modules``.
+
+    The result includes lines that use an imported name.
+    """
     found: set[int] = set()
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
@@ -48,7 +50,7 @@ def lines_of(source: str, modules: set[str]) -> list[int]:
 
 
 def kind_files(kind: str, package: Path = PACKAGE) -> KindFiles:
-    """Return the files of ``kind`` in ``package``, and its lines in others."""
+    """Return the files of ``kind`` in ``package``, and its lines in other files."""
     own, made = own_files(kind, package), KindFiles()
     made.files = {str(path.relative_to(package)): path.read_text() for path in own}
     names = (Path(name).with_suffix("").parts for name in made.files)
@@ -64,7 +66,7 @@ def kind_files(kind: str, package: Path = PACKAGE) -> KindFiles:
 
 
 def take_out(kind: str, package: Path) -> KindFiles:
-    """Take ``kind`` out of ``package``, a copy."""
+    """Remove ``kind`` from ``package``, a copy; return the removed files and lines."""
     taken = kind_files(kind, package)
     for name in taken.files:
         (package / name).unlink()
@@ -76,7 +78,7 @@ def take_out(kind: str, package: Path) -> KindFiles:
 
 
 def put_back(taken: KindFiles, package: Path) -> None:
-    """Put what was taken out back into ``package``."""
+    """Insert removed files and lines into ``package`` again."""
     for name, text in taken.files.items():
         (package / name).parent.mkdir(exist_ok=True)
         (package / name).write_text(text)

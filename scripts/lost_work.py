@@ -1,22 +1,23 @@
 #!/usr/bin/env python3
-"""How much of a job's time failures and saving take, and how often to save.
+"""Fraction of a job's time lost to failures and checkpoints, and the best checkpoint interval.
 
     scripts/lost_work.py --nodes 64 --iteration-seconds 6 --save-interval 500 --save-seconds 40
                          [--node-mtbf-hours 6000] [--restart-seconds 300]
                          [--non-persistent-save-interval 50 --non-persistent-save-seconds 3]
                          [--survive 1.0]
 
-A failure of any of the nodes ends the job: it comes every node-mtbf-hours / nodes on average
-(6,000 h is that of Llama 3: 419 failures of 2,048 nodes in 54 days, arXiv 2407.21783, section 3.3).
-It costs the restart and, on average, half of what was trained between two checkpoints. Saving costs
-its seconds once an interval (with --async-save, those that training waits for). Shares are of
-first order, for failures that are far apart: seconds of saving / interval + (restart + half the
-interval) / time between failures. Their sum is least where interval = sqrt(2 x seconds of saving x
-time between failures) (Young, 1974; Daly, 2006).
+A failure of any node ends the job; the mean time between failures is node-mtbf-hours / nodes (6,000
+h is that of Llama 3: 419 failures of 2,048 nodes in 54 days, arXiv 2407.21783, section 3.3). A
+failure costs the restart and, on average, half of the training between two checkpoints. Saving
+costs its seconds once per interval (with --async-save, only the seconds for which training waits).
+The fractions are of first order, for rare failures: seconds of saving / interval + (restart + half
+the interval) / time between failures. Their sum is least for interval = sqrt(2 x seconds of saving
+x time between failures) (Young, 1974; Daly, 2006).
 
---survive: the share of failures behind which the checkpoint that is not persistent can be read: 1
-for --non-persistent-ckpt-type global in a folder that all nodes see, and for local with
---replication; for local alone the share of failures that end processes and leave disks.
+--survive is the fraction of failures after which the non-persistent checkpoint can be read. It is 1
+for --non-persistent-ckpt-type global in a folder that all nodes share, and for local with
+--replication. For local alone, it is the fraction of failures that end processes but leave disks
+intact.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Saving:
-    """Checkpoints of one kind: every ``interval`` seconds, each of which takes ``seconds``."""
+    """Checkpoints of one kind: one every ``interval`` seconds, which takes ``seconds``."""
 
     interval: float
     seconds: float
@@ -46,7 +47,10 @@ def lost_share(
     other: Saving | None = None,
     survive: float = 1.0,
 ) -> float:
-    """Return the share of time that is not spent on training that lasts (all in seconds)."""
+    """Return the lost fraction of time: saving, restarts, and training that is repeated.
+
+    All times are in seconds. ``other`` are non-persistent checkpoints.
+    """
     again = persistent.interval / 2
     if other is not None:
         again = survive * min(other.interval, persistent.interval) / 2 + (1 - survive) * again

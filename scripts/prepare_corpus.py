@@ -1,24 +1,24 @@
 #!/usr/bin/env python3
-"""Makes a Megatron corpus of real text: PREFIX.bin, PREFIX.idx and the tokenizer PREFIX.model.
+"""Writer of a Megatron corpus of real text: PREFIX.bin, PREFIX.idx and the tokenizer PREFIX.model.
 
     prepare_corpus.py texts/ --glob '*.txt' --glob '*.md' -o data/texts
     prepare_corpus.py pages.jsonl --json-key text --append-eod -o data/pages
     prepare_corpus.py --standard-library -o data/stdlib      the source text of this Python
     prepare_corpus.py --chat chats.jsonl -o data/chats       conversations, with their loss masks
 
-A file, or a line of the .jsonl, is a document, and a document is one sequence of the index, in the
-order of the paths or lines. Train on it with --data-path PREFIX --tokenizer-type
-SentencePieceTokenizer --tokenizer-model PREFIX.model.
+Each file, or each line of the .jsonl, is a document, and each document is one sequence of the
+index, in the order of the paths or lines. Train on the corpus with --data-path PREFIX
+--tokenizer-type SentencePieceTokenizer --tokenizer-model PREFIX.model.
 
-A line of --chat is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]},
-a conversation is a document. Megatron's SFTTokenizer says what its tokens are, and which of them
-are targets: those stand in PREFIX_mask.bin/.idx, which training finds by itself. Train on it with
---tokenizer-type SFTTokenizer --tokenizer-model PREFIX.tokenizer.
+A line of --chat is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}.
+Each conversation is a document. Megatron's SFTTokenizer determines its tokens and which of them are
+targets. PREFIX_mask.bin/.idx mark the targets; training finds these files by itself. Train on the
+corpus with --tokenizer-type SFTTokenizer --tokenizer-model PREFIX.tokenizer.
 
-The tokenizer of texts (byte-pair encoding, sentencepiece) keeps them as they are: no normalisation,
-no added or removed blanks, bytes for what it has no piece for. So decode(encode(text)) == text;
-every document is checked, and exceptions are counted (the one known: U+2581, which sentencepiece
-uses for a blank and decodes to one).
+The tokenizer of texts (byte-pair encoding, sentencepiece) preserves texts: it has no normalisation,
+adds and removes no blanks, and encodes unknown characters as bytes. Therefore decode(encode(text))
+== text. The script checks every document and counts exceptions. The only known exception is U+2581,
+which sentencepiece uses for a blank and decodes to a blank.
 """
 
 import argparse
@@ -58,7 +58,7 @@ CHAT_FORMATS = ("nemotron-h-aligned", "nemotron-nano-v2", "identity", "default")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a document is: a file, or ``size`` bytes of one (a line of JSON) from ``start`` on."""
+    """Location of a document: a file, or ``size`` bytes (a line of JSON) from ``start`` on."""
 
     path: str
     start: int = 0
@@ -66,9 +66,9 @@ class Place:
 
 
 def find_files(folder: Path, globs: Sequence[str], excludes: Sequence[str]) -> list[Place]:
-    """Files below ``folder`` whose name matches one of ``globs``, ordered by their relative path.
+    """Return the files below ``folder`` whose names match one of ``globs``, by relative path.
 
-    ``excludes`` match the relative path, with / between its parts: ``*/tests/data/*``.
+    ``excludes`` are patterns of relative paths, with / between parts: ``*/tests/data/*``.
     """
     found = []
     for path in folder.rglob("*"):
@@ -85,7 +85,7 @@ def find_files(folder: Path, globs: Sequence[str], excludes: Sequence[str]) -> l
 
 
 def find_lines(path: Path) -> list[Place]:
-    """Lines of a .jsonl that are not blank, in order."""
+    """Return the nonblank lines of a .jsonl, in order."""
     from megatron_epp.safe_files import bounded_lines
 
     places = []
@@ -100,7 +100,7 @@ def find_lines(path: Path) -> list[Place]:
 
 
 def read_document(place: Place, json_key: str) -> str | None:
-    """The text of a document; None if it is not UTF-8, or says half a character in JSON.
+    """Return the text of a document; None if it is not UTF-8, or has half of a surrogate pair.
 
     Raises:
         ValueError: a line is not a JSON object with a text under ``json_key``
@@ -131,7 +131,7 @@ def read_document(place: Place, json_key: str) -> str | None:
 def training_lines(
     places: Sequence[Place], json_key: str, sample_bytes: int, progress: tqdm
 ) -> Iterator[str]:
-    """The tokenizer's training text: lines of documents drawn at random, always the same ones."""
+    """Yield the tokenizer's training text: lines of random documents, equal in every run."""
     order = list(range(len(places)))
     random.Random(0).shuffle(order)
     taken = 0
@@ -149,7 +149,10 @@ def training_lines(
 
 
 def train_tokenizer(lines: Sequence[str], vocab_size: int) -> bytes:
-    """A sentencepiece model of ``vocab_size`` pieces, 4 special tokens and 256 bytes included."""
+    """Return a sentencepiece model of ``vocab_size`` pieces.
+
+    The pieces include 4 special tokens and 256 bytes.
+    """
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
@@ -177,7 +180,7 @@ def train_tokenizer(lines: Sequence[str], vocab_size: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Text to token ids."""
+    """Callable that converts text to token ids."""
 
     processor: sentencepiece.SentencePieceProcessor
     by_line: bool
@@ -194,7 +197,7 @@ class Encoder:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A document as it will be stored."""
+    """Tokens of a document, and checks of their decoding."""
 
     place: Place
     tokens: numpy.ndarray | None  # None: not UTF-8
@@ -215,7 +218,7 @@ def encode_document(place: Place, encoder: Encoder, json_key: str, eod: int | No
 
 
 class _Worker:
-    """State of a worker process between documents."""
+    """State that a worker process keeps between documents."""
 
     encode: Callable[[Place], Encoded]
 
@@ -239,7 +242,7 @@ def encode_all(
     eod: int | None,
     workers: int,
 ) -> Iterator[Encoded]:
-    """Every document's tokens, in order, from ``workers`` processes."""
+    """Yield every document's tokens, in order, from ``workers`` processes."""
     arguments = (model, by_line, json_key, eod)
     if workers == 1:
         _Worker.start(*arguments)
@@ -252,7 +255,7 @@ def encode_all(
 
 
 def open_builder(path: Path, vocab_size: int) -> Any:
-    """Megatron's writer of .bin and .idx."""
+    """Return Megatron's writer of .bin and .idx."""
     with quiet():
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
     return IndexedDatasetBuilder(str(path), dtype=DType.optimal_dtype(vocab_size))
@@ -260,7 +263,7 @@ def open_builder(path: Path, vocab_size: int) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps back what Megatron's import says of absent optional packages and GPUs."""
+    """Suppress warnings of Megatron's import about missing optional packages and GPUs."""
     torch_log = logging.getLogger("torch.utils.cpp_extension")
     level = torch_log.level
     torch_log.setLevel(logging.ERROR)
@@ -273,10 +276,10 @@ def quiet() -> Iterator[None]:
 
 
 def histogram(lengths: numpy.ndarray) -> str:
-    """The tail as measured: documents and tokens by length, each bin twice as long as the one
-    before.
+    """Return the numbers of documents and tokens by length, as text.
 
-    lengths: [documents] tokens
+    Each bin is twice as wide as the previous one. ``lengths`` are the tokens of the documents:
+    [documents].
     """
     tokens = int(lengths.sum())
     p50, p90, p99 = numpy.percentile(lengths, [50, 90, 99])
@@ -302,7 +305,7 @@ def histogram(lengths: numpy.ndarray) -> str:
 
 
 def prepare(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Finds the documents, trains the tokenizer, writes the corpus."""
+    """Find the documents, train the tokenizer, and write the corpus."""
     places = find_documents(options)
     options.output.parent.mkdir(parents=True, exist_ok=True)  # what cannot be, before the work
     total_bytes = sum(
@@ -353,7 +356,7 @@ CHAT_ROLES = "System\nUser\nAssistant\n"
 
 
 def prepare_chat(options: argparse.Namespace, say: Callable[[str], None]) -> None:
-    """Trains a tokenizer where none is given, writes the conversations and their masks."""
+    """Train a tokenizer if none is given, and write the conversations and their loss masks."""
     with quiet():
         try:
             import transformers  # noqa: F401  it says that it is missing before the work
@@ -400,7 +403,7 @@ def prepare_chat(options: argparse.Namespace, say: Callable[[str], None]) -> Non
 
 
 def train_chat_tokenizer(path: Path, options: argparse.Namespace, folder: Path) -> None:
-    """A byte-level BPE tokenizer of the conversations' texts, as a folder of transformers'."""
+    """Train a byte-level BPE tokenizer on the conversations; write it as a transformers folder."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -443,7 +446,7 @@ def _chat_tokenizer(folder: Path, chat_format: str) -> Any:
 
 
 class _ChatWorker:
-    """State of a worker process between lines."""
+    """State that a worker process keeps between lines."""
 
     encode: Callable[[Any], Any]
 
@@ -464,7 +467,7 @@ class _ChatWorker:
 
 
 def encode_chat(path: Path, folder: Path, options: argparse.Namespace) -> Iterator[Any]:
-    """Every line's conversations as tokens and masks, in order, from ``options.workers``."""
+    """Yield tokens and masks of every line's conversations, in order."""
     from megatron_epp.mcore.data.conversations import read_lines
 
     package = str(Path(__file__).resolve().parents[1])
@@ -489,7 +492,7 @@ def write_corpus(
     bin_path: Path,
     idx_path: Path,
 ) -> tuple[numpy.ndarray, list[str]]:
-    """Encodes every document; (tokens of each that was written: [documents] int64, notes)."""
+    """Encode and write all documents; return (tokens of each: [documents] int64, notes)."""
     vocab_size = sentencepiece.SentencePieceProcessor(model_proto=model).get_piece_size()
     builder = open_builder(bin_path, vocab_size)
     lengths: list[int] = []
@@ -529,7 +532,7 @@ def write_corpus(
 
 
 def show(options: argparse.Namespace, items: Iterator | None = None, **settings: Any) -> tqdm:
-    """A progress bar on stderr, over ``items`` or for its owner to advance."""
+    """Return a progress bar on stderr, over ``items`` or advanced by its owner."""
     return tqdm(items, disable=options.quiet, mininterval=1.0, file=sys.stderr, **settings)
 
 

@@ -1,13 +1,12 @@
-"""Restarts on other numbers of devices: a node is killed, torchrun starts the job on what is left.
+"""Restarts on fewer or more devices: nodes are killed, and torchrun restarts the job on the others.
 
     python scripts/restarts.py [--seeds 10] [--folder restarts] [--jobs 3] [--rows WORD ...]
 
-Every row trains a small model in float64 over gloo, on "nodes" of two ranks, each with an agent
-of torchrun of its own. At a random iteration a whole node is killed outright; torchrun restarts the
-others, and the job goes on from its last checkpoint with the layout that --epp-layouts has for
-them; then another node is killed; then all come back. Losses are compared with those of an
-undisturbed run: at most 1e-12 apart. A row that is done is kept, so that a second call
-goes on.
+Every row trains a small model in float64 over gloo, on "nodes" of two ranks, each with its own
+agent of torchrun. A whole node is killed when a random iteration ends. torchrun restarts the other
+nodes, and the job continues from its last checkpoint with the layout that --epp-layouts names for
+them. Then another node is killed, and finally all nodes return. Losses may differ from those of an
+undisturbed run by at most 1e-12. Results of rows are stored, so that a second call continues.
 """
 
 import argparse
@@ -49,7 +48,7 @@ EXPERTS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """layouts: lines of the file; nodes: that each start has; model: flags besides."""
+    """Lines of the file of layouts, number of nodes at each start, and additional flags."""
 
     layouts: str
     nodes: tuple[int, ...]
@@ -99,7 +98,7 @@ def main() -> int:
 
 
 def row(row: Row, seed: int, corpus: Path, folder: Path) -> dict:
-    """Train undisturbed, then with kills; return how far losses are apart."""
+    """Train undisturbed, then with kills; return the worst loss difference, and ranks by start."""
     random, folder = Random(seed), folder.with_name(f"{folder.name}-{seed}")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
@@ -126,7 +125,7 @@ def row(row: Row, seed: int, corpus: Path, folder: Path) -> dict:
 
 
 def job(words: Sequence[str], counts: Sequence[int], kills: Sequence[int], folder: Path) -> str:
-    """Run on ``counts[0]`` nodes; kill or add nodes when iterations ``kills`` are through."""
+    """Run on ``counts[0]`` nodes; kill or add nodes after iterations ``kills``; return output."""
     with Nodes(folder, PROGRAM, words, Launch(f"1:{max(counts)}", 2)) as nodes:
         for node in range(counts[0]):
             nodes.start(node)
@@ -148,7 +147,7 @@ def job(words: Sequence[str], counts: Sequence[int], kills: Sequence[int], folde
 
 
 def has_failed(nodes: Nodes) -> bool:
-    """Return whether an agent has ended with a status."""
+    """Return whether an agent has ended with a nonzero status."""
     return any(agent.exitcode for agent in nodes.agents.values())
 
 

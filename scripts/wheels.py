@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Builds this checkout's wheel.
+"""Builder of this checkout's wheel, and of Python environments in which to install it.
 
     scripts/wheels.py FOLDER     # into an empty folder; prints its path
 
-And makes Pythons to install it into: parts of ranges.sh, of scripts/upstream and of the tests.
+The functions are also parts of ranges.sh, of scripts/upstream and of the tests.
 """
 
 import shutil
@@ -23,8 +23,11 @@ COPIED = "pyproject.toml", "README.md", "LICENSE", "NOTICE", "megatron_epp"
 
 
 def built(kind: str, source: Path, into: Path) -> Path:
-    """The ``kind`` (sdist, wheel) of ``source``, as ``python -m build --no-isolation`` makes it.
-    RuntimeError: what setuptools says against it."""
+    """Build ``kind`` (sdist, wheel) of ``source`` like ``python -m build --no-isolation``.
+
+    Raises:
+        RuntimeError: if setuptools fails; the message is its output.
+    """
     program = f"from setuptools.build_meta import *; build_{kind}({str(into)!r})"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=source, capture_output=True, text=True
@@ -36,7 +39,7 @@ def built(kind: str, source: Path, into: Path) -> Path:
 
 
 def wheel_of_checkout(into: Path) -> Path:
-    """Built from a copy: setuptools would leave its build folder here."""
+    """Build the wheel from a copy, because setuptools would leave its build folder here."""
     with tempfile.TemporaryDirectory() as copy:
         for name in COPIED:
             copied = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
@@ -45,7 +48,7 @@ def wheel_of_checkout(into: Path) -> Path:
 
 
 def lend(names: Iterable[str], folder: Path) -> Path:
-    """A new ``folder`` with links to this Python's distributions ``names``."""
+    """Make ``folder`` with links to this Python's distributions ``names``; return it."""
     folder.mkdir()
     for path in {
         Path(found.locate_file(file.parts[0]))
@@ -59,7 +62,7 @@ def lend(names: Iterable[str], folder: Path) -> Path:
 
 
 def with_what_it_needs(name: str) -> set[str]:
-    """Distributions of this Python that ``name`` asks for, and theirs, and itself."""
+    """Return distribution ``name`` of this Python with all its dependencies."""
     found: set[str] = set()
     waiting: list[tuple[str, frozenset[str]]] = [(name, frozenset())]
     while waiting:
@@ -76,8 +79,10 @@ def with_what_it_needs(name: str) -> set[str]:
 
 
 def environment(folder: Path, lent: Path) -> Path:
-    """The Python of a new environment. What is in ``lent`` stands behind its own packages, and
-    belongs to others: its pip changes nothing there."""
+    """Make an environment in ``folder``, and return its Python.
+
+    Packages in ``lent`` come after its own packages; its pip cannot change them.
+    """
     venv.create(folder, with_pip=False, symlinks=True)
     (site,) = (folder / "lib").glob("python3*/site-packages")
     (site / "lent.pth").write_text(f"{lent}\n")
@@ -85,7 +90,11 @@ def environment(folder: Path, lent: Path) -> Path:
 
 
 def pip(python: Path, *words: str | Path) -> None:
-    """Run this Python's pip for ``python``. RuntimeError: what it says where it fails."""
+    """Run this Python's pip for ``python``.
+
+    Raises:
+        RuntimeError: if pip fails; the message is its output.
+    """
     command = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
     done = subprocess.run([*command, *words], capture_output=True, text=True)
     if done.returncode:

@@ -1,8 +1,8 @@
 """List of the collectives that an iteration may issue, with the reason for each.
 
-Point-to-point messages between stages are exactly the planned ones. Every other collective must be
-on this list; otherwise it is a bug, because a collective that one rank issues more often than
-another hangs the job.
+A certificate compares point-to-point messages between stages with the plan. Every other collective
+must be on this list. A collective that is not on the list is a bug: if one rank issues it more
+often than another rank, the job hangs.
 """
 
 import re
@@ -19,9 +19,10 @@ DATA_GROUP = "DATA_PARALLEL_GROUP_WITH_CP"
 
 @dataclass(frozen=True, slots=True)
 class AllowedCollective:
-    """Entry of the list; ``group`` and ``callers`` are regular expressions.
+    """Entry of the list of allowed collectives.
 
-    They must match the group's description and the calling function's dotted name completely.
+    The regular expressions ``group`` and ``callers`` must match the complete description of the
+    process group and the complete dotted name of the calling function.
     """
 
     name: str
@@ -38,7 +39,7 @@ class AllowedCollective:
 
 
 def callers_of(*names: str) -> str:
-    """Return a pattern that matches these dotted names, and the names nested in them."""
+    """Return a regular expression for the dotted names, and for all names nested in them."""
     return "(" + "|".join(re.escape(name) + r"(\..*)?" for name in names) + ")"
 
 

@@ -1,4 +1,4 @@
-"""Batches of a certificate: random documents, randomly assigned, with arbitrary plans."""
+"""Batches of a certificate: random documents on random replicas, with random plans."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,16 +30,16 @@ class Frame:
         layers: number of layers of every stage.
         replicas: number of replicas.
         modes: recompute modes to draw from.
-        splits: whether the executor can run I and W instead of B.
-        lockstep: number of replicas in a lockstep group, which shard the experts of a layer.
-        vocabulary_parallel: whether there are ops H and G.
-        ranks: number of context-parallel ranks of a stage; a document may run on one of them.
+        splits: whether plans may split backwards B into I and W.
+        lockstep: number of replicas that shard experts and so run in lockstep; 1 for none.
+        vocabulary_parallel: whether all stages shard the LM head (ops H and G).
+        ranks: number of context-parallel ranks of a stage; a document may run on only one rank.
         whole: whether documents are never sliced and always sharded over all ``ranks``.
-        place: rank of every stage; () if stage i is on rank i.
-        trees: whether documents continue others.
+        place: pipeline rank of every stage; () if stage i is on rank i.
+        trees: whether some documents continue other documents (shared prefixes).
         plans: function from the document lengths of a replica to its plan; None for random plans.
-        alone: in half of the batches every document is a chunk with a multiple of this number of
-            tokens, as in the reference model; 0 for none.
+        alone: in half of the batches, every document is one chunk, as in the reference model, and
+            its length is a multiple of ``alone``; 0 for no such batches.
         documents: number of documents of every batch, each on a random replica; a replica may have
             no document. 0 for a few more documents than replicas, at least one on each replica.
     """
@@ -60,7 +60,7 @@ class Frame:
     documents: int = 0
 
     def is_alone(self, number: int) -> bool:
-        """Return whether every document of batch ``number`` is a chunk of its own."""
+        """Return whether every document of batch ``number`` is one chunk."""
         return bool(self.alone) and number.bit_count() % 2 == 1  # alternates between models too
 
     def draw(self, seed: int, number: int) -> "RandomBatch":
@@ -68,7 +68,7 @@ class Frame:
         return draw(seed, number, self)
 
     def coverage(self, drawn: "RandomBatch", computed: Sequence[Any]) -> "StepCoverage":
-        """Return counts of what the step of a batch exercises in the executor."""
+        """Return the numbers of documents, chunks, ops and layers in the step of a batch."""
         return StepCoverage.of(drawn)
 
 
@@ -85,7 +85,7 @@ class RandomBatch:
     """A global batch of documents, and the steps that run it.
 
     Attributes:
-        tokens: int64 [L + 1] per document; inputs are all but the last, labels all but the first.
+        tokens: int64 [L + 1] per document; inputs are tokens 0 to L - 1, labels tokens 1 to L.
         loss_masks: float32 [L] per document; 0 for a label without a loss.
         step: the training step.
         evaluation: forward-only step with the same chunks.
@@ -103,9 +103,9 @@ class RandomBatch:
         return tuple(len(tokens) - 1 for tokens in self.tokens)
 
     def sequence(self, document: int) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """Return inputs, labels and loss mask of a document, each preceded by its prefixes.
+        """Return inputs, labels and loss mask of a document, including those of its prefixes.
 
-        The mask of prefixes is 0: their losses count in the documents that contain them.
+        The mask is 0 on prefixes, because the documents that own the prefixes count their losses.
         """
         if self._before is None:
             object.__setattr__(self, "_before", _documents_before(self.step))
@@ -200,7 +200,7 @@ def _plans(
 ) -> tuple[Plan, ...]:
     """Return the plan of every replica; plans of replicas in lockstep share an op template.
 
-    ``fraction`` of the backwards are split. ``alone`` makes every document a chunk of its own.
+    ``fraction`` of the backwards are split into I and W. With ``alone``, every document is a chunk.
     """
     assigned = [[lengths[document] for document in assignment] for assignment in assignments]
     if frame.plans is not None:
@@ -242,7 +242,7 @@ def _plans(
 
 
 def _documents_before(step: Step) -> dict[int, list[tuple[int, int]]]:
-    """Return, for every document of the batch, its prefixes (document, tokens) in order."""
+    """Return the prefixes (document, number of tokens) of every document of the batch, in order."""
     return {
         document: [(assignment[span.document], span.stop) for span in plan.prefix_of(number)]
         for plan, assignment in zip(step.plans, step.assignments, strict=True)
@@ -255,9 +255,9 @@ def _loss_masks(
 ) -> tuple[numpy.ndarray, ...]:
     """Return a float32 mask [inputs] for every document.
 
-    In half of the batches, random labels have no loss. In a quarter, every second turn of a
-    conversation has no loss, and so some slices and some ranks have no label with a loss. In the
-    last quarter, a chunk of document 0's replica and all other replicas have none.
+    Random labels have no loss. In a quarter of the batches, every second turn of a conversation
+    has no loss either, so that some slices and some ranks have no label with a loss. In another
+    quarter, only document 0's replica has labels with a loss, and one of its chunks has none.
     """
     lengths = step.lengths
     holes = tuple((generator.random(length) >= MASKED).astype(numpy.float32) for length in lengths)
@@ -290,9 +290,10 @@ def _first_input(chunk: Chunk, assignment: tuple[int, ...]) -> bool:
 
 
 def _lengths(number: int, random: Random, replicas: int) -> list[int]:
-    """Return document lengths of one of four mixtures; four batches have every kind of chunk.
+    """Return random document lengths from the distribution of batch ``number``, one of four.
 
-    Documents with fewer than 8 inputs are never sliced.
+    The four distributions together lead to every kind of chunk. Documents of fewer than 8 inputs
+    are not sliced.
     """
     assert LONGEST < CONTEXT
     count = replicas + random.randint(3, 6)
@@ -312,7 +313,7 @@ def _lengths(number: int, random: Random, replicas: int) -> list[int]:
 def _assignments(
     documents: int, replicas: int, random: Random, least: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Assign every document to a random replica, at least ``least`` (0 or 1) to each."""
+    """Assign documents to random replicas; every replica gets at least ``least`` (0 or 1)."""
     order = random.sample(range(documents), documents)
     assignments = [order[replica : replica + least] for replica in range(replicas)]
     for document in order[replicas * least :]:
@@ -330,7 +331,7 @@ def forwards_of(plan: Plan) -> Plan:
 
 @dataclass(frozen=True, slots=True)
 class StepCoverage:
-    """Counts of what a step exercises in the executor.
+    """Numbers of documents, chunks, ops and layers in a step, summed over replicas.
 
     Attributes:
         documents: number of documents.
@@ -339,18 +340,18 @@ class StepCoverage:
         packed: number of chunks with packed documents.
         split: number of chunks that are a single slice.
         hybrid: number of chunks with a slice and packed documents.
-        recomputed: number of recomputed layers, over chunks and stages.
-        selective: number of recomputed layers that recompute some modules only.
+        recomputed: number of recomputed layers, summed over chunks and stages.
+        selective: number of recomputed layers that recompute only some modules.
         offloaded: number of offloaded layers, which do not count as recomputed.
-        layers: number of layers, over chunks and stages.
-        halved: number of backwards run as I and W.
+        layers: number of layers, summed over chunks and stages.
+        halved: number of backwards that are split into I and W.
         window: largest number of chunks in flight on a rank.
         empty: number of chunks without a document.
         idle: number of replicas without a document.
-        local: number of documents that one context-parallel rank computes.
+        local: number of documents that a single context-parallel rank computes.
         mixed: number of chunks that contain both ``local`` documents and sharded documents.
         branches: number of documents that continue another document.
-        beside: number of branches in the same chunk as the end of the prefix that they continue.
+        beside: number of branches that start in the chunk in which their prefix ends.
         untargeted: numbers of slices, chunks and replicas in which no label has a loss.
     """
 
@@ -381,7 +382,7 @@ class StepCoverage:
 
     @classmethod
     def of(cls, drawn: RandomBatch) -> "StepCoverage":
-        """Count what the step of a batch exercises."""
+        """Return the numbers for the step of a batch."""
         step = drawn.step
         kinds = [kind for plan in step.plans for kind in _chunk_kinds(plan)]
         modes = [x for plan in step.plans for stage in plan.recompute for c in stage for x in c]
@@ -467,7 +468,7 @@ def _chunk_kinds(plan: Plan) -> list[str]:
 
 
 def _beside(plan: Plan) -> int:
-    """Return the number of documents in the same chunk as the end of their prefix."""
+    """Return the number of documents that start in the chunk in which their prefix ends."""
     ends = {
         (span.document, span.stop): number
         for number, chunk in enumerate(plan.chunks)
@@ -486,9 +487,9 @@ def _beside(plan: Plan) -> int:
 
 
 def most_offloaded(plan: Plan, rank: int, counts: Callable[[Chunk], bool]) -> int:
-    """Return the largest number of layers of ``rank`` in host memory at a time.
+    """Return the largest number of layers of ``rank`` that are in host memory at a time.
 
-    Only layers of chunks for which ``counts`` returns true are counted.
+    The number includes only chunks for which ``counts`` returns true.
     """
     away = [
         [
@@ -501,9 +502,9 @@ def most_offloaded(plan: Plan, rank: int, counts: Callable[[Chunk], bool]) -> in
 
 
 def _most_between(ran: Sequence[tuple[int, Op]], amount: Callable[[int, int], int]) -> int:
-    """Return the maximum over time of the sum of ``amount`` over the chunks in flight.
+    """Return the largest sum of ``amount(stage, chunk)`` over the chunks in flight at a time.
 
-    A chunk is in flight on a stage from its F to its B or I.
+    A chunk is in flight on a stage from its F to its B or I. ``ran`` are the ops of a rank.
     """
     signs = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1}
     most = now = 0

@@ -1,6 +1,6 @@
-"""A process of a certificate: answers requests from a pipe, and ends with its parent.
+"""Process of a certificate, which answers requests from a pipe and ends with its parent.
 
-Importing this module must be cheap: the environment is set before torch is imported.
+This module does not import torch, because the process first sets environment variables.
 """
 
 import multiprocessing
@@ -17,7 +17,7 @@ from megatron_epp.certify.protocol import REFERENCE, Backend, InputRefusal, Requ
 
 
 def answer_requests(requests: Connection, role: Role, backend: Backend) -> None:
-    """Answer ``(method, arguments)`` with the method's result, until the pipe is closed."""
+    """Call the method of each request ``(method, arguments)``, and send back its result."""
     _redirect(role.log)
     os.environ.update(OMP_NUM_THREADS="1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     if role.on_gpu:

@@ -1,8 +1,8 @@
 """Gradients of random plans against the reference model: ``python -m megatron_epp certify``.
 
 The same code certifies Megatron's trainer (batches.py, trainer_results.py) and, with --loop,
-external training loops (loops/). A ``frame`` draws batches, and ranks run them with random plans.
-The ranks' results are compared with the results of the reference model in float64.
+external training loops (loops/). A :class:`BatchSource` draws batches, and ranks run them with
+random plans. The parent process compares the ranks' results with those of the reference model.
 """
 
 from collections import Counter
@@ -47,16 +47,16 @@ class BatchVerdict:
 
     Attributes:
         number: number of the batch.
-        coverage: counts of what the batch exercised.
-        messages: number of messages.
+        coverage: numbers of chunks, ops and other items in the batch.
+        messages: number of messages that ranks sent and received.
         loss_error: error of the loss.
         gradient_error: largest error of a gradient, except gradients of fp8 weights.
         parameter: parameter with the largest error.
         collectives: number of collectives by name.
         problems: failures, and deviations from the plan.
         routing: differences between routers (routed.py).
-        bound: bound of both errors: BOUND, or OWN_BOUND for errors relative to the error of the
-            reference model in the certified dtype.
+        bound: bound of ``loss_error`` and ``gradient_error``: BOUND, or OWN_BOUND for errors in
+            units of the reference model's error in the certified dtype.
         quantised_error: largest error of a gradient of fp8 weights, whose bound is
             QUANTISED_BOUND; None without fp8 weights.
     """
@@ -194,7 +194,7 @@ def _worst(
     counts: Callable[[str], bool],
     rounded: bool = False,
 ) -> WorstGradient:
-    """Return the largest error of the gradients for whose key ``counts`` returns true."""
+    """Return the largest error of the gradients whose keys satisfy ``counts``."""
     parts = (part for one in computed for part in one.gradients if counts(part.key))
     expected = {key: tensor for key, tensor in reference.gradients.items() if counts(key)}
     return worst_gradient(parts, expected, reference.own, rounded)

@@ -17,9 +17,10 @@ CANCELLING = ("A_log", "dt_bias", "D")
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Part of the model's tensor ``key``, of shape ``shape``: the ``values`` at index ``where``.
+    """Part of a tensor of the model: the elements ``values`` at index ``where``.
 
-    Leading integers in ``where`` are layer indices, because the tensors of all layers have one key.
+    ``key`` and ``shape`` are those of the complete tensor. The tensors of all layers have one key,
+    so the leading integers in ``where`` are layer indices.
     """
 
     key: str
@@ -34,14 +35,14 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """Key with the layer's number, as in the user's checkpoint."""
+        """Key with the layer's number, as checkpoints name the parameter."""
         if not self.layer:
             return self.key
         return self.key.replace("layers.", f"layers.{'.'.join(map(str, self.layer))}.", 1)
 
 
 def assembled(shards: Iterable[Shard]) -> dict[str, numpy.ndarray]:
-    """Return the complete tensors of ``shards``, which must contain every element."""
+    """Return the complete tensors by key; ``shards`` must contain every element."""
     tensors: dict[str, numpy.ndarray] = {}
     for shard in shards:
         tensor = tensors.setdefault(shard.key, numpy.full(shard.shape, numpy.nan))
@@ -67,11 +68,11 @@ def worst_gradient(
 ) -> WorstGradient:
     """Return the largest error of all parameters.
 
-    The error of a parameter is max |difference| / max |reference|; for parameters in CANCELLING the
-    denominator is the maximum over their module. With ``own`` the error is |difference| / |own -
-    reference| in the 2-norm. With ``rounded`` it is |difference| / |reference| in the 2-norm. All
-    copies of a parameter are compared: on data-parallel replicas, and on two stages for tied
-    embeddings. A gradient that is not finite, or that no rank has computed, has an infinite error.
+    The error of a parameter is max |difference| / max |reference|. For parameters in CANCELLING,
+    the denominator is the maximum over all parameters of their module. With ``own``, the error is
+    |difference| / |own - reference| in the 2-norm; with ``rounded``, |difference| / |reference| in
+    the 2-norm. Every copy of a parameter is compared, on all replicas and for tied embeddings on
+    both stages. A gradient that is not finite, or that no rank computed, has an infinite error.
 
     Args:
         parts: gradients of the ranks.
@@ -125,10 +126,10 @@ def _in_norm(reference: Mapping[str, numpy.ndarray]) -> Callable[[Shard], float]
 def _in_own_errors(
     reference: Mapping[str, numpy.ndarray], own: Mapping[str, numpy.ndarray]
 ) -> Callable[[Shard], float]:
-    """Return a function from a part to its error, in units of the reference model's error.
+    """Return a function from a shard to its error, in units of the reference model's error.
 
-    The reference model's error of a few numbers is a matter of chance. The unit is therefore at
-    least the part's fraction of its parameter's error, and at least the error that corresponds to
+    The reference model's error in a few elements can be small by chance. The unit therefore has two
+    lower bounds: the parameter's error scaled to the size of the shard, and the shard's norm times
     the median relative error of all parameters.
     """
     errors = {key: own[key] - tensor for key, tensor in reference.items()}

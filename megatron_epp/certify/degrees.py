@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Degrees:
-    """Pipeline stages, tensor-parallel ranks, data-parallel replicas, context-parallel ranks."""
+    """Numbers of pipeline stages, tensor-parallel ranks, replicas and context-parallel ranks."""
 
     pp: int
     tp: int
@@ -14,7 +14,7 @@ class Degrees:
 
     @property
     def ranks(self) -> int:
-        """Number of all ranks."""
+        """Total number of ranks: the product of the degrees."""
         return self.pp * self.tp * self.cp * self.dp
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Processes of a certificate: started, sent requests, and ended in any case."""
+"""Processes of a certificate, and the requests that the parent process sends to them."""
 
 import multiprocessing
 import sys
@@ -17,11 +17,11 @@ _SHOWN_LINES = 20
 
 
 class ChildLost(RuntimeError):
-    """Error: a process died or did not answer; the message has its name and last output."""
+    """Error if a process died or did not answer; the message has its name and last output."""
 
 
 class Children:
-    """Processes of a certificate, one per role, addressed by rank; all end with this context."""
+    """Context manager that starts a process for each role, and ends all processes at its exit."""
 
     def __init__(self, roles: Sequence[Role], backend: Backend):
         self.backend = backend
@@ -83,7 +83,7 @@ class Children:
         return answers
 
     def _last_output(self, ranks: Iterable[int]) -> list[str]:
-        """Terminate ``ranks``; return the lines that name their ops (mcore/trainer/sigterm.py)."""
+        """Terminate ``ranks``; return their log lines on current ops (mcore/trainer/sigterm.py)."""
         for rank in ranks:
             self._processes[rank].terminate()
         words = []
@@ -109,11 +109,11 @@ class Children:
 def start_context(
     preloaded: Sequence[str], device: str = "cpu"
 ) -> ForkServerContext | SpawnContext:
-    """Return the context that starts processes: a fork server that has imported ``preloaded``.
+    """Return the context that starts processes: a fork server, or spawn.
 
-    Importing Megatron takes seconds in each process, and there are more processes than cores. On
-    systems other than Linux, forking a process with torch is not safe. On a GPU, each process needs
-    its own CUDA context. In these two cases, processes are spawned.
+    The fork server imports ``preloaded`` once, because importing Megatron takes seconds in each
+    process. Processes are spawned on systems other than Linux, where forking a process with torch
+    is not safe, and on GPUs, because each process needs its own CUDA context.
     """
     if sys.platform != "linux" or device == "cuda":
         return multiprocessing.get_context("spawn")

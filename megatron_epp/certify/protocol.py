@@ -20,11 +20,11 @@ REFERENCE = -1  # rank of the process with the reference model
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Role of a process in ``trial``; ``folder`` contains its log and the rendezvous file.
+    """Rank and settings of a process; ``folder`` contains its log and the rendezvous file.
 
-    ``trial.interfere`` is a Python file of tests that breaks or replaces parts of the executor. It
-    may define ``HOOKS`` of the job (setup.py), and ``around(number)``, which returns a context
-    manager for the computation of batch ``number``.
+    ``trial.interfere`` is a Python file with which tests break or replace parts of the executor.
+    The file may define ``HOOKS`` of the job (setup.py), and ``around(number)``, which returns a
+    context manager for the computation of batch ``number``.
     """
 
     rank: int
@@ -38,11 +38,11 @@ class Role:
 
     @property
     def patience(self) -> timedelta:
-        """Time to wait for an answer."""
+        """Longest time to wait for an answer."""
         return timedelta(seconds=self.trial.timeout)
 
     def interference(self) -> dict[str, Any]:
-        """Return the globals of the file ``interfere``; {} without a file."""
+        """Return the globals of the file ``trial.interfere``; {} without a file."""
         interfere = self.trial.interfere
         return {} if interfere is None else runpy.run_path(str(interfere))
 
@@ -67,9 +67,10 @@ class Backend:
     Attributes:
         choose_engine: function that prepares the processes of a trial, and returns a line about
             the engine, or "".
-        make_server: function from (role, exit stack) to the object whose methods requests call.
-        is_refusal: function that returns whether an error is caused by the user's input.
-        preloaded: modules that a fork server imports, so that its child processes need not.
+        make_server: function that takes (role, exit stack), and returns the object whose methods
+            answer requests.
+        is_refusal: function that returns whether the user's input caused an exception.
+        preloaded: modules that the fork server imports once for all child processes.
     """
 
     choose_engine: Callable[[Trial], str]
@@ -80,25 +81,25 @@ class Backend:
 
 @dataclass(frozen=True, slots=True)
 class InputRefusal:
-    """Answer: the user's input cannot be used."""
+    """Answer of a process that cannot use the user's input."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """Answer: the request raised an exception; ``reason`` is the last line of its traceback."""
+    """Answer after an exception; ``reason`` has the rank, the error and its file and line."""
 
     reason: str
     traceback: str
 
 
 class Coverage(Protocol):
-    """Counts of what a batch exercises in the executor.
+    """Numbers of chunks, ops and other items that a batch contains.
 
     Attributes:
         ERROR: name of the column with the error of values other than gradients.
-        HELD: text about further checks, for the last line of a passed certificate.
+        HELD: text about other passed checks, for the last line of a passed certificate.
     """
 
     ERROR: ClassVar[str]
@@ -116,14 +117,14 @@ class Coverage(Protocol):
 
 
 class BatchSource(Protocol):
-    """Source of batches for a model and a job: a ``Frame``, or a ``LoopFrame`` for loops."""
+    """Source of random batches: a ``Frame`` for the trainer, a ``LoopFrame`` for external loops."""
 
     def draw(self, seed: int, number: int) -> Any:
         """Return batch ``number``, which is the same in every process."""
         ...
 
     def coverage(self, drawn: Any, computed: Sequence[Any]) -> Coverage:
-        """Return the coverage of a batch.
+        """Return the numbers of chunks and other items in a batch.
 
         ``computed`` are the results of all ranks, or () if a rank failed.
         """
@@ -135,7 +136,7 @@ class ModelSetup:
     """Data from which the ranks build their models; the reference model's process sends it.
 
     Attributes:
-        args: Megatron's arguments, pickled, because the parent process only forwards them.
+        args: Megatron's arguments, pickled; the parent process forwards them without unpickling.
         frame: source of the batches, a :class:`BatchSource`.
         weights: weights by key.
         description: description of the model.
@@ -152,9 +153,10 @@ class Reference(ABC):
     """Results of the reference model.
 
     Attributes:
-        gradients: gradient of every weight by key; buffers, such as expert biases, after the step.
+        gradients: gradient of every weight by key, and the buffers, such as expert biases, as they
+            are after the step.
         own: the same gradients, computed in the certified dtype; None if this dtype is float64.
-        quantised: keys of the weights with fp8 products, if fp8 products are compared exactly.
+        quantised: keys of the weights in fp8 products; empty unless ``own`` is None.
     """
 
     gradients: Mapping[str, numpy.ndarray]
@@ -180,7 +182,7 @@ class RankResult:
     Attributes:
         gradients: gradients of the rank's part of the model, over the tokens of the full batch.
         messages: number of messages sent and received in training.
-        collectives: number of collectives by their name on the list (allowed_collectives.py).
+        collectives: number of collectives by name (allowed_collectives.py).
         problems: deviations from the plan, one line each.
     """
 

@@ -13,7 +13,8 @@ class RoutingRecord:
 
     Attributes:
         counts: for each layer, number of tokens that chose each expert [experts].
-        losses: for each loss name, losses [layers] without coefficient, summed over documents.
+        losses: for each name of an auxiliary loss, its values [layers] before multiplication by the
+            coefficient, summed over documents.
     """
 
     counts: Mapping[int, numpy.ndarray] = field(default_factory=dict)
@@ -23,14 +24,15 @@ class RoutingRecord:
 def differences(
     parts: Sequence[RoutingRecord], reference: RoutingRecord, replicas: int, bound: float
 ) -> list[str]:
-    """Compare the sum of the ranks' router statistics with those of the reference model.
+    """Return the differences between router statistics of the ranks and of the reference model.
 
-    Every rank counts the tokens of its rows, and has its part of its replica's losses.
+    The statistics of the ranks are summed: each rank counts the tokens of its own rows, and has its
+    part of the losses of its replica.
 
     Args:
         parts: statistics of the ranks.
         reference: statistics of the reference model.
-        replicas: number of replicas, over which losses are averaged.
+        replicas: number of replicas; the sum of the ranks' losses is an average over replicas.
         bound: bound of the relative error of losses.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Results of the processes of the trainer's certificate."""
+"""Results of a certificate of Megatron's trainer: reference model, and ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class TrainerReference(Reference):
         return max(abs(self._loss(parts) - loss) / self.unit for loss, parts in pairs)
 
     def _loss(self, parts: Sequence[tuple[float, float]]) -> float:
-        """Return the loss per token over all replicas; infinite if they ran other tokens."""
+        """Return the loss per token over all replicas; infinite if the ranks ran other tokens."""
         total, counted = map(sum, zip(*parts, strict=True))
         return total / self.tokens if counted == self.tokens else float("inf")
 

@@ -1,7 +1,7 @@
 """Settings of a certificate, each with a flag; all other flags describe the model.
 
-A new degree of parallelism is a field of :class:`Degrees` and of :class:`DegreeFlags`. A flag of
-Megatron's that follows from a setting is added by ``implied_flags``.
+To add a degree of parallelism, add a field to :class:`Degrees` and :class:`DegreeFlags`. The
+function ``implied_flags`` adds the flags of Megatron that follow from a setting.
 """
 
 import argparse
@@ -108,17 +108,18 @@ class Trial:
         models: Megatron's flags of each model; batches alternate between models.
         batches: number of batches.
         seed: seed of documents, plans and weights.
-        documents: number of documents of every batch.
+        documents: number of documents of every batch; 0 for a few more documents than replicas.
         overlap: whether gradients are reduced during backward.
         lora_rank: rank of adapters; 0 for none.
-        timeout: seconds to wait for an answer.
+        timeout: seconds to wait for an answer of a process.
         interfere: Python file with which tests break the executor (protocol.py).
         device: cpu or cuda.
         dtype: float64 or bf16.
         trees: whether documents continue other documents.
         planner: name of the planner that makes the plans; None for random plans.
-        loop: level of an external training loop; None for Megatron's trainer.
-        loop_model: class of the loop's model.
+        loop: level0 (scheduling mode) or level1 (slicing mode) of an external training loop; None
+            for Megatron's trainer.
+        loop_model: class of the external loop's model.
     """
 
     OMIT: ClassVar = ("degrees", "models", "interfere")
@@ -244,17 +245,17 @@ class Trial:
 
     @property
     def turns(self) -> int:
-        """Number of jobs between which batches alternate: one per model.
+        """Number of jobs that run the batches in turn: one per model.
 
-        A loop alternates between a mean of its losses over micro-batches and over tokens.
+        An external loop has at least two: with a mean loss over micro-batches, and over tokens.
         """
         return len(self.models) if self.loop is None else max(2, len(self.models))
 
     def drawn_number(self, number: int) -> int:
-        """Return the number that, with the seed, selects documents and loss of batch ``number``.
+        """Return the number with which documents and loss of batch ``number`` are drawn.
 
         Without a loop, the result is ``number``. With a loop, ``turns`` consecutive batches get the
-        same result. Each of these batches runs in another job, so every job gets all results.
+        same result. These batches run in different jobs, so that every job runs all documents.
         """
         return number if self.loop is None else number // self.turns
 
@@ -363,7 +364,7 @@ def _degree_flags() -> _Parser:
 def _stages(placement: str | None, ranks: int) -> int:
     """Return the number of stages of ``ranks`` pipeline ranks.
 
-    A placement file that cannot be read is refused later, where the model is built.
+    If the placement file cannot be read, return ``ranks``; building the model then reports it.
     """
     if placement is None:
         return ranks

@@ -1,4 +1,4 @@
-"""The ``check`` command: whether a plan can run and, if a machine is given, fits its memory."""
+"""The ``check`` command, which checks that a plan can run and, with a machine, fits in memory."""
 
 import argparse
 import json

@@ -1,4 +1,4 @@
-"""The ``compare`` command: every planner on the same batches, and where epp does not pay off."""
+"""The ``compare`` command: all planners on the same batches, and where epp gains too little."""
 
 import argparse
 import json
@@ -129,7 +129,7 @@ def _kinds(cost: Cost) -> str:
 
 
 def _of_elastic(cost: Cost, elastic: Cost) -> str:
-    """Return a note on settings that only epp has."""
+    """Return a note on the settings that only planner epp uses."""
     parts = []
     if elastic.layout.layers != cost.layout.layers:
         parts.append(f"layers {_layers(elastic.layout.layers)}")
@@ -189,7 +189,7 @@ def _layers(layers: Sequence[int]) -> str:
 def _warm_up(
     costs: Mapping[str, Cost], lengths: Sequence[int], options: Options, replicas: int
 ) -> float:
-    """Load solver and compiled code by planning a small batch; return the seconds of this."""
+    """Load solver and compiled code by planning a small batch; return the seconds that it took."""
     began = time.perf_counter()
     for name, cost in costs.items():
         try:
@@ -260,7 +260,7 @@ def _median_fraction(fractions: Sequence[float]) -> str:
 
 
 def _lockstep_prices(names: Sequence[str], outcomes: Sequence[Outcome], lockstep: int) -> list[str]:
-    """Return a line on every planner's time in lockstep, relative to independent replicas."""
+    """Return one line with every planner's time in lockstep relative to independent replicas."""
     parts = []
     for name in names:
         prices = [
@@ -280,7 +280,7 @@ def _lockstep_prices(names: Sequence[str], outcomes: Sequence[Outcome], lockstep
 
 
 def _verdict(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return a line on the gain of epp, and a line for each batch on which epp does not pay."""
+    """Return a line on the gain of epp, and a line for each batch on which epp gains too little."""
     by_batch: dict[int, dict[str, Outcome]] = {}
     for each in outcomes:
         by_batch.setdefault(each.batch, {})[each.planner] = each

@@ -21,7 +21,7 @@ MOST_TOKENS = 2**32
 
 
 def require_batch(lengths: Sequence[int], where: str) -> None:
-    """Raise a ValueError if sums over the batch would overflow."""
+    """Raise a ValueError if a length, or the sum of ``lengths``, is above its limit."""
     if lengths and max(lengths) > MOST_LENGTH:
         raise ValueError(
             f"{where}: a document of {max(lengths)} inputs; expected at most {MOST_LENGTH}, "
@@ -36,7 +36,7 @@ def require_batch(lengths: Sequence[int], where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """Batches of a corpus; if ``size`` is None, the file in its own order is the only batch."""
+    """Batches of a corpus; if ``size`` is None, all documents in file order are the only batch."""
 
     corpus: Corpus
     size: int | None
@@ -52,7 +52,7 @@ class Batches:
 
     @property
     def first(self) -> list[tuple[int, ...]]:
-        """First batches, on which layout choices are made, as in training."""
+        """First batches of the corpus, from which training, too, chooses the layout."""
         return [self[number] for number in range(1 if self.size is None else FIRST_BATCHES)]
 
     def __str__(self) -> str:

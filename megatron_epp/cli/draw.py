@@ -1,4 +1,4 @@
-"""The ``draw`` command: a picture of a plan, predicted, measured, or both."""
+"""The ``draw`` command: the predicted timeline of a plan, the measured timeline, or both."""
 
 import argparse
 import sys
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _runs(arguments: argparse.Namespace, plan: Plan, block: Sequence[Plan]) -> Runs:
     """Return the timelines to draw: predicted, measured, or both.
 
-    The prediction is drawn if a machine is named or nothing was measured.
+    The result includes the prediction if the options name a machine, or give no measurement.
     """
     title = _title(arguments)
     runs = []

@@ -53,7 +53,7 @@ def read_text(path: str, what: str) -> str:
 def read_plans(path: str) -> tuple[tuple[Plan, ...], Step | None]:
     """Return the plans of all replicas in the file, and the step.
 
-    The step is None if the file is a single plan, of any replica.
+    The step is None if the file contains a single plan instead of a step.
     """
     return _plans(read_text(path, "plan"), path)
 

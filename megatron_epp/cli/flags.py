@@ -1,4 +1,4 @@
-"""Flags of the commands that need no torch: one field each, with type, default, unit, help."""
+"""Flags of the commands that do not need torch: dataclass fields with type, default and help."""
 
 import argparse
 import textwrap
@@ -45,7 +45,7 @@ def whole_or_auto(text: str) -> int:
 
 
 def file_to_write(text: str) -> str:
-    """Return ``text``, an output path; refuse a folder now, because planning may take minutes."""
+    """Return the output path ``text``; refuse a folder before planning, which may take minutes."""
     if Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: is a folder; expected a file name")
     return text
@@ -76,7 +76,7 @@ LENGTHS_HELP = (
 
 @dataclass
 class DocumentFlags:
-    """The corpus, and how batches are drawn from it."""
+    """The corpus of documents, and options for drawing batches from it."""
 
     TITLE: ClassVar = "documents"
 
@@ -192,7 +192,7 @@ class PlansMachineFlags(MachineFlags):
 
 @dataclass
 class DrawnMachineFlags(PlansMachineFlags):
-    """The machine of ``draw``, which is optional."""
+    """The machine for which ``draw`` predicts times; optional."""
 
     model: str | None = flag(
         None,
@@ -328,7 +328,7 @@ class ReplicaFlags:
 
 @dataclass
 class JsonFlags:
-    """JSON output."""
+    """Option for JSON output."""
 
     json: bool = flag(False, "print JSON instead of text")
 
@@ -350,7 +350,7 @@ class BatchesFlags:
 
 @dataclass
 class PlanFlags:
-    """Kind of plan, and output, of ``plan``."""
+    """Options of ``plan``: the kind of plan, and the output."""
 
     framework: str | None = flag(
         None,
@@ -369,7 +369,7 @@ class PlanFlags:
 
 @dataclass
 class SimulateFlags:
-    """Noise, and output, of ``simulate``."""
+    """Options of ``simulate``: noise, and the output."""
 
     noise: float = flag(
         0.0,
@@ -384,7 +384,7 @@ class SimulateFlags:
 
 @dataclass
 class DrawFlags:
-    """Format and contents of the picture of ``draw``."""
+    """Options of ``draw``: format and contents of the picture."""
 
     output: str | None = flag(
         None,
@@ -480,7 +480,7 @@ class TunedMachineFlags:
 
 @dataclass
 class TunePlannerFlags:
-    """The planner's options in ``tune``, and the number of rows."""
+    """The planner's options in ``tune``, and the number of table rows."""
 
     TITLE: ClassVar = "planner"
 
@@ -494,7 +494,7 @@ class TunePlannerFlags:
 
 @dataclass
 class TuneFlags:
-    """Output of ``tune``: the chosen row, and the files that are written for this row."""
+    """Options of ``tune``: the chosen row of the table, and files to write for this row."""
 
     row: int | None = flag(None, "the row to write, draw and play (default: the first)", COUNT)
     parts: bool = flag(False, "print the memory of every row by part, not of the chosen one alone")
@@ -569,7 +569,7 @@ FLAGS: dict[str, tuple[type, ...]] = {
 
 
 def add_command_flags(command: argparse.ArgumentParser, schemas: Sequence[type]) -> None:
-    """Add a flag for each field of ``schemas``; with planner flags, explain the levers."""
+    """Add a flag for each field of ``schemas``; with planner flags, the help lists the levers."""
     for schema in schemas:
         add_flags(command, schema)
         if issubclass(schema, PlannerFlags):

@@ -24,9 +24,9 @@ def layout_cost(
     options: Options,
     planner: str,
 ) -> Cost:
-    """Return the cost of the layout that the options name, or of the fastest for ``lengths``.
+    """Return the cost model of the layout in the options, or of the fastest one for ``lengths``.
 
-    With --pp auto or --cp auto, the layouts that were tried are printed on stderr.
+    With --pp auto or --cp auto, this function prints the layouts that it tried on stderr.
 
     Args:
         arguments: options of the command.
@@ -53,16 +53,16 @@ def layout_cost(
 def chosen_costs(
     arguments: argparse.Namespace, batches: Batches, cost: Cost, options: Options, planner: str
 ) -> tuple[Cost, Cost]:
-    """Return ``cost`` with the layers of --partition, and a cost with all automatic choices.
+    """Return two cost models: ``cost`` with the layers of --partition, and with all auto options.
 
-    The second cost also has the choices of --placement auto and --vocab-parallel auto. All choices
-    are printed on stderr. As in training, the choices depend on the first batches of the corpus,
-    not on the planned batch.
+    The second one also has the choices of --placement auto and --vocab-parallel auto. This function
+    prints all choices on stderr. As in training, the choices depend on the first batches of the
+    corpus, not on the planned batch.
 
     Args:
         arguments: options of the command.
         batches: batches of the corpus.
-        cost: cost of the layout.
+        cost: cost model of the layout.
         options: options of the planner.
         planner: name of the planner.
 
@@ -141,7 +141,7 @@ def choose_layout(
     options: Options,
     planner: str,
 ) -> tuple[Cost, list[tuple[int, int, float | None, str]]]:
-    """Return the fastest layout's cost, and a (pp, cp, seconds or None, reason) per layout tried.
+    """Return the fastest layout's cost model, and (pp, cp, seconds or None, reason) per layout.
 
     The arguments are the same as those of :func:`layout_cost`.
 
@@ -175,7 +175,7 @@ def choose_layout(
 
 
 def _splits(arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
-    """Yield every pp x cp that fills the devices and agrees with the options."""
+    """Yield every (pp, cp) that uses all devices and agrees with the options."""
     if arguments.pp is None:
         raise UsageError("--pp is missing; expected the number of pipeline stages, or auto")
     if arguments.devices is None:

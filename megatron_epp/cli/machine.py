@@ -1,4 +1,4 @@
-"""Cost of the model, device, layout and memory budget that the options name."""
+"""Cost model for the model, device, layout and memory budget that the options name."""
 
 import argparse
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ def names_machine(arguments: argparse.Namespace) -> bool:
     """Return whether the options name a machine.
 
     Raises:
-        UsageError: if no option names a machine, but options describe how to use a machine.
+        UsageError: if options describe the use of a machine, but no option names one.
     """
     if arguments.model or arguments.device or arguments.cost_model:
         return True
@@ -59,7 +59,7 @@ def cost_of(
     cut: bool = False,
     place: tuple[int, ...] = (),
 ) -> Cost:
-    """Return the cost of the model and machine that the options name, in a layout.
+    """Return the cost model of a layout, for the model and machine that the options name.
 
     A profile file (--cost-model) can replace the model and the device, if the layers of every stage
     and a memory budget are given.
@@ -69,9 +69,9 @@ def cost_of(
         pp: number of stages.
         cp: context-parallel degree.
         dp: number of replicas.
-        layers: number of layers of every stage; None for even layers.
+        layers: number of layers of every stage; None for equal numbers.
         cut: whether to use vocabulary parallelism.
-        place: rank of every stage if a rank has several, else ().
+        place: rank of every stage; () if every rank has one stage.
 
     Raises:
         UsageError: if options are missing or contradict each other.
@@ -148,7 +148,7 @@ def cost_of(
 
 
 def _as_used(named: str | Topology, node_devices: int, layout: Layout, ep: int) -> str | Topology:
-    """Return ``named``; if it is a grid of nodes, only the part that ``layout`` uses."""
+    """Return the topology ``named``; of a grid of nodes, return the part that ``layout`` uses."""
     known = topology(named) if isinstance(named, str) else named
     if known is None or not known.nodes:
         return named
@@ -167,7 +167,7 @@ def _measured_cost(
     kinds: tuple[str, ...],
     place: tuple[int, ...],
 ) -> Cost:
-    """Return the cost from a profile file, without a model."""
+    """Return the cost model from a profile file, without the shape of a model."""
     if layers is None:
         raise UsageError(
             "--layers is missing: a profile file does not say how many layers there are"
@@ -194,10 +194,10 @@ def with_padding(
     batches: Sequence[Sequence[int]],
     replicas: int,
 ) -> Cost:
-    """Return ``cost`` with chunks padded to --multiple; without --multiple, as in training.
+    """Return ``cost`` with chunks padded to --multiple tokens, or by default as in training.
 
     Args:
-        cost: cost of the layout.
+        cost: cost model of the layout.
         arguments: options of the command.
         batches: document lengths of all replicas, which determine training's padding.
         replicas: number of replicas.
@@ -216,7 +216,7 @@ def padding_text(cost: Cost) -> str:
 
 
 def planning_cost(arguments: argparse.Namespace, batches: Sequence[Sequence[int]] = ()) -> Cost:
-    """Return the cost for making a plan, before :mod:`.layout` decides on auto options.
+    """Return the cost model for making a plan, before :mod:`.layout` resolves auto options.
 
     With --placement auto, stages are placed evenly. With --vocab-parallel auto, vocabulary
     parallelism is off. ``batches``, the first of the corpus, determine the padding of chunks.
@@ -258,7 +258,7 @@ def asked_placement_of(text: str, ranks: int) -> Placement:
 
 
 def plan_cost(arguments: argparse.Namespace, plan: Plan) -> Cost:
-    """Return the cost for an existing plan, which determines stages, layers and replicas."""
+    """Return the cost model for a plan, which determines stages, layers and replicas."""
     if arguments.layers and tuple(arguments.layers) != plan.layers:
         named = " ".join(map(str, plan.layers))
         raise UsageError(f"--layers: the plan is for layers {named}; leave the option out")

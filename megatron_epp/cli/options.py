@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
     def flags(self, command: str | None) -> list[Sequence[str]]:
-        """Return the flags of every option of ``command``; None: of the main parser."""
+        """Return the flags of every option of ``command``; for None, those of the main parser."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction) and command in action.choices:
                 return [option.option_strings for option in action.choices[command]._actions]

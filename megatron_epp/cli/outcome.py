@@ -33,11 +33,11 @@ class Outcome:
         planner: name of the planner.
         slowest: result of the slowest replica, which determines the time of the iteration.
         replicas: results of all replicas.
-        lower_bound_seconds: lower bound of the iteration's time with any plan.
-        plan_seconds: time of planning.
+        lower_bound_seconds: lower bound of the iteration's time, for all plans.
+        plan_seconds: seconds that planning took.
         step: the step; None for a method without a pipeline.
-        free_seconds: time of the iteration if replicas in lockstep ran independently; None if it
-            was not computed.
+        free_seconds: seconds of the iteration if the replicas ran without lockstep; None if they
+            were not computed.
     """
 
     batch: int
@@ -56,12 +56,12 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """Predicted time of the iteration."""
+        """Predicted seconds of the iteration."""
         return self.slowest.seconds
 
     @property
     def gap(self) -> float:
-        """(seconds - lower bound) / seconds."""
+        """Relative distance to the lower bound: (seconds - lower bound) / seconds."""
         return max(0.0, 1 - self.lower_bound_seconds / self.seconds) if self.seconds else 0.0
 
     @property
@@ -71,7 +71,7 @@ class Outcome:
 
     @property
     def peak_bytes(self) -> list[int]:
-        """Peak of each pipeline rank over all replicas; of each device group without pipelines."""
+        """Memory peak of each pipeline rank over all replicas, or of each device group."""
         if self.step is None:
             return [int(peak) for replica in self.replicas for peak in replica.peak_bytes]
         return [
@@ -79,7 +79,7 @@ class Outcome:
         ]
 
     def facts(self) -> dict:
-        """Return the fields of ``compare --json``."""
+        """Return the fields of this outcome in ``compare --json``."""
         slowest = self.slowest
         return {
             "batch": self.batch,

@@ -1,4 +1,4 @@
-"""The ``plan`` command: the plan of one batch, and its predictions."""
+"""The ``plan`` command: the plan of one batch, with predicted time and memory."""
 
 import argparse
 import dataclasses
@@ -123,7 +123,7 @@ def _settings(step: Step, lengths: tuple[int, ...], cost: Cost, options: Options
 
 
 def _read(counts: Counts) -> dict[str, int]:
-    """Return the field ``read`` of ``plan --json``."""
+    """Return the field ``read`` of ``plan --json``: effects of the policy for long documents."""
     return {
         "read": counts.sequences,
         "skipped": counts.skipped,
@@ -175,7 +175,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 
 def levers_of(arguments: argparse.Namespace) -> frozenset[str]:
-    """Return the levers of --levers; their default is the default of training on the device."""
+    """Return the levers of --levers; by default, those of training on the device."""
     names = ["cpu"]  # default if no machine is named
     if file := getattr(arguments, "cost_model", None):  # tune has no such option
         names = [Profile.load(file).provenance.device]
@@ -291,7 +291,7 @@ def _lockstep_lines(result: Outcome) -> list[str]:
 
 
 def _overlapped(plan: Plan, cost: Cost) -> list[str]:
-    """Return lines on messages and the exchange of replicas: total time and exposed time."""
+    """Return lines on total and exposed time of messages and of data-parallel communication."""
     cost = cost.replace(layers=plan.layers)  # the lever uneven may have moved layers
     table = cost.table(plan)
     played = play(plan, table)

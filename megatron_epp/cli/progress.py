@@ -52,9 +52,9 @@ def _bar(what: str, **named: Any) -> Any:
 
 
 class Workers:
-    """Runner of tasks: first in this process; on all cores once the tasks take long.
+    """Runner of tasks, in this process at first, and on all cores if the tasks take long.
 
-    It is a context manager; its exit ends all worker processes.
+    The runner is a context manager, whose exit ends all worker processes.
     """
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Workers:
     def _shared(self) -> bool:
         """Start worker processes if tasks take long; return whether there are worker processes.
 
-        Workers are forked, so that they have already loaded the compiled code.
+        Workers are forked, so that they inherit the loaded compiled code.
         """
         long = time.process_time() - self._began > _ALONE
         if self._pool is None and self._cores > 1 and long:

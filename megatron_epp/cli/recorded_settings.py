@@ -1,8 +1,8 @@
-"""Comment before a plan that names the plan's machine, for the other commands.
+"""Comment line before a plan, from which other commands read the machine of the plan.
 
     # made for: --model llama3-8b --device h100-80g --tp 8
 
-The comment is neither part of the plan's text nor of its digest.
+The text and the digest of the plan do not include the comment.
 """
 
 import argparse
@@ -28,7 +28,7 @@ _NAMES = (
 
 
 def comment(arguments: argparse.Namespace, cost: Cost) -> str:
-    """Return the line with the machine of ``cost``; the plan itself contains pp, dp and layers."""
+    """Return the comment line with the options of the machine; the plan has pp, dp and layers."""
     cut = "on" if cost.layout.vocabulary_parallel else None
     chosen = vars(arguments) | {"cp": cost.layout.cp, "vocab_parallel": cut}
     chosen["multiple"] = cost.multiple
@@ -38,7 +38,7 @@ def comment(arguments: argparse.Namespace, cost: Cost) -> str:
 
 
 def comment_in(text: str) -> str | None:
-    """Return the options in the comment before a plan, or None without such a comment."""
+    """Return the options in the comment before a plan; None if there is no such comment."""
     for line in text.split("\n"):
         if line.startswith(_START):
             return line.removeprefix(_START)
@@ -48,7 +48,7 @@ def comment_in(text: str) -> str | None:
 
 
 def fill_in(arguments: argparse.Namespace, settings_text: str | None) -> str:
-    """Set missing options from the comment ``settings_text``; return the options set, as text.
+    """Set missing options from the comment ``settings_text``; return the new options as text.
 
     A comment that cannot be parsed, or that names a missing file, is ignored with a warning.
     """

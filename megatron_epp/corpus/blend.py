@@ -1,11 +1,12 @@
 """Order in which a blend draws the documents of several corpora, by their tokens.
 
-Megatron's own data sets draw samples with equal numbers of tokens, so weights of samples are
-weights of tokens. Documents differ in length. A document is drawn when the middle of its tokens is
-due. At every point the tokens drawn from each corpus match its weight to within one document.
+Megatron's own data sets draw samples of equal length, so their weights apply to samples and tokens
+alike. Documents differ in length. The due time of a document is the number of tokens in its corpus
+before the middle of the document, divided by the weight of the corpus. Documents are drawn by
+ascending due time, so the tokens drawn from a corpus match its weight to within one document.
 
     weights 0.5 0.5    a: documents of 2 tokens    b: documents of 6 tokens
-    due (middle of the tokens so far, by weight)   a: 2 6 10 14 ...   b: 6 18 ...
+    due times                                      a: 2 6 10 14 ...   b: 6 18 ...
     order                                          a a b a a a b ...
 """
 
@@ -19,12 +20,12 @@ TOKENS, DOCUMENTS = BLENDS = ("tokens", "documents")  # unit of the weights of a
 def order_by_tokens(
     lengths: Sequence[Callable[[int], np.ndarray]], weights: Sequence[float], size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (corpus int16, index in the corpus's order int64) of the drawn documents: two [size].
+    """Return corpus number (int16) and index in the corpus (int64) of each drawn document: [size].
 
-    A larger ``size`` begins with the same documents.
+    With a larger ``size``, the first documents are the same.
 
     Args:
-        lengths: functions that return the tokens of the first n documents of each corpus: [n],
+        lengths: for each corpus, a function from n to the tokens of its first n documents: [n],
             positive.
         weights: weight of each corpus, positive.
         size: number of documents to draw.
@@ -45,19 +46,19 @@ def order_by_tokens(
 
 
 def document_weights(weights: Sequence[float], mean_tokens: Sequence[float]) -> list[float]:
-    """Return weights of documents, with sum 1, that draw tokens in proportion to ``weights``."""
+    """Return weights for documents (sum 1) whose draws have tokens in proportion to ``weights``."""
     parts = [weight / mean for weight, mean in zip(weights, mean_tokens, strict=True)]
     return [part / sum(parts) for part in parts]
 
 
 def _due(lengths: Callable[[int], np.ndarray], weight: float, count: int) -> np.ndarray:
-    """Return when the middle of each document is due, then when the last one ends: [n + 1]."""
+    """Return the due time of each document, followed by the end of the last document: [n + 1]."""
     tokens = lengths(count).astype(np.int64)
     ends = np.cumsum(tokens)
     return np.append(ends - tokens / 2, ends[-1]) / weight
 
 
 def _before(due: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return due times of each corpus's documents that are due before the first corpus ends."""
+    """Return the due times of each corpus that precede the earliest end of a corpus."""
     end = min(one[-1] for one in due)
     return [one[: np.searchsorted(one[:-1], end)] for one in due]

@@ -9,9 +9,9 @@ megatron.core.datasets.indexed_dataset writes it:
     lengths i32[sequences]  pointers i64[sequences]  boundaries i64[boundaries]  (modes i8)
 
 A pointer is the byte at which its sequence starts in the .bin, so pointers are the running sums of
-the lengths. Boundaries are the sequences at which documents start, and the end. A .bin that is
-truncated during training cannot be reported: tokens are memory-mapped, and a read past the end of
-the file kills the process (SIGBUS, signal 7).
+the lengths. Boundaries are the numbers of the sequences at which documents start, followed by the
+number of sequences. A .bin that is truncated during training cannot be reported: tokens are
+memory-mapped, and a read past the end of the file kills the process (SIGBUS, signal 7).
 """
 
 import struct
@@ -150,7 +150,7 @@ def _columns(index: Path, sequences: int, boundaries: int) -> tuple[np.ndarray, 
 
 
 def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """Return the bytes of the .bin; check that sequences are contiguous."""
+    """Return the expected bytes of the .bin; check that sequences are contiguous."""
     end = 0  # bytes before this block
     for first in range(0, len(lengths), BLOCK_ENTRIES):
         here = lengths[first : first + BLOCK_ENTRIES]
@@ -173,7 +173,7 @@ def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, item
 
 
 def _check_boundaries(index: Path, starts: np.ndarray, sequences: int) -> int:
-    """Return the most sequences of a document; check that documents cover all sequences."""
+    """Return the largest number of sequences in a document; check that documents cover them all."""
     if starts[0] != 0:
         raise ValueError(
             f"{index}: damaged: its documents start at sequence {starts[0]}, not 0; {_AGAIN}"
@@ -197,9 +197,9 @@ def _check_boundaries(index: Path, starts: np.ndarray, sequences: int) -> int:
 def examine_vocabulary(files: CorpusFiles, vocabulary_size: int) -> None:
     """Check that the token ids of a corpus are below ``vocabulary_size``.
 
-    The check reads all tokens of a corpus of up to SCAN_BYTES. Of a larger corpus it reads only
-    SCAN_BYTES, in evenly spaced blocks, so that a job starts quickly. Training checks every
-    document that it reads (mcore/data/documents.py).
+    In a corpus of more than SCAN_BYTES bytes, the check reads only SCAN_BYTES, in evenly spaced
+    blocks, so that a job starts quickly. Training checks every document that it reads
+    (mcore/data/documents.py).
 
     Raises:
         ValueError: a token id is outside the vocabulary.

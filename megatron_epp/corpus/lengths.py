@@ -1,14 +1,15 @@
 """Lengths of documents from a list, a Megatron index, texts, or a named distribution.
 
-Each source becomes a :class:`Corpus`: the tokens of every document, after the policy for documents
-longer than the context. Batches are drawn as in training. Batch i contains documents [i x size,
-(i + 1) x size) of an endless sequence of epochs. Each epoch is a permutation by (seed, epoch).
+Each source becomes a :class:`Corpus` with the number of tokens of every document, after the policy
+for documents longer than the context. Batches are drawn as in training: batch i contains documents
+[i x size, (i + 1) x size) of an endless sequence of epochs. Each epoch is a permutation that
+(seed, epoch) determines.
 
     lengths.txt, lengths.txt.gz   tokens of a document, one document per line
     corpus.idx                    every sequence of L tokens is a document of L - 1 input tokens;
                                   with corpus_mask.bin/.idx next to it (loss_mask.py) only input
                                   tokens that a target needs
-    texts.jsonl, chats.parquet    texts or chats, which a tokenizer counts (text_lengths.py)
+    texts.jsonl, chats.parquet    texts or chats, tokenized to count tokens (text_lengths.py)
     wikipedia, prolong, wlb       distributions.json: quantiles of tokens, with their source
 """
 

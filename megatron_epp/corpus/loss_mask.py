@@ -1,8 +1,8 @@
 """Loss masks of a corpus: ``PREFIX_mask.bin/.idx``, one byte for every token of ``PREFIX``.
 
-1 marks a target: a token that is to be predicted. Every sequence of masks is as long as its
-sequence of tokens. Tokens after a document's last target are left out before planning, and so are
-documents without a target.
+Value 1 marks a target: a token for which training computes a loss. A sequence has as many mask
+bytes as tokens. Planning omits the tokens after the last target of a document, and documents
+without a target.
 
     tokens    a b c d e f g      of a sequence
     mask      0 0 0 1 1 0 0      d and e are targets
@@ -42,13 +42,13 @@ class LossMasks:
     lengths: np.ndarray = field(compare=False, repr=False)
 
     def last_targets(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """Return the last target in each window [start, stop), or -1 for none: [windows] int64.
+        """Return the last target in each range [start, stop), or -1 for none: [ranges] int64.
 
-        The masks between the first window and the last are read once, block by block.
+        The masks from the first range to the last are read once, block by block.
 
         Args:
-            starts: [windows] positions from the beginning of the file, ascending, without overlaps.
-            stops: [windows] ends of the windows.
+            starts: [ranges] positions from the beginning of the file, ascending; no ranges overlap.
+            stops: [ranges] ends of the ranges, exclusive.
 
         Raises:
             ValueError: a byte is neither 0 nor 1.

@@ -15,12 +15,12 @@ OVERLONG = ("truncate", "drop", "split")
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of sequences by the effect of the policy; tokens are input tokens.
+    """Numbers of sequences, documents and input tokens, by the effect of the policy.
 
     Attributes:
         sequences: sequences that were read.
         documents: documents after the policy.
-        tokens: tokens of these documents.
+        tokens: input tokens of these documents.
         skipped: sequences of fewer than 2 tokens, which have nothing to predict.
         truncated: sequences that were truncated.
         dropped: sequences that were dropped.
@@ -28,7 +28,7 @@ class Counts:
         lost_tokens: tokens that were cut off or dropped.
         untargeted: documents or parts of documents that were left out, because they have no target
             (loss_mask.py).
-        untargeted_tail: tokens that no target needs, which were left out.
+        untargeted_tail: tokens after the last targets, which were left out.
     """
 
     sequences: int = 0
@@ -76,8 +76,8 @@ class DocumentIndex:
 
     Attributes:
         sequences: [documents] int32 or int64, number of the sequence in its file.
-        starts: [documents] dtype of the lengths, first token within the sequence.
-        inputs: [documents] dtype of the lengths, number of input tokens.
+        starts: [documents], first token within the sequence, in the dtype of the lengths.
+        inputs: [documents], number of input tokens, in the dtype of the lengths.
         counts: effect of the policy.
         masks: prefix of the loss masks; None: every token is a target.
     """
@@ -101,7 +101,7 @@ def apply_context(
     """Return documents of at most ``context`` input tokens; apply ``overlong`` to longer sequences.
 
     Args:
-        inputs: [sequences] int, input tokens of each sequence; sequences without any are skipped.
+        inputs: [sequences] int, input tokens of each sequence; sequences with 0 are skipped.
         context: most input tokens of a document; 0: no limit.
         overlong: policy for longer documents: truncate, drop, or split into documents of their own.
         first_sequence: number of the first of these sequences in its file.

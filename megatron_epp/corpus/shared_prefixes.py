@@ -17,10 +17,10 @@ _BLOCK = 64  # rows that are compared at first; doubled each time
 
 @dataclass(frozen=True, slots=True)
 class SharedSpan:
-    """Node: tokens [start, stop) of ``sequence``, and of all other sequences that share them.
+    """Node of the forest: tokens [start, stop) that one or more sequences share.
 
     Attributes:
-        sequence: number of one of these sequences.
+        sequence: number of one of these sequences, from which the tokens can be read.
         start: first token.
         stop: end, exclusive.
         parent: number of the node that this node continues, which precedes it in the forest; -1:
@@ -52,12 +52,12 @@ class PrefixForest:
 
     @classmethod
     def apart(cls, lengths: Sequence[int]) -> "PrefixForest":
-        """Return the forest of sequences of ``lengths`` that share nothing."""
+        """Return the forest of sequences of ``lengths`` that share no tokens."""
         nodes = (SharedSpan(number, 0, length, -1) for number, length in enumerate(lengths))
         return cls(tuple(nodes), tuple(range(len(lengths))))
 
     def __str__(self) -> str:
-        """Return the lengths of the sequences if they share nothing."""
+        """Return the lengths of the sequences if they share no tokens, else the repr."""
         lengths = tuple(self.nodes[node].stop for node in self.last)
         return str(lengths) if self == self.apart(lengths) else repr(self)
 
@@ -153,7 +153,7 @@ def shared_prefixes(sequences: Sequence[np.ndarray], least: int = LEAST) -> Pref
 
 
 def _apart(rows: Sequence[np.ndarray], group: Sequence[int], place: int) -> Iterator[list[int]]:
-    """Yield the sequences of ``group`` with equal rows at ``place``, in order of appearance."""
+    """Split ``group`` into sequences with equal rows at ``place``, in order of appearance."""
     groups: dict[bytes, list[int]] = {}
     for sequence in group:
         groups.setdefault(rows[sequence][place].tobytes(), []).append(sequence)
@@ -161,7 +161,7 @@ def _apart(rows: Sequence[np.ndarray], group: Sequence[int], place: int) -> Iter
 
 
 def _agree(rows: Sequence[np.ndarray], group: Sequence[int], reached: int) -> int:
-    """Return the number of first rows in which ``group`` agrees; ``reached`` is a lower bound."""
+    """Return how many leading rows are equal in all of ``group``; ``reached`` is a lower bound."""
     first = rows[group[0]]
     end = min(len(rows[sequence]) for sequence in group)
     for sequence in group[1:]:

@@ -63,12 +63,12 @@ def text_lengths(
 
 
 def _drawn(total: int) -> np.ndarray:
-    """Return the numbers of the rows to count, out of ``total``."""
+    """Return the indices of the rows whose tokens are counted, out of ``total`` rows."""
     return np.unique(np.linspace(0, total - 1, min(total, MOST_DRAWN)).astype(np.int64))
 
 
 def _json_lines(path: Path) -> tuple[int, Iterator[tuple[str, Any]]]:
-    """Return the number of lines that are not blank, and the JSON values of lines to count."""
+    """Return the number of nonblank lines, and (place, JSON value) of the lines to count."""
 
     def filled() -> Iterator[tuple[int, bytes]]:
         lines = bounded_lines(path, "a JSON object on each line")
@@ -91,7 +91,7 @@ def _json_lines(path: Path) -> tuple[int, Iterator[tuple[str, Any]]]:
 
 
 def _parquet_rows(path: Path) -> tuple[int, Iterator[tuple[str, Any]]]:
-    """Return the number of rows, and the rows to count, with the columns that hold documents."""
+    """Return the number of rows, and (place, document columns) of the rows to count."""
     import pyarrow
     import pyarrow.parquet
 

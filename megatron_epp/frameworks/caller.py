@@ -44,9 +44,9 @@ class Caller:
     cp: int
 
     def brings(self, name: str) -> Any:
-        """Return the variable ``name`` of the forward step or of a function it wraps, or None.
+        """Return the variable ``name`` of the forward step or of a function that it wraps, or None.
 
-        "self" is the object of a bound method. Other names are variables in a closure.
+        Name "self" means the object of a bound method; other names are variables in a closure.
         """
         for function in _layers(self.forward_step):
             if name == "self" and hasattr(function, "__self__"):
@@ -60,8 +60,8 @@ class Caller:
     def aligned(self) -> int:
         """Multiple to which most frameworks pad the rows of a document.
 
-        Each context-parallel rank has two parts of a document; the tensor-parallel ranks divide the
-        rows of each part.
+        Each context-parallel rank has two parts of a document, and its tensor-parallel ranks divide
+        the rows of each part.
         """
         return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
@@ -78,7 +78,7 @@ class Framework:
     Attributes:
         name: Name in messages.
         packages: Packages whose modules define the framework's forward steps.
-        reader: Returns the reader of a call's micro-batches; None if their layout is unknown.
+        reader: Function from a Caller to the reader of its micro-batches (None: unknown layout).
         fields: Entries of a micro-batch that the reader uses, named in messages.
     """
 
@@ -89,7 +89,7 @@ class Framework:
 
 
 def written_in(forward_step: Any) -> tuple[str, ...]:
-    """Return the modules of ``forward_step`` and of the functions it wraps, the innermost last."""
+    """Return the module names of ``forward_step`` and functions that it wraps, innermost last."""
     return tuple(
         getattr(function, "__module__", None) or type(function).__module__
         for function in _layers(forward_step)
@@ -97,7 +97,7 @@ def written_in(forward_step: Any) -> tuple[str, ...]:
 
 
 def _layers(function: Any) -> Iterator[Any]:
-    """Yield ``function`` and the functions it wraps, as a partial or through its closure."""
+    """Yield ``function`` and the functions that it wraps, as a partial or through its closure."""
     for _ in range(8):  # a wrapper may close over itself
         yield function
         inner = function.func if isinstance(function, functools.partial) else None

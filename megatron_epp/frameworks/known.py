@@ -26,7 +26,7 @@ FRAMEWORKS = (
 
 
 def framework_of(forward_step: Any) -> Framework | None:
-    """Return the framework that defines ``forward_step`` or a function it wraps, or None."""
+    """Return the framework that defines ``forward_step`` or a function inside it, or None."""
     for module in written_in(forward_step):
         for framework in FRAMEWORKS:
             for package in framework.packages:

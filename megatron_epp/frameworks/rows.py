@@ -1,4 +1,4 @@
-"""Rows of documents as frameworks pad them."""
+"""Shapes of concatenated or padded documents, common to several frameworks."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -25,16 +25,16 @@ def in_a_row(documents: Iterable[int], each: int = 1, whole: int = 1) -> Microba
 
 
 def beside(documents: Sequence[int], rows: int) -> MicrobatchShape:
-    """Return the shape of documents padded to ``rows`` each (BSHD)."""
+    """Return the shape of documents that are each padded to ``rows`` rows (BSHD)."""
     return MicrobatchShape(rows, len(documents), tuple(filter(None, map(int, documents))))
 
 
 def lengths_between(boundaries: Any) -> tuple[int, ...]:
-    """Return the document lengths between cumulative lengths, without empty ones (padding)."""
+    """Return the document lengths for cumulative lengths; skip empty documents (padding)."""
     flat = torch.as_tensor(boundaries).flatten().tolist()
     return tuple(b - a for a, b in pairwise(flat) if b > a)
 
 
 def kept(mask_BS: torch.Tensor) -> list[int]:
-    """Return the number of tokens of every sample that are set in an attention mask [B, S]."""
+    """Return the number of set elements in every row of an attention mask [B, S]."""
     return mask_BS.bool().sum(-1).tolist()

@@ -1,8 +1,8 @@
 """Settings of a job that Megatron's own schedule runs: degrees, layers, recompute, tokens.
 
 The frameworks of ``tune --for`` run Megatron's own schedule with packed unsliced documents (in
-scheduling mode, micro-batches may run in any order). The settings come from the fastest choice of
-this kind in the survey, and include the recompute of the choice's plans.
+scheduling mode, micro-batches may run in any order). The settings come from the fastest such
+choice in the layout search, and include the recompute of its plans.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ class StockSettings:
     Attributes:
         layout: Degrees of the job.
         layers: Layers of every stage.
-        recomputed: Most layers that a stage recomputes in any micro-batch.
+        recomputed: Largest number of layers that a stage recomputes for a micro-batch.
         tokens: Tokens of a micro-batch, summed over its context-parallel ranks.
         ep: Number of ranks over which a layer's experts are sharded.
     """
@@ -37,7 +37,7 @@ class StockSettings:
 
 
 def recomputed_layers(plans: Iterable[Plan]) -> int:
-    """Return the most layers that a stage recomputes for any micro-batch."""
+    """Return the largest number of layers that a stage recomputes for a micro-batch."""
     return max(
         len(modes) - modes.count(KEEP)
         for plan in plans
@@ -56,9 +56,9 @@ def stock_choice(
     """Return the fastest choice that Megatron's own schedule can run, and the choice's settings.
 
     Args:
-        surveyed: The survey of layouts and planners, fastest choice first.
+        surveyed: Result of the search over layouts and planners, fastest choice first.
         batches: Document lengths of the batches.
-        cost_for: Returns the cost of a layout.
+        cost_for: Function from a layout to its cost model.
         options: The planner's options.
         tokens: Tokens of a micro-batch.
 
@@ -110,7 +110,7 @@ def megatron_flags(job: StockSettings) -> Iterator[str]:
 
 
 def first_and_last_layers(layers: Sequence[int], framework: str) -> tuple[int, ...]:
-    """Return the layers of the first and last stage; () if all stages are equal.
+    """Return the numbers of layers of the first and last stage; () if all stages are equal.
 
     Raises:
         ValueError: Stages between the first and the last differ from each other.

@@ -1,4 +1,4 @@
-"""Activations, their backwards, and backwards that also return a preceding bias's gradient.
+"""Activations, their backwards, and backwards that also return the gradient of a bias.
 
 In gated activations, the first half of the channels is the gate.
 """

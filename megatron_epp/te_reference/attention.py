@@ -1,8 +1,8 @@
 """Attention over packed documents or padded rows, forward and backward, like cuDNN's kernels.
 
-T query rows of a document, S key rows, H query heads, G key heads, D channels of queries and keys,
-V channels of values. Probabilities are rounded to the operands' dtype before the second product, as
-in kernels.
+Shapes: T query rows of a document, S key rows, H query heads, G key heads, D channels of queries
+and keys, V channels of values. As in kernels, probabilities are rounded to the operands' dtype
+before the second product.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ _LATENT = (192, 128)  # the only supported pair of different sizes
 
 
 def get_fused_attn_backend(wanted: Any) -> tuple[Backend, str]:
-    """Return (back end, "") for calls like ``wanted``, or (no back end, reason).
+    """Return (back end, "") for calls with parameters ``wanted``, or (no back end, reason).
 
     A call has a back end if cuDNN 9.19 supports it on an H100 or B200 and this module implements
     it.
@@ -104,7 +104,7 @@ class _Call:
         return tensor[:count, document]
 
     def hidden(self, queries: int, keys: int) -> Tensor | None:
-        """Return the mask [T, S] of keys that a query does not see; None if it sees all."""
+        """Return the mask [T, S], True for keys hidden from a query; None if no key is hidden."""
         if not self.causal:
             return None
         shift = keys - queries if self.bottom_right else 0
@@ -248,7 +248,7 @@ def _take(call: _Call, stats: Tensor, document: int) -> Tensor:
 def _attend(
     call: _Call, q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, sinks_H: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return output [T, H, V] and log-sum-exp [H, T]; head by head, because scores are large."""
+    """Return output [T, H, V] and log-sum-exp [H, T]; loop over heads, because scores are large."""
     hidden = call.hidden(len(q_THD), len(k_SGD))
     shared = q_THD.shape[1] // k_SGD.shape[1]
     outputs, sums = [], []
@@ -318,7 +318,7 @@ def fused_attn_bwd(
 
 @dataclass(frozen=True, slots=True)
 class _Document:
-    """Operands of a document's backward: out and its gradient [T, H, V], log-sum-exp [H, T]."""
+    """Operands of a document's backward: output and its gradient [T, H, V], log-sum-exp [H, T]."""
 
     q_THD: Tensor
     k_SGD: Tensor

@@ -1,4 +1,4 @@
-"""torch's FlashAttention operator, which exists for CUDA only, on CPU tensors.
+"""CPU version of torch's FlashAttention operator, which torch implements only for CUDA.
 
 Causal masks with fewer queries than keys are aligned at the bottom right.
 """

@@ -37,22 +37,22 @@ class KernelReference(types.ModuleType):
 
 
 class CommOverlapHelper:
-    """Overlap of communication with products, which is not implemented; only the names exist."""
+    """Placeholder for the overlap of communication with matrix products, which has no reference."""
 
     def __init__(self, *args: Any, **others: Any):
         raise NotImplementedError(f"te_reference: {type(self).__name__} is not written")
 
 
 class CommOverlap(CommOverlapHelper):
-    """Products that overlap with collectives."""
+    """Placeholder for matrix products that overlap with collectives."""
 
 
 class CommOverlapP2P(CommOverlapHelper):
-    """Products that overlap with a ring of messages."""
+    """Placeholder for matrix products that overlap with a ring of messages."""
 
 
 class CommOverlapCore(CommOverlapHelper):
-    """Name of the base class of overlapping products in Transformer Engine."""
+    """Placeholder for Transformer Engine's base class of products that overlap."""
 
 
 def reference() -> types.ModuleType:

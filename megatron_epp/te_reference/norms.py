@@ -1,6 +1,6 @@
 """LayerNorm and RMSNorm, forward and backward, with float32 statistics per row.
 
-T rows, H channels; the weight is w, or 1 + w if it is zero-centred.
+Shapes: T rows, H channels. The weight is w, or 1 + w if it is zero-centred.
 """
 
 from typing import Any
@@ -59,7 +59,7 @@ def layernorm_fwd(
 def _gradients(
     kernel: str, dz: Any, x: Tensor, normed: Tensor, scale_T: Tensor, weight: Tensor, mean: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of input, weight and bias; ``normed`` is the output without weight."""
+    """Return gradients of input, weight and bias; ``normed`` is the output before the weight."""
     grad = wide(dense(kernel, "the gradient", dz))
     expect(grad.shape == x.shape, kernel, f"a gradient of {tuple(grad.shape)}")
     expect(

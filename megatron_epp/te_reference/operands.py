@@ -16,7 +16,7 @@ class Misread(RuntimeError):
 
 
 def expect(true: bool, kernel: str, what: str) -> None:
-    """Raise :class:`Misread` unless ``true``."""
+    """Raise :class:`Misread` with the message ``what`` if the condition ``true`` is False."""
     if not true:
         raise Misread(f"{kernel}: {what}")
 

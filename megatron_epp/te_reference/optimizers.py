@@ -20,7 +20,7 @@ def _aligned(kernel: str, lists: Lists, count: int) -> None:
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, lists: Lists, scale: float) -> None:
-    """Scale each source into its target, and set ``noop_flag`` if a value is not finite."""
+    """Write each source times ``scale`` to its target; set ``noop_flag`` if one is not finite."""
     _aligned("multi_tensor_scale", lists, 2)
     for source, target in zip(*lists, strict=True):
         values = wide(source) * float(scale)
@@ -39,7 +39,7 @@ def multi_tensor_scale_tensor(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, lists: Lists, per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of all tensors [1], and the norm of each if ``per_tensor``."""
+    """Return the norm over all tensors [1] and, if ``per_tensor``, the norm of each tensor."""
     _aligned("multi_tensor_l2norm", lists, 1)
     each = torch.stack([wide(x).norm() for x in lists[0]])
     return each.norm()[None], each if per_tensor else each.new_empty(0)
@@ -60,8 +60,8 @@ def multi_tensor_adam(
 ) -> None:  # fmt: skip
     """Take a step of Adam.
 
-    Lists are gradients, parameters, first and second moments, and main copies of 16-bit parameters.
-    ``mode`` 1 decouples weight decay (AdamW); 0 adds it to the gradient.
+    ``lists`` are gradients, parameters, first moments, second moments and, for 16-bit parameters,
+    main copies. ``mode`` 1 decouples weight decay (AdamW); 0 adds it to the gradient.
     """
     kernel = "multi_tensor_adam"
     _aligned(kernel, lists, 5 if len(lists) == 5 else 4)
@@ -96,7 +96,7 @@ def multi_tensor_sgd(
 ) -> None:  # fmt: skip
     """Take a step of SGD.
 
-    Lists are gradients, parameters, momenta, and copies of parameters if any.
+    ``lists`` are gradients, parameters, momenta and, optionally, copies of parameters.
     """
     _aligned("multi_tensor_sgd", lists, 4 if len(lists) == 4 else 3)
     if int(noop_flag):

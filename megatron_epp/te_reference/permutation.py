@@ -1,7 +1,7 @@
 """Permutation of token rows to experts and back by indices; padding between groups of rows.
 
-T tokens, each with K experts. ``row_id_map`` [K T] has at index k T + t the row of the k-th copy of
-token t, or -1 if this copy was dropped.
+Each of T tokens has K experts. ``row_id_map`` [K * T] contains at index k * T + t the row of the
+k-th copy of token t, or -1 if this copy was dropped.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def moe_permute_fwd(
 def moe_unpermute_fwd(
     input: Tensor, dtype: Any, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int
 ) -> Tensor:
-    """Return the sum of each token's rows, weighted by probabilities [T, K] if there are any."""
+    """Return the sum of each token's rows, weighted by ``prob`` [T, K] if it is not empty."""
     rows = wide(dense("moe_unpermute_fwd", "the input", input))
     places = row_id_map.view(topK, num_tokens).long()
     result = rows.new_zeros(num_tokens, rows.shape[1])
@@ -70,7 +70,7 @@ def moe_unpermute_bwd(
 def fused_multi_row_padding(
     input: Tensor, output: Tensor, rows: Sequence[int], padded_rows: Sequence[int]
 ) -> None:
-    """Copy groups of rows into ``output``, each padded with zeros to its number of rows."""
+    """Copy groups of ``rows`` rows to ``output``; pad each group with zeros to ``padded_rows``."""
     expect(sum(rows) == len(input), "fused_multi_row_padding", f"{len(input)} rows for {rows}")
     expect(sum(padded_rows) == len(output), "fused_multi_row_padding", f"{len(output)} rows")
     output.zero_()

@@ -1,10 +1,10 @@
 """Matrix products with the kernels' epilogues: bias, GELU, accumulation; also in groups.
 
-Rows and columns are torch's: D = B A, with either factor transposed first if its flag is set.
+In torch's notation, D = B A; flags transA and transB transpose a factor first.
 
     forward            [T, K] x [N, K]'         A weight, transposed     D [T, N]
     gradient of input  [T, N] x [N, K]          A weight                 D [T, K]
-    of the weight      [T, N]' x [T, K]         A input, B transposed    D [N, K]
+    ... of weight      [T, N]' x [T, K]         A input, B transposed    D [N, K]
 """
 
 from collections.abc import Sequence
@@ -39,8 +39,8 @@ def generic_gemm(
 ) -> list[Tensor | None]:  # fmt: skip
     """Return [D, gradient of the bias, input of the GELU, None].
 
-    With ``grad``, a bias is not added but requests the bias gradient, the sum of B's rows. ``gelu``
-    then multiplies D by GELU's derivative at ``gelu_in``.
+    With ``grad``, a bias is not added; it requests the gradient of the bias, the sum of B's rows.
+    ``gelu`` then multiplies D by the derivative of GELU at ``gelu_in``.
     """
     kernel = "generic_gemm"
     no_quantizer(kernel, quantizer)
@@ -86,7 +86,7 @@ def generic_gemm(
 def _product(
     kernel: str, A: Any, transA: bool, B: Any, transB: bool
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the product [rows, columns] in the wide dtype, and its shape."""
+    """Return the product [rows, columns] in the accumulation dtype, and the shape of D."""
     both = is_quantised(A), is_quantised(B)
     expect(both[0] == both[1], kernel, "one of A and B is quantised, and the other is not")
     a, b = _factor(kernel, "A", A, not transA), _factor(kernel, "B", B, transB)
@@ -110,7 +110,7 @@ def _product(
 
 
 def _format(tensor: Any) -> torch.dtype:
-    """Return the dtype of a tensor; for a quantised tensor, its nominal dtype."""
+    """Return the dtype of a tensor; for a quantised tensor, the dtype before quantisation."""
     return tensor._dtype if is_quantised(tensor) else tensor.dtype
 
 

@@ -1,8 +1,9 @@
 """Switch that makes processes run Transformer Engine's layers over the reference of its kernels.
 
-It is for certificates and tests. ``EPP_TE_ON_CPU=h100`` (or ``b200``) names the device that torch
-reports; it applies to a process and its child processes. The layers compute the same results as on
-a GPU, but are far slower than local layers. Importing this module does not import torch.
+The switch is for certificates and tests. The variable ``EPP_TE_ON_CPU=h100`` (or ``b200``) names
+the device that torch reports, in this process and its child processes. The layers compute the same
+results as on a GPU, but are far slower than Megatron's local layers. Importing this module
+does not import torch.
 """
 
 import importlib
@@ -36,7 +37,7 @@ def start_reference() -> None:
 
 
 def require_reference(device: str = DEVICE) -> str:
-    """Make child processes use the reference, and return the line of :func:`in_words`.
+    """Make child processes use the reference, and return the text of :func:`in_words`.
 
     If the environment already names a device, ``device`` is ignored.
     """
@@ -45,6 +46,6 @@ def require_reference(device: str = DEVICE) -> str:
 
 
 def in_words() -> str:
-    """Return the line that reports print about a run over the reference."""
+    """Return the line with which reports say that a run used the reference."""
     device = os.environ[VARIABLE]
     return f"Transformer Engine's layers over a reference of its kernels ({VARIABLE}={device})"

@@ -1,8 +1,8 @@
 """Rotary embeddings of [S, B, H, D], [B, S, H, D] or packed [T, H, D].
 
-Channels beyond the table are unchanged. Positions count from 0 in every sequence, or from its
-``start_positions``. A sequence has 2 C parts on C context-parallel ranks: rank r has part r, and
-then part 2 C - 1 - r.
+Channels beyond the table of angles are unchanged. Positions in a sequence start at 0, or at its
+value in ``start_positions``. On C context-parallel ranks, a sequence has 2 C parts: rank r has
+part r, and then part 2 C - 1 - r.
 """
 
 from itertools import pairwise
@@ -27,7 +27,7 @@ def fused_rope_backward(
     output_grads: Tensor, freqs: Tensor, start_positions: Tensor | None, qkv_format: Format,
     interleaved: bool, cu_seqlens: Tensor | None, cp_size: int, cp_rank: int,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient of the input: the inverse rotation."""
+    """Return the gradient of the input: ``output_grads`` rotated back."""
     grads = output_grads
     table = _table(grads, freqs, start_positions, qkv_format, cu_seqlens, cp_size, cp_rank)
     return _turned(grads, table, interleaved, -1)

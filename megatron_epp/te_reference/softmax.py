@@ -15,7 +15,7 @@ def _softmax(kernel: str, scores: Tensor, scale: float, hidden: Tensor | None) -
 
 
 def _causal(scores: Tensor) -> Tensor:
-    """Return the causal mask with which the last row sees all columns."""
+    """Return the causal mask aligned at the bottom right: the last row sees all columns."""
     rows, columns = scores.shape[-2:]
     return torch.ones(rows, columns, dtype=torch.bool).triu(columns - rows + 1)
 

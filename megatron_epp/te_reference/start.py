@@ -57,7 +57,7 @@ def install_reference(device: str = "h100") -> None:
 
 
 def _be(device: ReportedDevice) -> None:
-    """Make torch report ``device``, in addition to what the CPU-only host reports."""
+    """Make torch report the properties of ``device`` on this CPU-only host."""
     properties: Any = torch.cuda.get_device_properties(0)
     properties.name = device.name
     properties.major, properties.minor = device.capability

@@ -1,38 +1,37 @@
 #!/usr/bin/env python3
-"""Training loops of others on this host's CPU: Megatron's schedule, whole micro-batches, slices.
+"""Training loops of others on this host's CPU: Megatron's schedule, planned micro-batches, slices.
 
     scripts/bench/cpu_loops.py [--cases sft agent 16384x8] [--pp 2 4] [--batches 3] [--repeats 2]
                                [--variants level0 level1 torch-1f1b torch-interleaved]
                                [--busy-host] [-o RESULT.md]
 
-A loop of its own on megatron.core (no trainer): --pp stages (gloo), 8 layers, hidden 128, 4 heads
-in 2 groups; a micro-batch is one document [1, T]. In one run, in turn and in changing order, on the
-same micro-batches, weights and kernels (torch's flash attention for all):
+The loop uses megatron.core without Megatron's trainer: --pp stages (gloo), 8 layers, hidden 128, 4
+heads in 2 groups. A micro-batch is one document [1, T]. One run executes the variants in rotating
+order, on the same micro-batches, weights and kernels (torch's flash attention):
 
     stock    Megatron's forward_backward_pipelining_without_interleaving, shapes by handshake
     level0   megatron_epp.install_schedule: planned order, split backward, planned shapes
     level1   megatron_epp.attach: documents in slices
-    torch-*  torch.distributed.pipelining's Schedule1F1B and ScheduleInterleaved1F1B, the latter
-             with two stages of half the layers a rank. Messages are padded to the longest
-             document, computing is not. Its zero-bubble schedules cannot split the backward of
-             Megatron's own autograd functions (torch 2.11)
+    torch-*  torch.distributed.pipelining's Schedule1F1B and ScheduleInterleaved1F1B; the latter
+             has two stages of half the layers per rank. Messages are padded to the longest
+             document, but computation is not. torch's zero-bubble schedules cannot split the
+             backward of Megatron's own autograd functions (torch 2.11)
 
     sft      24 documents, lengths log-normal around 300 tokens, at most 2048
     agent    8 documents around 400 tokens, and one of 3072
-    16384x8  8 documents of the distribution wlb, cut at 16384 tokens; others likewise
+    16384x8  8 documents of the distribution wlb, cut at 16384 tokens; other CxN likewise
 
-Where every stage has a core of its own ops are timed by the clock, else in their processor's
-seconds. *Replayed* is what the orders that ran take with the seconds of their ops,
-each the median over the repeats of its batch, as if every stage had a core: messages and planning
-cost nothing then, for none of the three. *Measured* is the whole call, planning included, the
-slowest rank's; where stages share cores it says how a host does with too few of them. How far two
-halves of stock's repeats are apart, replayed, is the noise of all this.
+Ops are timed by the clock if every stage has its own core, otherwise in processor seconds of their
+thread. *Replayed* is the time of the executed orders if every stage had its own core and messages
+and planning took no time; the duration of an op is its median over the repeats of a batch.
+*Measured* is the duration of the call on the slowest rank, including planning. The difference
+between the replayed times of two halves of stock's repeats is the noise.
 
-Ratios are stock's seconds over the others', medians over the batches (least to most); the first
-calls warm up. Bubbles: stages' idle share. Peaks: bytes that autograd saved and kept K and V, the
-largest of all stages and calls, those that warm up included: orders may hold what stock has had to
-hold before. Every call of the same model must end in stock's losses and gradients. Calls of torch's
-are measured, not replayed.
+Ratios are the seconds of stock divided by those of the variant: medians over the batches (minimum
+to maximum). The first calls warm up. Bubbles are the idle fraction of the stages. Peaks are the
+bytes that autograd saves plus cached K and V: the maximum of all stages and calls, including the
+warm-up, because a plan may use as much memory as stock used in an earlier call. Every call of the
+same model must have the losses and gradients of stock. torch's calls are measured, not replayed.
 """
 
 import argparse
@@ -67,7 +66,7 @@ TOLERANCE = 1e-4  # of losses and gradients in float32, other kernels and orders
 
 
 def lengths_of(case: str, batch: int) -> list[int]:
-    """Lengths of the documents of a batch, each a micro-batch."""
+    """Return the lengths of the documents of a batch; each document is a micro-batch."""
     if case not in CASES:
         context, documents = map(int, case.split("x"))
         return list(open_corpus("wlb", context).batch(batch + WARM_UP, documents))
@@ -85,7 +84,7 @@ def lengths_of(case: str, batch: int) -> list[int]:
 
 
 def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: str) -> None:
-    """One stage. ``shared``: cores are, and ops are timed in their processor's seconds."""
+    """Run one stage; with ``shared`` cores, time ops in processor seconds of the thread."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from megatron_epp.autoload import PIPELINE
     from megatron_epp.mcore.patching import cpu_host
@@ -218,14 +217,14 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One call. ops[stage]: kind, chunk and seconds of each op. chunks: what they are of."""
+    """One call: ``ops[stage]`` are (kind, chunk, seconds), ``chunks`` the chunks as text."""
 
     seconds: float
     ops: list[list[tuple[str, int, float]]]
     chunks: str
 
     def with_medians(self, runs: Sequence["Run"]) -> list[list[tuple[str, int, float]]]:
-        """The orders of this call, with every op's median over those of ``runs`` that cut alike."""
+        """Return this call's ops with median seconds over ``runs`` that have equal chunks."""
         found: dict[tuple[int, str, int], list[float]] = {}
         for run in runs:
             if run.chunks == self.chunks:
@@ -242,7 +241,7 @@ class Run:
 
 
 def result(variant: str, runs: Sequence[Run], stages: int, shared: bool) -> dict[str, Any]:
-    """The row of one batch."""
+    """Return the results of one batch, for a row of the table."""
     if not any(runs[-1].ops):  # torch's, of which no op is timed
         unknown = dict.fromkeys(("replayed", "noise", "bubble"), math.nan)
         seconds = statistics.median(run.seconds for run in runs)
@@ -263,14 +262,16 @@ def result(variant: str, runs: Sequence[Run], stages: int, shared: bool) -> dict
 
 
 def outcome(model: Any, losses: list[dict]) -> list[float]:
-    """The losses of all micro-batches, and the norm of this stage's gradients."""
+    """Return the losses of all micro-batches, followed by the norm of this stage's gradients."""
     squares = sum(float(p.grad.double().square().sum()) for p in model.parameters())
     return [*(float(item["lm loss"]) for item in losses), squares**0.5]
 
 
 def replay(orders: list[list[tuple[str, int, float]]]) -> float:
-    """Seconds of the call, were nothing between ops: those of every stage in their order, each as
-    soon as its stage is free and the neighbour has made what it needs."""
+    """Return the seconds of a call in which only ops take time, not messages or planning.
+
+    Each op starts when its stage is free and the neighbour stage has computed its input.
+    """
     last = len(orders) - 1
     done: dict[tuple[str, int, int], float] = {}
     free, at = [0.0] * len(orders), [0] * len(orders)
@@ -294,8 +295,10 @@ def replay(orders: list[list[tuple[str, int, float]]]) -> float:
 
 
 class TorchSchedule:
-    """A schedule of torch.distributed.pipelining over the model of this rank, or over two of half
-    its layers: ``same_model`` says which."""
+    """A schedule of torch.distributed.pipelining.
+
+    It runs this rank's model if ``same_model``, else two models with half of the layers each.
+    """
 
     def __init__(self, name: str, rank: int, ranks: int, model: Any, longest: int):
         import torch
@@ -311,7 +314,7 @@ class TorchSchedule:
         schedule = self
 
         class Padded(torch.nn.Module):
-            """One stage: rows of the document alone are computed, all are handed on."""
+            """Stage that computes only the document's rows, and pads its output."""
 
             def __init__(self, stage: int):
                 super().__init__()
@@ -346,7 +349,7 @@ class TorchSchedule:
         self.schedules: dict[int, Any] = {}
 
     def step(self, micro_batches: list[dict]) -> tuple[list[dict], int]:
-        """One call; the losses, on the last stage's rank, and bytes that autograd held at most."""
+        """Return the losses (on the last stage's rank) and the peak bytes that autograd saved."""
         import torch
         from torch_schedules import make_schedule
 
@@ -426,7 +429,7 @@ def build_model(
 
 
 def watch_stock(now: Any) -> list[tuple[str, int, float]]:
-    """The forward and backward steps of Megatron's schedule, in the order run, with seconds."""
+    """Return a list that collects (kind, number, seconds) of the steps of Megatron's schedule."""
     from megatron.core.pipeline_parallel import schedules
 
     seen: list[tuple[str, int, float]] = []

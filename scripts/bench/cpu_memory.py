@@ -1,25 +1,25 @@
 #!/usr/bin/env python3
-"""Memory and time, predicted and measured, on real documents and this host's CPU.
+"""Predicted and measured memory and time on real documents, on this host's CPU.
 
     scripts/bench/cpu_memory.py [--sections truth2 truth4 budgets uniform offload failure]
                                 [-o RESULT.md]
 
-8 layers, 8 heads in 4 groups, context 16K, by default hidden 128 and 4 documents a batch: the
-source text of this Python's standard library, or --data-path. Processes of one thread (gloo). The
-cost model is measured at the start of every run, as in training.
+The model has 8 layers, 8 heads in 4 groups, context 16K, and by default hidden size 128. A batch
+has 4 documents by default: the source text of this Python's standard library, or --data-path.
+Every process has one thread (gloo). Each run first measures the cost model, as in training.
 
-    truth2, truth4   2 and 4 stages: every iteration another batch and another sort of plan, random
-                     ones among them; predicted and measured peak of every stage, and seconds
-                     (4 stages have no core each on small hosts), then op by op
-    budgets          one batch after the other, planned with all that keeping everything needs on
-                     each stage, and with 75%, 50% and 35% of it; and with far too little
-    uniform          the same budgets: what epp recomputes, against the least uniform setting, the
-                     same layers on every stage and for every chunk, on the same chunks and orders
-    offload          layers in the host's memory, 2 stages: planned for 80% to 40% of what keeping
-                     everything needs, and random plans of all letters; bytes on the device and on
-                     the host, predicted and measured. Copies are taken to cost nothing, so that
-                     plans offload: on a CPU they take time, and bytes alone are compared
-    failure          a run that hits a memory limit it did not know of, against one that knew
+    truth2, truth4   2 and 4 stages: every iteration has another batch and another kind of plan,
+                     including random plans. The tables compare predicted and measured peaks of
+                     every stage and seconds, then single ops. On a small host, 4 stages share cores
+    budgets          each batch is planned with 100%, 75%, 50% and 35% of the memory that a plan
+                     without recompute needs on each stage, and once with far too little
+    uniform          with the same budgets, recompute by epp, compared with the cheapest uniform
+                     setting: the same layers on every stage and for every chunk
+    offload          layers in host memory, 2 stages: plans for 80% to 40% of the memory without
+                     recompute, and random plans with all recompute modes; predicted and measured
+                     bytes on device and host. Plans assume that copies take no time, so that they
+                     offload; only bytes are compared
+    failure          a run that hits an unknown memory limit, and a run planned with that limit
 """
 
 import argparse
@@ -50,7 +50,7 @@ GIB = 2**30
 
 
 def work(tasks: list[dict]) -> None:
-    """Megatron's trainer; iteration i runs tasks[i]: a batch, and how it is planned."""
+    """Run Megatron's trainer; ``tasks[i]`` has the batch and the kind of plan of iteration i."""
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
@@ -76,7 +76,7 @@ def work(tasks: list[dict]) -> None:
 
 
 class Tasks:
-    """Plans on rank 0 as the iteration's task says, with the trainer's measured cost model."""
+    """Step source that plans on rank 0 as the task of the iteration says."""
 
     host_bytes: tuple[int, ...] = ()  # that the latest plan promises, of every stage
 
@@ -106,11 +106,14 @@ class Tasks:
         return shared(planned, self.groups.control)
 
     def look_ahead(self, iteration: int, following: Callable) -> None:
-        """Planned when asked for: planning is not timed here."""
+        """Do nothing: plans are made on demand, because this script does not time planning."""
 
 
 def plan(task: dict, lengths: Sequence[int], ample, options):
-    """The step for one batch; ``share`` of what the epp plan needs that keeps everything."""
+    """Return the step for one batch.
+
+    ``task["share"]`` is the budget, as a fraction of the peaks of epp's plan without recompute.
+    """
     from megatron_epp.ir import Prediction, Step
     from megatron_epp.ir.random_plan import arbitrary_plan
     from megatron_epp.layers.recompute.wrap import EXECUTABLE
@@ -140,7 +143,7 @@ def plan(task: dict, lengths: Sequence[int], ample, options):
 
 
 def told(iteration: int, step, report, *others) -> str:
-    """An iteration's log entry of the trainer, as JSON."""
+    """Return the trainer's log entry of an iteration, as JSON."""
     from megatron_epp.show.timeline import offloaded_ratio
 
     plan = step.plans[0]
@@ -164,7 +167,7 @@ def told(iteration: int, step, report, *others) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Set-up that all runs share: corpus, folder for logs, sizes."""
+    """Settings that all runs share: corpus, folder for logs, sizes."""
 
     corpus: Path
     folder: Path
@@ -212,7 +215,7 @@ def torchrun(program: list[str], words: list[str], processes: int, log: Path) ->
 
 
 def run(tasks: list[dict], stages: int, place: Place, name: str) -> list[dict]:
-    """One job over the tasks: an entry for each, with its loss."""
+    """Run one job with ``tasks``, and return one entry per task, with its loss."""
     folder = place.folder
     (folder / f"{name}.json").write_text(json.dumps(tasks))
     program = [str(Path(__file__).resolve()), "--work", str(folder / f"{name}.json")]
@@ -285,7 +288,7 @@ def truth(stages: int, iterations: int, place: Place) -> str:
 
 
 def residuals(folder: Path) -> str:
-    """Errors of single ops, as --epp-record wrote them."""
+    """Return the prediction errors of single ops, as --epp-record wrote them."""
     return (folder / "errors.txt").read_text()
 
 
@@ -337,7 +340,7 @@ def budgets(batches: int, place: Place) -> str:
 
 
 def uniform(batches: int, place: Place) -> str:
-    """epp's recompute against uniform settings, on the model that the budgets' run measured."""
+    """Compare epp's recompute with uniform settings, on the cost model of the budgets' run."""
     from megatron_epp.cost.analytic import without_states
     from megatron_epp.cost.cost import Cost
     from megatron_epp.cost.layout import StageLayout
@@ -392,7 +395,10 @@ def recomputed_seconds(plan, cost) -> float:
 
 
 def uniform_settings(plan, cost):
-    """(seconds recomputed, what) of the least uniform choice by letter that fits the budget."""
+    """Yield (seconds recomputed, text) of the cheapest uniform setting of each recompute mode.
+
+    A setting recomputes the first n layers of every stage; n is the least that fits the budget.
+    """
     from megatron_epp.ir import SELECTIVE
     from megatron_epp.sim.play import play
 
@@ -410,7 +416,7 @@ def uniform_settings(plan, cost):
 
 
 def offload(iterations: int, place: Place) -> str:
-    """Bytes on the device and on the host where layers are offloaded."""
+    """Compare predicted and measured bytes on device and host for plans with offloaded layers."""
     sorts = (
         {"planner": "epp", "share": 0.8, "offload": True},
         {"planner": "random", "share": None},
@@ -456,7 +462,7 @@ def offload(iterations: int, place: Place) -> str:
 
 
 def failure(place: Place) -> str:
-    """A limit that the plans do not know of, against plans that do."""
+    """Compare a run that hits an unknown memory limit with a run planned for that limit."""
     small = {"seq_length": 4096, "max_position_embeddings": 4096, "lr": 1e-3}
     program = ["-m", "megatron_epp.pretrain_gpt"]
     folder = place.folder
@@ -496,7 +502,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def load() -> str:
-    """How busy the host is besides: seconds are worth little on a busy one."""
+    """Return the load of the host as text: on a busy host, seconds are unreliable."""
     return f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
 
 

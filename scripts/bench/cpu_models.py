@@ -1,21 +1,23 @@
 #!/usr/bin/env python3
-"""Elastic pipelines against packing for today's models, made small, on this host's CPU.
+"""Elastic pipelines compared with packing, for small versions of current models, on this CPU.
 
     scripts/bench/cpu_models.py [--cases qwen3-moe:16384x10 ...] [--batches N] [-o RESULT.md]
 
-Two pipeline stages (gloo, one core each) of a model with experts like Qwen3-MoE's (16 experts, 4 of
-a token, norms of Q and K), of one like gpt-oss (every second layer sees 128 keys in front, sinks,
-biases, YaRN, 8 experts, 2 of a token), or of HybridModels: nemotron-h of Mamba-2, attention and
-MLPs, nemotron-3 with a further token predicted behind it (nemotron-3-by-time: the same layers, the
-border of the stages where --epp-partition auto puts it with the figures measured here), qwen3-next
-of gated delta nets, attention and experts. States are scanned by the torch stand-ins that a CPU has
-for their kernels. Documents are the source text of this Python's standard library, or --data-path;
-a document longer than the context is truncated. Every batch runs in turn, in one job, by the
-planners and within the budgets of cpu_pipeline.py, with --lines 100 by the first three alone. Each
-runs twice before, on the first batch: what touches memory for the first time waits for it, and the
-heap finds its size in two rounds. What is timed is the schedule, from the first op to the last of
-any stage. Every kind of layer is measured alone at start. Predicted against measured: seconds as
-the median over iterations, memory as the worst stage of the worst iteration.
+Two pipeline stages (gloo, one core each) run one of these models. The MoE model like Qwen3-MoE has
+16 experts, top-k 4, and norms of Q and K. The model like gpt-oss has a sliding window of 128 keys
+in every second layer, sinks, biases, YaRN, and 8 experts with top-k 2. nemotron-h is a HybridModel
+of Mamba-2, attention and MLPs. nemotron-3 has a multi-token prediction layer in addition;
+nemotron-3-by-time has the same layers, with the boundary of the stages that --epp-partition auto
+chooses from the measured costs. qwen3-next has gated delta nets, attention and experts. On CPUs,
+torch code replaces the kernels that scan states.
+
+Documents are the source text of this Python's standard library, or --data-path; a document longer
+than the context is truncated. One job runs every batch in turn with the planners and the budgets of
+cpu_pipeline.py; with --lines 100, with only the first three of them. Before that, each of them runs
+twice on the first batch, because an op that touches memory for the first time waits for it. The
+time is that of the schedule, from the first op to the last op of any stage. The cost model measures
+every layer kind separately at the start. Errors of predictions: for seconds the median over
+iterations, for memory the maximum over every iteration and stage.
 """
 
 import argparse
@@ -114,7 +116,7 @@ class Case:
 
 
 def work(variants: Sequence[Variant], warm_up: int, first: int) -> None:
-    """Megatron's trainer with the variants' plans in the place of one planner's."""
+    """Run Megatron's trainer with the plans of all ``variants`` in turn."""
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
@@ -122,7 +124,7 @@ def work(variants: Sequence[Variant], warm_up: int, first: int) -> None:
 
 
 def told(variant_of, iteration: int, step, report, planning_seconds: float, *others) -> str:
-    """As in_turns' own, and what was predicted of every stage's peak, in bytes."""
+    """Return the entry of ``in_turns.told``, with the predicted peak bytes of every stage."""
     line = in_turns.told(variant_of, iteration, step, report, planning_seconds, *others)
     entry = json.loads(line.removeprefix(LINE))
     entry["predicted_peaks"] = [gib * 2**30 for gib in step.plans[0].predicted.peak_gib]
@@ -144,7 +146,7 @@ def flags(case: Case, corpus: Path, iterations: int) -> list[str]:
 
 
 def measure(case: Case, arguments: argparse.Namespace, corpus: Path, folder: Path) -> list[dict]:
-    """Entries of every iteration behind those that warm up."""
+    """Return the entries of all iterations after the warm-up."""
     turns = len(LINES[arguments.lines])
     warm_up = WARM_UP_ROUNDS * turns
     iterations = warm_up + arguments.batches * turns
@@ -157,7 +159,7 @@ def measure(case: Case, arguments: argparse.Namespace, corpus: Path, folder: Pat
 
 
 def rows(case: Case, variants: Sequence[Variant], entries: Sequence[dict]) -> list[list[str]]:
-    """A line for every variant."""
+    """Return one table row for every variant."""
     turns = Turns(variants, entries)
     return [
         [
@@ -181,7 +183,7 @@ def rows(case: Case, variants: Sequence[Variant], entries: Sequence[dict]) -> li
 
 
 def memory_errors(entries: Sequence[dict]) -> list[float]:
-    """Predicted over measured peaks, less one, of every stage and iteration."""
+    """Return predicted peak / measured peak - 1, for every stage and iteration."""
     return [
         predicted / held - 1
         for entry in entries
@@ -201,7 +203,7 @@ seconds: median over the batches; memory: the worst stage of the worst batch."""
 
 
 def summary(cases: Sequence[tuple[Case, list[dict]]]) -> str:
-    """How far predictions are from what was measured, over all cases, in one line."""
+    """Return one line with the errors of the predictions over all cases."""
     entries = [entry for _, some in cases for entry in some]
     seconds = [abs(e["predicted"] / e["seconds"] - 1) for e in entries]
     memory = [abs(error) for error in memory_errors(entries)]

@@ -1,25 +1,25 @@
 #!/usr/bin/env python3
-"""Elastic pipelines against packing, on real documents, on this host's CPU.
+"""Elastic pipelines compared with packing, on real documents, on this host's CPU.
 
     scripts/bench/cpu_pipeline.py [--cases 4096x32 16384x32 ...] [--batches N] [-o RESULT.md]
 
-Two pipeline stages, or --pp (gloo, one core each), 8 layers, hidden 512, 8 heads in 4 groups;
-documents are the source text of this Python's standard library, or --data-path. For every batch the
-same job runs these in turn, with the same weights, kernels and executor:
+A pipeline has two stages, or --pp (gloo, one core each), 8 layers, hidden 512, 8 heads in 4 groups.
+Documents are the source text of this Python's standard library, or --data-path. For every
+batch, one job runs these variants in turn, with the same weights, kernels and executor:
 
-    packing, no recompute                 to the context; its peak on each stage is the 100% of the
-                                          budgets below
-    packing-best  within 100% of that peak    packed to the length that suits the batch best
+    packing, no recompute                 packed to the context; its peak on each stage is 100% of
+                                          the budgets below
+    packing-best  within 100% of that peak    packed to the best length for the batch
     epp           within 100% of that peak
-    packing-best  within  60% of that peak    recompute: the least uniform one that fits
+    packing-best  within  60% of that peak    the cheapest uniform recompute that fits
     epp           within  60% of that peak
 
-and with --split both lines of epp again without the lever wsplit (every backward whole); with
---lines 60 the last two alone. What is timed is the schedule, from the first op to the last of any
-stage; planning and optimizer are not in it. Medians over the batches of ratios of the same batch.
-The cost model is measured at start. With --stock, Megatron's own schedule runs at context 4096
-beside it. With --pp 4 on fewer cores than four, processes share them: orders, peaks and splits are
-as they would be, seconds and bubbles are not.
+With --split, both variants of epp run again without the lever wsplit (no split backwards). With
+--lines 60, only the last two variants run. The time is that of the schedule, from the first op to
+the last op of any stage, without planning and optimizer. The table has medians, over the batches,
+of ratios between variants of the same batch. Each job measures its cost model at the start. With
+--stock, Megatron's own schedule also runs, at context 4096. With --pp 4 on fewer than four cores,
+processes share cores: orders, peaks and splits remain valid, seconds and bubbles do not.
 """
 
 import argparse
@@ -54,7 +54,7 @@ CASES = ("4096x32", "16384x32", "32768x32", "16384x8", "16384x128")
 
 
 def work(variants: Sequence[Variant], warm_up: int, first: int) -> None:
-    """Megatron's trainer with the variants' plans in the place of one planner's."""
+    """Run Megatron's trainer with the plans of all ``variants`` in turn."""
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
@@ -138,8 +138,10 @@ ops, neither compute nor waiting, worst stage and iteration."""
 
 
 def stock(arguments: argparse.Namespace, corpus: Path, folder: Path) -> str:
-    """Megatron's own schedule at context 4096, 32 samples: tokens per second of its schedule.
-    The first iteration warms up."""
+    """Return a line with tokens per second of Megatron's own schedule: context 4096, 32 samples.
+
+    The first iteration warms up.
+    """
     words = [*flags(corpus, 4096, 32, 2, arguments.dtype, arguments.pp), "--micro-batch-size", "1"]
     program = [str(Path(__file__).with_name("stock.py"))]
     text = torchrun(program, words, folder / "stock.log", arguments.pp)

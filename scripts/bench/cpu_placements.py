@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Two stages on each of two ranks against the best partition of one stage each, on this host's CPU.
+"""Two stages on each of two ranks, compared with the best partition of one stage each, on a CPU.
 
     scripts/bench/cpu_placements.py [--cases 2048x4] [--planner epp] [--rounds N] [-o RESULT.md]
 
-A model with a heavy head and uneven layers (gloo, one core each): 8 layers of hidden 256, of which
-the last quarter sees all keys and the others 127 in front of each, and --words words, which make
-the output layer as much as several layers. Few micro-batches: real documents, 4 in a batch. The
-same run with layers by time and one stage on each rank (--epp-partition auto, the way to beat),
-with two on each as a V and interleaved, with as many layers on each stage, and as --epp-placement
-auto chooses, which may be either, with layers by time. All plan with one cost model, which
-`profile` measures first; --rounds times in changing order, as stages that lie elsewhere are a run
-of their own. Medians over iterations; ratio: the way to beat's seconds over this line's, same
-batch, measured, and predicted by the plans that ran.
+The model has a heavy LM head and uneven layers (gloo, one core per rank): 8 layers, hidden 256. The
+last quarter of the layers has full attention, the others a window of 127 earlier keys. With --words
+vocabulary entries, the LM head takes as long as several layers. A batch has 4 real documents. The
+same run is timed with one stage per rank and layers balanced by time (--epp-partition auto, the
+baseline); with two stages per rank, as a V and interleaved, with equal numbers of layers per stage;
+and with --epp-placement auto, which chooses one of these with layers balanced by time. All runs
+plan with the cost model that `profile` measures first. Placements run --rounds times in changing
+order. The table has medians over iterations; the ratio is the baseline's seconds divided by those
+of the row, for the same batch, as measured and as the executed plans predict.
 """
 
 import argparse
@@ -39,7 +39,7 @@ _CHOSEN = re.compile(r"--epp-(?:partition|placement) auto: (.*)")
 
 
 def job(case: str, arguments: argparse.Namespace, corpus: Path) -> list[str]:
-    """Flags of the run, whatever the placement."""
+    """Return the flags of a run, which are the same for all placements."""
     context, batch = map(int, case.split("x"))
     words = flags(corpus, context, batch, WARM_UP + arguments.batches, "fp32")
     words += ["--make-vocab-size-divisible-by", str(arguments.words)]
@@ -49,7 +49,7 @@ def job(case: str, arguments: argparse.Namespace, corpus: Path) -> list[str]:
 
 
 def measured_costs(words: list[str], folder: Path) -> list[str]:
-    """The flag that names the file, measured by ``profile`` for these flags."""
+    """Return the flag for the cost model that ``profile`` measures with flags ``words``."""
     file = str(folder / "cost.json")
     command = [sys.executable, "-m", "megatron_epp", "profile", "--pp", "2", *words, "-o", file]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -61,7 +61,7 @@ def measured_costs(words: list[str], folder: Path) -> list[str]:
 def run(
     words: list[str], way: Sequence[str], batches: int, folder: Path
 ) -> tuple[list[Iteration], str]:
-    """Iterations that count, with the flags of a way, and what was said of a choice."""
+    """Return the iterations after the warm-up, and the log text on automatic choices."""
     folder.mkdir()
     how = ["--epp", *way, "--epp-vocab-parallel", "off", "--epp-record", str(folder)]
     text = torchrun(["-m", "megatron_epp.pretrain_gpt"], [*words, *how], folder / "log")
@@ -77,7 +77,7 @@ HEADERS = [
 
 
 def rows(case: str, rounds: list[dict[str, list[Iteration]]], best_way: str) -> list[list[str]]:
-    """A line for each way, beside ``best_way``."""
+    """Return one table row per way, with ratios to ``best_way``."""
     context, batch = case.split("x")
     made = []
     for way in rounds[0]:
@@ -115,10 +115,15 @@ def in_rounds(
     said: list[str],
     settings: str,
 ) -> None:
-    """Every case each way, beside the ``best``, as a table with what was ``said`` below it.
+    """Run every case in every way, and print and append a table with the lines ``said`` below it.
 
-    ways_of    (case, its folder): flags of the case, and of every way
-    settings   what is said behind the host
+    Args:
+        arguments: options of the script.
+        ways_of: function from (case, its folder) to the flags of the case, and of every way.
+        best: way to which ratios refer.
+        folder: folder of the runs.
+        said: lines below the table; automatic choices are appended.
+        settings: text in the heading, after the host.
     """
     from megatron_epp.show.table import markdown, text_table
 

@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""A pipeline one of whose two ranks is slower, on this host's CPU: do plan and time follow?
+"""Plans and time of a pipeline in which one of two ranks is slower, on this host's CPU.
 
     scripts/bench/cpu_slow_rank.py [--instructions sse] [--rank 1] [--cases 2048x4] [-o RESULT.md]
 
-That rank's libraries use fewer of the processor's instructions, SSE 4.2 or AVX2 in the place of
-AVX-512: a slower device, by a factor that a product and attention alone are timed for besides.
-`profile` measures both ranks at once. Then the same run with that cost model as if both ranks were
-the fastest (before devices could differ), as it is, and with layers by time of it besides; --rounds
-times in changing order. Medians over iterations; ratio: the first way's seconds over this line's,
-same batch, measured, and predicted by the plans that ran.
+The libraries of rank --rank use only SSE 4.2 or AVX2 instructions instead of AVX-512. This imitates
+a slower device; the script also times a matrix product and attention alone to show the factor.
+`profile` measures both ranks at once. The same run is timed in three ways: with a cost model in
+which both ranks are as fast as the fastest, with the measured cost model, and with that model and
+layers balanced by time. The ways run --rounds times in changing order. The table has medians over
+iterations; the ratio is the first way's seconds divided by those of the row, for the same batch, as
+measured and as the executed plans predict.
 """
 
 import argparse
@@ -50,7 +51,7 @@ print(seconds(lambda: x @ w), seconds(lambda: attend(q, q, q, is_causal=True)))
 
 
 def slow_down(rank: int, variables: dict[str, str], folder: Path) -> None:
-    """Have every Python process of that rank that starts from now on be slower."""
+    """Slow down all Python processes of ``rank`` that start after this call."""
     folder.mkdir()
     text = SLOWED.format(rank=str(rank), variables=variables)
     (folder / "sitecustomize.py").write_text(text)
@@ -59,7 +60,7 @@ def slow_down(rank: int, variables: dict[str, str], folder: Path) -> None:
 
 
 def alone(variables: dict[str, str]) -> str:
-    """Times as long that a product and attention take with these, alone."""
+    """Return a line on how much longer a product and attention take with ``variables``."""
     both = []
     for more in ({}, variables):
         words = [sys.executable, "-c", ALONE]
@@ -72,7 +73,7 @@ def alone(variables: dict[str, str]) -> str:
 
 
 def ways_of(file: Path) -> tuple[dict[str, list[str]], str]:
-    """The flags of every way, and what the cost model in ``file`` says of the ranks."""
+    """Return the flags of every way, and a line on the ranks in the cost model ``file``."""
     text = json.loads(file.read_text())
     factors = text["rank_slowness"]
     alike = file.with_name("alike.json")

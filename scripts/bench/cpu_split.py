@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
-"""The split backward on this host's CPU: what it costs, and what `epp` makes of it.
+"""Cost of the split backward, and how `epp` uses it, on this host's CPU.
 
     scripts/bench/cpu_split.py [--cases 4096x8 16384x8] [--batches N] [-o RESULT.md]
 
-The job of cpu_pipeline.py: two stages (gloo, one core each), 8 layers, hidden 512, real documents.
-First table: one layer, and the output layer with the loss, alone on chunks of several sizes, both
-processes at once: B against I and W, in turn and in changing order; medians, the price of pairs,
-with the quarter and three quarters of it. Second table: for every batch, one after the other,
+The job is that of cpu_pipeline.py: two stages (gloo, one core each), 8 layers, hidden 512, and
+real documents. The first table times one layer, and the LM head with the loss, alone on chunks of
+several sizes, on both processes at once. B and the pair of I and W alternate, in changing order;
+the table has medians, and median and quartiles of the additional time of I plus W. The second table
+has these plans for every batch, one after the other:
 
-    epp   every backward whole                  the seconds that the others are compared with
-    I W   the same plan, each B as an I and its W at once: the price on whole plans
-    end   the same plan, its Ws behind everything else: what waiting for W holds
-    wsplit  epp with the lever wsplit: splits where the cost model says that it pays
+    epp   no split backward; the reference for the seconds of the others
+    I W   the same plan with I and W, one after the other, in place of each B
+    end   the same plan with all W at the end: the memory of deferred W
+    wsplit  epp with the lever wsplit: splits backwards if the cost model predicts a gain
 
-within the memory that packing without recompute takes; I W and end take what they take.
+Plans epp and wsplit stay within the memory that packing without recompute takes. Plans I W and end
+may exceed this memory.
 """
 
 import argparse
@@ -41,7 +43,7 @@ REPEATS = 16
 
 
 def work() -> None:
-    """Megatron's trainer with the variants' plans in the place of one planner's."""
+    """Run Megatron's trainer with the plans of all variants in turn."""
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
@@ -49,7 +51,7 @@ def work() -> None:
 
 
 def tell_prices(probe: Any) -> None:
-    """B against I and W of one layer, and of the output layer with the loss where it is."""
+    """Print the seconds of B, I and W of one layer and, on the last stage, of the LM head."""
     from megatron_epp.ir import KEEP
     from megatron_epp.mcore.calibrate.probe import Shape
 
@@ -102,7 +104,7 @@ class SplitSteps(VariantSteps):
 
 
 def halved(plan: Any, cost: Any, at_end: bool) -> Any:
-    """``plan`` with every B as an I and a W, its prediction made anew."""
+    """Return ``plan`` with I and W in place of every B, and with a new prediction."""
     from megatron_epp.cost.catalogue.devices import GIB
     from megatron_epp.ir import Kind, Op, Prediction
     from megatron_epp.sim.play import play
@@ -124,7 +126,7 @@ def halved(plan: Any, cost: Any, at_end: bool) -> Any:
 
 
 def told(variant_of: Callable, iteration: int, step, report, *others) -> str:
-    """An iteration's log entry of the trainer, as JSON."""
+    """Return the trainer's log entry of an iteration, as JSON."""
     from megatron_epp.ir import Kind
 
     plan = step.plans[0]
@@ -159,7 +161,7 @@ PRICE_HEADERS = ["part", "tokens", "B ms", "I ms", "W ms", "price", "quarters"]
 
 
 def price_rows(entries: list[dict]) -> list[list[str]]:
-    """Rows of both processes together."""
+    """Return table rows over the entries of both processes."""
     made = []
     found = [entry for entry in entries if "part" in entry]
     for part in ("layer", "output layer"):

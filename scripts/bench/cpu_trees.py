@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
-"""What samples that begin alike share, computed once, on this host's CPU: Megatron's schedule, in
-slices, and in slices of trees.
+"""Shared prefixes of samples on this host's CPU: Megatron's schedule, slices, and slices of trees.
 
     scripts/bench/cpu_trees.py [--pp 2] [--groups 3] [--question 1024] [--answers 8] [--turns 8]
                                [--scale 4] [--repeats 2] [-o RESULT.md]
 
-The loop and the model of cpu_loops.py, the samples of trees.py; answers and turns are ``scale``
-times shorter, the question of a group is not. In one run, in turn, on the same samples and weights:
+The loop and the model are those of cpu_loops.py, the samples those of trees.py. Answers and turns
+are ``scale`` times shorter, but the question of a group is not. One run executes three variants in
+turn, on the same samples and weights:
 
     stock    Megatron's 1F1B; a micro-batch is one sample
-    slices   megatron_epp.attach; a micro-batch is a group, in a row
-    trees    the same with share_from=64
+    slices   megatron_epp.attach; a micro-batch is a group of concatenated samples
+    trees    the same with share_from=64: shared prefixes are computed once
 
-The bound is the busiest stage's seconds for all that must be computed, each token once, at the
-seconds per token and pair that stock's forwards and backwards took: no stage waits, no op costs
-anything besides. Seconds are whole calls', planning included, the slowest rank's, the median of the
-repeats. Peaks: bytes that autograd saved and kept K and V, the most on a stage. Every call must end
-in stock's loss and gradients.
+The bound is the time of the busiest stage if every distinct token is computed once, without waits
+and other costs. It uses the seconds per token and per query-key pair of stock's forwards and
+backwards. Seconds are those of whole calls on the slowest rank, including planning: the median of
+the repeats. Peaks are the bytes that autograd saves plus cached K and V, the maximum over stages.
+Every call must have stock's loss and gradients.
 """
 
 import argparse
@@ -44,13 +44,13 @@ HEAD = ("calls of", "tokens", "once", "stock", "slices", "trees", "bound", "boun
 
 
 def shrunk(group: Group, scale: int, first: int | None = None) -> Group:
-    """``group`` with parts a ``scale``-th as long, the first of them of ``first`` tokens."""
+    """Return ``group`` with parts ``scale`` times shorter, and a first part of ``first`` tokens."""
     lengths = [max(1, length // scale) for length in group.lengths]
     return Group((first or lengths[0], *lengths[1:]), group.parents, group.samples)
 
 
 def samples_of(group: Group, random: Random) -> list[list[int]]:
-    """Tokens of every sample, and one behind the last that is no input."""
+    """Return random tokens of every sample, followed by one token that is only a label."""
     parts = [[random.randrange(cpu_loops.WORDS) for _ in range(n)] for n in group.lengths]
     made = []
     for part in group.samples:
@@ -63,7 +63,7 @@ def samples_of(group: Group, random: Random) -> list[list[int]]:
 
 
 def in_a_row(samples: Sequence[Sequence[int]]) -> dict:
-    """A micro-batch of documents one behind the other."""
+    """Return a micro-batch of concatenated documents and their boundaries."""
     import torch
 
     boundaries = np.cumsum([0, *(len(sample) - 1 for sample in samples)])
@@ -75,7 +75,7 @@ def in_a_row(samples: Sequence[Sequence[int]]) -> dict:
 
 
 def tokens_and_pairs(group: Group) -> np.ndarray:
-    """[2]: of all parts, each once behind what it continues."""
+    """Return the tokens and query-key pairs of ``group``, with every part counted once: [2]."""
     ends, found = [], np.zeros(2)
     for length, parent in zip(group.lengths, group.parents, strict=True):
         begin = ends[parent] if parent >= 0 else 0
@@ -87,8 +87,11 @@ def tokens_and_pairs(group: Group) -> np.ndarray:
 def bound_seconds(
     ops: Sequence[tuple[str, int, float]], lengths: Sequence[int], once: np.ndarray
 ) -> float:
-    """Seconds of one stage for ``once`` tokens and pairs, as its ``ops`` of micro-batches of
-    ``lengths`` took them."""
+    """Return the seconds that one stage needs for ``once`` = [tokens, pairs].
+
+    The seconds per token and pair are fitted to the stage's ``ops`` on micro-batches of ``lengths``
+    tokens.
+    """
     sizes = np.array([(n, n * (n + 1) / 2) for n in lengths])
     total = 0.0
     for kind in "FB":
@@ -108,7 +111,7 @@ def bound_seconds(
 
 
 def work(rank: int, cases: list, chosen: Any, folder: str) -> None:
-    """One stage."""
+    """Run one stage of all cases and variants."""
     os.environ["OMP_NUM_THREADS"] = "1"
     from megatron_epp.autoload import PIPELINE
     from megatron_epp.mcore.patching import cpu_host

@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""The output layer over two stages on this host's CPU, beside all of it on the last.
+"""Vocabulary parallelism over two stages, compared with the LM head on the last stage, on a CPU.
 
     scripts/bench/cpu_vocab.py [--cases 4096x6] [--words 16384] [--rounds N] [-o RESULT.md]
 
-The job of cpu_pipeline.py (gloo, one core each), 8 layers, real documents, with a vocabulary padded
-to ``--words``: 16384 at hidden 256 make the output layer as much as five of the layers. The same
-run with as many layers on each stage, with --epp-vocab-parallel on, and with --epp-partition auto,
-``--rounds`` times in changing order; each measures its own cost model and plans with it. Seconds
-are medians over iterations, peaks the largest; predicted beside measured, by stage.
+The job is that of cpu_pipeline.py (gloo, one core each): 8 layers, real documents, and a vocabulary
+padded to ``--words``. 16384 entries at hidden 256 make the LM head as expensive as five layers. The
+same run is timed with equal numbers of layers per stage, with --epp-vocab-parallel on, and with
+--epp-partition auto, ``--rounds`` times in changing order. Each run measures its own cost model and
+plans with it. The table has medians of seconds over iterations, the largest peaks, and the errors
+of predictions by stage.
 """
 
 import argparse
@@ -31,7 +32,7 @@ WARM_UP = 1
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """``promised`` and ``held`` are bytes by stage."""
+    """One iteration; ``promised`` and ``held`` are predicted and measured peak bytes by stage."""
 
     layers: tuple[int, ...]
     seconds: float
@@ -53,7 +54,7 @@ def run(case: str, way: str, arguments: argparse.Namespace, corpus: Path, folder
 
 
 def iteration(folder: Path, number: int) -> Iteration:
-    """As --epp-record tells of it."""
+    """Return iteration ``number`` from the files that --epp-record wrote."""
     from megatron_epp.ir import Step
     from megatron_epp.ir.timed import parse_records
 

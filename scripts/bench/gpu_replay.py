@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Whole iterations on one GPU: every stage of a plan run alone, put together by the simulator.
+"""Whole iterations from one GPU: every stage of a plan runs alone, and the simulator combines them.
 
     scripts/bench/gpu_replay.py [--model llama-7b] [--pp 4] [--lengths wikipedia] [-o RESULT.md]
     scripts/bench/gpu_replay.py --device cpu --model tiny --layers 4 --pp 2 --context 256 \\
         --documents 6 --budget-gib 0.002
 
-For each planner one plan of the same batch, made with the cost model that training would measure
-here. Then stage after stage, each with its own layers and ends: the executor runs the stage's
-program in the plan's order; what neighbours would send is random. The seconds of every op, the
-median of the runs, go into the simulator in the place of the cost model's. *predicted* is what the
-cost model said, *replayed* what came of it; peaks are the allocator's, for chunks, on the worst
-stage. Links cannot be measured with one GPU: --link-gb-per-second and --link-latency-us hold for
-both.
+Each planner makes a plan of the same batch, with the cost model that training would measure on this
+GPU. Then the executor runs one stage after the other, with its own layers and embedding or LM head,
+in the plan's order; messages from neighbour stages are random. The simulator then uses the measured
+seconds of every op (the median of the runs) in place of the cost model's. *predicted* is the cost
+model's prediction, *replayed* the result with measured seconds. Peaks are those of the allocator,
+for chunks, on the worst stage. One GPU cannot measure links, so both use --link-gb-per-second and
+--link-latency-us.
 """
 
 import argparse
@@ -32,7 +32,7 @@ HEADERS = [
 
 
 def plans_of(alone: Any, cost: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """By planner, its plan of the batch."""
+    """Return the plan of the batch, by planner."""
     from megatron_epp.corpus.lengths import open_corpus
     from megatron_epp.planner import Options, parse_levers, planner_of
 
@@ -46,7 +46,7 @@ def plans_of(alone: Any, cost: Any, arguments: argparse.Namespace) -> dict[str, 
 
 
 def cost_of(alone: Any, arguments: argparse.Namespace, layers: tuple[int, ...]) -> Any:
-    """The cost model of this device: measured on a stage of one layer with both ends."""
+    """Return the cost model of this device, measured on one layer with embedding and LM head."""
     from single_stage import build_stage, profile_of
 
     from megatron_epp.cost.analytic import without_states
@@ -67,7 +67,7 @@ def cost_of(alone: Any, arguments: argparse.Namespace, layers: tuple[int, ...]) 
 def replayed(
     alone: Any, planned: dict[str, Any], layers: tuple[int, ...], repeats: int
 ) -> dict[str, list[Any]]:
-    """By planner, the records of every stage. A stage's model is built once for all plans."""
+    """Return the records of every stage, by planner; each stage's model is built only once."""
     from single_stage import build_stage, replay
 
     records: dict[str, list[Any]] = {name: [] for name in planned}
@@ -123,7 +123,7 @@ def rows(planned: dict[str, Any], records: dict[str, list[Any]], cost: Any) -> l
 
 
 def keep(folder: str | None, planned: dict[str, Any], records: dict[str, list[Any]]) -> None:
-    """The plans, and what every op took, for those who want to look closer."""
+    """Write the plans, and the seconds of every op, to ``folder`` for inspection."""
     if folder is None:
         return
     from megatron_epp.ir import format_records

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""One stage of a model on one GPU: chunks of many sizes, attention in slices, the cost model.
+"""One stage of a model on one GPU: many chunk sizes, sliced attention, errors of the cost model.
 
     scripts/bench/gpu_stage.py [--model llama-7b] [--layers 2] [-o RESULT.md]
     scripts/bench/gpu_stage.py --device cpu --model tiny --slices 64 --contexts 0 128 --lengths 256
 
-Three tables. *Chunks*: a slice behind its context, through the stage's own layers: seconds of F, B
-and of a B that recomputes everything; bytes by the allocator, what one layer holds from F to B and
-what all need at the peak, both without the kept K and V; and how far the cost model is off. The
-cost model is the one that training measures at its start, on other chunks than these. *Attention*:
-a document in slices against the whole document, attention alone; both compute the same query-key
-pairs, so the ratio of seconds is that of the time per flop. *Stage*: the same through the layers, F
-and B of all slices, by the executor.
+The script prints three tables. *Chunks*: slices with context, through the stage's layers. It has
+the seconds of F, of B, and of a B that recomputes everything; the allocator's bytes that one layer
+saves from F to B, and that all layers need at the peak, both without cached K and V; and the errors
+of the cost model. Training measures this cost model at its start, on other chunks. *Attention*:
+attention of a document in slices, compared with the unsliced document; both compute the same
+query-key pairs, so the ratio of seconds is that of the time per FLOP. *Stage*: the same comparison
+for F and B of all layers, in the executor.
 """
 
 import argparse
@@ -33,7 +33,7 @@ SLICED = ("document", "slices of", "whole ms", "in slices ms", "ratio")
 
 
 def chunk_rows(alone: Any, model: Any, arguments: argparse.Namespace) -> tuple[list, list[str]]:
-    """The table, and its errors in words."""
+    """Return the rows of table *Chunks*, and lines on the errors of the cost model."""
     from single_stage import probe_alone, profile_of
 
     from megatron_epp.ir import FULL, KEEP, Kind
@@ -89,7 +89,7 @@ def chunk_rows(alone: Any, model: Any, arguments: argparse.Namespace) -> tuple[l
 
 
 def most_workspace(profile: Any, tokens: int, context: int) -> float:
-    """Bytes that the cost model predicts beyond those held, while F or B runs."""
+    """Return the bytes that the cost model predicts for F or B in addition to saved bytes."""
     return max(
         figure.per_op + figure.per_token * tokens + figure.per_context_token * context
         for kind, figure in profile.workspace_bytes.items()
@@ -98,7 +98,7 @@ def most_workspace(profile: Any, tokens: int, context: int) -> float:
 
 
 def best(runs: Sequence[Any], name: str) -> float:
-    """The least of the measured runs; the first is for what happens only once."""
+    """Return the minimum over the measured runs except the first, which includes one-time costs."""
     return min(getattr(run, name) for run in runs[1:])
 
 
@@ -110,7 +110,7 @@ def boundaries(length: int, size: int) -> list[tuple[int, int]]:
 
 
 def attention_seconds(alone: Any, length: int, size: int, repeats: int) -> float:
-    """F of all slices in order and B in reverse, attention of one layer."""
+    """Return the seconds of one layer's attention: F of all slices in order, B in reverse."""
     import torch
 
     from megatron_epp.ir import Span
@@ -157,7 +157,7 @@ def now(alone: Any) -> float:
 def stage_seconds(
     alone: Any, model: Any, length: int, size: int, layers: int, repeats: int
 ) -> float:
-    """F and B of all slices, by the executor, on a stage in the middle."""
+    """Return the executor's seconds for F and B of all slices on a middle stage."""
     from single_stage import replay
 
     from megatron_epp.ir import Chunk, Kind, Op, Plan, Span

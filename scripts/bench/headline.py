@@ -1,4 +1,4 @@
-"""The head of a result, the same for every benchmark: date, commit, command, hardware."""
+"""Heading of a result file, common to all benchmarks: date, commit, command, hardware."""
 
 import datetime
 import multiprocessing
@@ -18,7 +18,7 @@ _COMMAND = shlex.join(  # as it was typed: those that run Megatron give it other
 
 
 def heading(hardware: str) -> str:
-    """Markdown, up to an empty line; ``hardware`` is what was measured, or computed, on."""
+    """Return the heading in Markdown; ``hardware`` describes the measured or computing machine."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
     ).stdout.strip()
@@ -29,7 +29,7 @@ def heading(hardware: str) -> str:
 
 
 def host() -> str:
-    """This host's processor, as far as it gives its name."""
+    """Return the name of this host's processor, if it is known."""
     cpuinfo = Path("/proc/cpuinfo")
     named = [
         line.partition(":")[2].strip()
@@ -42,10 +42,11 @@ def host() -> str:
 
 
 def abreast(processes: int, dtype: str, seconds: float = 1.0, turns: int = 3) -> float:
-    """Work of processes of one thread at once over that of one alone: products, in turns.
+    """Return the throughput of single-thread ``processes`` at once, relative to one process alone.
 
-    Cores of a shared host may be halves of one: then a stage that waits makes the other one faster,
-    a bubble costs nothing, and no order of work can gain by filling it.
+    The work is matrix products, timed in turns. The cores of a shared host may be hyperthreads:
+    then a stage that waits makes the other stage faster, a bubble costs nothing, and no plan gains
+    by filling it.
     """
     context = multiprocessing.get_context("spawn")
     alone, together = [], []
@@ -65,7 +66,7 @@ def abreast(processes: int, dtype: str, seconds: float = 1.0, turns: int = 3) ->
 
 
 def _multiply(dtype: str, seconds: float, start, rates) -> None:
-    """Products a second, once all processes stand at ``start``."""
+    """Measure matrix products per second, after all processes have reached ``start``."""
     import torch
 
     torch.set_num_threads(1)
@@ -80,14 +81,13 @@ def _multiply(dtype: str, seconds: float, start, rates) -> None:
 
 
 def publish(text: str, path: str | None) -> None:
-    """Print ``text``, computed on one core of this host; with a heading, to the end of a file where
-    one was named."""
+    """Print ``text``; append it to the file ``path``, if given, with a heading for one core."""
     print(text)
     write(path, heading(f"{host()}, one of them used") + text)
 
 
 def write(path: str | None, text: str) -> None:
-    """To the end of a file, where one was named."""
+    """Append ``text`` to the file ``path``; do nothing if ``path`` is None."""
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         with open(path, "a", encoding="utf-8") as out:

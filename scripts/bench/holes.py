@@ -1,12 +1,12 @@
-"""What failed nodes of a grid cost: seconds of an iteration around them, and without their rows.
+"""Cost of failed nodes in a grid: seconds of an iteration around them, and without their rows.
 
     python scripts/bench/holes.py [--grids 8x8 32x32] [--failed 8] [--between all-to-all]
                                   [--model llama3-70b] [--seed 1] [-o RESULT.md]
 
-Best: the fastest layout that ``map_nodes`` finds a place for on the nodes that are left. Naive:
-every row with a failed node is left out. Each draws the same nodes, one more in every line; a batch
-of the same documents is planned by ``epp`` for the replica with most work. A second table: what the
-networks of such grids carry, and what they are built of. Simulated; nothing ran.
+Column best: the fastest layout that ``map_nodes`` can place on the remaining nodes. Column naive:
+every row with a failed node is left out. Both use the same random nodes, one more in every line. A
+batch of the same documents is planned by ``epp`` for the replica with the most work. A second table
+shows the bandwidth and the parts of the networks of such grids. All numbers are simulated.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def grid(text: str) -> tuple[int, int]:
 
 
 def placed(topology: Topology) -> Iterator[NodeMap]:
-    """Of each of the degrees the most replicas that the nodes which are left hold."""
+    """Yield, for each of DEGREES, the map with the most replicas on the remaining nodes."""
     for tp, cp, pp in DEGREES:
         for dp in range(len(topology.grid.live) // pp, 0, -1):
             try:
@@ -58,7 +58,7 @@ def placed(topology: Topology) -> Iterator[NodeMap]:
 
 
 class Predictions:
-    """Seconds of an iteration by layout and by the part of the grid that it uses."""
+    """Predicted seconds of an iteration, by layout and by the part of the grid that it uses."""
 
     def __init__(self, model: str, documents: int):
         self.model = model
@@ -95,7 +95,7 @@ class Predictions:
 def hole_rows(
     size: tuple[int, int], most: int, between: str, model: str, seed: int
 ) -> Iterator[list[str]]:
-    """Rows of the table for one grid."""
+    """Yield the rows of the table for one grid, one per number of failed nodes."""
     rows, columns = size
     predictions = Predictions(model, DOCUMENTS_A_NODE * rows * columns)
     everyone: list[Place] = list(product(range(rows), range(columns)))
@@ -127,7 +127,7 @@ def seconds_of(way: tuple[float, NodeMap]) -> float:
 
 
 def network_rows(size: tuple[int, int]) -> Iterator[list[str]]:
-    """Rows of the table of networks for one grid, a node's link as the unit."""
+    """Yield the rows of the network table for one grid; the unit is a node's link."""
     nodes = size[0] * size[1]
     for between in (FAT_TREE, TORUS, RINGS, ALL_TO_ALL):
         topology = Topology("grid", 1, "switch", between, 1.0, nodes=size)

@@ -1,7 +1,7 @@
 """One sequence-parallel degree for all: DeepSpeed-Ulysses, or Megatron-LM with context parallelism.
 
-The devices form equal groups; whole documents are packed to what a group holds, longest first to
-the group that is done first, micro-batch after micro-batch. No pipeline.
+The devices form equal groups without a pipeline. Unsliced documents in descending length go to the
+group that finishes first, up to the tokens that a group holds, one micro-batch after the other.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,10 @@ def plan(
     recompute_layers: int = 0,
     gather_factor: float | None = None,
 ) -> PlannedGroups:
-    """Groups of ``degree`` devices; ``recompute_layers`` of the model are recomputed in full."""
+    """Return the result for groups of ``degree`` devices.
+
+    ``recompute_layers`` layers of the model are recomputed in full.
+    """
     batch = SortedBatch.of(lengths)
     costs = group_costs(cost, recompute_layers, gather_factor)
     which = int(np.log2(degree))
@@ -64,7 +67,7 @@ def plan(
 def _assign(
     lengths: np.ndarray, run: np.ndarray, groups: int, most: float, which: int, costs: GroupCosts
 ) -> list[np.ndarray] | None:
-    """The documents of every group that has any; None where they do not fit."""
+    """Return the documents of every nonempty group; None if they do not fit."""
     seconds, tokens = [0.0] * groups, [0.0] * groups
     held: list[list[int]] = [[] for _ in range(groups)]
     for document in run.tolist():

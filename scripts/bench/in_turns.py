@@ -1,7 +1,7 @@
-"""Several plans for every batch of one training job, in turn, and what they took beside each other.
+"""Several plans for every batch of one training job, in turn, and a comparison of their times.
 
-What the benchmarks of training on a CPU share: the job with another planner's steps in the place of
-its own, under torchrun, and the comparison of what it told.
+The CPU benchmarks of training share this module. It runs the job under torchrun with steps from
+other planners, and compares the entries that the job printed.
 """
 
 import argparse
@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """A planner, and the share of packing's peak that it stays within (None: no bound)."""
+    """Planner, and its memory budget as a fraction of packing's peak (None: no budget)."""
 
     planner: str
     share_of_peak: float | None
@@ -49,17 +49,22 @@ WORK = "--work"
 
 
 def take_turns(variants: Sequence, steps: type, tell: Callable, warm_up: int, first: int) -> None:
-    """Train: every batch from ``first`` on with each of the variants in turn.
+    """Train; run every batch from number ``first`` on with each variant in turn.
 
-    steps   makes the plans; it is given the variant of an iteration's number, this rank's place in
-            the job, and the model
-    tell    what is logged of an iteration; given first which variant it was, by number
+    Args:
+        variants: the variants.
+        steps: class that makes the plans; its arguments are a function from an iteration's number
+            to its variant, this rank's place in the job, and the model.
+        tell: function that returns the log entry of an iteration; its first argument is a function
+            from an iteration's number to the variant's number.
+        warm_up: number of iterations that warm up.
+        first: number of the first batch.
     """
     from megatron_epp.mcore.trainer import entry
     from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
     def variant_of(iteration: int) -> int:
-        """Iterations that warm up take turns, too, from the first variant on."""
+        """Return the variant's number; the warm-up, too, starts with the first variant."""
         at = iteration - 1
         return (at if at < warm_up else at - warm_up) % len(variants)
 
@@ -74,7 +79,7 @@ def take_turns(variants: Sequence, steps: type, tell: Callable, warm_up: int, fi
 
 
 def repeated(times: int, warm_up: int, first: int) -> type:
-    """Global batches from ``first`` on, each given so many times, the first ``warm_up`` more."""
+    """Return a class of global batches from ``first`` on that yields each batch ``times`` times."""
     from megatron_epp.mcore.data.global_batches import GlobalBatches
 
     class Repeated(GlobalBatches):
@@ -90,7 +95,7 @@ def repeated(times: int, warm_up: int, first: int) -> type:
 
 
 class VariantSteps:
-    """Plans on rank 0 as the iteration's variant says; the trainer's cost model, another budget."""
+    """Step source that plans on rank 0 for the iteration's variant, within the variant's budget."""
 
     whole: tuple[float, ...] = ()  # what packing holds without recompute, predicted, in bytes
 
@@ -136,13 +141,13 @@ class VariantSteps:
         return plan_step(lengths, within, options, variant.planner).step
 
     def look_ahead(self, iteration: int, following: Callable) -> None:
-        """Planned when asked for: planning is not timed here."""
+        """Do nothing: plans are made on demand, because this script does not time planning."""
 
 
 def told(
     variant_of: Callable, iteration: int, step, report, planning_seconds: float, *others
 ) -> str:
-    """An iteration's log entry of the trainer, as JSON."""
+    """Return the trainer's log entry of an iteration, as JSON."""
     from megatron_epp.ir import Kind
 
     plan = step.plans[0]
@@ -172,7 +177,7 @@ def told(
 
 
 def corpus_of(arguments: argparse.Namespace, folder: Path) -> Path:
-    """The prefix of --data-path, or of a corpus made in ``folder`` from Python's own source."""
+    """Return the prefix of --data-path, or of a new corpus of Python's own source in ``folder``."""
     if arguments.data_path:
         return Path(arguments.data_path)
     prefix = folder / "stdlib"
@@ -183,7 +188,7 @@ def corpus_of(arguments: argparse.Namespace, folder: Path) -> Path:
 
 
 def python_path() -> str:
-    """Modules of the caller's PYTHONPATH, then the project's."""
+    """Return a PYTHONPATH with the caller's folders, followed by the project's."""
     return os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
 
 
@@ -200,14 +205,14 @@ def torchrun(program: list[str], words: list[str], log: Path, processes: int = 2
 
 
 def entries_told(text: str, iterations: int) -> list[dict]:
-    """Entries that the job printed, one for every iteration."""
+    """Return the entries that the job printed, one per iteration."""
     entries = [json.loads(found) for found in re.findall(LINE + r"(\{.*?\})", text)]
     assert len(entries) == iterations, f"{len(entries)} of {iterations} iterations were told"
     return entries
 
 
 class Turns:
-    """Entries of every batch by variant: one variant against the others, medians."""
+    """Entries of every batch by variant, and medians of ratios between variants."""
 
     def __init__(self, variants: Sequence[Variant], entries: Sequence[dict]):
         self.variants = variants
@@ -217,22 +222,24 @@ class Turns:
         ]
 
     def of(self, number: int) -> list[dict]:
-        """Variant ``number``'s turn in every batch."""
+        """Return the entries of variant ``number``, one per batch."""
         return [batch[number] for batch in self._by_batch]
 
     def median(self, number: int, what: str) -> float:
         return statistics.median(entry[what] for entry in self.of(number))
 
     def ratio(self, number: int, what: str) -> float:
-        """What the best packing takes in the same memory over this variant's, batch by batch,
-        median."""
+        """Return ``what`` of packing-best divided by that of the variant: the median over batches.
+
+        Both have the same memory budget.
+        """
         share = self.variants[number].share_of_peak or 1.0
         baseline = self.of(self.variants.index(Variant("packing-best", share)))
         pairs = zip(baseline, self.of(number), strict=True)
         return statistics.median(theirs[what] / mine[what] for theirs, mine in pairs)
 
     def peak_share(self, number: int) -> float:
-        """The worst stage's peak of the worst batch over packing's without recompute there."""
+        """Return the largest ratio, over batches and stages, of the peak to that of packing."""
         measured = Variant("packing", None) in self.variants
         pairs = zip(self.of(number), self.of(0), strict=True)
         return max(
@@ -244,5 +251,5 @@ class Turns:
         )
 
     def seconds_off(self, number: int) -> float:
-        """Predicted over measured seconds, less one, median."""
+        """Return the median of predicted / measured seconds - 1."""
         return statistics.median(m["predicted"] / m["seconds"] - 1 for m in self.of(number))

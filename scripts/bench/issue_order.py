@@ -1,15 +1,15 @@
-"""The cost of the order of issue where ops take longer or shorter than it was made for: simulated.
+"""Cost of the issue order if ops take longer or shorter than predicted (simulated).
 
     python scripts/bench/issue_order.py [--batches N] [--seeds N] [-o RESULT.md]
 
-Sends and receives are issued in the order of one sequence that every rank derives from the plan
-(ir/program/sequence.py). Where real durations differ, a receive may be posted after its message
-was ready, behind an op that the sequence has before it; the message then leaves late.
-Every row draws each op's and each message's seconds anew, around the cost model's, with the
-standard deviation in the first column; at 0% they still are not the sequence's own, which knows
-tokens and query-key pairs only. Printed is how much longer the iteration is than in an ideal in
-which all receives are always posted, and the same for receives posted where they are waited for;
-and the share of compute time beside which a message is on the device (sim/resident.py), mean.
+Every rank derives the same sequence from the plan, and issues sends and receives in its order
+(ir/program/sequence.py). If real durations differ, a receive may be posted only after its message
+is ready, because an op precedes it in the sequence; the message then leaves late. In every row, the
+seconds of ops and messages are random, around the cost model's, with the standard deviation in the
+first column. At 0% they still differ from those of the sequence, which knows only tokens and
+query-key pairs. The table shows how much longer the iteration is than with receives that are always
+posted, for the issue order and for receives that are posted when a rank waits for them. It also
+shows the mean fraction of compute time during which a message is on the device (sim/resident.py).
 """
 
 import argparse
@@ -45,7 +45,7 @@ Draw = Callable[[], float]
 
 
 def seconds_of(plan: Plan, table: Table, draw: Draw) -> tuple[dict, dict]:
-    """Seconds of every (stage, op), and of every message on its link."""
+    """Return random seconds of every (stage, op), and of every message on its link."""
     ops, messages = {}, {}
     for stage, program in enumerate(lower(plan)):
         for op in program:
@@ -65,11 +65,11 @@ def seconds_of(plan: Plan, table: Table, draw: Draw) -> tuple[dict, dict]:
 def play(
     programs: Sequence[Program], ops: dict, messages: dict, latency: float, posted: str
 ) -> tuple[float, float]:
-    """Seconds of the iteration, and the share of compute time beside messages, with receives
-    ``posted`` "always", "in order" or "when waited for".
+    """Return the iteration's seconds, and the fraction of compute time with messages on devices.
 
-    A message leaves when it is made, its receive is posted and those before it on its link have
-    left; what is issued behind an op is posted when that op is done.
+    ``posted`` says when receives are posted: "always", "in order" or "when waited for". A message
+    leaves when it is ready, its receive is posted, and earlier messages on its link have left. With
+    "in order", a receive is posted when the op before it ends.
     """
     at, free = [0] * len(programs), [0.0] * len(programs)
     busy: list[list[tuple[float, float]]] = [[] for _ in programs]
@@ -127,8 +127,11 @@ def play(
 
 
 def losses(plan: Plan, table: Table, noise: float, seeds: int) -> tuple[list[float], ...]:
-    """How much longer than the ideal, by draw: issued in order, and posted when waited for; and
-    the shares beside messages of both."""
+    """Return, per random draw, the time added to that of receives that are always posted.
+
+    The first list is for receives posted in order, the second for receives posted when waited for,
+    both as fractions. Two more lists have the fractions of compute time with messages.
+    """
     programs, latency = lower(plan), table.link_latency_seconds
     found: tuple[list[float], ...] = ([], [], [], [])
     for seed in range(seeds if noise else 1):

@@ -1,15 +1,15 @@
-"""The cost of lockstep: replicas that share a layer's experts against replicas that run freely.
+"""Cost of lockstep: replicas that share a layer's experts, compared with independent replicas.
 
     python scripts/bench/lockstep.py [--models qwen3-30b-a3b gpt-oss-120b] [--blocks 2 4]
                                      [--planners epp infinipipe packing] [--lengths wlb]
                                      [--context 131072] [--documents 512] [--batches 3]
                                      [--first 30] [-o RESULT.md]
 
-Everything here is simulated with the cost model of megatron_epp.cost, from the models' shapes and
-the H100's assumed rates: nothing ran on a GPU. Both sides pay the same for every op, exchanges
-over that many devices included, so the ratio is the price of lockstep alone: positions whose chunks
-are not alike, documents that must be in flight together, empty chunks. ``documents`` are those of
-all replicas, which are one block.
+All numbers are simulated with the cost model of megatron_epp.cost, from the models' shapes and
+assumed rates of an H100; nothing ran on a GPU. Both sides have the same time for every op,
+including exchanges over the same number of devices, so the ratio is the cost of lockstep alone:
+unequal chunks at the same position, documents that must be in flight together, and empty chunks.
+``documents`` is the number for all replicas, which form one lockstep group.
 """
 
 import argparse
@@ -34,7 +34,7 @@ HEAD = ("model", "replicas", "planner", "free", "in lockstep", "price", "empty c
 
 
 def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
-    """Median (least .. most)."""
+    """Return the median (minimum .. maximum) as text."""
     middle, low, high = statistics.median(values), min(values), max(values)
     if not len(values) > 1:
         return form.format(middle)
@@ -44,7 +44,7 @@ def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
 def row(
     name: str, width: int, planner: str, batches: Sequence[tuple[int, ...]], context: int
 ) -> list[str]:
-    """The table's line of one model, block and planner."""
+    """Return the table row of one model, size of lockstep group and planner."""
     cost = named_cost(name, DEVICE, pp=STAGES[name], tp=8, dp=width, ep=8 * width)
     free: list[PlannedStep] = []
     locked: list[PlannedStep] = []

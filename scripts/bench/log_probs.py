@@ -1,17 +1,19 @@
 #!/usr/bin/env python3
-"""Log-probabilities and entropies of tokens, from logits and by blocks of them: seconds and peaks.
+"""Log-probabilities and entropies of tokens, from full logits and by blocks: seconds and peaks.
 
     scripts/bench/log_probs.py
     scripts/bench/log_probs.py --tokens 32768 --words 150000 --threads 2 --ways blocks --bf16
 
-Each way runs alone in a process of this host: hidden states [T, H] and an output weight [V, H] in
-float32 or bf16, forward and backward of a loss of log-probabilities and entropies, as a loop's loss
-wants them. The peak is what the process holds above what it held before the forward; beside it is
-what is predicted, and the same for 32K tokens of 150K words in bf16, hidden 4096, with the larger
-blocks of a GPU. Ends with 1 where a peak is more than 5% off what is predicted.
+Each way runs alone in a process of this host. The input is hidden states [T, H] and an output
+weight [V, H] in float32 or bf16. The script runs forward and backward of a loss of
+log-probabilities and entropies. The peak is the memory above that before the forward. The table
+also has the predicted peak, and the prediction for 32K tokens, 150K vocabulary entries, bf16,
+hidden 4096 and the larger blocks of a GPU. The exit status is 1 if a peak differs from the
+prediction by more than 5%.
 
-    plain    logits, their log-softmax, exponentials, products and the gradients of these
-    blocks   two tensors of a block's logits, and the weight's gradient; or one, and that twice
+    plain    logits, their log-softmax, exponentials, products, and the gradients of these
+    blocks   two tensors of one block's logits and the weight's gradient; or one tensor, and two
+             weight gradients
 """
 
 import argparse
@@ -28,7 +30,7 @@ GIB = 2**30
 
 
 def held_bytes(peak: bool) -> int:
-    """Bytes of memory of this process, now or at most since the peak was last cleared."""
+    """Return the memory of this process in bytes: now, or the peak since it was last reset."""
     name = "VmHWM" if peak else "VmRSS"
     (line,) = (one for one in Path("/proc/self/status").read_text().splitlines() if name in one)
     return int(line.split()[1]) * 1024
@@ -37,7 +39,7 @@ def held_bytes(peak: bool) -> int:
 def measured(
     way: str, tokens: int, words: int, hidden: int, bf16: bool, threads: int
 ) -> tuple[float, int]:
-    """(seconds of forward and backward, bytes at the peak above those before)."""
+    """Return (seconds of forward and backward, peak bytes above those before the forward)."""
     import torch
 
     from megatron_epp.layers.lm_head.log_probs import block_log_probs
@@ -72,7 +74,7 @@ def measured(
 def predicted_bytes(
     way: str, tokens: int, words: int, hidden: int, bf16: bool, on_gpu: bool
 ) -> float:
-    """Peak of a way; statistics and softmaxes are float32."""
+    """Return the predicted peak bytes of a way; statistics and softmaxes are float32."""
     element = 2 if bf16 else 4
     weight = words * hidden * 4
     hiddens = tokens * hidden * element  # their gradient

@@ -1,12 +1,13 @@
-"""Planners against each other for models with layers of several kinds: simulated.
+"""Planners compared on models with layers of several kinds (simulated).
 
     python scripts/bench/models.py [--models qwen3-30b-a3b deepseek-v3 gpt-oss-120b]
                                    [--lengths wlb] [--context 131072] [--documents 128]
                                    [--batches 3] [--first 30] [-o RESULT.md]
 
-Everything here is simulated with the cost model of megatron_epp.cost, from the models' shapes and
-the H100's assumed rates: nothing ran on a GPU. ``documents`` are those of one replica. Layers lie
-even on the stages; with them moved (the lever uneven) is a column of its own.
+All numbers are simulated with the cost model of megatron_epp.cost, from the models' shapes and
+assumed rates of an H100; nothing ran on a GPU. ``documents`` is the number for one replica. Stages
+have equal numbers of layers; one column shows epp with the lever uneven, which moves layers between
+stages.
 """
 
 import argparse
@@ -46,7 +47,7 @@ HEAD = ("model", "seconds", *(f"{name} / epp" for name in OTHERS), "layers moved
 
 
 def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
-    """Median (least .. most)."""
+    """Return the median (minimum .. maximum) as text."""
     middle, low, high = statistics.median(values), min(values), max(values)
     if not len(values) > 1:
         return form.format(middle)
@@ -54,7 +55,7 @@ def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
 
 
 def row(name: str, cost: Cost, batches: Sequence[tuple[int, ...]], context: int) -> list[str]:
-    """The table's line of one model."""
+    """Return the table row of one model."""
     even = Options(context=context, levers=ALL - {"uneven"})
     moved = Options(context=context, levers=ALL, open_layers=True)
     ours, times = [], []

@@ -1,4 +1,4 @@
-"""What a network between nodes is built of: counts per link of a node, for comparing costs."""
+"""Parts of a network between nodes, counted per link of a node, to compare prices."""
 
 import sys
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ RADIX = 64  # ports of a packet switch
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Numbers of parts for one port of a node, all at that port's rate.
+    """Numbers of parts for one port of a node, all with the rate of the port.
 
-    transceivers    at both ends of every optical link; a circuit switch has none
-    packet_ports    of electrical packet switches
-    circuit_ports   of optical circuit switches
+    transceivers    transceivers at both ends of optical links; a circuit switch has none
+    packet_ports    ports of electrical packet switches
+    circuit_ports   ports of optical circuit switches
     """
 
     transceivers: int
@@ -27,7 +27,7 @@ class Parts:
     circuit_ports: int
 
     def price(self, transceiver: float, packet_port: float, circuit_port: float) -> float:
-        """Return the price of all, in the unit of the parts' prices."""
+        """Return the total price, in the unit of the prices of the parts."""
         return (
             self.transceivers * transceiver
             + self.packet_ports * packet_port
@@ -36,11 +36,11 @@ class Parts:
 
 
 def network_parts(topology: Topology, radix: int = RADIX) -> Parts:
-    """Return what one port of a node takes.
+    """Return the numbers of parts for one port of a node.
 
-    A fat tree without oversubscription of n nodes has the fewest levels L of which 2 (radix / 2)^L
-    is n at least; a byte's way up to the top passes L links and takes 2 L - 1 ports. Rails between
-    circuit switches are fibres: a port of the node, and one of the switch.
+    A fat tree of n nodes without oversubscription has the fewest levels L such that 2 (radix / 2)^L
+    is at least n. The way of a byte to the top has L links and 2 L - 1 ports. Rails between circuit
+    switches are fibres: a port of the node, and one of the switch.
     """
     if topology.between == TORUS:
         return Parts(1, 0, 0)

@@ -1,14 +1,14 @@
-"""Figures of the papers and of our simulation of the same, side by side.
+"""Results of published papers, side by side with this project's simulation of the same settings.
 
     python scripts/bench/paper.py [--parts targets,papers,context,batch,ablation,noise,random,
                                            offload,partition,local,vocabulary,flexsp,
                                            defaults]
                                   [--batches 10] [--first 30] [-o RESULT.md]
 
-Everything here is simulated with the cost model of megatron_epp.cost: nothing ran on a GPU. The
-batches are number ``first`` and following of the shipped distributions with the default seed.
-Tuning of `epp` looked at batches 0 to 3, 100 and 101, and, where memory is tight, 20 to 25: the
-default reports none of those.
+All numbers are simulated with the cost model of megatron_epp.cost; nothing ran on a GPU. The
+batches are those from number ``first`` on of the shipped distributions, with the default seed.
+`epp` was tuned on batches 0 to 3, 100 and 101 and, for tight memory, 20 to 25; the default reports
+none of these.
 """
 
 import argparse
@@ -85,7 +85,7 @@ TARGETS = (
 
 
 def spread(values: Sequence[float], form: str = "{:.3f}") -> str:
-    """Median (least .. most)."""
+    """Return the median (minimum .. maximum) as text."""
     low, high = min(values), max(values)
     middle = form.format(statistics.median(values))
     return middle if low == high else f"{middle} ({form.format(low)}..{form.format(high)})"
@@ -96,7 +96,7 @@ def percent(values: Sequence[float]) -> str:
 
 
 def asked(value: float | None, form: str = "{:.2f}") -> str:
-    """The goal of a figure in brackets; nothing without one."""
+    """Return the target of a number in brackets; empty without a target."""
     return "" if value is None else f" (asked {form.format(value)})"
 
 
@@ -106,7 +106,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def timed(plan: Callable, *args):
-    """The plan, and the processor seconds that it took: other programs do not count."""
+    """Return the plan, and its CPU seconds, which do not include other programs."""
     began = time.process_time()
     return plan(*args), time.process_time() - began
 
@@ -114,12 +114,12 @@ def timed(plan: Callable, *args):
 def options(
     work: Work, levers: frozenset[str] = ALL - {"uneven"}, open_layers: bool = False
 ) -> Options:
-    """All levers but `uneven` unless told otherwise: layers lie where the cost has them."""
+    """Return the planner's options; by default, all levers but `uneven`, with fixed layers."""
     return Options(context=work.context, levers=levers, open_layers=open_layers)
 
 
 def uneven(work: Work) -> Options:
-    """All levers, and the layers of stages are the planner's to choose."""
+    """Return options with all levers, with which the planner may move layers between stages."""
     return options(work, ALL, open_layers=True)
 
 
@@ -128,7 +128,7 @@ def say(what: str) -> None:
 
 
 def targets(numbers: Sequence[int]) -> str:
-    """The Done-when table; the same with layers moved, without W-splitting, in Megatron's world."""
+    """Return the table of targets, with variants: moved layers, no W-splitting, --zero 1."""
     parts = []
     lying = ALL - {"uneven"}
     for title, how, zero in (
@@ -206,7 +206,7 @@ def targets(numbers: Sequence[int]) -> str:
 
 
 def against(work: Work, numbers: Sequence[int], names: Sequence[str]) -> dict[str, list[float]]:
-    """Iteration time of every method as a multiple of infinipipe's."""
+    """Return the iteration time of every method as a multiple of infinipipe's, per batch."""
     cost = work.cost()
     found: dict[str, list[float]] = {name: [] for name in names}
     for lengths in work.batches(numbers):
@@ -220,7 +220,10 @@ def against(work: Work, numbers: Sequence[int], names: Sequence[str]) -> dict[st
 
 
 def _seconds(name: str, lengths: tuple[int, ...], cost: Cost, work: Work) -> float:
-    """By name; the two homogeneous methods set up as in InfiniPipe's evaluation."""
+    """Return the seconds of method ``name``.
+
+    The two homogeneous methods are set up as in InfiniPipe's evaluation.
+    """
     layers = sum(cost.layout.layers)
     if name == "deepspeed":
         degree = 16 if work.model == "gpt-7b" else 32
@@ -353,7 +356,7 @@ def batch(numbers: Sequence[int]) -> str:
 
 
 def _fixed(held: SortedBatch, cost: Cost, how: Options, rates: Rates):
-    """Chunks of one size in place of Alg. 1's."""
+    """Yield chunks of one fixed size, instead of those of InfiniPipe's Algorithm 1."""
     for size in sizes(how.context, cost.multiple):
         yield fixed_chunks(held.lengths, size, rates), f"size {size}"
 
@@ -403,7 +406,7 @@ def _spread_of_fitting(ratios: Sequence[float], form: str = "{:.2f}") -> str:
 
 
 def noise(numbers: Sequence[int]) -> str:
-    """5% on every op, the orders fixed in advance."""
+    """Return the time lost to 5% noise on every op, with fixed orders."""
     rows = []
     for work, *_ in TARGETS:
         say(f"noise: {work}")
@@ -423,7 +426,7 @@ def noise(numbers: Sequence[int]) -> str:
 
 
 def random_batches(numbers: Sequence[int]) -> str:
-    """epp against every other pipeline planner on 100 batches of random workloads."""
+    """Compare epp with every other pipeline planner on 100 batches of random workloads."""
     draw = np.random.default_rng(3)
     worse, gains, count = [], [], 100
     for number in range(count):
@@ -459,7 +462,7 @@ def random_batches(numbers: Sequence[int]) -> str:
 
 
 def offload(numbers: Sequence[int]) -> str:
-    """epp with the lever offload at several rates to the host, where memory is tight."""
+    """Compare epp with and without offload, at several host bandwidths, with tight memory."""
     rows = []
     for work, *_ in TARGETS[-2:]:
         say(f"offload: {work}")
@@ -520,7 +523,7 @@ INTERLEAVED = {"interleaved": "1f1b", "adaptis": "adaptis", "slimpipe": "slimpip
 
 
 def interleaved(cost: Cost) -> Cost | None:
-    """``cost`` with two stages a rank, even layers; None where there are too few."""
+    """Return ``cost`` with two stages per rank and equal layers; None if layers are too few."""
     if 2 * cost.layout.stages > sum(cost.layout.layers):
         return None
     placement = named_placement("interleaved 2", cost.layout.stages)
@@ -529,10 +532,13 @@ def interleaved(cost: Cost) -> Cost | None:
 
 
 def partition(numbers: Sequence[int]) -> str:
-    """Layers by time against even ones, and beside them Megatron's interleaved 1F1B, AdaPtis and
-    SlimPipe with two stages a rank and even layers: --zero 1,
-    h100-80g, as training runs it; lengths wlb. The partition, with the output layer on the last
-    stage and cut over all, and which of the two, are chosen on batches 0 and 1."""
+    """Compare layers balanced by time with equal layers, and with other schedules.
+
+    The other schedules are Megatron's interleaved 1F1B, AdaPtis and SlimPipe, with two stages per
+    rank and equal layers. The setting is that of training: --zero 1, h100-80g, lengths wlb. The
+    partition, and the LM head on the last stage or sharded over all stages, are chosen on batches 0
+    and 1.
+    """
     rows = []
     for name, pp, tp, cp, thousands, budget, goal in LAYOUTS:
         began = time.process_time()
@@ -641,8 +647,10 @@ LOCAL = (
 
 
 def local(numbers: Sequence[int]) -> str:
-    """Documents local to context-parallel ranks against all spread: --zero 1, h100-80g, as
-    training runs it, with the levers that training runs."""
+    """Compare documents on single context-parallel ranks with all documents sharded over the ranks.
+
+    The setting and levers are those of training: --zero 1, h100-80g.
+    """
     rows = []
     for name, pp, tp, cp, lengths, thousands, comm_asked, time_asked in LOCAL:
         say(f"local: {name} cp {cp} {lengths} {thousands}K")
@@ -717,8 +725,11 @@ CUT_HEADS = (
 
 
 def vocabulary(numbers: Sequence[int]) -> str:
-    """The output layer cut over the stages, against the last stage's own: --zero 1, h100-80g, as
-    training runs it, every document spread over the ranks; lengths wlb."""
+    """Compare vocabulary parallelism over all stages with the LM head on the last stage.
+
+    The setting is that of training: --zero 1, h100-80g, lengths wlb, every document spread over the
+    ranks.
+    """
     rows = []
     for name, pp, cp, thousands, documents, most_bubble, most_time in CUT_HEADS:
         whole = named_cost(name, "h100-80g", pp=pp, cp=cp, zero=1, **AS_TRAINED)
@@ -780,9 +791,11 @@ MOST_SECONDS = 1.5  # of planning, for 512 documents
 
 
 def flexsp(numbers: Sequence[int]) -> str:
-    """Vocabulary parallelism and local documents together, planned with all levers but `uneven`
-    and `offload`, as training does, against idealised FlexSP and against epp without the two:
-    --zero 1, h100-80g."""
+    """Compare vocabulary parallelism plus single-rank documents with FlexSP, and with plain epp.
+
+    As in training, all levers but `uneven` and `offload` are on: --zero 1, h100-80g. FlexSP is
+    idealised.
+    """
     rows = []
     for name, pp, cp, lengths, thousands, documents, groups_asked, time_asked in TOGETHER:
         say(f"flexsp: {name} {lengths} {thousands}K pp {pp}")
@@ -845,7 +858,7 @@ DEFAULT_WORK = (
 
 
 def defaults(numbers: Sequence[int]) -> str:
-    """Every default of planning the other way, against all defaults: --zero 1, as training runs."""
+    """Compare each default of planning, changed alone, with all defaults (--zero 1)."""
     names, columns = [], []
     for name, device, pp, tp, cp, lengths, thousands, documents, budget in DEFAULT_WORK:
         degrees = {"pp": pp, "tp": tp, "cp": cp, "zero": 1, "memory_budget_gib": budget}

@@ -1,31 +1,30 @@
 #!/usr/bin/env python3
-"""Elastic pipelines beside torch's own schedules and Megatron's, on gloo processes that sleep.
+"""Elastic pipelines compared with torch's and Megatron's schedules, on gloo processes that sleep.
 
     scripts/bench/peers.py --state peers.jsonl [--cells 4096x32x2 ...] [--rounds 5] [-o RESULT.md]
 
-A cell is a context, the documents of a batch, and pipeline stages. Every op sleeps the seconds that
-the cost model predicts for it, scaled so that a step of `epp` takes --step-seconds; messages,
-autograd graphs and orders are real, so that two cores stand for as many devices as there are
-stages. In turn and in changing order, --rounds times:
+A cell is a context, the number of documents of a batch, and a number of pipeline stages. Every op
+sleeps for the seconds that the cost model predicts, scaled so that a step of `epp` takes
+--step-seconds. Messages, autograd graphs and orders are real, so two cores can stand for as many
+devices as there are stages. Each round runs these variants, in another order:
 
     torch 1f1b, interleaved, zb (InterleavedZeroBubble), zbv (ZBVZeroBubble)
-                    torch.distributed.pipelining's, a document or a packed sequence each
-                    micro-batch (docs, packed); the last three with two stages a rank
-    megatron 1f1b   forward_backward_pipelining_without_interleaving, a document each, shapes by
-                    handshake
+                    schedules of torch.distributed.pipelining; a micro-batch is a document (docs)
+                    or a packed sequence (packed); the last three have two stages per rank
+    megatron 1f1b   forward_backward_pipelining_without_interleaving; a micro-batch is a
+                    document, shapes by handshake
     packing, packing-best, whole, epp, epp v
-                    by this project's executor; whole: epp's plans with no document cut; v: with
-                    two stages a rank, in a V; packing to the context, within no memory budget; the
-                    others within what its fullest rank then holds; ample: within no budget, as
-                    torch's and Megatron's schedules run
+                    plans in this project's executor. whole: epp without slices. v: two stages per
+                    rank, in a V. packing packs to the context without a memory budget; the
+                    budget of the others is the memory of packing's fullest rank. ample: without a
+                    budget, like torch's and Megatron's schedules
 
-Results of each cell are appended to --state, and a run that was stopped goes on after them. A row
-of the table is a variant: tokens per second, its ratio to packing-best round by round (median,
-least and most), and the memory of the fullest rank by the project's simulator, which plays the
-orders that ran. `bound` is the most that any plan of whole or cut documents can gain on
-packing-best under the cost model. torch's
-schedules take micro-batches of one shape, so theirs are padded to the longest; nothing is computed
-for padding.
+Results of each cell are appended to --state, and an interrupted run continues after them. A row of
+the table is a variant: tokens per second, its ratio to packing-best by round (median, minimum and
+maximum), and the memory of the fullest rank, simulated with the orders that ran. `bound` is the
+largest gain over packing-best that any plan of unsliced or sliced documents can have under the cost
+model. torch's schedules take micro-batches of one shape, so micro-batches are padded to the
+longest; padding takes no compute time.
 """
 
 import argparse
@@ -74,11 +73,11 @@ Seconds = dict[Kind, np.ndarray]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """What one variant does in a step.
+    """Ops and durations of one variant in a step.
 
-    plan      of the project's executor; None: of others
+    plan      plan for this project's executor; None for other schedules
     chunks    tokens of every micro-batch or chunk
-    seconds   [stage, chunk] that F, I and W sleep
+    seconds   [stage, chunk] seconds for which F, I and W sleep
     """
 
     name: str
@@ -87,7 +86,7 @@ class Work:
     seconds: Seconds
 
     def scaled(self, factor: float) -> "Work":
-        """With so many times the seconds."""
+        """Return the work with all seconds multiplied by ``factor``."""
         seconds = {kind: grid * factor for kind, grid in self.seconds.items()}
         return dataclasses.replace(self, seconds=seconds)
 
@@ -101,7 +100,7 @@ def sleep(seconds: float) -> None:
 
 
 def layer_of(work: Work, stage: int) -> Any:
-    """The module of a stage: x + w, whose halves of the backward sleep on paths of their own."""
+    """Return a stage's module x + w; the gradients of x and w sleep separately."""
 
     class Sleeping(torch.autograd.Function):
         @staticmethod
@@ -135,7 +134,7 @@ Ran = tuple[str, int, int]
 
 
 class Slept:
-    """The executor's side of one stage, in the place of a model."""
+    """Compute interface of one stage for the executor; ops sleep instead of running a model."""
 
     def __init__(self, work: Work, stage: int):
         self.work, self.stage = work, stage
@@ -301,7 +300,7 @@ def megatron_step(work: Work, rank: int, ranks: int) -> Callable[[], list[Ran]]:
 
 
 def process(rank: int, ranks: int, folder: str, rounds: Sequence[int]) -> None:
-    """One rank: every variant of the cell, in turn, ``rounds`` times."""
+    """Run one rank: every variant of the cell in turn, in each of ``rounds``."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["OMP_NUM_THREADS"] = "1"
     from megatron_epp.mcore.patching import cpu_host
@@ -350,7 +349,7 @@ def process(rank: int, ranks: int, folder: str, rounds: Sequence[int]) -> None:
 
 
 def cost_of(arguments: argparse.Namespace, stages: int) -> Cost:
-    """The cost of one replica, its model states left out: a budget is of activations."""
+    """Return the cost model of one replica without model states: budgets are for activations."""
     cost = named_cost(
         arguments.model, arguments.device, pp=stages, tp=arguments.tp, zero=1, topology="nodes"
     )
@@ -359,9 +358,10 @@ def cost_of(arguments: argparse.Namespace, stages: int) -> Cost:
 
 
 def sleeps(table: Table, split: bool) -> Seconds:
-    """Return what every op of ``table`` sleeps, recompute included.
+    """Return the seconds that every op of ``table`` sleeps, with recompute included.
 
-    Where no backward is ``split``, the two halves that autograd runs add up to a whole one.
+    If backwards are not ``split``, autograd still runs both halves, whose times add up to that of a
+    whole backward.
     """
     seconds = {kind: np.array(table.seconds[kind]) for kind in HALVES}
     again = np.array(table.recompute_seconds)
@@ -376,7 +376,7 @@ def sleeps(table: Table, split: bool) -> Seconds:
 
 
 def planned_work(name: str, found: PlannedReplica, cost: Cost) -> Work:
-    """The work of a plan of this project."""
+    """Return the work of a plan of this project."""
     plan = found.plan
     split = any(op.kind is Kind.WEIGHT for order in plan.orders for op in order)
     tokens = tuple(chunk.tokens for chunk in plan.chunks)
@@ -385,7 +385,7 @@ def planned_work(name: str, found: PlannedReplica, cost: Cost) -> Work:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Given:
-    """Another's schedule over micro-batches of whole documents; ``split``: into I and W."""
+    """Schedule of torch or Megatron with unsliced documents; ``split``: with I and W."""
 
     name: str
     micro_batches: Sequence[Sequence[int]]
@@ -406,7 +406,7 @@ class Given:
         return Work(self.name, None, tokens, sleeps(table, self.split))
 
     def played(self, ran: Sequence[Sequence[Sequence]]) -> dict[str, float]:
-        """What the simulator says of the ops that ran on every rank: seconds, and peak bytes."""
+        """Return simulated seconds and peak bytes of the ops that ran on every rank."""
         layout = self.cost.layout
         if (
             layout.place and layout.place[0]
@@ -430,9 +430,10 @@ class Given:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variants:
-    """Every variant of a cell: what it does, and what the simulator says of it.
+    """All variants of a cell: their work, and simulated seconds and peaks.
 
-    bound    seconds below which no plan comes; tokens: of the batch
+    ``bound`` is a lower bound in seconds for all plans; ``tokens`` is the number of tokens of the
+    batch.
     """
 
     works: list[Work]
@@ -445,7 +446,7 @@ class Variants:
 def variants_of(
     arguments: argparse.Namespace, context: int, documents: int, stages: int
 ) -> Variants:
-    """The variants of a cell."""
+    """Return the variants of a cell."""
     lengths = open_corpus(arguments.lengths, context).batch(arguments.batch, documents)
     ample = cost_of(arguments, stages)
     options = Options(context=context)
@@ -490,14 +491,14 @@ def variants_of(
 
 
 def takes(name: str, micro_batches: int, ranks: int) -> bool:
-    """Whether torch's schedule runs so many micro-batches."""
+    """Return whether torch's schedule ``name`` can run this number of micro-batches."""
     if name in ("interleaved", "zb"):  # in rounds of the ranks
         return micro_batches >= ranks and micro_batches % max(1, micro_batches // ranks) == 0
     return name != "zbv" or micro_batches >= 2 * ranks
 
 
 def run_cell(arguments: argparse.Namespace, cell: str, done: Sequence[dict]) -> list[dict]:
-    """The results of the rounds of ``cell`` that ``done`` lacks."""
+    """Run the rounds of ``cell`` that are not in ``done``, and return their results."""
     context, documents, stages = map(int, cell.split("x"))
     variants = variants_of(arguments, context, documents, stages)
     works = variants.works
@@ -532,7 +533,7 @@ HEADERS = ("variant", "tokens/s", "ratio", "least", "most", "simulated", "GiB")
 
 
 def rows_of(results: Sequence[dict]) -> list[list[str]]:
-    """Rows of a cell, the fastest first."""
+    """Return the table rows of a cell, fastest first."""
     by_variant: dict[str, dict[int, dict]] = {}
     for each in results:
         by_variant.setdefault(each["variant"], {})[each["round"]] = each
@@ -553,7 +554,7 @@ def rows_of(results: Sequence[dict]) -> list[list[str]]:
 
 
 def title(results: Sequence[dict]) -> str:
-    """What a cell is, and the most that plans can gain in it."""
+    """Return the title of a cell, with the largest gain that plans can have."""
     context, documents, stages = results[0]["cell"].split("x")
     stock = next(each for each in results if each["variant"] == STOCK)
     return (

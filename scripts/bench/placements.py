@@ -1,12 +1,13 @@
-"""Placement, partition and schedule together, against interleaved 1F1B and each alone: simulated.
+"""Placement, partition and schedule together, against interleaved 1F1B and each alone (simulated).
 
     python scripts/bench/placements.py [--models gemma3-27b deepseek-v3 nemotron-h-8b]
                                        [--ranks 8 16] [--batches 2] [--plan-time] [-o RESULT.md]
 
-AdaPtis (arXiv 2509.23722) reports 1.42 times interleaved 1F1B on average, and 2.14 at most, for
-models of these shapes. Here its schedule, and ours, run on the cost model of megatron_epp.cost:
-nothing ran on a GPU. Equal documents, as many as asked for each rank, are its setting; `wlb` ones
-are ours. With --plan-time: seconds that a plan takes for 16 ranks of 2 stages and 512 documents.
+AdaPtis (arXiv 2509.23722) reports a speedup over interleaved 1F1B of 1.42 on average, and 2.14 at
+most, for models of these shapes. Here its schedule and those of this project run on the cost model
+of megatron_epp.cost; nothing ran on a GPU. The setting of AdaPtis has documents of equal length, in
+the number given for each rank; the `wlb` documents are an addition of this project. With
+--plan-time, the script prints seconds of planning for 16 ranks of 2 stages and 512 documents.
 """
 
 import argparse
@@ -36,7 +37,7 @@ HEAD = ("model", "ranks", "documents", "1f1b interleaved 2", "1f1b, layers by ti
 
 
 def seconds(planner: str, cost: Cost, batches: Sequence[Sequence[int]], options: Options) -> float:
-    """Of all batches; infinite where one does not fit."""
+    """Return the total seconds of all batches; infinite if a plan does not fit in memory."""
     found = [planner_of(planner)(lengths, cost, options) for lengths in batches]
     return sum(each.seconds for each in found) if all(each.fits for each in found) else float("inf")
 
@@ -46,8 +47,10 @@ def by_time(planner: str, cost: Cost, batches: Sequence[Sequence[int]], options:
 
 
 def row(name: str, ranks: int, said: str, batches: Sequence[Sequence[int]], how: Options) -> str:
-    """The table's line of one model on ``ranks`` of eight devices each: how many times as fast as
-    interleaved 1F1B on even layers."""
+    """Return the table row of one model on ``ranks`` pipeline ranks of eight devices.
+
+    Cells are speedups over interleaved 1F1B with equal numbers of layers.
+    """
     even = named_cost(name, DEVICE, pp=ranks, tp=8, dp=REPLICAS)
     every = [list(lengths) * REPLICAS for lengths in batches]  # to choose by
     dealt = named_placement("interleaved 2", ranks)
@@ -65,7 +68,7 @@ def row(name: str, ranks: int, said: str, batches: Sequence[Sequence[int]], how:
 
 
 def plan_times(repeats: int) -> str:
-    """Seconds that a plan takes for 16 ranks of 2 stages and 512 documents: least and median."""
+    """Return minimum and median seconds of planning 512 documents on 16 ranks of 2 stages."""
     cost = named_cost("llama3-70b", "h100-80g", pp=16, tp=8, dp=REPLICAS)
     cost = cost.replace(dp=1)
     lines = ["| placement | planner | least | median |", "|---|---|---|---|"]

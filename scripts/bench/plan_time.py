@@ -1,12 +1,12 @@
-"""How long planning takes: by planner, by batch size, by stages; and cold.
+"""CPU time of planning: by planner, by batch size, by number of stages, and after a cold start.
 
     python scripts/bench/plan_time.py [--parts planners,levers,growth,cold,jobs] [-o RESULT.md]
     python scripts/bench/plan_time.py --parts jobs --against CHECKOUT [--jobs NAME ...]
 
-Processor seconds of one core with compiled code warm; the cold start, in which numba compiles, is
-measured in a process of its own with an empty cache. Wall time is the same on an idle core. The
-part `jobs` is measured in new processes, in turn of this checkout and of another one, which
-``--against`` names; children's seconds count.
+Times are processor seconds of one core with loaded compiled code. The cold start, in which numba
+compiles, is measured in a new process with an empty cache. Wall time is the same on an idle core.
+The part `jobs` runs in new processes, alternating between this checkout and the one that
+``--against`` names; it includes the seconds of child processes.
 """
 
 import argparse
@@ -95,9 +95,10 @@ for line in sys.stdin:
 
 
 def by_job(args: argparse.Namespace) -> str:
-    """CPU seconds of each job's plans, and of choosing vocabulary parallelism, in both checkouts.
+    """Return the CPU seconds of each job's plans, and of the choice of vocabulary parallelism.
 
-    Predicted seconds of the plans are compared, and whether their texts are the same.
+    The table compares both checkouts, with predicted seconds of the plans, and the number of equal
+    plans.
     """
     roots = [Path(args.against).resolve(), ROOT] if args.against else [ROOT]
     rows = []
@@ -129,8 +130,11 @@ def by_job(args: argparse.Namespace) -> str:
 def _in_turn(
     roots: Sequence[Path], job: str, batches: Sequence[int], turns: int
 ) -> dict[tuple[Path, int], list[list]]:
-    """What every checkout answers for every batch, plan by plan in turn: as what runs beside a
-    plan makes the processor slower, too, both shall have the same of it."""
+    """Return the answers of every checkout for every batch.
+
+    The checkouts plan in turn, one plan at a time, so that load from other programs affects both
+    equally.
+    """
     workers = {
         root: subprocess.Popen(
             [sys.executable, "-c", ONE_JOB, job],
@@ -158,7 +162,7 @@ def _in_turn(
 
 
 def by_planner() -> str:
-    """Medians over five batches of each distribution."""
+    """Return medians over five batches of each distribution, for every planner."""
     headers = ["planner", *(f"pp {pp}, {name}" for pp in (4, 8) for name in ("wlb", "wikipedia"))]
     rows = []
     for name in COMPARED:
@@ -188,7 +192,10 @@ TRAINED = (
 
 
 def with_every_lever() -> str:
-    """epp, --zero 1 on h100-80g as training runs it; medians over five batches of 512 documents."""
+    """Return medians for epp over five batches of 512 documents.
+
+    The setting is that of training: --zero 1 on h100-80g.
+    """
     headers = [
         "model, levers",
         *(f"{how}, {name}" for how in ("vocabulary cut", "not") for name in CORPORA),
@@ -217,7 +224,7 @@ def with_every_lever() -> str:
 
 
 def by_size() -> str:
-    """epp, llama3-70b on h200-141g, wlb: a replica per 512 documents, or one for all."""
+    """Return times of epp, llama3-70b on h200-141g, wlb: 512 documents per replica, or in one."""
     headers = ["documents", "stages", "replicas", "CPU s", "of it per replica", "chunks of a plan"]
     rows = []
     setups = [

@@ -1,15 +1,15 @@
-"""How long training waits for its plans: real planner processes, a trainer that sleeps.
+"""Time for which training waits for plans: real planner processes, and a trainer that sleeps.
 
     python scripts/bench/planning_ahead.py --list
     python scripts/bench/planning_ahead.py --rows 1,4 [--iterations 40] [--effort 4] [-o RESULT.md]
 
-One replica of the job is planned, by the processes that training would start for it, iteration
-after iteration, each of which lasts the seconds that its plan predicts. Hosts have 8 GPUs and 8
-cores for planning, which the replicas that are planned there share. Where a replica needs more
-processes at once than this computer has cores, an iteration lasts longer by that factor, as each
-process gets a smaller share of a core; the factor is printed. Every replica of a host plans as much
-as the one here, so a host's CPU seconds are those times its replicas. Run it on a quiet computer:
-what runs beside it makes plans late. CPU seconds suffer less.
+The script plans one replica of the job with the same processes that training would start for it.
+Each iteration sleeps for the seconds that its plan predicts. A host has 8 GPUs and 8 cores for
+planning, which its replicas share. If a replica needs more processes at once than this computer has
+cores, an iteration lasts longer by this factor, because each process gets a smaller share of a
+core; the script prints the factor. Every replica of a host plans as much as the one here, so a
+host's CPU seconds are those of this replica times the number of its replicas. Use an idle computer:
+other programs delay plans. CPU seconds are less affected.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SETTLED = 8  # iterations after which the number of processes has settled
 
 @dataclass(frozen=True)
 class Row:
-    """A job; ``thousands`` of tokens of context."""
+    """Job of the table; ``thousands`` is its context in thousands of tokens."""
 
     model: str
     device: str
@@ -55,7 +55,7 @@ class Row:
 
     @property
     def planned_here(self) -> int:
-        """Replicas that the busiest host plans for."""
+        """Number of replicas that the busiest host plans."""
         hosts = max(1, self.pp * self.tp * self.cp * self.dp // GPUS)
         return math.ceil(self.dp / hosts)
 
@@ -88,7 +88,7 @@ ROWS = (
 
 
 def trained(row: Row, effort: int, iterations: int) -> list[str]:
-    """Train the job of ``row``; the cells of its line."""
+    """Simulate training of the job of ``row``, and return its table cells."""
     context = row.thousands * 1024
     cost = named_cost(
         row.model, row.device, pp=row.pp, tp=row.tp, cp=row.cp, dp=row.dp, zero=1, **AS_TRAINED
@@ -134,7 +134,7 @@ def trained(row: Row, effort: int, iterations: int) -> list[str]:
 
 
 def cpu_seconds(pool: PlannerPool) -> float:
-    """CPU seconds of all planner processes so far."""
+    """Return the CPU seconds of all planner processes so far."""
     times = (psutil.Process(one.pid).cpu_times() for one in pool.processes)
     return sum(each.user + each.system for each in times)
 
@@ -146,7 +146,7 @@ HEADERS = (
 
 
 def main() -> None:
-    """Print a line for every row that is asked for."""
+    """Print a line for every requested row."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--list", action="store_true", help="print the rows with their numbers")
     parser.add_argument("--rows", help="their numbers, joined by commas; default: all")

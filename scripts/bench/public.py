@@ -1,12 +1,13 @@
-"""Predict every public measurement of the catalogue, and write how far off the predictions are.
+"""Predict all published measurements in the catalogue, and write the errors of the predictions.
 
     python scripts/bench/public.py            prints the table
     python scripts/bench/public.py --write    writes scores and docs/results/public_measurements.md
 
-The measurements are `public_measurements.json` of `megatron_epp/cost/catalogue`, the scores, which
-`plan`, `compare` and `tune` read, `public_scores.json` next to it. Steps are those of Megatron's
-own schedule: equal sequences, 1F1B or interleaved, logits held from forward to backward, the
-recompute of the row. Their memory is what PyTorch's allocator gave out at most.
+The measurements are in `public_measurements.json` of `megatron_epp/cost/catalogue`. The scores,
+which `plan`, `compare` and `tune` read, are in `public_scores.json` next to it. Steps are predicted
+for Megatron's own schedule: equal sequences, 1F1B or interleaved, logits saved from forward to
+backward, and the recompute of the row. Their memory is the peak that PyTorch's allocator reports as
+allocated.
 """
 
 import argparse
@@ -47,12 +48,12 @@ MOST_PLAYED = 4
 
 
 def device_of(row: PublicRow) -> Device:
-    """Return the device of a row; of one that the catalogue lacks, the row's stand-in."""
+    """Return the device of a row, or the row's stand-in if the catalogue lacks the device."""
     return DEVICES[row.facts.get("stand_in", row.facts["device"])]
 
 
 def predicted(row: PublicRow) -> dict[str, float]:
-    """Return the predicted numbers in the place of those that were measured."""
+    """Return the predictions for the measured numbers of a row."""
     return _PREDICTORS[row.what](row)
 
 
@@ -60,7 +61,7 @@ def predicted(row: PublicRow) -> dict[str, float]:
 
 
 def recompute_mode(text: str) -> str:
-    """Return the mode for Megatron's names of modules: the one that recomputes most of them."""
+    """Return the recompute mode that best matches Megatron's names of recomputed modules."""
     if text in ("", "full"):
         return FULL if text else KEEP
     modules = {"mlp" if name == "moe" else name for name in text.split(", ")}
@@ -71,7 +72,10 @@ def recompute_mode(text: str) -> str:
 
 
 def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Return layers of stages as the jobs had them: even, or embedding and loss count as one."""
+    """Return the layers of every stage: equal, if possible.
+
+    Otherwise embedding and loss count as one layer each.
+    """
     if layers % stages and (layers + 2) % stages == 0:
         each = (layers + 2) // stages
         return (each - 1, *[each] * (stages - 2), each - 1)
@@ -79,7 +83,7 @@ def stage_layers(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def cost_of(row: PublicRow, model: Model) -> Cost:
-    """Return the cost of a row's job."""
+    """Return the cost model of a row's job."""
     facts = row.facts
     ranks, stages = facts.get("pp", 1), facts.get("pp", 1) * facts.get("vp", 1)
     layers = stage_layers(model.layers - model.mtp_layers_count, stages)
@@ -111,9 +115,12 @@ def _all_layers(cost: Cost, mode: str, chunks: int) -> Counts:
 
 
 def _policies(cost: Cost, sizes: np.ndarray) -> list[Policy]:
-    """Return the order of 1F1B; where it is interleaved, Megatron's forwards in flight, which its
-    memory follows, and an order that takes forwards where nothing else can run: Megatron's, which
-    goes through groups of micro-batches, stalls as little."""
+    """Return the scheduling policies to simulate: one for 1F1B, two for an interleaved pipeline.
+
+    Both of the two have Megatron's number of forwards in flight, which determines memory. The
+    second one also runs a forward when nothing else can run: it stalls as little as Megatron's
+    order, which goes through groups of micro-batches.
+    """
     stages, ranks = cost.layout.stages, cost.layout.placement.ranks
     if not cost.layout.place:
         least = constant(sizes, stages)
@@ -140,7 +147,7 @@ def _played(row: PublicRow, cost: Cost, count: int) -> tuple[float, float]:
 
 
 def step(row: PublicRow) -> dict[str, float]:
-    """Return the predicted seconds, or rate, and peak of a step."""
+    """Return the predicted seconds or rate of a step, and its peak in GiB if it was measured."""
     facts, model = row.facts, row.model
     assert model is not None
     cost = cost_of(row, model)
@@ -167,7 +174,7 @@ def step(row: PublicRow) -> dict[str, float]:
 
 
 def optimizer_seconds(cost: Cost, device: Device) -> float:
-    """Return the seconds of the optimizer: its states, gradients and weights read and written."""
+    """Return seconds in which the optimizer reads and writes states, gradients and weights."""
     layout = cost.layout
     copies = np.array([layout.cp * layout.dp, layout.tp * layout.cp * layout.dp / layout.ep])
     held = np.array(cost.memory.parameters)
@@ -177,7 +184,7 @@ def optimizer_seconds(cost: Cost, device: Device) -> float:
 
 
 def model_flops(model: Model, seq: int) -> float:
-    """Return the flops of a token forward and backward as Megatron counts them: causal pairs."""
+    """Return forward and backward FLOPs per token, counted as Megatron does, with causal pairs."""
     word = model.layer_kinds or (next(iter(model.shapes)),) * model.layers
     layers = (model.shapes[kind] for kind in word)
     forward = sum(each.flops_per_token + each.flops_per_pair * seq / 2 for each in layers)
@@ -188,7 +195,7 @@ def model_flops(model: Model, seq: int) -> float:
 
 
 def layer(row: PublicRow) -> dict[str, float]:
-    """Return the predicted seconds of an op of one layer on every rank's own tokens."""
+    """Return the predicted seconds of an op of one layer, on each rank's own tokens."""
     facts = row.facts
     one = row.model
     assert one is not None
@@ -219,7 +226,7 @@ def layer(row: PublicRow) -> dict[str, float]:
 
 
 def gather(row: PublicRow) -> dict[str, float]:
-    """Return the predicted bus bandwidth of a gather or a scatter."""
+    """Return the predicted bus bandwidth of an all-gather or reduce-scatter."""
     network = Network.of(TOPOLOGIES["nodes"], device_of(row))
     ranks, size = row.facts["ranks"], row.facts["mib"] * 2**20
     moved = size * (ranks - 1) / ranks
@@ -228,7 +235,7 @@ def gather(row: PublicRow) -> dict[str, float]:
 
 
 def product(row: PublicRow) -> dict[str, float]:
-    """Return the predicted rate of one product."""
+    """Return the predicted TFLOP/s of one matrix product."""
     facts = row.facts
     weights = facts["n"] * facts["k"]
     flops = 2.0 * facts["rows"] * weights
@@ -241,7 +248,7 @@ def _product_seconds(device: Device, flops: float, weights: float) -> float:
 
 
 def experts(row: PublicRow) -> dict[str, float]:
-    """Return the predicted seconds of all experts' products on one device."""
+    """Return the predicted seconds of all experts' matrix products on one device."""
     facts = row.facts
     rows = facts["tokens"] * facts["active"]
     one = 3 * facts["hidden_size"] * facts["expert_hidden"]
@@ -250,7 +257,7 @@ def experts(row: PublicRow) -> dict[str, float]:
 
 
 def attention(row: PublicRow) -> dict[str, float]:
-    """Return the predicted seconds of attention's forward over one document."""
+    """Return the predicted seconds of attention's forward on one document."""
     facts, device = row.facts, device_of(row)
     pairs = facts["tokens"] * (facts["tokens"] + 1) / 2
     return {"seconds": 4.0 * facts["heads"] * facts["head_size"] * pairs / device.attention_flops}
@@ -372,7 +379,7 @@ def summary(scores: Scores) -> list[str]:
 
 
 def missed(scores: Scores) -> list[tuple[PublicRow, str, float]]:
-    """Return the comparable rows that are off by more than the bounds: row, what, and error."""
+    """Return the comparable rows whose errors exceed the bounds: (row, quantity, error)."""
     rows = []
     for row in public.measurements():
         for what, measured in row.measured.items():
@@ -396,7 +403,7 @@ def _missed_lines(scores: Scores) -> list[str]:
 
 
 def page(scores: Scores) -> str:
-    """Return the page of measured, predicted and error, row by row."""
+    """Return the page with measured and predicted numbers and errors, by row."""
     lines = [*summary(scores), "", *_missed_lines(scores)]
     tables: dict[str, list[PublicRow]] = {}
     for row in public.measurements():
@@ -423,7 +430,7 @@ def page(scores: Scores) -> str:
 
 
 def all_scores() -> Scores:
-    """Return what is predicted of every row, rounded."""
+    """Return the rounded predictions of all rows."""
     return {
         row.key: {name: float(f"{each:.6g}") for name, each in predicted(row).items()}
         for row in public.measurements()
@@ -431,7 +438,7 @@ def all_scores() -> Scores:
 
 
 def main() -> int:
-    """Print, or write."""
+    """Print the table, or write the scores and the page; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -1,8 +1,9 @@
-"""How long the planner's replay of orders takes beside the simulator's loop, which it is equal to.
+"""CPU time of the planner's replay of orders, compared with the simulator's loop.
 
     python scripts/bench/replay_time.py
 
-Processor seconds of one play, the two alternating, the least of nine rounds of ten.
+Replay and loop compute the same result, and run alternately. Each time is that of one simulation in
+processor seconds: the minimum over nine rounds of ten.
 """
 
 import sys
@@ -31,7 +32,7 @@ ROUNDS, PLAYS = 9, 10
 
 
 def least_seconds(*plays: Callable[[], object]) -> list[float]:
-    """The least seconds of one call of each."""
+    """Return the minimum seconds of one call of each function."""
     best = [float("inf")] * len(plays)
     for number in range(ROUNDS):
         for which in range(len(plays))[:: 1 if number % 2 else -1]:

@@ -1,4 +1,4 @@
-"""Models of the GPU benchmarks: by name as Megatron's flags, on this device."""
+"""Models of the GPU benchmarks, by name, as Megatron's flags."""
 
 import argparse
 import os
@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[int, str]] = {
 
 
 def flags(model: str, layers: int, context: int, on_gpu: bool, others: Sequence[str]) -> list[str]:
-    """Megatron's, for a stage of ``layers`` layers; ``others`` come last and so override."""
+    """Return Megatron's flags for a stage of ``layers`` layers, followed by ``others``."""
     text = f"""
         {MODELS[model][1]} {_LLAMA} --num-layers {layers}
         --seq-length {context} --max-position-embeddings {context}
@@ -50,7 +50,7 @@ def flags(model: str, layers: int, context: int, on_gpu: bool, others: Sequence[
 
 
 def parser(documentation: str) -> argparse.ArgumentParser:
-    """With the options that all have; what it does not know is for Megatron."""
+    """Return a parser with the common options; unknown options are Megatron's flags."""
     made = argparse.ArgumentParser(
         description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -65,7 +65,7 @@ def refuse(why: str) -> NoReturn:
 
 
 def begin(arguments: argparse.Namespace, layers: int, context: int, others: Sequence[str]) -> Any:
-    """Megatron on the device of ``arguments``, to build stages of their model with."""
+    """Start Megatron on the device in ``arguments``; return the setup for building stages."""
     if arguments.device == "cpu":  # before torch looks for GPUs
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -1,8 +1,9 @@
-"""Stages of a pipeline one after another in this process, their neighbours' messages made up.
+"""Stages of a pipeline, one after another in this process, with random messages from neighbours.
 
-One GPU cannot hold a pipeline, but it can run every stage's program: the same executor, the same
-ops in the same order on the same shapes. What comes over a link is random; how long an op takes
-does not depend on it. The simulator puts the measured stages together (:func:`measured_table`).
+One GPU cannot hold a pipeline, but it can run every stage's program: the same executor, and the
+same ops in the same order with the same shapes. Received messages are random, because the time of
+an op does not depend on their values. The simulator combines the measured stages
+(:func:`measured_table`).
 """
 
 import copy
@@ -41,7 +42,7 @@ from megatron_epp.runtime.program_runner import ProgramRunner
 
 @dataclass(frozen=True, slots=True)
 class SingleProcess:
-    """This process as a world of its own: Megatron's arguments, and what stages are built with."""
+    """Setup of Megatron with this process as the only rank; stages are built with it."""
 
     args: Any
     config: Config
@@ -51,7 +52,11 @@ class SingleProcess:
 
 
 def start_single_process(flags: Sequence[str]) -> SingleProcess:
-    """Initialise Megatron with its ``flags`` for this process only. ValueError: one line."""
+    """Initialise Megatron with its ``flags`` for this process only.
+
+    Raises:
+        ValueError: if the flags cannot be used; the message is one line.
+    """
     be_the_only_process()
     cuda_host.prepare([*flags, "--epp"])
     cpu_host.install_cpu_host()
@@ -79,8 +84,10 @@ def start_single_process(flags: Sequence[str]) -> SingleProcess:
 
 
 def build_stage(alone: SingleProcess, layers: int, first: bool, last: bool) -> Any:
-    """A stage of ``layers`` layers in Megatron's DDP, as the trainer builds it, with the embedding
-    where it is the ``first`` and the output layer where it is the ``last``."""
+    """Return a stage of ``layers`` layers in Megatron's DDP, as the trainer builds it.
+
+    The ``first`` stage has the embedding, the ``last`` stage the LM head.
+    """
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.models.dist_utils import (
         prepare_existing_model_chunks_for_distributed_training,
@@ -111,8 +118,7 @@ def build_stage(alone: SingleProcess, layers: int, first: bool, last: bool) -> A
 
 
 def probe_alone(alone: SingleProcess, model: Any) -> Any:
-    """Probe that measures parts of ``model`` on made-up chunks, as the trainer's calibration
-    does."""
+    """Return a probe that measures parts of ``model`` on random chunks, as in calibration."""
     from megatron_epp.mcore.calibrate.probe import Probe
     from megatron_epp.mcore.lm_head.fused_head import block_tokens, fused_head
 
@@ -125,7 +131,7 @@ def probe_alone(alone: SingleProcess, model: Any) -> Any:
 
 
 def profile_of(alone: SingleProcess, model: Any) -> Profile:
-    """The cost model that the trainer would measure with ``model``, a stage with both ends."""
+    """Return the profile that training would measure with ``model``, a first and last stage."""
     from megatron_epp.mcore.calibrate.profile_file import obtain
     from megatron_epp.mcore.job.process_groups import make_groups
 
@@ -153,14 +159,15 @@ class MadeUpDocuments:
 
 
 class MadeUpLinks(Links):
-    """Links to nobody: what is received is random, what is sent is dropped.
+    """Links without neighbours: received data are random, sent data are dropped.
 
-    Random by the message alone: Transformer Engine advances the device's own generator with every
-    call of its attention, so that what came after a recomputed one would be something else.
+    The random data depend only on the message. Transformer Engine advances the device's own
+    generator with every call of its attention, so messages after a recomputed attention would
+    otherwise differ.
     """
 
     def post(self, message: Message) -> None:
-        """Nothing will come."""
+        """Do nothing, because no message arrives."""
 
     def receive(self, message: Message) -> Tensor:
         self.received += 1
@@ -183,10 +190,13 @@ class _NoNeighbours(ProgramRunner):
 def replay(
     alone: SingleProcess, model: Any, plan: Plan, stage: int, repeats: int
 ) -> tuple[Timed, ...]:
-    """Run ``stage``'s program of ``plan`` through ``model`` once unmeasured and ``repeats`` times;
-    every op with its median seconds (one behind the other) and the last run's bytes.
+    """Run ``stage``'s program of ``plan`` once unmeasured, then ``repeats`` times; return records.
 
-    RuntimeError: an op ran out of memory.
+    Every op has its median seconds, as if ops ran one after the other, and the bytes of the last
+    run.
+
+    Raises:
+        RuntimeError: if an op runs out of memory.
     """
     runs = [run_stage(alone, model, plan, stage).records for _ in range(repeats + 1)][1:]
     records, now = [], 0.0
@@ -198,7 +208,7 @@ def replay(
 
 
 def run_stage(alone: SingleProcess, model: Any, plan: Plan, stage: int) -> StageRun:
-    """Run ``stage``'s program of ``plan`` once; the gradients are in the model's buffer."""
+    """Run ``stage``'s program of ``plan`` once; gradients are in the model's buffer."""
     from megatron_epp.mcore.lm_head.fused_head import fused_head
 
     on_gpu = alone.device.type == "cuda"
@@ -228,8 +238,11 @@ def run_stage(alone: SingleProcess, model: Any, plan: Plan, stage: int) -> Stage
 
 
 def measured_table(plan: Plan, cost: Cost, records: Sequence[Sequence[Timed]]) -> Table:
-    """The cost model's table of ``plan`` with the seconds that its ops took: ``records`` of every
-    stage. What was recomputed is part of a backward's seconds; links are the cost model's."""
+    """Return the cost model's table of ``plan`` with the measured seconds of its ops.
+
+    ``records`` has the records of every stage. Recompute is part of a backward's seconds; links are
+    those of the cost model.
+    """
     table = cost.table(plan)
     shape = (plan.stages, len(plan.chunks))
     seconds = {kind: numpy.zeros(shape) for kind in table.seconds}
@@ -247,5 +260,5 @@ def measured_table(plan: Plan, cost: Cost, records: Sequence[Sequence[Timed]]) -
 
 
 def peak_bytes(records: Sequence[Timed]) -> int:
-    """The most that a stage held for its chunks."""
+    """Return the peak bytes of a stage for its chunks."""
     return max(record.peak_bytes for record in records)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Megatron's own trainer and schedule, watched: torchrun scripts/bench/stock.py <Megatron flags>.
+"""Megatron's own trainer and schedule, measured: torchrun scripts/bench/stock.py <Megatron flags>.
 
-After every iteration each rank of replica 0 prints one line of JSON: its stage, the seconds that
-its schedule took, the seconds inside forwards and backwards, and the most bytes that autograd had
-saved. Nothing about the training changes. For hosts without a GPU.
+After every iteration, each rank of replica 0 prints one line of JSON: its stage, the seconds of its
+schedule, the seconds inside forwards and backwards, and the peak bytes that autograd saved. The
+training itself does not change. The script is for CPU-only hosts.
 """
 
 import json
@@ -29,7 +29,7 @@ from megatron_epp.runtime.memory_meter import SavedBytesMeter  # noqa: E402
 
 
 class Watch:
-    """Wraps Megatron's schedule, and the two steps that it runs for every micro-batch."""
+    """Wrapper of Megatron's schedule, and of the forward and backward steps that it calls."""
 
     def __init__(self):
         self.busy = 0.0
@@ -52,7 +52,7 @@ class Watch:
         return timed
 
     def choose(self, original: Any) -> Any:
-        """Stands in for Megatron's ``get_forward_backward_func``."""
+        """Return a measured schedule, in place of Megatron's ``get_forward_backward_func``."""
 
         @wraps(original)
         def get_forward_backward_func(*args: Any, **kwargs: Any) -> Any:

@@ -1,13 +1,13 @@
-"""Jobs of many kinds: plans against other host times, against noise, without each default.
+"""Jobs of many kinds: plans with other host times, with noise, and without each default.
 
     python scripts/bench/study_jobs.py [--parts host,noise,defaults] [--jobs 8b-a 8b-b ...]
                                        [--batches 1] [-o RESULT.md]
 
-Everything is **simulated** with the analytic cost model, with the levers of training on the device
-and vocabulary parallelism as `auto` chooses it. Of a job with several replicas the one with most
-work counts. ``even`` jobs (the second, fourth, ...) are those that defaults are chosen on, ``odd``
-ones judge. `sft`, `conv` and `synth` are drawn from logarithmic normal distributions (median 450,
-7,000, 11,000 tokens; sigma 1, 1.05, 0.8), others are the project's.
+All numbers are **simulated** with the analytic cost model, with the levers of training on the
+device, and with `auto` vocabulary parallelism. For a job with several replicas, the replica with
+the most work counts. Defaults are chosen on the ``even`` jobs (the second, fourth, ...), and
+evaluated on the ``odd`` jobs. `sft`, `conv` and `synth` are log-normal distributions (median 450,
+7,000, 11,000 tokens; sigma 1, 1.05, 0.8); other distributions are those of this project.
 """
 
 import argparse
@@ -100,7 +100,7 @@ SEEDS = range(5)
 
 
 def with_host(name: str, factor: float, folder: str) -> str:
-    """A file that describes the device with other host times."""
+    """Write a file for the device with host times times ``factor``; return its path."""
     known = devices.DEVICES[name]
     scaled = {
         field: getattr(known, field) * factor
@@ -118,7 +118,7 @@ def planned(
     planner: str = "epp",
     options: Options | None = None,
 ) -> PlannedReplica:
-    """A plan for the job on ``cost``, with vocabulary parallelism as it takes less time."""
+    """Return a plan for the job on ``cost``, with the faster choice of vocabulary parallelism."""
     options = options or job.options()
     made = vocabulary_of(cost.replace(dp=1), [batch], options, planner).cost
     found = planner_of(planner)(
@@ -134,8 +134,11 @@ def seconds_on(plan: Plan, cost: Cost) -> float:
 
 
 def host_times(jobs: dict[str, Job], batches: int) -> str:
-    """Loss of the plan of the assumed host time against the best plan, by what the host takes: of
-    plans for each, and the same without the lever `hedge`."""
+    """Return the loss of plans for the assumed host time if the host is faster or slower.
+
+    The loss is relative to the best plan for the real host time, with and without the lever
+    `hedge`.
+    """
     rows = []
     for name, batch, job in each_batch(jobs, batches):
         with tempfile.TemporaryDirectory() as folder:
@@ -158,7 +161,7 @@ def host_times(jobs: dict[str, Job], batches: int) -> str:
 
 
 def noise(jobs: dict[str, Job], batches: int) -> str:
-    """How many times epp is as fast as others, as predicted and under noise or a slow rank."""
+    """Return the speedups of epp over other planners: predicted, with noise, with a slow rank."""
     rows = []
     for name, batch, job in each_batch(jobs, batches):
         cost, cells = job.cost(), [name]
@@ -196,7 +199,7 @@ def noisy(plan: Plan, cost: Cost, share: float, seed: int) -> float:
 
 
 def slowed(plan: Plan, cost: Cost, factor: float) -> float:
-    """With the middle rank so much slower than was known."""
+    """Return the seconds of ``plan`` if the middle rank is slower by ``factor``."""
     table = cost.with_vocabulary(plan.vocabulary_parallel).table(plan)
     slow = np.ones((plan.stages, 1))
     slow[plan.stages // 2] = factor
@@ -208,7 +211,7 @@ def slowed(plan: Plan, cost: Cost, factor: float) -> float:
 
 
 def defaults(jobs: dict[str, Job], batches: int) -> str:
-    """Seconds by default, and with each choice made otherwise over these."""
+    """Return seconds with all defaults, and the ratio to them if one choice is changed."""
     rows = []
     for name, batch, job in each_batch(jobs, batches):
         cost, options = job.cost(), job.options()
@@ -250,7 +253,7 @@ def lacking(options: Options, lever: str) -> Options:
 
 
 def of(batch: Sequence[int], cost: Cost | None, options: Options) -> float:
-    """Seconds of epp's plan; none: not a number."""
+    """Return the seconds of epp's plan; NaN if there is no plan."""
     try:
         found = planner_of("epp")(batch, cost, options) if cost is not None else None
     except ValueError:

@@ -1,4 +1,4 @@
-"""Schedules of torch.distributed.pipelining over gloo, to run beside plans in benchmarks."""
+"""Schedules of torch.distributed.pipelining over gloo, for comparison in benchmarks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,19 +16,19 @@ SCHEDULES: dict[str, tuple[type, str | None]] = {
 
 
 def rank_of_stages(name: str, ranks: int) -> list[int]:
-    """The rank of every stage under the schedule ``name``."""
+    """Return the rank of every stage in the schedule ``name``."""
     in_turn = [*range(ranks)]
     return in_turn + {None: [], "interleaved 2": in_turn, "v": in_turn[::-1]}[SCHEDULES[name][1]]
 
 
 def make_schedule(name: str, stages: Sequence[Any], micro_batches: int, loss: Callable) -> Any:
-    """The schedule ``name`` over this rank's ``stages``; ``loss`` is not scaled."""
+    """Return the schedule ``name`` for this rank's ``stages``; ``loss`` is not scaled."""
     given = stages if SCHEDULES[name][1] else stages[0]
     return SCHEDULES[name][0](given, micro_batches, loss_fn=loss, scale_grads=False)
 
 
 class GlooStage(pipelining.PipelineStage):
-    """A stage whose module is told the ``number`` of the micro-batch that it computes."""
+    """Stage that sets ``number`` of its module to the micro-batch that it computes."""
 
     def _get_init_p2p_neighbors_ops(self) -> list:
         return []  # it makes NCCL's communicators; gloo sends nothing to the same rank

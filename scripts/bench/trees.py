@@ -1,22 +1,21 @@
-"""What samples that begin alike share, computed once: loops by Megatron's schedule, in slices, and
-in slices of trees.
+"""Shared prefixes of samples, computed once: Megatron's schedule, slices, and slices of trees.
 
     python scripts/bench/trees.py [--model llama3-8b] [--stages 4] [--tp 8] [--groups 8]
                                   [--prefixes 1 4 16] [--answers 8 16] [--turns 12] [--tokens 32]
                                   [--seed 1] [-o RESULT.md]
 
-Everything here is simulated with the cost model of megatron_epp.cost, from the model's shape and
-the H100's assumed rates: nothing ran on a GPU. A call of a loop is planned as the loops' planner
-does, by the rates of that model, and played with all its costs and messages.
+All numbers are simulated with the cost model of megatron_epp.cost, from the model's shape and
+assumed rates of an H100; nothing ran on a GPU. The planner for external loops plans each call with
+the rates of this model; the simulator includes all costs and messages.
 
     group        one question of ``prefixes`` K tokens and ``answers`` of 100 to 4000 tokens
-    trajectory   turns of an agent: each sees what was said before, without the thoughts of then
+    trajectory   turns of an agent: each continues the earlier conversation without its thoughts
 
-Without trees a micro-batch has at most ``tokens`` K tokens, or one sample; with them it is a group.
-The bound is the busiest stage's seconds for all that must be computed, each token once: no stage
-waits, no op costs anything besides its tokens and pairs. ``split``: half of every group's answers
-on each of two replicas, which both compute the question; seconds of the first, as a share of those
-of a replica that has every second group whole.
+Without trees, a micro-batch has at most ``tokens`` K tokens, or one sample. With trees, it is a
+group. The bound is the time of the busiest stage if every distinct token is computed once, without
+waits and without costs other than those of tokens and pairs. ``split``: two replicas each run half
+of every group's answers and both compute the question. The column has the seconds of the first
+replica, as a fraction of those of a replica that runs every second group completely.
 """
 
 import argparse
@@ -49,8 +48,11 @@ HEAD = ("calls of", "tokens", "once", "stock", "slices", "trees", "bound", "tree
 
 @dataclass(frozen=True)
 class Group:
-    """Samples that begin alike: ``lengths`` of the parts that are computed once, each behind its
-    ``parents``; ``samples[s]``: the part that a sample ends with."""
+    """Samples with shared prefixes, as a tree of parts that are computed once.
+
+    ``lengths`` are the tokens of the parts, ``parents`` the parts that they continue;
+    ``samples[s]`` is the last part of sample s.
+    """
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...]
@@ -58,7 +60,7 @@ class Group:
 
     @property
     def whole(self) -> list[int]:
-        """Tokens of every sample."""
+        """Number of tokens of every sample."""
         ends: list[int] = []
         for length, parent in zip(self.lengths, self.parents, strict=True):
             ends.append(length + (ends[parent] if parent >= 0 else 0))
@@ -83,7 +85,7 @@ def trajectory(turns: int, random: Random) -> Group:
 
 
 def packed(groups: Sequence[Group], most: int) -> list[tuple[int, ...]]:
-    """Micro-batches of the groups' samples in their order, of at most ``most`` tokens or one."""
+    """Return micro-batches of consecutive samples: at most ``most`` tokens, or one sample."""
     batches: list[list[int]] = []
     for group in groups:
         for length in group.whole:
@@ -94,7 +96,7 @@ def packed(groups: Sequence[Group], most: int) -> list[tuple[int, ...]]:
 
 
 def halves(group: Group) -> Group:
-    """A question with every second of its answers."""
+    """Return the group of a question with every second one of its answers."""
     kept = group.lengths[1::2]
     count = len(kept)
     return Group((group.lengths[0], *kept), (-1, *[0] * count), tuple(range(1, count + 1)))
@@ -106,7 +108,7 @@ def seconds_and_peak(plan: Plan, cost: Cost) -> tuple[float, float]:
 
 
 def rates_of(cost: Cost) -> np.ndarray:
-    """[stages, kinds, 3]: what a loop's stages would have measured."""
+    """Return the rates that a loop's stages would have measured: [stages, kinds, 3]."""
     return np.stack([cost.seconds.per(kind)[:, :3] for kind in OF_LAYERS], axis=1)
 
 

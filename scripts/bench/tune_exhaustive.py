@@ -1,13 +1,13 @@
-"""Whether `tune`'s first choice is the best there is: against a simulation of everything.
+"""Comparison of `tune`'s first choice with the best choice of an exhaustive simulation.
 
     python scripts/bench/tune_exhaustive.py [--nodes 1] [--documents 64] [--batches 2]
                                             [--lengths wlb prolong wikipedia]
                                             [--vocab-parallel auto] [-o RESULT.md]
 
-Everything: every layout, even layers and those by time with one layer moved over any border, with
-and without offloading, the output layer on the last stage and (auto) cut over all, all replicas
-planned. What no plan can do in less than the best that was found is left out, by a bound: that
-changes nothing but the time it takes. Simulated; nothing ran.
+The simulation plans all replicas for all combinations of: every layout; equal layers, and layers
+balanced by time with one layer moved over any stage boundary; with and without offloading; and with
+auto, the LM head on the last stage or sharded over all stages. Combinations whose lower bound is
+above the best result are skipped, which changes only the run time. All numbers are simulated.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from megatron_epp.sim.play import play
 
 
 def seconds(cost: Cost, batches, options: Options, planner: str) -> float:
-    """Seconds of an iteration, the mean over the batches; infinite where one does not fit."""
+    """Return mean seconds of an iteration over the batches; infinite if a batch does not fit."""
     total = 0.0
     for lengths in batches:
         try:
@@ -68,7 +68,7 @@ def neighbours(layers: tuple[int, ...]) -> set[tuple[int, ...]]:
 
 
 def bound_seconds(cost: Cost, batches, options: Options, planner: str) -> float:
-    """Below which the mean over the batches cannot come, however their documents are dealt."""
+    """Return a lower bound of the mean over batches, for all assignments of documents."""
     local = planner == ELASTIC and "local" in options.levers and can_be_local(cost, options)
 
     def least(lengths: Sequence[int]) -> float:
@@ -84,7 +84,7 @@ Way = tuple[Layout, tuple[int, ...], str, bool, bool]
 
 
 def ways(found, batches, cost_for, options: Options, vocabulary: str) -> dict[Way, tuple]:
-    """The cost, options and bound of everything that can be tried."""
+    """Return cost model, options and lower bound of every combination."""
     result: dict[Way, tuple] = {}
     for layout in found:
         try:
@@ -115,7 +115,7 @@ def ways(found, batches, cost_for, options: Options, vocabulary: str) -> dict[Wa
 
 
 def everything(tried: dict[Way, tuple], batches, first: Way) -> dict[Way, float]:
-    """Seconds of ``first``, and of all that could take less than the best of those before it."""
+    """Return the seconds of ``first``, and of combinations whose bound is below the best so far."""
     result: dict[Way, float] = {}
     best = float("inf")
     for way in sorted(tried, key=lambda way: (way != first, tried[way][2])):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Attention's first calls: what a kernel of a new size costs once, and every call after it.
+"""Time of attention's first calls: the one-time cost of a kernel for a new size, and later calls.
 
 scripts/gpu/first_calls.py [--heads 32 --groups 8 --size 128] [--longest TOKENS]
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The output layer's blocks, and linears that add up their weights' gradients in their product.
+"""Time of the LM head in blocks, and of linear layers with fused accumulation of weight gradients.
 
 scripts/gpu/heads.py [--model llama-7b] [--tokens 8192]
 """

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""How much slower a layer's products and attention are beside a message that waits, on one GPU.
+"""Slowdown of a layer's products and attention while a message waits on the same GPU.
 
     scripts/gpu/held_sms.py [--tokens 8192] [--hidden 4096] [--ffn 14336] [--heads 32]
 
-A kernel of 1 to 8 thread blocks that spin, with as much shared memory as NCCL's, stands for it; by
-the shape, and by the SMs that products leave free (NVTE_EXT_MARGIN_SM, and torch's carve-out for
-those outside of Transformer Engine; for norms NVTE_FWD_LAYERNORM_SM_MARGIN and
-NVTE_BWD_LAYERNORM_SM_MARGIN), each in a process of its own.
+A kernel of 1 to 8 spinning thread blocks, with as much shared memory as NCCL's, replaces the
+message. The output is by shape, and by the number of SMs that products leave free
+(NVTE_EXT_MARGIN_SM, and torch's carve-out for products outside of Transformer Engine; for norms,
+NVTE_FWD_LAYERNORM_SM_MARGIN and NVTE_BWD_LAYERNORM_SM_MARGIN). Each number of SMs is measured in a
+new process.
 """
 
 import argparse
@@ -83,7 +84,7 @@ def measure(wanted: argparse.Namespace) -> None:
 
 
 def layers(wanted: argparse.Namespace) -> dict[str, Callable[[], object]]:
-    """Products of a layer, forward and both of backward at once, and attention."""
+    """Return functions to time: products (forward; forward and backward), norms and attention."""
     import torch
 
     try:
@@ -119,7 +120,10 @@ def layers(wanted: argparse.Namespace) -> dict[str, Callable[[], object]]:
 
 
 def norms(wanted: argparse.Namespace, options: dict, made: dict) -> None:
-    """RMSNorms as wide as the model and of 7168 columns, whose backward is a cooperative kernel."""
+    """Add RMSNorms of the model's width and of 7/4 of this width to the functions ``made``.
+
+    The backward of wide norms (7168 columns) is a cooperative kernel.
+    """
     import torch
 
     try:

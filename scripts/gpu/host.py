@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Tells what this GPU host has, and whether a training process starts CUDA as it should.
+"""Report of a GPU host's software, and of how a training process starts CUDA there.
 
-Exit status 1 where something would stop a training or make it wait: too old a driver, one hardware
-queue, an allocator without expandable segments.
+The exit status is 1 if something would stop training or make it wait: an old driver, one hardware
+queue, or an allocator without expandable segments.
 """
 
 import os
@@ -19,8 +19,11 @@ from megatron_epp.mcore.patching import cpu_host, cuda_host
 
 
 def norms_run() -> str:
-    """What stops a norm, forward and backward, of as many rows as chunks mostly have and of an odd
-    number: NVRTC compiles both when they are first used, with CUDA's headers and its builtins."""
+    """Return the error of a norm's forward and backward, or "" if they run.
+
+    Norms of an even and of an odd number of rows are tested. NVRTC compiles both on first use, with
+    CUDA's headers and builtins.
+    """
     try:
         from transformer_engine.pytorch import LayerNormLinear
 
@@ -34,7 +37,7 @@ def norms_run() -> str:
 
 
 def nvrtc() -> str:
-    """What compiles Transformer Engine's norms: the libraries that this process has loaded."""
+    """Return the loaded NVRTC libraries, which compile Transformer Engine's norms, as text."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Host time of a layer: how long the host issues forward and backward, and how long the GPU runs.
+"""Host time of a layer: time for issuing forward and backward, and for running them on the GPU.
 
     scripts/gpu/host_cost.py [--model llama3-8b] [--layers 4] [--tokens 256 512 1024 2048 4096 8192]
 
-Where issuing takes as long as running, the host is the bottleneck: smaller chunks are not faster.
-The table has milliseconds per layer, the fastest of several runs. *issue* ends when the host's call
-returns, *total* when the GPU is idle again. The last line fits the time of a layer to
-max(issue, per token): the number of tokens above which the GPU is the bottleneck.
+If issuing takes as long as running, the host is the bottleneck, and smaller chunks are not faster.
+The table has milliseconds per layer, the minimum of several runs. *issue* ends when the host's call
+returns, *total* when the GPU is idle again. The last line fits max(issue, tokens x time per token)
+to the time of a layer, and gives the number of tokens above which the GPU is the bottleneck.
 """
 
 import sys
@@ -21,7 +21,7 @@ REPEATS = 10
 
 
 def milliseconds(probe: Any, shape: Any, modes: str) -> list[float]:
-    """Per layer: F issue, F total, B issue, B total."""
+    """Return milliseconds per layer: [F issue, F total, B issue, B total]."""
     from megatron_epp.mcore.calibrate.clocks import IssueClock, WallClock
 
     best = [float("inf")] * 4

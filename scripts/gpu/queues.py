@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Whether an op runs while two posted receives wait, by CUDA_DEVICE_MAX_CONNECTIONS; and what makes
-the host wait for the device meanwhile. One GPU: kernels that sleep stand for the receives.
+"""Overlap of an op with two waiting receives, by CUDA_DEVICE_MAX_CONNECTIONS, on one GPU.
 
     scripts/gpu/queues.py
+
+Sleeping kernels replace the receives. The script also shows which calls make the host wait for the
+device meanwhile.
 """
 
 import os

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""How much slower products are while a receive waits beside them: SMs that its kernel holds.
+"""Slowdown of matrix products while a receive waits, because its kernel occupies SMs.
 
     torchrun --standalone --nproc-per-node 2 scripts/gpu/waiting_receive.py [--size 8192]
 
-Rank 1 posts receives of 64 MiB, multiplies, and only then is sent something; by the most thread
-blocks (``max_ctas``) that NCCL may take for a message, and by the SMs that products leave free.
-Products are Transformer Engine's: torch 2.11's own ask cuBLAS, which knows no such number.
+Rank 1 posts receives of 64 MiB and computes products; rank 0 sends only afterwards. The output is
+by the largest number of thread blocks (``max_ctas``) that NCCL may use for a message, and by the
+number of SMs that products leave free. The products are Transformer Engine's, because those of
+torch 2.11 call cuBLAS without a limit of SMs.
 """
 
 import argparse
@@ -29,7 +30,7 @@ LEFT_FREE = (None, 8)
 
 
 def products(size: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A linear layer that leaves as many SMs free as the environment said when it was made."""
+    """Return a linear layer that leaves as many SMs free as the environment says."""
     try:
         from transformer_engine.pytorch import Linear
     except ImportError as error:

@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
 # ruff: noqa: E402  (the examples beside this are imported from their folders)
-"""Megatron-Bridge's own forward step and loss, run by Megatron's schedule and by ours.
+"""Megatron-Bridge's own forward step and loss, in Megatron's schedule and in this project's.
 
     python -m pip install --no-deps megatron-bridge
     scripts/upstream/bridge_loop.py
     git clone --depth 1 https://github.com/NVIDIA-NeMo/Megatron-Bridge
     scripts/upstream/bridge_loop.py --megatron-bridge Megatron-Bridge
 
-Executes forward_step of training/gpt_step.py and masked_next_token_loss of training/losses.py of
-what pip has installed, or of that checkout (its roundings to float32 left out), on samples side by
-side, with the arguments of its train_step, in two processes with a stage each of a tiny GPT in
-float64. The rest of Megatron-Bridge is mocks.
+The script executes forward_step of training/gpt_step.py and masked_next_token_loss of
+training/losses.py, from the installed package or from a checkout (without their roundings to
+float32). Samples are padded [B, S], and arguments are those of Megatron-Bridge's train_step. Two
+processes have one stage each of a tiny GPT in float64. The rest of Megatron-Bridge is replaced by
+mocks.
 
-Whole micro-batches run first (level 0), and nothing tells us rows: they are known by its rules.
-Then slices run (level 1), drawn by its forward step. Prints the largest difference of a gradient or
-a loss, and fails above 1e-12. Nothing of Megatron-Bridge is copied into this project.
+Whole micro-batches run first (level 0); the number of rows follows from Megatron-Bridge's padding
+rules alone. Then slices run (level 1), whose micro-batches the forward step loads. The script
+prints the largest difference of a gradient or a loss, and fails above 1e-12. No code of
+Megatron-Bridge is copied into this project.
 """
 
 import sys
@@ -50,7 +52,7 @@ STATE = SimpleNamespace(cfg=CONFIG, timers=MagicMock(), straggler_timer=MagicMoc
 
 
 def load(checkout: Path) -> SimpleNamespace:
-    """What is executed of the checkout; whatever else it imports of Megatron-Bridge is a mock."""
+    """Return the executed modules of the checkout; other imports of Megatron-Bridge are mocks."""
     from megatron.core.process_groups_config import ProcessGroupCollection
 
     mock("megatron.bridge", "modelopt")
@@ -68,7 +70,7 @@ def load(checkout: Path) -> SimpleNamespace:
 
 
 def micro_batches(number: int) -> list[dict[str, Any]]:
-    """Samples of very different lengths, padded to the longest: a prompt, and an answer."""
+    """Return padded samples of very different lengths, each with a prompt and an answer."""
     random, made = Random(number), torch.Generator().manual_seed(number)
     found = []
     for _ in range(MICRO_BATCHES):
@@ -85,7 +87,7 @@ def micro_batches(number: int) -> list[dict[str, Any]]:
 
 
 def train(its: SimpleNamespace, model: Any) -> list[dict[str, torch.Tensor]]:
-    """Gradients of each step, and the losses of its micro-batches."""
+    """Return the gradients of each step, and the losses of its micro-batches."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 

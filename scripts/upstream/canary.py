@@ -1,23 +1,24 @@
 #!/usr/bin/env python3
 # ruff: noqa: E402  (run from anywhere: this checkout is put on the path first)
-"""Shows what moved in the newest wheels of Megatron and of the frameworks, of what is relied on.
+"""Changes in the newest wheels of Megatron and of frameworks, in code that this project uses.
 
     python scripts/upstream/canary.py
     python scripts/upstream/canary.py --checkout slime=slime --checkout ROLL=ROLL
     python scripts/upstream/canary.py --accept verl
 
-Downloads each wheel without what it depends on, and imports nothing of it. Relied on are Megatron's
-functions at patch points, every name of Megatron's that the package uses, its flags and the fields
-of its configuration, in which new features show, and the functions that readers and adapters of
-frameworks name (RELIES_ON in megatron_epp/frameworks/). Each is compared,
-without comments and docstrings, with its fingerprint in the version that was read last
-(fingerprints.json). For what moved the wheel of that version is downloaded, too, to say what
-changed in it. A framework without wheels is looked at in a checkout, where one is named.
+The script downloads each wheel without its dependencies, and imports nothing from it. The project
+relies on Megatron's functions at patch points, every name of Megatron that the package uses, its
+flags and the fields of its configuration (which show new features), and the functions that readers
+and adapters of frameworks name (RELIES_ON in megatron_epp/frameworks/). The script compares each of
+them, without comments and docstrings, with its fingerprint in the last version that was read
+(fingerprints.json). For changed code, it also downloads the wheel of that version, to show what
+changed. A framework without wheels is compared only if --checkout names a checkout.
 
-Once what moved has been read, and its reader changed or the feature refused, --accept NAME writes
-its fingerprints as they are now.
+After a person has read the changes, and has adapted the reader or refused the feature, --accept
+NAME stores the new fingerprints.
 
-Exit status: 0 all is as read; 1 something moved; 2 a wheel or checkout could not be had.
+Exit status: 0 if nothing changed; 1 if something changed; 2 if a wheel or checkout is not
+available.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ DEFINED, GONE = "defined", "gone"  # of what is neither function nor class; of w
 
 @dataclass(frozen=True)
 class Looked:
-    """Sources that were looked at. version: of their wheel, or the checkout's commit."""
+    """Sources of a package; ``version`` is that of the wheel, or the checkout's commit."""
 
     sources: Sources
     version: str
@@ -71,7 +72,7 @@ class Looked:
 
 @cache
 def named_by_frameworks() -> tuple[str, ...]:
-    """Return all that readers and adapters of frameworks name in RELIES_ON."""
+    """Return all names in RELIES_ON of the readers and adapters of frameworks."""
     names: list[str] = []
     for module in pkgutil.walk_packages(frameworks.__path__, f"{frameworks.__name__}."):
         names += getattr(importlib.import_module(module.name), "RELIES_ON", ())
@@ -79,7 +80,7 @@ def named_by_frameworks() -> tuple[str, ...]:
 
 
 def relied_on(name: str, sources: Sources) -> list[str]:
-    """Return what this project relies on of ``name``, one of NAMES, by dotted names."""
+    """Return the dotted names in ``name``, one of NAMES, on which this project relies."""
     if name == MEGATRON:
         seams = [name for one in ALL_PATCH_POINTS for name in (one.target, *one.relies_on)]
         flags = sources.functions("megatron.training.arguments", "_add_")
@@ -91,7 +92,7 @@ def relied_on(name: str, sources: Sources) -> list[str]:
 
 
 def fingerprint(sources: Sources, dotted: str) -> str:
-    """Return hexadecimal digits over the code of ``dotted``, DEFINED or GONE."""
+    """Return a hexadecimal digest of the code of ``dotted``, or DEFINED or GONE."""
     node = sources.node(dotted)
     if node is None:
         return DEFINED if sources.defines(dotted) else GONE
@@ -99,7 +100,7 @@ def fingerprint(sources: Sources, dotted: str) -> str:
 
 
 def code(node: ast.stmt) -> str:
-    """Return the code of ``node`` in one layout, without comments and docstrings."""
+    """Return the code of ``node`` in a normal layout, without comments and docstrings."""
     bare = ast.parse(ast.unparse(node))
     for inner in ast.walk(bare):
         if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -112,7 +113,7 @@ def _is_text(node: ast.stmt) -> bool:
 
 
 def differences(before: ast.stmt, after: ast.stmt) -> str:
-    """Return in words what changed between two definitions of one name."""
+    """Return text on the changes between two definitions of a name."""
     old, new = _members(before), _members(after)
     words = {
         "new": sorted(new.keys() - old.keys()),
@@ -123,8 +124,11 @@ def differences(before: ast.stmt, after: ast.stmt) -> str:
 
 
 def _members(node: ast.stmt) -> dict[str, str]:
-    """Return fields and methods of a class; arguments of a function, flags that it knows, and the
-    rest; each with its text."""
+    """Return the members of a definition, with their code.
+
+    The members of a class are its fields and methods; those of a function are its arguments, the
+    flags that it names, and its body.
+    """
     if not isinstance(node, ast.ClassDef):
         assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         arguments = node.args
@@ -149,9 +153,10 @@ def _members(node: ast.stmt) -> dict[str, str]:
 
 
 def wheel_of(package: str, version: str | None, folder: Path) -> Path:
-    """Return the wheel of ``package``, the newest or of ``version``, downloaded into ``folder``.
+    """Download a wheel of ``package`` (``version``, or the newest) to ``folder``; return its path.
 
-    ValueError: there is none, or the index cannot be reached.
+    Raises:
+        ValueError: if there is no wheel, or the index cannot be reached.
     """
     wanted = package if version is None else f"{package}=={version}"
     words = ["download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
@@ -165,9 +170,10 @@ def wheel_of(package: str, version: str | None, folder: Path) -> Path:
 
 
 def found_in(folder: Path, package: str, version: str | None) -> Path:
-    """Return the wheel of ``package`` in ``folder``, the newest by its number or of ``version``.
+    """Return a wheel of ``package`` in ``folder``: of ``version``, or the newest by its number.
 
-    ValueError: there is none.
+    Raises:
+        ValueError: if there is none.
     """
     stem = f"{package.replace('-', '_')}-{version or '*'}"
     wheels = sorted(folder.glob(f"{stem}-*.whl"), key=lambda wheel: numbers(version_in(wheel)))
@@ -181,12 +187,16 @@ def version_in(wheel: Path) -> str:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of ``version``, by which versions are sorted."""
+    """Return the numbers in ``version``, as a sort key."""
     return tuple(int(number) for number in re.findall(r"\d+", version))
 
 
 def unpacked(wheel: Path, folder: Path) -> Looked:
-    """Return the Python sources of ``wheel``, unpacked into ``folder``. ValueError: no archive."""
+    """Return the Python sources of ``wheel``, unpacked into ``folder``.
+
+    Raises:
+        ValueError: if the wheel is no archive.
+    """
     try:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(folder, [one for one in archive.namelist() if one.endswith(".py")])
@@ -196,7 +206,11 @@ def unpacked(wheel: Path, folder: Path) -> Looked:
 
 
 def checked_out(name: str, path: Path) -> Looked:
-    """Return the sources of a checkout. ValueError: it holds no package of ``name``."""
+    """Return the sources of a checkout.
+
+    Raises:
+        ValueError: if the checkout has no package of ``name``.
+    """
     packages = ("megatron",) if name == MEGATRON else _packages(name)
     for root in (path, path / "src"):
         if any(root.joinpath(*package.split(".")).is_dir() for package in packages):
@@ -217,8 +231,11 @@ def _packages(name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Canary:
-    """read: fingerprints by package. folder: for wheels. wheels: where they lie already; None: they
-    are downloaded. checkouts: by package."""
+    """Comparison of packages with the versions that were read.
+
+    ``read`` are the fingerprints by package, ``folder`` is a folder for downloads, ``wheels`` a
+    folder of existing wheels (None: download), and ``checkouts`` are the checkouts by package.
+    """
 
     read: Mapping[str, Mapping]
     folder: Path
@@ -226,9 +243,10 @@ class Canary:
     checkouts: Mapping[str, Path]
 
     def look(self, name: str) -> Looked | None:
-        """Return the sources of package ``name``; None: it has no wheel, and no checkout is named.
+        """Return the sources of package ``name``; None if it has neither a wheel nor a checkout.
 
-        ValueError: they could not be had.
+        Raises:
+            ValueError: if the sources are not available.
         """
         if name in self.checkouts:
             return checked_out(name, self.checkouts[name])
@@ -240,7 +258,7 @@ class Canary:
         return unpacked(wheel_of(WHEELS[name], None, place), place / "sources")
 
     def moved(self, name: str, looked: Looked) -> Iterator[str]:
-        """Yield a line for each name that is not as it was read."""
+        """Yield a line for each name whose code differs from the version that was read."""
         read = self.read[name]["names"]
         found = {one: fingerprint(looked.sources, one) for one in relied_on(name, looked.sources)}
         unlike = {one: now for one, now in found.items() if now != read.get(one)}
@@ -256,7 +274,7 @@ class Canary:
             yield f"{dotted}: {_said(dotted, was, now, before, looked.sources)}"
 
     def _as_read(self, name: str) -> Sources | None:
-        """Return the wheel that was read; None: it cannot be had."""
+        """Return the sources of the wheel that was read; None if it is not available."""
         version, place = self.read[name]["version"], self.folder / f"{name} as read"
         if name not in WHEELS:
             return None
@@ -271,7 +289,7 @@ class Canary:
 
 
 def _said(dotted: str, was: str | None, now: str, before: Sources | None, after: Sources) -> str:
-    """Return in words what happened to a name; ``before``: sources as read, where they are had."""
+    """Return text on the change of a name; ``before`` are the sources that were read, or None."""
     if was is None or GONE in (was, now):
         return "not read yet" if was is None else GONE if now == GONE else "new"
     old, new = before and before.node(dotted), after.node(dotted)
@@ -305,7 +323,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _row(canary: Canary, name: str, accepted: dict | None) -> int:
-    """Print the rows of a package, and put its fingerprints into ``accepted``; the exit status."""
+    """Print a package's rows; put its fingerprints into ``accepted``; return the exit status."""
     row = f"{name:16} read: {canary.read[name]['version']:22} "
     try:
         looked = canary.look(name)

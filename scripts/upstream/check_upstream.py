@@ -1,16 +1,17 @@
-"""Tells which of our seams hold in a Megatron-LM checkout, which drifted, and by what.
+"""Patch points that hold in a Megatron-LM checkout, those that changed, and the changes.
 
     python scripts/upstream/check_upstream.py --megatron CHECKOUT [--known PATH] [--quiet]
 
-CHECKOUT is any Megatron-LM: a clone, a release's tree, an unpacked wheel. Nothing of it is imported
-or run, so it needs none of its dependencies; a nightly job can point this at a fresh clone of main.
-For every seam (megatron_epp/mcore/patching/patch_points.py) the sources of its function, and of
-those that it counts on, are compared with the releases that were read (releases.py). Where they are
-of none, the difference to the installed megatron-core is printed, or to --known PATH. Then every
-name that this package imports from Megatron is looked for.
+CHECKOUT is any Megatron-LM: a clone, the tree of a release, or an unpacked wheel. The script
+neither imports nor runs it, so its dependencies are not needed; a nightly job can use a fresh clone
+of main. For every patch point (megatron_epp/mcore/patching/patch_points.py), the sources of its
+function, and of the functions on which it relies, are compared with the releases that were read
+(releases.py). If no release has the same sources, the script prints the difference to the installed
+megatron-core, or to --known PATH. It also checks that every name that this package imports from
+Megatron exists.
 
-Exit status: 0 all hold, and this Megatron would start; 1 something drifted, or its version number
-is not known; 2 no checkout.
+Exit status: 0 if all patch points hold, and this Megatron can start; 1 if something changed, or the
+version number is unknown; 2 if there is no checkout.
 """
 
 from __future__ import annotations
@@ -77,7 +78,11 @@ def main() -> int:
 
 
 def _installed() -> Path:
-    """Where the installed ``megatron`` lies. ValueError: nowhere."""
+    """Return the folder that contains the installed ``megatron``.
+
+    Raises:
+        ValueError: if Megatron is not installed.
+    """
     spec = importlib.util.find_spec("megatron")  # of a top-level name: nothing is imported
     for folder in spec.submodule_search_locations or () if spec else ():
         if (Path(folder) / "core" / "package_info.py").is_file():

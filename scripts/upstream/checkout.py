@@ -1,8 +1,8 @@
-"""Reads the sources of a Megatron that is not imported: of a checkout, or of the installed wheel.
+"""Reader of the sources of a Megatron that is not imported: a checkout, or the installed wheel.
 
-What ``inspect`` says of a running Megatron is found here in its files, so that any checkout can be
-judged on any host: whether each seam's sources are those of a release that was read (releases.py),
-and whether every name that this package imports from Megatron is still there.
+The reader finds in files what ``inspect`` finds in a running Megatron, so any checkout can be
+checked on any host. It checks that each patch point's sources are those of a release that was read
+(releases.py), and that every name that this package imports from Megatron exists.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class Sources:
     root: Path
 
     def node(self, dotted: str) -> _Definition | None:
-        """Return the definition of a function or class; None: there is none. Imports are followed.
+        """Return the definition of a function or class, or None. Imports are followed.
 
-        ValueError: a file on the way is no Python.
+        Raises:
+            ValueError: if a file on the way is not Python.
         """
         found = self._definition(dotted)
         return None if found is None else found[1]
@@ -54,8 +55,10 @@ class Sources:
         return [f"{module}.{name}" for name in found if name.startswith(prefix)]
 
     def source(self, dotted: str) -> str:
-        """The source of a function or class, as ``inspect.getsource`` gives it but for layout; ""
-        where there is none. Imports are followed."""
+        """Return the source of a function or class, or "" if there is none. Imports are followed.
+
+        The source is that of ``inspect.getsource``, except for its layout.
+        """
         found = self._definition(dotted)
         if found is None:
             return ""
@@ -65,7 +68,7 @@ class Sources:
         return without_layout("\n".join(lines))
 
     def defines(self, dotted: str) -> bool:
-        """Whether ``dotted`` is a module, or a name that one defines, assigns or imports."""
+        """Return whether ``dotted`` is a module, or a name that one defines, assigns or imports."""
         path, names = self._module(dotted)
         if path is None or not names:
             return path is not None
@@ -91,7 +94,7 @@ class Sources:
         return path, scope
 
     def _module(self, dotted: str) -> tuple[Path | None, list[str]]:
-        """The file of the longest part of ``dotted`` that is a module, and what follows it."""
+        """Return the file of the longest prefix of ``dotted`` that is a module, and the rest."""
         parts = dotted.split(".")
         for length in range(len(parts), 0, -1):
             place = self.root.joinpath(*parts[:length])
@@ -108,7 +111,7 @@ class Sources:
         return None, parts
 
     def _imported_from(self, path: Path, name: str) -> str | None:
-        """Where the module at ``path`` has ``name`` from."""
+        """Return the dotted name from which the module at ``path`` imports ``name``."""
         package = [*path.relative_to(self.root).parent.parts]
         for node in _statements(_tree(path)):
             if isinstance(node, ast.ImportFrom):
@@ -121,7 +124,11 @@ class Sources:
 
 @dataclass(frozen=True)
 class Checkout(Sources):
-    """``root`` holds the folder ``megatron``. ValueError: it does not, or without a version."""
+    """Megatron-LM in a folder ``root`` that contains ``megatron``.
+
+    Raises:
+        ValueError: if there is no such folder, or its version is missing.
+    """
 
     def __post_init__(self):
         if not (self.root / "megatron" / "core" / "package_info.py").is_file():
@@ -129,7 +136,7 @@ class Checkout(Sources):
 
     @property
     def version(self) -> str:
-        """``megatron.core.__version__`` as it would be, without the commit behind a ``+``."""
+        """Value of ``megatron.core.__version__``, without a commit after ``+``."""
         parts: dict[str, object] = {}
         for node in _tree(self.root / "megatron" / "core" / "package_info.py").body:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
@@ -146,8 +153,11 @@ class Checkout(Sources):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One seam in a checkout. ``release``: where its sources are the same; ``difference``: lines of
-    a unified diff to what is known, where they are the same nowhere."""
+    """Result for one patch point in a checkout.
+
+    ``release`` has the same sources; if no release has, ``difference`` has the lines of a unified
+    diff to the known sources.
+    """
 
     patch_point: PatchPoint
     fingerprint: str
@@ -161,7 +171,7 @@ class Finding:
 
 
 def look(patch_points: Sequence[PatchPoint], checkout: Checkout, known: Checkout) -> list[Finding]:
-    """How every seam stands in ``checkout``; differences are to ``known``."""
+    """Return the results for all patch points in ``checkout``; differences are to ``known``."""
     findings = []
     for patch_point in patch_points:
         fingerprint = fingerprint_of(patch_point, checkout.source)
@@ -173,7 +183,7 @@ def look(patch_points: Sequence[PatchPoint], checkout: Checkout, known: Checkout
 
 
 def _release(patch_point: PatchPoint, fingerprint: str, checkout: Checkout) -> Release | None:
-    """The checkout's own release where it has this fingerprint, else whichever has."""
+    """Return the release with this fingerprint, preferably the checkout's own."""
     own = release_of(checkout.version)
     if own is not None and own.fingerprints.get(patch_point.name) == fingerprint:
         return own
@@ -197,7 +207,7 @@ def _difference(patch_point: PatchPoint, checkout: Checkout, known: Checkout) ->
 
 
 def imported_names(package: Path) -> list[str]:
-    """Every dotted name that the modules below ``package`` import from Megatron."""
+    """Return every dotted name that the modules below ``package`` import from Megatron."""
     names: set[str] = set()
     for path in package.rglob("*.py"):
         for node in ast.walk(_tree(path)):
@@ -209,8 +219,10 @@ def imported_names(package: Path) -> list[str]:
 
 
 def used_names(package: Path, megatron: Sources) -> list[str]:
-    """Return every function, class or value of ``megatron`` that modules below ``package`` import,
-    or name as attributes of a module that they import."""
+    """Return every function, class or value of ``megatron`` that modules below ``package`` use.
+
+    They import it, or name it as an attribute of an imported module.
+    """
     names: set[str] = set()
     for path in package.rglob("*.py"):
         imported: dict[str, str] = {}
@@ -245,7 +257,7 @@ def _tree(path: Path) -> ast.Module:
 
 
 def _statements(scope: ast.Module | _Definition) -> Iterator[ast.stmt]:
-    """The statements of a module or class, those under its conditions and attempts too."""
+    """Yield the statements of a module or class, including those inside if, try and with."""
     waiting: list[ast.stmt] = list(reversed(scope.body))
     while waiting:
         node = waiting.pop()
@@ -263,7 +275,7 @@ def _defined(scope: ast.Module | _Definition, name: str) -> _Definition | None:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """Names that a module binds at its top."""
+    """Return the names that a module binds at its top level."""
     bound = set()
     for node in _statements(tree):
         if isinstance(node, _Definition):

@@ -1,18 +1,18 @@
-"""Without --epp, this package trains as Megatron-LM's own pretrain_gpt.py does: bit for bit.
+"""Bitwise comparison of this package without --epp with Megatron-LM's own pretrain_gpt.py.
 
     python scripts/upstream/compare_upstream.py --megatron PATH [flags of Megatron's, after --]
 
-PATH is a Megatron-LM checkout, at tag core_v0.19.0 for any 0.19. Its pretrain_gpt.py and ours each
-train a tiny model with the same flags and the same seed, dropout included, with mock data and with
-a .bin/.idx corpus, over one and over two pipeline stages. Compared are every iteration's loss and
-gradient norm as the trainer hands them to its log, in full precision, and every tensor of the
-checkpoint that the run saves: weights, optimizer, random states. Exit status 1 where anything
-differs.
+PATH is a Megatron-LM checkout, at tag core_v0.19.0 for any 0.19. Its pretrain_gpt.py and this
+package's each train a tiny model with the same flags and seed, with dropout, with mock data and
+with a .bin/.idx corpus, over one and over two pipeline stages. The script compares the loss and
+gradient norm of every iteration, as the trainer passes them to its log, in full precision, and
+every tensor of the saved checkpoint: weights, optimizer, random states. The exit status is 1 if
+anything differs.
 
-Both sides import megatron.core and megatron.training from the installed wheel, because what is
-compared is the script; how far the checkout's trainer is the wheel's is checked file by file and
-said. From PATH come pretrain_gpt.py and the modules beside it. Both run under the same CPU host
-where there is no GPU; with GPUs, both use them.
+Both sides import megatron.core and megatron.training from the installed wheel, because only the
+scripts are compared. The script also compares the checkout's trainer with the wheel's file by file,
+and prints the result. pretrain_gpt.py and the modules next to it come from PATH. Both sides use the
+same CPU host without a GPU, and GPUs if there are any.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TRAINING = (
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The results of a run: (loss, gradient norm) of each iteration, and its saved tensors."""
+    """Results of a run: (loss, gradient norm) of each iteration, and all saved tensors."""
 
     steps: tuple[tuple[float, float], ...]
     tensors: dict[str, Any]
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 def train(side: str, upstream: Path, place: Path, flags: list[str], processes: int) -> Outcome:
-    """Train one side in processes of its own; its log goes to ``place``/log."""
+    """Train one side in new processes, with a log at ``place``/log; return its results."""
     import torch
 
     place.mkdir()
@@ -125,7 +125,7 @@ def train(side: str, upstream: Path, place: Path, flags: list[str], processes: i
 
 
 def run_side(side: str, upstream: str, place: str, flags: list[str]) -> None:
-    """One process of one side: run the script as from the shell, and watch its log."""
+    """Run the script of one side in this process, as from the shell; record losses and norms."""
     from megatron_epp.mcore.job import job_exit
     from megatron_epp.mcore.patching import cpu_host, patch_points
 
@@ -160,7 +160,7 @@ def run_side(side: str, upstream: str, place: str, flags: list[str]) -> None:
 
 
 def saved_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Every tensor of a checkpoint in Megatron's torch format, by file and path within it."""
+    """Yield (file and path, tensor) of a checkpoint in Megatron's torch format."""
     import numpy
     import torch
 
@@ -182,7 +182,7 @@ def saved_tensors(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """The names of tensors that one side lacks or that differ in any bit."""
+    """Return the names of tensors that one side lacks, or that differ in any bit."""
     import torch
 
     missing = sorted(theirs.keys() ^ ours.keys())
@@ -194,7 +194,7 @@ def differing(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
 
 
 def same_sources(upstream: Path) -> str:
-    """How the checkout's trainer and core compare with the installed wheel's, in a few words."""
+    """Return a short comparison of the checkout's trainer and core with the installed wheel."""
     spec = importlib.util.find_spec("megatron.core")
     assert spec is not None and spec.submodule_search_locations is not None
     wheel = Path(next(iter(spec.submodule_search_locations))).parent
@@ -212,7 +212,7 @@ def same_sources(upstream: Path) -> str:
 
 
 def write_corpus(prefix: Path) -> list[str]:
-    """A corpus of 400 random documents of 2 to 300 tokens; returns the flags that name it."""
+    """Write a corpus of 400 random documents of 2 to 299 tokens; return its flags."""
     import numpy
     import torch
 

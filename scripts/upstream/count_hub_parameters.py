@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Parameters of published models, counted in what transformers builds on torch's meta device.
+"""Parameters of published models, counted in transformers' models on torch's meta device.
 
     scripts/upstream/count_hub_parameters.py [NAME ...]
 
-Builds each model of tests/cost/hub_models.py without memory (half a minute for all) and writes
-tests/cost/hub_parameters.json: those of the decoder, with its embeddings. Multi-token prediction
-and other towers are not built. Without a NAME the defaults of the classes go to
-tests/cost/hub_defaults.json. The tests compare what this project reads with both.
+The script builds each model of tests/cost/hub_models.py without memory (half a minute for all). It
+writes the numbers of parameters of the decoders, with embeddings, to
+tests/cost/hub_parameters.json. Multi-token prediction and encoders are not built. Without a NAME,
+it writes the default values of the classes to tests/cost/hub_defaults.json. Tests compare this
+project's reading of config.json with both files.
 """
 
 import json
@@ -23,7 +24,7 @@ CLASSES = {"kimi_k2": "deepseek_v3", "qwen2_5_vl": "qwen2", "qwen3_vl_moe_text":
 
 
 def parameters(keys: dict[str, Any]) -> int:
-    """Return the parameters of the decoder that transformers makes of ``keys``."""
+    """Return the number of parameters of the decoder that transformers builds from ``keys``."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -52,7 +53,7 @@ def parameters(keys: dict[str, Any]) -> int:
 
 
 def class_defaults(model_type: str) -> dict[str, Any]:
-    """Return what transformers' class takes for keys that a file of ``model_type`` leaves out."""
+    """Return the defaults of transformers' class for keys missing in a file of ``model_type``."""
     from transformers import CONFIG_MAPPING
 
     from megatron_epp.cost.catalogue.hub_families import FAMILIES
@@ -65,7 +66,7 @@ def class_defaults(model_type: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Count, print and record."""
+    """Count, print and record the parameters; return the exit status."""
     from tests.cost.hub_models import HUB_MODELS
 
     chosen = sys.argv[1:] or list(HUB_MODELS)

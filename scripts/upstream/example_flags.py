@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
 # ruff: noqa: E402  (run from anywhere: this checkout is put on the path first)
-"""Looks up in a framework's checkout what examples/integrations and `tune --for` name of it.
+"""Check that a framework's checkout has all names that examples/integrations and `tune --for` use.
 
     git clone --depth 1 https://github.com/verl-project/verl
     scripts/upstream/example_flags.py --framework verl --checkout verl
 
-Scripts, flags of its parsers, keys of its configuration, functions: read from its sources. Where
-what its own parser needs is installed (verl: hydra-core; slime: Megatron's training package;
-ms-swift: its requirements), that parses them, too: all that the example starts, and all that `tune`
-may say. Prints what is not there; fails where something is missing.
+The names are scripts, flags of the framework's parsers, keys of its configuration, and functions,
+read from its sources. If the dependencies of its own parser are installed (verl: hydra-core; slime:
+Megatron's training package; ms-swift: its requirements), this parser also parses all that the
+examples start and that `tune` can print. The script prints missing names, and fails if there are
+any.
 """
 
 import argparse
@@ -38,7 +39,7 @@ JOB = StockSettings(Layout(2, 2, 2, 2), (7, 9), 1, 4096, ep=2)
 
 
 def fields_of(*files: Path) -> set[str]:
-    """Annotated names of all classes in Python files: fields of dataclasses, and so flags."""
+    """Return the annotated names of all classes in Python files: dataclass fields, and so flags."""
     trees = [ast.parse(file.read_text()) for file in files]
     classes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     return {
@@ -178,8 +179,10 @@ def unknown_to(parser: argparse.ArgumentParser, words: list[str]) -> Iterator[st
 
 
 def started(example: str, program: str, *words: str, **variables: str) -> list[str]:
-    """The arguments with which an example starts ``program``, in whose place one is found that
-    writes them down."""
+    """Return the arguments with which an example starts ``program``.
+
+    A substitute for the program prints its arguments.
+    """
     with tempfile.TemporaryDirectory() as folder:
         stand_in = Path(folder, program)
         stand_in.write_text('#!/bin/sh\nprintf "%s\\0" "$MEGATRON_EPP" "$@"\n')
@@ -211,7 +214,7 @@ def looked_up_and_parsed(name: str, checkout: Path) -> Iterator[str]:
 
 
 def megatrons() -> set[str]:
-    """Fields of Megatron's own configuration, as it is installed here; read, not imported."""
+    """Return the fields of the installed Megatron's configuration, without importing it."""
     (place,) = {
         Path(path, "megatron", "core") for path in sys.path
         if Path(path, "megatron", "core", "transformer").is_dir()

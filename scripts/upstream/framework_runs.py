@@ -1,5 +1,8 @@
-"""Parts that the scripts which run frameworks' own code share: the checkout that is named, mocks in
-the place of the rest of a framework, two stages in processes of their own, and their verdict."""
+"""Common parts of the scripts that run frameworks' own code.
+
+They are the choice of a checkout, mocks for the rest of a framework, two stages in separate
+processes, and the comparison of results.
+"""
 
 import argparse
 import math
@@ -24,7 +27,7 @@ TOLERANCES = {"float64": 1e-12, "float32": 1e-6}  # by the dtype of the model
 
 
 class Anything(types.ModuleType):
-    """A module in which everything is a mock."""
+    """Module in which every attribute is a mock."""
 
     __path__: ClassVar[list[str]] = []
 
@@ -48,17 +51,22 @@ class _Mocks(MetaPathFinder, Loader):
         return Anything(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """There is nothing to execute."""
+        """Do nothing, because a mock has no code."""
 
 
 def mock(*packages: str) -> None:
-    """Let these and all modules below them be mocks, wherever they are imported from now on."""
+    """Replace ``packages`` and all modules below them by mocks in later imports."""
     sys.meta_path.insert(0, _Mocks(packages))
 
 
 def sources_of(framework: str, checkout: Path | None) -> tuple[Path, str]:
-    """The folder in which the packages of ``framework`` lie, and what they are, in words: of a
-    ``checkout`` of it, else what pip has installed. ValueError: nothing."""
+    """Return the folder of the packages of ``framework``, and its name and version as text.
+
+    The sources are those of ``checkout``, or else of the installed distribution.
+
+    Raises:
+        ValueError: if there are no sources.
+    """
     if checkout is not None:
         inside = checkout / "src"
         return (inside if inside.is_dir() else checkout).resolve(), f"{framework} of {checkout}"
@@ -75,8 +83,11 @@ def sources_of(framework: str, checkout: Path | None) -> tuple[Path, str]:
 def found_in(
     doc: str, known: Mapping[str, Callable[[Path], Iterable[str]]], installed: bool = False
 ) -> tuple[str, list[str]]:
-    """The framework of the command line, in words, and what its function of ``known`` finds in its
-    checkout, or where it is ``installed``. What cannot be used ends in one line and status 2."""
+    """Return text on the chosen framework, and the results of its function in ``known``.
+
+    The function gets the folder of the checkout or, with ``installed`` and without a checkout, of
+    the installed package. An unusable input ends the script with one line and status 2.
+    """
     parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
     parser.add_argument("--framework", required=True, help=", ".join(known))
     otherwise = "; without, what pip has installed here" if installed else ""
@@ -105,10 +116,12 @@ def run_stages(
     work: Callable[..., None],
     shares_rows: bool = False,
 ) -> int:
-    """Call ``work`` of every rank, the file at which they meet, the folder of ``framework``, which
-    holds ``file`` (the command line's checkout, else where pip has installed it), and the dtype
-    that it names; the exit status. ``shares_rows``: and of as many context-parallel ranks of a
-    stage as it names."""
+    """Start ``work`` on all ranks, and return the exit status.
+
+    Its arguments are the rank, the rendezvous file, the folder of ``framework`` that contains
+    ``file`` (from the command line, or as installed), and the dtype. With ``shares_rows``, also the
+    number of context-parallel ranks of a stage, which the command line names.
+    """
     import rl_loop
     import torch
 
@@ -143,8 +156,11 @@ def run_stages(
 def stage_of(
     rank: int, meeting: str, load: Callable[[], Any], dtype: str, cp: int = 1
 ) -> Iterator[tuple[Any, Any]]:
-    """Make this process ``rank`` of stages of ``cp`` ranks: what ``load`` gives once Megatron is
-    up, and the model in ``dtype``."""
+    """Make this process a rank of a pipeline with ``cp`` ranks per stage; yield (loaded, model).
+
+    ``loaded`` is the result of ``load``, called after Megatron is initialised; the model has dtype
+    ``dtype``.
+    """
     import rl_loop
     import torch
     import torch.distributed as dist
@@ -174,7 +190,7 @@ def stage_of(
 
 
 def gradients_of(model: Any, field: str = "grad") -> dict[str, Any]:
-    """The ``field`` of each weight that has one, summed over the ranks that share its rows."""
+    """Return ``field`` of each weight that has one, summed over context-parallel ranks."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -186,8 +202,7 @@ def gradients_of(model: Any, field: str = "grad") -> dict[str, Any]:
 
 
 class GradientKeeper:
-    """In the place of an optimizer: keeps what a step hands over, the ``field`` of each weight that
-    has one; moves nothing."""
+    """Substitute for an optimizer: stores each step's gradients (``field``), without an update."""
 
     def __init__(self, model: Any, field: str):
         self.model, self.field = model, field
@@ -209,8 +224,11 @@ def attention(
     packed_seq_params: Any = None,
     **others: Any,
 ) -> Any:
-    """Within documents one behind the other, [T, heads, D]: Megatron's, ``plain``, wants a GPU for
-    it, and computes samples side by side without."""
+    """Compute attention within packed documents [T, heads, D].
+
+    Megatron's own function ``plain`` requires a GPU for packed documents; it computes the padded
+    samples.
+    """
     import torch
 
     if packed_seq_params is None:
@@ -240,9 +258,14 @@ def compare(
     train: Callable[[], Sequence[Mapping[str, Any]]],
     slice_it: Callable[[], Any] | None = None,
 ) -> None:
-    """Call ``train``, which gives the tensors of each of its calls to the schedule, with Megatron's
-    schedule and with ours; then, behind ``slice_it``, in slices, cut and ordered by plans that are
-    drawn. For all stages to call; SystemExit: they differ."""
+    """Compare the tensors of ``train`` in Megatron's schedule and in this project's schedule.
+
+    ``train`` returns the tensors of each of its calls of the schedule. With ``slice_it``, which
+    turns slices on, it also runs in slices with random plans. All stages must call this function.
+
+    Raises:
+        SystemExit: if tensors differ.
+    """
     import megatron_epp
     from megatron_epp.mcore.loops.pipelines import WITNESSED_CALLS
 
@@ -271,7 +294,7 @@ def compare(
 
 
 def _install_drawn_slices(ran: list[Any]) -> None:
-    """Our schedule, whose plans for slices are drawn: any that compute the right thing."""
+    """Install this project's schedule with random valid plans for slices."""
     from megatron_epp.certify.loops.micro_batches import arbitrary_sliced_plan
     from megatron_epp.ir import FULL, KEEP
     from megatron_epp.mcore.loops.install import Installation
@@ -291,7 +314,7 @@ def _install_drawn_slices(ran: list[Any]) -> None:
 def _differences(
     ours: Sequence[Mapping[str, Any]], expected: Sequence[Mapping[str, Any]]
 ) -> list[float]:
-    """Largest differences of each tensor, as shares of its largest entry."""
+    """Return the largest difference of each tensor, relative to its largest element."""
     return [
         float((made[name] - wanted[name]).abs().max() / wanted[name].abs().max())
         for made, wanted in zip(ours, expected, strict=True)
@@ -301,7 +324,7 @@ def _differences(
 
 
 def show_order(rank: int, errors: Sequence[float], ran: Sequence[Any], how: str = "") -> None:
-    """How far a stage's gradients are, and the order of its last call."""
+    """Print the worst difference of a stage, and the order of ops in its last call."""
     import torch
 
     order = " ".join(map(str, ran[-1].plan.orders[ran[-1].records[0].stage]))
@@ -310,7 +333,11 @@ def show_order(rank: int, errors: Sequence[float], ran: Sequence[Any], how: str 
 
 
 def require_equal(rank: int, errors: Sequence[float], tolerance: float) -> None:
-    """SystemExit: one of them is above the ``tolerance``. For all stages to call."""
+    """Require that all ``errors`` are within ``tolerance``; all stages must call this function.
+
+    Raises:
+        SystemExit: if an error is above ``tolerance``, or NaN.
+    """
     import torch.distributed as dist
 
     dist.barrier()

@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
 # ruff: noqa: E402  (run from anywhere: what stands beside this is found first)
-"""MEGATRON_EPP=1 and nothing else, where our wheel and a Megatron's were installed by pip.
+"""Tests of MEGATRON_EPP=1 alone, in environments with this package and a Megatron from pip.
 
     scripts/upstream/fresh_environments.py                            # every release, by torchrun
     scripts/upstream/fresh_environments.py --megatron 0.18.2 --ray    # in actors of Ray, too
     scripts/upstream/fresh_environments.py --torch 2.8.0              # not this environment's torch
 
-Makes an environment for each release of megatron-core, outside of the checkout, into which pip puts
-the wheel of this checkout (with [train] where that allows the release), the release and what both
-ask for; only torch is lent by this environment, or one of another release is fetched for all. The
-loop is that of tests/mcore/loops/strangers_loop.py: two processes, a stage each, float64, five
-calls by Megatron's own schedule and five by what the variable brings. Then a function that we need
-gets another name in the files of that Megatron. Fails where a gradient differs by more than 1e-12,
-a call came not by plans, or anything but one line is said.
+For each release of megatron-core, the script makes an environment outside of the checkout. pip
+installs the wheel of this checkout (with [train] if the release allows it), the release, and the
+dependencies of both. Only torch comes from this environment, or is downloaded once if --torch names
+another release. The loop is tests/mcore/loops/strangers_loop.py: two processes with one stage each,
+float64, five calls with Megatron's own schedule, and five with the schedule that the variable
+installs. Finally, a function that this package needs gets another name in the files of this
+Megatron. The script fails if a gradient differs by more than 1e-12, a call ran without a plan, or
+the package prints anything but one line.
 """
 
 import argparse
@@ -74,7 +75,7 @@ def main() -> int:
 def tried(
     release: str, wheel: Path, folder: Path, lent: Path, ray: bool
 ) -> Iterator[tuple[str, bool]]:
-    """A line, and whether it is as it should be, for each run of the loop with that release."""
+    """Yield (line of output, whether it is as expected) for each run of the loop with a release."""
     python = wheels.environment(folder, lent)
     asked = [f"{wheel}{extras(release)}", f"megatron-core=={release}", *(["ray"] if ray else [])]
     wheels.pip(python, "install", "-q", *asked)
@@ -104,7 +105,11 @@ def tried(
 def judged(
     launcher: str, folder: Path, answers: Answers, said: Sequence[str], release: str
 ) -> tuple[str, bool]:
-    """That all ran from ``folder``, by plans, with Megatron's gradients, and said what it is."""
+    """Return a line on a run, and whether the run is correct.
+
+    All modules must come from ``folder``, all calls must run by plans with Megatron's gradients,
+    and the output must name the mode and release.
+    """
     banner = f"level 0, megatron-core {release}"
     # The loop's second half pads otherwise than slime does, which one line tells.
     said_right = len(said) == 2 and banner in said[0] and "slime lays out otherwise" in said[1]
@@ -124,7 +129,7 @@ def by_plans(answers: Answers) -> int:
 
 
 def extras(release: str) -> str:
-    """Those of our wheel that may be asked for beside that release of megatron-core."""
+    """Return the extras of this package's wheel that allow this release of megatron-core."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = map(Requirement, project["optional-dependencies"]["train"])
     (megatron,) = (one for one in asked if one.name == "megatron-core")
@@ -141,8 +146,13 @@ def installed(python: Path) -> dict[str, str]:
 def run(
     python: str | Path, loop: Path, words: Sequence[str], variables: Mapping[str, str]
 ) -> tuple[list[Mapping], list[str]]:
-    """The answers of both ranks of the loop, and the lines that we said. RuntimeError: all that was
-    said, where it failed. ``loop``: the working folder, to whose own folder answers go."""
+    """Return the answers of both ranks of the loop, and the lines that megatron_epp printed.
+
+    ``loop`` is the working folder.
+
+    Raises:
+        RuntimeError: if the loop fails; the message contains all output.
+    """
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -167,7 +177,7 @@ def run(
 
 @contextmanager
 def renamed(folder: Path) -> Iterator[None]:
-    """Let all of the Megatron in ``folder`` call a function by another name."""
+    """Rename a function in all files of the Megatron in ``folder`` inside the ``with`` block."""
     texts = {}
     for file in folder.glob("lib/python3*/site-packages/megatron/core/**/*.py"):
         text = file.read_text(encoding="utf-8")

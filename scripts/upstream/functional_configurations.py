@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Counts which of Megatron-LM's functional test configurations --epp accepts, and why not others.
+"""Count of Megatron-LM's functional test configurations that --epp accepts, and reasons for others.
 
     scripts/upstream/functional_configurations.py --megatron CHECKOUT [--installed] [--all]
 
-Every ``model_config.yaml`` of the families below that trains is read as Megatron's own script makes
-a command line of it, with --epp behind it, as the ranks of a node see it: of 8 GPUs, or of as many
-as it says, more where its degrees need more; of Blackwell's where its name has gb200. Then our own
-reading of flags judges it: Megatron's parser and checks, the model's configuration, our refusals.
-Nothing is trained, and no file that a flag names is opened.
-Megatron's own sources are those of CHECKOUT, whose flags are asked for; --installed: those of this
-environment. Prints a table by family and one of reasons, the first of each configuration; with
---all every configuration. Takes two minutes of a core. Always status 0, or 2: no checkout.
+The script reads every ``model_config.yaml`` of the families below that trains. It converts each
+file to a command line as Megatron's own script does, and appends --epp. Each is checked as on the
+ranks of one node: with 8 GPUs, or as many as it says, or more if its degrees need more; Blackwell
+GPUs if its name has gb200. Then this package's flag parsing checks it: Megatron's parser and
+checks, the model's configuration, and unsupported features. Nothing is trained, and no file that a
+flag names is opened. Megatron's sources are those of CHECKOUT, or with --installed those of this
+environment. The script prints a table by family, and a table of the first reason of each rejected
+configuration; with --all, every configuration. It takes two minutes on one core. The exit status is
+0, or 2 without a checkout.
 """
 
 import argparse
@@ -44,7 +45,11 @@ LAUNCHER = {"REPEAT": "1", "TOKENIZER_TYPE": "GPTSentencePieceTokenizer"}
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """``values``: of MODEL_ARGS, by flag; ``variables``: its environment; ``gpus``: of a node."""
+    """Configuration of a functional test.
+
+    ``values`` are its MODEL_ARGS by flag, ``variables`` its environment, ``gpus`` the GPUs of a
+    node.
+    """
 
     family: str
     name: str
@@ -54,7 +59,7 @@ class Configuration:
 
     @property
     def words(self) -> list[str]:
-        """As tests/functional_tests/shell_test_utils/_run_training.sh puts them together."""
+        """Command line, as tests/functional_tests/shell_test_utils/_run_training.sh builds it."""
         found: list[str] = []
         for flag, value in self.values.items():
             text = " ".join(str(value).split())
@@ -82,7 +87,11 @@ class Configuration:
 
 
 def configurations(checkout: Path) -> Iterator[Configuration]:
-    """Those that train. ValueError: the checkout has none."""
+    """Yield the configurations that train.
+
+    Raises:
+        ValueError: if the checkout has none.
+    """
     import yaml
 
     files = sorted((checkout / CASES).glob("*/*/model_config.yaml"))
@@ -100,7 +109,7 @@ def configurations(checkout: Path) -> Iterator[Configuration]:
 
 
 def verdict(one: Configuration) -> str:
-    """Why --epp does not run it; empty: it does. In a process of its own."""
+    """Return why --epp rejects a configuration, or ""; runs in a separate process."""
     from megatron.training import arguments
 
     from megatron_epp.mcore.capabilities import refusals
@@ -142,7 +151,7 @@ def _as_with_tokenizer(args: argparse.Namespace) -> None:
 
 
 def reason(said: str) -> str:
-    """The feature that a line refuses, without values and remedies."""
+    """Return the feature that an error line names, without values and remedies."""
     said = said.removeprefix("--epp does not run ")
     return said.split(": ")[0] if said.startswith("unrecognized") else said.split("; ")[0][:110]
 

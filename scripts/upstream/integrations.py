@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 # ruff: noqa: E402  (run from anywhere: this checkout is put on the path first)
-"""Compares what we read of a framework's micro-batches with its own code that lays them out.
+"""Comparison of this package's readers of micro-batches with the frameworks' own packing code.
 
     scripts/upstream/integrations.py --framework verl                    # what pip installed
     git clone --depth 1 https://github.com/verl-project/verl
     scripts/upstream/integrations.py --framework verl --checkout verl
 
-Executes the packing functions of what pip has installed, or of a checkout, alone, on random
-documents, for several degrees and settings: ranks that they ask for are made up, nothing else of
-the framework is imported, and nothing of it is copied into this project. Rows of one rank, times
-the ranks, must be those that our reader tells. Prints a line for each case that differs, and a last
-one; fails where one does. A release whose functions cannot be run so ends in one line and status 2.
+The script executes only the packing functions of the installed framework, or of a checkout, on
+random documents, for several degrees and settings. Parallel ranks are simulated, nothing else of
+the framework is imported, and none of its code is copied into this project. The number of rows of
+one rank, times the number of ranks, must equal that of this package's reader. The script prints a
+line for each difference, and a summary; it fails if there is a difference. If the functions of a
+release cannot be run in this way, it prints one line and ends with status 2.
 """
 
 import ast
@@ -46,7 +47,7 @@ class Ranks:
 
     @property
     def mpu(self) -> Any:
-        """As far as packing functions ask Megatron's parallel state; this is the first rank."""
+        """Substitute for Megatron's parallel state on the first rank, for packing functions."""
         return SimpleNamespace(
             get_tensor_model_parallel_world_size=lambda: self.tp,
             get_context_parallel_world_size=lambda: self.cp,
@@ -55,8 +56,11 @@ class Ranks:
 
 
 def functions_of(checkout: Path, file: str, *names: str, **known: Any) -> SimpleNamespace:
-    """Functions and methods called ``names`` of a file, with nothing in reach but ``known`` and
-    each other. ValueError: the file, or one of them, is gone."""
+    """Return the functions ``names`` of a file, which see only ``known`` and each other.
+
+    Raises:
+        ValueError: if the file or a function does not exist.
+    """
     path = checkout / file
     if not path.exists():
         raise ValueError(f"--checkout {checkout}: holds no {file}")
@@ -82,7 +86,7 @@ def functions_of(checkout: Path, file: str, *names: str, **known: Any) -> Simple
 
 
 def forward_step(package: str, **brought: Any) -> Callable[..., Any]:
-    """A forward step as written in ``package``, that closes over what its own one does."""
+    """Return a forward step that appears to be of ``package``, with the same closure variables."""
     self, args = brought.get("self"), brought.get("args")
 
     def step(data_iterator: Any, model: Any) -> Any:
@@ -103,7 +107,7 @@ def lengths(random: Random) -> list[int]:
 
 
 def samples(of: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [B, S] and their mask, the shorter ones padded behind."""
+    """Return tokens [B, S] padded on the right, and their mask."""
     mask = torch.arange(max(of))[None] < torch.tensor(of)[:, None]
     return torch.ones(mask.shape, dtype=torch.long), mask
 
@@ -138,7 +142,7 @@ def verl(checkout: Path, ranks: Ranks, random: Random) -> Case:
 
 
 class _Source:
-    """As slime's and miles' DataIterator."""
+    """Substitute for the DataIterator of slime and miles."""
 
     def __init__(self, tokens: list[torch.Tensor], longest: int):
         ones = [torch.ones(1) for _ in tokens]

@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
 
-"""Level 0 with the Megatrons that frameworks ship: arbitrary plans against their own schedule.
+"""Scheduling mode (level 0) with the Megatrons of frameworks: random plans, and their schedule.
 
     scripts/upstream/megatron_matrix.py                              # every release in MEGATRONS
     scripts/upstream/megatron_matrix.py --megatron 0.16.1 main=PATH  # some; a checkout by its path
     scripts/upstream/megatron_matrix.py --tests CHECKOUT   # with the test_schedules.py of each, too
 
-A wheel of megatron-core is put into a folder of its own, in front of this environment's packages
-and without what it asks for, so that nothing but Megatron differs. Two processes are the two
-stages of a small GPT, in float64 and with tied embeddings, wrapped for replicas; a loop calls what
-get_forward_backward_func returns with micro-batches of several lengths and of one, in training and
-in passes of forwards. Every call runs by Megatron's schedule, then by plans of any order; then one
-of the functions that plans need has another name. Prints a line for each and fails where a
-gradient or a loss differs by more than 1e-12, a plan did not run, or a warning is not one.
+A wheel of megatron-core is installed in a separate folder, which precedes this environment's
+packages, without dependencies, so that only Megatron differs. Two processes run the two stages of a
+small GPT in float64 with tied embeddings, wrapped in Megatron's DDP. A loop calls the function that
+get_forward_backward_func returns, with micro-batches of several lengths and of equal length, in
+training and in forward-only passes. Every call runs with Megatron's schedule, and then with random
+valid plans. Finally, one function that plans need gets another name. The script prints a line for
+each release, and fails if a gradient or a loss differs by more than 1e-12, a plan did not run, or
+the warning is missing.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def main() -> int:
 
 
 def wheel(release: str, folder: Path) -> Path:
-    """The folder of the installed wheel; of this environment's own release, nothing new."""
+    """Return the folder of the installed wheel; for this environment's release, ROOT."""
     if version("megatron-core") == release:
         return ROOT
     place = folder / release
@@ -79,7 +80,7 @@ def environment(megatron: Path) -> dict[str, str]:
 
 
 def run(megatron: Path) -> tuple[list[dict], list[str]]:
-    """The answer of each stage, and the lines of all."""
+    """Return the answer of each stage, and the output lines of all stages."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(STAGES), "--no-python", sys.executable, __file__]
@@ -98,7 +99,7 @@ def run(megatron: Path) -> tuple[list[dict], list[str]]:
 
 
 def own_tests(release: str, megatron: Path, checkout: Path) -> bool:
-    """Whether no test of that release's test_schedules.py passes as it is and not with ours."""
+    """Return whether all tests that pass with Megatron's schedule pass with this project's, too."""
     with tempfile.TemporaryDirectory() as folder:
         tag = subprocess.run(
             ["git", "-C", checkout, "tag", "--list", f"core_v{release.rsplit('.', 1)[0]}.*"],
@@ -147,7 +148,7 @@ def stage(folder: Path) -> None:
 
 
 def compared(rank: int) -> dict:
-    """A rank's answer. ``lacking``: how far off a loop is whose Megatron lacks a function."""
+    """Return a rank's answer; ``lacking`` is the difference if Megatron lacks a function."""
     from megatron.core.pipeline_parallel import schedules
 
     import megatron_epp
@@ -170,7 +171,10 @@ def compared(rank: int) -> dict:
 
 
 def difference(ours: list, stock: list) -> float:
-    """The largest of losses, and of gradients in shares of the largest one of their tensor."""
+    """Return the largest difference of losses and gradients.
+
+    Differences of gradients are relative to the largest element of the tensor.
+    """
     found = []
     for (losses, gradients), (own_losses, own_gradients) in zip(ours, stock, strict=True):
         assert gradients.keys() == own_gradients.keys()
@@ -183,7 +187,7 @@ def difference(ours: list, stock: list) -> float:
 
 
 def plans_of_any_order():
-    """Our schedule, whose plans are drawn: any order that computes the right thing."""
+    """Return an installation with random valid plans, and the list of its calls."""
     from megatron_epp.certify.loops.micro_batches import arbitrary_unsliced_plan
     from megatron_epp.mcore.loops.install import Installation
     from megatron_epp.mcore.loops.settings import Settings
@@ -201,7 +205,7 @@ def plans_of_any_order():
 
 
 def build_model(rank: int, variable: bool):
-    """A stage as loops on megatron.core build it, wrapped; its gradients in one buffer."""
+    """Return a stage as megatron.core loops build it, wrapped in DDP with one gradient buffer."""
     import torch
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
@@ -232,7 +236,7 @@ def build_model(rank: int, variable: bool):
 
 
 def every_call(model, variable: bool) -> list[tuple[list[float], dict]]:
-    """(losses, gradients) of each call: training and passes of forwards in turn."""
+    """Return (losses, gradients) of each call: training and forward-only passes in turn."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     made = []
@@ -262,7 +266,10 @@ def micro_batches(number: int, variable: bool):
 
 
 def forward_step(three: bool):
-    """Losses as loops give them: two numbers, or three where they are summed over tokens."""
+    """Return a forward step whose loss function returns a mean, or a sum with its number of tokens.
+
+    With ``three``, the loss is the mean.
+    """
     import torch
 
     def step(iterator, model):

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Megatron-LM's own example configurations through ``certify``, their flags as they stand.
+"""Certificates of Megatron-LM's own example configurations, with their original flags.
 
     scripts/upstream/model_recipes.py [NAME ...] [--pp 2] [--batches 2] [--list] [-o RESULT.md]
 
-The model flags of the configurations that NVIDIA/Megatron-LM ships (at commit d98e8a64 of
-2026-08-22; each line's folder and file below), scaled down by certify with their structure kept.
-Where the layers do not divide over the stages, certify must say so in one line that names the
-flags, and pass with them. Prints a table; 1 where something is not certified.
+The flags are the model flags of the configurations in NVIDIA/Megatron-LM (commit d98e8a64 of
+2026-08-22; the source of each is below). ``certify`` scales the models down and preserves their
+structure. If the layers do not divide over the stages, ``certify`` must print one line that names
+the necessary flags, and pass with these flags. The script prints a table; the exit status is 1 if a
+configuration is not certified.
 """
 
 import argparse
@@ -109,8 +110,10 @@ _NEMOTRON_3 = f"""{_NEMOTRON}
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A configuration: the file that it is of, its model flags; ``layout``: the flags that lay its
-    layers over two stages where they do not divide."""
+    """Configuration: its source file, model flags, and ``layout``.
+
+    ``layout`` are the flags that assign its layers to two stages if they do not divide evenly.
+    """
 
     source: str
     flags: str
@@ -315,8 +318,10 @@ RECIPES = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The worst error of a recipe, or the line that refused it; ``model``: the certified model in
-    words; ``first``: the line that asked for a layout."""
+    """Worst error of a recipe, or the line that rejected it.
+
+    ``model`` describes the certified model; ``first`` is the line that requested a layout.
+    """
 
     passed: bool
     said: str
@@ -325,7 +330,7 @@ class Outcome:
 
 
 def outcome_of(recipe: Recipe, pp: int, batches: int) -> Outcome:
-    """Certify one; as it stands first, then with its layout."""
+    """Certify a recipe, first with its original flags, then with its layout."""
     if recipe.layout and pp == 2:
         without = _certified(recipe.words, pp, 1)
         if without.passed:

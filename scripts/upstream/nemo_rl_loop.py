@@ -1,26 +1,27 @@
 #!/usr/bin/env python3
 # ruff: noqa: E402  (the examples beside this are imported from their folders)
-"""NeMo-RL's own training loop over Megatron, run by Megatron's schedule and by ours.
+"""NeMo-RL's own training loop on Megatron, in Megatron's schedule and in this project's.
 
     git clone --depth 1 https://github.com/NVIDIA-NeMo/RL NeMo-RL
     python -m pip install pydantic
     scripts/upstream/nemo_rl_loop.py --nemo-rl NeMo-RL
     scripts/upstream/nemo_rl_loop.py --nemo-rl NeMo-RL --cp 2
 
-Executes of that checkout train.py of nemo_rl/models/megatron and the packing of data.py, its losses
-(algorithms/loss) and its log-probabilities over vocabulary shards (distributed/model_utils.py),
-their roundings to float32 left out: megatron_forward_backward with its forward step, the clipped
-policy loss with a divergence from a reference, and passes of log-probabilities, in two processes
-with a stage each of a tiny GPT in float64. Its temperature divides what a last stage makes, and not
-hidden states of other stages too, as it does. The rest of NeMo-RL (Ray, vLLM and more) is mocks: no
-draft model, no replay.
+From the checkout, the script executes train.py of nemo_rl/models/megatron and the packing of
+data.py, its losses (algorithms/loss) and its log-probabilities over vocabulary shards
+(distributed/model_utils.py), without their roundings to float32. It runs megatron_forward_backward
+with its forward step, the clipped policy loss with a divergence from a reference, and
+log-probability passes, in two processes with one stage each of a tiny GPT in float64. Unlike in
+NeMo-RL, the temperature divides only the output of the last stage, not the hidden states of other
+stages. The rest of NeMo-RL (Ray, vLLM and more) is replaced by mocks, without draft models and
+replay.
 
-Samples lie side by side, or are packed; with --cp, where so many ranks share a stage's rows, all
-are packed. On a host without a GPU the attention over packed samples is of our own.
+Samples are padded or packed; with --cp context-parallel ranks, all samples are packed. On a
+host without a GPU, this project computes the attention over packed samples.
 
-Whole micro-batches run first (level 0), and nothing tells us rows: they are known by NeMo-RL's
-rules. Then slices run (level 1). Prints the largest difference of a gradient or a log-probability,
-and fails above 1e-12. Nothing of NeMo-RL is copied into this project.
+Whole micro-batches run first (level 0); the number of rows follows from NeMo-RL's padding rules
+alone. Then slices run (level 1). The script prints the largest difference of a gradient or a
+log-probability, and fails above 1e-12. No code of NeMo-RL is copied into this project.
 """
 
 import re
@@ -62,7 +63,7 @@ SAMPLING = SimpleNamespace(top_k=None, top_p=1.0, temperature=0.8)
 
 
 class Batch(dict):
-    """As far as the loop asks a BatchedDataDict."""
+    """Substitute for BatchedDataDict, with the methods that the loop calls."""
 
     def get_multimodal_dict(self, **how: Any) -> dict:
         return {}
@@ -72,7 +73,7 @@ class Batch(dict):
 
 
 class ProcessedMicroBatch(types.SimpleNamespace):
-    """As far as the loop asks one of NeMo-RL's; what only other models have is None."""
+    """Substitute for NeMo-RL's class; attributes that only other models have are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -81,7 +82,7 @@ class ProcessedMicroBatch(types.SimpleNamespace):
 
 
 def load(checkout: Path) -> SimpleNamespace:
-    """What is executed of the checkout; whatever else it imports of NeMo-RL is a mock."""
+    """Return the executed modules of the checkout; other imports of NeMo-RL are mocks."""
     from megatron.core import parallel_state as mpu
 
     for name in ("nemo_rl", "nemo_rl.distributed.batched_data_dict"):
@@ -111,8 +112,10 @@ def load(checkout: Path) -> SimpleNamespace:
 
 
 def micro_batches(its: SimpleNamespace, number: int, packed: bool) -> list[Any]:
-    """Samples of very different lengths, each a prompt and an answer; padded to the longest, or
-    packed."""
+    """Return samples of very different lengths, each a prompt and an answer.
+
+    They are padded to the longest sample, or packed.
+    """
     random, made = Random(number), torch.Generator().manual_seed(number)
     found = []
     for _ in range(MICRO_BATCHES):
@@ -154,7 +157,7 @@ def micro_batches(its: SimpleNamespace, number: int, packed: bool) -> list[Any]:
 
 
 def train(its: SimpleNamespace, model: Any) -> list[dict[str, torch.Tensor]]:
-    """Gradients of each step, and at last log-probabilities of answers."""
+    """Return the gradients of each step, and finally the log-probabilities of answers."""
     losses = its.loss
     clipped = losses.ClippedPGLossFn(losses.ClippedPGLossConfig(reference_policy_kl_penalty=0.1))
     shared = its.mpu.get_context_parallel_world_size() > 1

@@ -1,9 +1,9 @@
-"""Run by fresh_environments.py beside a copy of a loop: its two ranks as actors of Ray.
+"""Actors of Ray for two ranks; fresh_environments.py runs this file next to a copy of a loop.
 
     ray_actors.py [NAME=VALUE] FOLDER     # a variable for the actors alone, as runtime_env gives it
 
-Everything else reaches the actors as it does in verl, slime and others: from the environment in
-which Ray is started.
+As in verl, slime and others, all other variables reach the actors from the environment in which Ray
+is started.
 """
 
 import os

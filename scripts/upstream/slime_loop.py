@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
 # ruff: noqa: E402  (the examples beside this are imported from their folders)
-"""slime's own training step over Megatron, run by Megatron's schedule and by ours.
+"""slime's own training step on Megatron, in Megatron's schedule and in this project's.
 
     git clone --depth 1 https://github.com/THUDM/slime
     scripts/upstream/slime_loop.py --slime slime
     scripts/upstream/slime_loop.py --slime slime --cp 2
 
-Executes backends/megatron_utils of that checkout: train_one_step and forward_only of model.py with
-their forward steps, get_batch and DataIterator of data.py, loss.py with utils/ppo_utils.py (a
-policy's clipped loss with entropies, and log-probabilities; their asserts of float32 left out), in
-two processes with a stage each of a tiny GPT in float64. The rest of slime is mocks; the optimizer
-and, on a host without a GPU, the attention over packed documents are of our own.
+From backends/megatron_utils of the checkout, the script executes train_one_step and forward_only of
+model.py with their forward steps, get_batch and DataIterator of data.py, and loss.py with
+utils/ppo_utils.py (a policy's clipped loss with entropies, and log-probabilities; without their
+asserts of float32). Two processes have one stage each of a tiny GPT in float64. The rest of slime
+is replaced by mocks. This project provides the optimizer and, on a host without a GPU, attention
+over the packed documents of samples.
 
-Whole micro-batches run first (level 0), and nothing tells us rows: they are known by slime's rules.
-Then slices run (level 1), switched on by slime's own hooks. Prints the largest difference of a
-gradient or a log-probability, and fails above 1e-12. Nothing of slime is copied into this project.
+Whole micro-batches run first (level 0); the number of rows follows from slime's padding rules
+alone. Then slices run (level 1), turned on by slime's own hooks. The script prints the largest
+difference of a gradient or a log-probability, and fails above 1e-12. No code of slime is copied
+into this project.
 """
 
 import importlib
@@ -62,7 +64,7 @@ ARGS = SimpleNamespace(
 
 
 def load(checkout: Path) -> SimpleNamespace:
-    """What is executed of the checkout; what else of slime it imports is mocks."""
+    """Return the executed modules of the checkout; other imports of slime are mocks."""
     mocked = "observability utils utils.memory_utils utils.types utils.misc backends"
     mocked += " utils.distributed_utils"
     for name in ("slime", *(f"slime.{part}" for part in mocked.split()), PACKAGE):
@@ -91,8 +93,10 @@ def _executed(checkout: Path, name: str) -> Any:
 
 
 def rollout(its: SimpleNamespace, number: int) -> Any:
-    """slime's DataIterator over samples of very different lengths, in micro-batches of a few; what
-    is known of answers is this rank's part, as its rollouts cut it."""
+    """Return slime's DataIterator over samples of very different lengths, a few per micro-batch.
+
+    Log-probabilities and advantages of answers are this rank's part, as slime's rollouts cut them.
+    """
     random, indices = Random(number), []
     made = torch.Generator().manual_seed(number)
     keys = "tokens loss_masks total_lengths response_lengths log_probs advantages"
@@ -118,7 +122,7 @@ def rollout(its: SimpleNamespace, number: int) -> Any:
 
 
 def train(its: SimpleNamespace, model: Any) -> list[dict[str, torch.Tensor]]:
-    """Gradients of each step, and log-probabilities and entropies of a pass of forwards."""
+    """Return gradients of each step, and log-probabilities and entropies of a forward-only pass."""
     optimizer = GradientKeeper(model, "grad")
     scheduler = SimpleNamespace(step=lambda increment: None)
     counts = MICRO_BATCHES, MICRO_BATCHES

@@ -1,18 +1,19 @@
 #!/usr/bin/env python3
-"""Slices through the own kernels of mamba_ssm and flash-linear-attention, on a host without a GPU.
+"""Slices in original kernels of mamba_ssm and flash-linear-attention, on a host without a GPU.
 
     pip install --no-deps --target kernels fla-core==0.4.1 numpy==2.2.6
     MAMBA_SKIP_CUDA_BUILD=TRUE MAMBA_FORCE_BUILD=TRUE pip install --no-deps --no-build-isolation \
         --no-binary mamba-ssm --target kernels mamba-ssm==2.3.2.post1
     PYTHONPATH=kernels scripts/upstream/state_kernels.py [mamba] [delta]
 
-Triton's interpreter runs their kernels on CPU tensors, as Triton 3.6's does with numpy before 2.5.
-Megatron's own layers with a state compute documents whole, and by ``--epp``'s adapters in slices,
-with whole documents in front of them and behind them in a call, states and rows over borders. Both
-are in float32; what is right says float64 by the stand-ins that hosts without a GPU compute with
-(mcore/patching/cpu_kernels.py). Prints errors of outputs and gradients and fails where the slices'
-are more than twice the whole documents', or where gradients that are kept from going back over
-borders do not show. mamba_ssm's convolution is CUDA C++: here it is torch's. Half a minute.
+Triton's interpreter runs the kernels on CPU tensors; with Triton 3.6, this requires numpy before
+2.5. Megatron's own SSM and linear-attention layers compute documents whole and, with the adapters
+of ``--epp``, in slices. A call contains slices together with unsliced documents, and passes states
+and rows over boundaries. Both are in float32; the expected values are in float64, from the torch
+kernels of CPU-only hosts (mcore/patching/cpu_kernels.py). The script prints errors of outputs and
+gradients. It fails if the errors of slices are more than twice those of unsliced documents, or if
+omitted gradients over boundaries remain undetected. mamba_ssm's convolution is CUDA C++; here torch
+replaces it. The run takes half a minute.
 """
 
 import os
@@ -72,7 +73,7 @@ stage 0: F0 F1 F2 F3 F4 B4 B3 B2 B1 B0
 
 
 def missing() -> list[str]:
-    """Packages that are not installed."""
+    """Return the names of packages that are not installed."""
     return [name for name in PACKAGES if find_spec(name) is None]
 
 
@@ -80,7 +81,7 @@ def missing() -> list[str]:
 
 
 def interpret() -> None:
-    """Put in place what the packages ask of a device, before they are imported."""
+    """Install substitutes for the device functions of the packages, before their import."""
     import triton
 
     tuned = triton.autotune
@@ -114,7 +115,7 @@ def interpret() -> None:
 
 
 def bind_late() -> None:
-    """Have modules that took functions of Triton's language by name find the interpreter's."""
+    """Replace Triton's functions that modules imported by name with those of the interpreter."""
     import triton.language as language
 
     def found_by(name: str) -> Callable[..., Any]:
@@ -135,7 +136,7 @@ def convolve(
     final: None,
     silu: bool,
 ) -> Tensor:
-    """causal_conv1d's forward, of each sequence for itself: [B, C, L]."""
+    """Compute causal_conv1d's forward, separately for each sequence: [B, C, L]."""
     assert initial is None and final is None and silu
     made = []
     for batch, rows_LC in enumerate(x_BCL.transpose(1, 2)):
@@ -159,7 +160,7 @@ def convolve_backward(
     wants_initial: bool,
     silu: bool,
 ) -> tuple[Tensor, ...]:
-    """Its backward, dx in ``out``: (dx, dweight, dbias)."""
+    """Compute causal_conv1d's backward, with dx in ``out``: (dx, dweight, dbias)."""
     assert of_final is None and not wants_initial
     with torch.enable_grad():
         leaves = [one.detach().requires_grad_() for one in (x, weight, bias)]
@@ -172,7 +173,7 @@ def convolve_backward(
 
 
 def build(alone: Any, kind: str) -> Any:
-    """A layer of Megatron's that computes chunks, and whole documents as it does."""
+    """Return a layer of Megatron that can also compute chunks."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
     from megatron.training.argument_utils import gpt_config_from_args
@@ -193,7 +194,7 @@ def build(alone: Any, kind: str) -> Any:
 
 
 def whole(layer: Any, documents: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs of ``documents`` [T, 1, hidden], each for itself; gradients are added up."""
+    """Return outputs of unsliced ``documents`` [T, 1, hidden]; accumulate gradients."""
     outputs = [output_of(layer, document, None) for document in documents]
     for output, factor in zip(outputs, factors, strict=True):
         (output * factor).sum().backward()
@@ -201,7 +202,7 @@ def whole(layer: Any, documents: Sequence[Tensor], factors: Sequence[Tensor]) ->
 
 
 def sliced(layer: Any, documents: Sequence[Tensor], factors: Sequence[Tensor]) -> list[Tensor]:
-    """The same by the plan's chunks, in its order."""
+    """Return outputs of ``documents``, computed in the chunks and order of the plan SLICED."""
     from megatron_epp.ir import Kind, Plan, slices_of
     from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
     from megatron_epp.mcore.data.chunk_params import ChunkParams
@@ -233,7 +234,7 @@ def output_of(layer: Any, hidden: Tensor, params: Any) -> Tensor:
 
 
 def computed(layer: Any, way: Callable[..., list[Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Outputs, and gradients of inputs and of parameters, in float64."""
+    """Return outputs, and gradients of inputs and parameters, in float64."""
     from megatron_epp.ir import Plan
 
     layer.to(dtype)
@@ -254,7 +255,7 @@ def computed(layer: Any, way: Callable[..., list[Tensor]], dtype: torch.dtype) -
 
 
 def by_stand_ins() -> Any:
-    """Megatron's layers with the kernels of hosts without a GPU, within the context."""
+    """Return a context in which Megatron's layers use the kernels of CPU-only hosts."""
     from megatron.core.ssm import mamba_mixer
     from megatron.core.ssm.gated_delta_net import common, gdn
 
@@ -272,7 +273,7 @@ def by_stand_ins() -> Any:
 
 
 def off(found: dict[str, Tensor], right: dict[str, Tensor]) -> tuple[float, str]:
-    """The worst error of a tensor, beside its norm, and its name."""
+    """Return the largest error of a tensor relative to its norm, and the tensor's name."""
     errors = {
         name: float((found[name] - tensor).norm() / tensor.norm()) for name, tensor in right.items()
     }
@@ -281,12 +282,12 @@ def off(found: dict[str, Tensor], right: dict[str, Tensor]) -> tuple[float, str]
 
 
 def nothing(store: Any, *where: int) -> tuple[Tensor, ...]:
-    """What later slices leave for earlier ones, lost."""
+    """Return zeros in place of the gradients that later slices store for earlier slices."""
     return tuple(map(torch.zeros_like, GRADIENT(store, *where)))
 
 
 def judge(alone: Any, kind: str) -> bool:
-    """Whether slices through a layer of such a ``kind`` compute what whole documents do."""
+    """Print the errors of slices in a layer of ``kind``; return whether they are within bounds."""
     from megatron_epp.mcore.patching import cpu_kernels
 
     began = time.monotonic()
@@ -312,7 +313,7 @@ def judge(alone: Any, kind: str) -> bool:
 
 
 def main(kinds: Sequence[str]) -> int:
-    """0: slices compute what whole documents do; 1: not; 2: a package is missing."""
+    """Return 0 if slices match unsliced documents, 1 if not, 2 if a package is missing."""
     if lacking := missing():
         print(f"{' '.join(lacking)}: not installed; the first lines of this script say how")
         return 2

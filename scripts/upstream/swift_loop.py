@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
 # ruff: noqa: E402  (the examples beside this are imported from their folders)
-"""ms-swift's own training step over Megatron, run by Megatron's schedule and by ours.
+"""ms-swift's own training step on Megatron, in Megatron's schedule and in this project's.
 
     python -m pip install ms-swift
     scripts/upstream/swift_loop.py
     git clone --depth 1 https://github.com/modelscope/ms-swift
     scripts/upstream/swift_loop.py --ms-swift ms-swift --cp 2
 
-Imports swift, of what pip has installed or of that checkout, with what it needs but for
-mcore_bridge, which wants a GPU's kernels and is mocks. Its PackingDataset packs samples of very
-different lengths, its template collates them, and train_step of its MegatronTrainer takes them
-through its forward step and its loss, in two processes with a stage each of a tiny GPT in float64,
-in Megatron's wrapper for replicas. The optimizer and, on a host without a GPU, the attention over
-packed documents are of our own.
+The script imports the installed swift, or that of the checkout, with its dependencies except
+mcore_bridge, which needs kernels of a GPU and is replaced by mocks. ms-swift's PackingDataset packs
+samples of very different lengths, its template collates them, and train_step of its MegatronTrainer
+runs its forward step and its loss. Two processes have one stage each of a tiny GPT in float64, in
+Megatron's DDP. This project provides the optimizer and, on a host without a GPU, the attention over
+packed documents.
 
-Whole micro-batches run first (level 0), and nothing tells us rows: they are known by swift's rules.
-Then slices run (level 1). Prints the largest difference of a gradient, and fails above 1e-12.
-Nothing of ms-swift is copied into this project.
+Whole micro-batches run first (level 0); the number of rows follows from ms-swift's padding rules
+alone. Then slices run (level 1). The script prints the largest difference of a gradient, and fails
+above 1e-12. No code of ms-swift is copied into this project.
 """
 
 import importlib
@@ -58,7 +58,7 @@ ARGS = SimpleNamespace(
 
 
 def load(checkout: Path) -> SimpleNamespace:
-    """What is used of the checkout, which is imported."""
+    """Return the classes of the imported checkout that the script uses."""
     sys.path.insert(0, str(checkout))
     mock("mcore_bridge")
     importlib.import_module("mcore_bridge").split_cp_inputs = rows_of_this_rank  # type: ignore[attr-defined]
@@ -70,7 +70,7 @@ def load(checkout: Path) -> SimpleNamespace:
 
 
 class Samples:
-    """Encoded samples, as ms-swift's datasets give them."""
+    """Encoded samples, in the format of ms-swift's datasets."""
 
     def __init__(self) -> None:
         random = Random(0)
@@ -94,7 +94,7 @@ class Samples:
 
 
 def trainer_around(its: SimpleNamespace, model: Any) -> Any:
-    """ms-swift's trainer, as its own constructor leaves it, as far as a step asks it."""
+    """Return ms-swift's trainer with the attributes of its constructor that a step needs."""
     template = object.__new__(its.Template)
     template.__dict__ |= {
         "task_type": "causal_lm", "mode": "train", "max_length": CONTEXT, "use_megatron": True,
@@ -121,7 +121,7 @@ def train(its: SimpleNamespace, trainer: Any) -> list[dict[str, torch.Tensor]]:
 
 
 def wrapped(model: Any) -> Any:
-    """As ms-swift's wrap_model: a module of one precision in the wrapper for replicas."""
+    """Return the model in a Float16Module in DDP, like ms-swift's wrap_model."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -144,7 +144,7 @@ def wrapped(model: Any) -> Any:
 
 
 def rows_of_this_rank(inputs: torch.Tensor, boundaries: Any, dim: int) -> torch.Tensor:
-    """In the place of mcore_bridge's: of every document [1, T] those of this rank."""
+    """Return this rank's rows of every document [1, T], in place of mcore_bridge's function."""
     from megatron_epp.mcore.loops.adapters.token_samples import zigzag_part
 
     documents = inputs[0].split(boundaries.diff().tolist())

@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
-"""Megatron-LM's own tests of its schedules, run against the schedule that stands in for them.
+"""Megatron-LM's own tests of its schedules, run with this project's schedule in their place.
 
     git clone --branch core_v0.19.0 --depth 1 https://github.com/NVIDIA/Megatron-LM
     scripts/upstream/upstream_schedule_tests.py --megatron Megatron-LM
 
-Runs those of that checkout's unit tests that call a schedule, or pack sequences for one (TESTS), in
-as many processes as they want, on this host's CPU or its GPUs: as they are, and with
-megatron_epp.install_schedule. Prints of every file how many ran and passed, and how many of these
-passed with ours, and called it; fails where a test passes as it is but not with ours. The checkout
-must be of the installed megatron-core's version (0.19.0's tests are those of 0.19.2); nothing of it
-is copied into this project. On a host without a GPU some tests fail as they are, for want of
-Transformer Engine or of bf16 kernels, or are skipped: they tell nothing, and are listed.
+The script runs the checkout's unit tests that call a schedule, or pack sequences for a schedule
+(TESTS), in the number of processes that they need, on CPUs or GPUs: first unchanged, then with
+megatron_epp.install_schedule. For every file, it prints how many tests ran and passed, how many of
+these passed with this project's schedule, and how many called it. It fails if a test passes only
+with Megatron's own schedule. The checkout must have the version of the installed megatron-core (the
+tests of 0.19.2 are those of 0.19.0). No code of it is copied into this project. On a
+host without a GPU, some tests fail unchanged, because Transformer Engine or bf16 kernels are
+missing, or are skipped; the script lists these tests.
 """
 
 import argparse
@@ -144,8 +145,11 @@ _REASON = re.compile(r"^(?:FAILED|ERROR) (\S+\.py)::(\S+) - (.*)$", re.MULTILINE
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """of: what became of each test of a file on rank 0, in a word or two. called: how many calls of
-    a test ran by our plans, and how many were left to Megatron's own schedule."""
+    """Results of the tests of a file on rank 0.
+
+    ``of`` is the result of each test in a few words. ``called`` are the numbers of calls in this
+    project's schedule, and of calls left to Megatron's own schedule, for each test.
+    """
 
     of: dict[str, str]
     called: dict[str, tuple[int, int]]
@@ -155,7 +159,7 @@ class Outcome:
 
 
 def run(checkout: Path, tests: str, stands_in: bool, chosen: argparse.Namespace) -> Outcome:
-    """Run the tests of a file; nothing of them is told where nothing ran."""
+    """Run the tests of a file, and return their results."""
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
         called = home / "called"
@@ -210,7 +214,7 @@ def run(checkout: Path, tests: str, stands_in: bool, chosen: argparse.Namespace)
 
 
 def compare(checkout: Path, tests: str, chosen: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """A row of the table; the tests that pass as they are, but not with ours in their place."""
+    """Return a table row, and the tests that pass only without this project's schedule."""
     before, after = (run(checkout, tests, stands_in, chosen) for stands_in in (False, True))
     print(tests)
     # Cases of one test that end alike are one line.

@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
 # ruff: noqa: E402  (the examples beside this are imported from their folders)
-"""verl's own Megatron engine, run by Megatron's schedule and by ours.
+"""verl's own Megatron engine, in Megatron's schedule and in this project's.
 
     python -m pip install verl
     scripts/upstream/verl_loop.py
     git clone --depth 1 https://github.com/verl-project/verl
     scripts/upstream/verl_loop.py --verl verl --cp 2
 
-Imports verl, of what pip has installed or of that checkout, with what it needs, and calls
-forward_backward_batch of its MegatronEngineWithLMHead: its micro-batches by tokens, its forward
-step, THD packing and log probabilities, its supervised loss, and a pass of forwards. Two processes
-have a stage each of a tiny GPT in float64, which stands where the engine would have built one of a
-checkpoint; on a host without a GPU the attention over packed documents is of our own. Nothing tells
-us rows: they are known by verl's rules. With --cp so many ranks share each stage's rows. Prints the
-largest difference of a gradient or a log probability, and fails above 1e-12. Nothing of verl is
-copied into this project.
+The script imports the installed verl, or that of the checkout, with its dependencies, and calls
+forward_backward_batch of its MegatronEngineWithLMHead: micro-batches by tokens, forward step, THD
+packing and log-probabilities, supervised loss, and a forward-only pass. Two processes have one
+stage each of a tiny GPT in float64, in place of a model that the engine would build from a
+checkpoint. On a host without a GPU, attention over packed documents is this project's. The number
+of rows follows from verl's padding rules alone. With --cp, each stage has this number of
+context-parallel ranks. The script prints the largest difference of a gradient or a log-probability,
+and fails above 1e-12. No code of verl is copied into this project.
 """
 
 import os
@@ -44,7 +44,7 @@ STEPS, SAMPLES, MOST_TOKENS = 4, 12, 260  # of a micro-batch
 
 
 def load(checkout: Path) -> SimpleNamespace:
-    """What is used of the checkout, which is imported."""
+    """Return the classes and functions of the imported checkout that the script uses."""
     sys.path.insert(0, str(checkout))
     from megatron_epp.frameworks.verl import slices as verl_samples
 
@@ -65,7 +65,7 @@ def load(checkout: Path) -> SimpleNamespace:
 
 
 def engine_around(its: SimpleNamespace, model: Any) -> Any:
-    """verl's engine as its initialize() leaves it, as far as a batch asks it."""
+    """Return verl's engine with the attributes of its initialize() that a batch needs."""
     engine = object.__new__(its.Engine)
     engine.engine_config = its.Config(
         pipeline_model_parallel_size=rl_loop.STAGES, sequence_parallel=False,
@@ -82,7 +82,7 @@ def engine_around(its: SimpleNamespace, model: Any) -> Any:
 
 
 def batch(its: SimpleNamespace, number: int) -> Any:
-    """Samples of very different lengths: a prompt, and an answer that counts."""
+    """Return samples of very different lengths: a prompt, and an answer with a loss."""
     random, made = Random(number), torch.Generator().manual_seed(number)
     lengths = [max(4, min(200, int(random.lognormvariate(3.8, 1.0)))) for _ in range(SAMPLES)]
     tokens = [torch.randint(rl_loop.WORDS, (length,), generator=made) for length in lengths]
@@ -98,7 +98,7 @@ def batch(its: SimpleNamespace, number: int) -> Any:
 
 
 def train(its: SimpleNamespace, engine: Any) -> list[dict[str, torch.Tensor]]:
-    """Gradients of each step, and at last log probabilities, by the sample."""
+    """Return the gradients of each step, and finally the log-probabilities of each sample."""
     made, (model,) = [], engine.module
     for number in range(STEPS):
         model.zero_grad(set_to_none=True)
@@ -112,7 +112,7 @@ def train(its: SimpleNamespace, engine: Any) -> list[dict[str, torch.Tensor]]:
 
 
 def divide_by_tokens(models: list[Any], tokens: Any, **others: Any) -> None:
-    """What Megatron's finalize_model_grads does with the tokens that last stages tell."""
+    """Divide gradients by the number of tokens, as Megatron's finalize_model_grads does."""
     dist.all_reduce(tokens)
     for parameter in models[0].parameters():
         if parameter.grad is not None:

@@ -1,1 +1,1 @@
-"""Certificates of external training loops, by their own micro-batches and a reference model."""
+"""Certificates of external training loops: plans for their micro-batches, and a reference model."""

@@ -1,4 +1,4 @@
-"""Results of the processes of a loop's certificate, and their coverage."""
+"""Results and counts of a certificate of an external training loop."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ class LoopReference(Reference):
     """Results of the reference model.
 
     Attributes:
-        values: [replica][number] values of each micro-batch's loss.
-        sums: [replica][number] values that a forward-only pass collects for each micro-batch.
-        units: [replica][number] units of the errors of ``values`` and ``sums``.
+        values: loss of each micro-batch, [replica][number].
+        sums: value that a forward-only pass collects for each micro-batch, [replica][number].
+        units: (unit of errors of ``values``, unit of errors of ``sums``), [replica][number].
     """
 
     values: tuple[tuple[float, ...], ...]
@@ -23,7 +23,7 @@ class LoopReference(Reference):
     units: tuple[tuple[tuple[float, float], ...], ...]
 
     def loss_error(self, computed: Sequence["LoopResult"]) -> float:
-        """Return the largest error of a micro-batch's values, in training and forward-only passes.
+        """Return the largest error of a micro-batch's value, in training and forward-only passes.
 
         The error is infinite if a value is missing.
         """
@@ -50,12 +50,12 @@ class LoopResult(RankResult):
 
     Attributes:
         replica: replica of this rank.
-        values: value of each micro-batch's loss; () on ranks without the last stage.
+        values: loss of each micro-batch; () on ranks without the last stage.
         collected: value that a forward-only pass collected for each micro-batch; () on ranks
             without the last stage.
         chunks: number of chunks of the plan.
         halved: number of W ops of all stages.
-        branches: number of documents that continue others.
+        branches: number of documents that continue another document.
     """
 
     replica: int
@@ -68,9 +68,9 @@ class LoopResult(RankResult):
 
 @dataclass(frozen=True, slots=True)
 class LoopCoverage:
-    """Counts of what a batch exercised in the schedule.
+    """Numbers of micro-batches, chunks and split backwards of a batch.
 
-    ``cut`` is the number of chunks beyond one per micro-batch.
+    ``cut`` is the number of chunks minus the number of micro-batches.
     """
 
     ERROR: ClassVar = "value error"

@@ -1,14 +1,14 @@
-"""Random micro-batches of external training loops, with a loss for each and an arbitrary plan.
+"""Random micro-batches, losses and random plans for certificates of external training loops.
 
-    loss        loss function returns        Megatron scales it to
+    loss        loss function returns        Megatron scales the loss to
     tokens      sum, tokens, ...             sum / all tokens, or mean / micro-batches
     mean        mean, ...                    mean / micro-batches
     sequence    mean of x, ...               mean / micro-batches
     sequences   sum of x, sequences, ...     sum / all sequences
 
-x of a sequence is the mean over its tokens of a clipped ratio and a divergence.
-
-B samples of a micro-batch, S tokens of the longest sample; the other samples are padded.
+A last item ``...`` is a dictionary to log. x is the mean over the tokens of a sequence of a
+clipped-ratio loss, as in PPO, plus a divergence. In shapes, B is the number of samples of a
+micro-batch, and S the number of tokens to which all samples are padded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,7 +43,7 @@ MicroBatch = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class DrawnMicroBatches:
-    """Micro-batches by replica and number, and the name of their loss."""
+    """Micro-batches, by replica and number, and the name of their loss function."""
 
     micro_batches: tuple[tuple[MicroBatch, ...], ...]
     loss: str
@@ -57,8 +57,8 @@ class LoopFrame:
         model: model and parallel sizes.
         per_token: value of Megatron's calculate_per_token_loss.
         sliced: whether documents are sliced (slicing mode).
-        multiple: multiple to which the loop pads rows, so that they divide over a stage's ranks.
-        pixels: whether tokens have pixels, for an encoder.
+        multiple: multiple to which the loop pads rows, so that a stage's ranks can shard them.
+        pixels: whether micro-batches contain pixels, the input of an encoder.
     """
 
     model: Frame
@@ -69,9 +69,9 @@ class LoopFrame:
 
     @property
     def parts(self) -> int:
-        """Number of parts of a micro-batch, of which the loop's forward step selects one.
+        """Number of parts of a micro-batch; the forward step on each rank selects one part.
 
-        It is 1 in slicing mode, because the loop then gets rows that are already sharded.
+        The number is 1 in slicing mode, in which the loop gets rows that are already sharded.
         """
         return 1 if self.sliced else self.model.ranks
 
@@ -96,7 +96,7 @@ class LoopFrame:
         return DrawnMicroBatches(tuple(calls), loss)
 
     def coverage(self, drawn: DrawnMicroBatches, computed: Sequence[LoopResult]) -> LoopCoverage:
-        """Return counts of what a batch exercised in the schedule."""
+        """Return the numbers of micro-batches, chunks and split backwards of a batch."""
         count = sum(map(len, drawn.micro_batches))
         replicas = {one.replica: one for one in computed}.values()
         chunks = sum(one.chunks for one in replicas)
@@ -141,7 +141,7 @@ def _micro_batch(
 
 
 def _begin_alike(batch: MicroBatch, random: Random) -> None:
-    """Copy a prefix of random length from an earlier sample to each sample: tokens and labels."""
+    """Overwrite the first tokens and labels of each sample with those of an earlier sample."""
     for sample in range(1, len(batch["lengths"])):
         other = random.randrange(sample)
         most = min(batch["lengths"][sample], batch["lengths"][other])
@@ -157,7 +157,7 @@ def _pixels(samples: int, rows: int, generator: numpy.random.Generator) -> Tenso
 def _in_a_row(batch: MicroBatch, multiple: int) -> MicroBatch:
     """Return the samples of a micro-batch concatenated to [1, T], each padded to ``multiple`` rows.
 
-    The key "side by side" holds the original micro-batch.
+    The entry "side by side" of the result is the original micro-batch.
     """
     rows = [-(-length // multiple) * multiple for length in batch["lengths"]]
     row = {
@@ -169,7 +169,7 @@ def _in_a_row(batch: MicroBatch, multiple: int) -> MicroBatch:
 
 
 def loop_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """Run a micro-batch; a loop passes this function to ``forward_backward_func``."""
+    """Return the output and loss function of a micro-batch, as the forward step of a loop."""
     batch = next(data_iterator)
     output = model(
         batch["tokens"],
@@ -182,9 +182,9 @@ def loop_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
 
 
 def loop_loss(batch: MicroBatch, token_losses_BS: Tensor, non_loss_data: bool = False) -> Any:
-    """Return the loss of a micro-batch from its tokens' losses; see the table of this module.
+    """Return the tuple in this module's table, with the loss of a micro-batch from token losses.
 
-    The loop collects the last returned value.
+    The loop collects the last item. With ``non_loss_data``, return the sum of the losses instead.
     """
     mask_BS = batch["loss_mask"].to(token_losses_BS.dtype)
     if non_loss_data:
@@ -205,7 +205,7 @@ def loop_loss(batch: MicroBatch, token_losses_BS: Tensor, non_loss_data: bool = 
 
 
 def clipped(batch: MicroBatch, token_losses_BS: Tensor, mask_BS: Tensor) -> Tensor:
-    """Return each sequence's mean of the clipped ratio and the divergence: [B]."""
+    """Return the mean over each sequence of clipped-ratio loss plus divergence: [B]."""
     difference_BS = batch["old_losses"].to(token_losses_BS.dtype) - token_losses_BS
     ratio_BS = difference_BS.exp()
     advantage_B1 = batch["advantages"].to(token_losses_BS.dtype)[:, None]
@@ -225,7 +225,7 @@ def arbitrary_unsliced_plan(
     forward_only: bool,
     ranks: int = 0,
 ) -> Plan:
-    """Return a plan with micro-batches as chunks, in a random valid order.
+    """Return a plan in which every micro-batch is one chunk, in a random valid order.
 
     Args:
         tokens: number of tokens of every micro-batch.
@@ -292,7 +292,7 @@ def _bare(
     random: Random,
     modes: str,
 ) -> Plan:
-    """Return a plan with random recompute and without orders."""
+    """Return a plan with random recompute modes and without ops."""
     recompute = tuple(
         tuple("".join(random.choices(modes, k=count)) for _ in chunks) for count in layers
     )
@@ -308,10 +308,10 @@ def _ordered(
     forward_only: bool,
     place: Sequence[int] = (),
 ) -> Plan:
-    """Return ``bare`` with orders of all stages: a random walk through the ready ops.
+    """Return ``bare`` with the ops of all stages in a random order that respects dependencies.
 
-    ``group_of`` is the micro-batch to whose loss each chunk contributes. On the last stage, no
-    backward of a micro-batch precedes the micro-batch's last forward.
+    ``group_of[c]`` is the micro-batch that contains chunk c. On the last stage, all forwards of a
+    micro-batch precede its backwards, because its loss needs the outputs of all its chunks.
     """
     if forward_only:
         forwards, every = _forward_walk(bare, random), range(bare.stages)

@@ -233,13 +233,13 @@ def _require_framework(arguments: argparse.Namespace) -> None:
 
 
 def _rows(first: Choice) -> str:
-    """Return a note on the multiple to which training pads the rows of a device."""
+    """Return a note on the multiple of rows to which training pads chunks on each device."""
     of_device = first.multiple // (first.layout.tp * first.layout.cp)
     return f"; rows of a device padded to multiples of {of_device}" if of_device > 1 else ""
 
 
 def _dry_run(first: Choice, batches: Batches, job: TunedJob, options: Options) -> list[Choice]:
-    """Plan the chosen row on --dry-run-corpus batches, drawn in the order of training."""
+    """Plan as many batches as --dry-run-corpus says in the layout ``first``, in training order."""
     numbers = range(job.arguments.dry_run_corpus)
     cost = job.cost_for(first.layout)
     levers = options.levers | {"offload"} if first.offload else options.levers - {"offload"}

@@ -75,7 +75,7 @@ def _row(job: TunedJob, each: Capacity) -> list[str]:
 
 
 def _verdict(jobs: list[TunedJob], fits: list[Capacity], context: int) -> str:
-    """Return the fewest devices that hold the states, and that hold ``context`` tokens, as text."""
+    """Return text on the fewest devices for the model states, and for ``context`` tokens too."""
     held = [job for job, each in zip(jobs, fits, strict=True) if each.best is not None]
     if not held:
         return (

@@ -1,4 +1,4 @@
-"""The job that ``tune`` searches layouts for: model, devices, nodes and topology."""
+"""The job whose layouts ``tune`` searches: model, devices, nodes and topology."""
 
 import argparse
 import dataclasses
@@ -61,7 +61,7 @@ class TunedJob:
         return list(layouts(self.model, self.devices, self.node_devices, documents, wanted))
 
     def cost_for(self, layout: Layout) -> Cost:
-        """Return the cost of a layout with even layers.
+        """Return the cost model of a layout with equal numbers of layers.
 
         Raises:
             ValueError: if the layout cannot run.

@@ -119,7 +119,7 @@ def _gains(
     options: Options,
     workers: Workers,
 ) -> list[GainPoint]:
-    """Return the gain over packing at ``context``, a half, a quarter, ..., down to 4096 tokens."""
+    """Return the gain over planner packing at contexts ``context``, ``context`` / 2, ..., 4096."""
     contexts = sorted({max(1, context >> n) for n in range(_CONTEXTS)})
     contexts = [each for each in contexts if each >= min(_LEAST_CONTEXT, context)]
     overlapped = any(each.planner == OVERLAPPED for each in result.choices)

@@ -1,4 +1,4 @@
-"""Text report of a layout search: table, why the first row wins, layouts left out."""
+"""Text report of a layout search: table, reasons for the first row, rejected layouts."""
 
 import itertools
 import statistics
@@ -54,7 +54,7 @@ def tuning_lines(
         machines: description of the devices.
         rows: the choices shown.
         mfu: MFU of each of ``rows``; None if the device's peak is unknown.
-        parts: index of a row -> peak bytes of each of its ranks, by category; for some rows only.
+        parts: for some rows, by row index: peak bytes of each rank, by category.
     """
     lines = [*survey_verdict(result), "", f"lengths  {batches}", f"machine  {machines}", ""]
     text = "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)
@@ -78,8 +78,8 @@ def shown_rows(
 ) -> tuple[list[str], list[list[str]]]:
     """Return headers and cells of the table of choices, without columns that are empty.
 
-    ``ratios`` adds the fractions of idle time, recompute and communication, and the seconds of the
-    exchange between replicas.
+    With ``ratios``, the table also has the fractions of idle time, recompute and communication, and
+    the seconds of data-parallel communication.
     """
     cells = [_row(n, *each) for n, each in enumerate(zip(rows, mfu, strict=True), 1)]
     shown = [True] * len(_HEADERS)
@@ -201,7 +201,7 @@ def _with_spare_memory(choices: Sequence[Choice]) -> str:
 
 
 def _why(choices: Sequence[Choice]) -> list[str]:
-    """Return how much slower the next two layouts are, each with the largest cause."""
+    """Return how much slower the next two layouts are, and the main reason for each."""
     first = choices[0]
     others = [c for c in choices[1:] if c.layout != first.layout and c.planner == first.planner]
     lines = []

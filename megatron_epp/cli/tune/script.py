@@ -165,7 +165,7 @@ def training_flags(documents: int, *, bf16: bool) -> list[list[str]]:
 
 
 def expert_flags(model: Model, of_model: ModelFlags) -> list[list[str]]:
-    """Return the flags of expert kernels and balancing, which no model description contains."""
+    """Return the flags of expert kernels and load balancing, which no config.json contains."""
     if not model.most_experts:
         return []
     by_bias = any("--moe-router-enable-expert-bias" in group for group in of_model.groups)
@@ -175,7 +175,7 @@ def expert_flags(model: Model, of_model: ModelFlags) -> list[list[str]]:
 
 
 def elastic_flags(choice: Choice, arguments: argparse.Namespace) -> list[list[str]]:
-    """Return the flags of --epp; none if the choice is a baseline."""
+    """Return the flags of --epp; [] if the choice is a baseline."""
     if choice.planner != ELASTIC:
         return []
     flags = [["--epp"]]

@@ -1,8 +1,8 @@
 """Shapes of AReaL's micro-batches: MicroBatchItems, whose documents are already padded.
 
-See ``areal/engine/megatron_engine.py``. For prefix trees and images the model defines the layout,
-which is unknown here. Layers without support for packed documents (``use_padded_seq``) get one row
-of tokens per document.
+See ``areal/engine/megatron_engine.py``. For prefix trees and images, the layout depends on the
+model and is unknown here. Layers without support for packed documents (``use_padded_seq``) get
+one row of tokens per document.
 """
 
 from typing import Any

@@ -27,7 +27,7 @@ RELIES_ON = (
 
 
 class NemoSamples(TokenSamples):
-    """Adapter of NeMo-RL's micro-batches; ``share_from`` is that of the base class."""
+    """Adapter of NeMo-RL's micro-batches; shares prefixes of at least ``share_from`` tokens."""
 
     # Losses cover full samples on every context-parallel rank; NeMo-RL divides them by the ranks.
     partial_loss = True

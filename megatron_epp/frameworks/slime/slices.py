@@ -42,7 +42,8 @@ RELIES_ON = (
 class SlimeSamples(TokenSamples):
     """Adapter of slime's micro-batches.
 
-    ``args`` are slime's arguments, ``share_from`` is that of the base class.
+    ``args`` are slime's arguments. Samples share prefixes of at least ``share_from`` tokens.
+    0 disables sharing.
 
     Raises:
         ValueError: Slices do not support the arguments.
@@ -56,7 +57,7 @@ class SlimeSamples(TokenSamples):
         self._args = args
 
     def sliced(self, forward_step: Callable[..., Any], model: Any) -> Callable[..., Any]:
-        """Return the forward step of slices: values of a critic, else log-probabilities."""
+        """Return a forward step of slices that computes log-probabilities or a critic's values."""
         self._loops_own, self._model = forward_step, model
         if self._args.loss_type == "value_loss":
             return _values
@@ -82,7 +83,7 @@ def before_train_step(
 ) -> None:
     """Attach the model (slime's --custom-megatron-before-train-step-hook-path).
 
-    The model computes slices from now on. slime calls this hook with these arguments:
+    After this call, the model computes slices. slime calls this hook with these arguments:
 
     Args:
         args: slime's arguments.

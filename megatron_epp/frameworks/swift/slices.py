@@ -52,7 +52,7 @@ class SwiftPacks:
         return tuple(stop - start for start, stop in documents_of(_with_boundaries(micro_batch)))
 
     def prefixes(self, micro_batch: Any) -> PrefixForest:
-        """Return the documents and their shared prefixes."""
+        """Return the forest of documents, with the prefixes that they share."""
         return shared_prefixes_of(self, micro_batch, self.share_from)
 
     def rows(

@@ -52,9 +52,9 @@ class VerlSamples(TokenSamples):
         """Return the label of a sample's last token, as verl shifts labels along a pack.
 
         The label is padding (0) if verl pads the sample. Otherwise it is the first token of the
-        next sample, or with context parallelism of the sample itself. With context parallelism,
-        verl pads samples to a multiple of tokens; before release 0.9.1 it pads only samples that
-        are shorter than this multiple.
+        next sample or, with context parallelism, of the same sample. With context parallelism, verl
+        pads samples to a multiple of tokens; before release 0.9.1, it pads only samples that are
+        shorter than this multiple.
         """
         length = len(samples[number])
         if self._context_ranks > 1:

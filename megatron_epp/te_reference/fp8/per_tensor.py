@@ -1,10 +1,10 @@
-"""FP8 with one scale per tensor: the format's largest number over the tensor's largest number.
+"""FP8 with one scale per tensor: the format's maximum divided by the tensor's maximum magnitude.
 
-    x [T, K]    data [T, K]    transpose [K, T], if products read rows only    1 / scale [1]
+    x [T, K]    data [T, K]    transpose [K, T], if products read only rows    1 / scale [1]
 
-A quantizer with current scaling computes the tensor's largest number, over a group if requested.
-When parts of weights are cast, the quantizer has the scale (``Float8Quantizer``). A transpose that
-is marked as stale is not read.
+A quantizer with current scaling computes the tensor's maximum, over a group of ranks if requested.
+A ``Float8Quantizer``, which casts parts of weights, already has the scale. A transpose that is
+marked as stale is not read.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def has_one_scale(of: Any) -> bool:
 
 
 def has_scale(quantizer: Any) -> bool:
-    """Return whether ``quantizer`` has a scale per tensor that it does not compute."""
+    """Return whether ``quantizer`` has a given scale for the tensor, and does not compute one."""
     return _named(quantizer, "Float8Quantizer")
 
 
@@ -71,9 +71,9 @@ def quantize_per_tensor(kernel: str, x: Tensor, quantizer: Any, output: Any) -> 
 
 
 def _largest_of(amax: Tensor, group: Any) -> Tensor:
-    """Return the maximum over the ranks of ``group``.
+    """Return the maximum of ``amax`` over the ranks of ``group``.
 
-    Like the kernel, it does not call torch.distributed's functions.
+    Like the kernel, this function does not call functions of torch.distributed.
     """
     reduced = torch.ops._c10d_functional.all_reduce(amax.view(1), "max", group.group_name)
     return torch.ops._c10d_functional.wait_tensor(reduced)[0]

@@ -1,8 +1,8 @@
 """Primary weights in fp8: each rank casts its part of the main weights.
 
 A rank of a distributed optimizer has a range of a weight's elements in row-major order. Each rank
-computes the largest numbers of its range, all ranks agree on the scales, and each rank casts its
-range.
+computes the maximum magnitudes in its range, the ranks reduce them to common scales, and each rank
+casts its range.
 """
 
 from collections.abc import Sequence

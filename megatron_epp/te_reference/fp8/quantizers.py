@@ -58,7 +58,7 @@ class _Layout:
 
 
 def _layout(of: Any, columnwise: bool) -> _Layout:
-    """Return the layout of ``of``: of a quantizer's tensors, or of a quantised tensor."""
+    """Return the layout of the quantised tensor ``of``, or of the tensors of a quantizer ``of``."""
     two_dimensional = getattr(of, "_is_2D_scaled", None)
     if type(of).__name__ == "Float8BlockQuantizer":
         two_dimensional = of.block_scaling_dim == 2
@@ -101,7 +101,7 @@ def exponents_of(amax: Tensor, largest: float) -> Tensor:
 
 
 def expand_blocks(blocks: Tensor, shape: Sequence[int], rows: int, columns: int) -> Tensor:
-    """Return ``blocks`` repeated to ``shape`` [T, K]: each element has its block's number."""
+    """Return ``blocks`` expanded to ``shape`` [T, K]: each element gets the value of its block."""
     wide = blocks.repeat_interleave(rows, 0)[: shape[0]]
     return wide.repeat_interleave(columns, 1)[:, : shape[1]]
 
@@ -148,7 +148,7 @@ def split_quantize(
     tensor: Tensor, split_sections: Sequence[int], quantizers: Sequence[Any],
     disable_bulk_allocation: bool = False,
 ) -> list[Any]:  # fmt: skip
-    """Quantise consecutive groups of rows, each by its own quantizer."""
+    """Quantise consecutive groups of rows, with one quantizer per group."""
     kernel = "split_quantize"
     expect(sum(split_sections) == len(tensor), kernel, f"{len(tensor)} rows: {split_sections}")
     parts = tensor.split(list(split_sections))
@@ -158,8 +158,8 @@ def split_quantize(
 def _swizzled(scales: Tensor, columnwise: bool) -> Tensor:
     """Return scales in cuBLAS's layout.
 
-    The layout has tiles of 128 x 4 scales. In a tile, rows 0, 32, 64, 96 are adjacent, then rows
-    1, 33, ... ``columnwise`` is whether the scales are those of column-wise data.
+    The layout has tiles of 128 x 4 scales. A tile contains rows 0, 32, 64, 96, then rows 1, 33, 65,
+    97, and so on. ``columnwise`` says whether the scales belong to column-wise data.
     """
     flat = scales.T if columnwise else scales
     rows, columns = flat.shape
@@ -168,7 +168,7 @@ def _swizzled(scales: Tensor, columnwise: bool) -> Tensor:
 
 
 def _unswizzled(scales: Tensor, columnwise: bool) -> Tensor:
-    """Return the inverse of :func:`_swizzled`."""
+    """Return scales in row-major layout: the inverse of :func:`_swizzled`."""
     rows, columns = scales.shape[::-1] if columnwise else scales.shape
     tiles = scales.reshape(rows // 128, columns // 4, 32, 4, 4).permute(0, 3, 2, 1, 4)
     flat = tiles.reshape(rows, columns)

@@ -1,6 +1,7 @@
-"""Methods without a pipeline, which no training runs: `flexsp` and `megatron-hybrid-cp`.
+"""Methods without a pipeline, for comparison only: `flexsp` and `megatron-hybrid-cp`.
 
-An optional plug-in of ``megatron-epp compare``, which finds it in a checkout.
+This is an optional plug-in of ``megatron-epp compare``, which finds it in a checkout. No training
+runs these methods.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,6 @@ METHODS: Mapping[str, Callable[[Sequence[int], Cost, Options], PlannedGroups]] =
 
 
 def planned(name: str, lengths: Sequence[int], cost: Cost, options: Options) -> PlannerResult:
-    """Plan by the planner or by the method of that name."""
+    """Return the result of the planner or method ``name``."""
     plan = METHODS[name] if name in METHODS else PLANNERS[name]
     return plan(lengths, cost, options)

@@ -1,6 +1,6 @@
-"""Device groups without a pipeline: what a document costs a sequence-parallel group of d devices.
+"""Costs of device groups without a pipeline: time and memory of documents on d devices.
 
-All layers lie on every group; states are spread over all devices of the replica.
+Every group has all layers. Model states are spread over all devices of the replica.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ NODE_DEVICES = 8
 
 @dataclass(frozen=True, slots=True)
 class GroupMicroBatch:
-    """Device groups that work side by side: degrees[g] devices hold documents[g]."""
+    """Device groups that run at the same time: ``degrees[g]`` devices have ``documents[g]``."""
 
     degrees: tuple[int, ...]
     documents: tuple[tuple[int, ...], ...]
@@ -34,8 +34,10 @@ class GroupMicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedGroups(PlannerResult):
-    """The work of a method without a pipeline: micro-batches of device groups, one after another;
-    bubble_ratio is the groups' waiting."""
+    """Result of a method without a pipeline: successive micro-batches of device groups.
+
+    ``bubble_ratio`` is the fraction of time in which groups wait for others.
+    """
 
     batches: tuple[GroupMicroBatch, ...]
 
@@ -46,18 +48,18 @@ MicroBatch = tuple[np.ndarray, Sequence[np.ndarray]]
 
 @dataclass(frozen=True, slots=True)
 class GroupCosts:
-    """By degree: degrees[i] is 2^i devices.
+    """Costs of groups by degree number: groups with number i have ``degrees[i]`` = 2^i devices.
 
-    What layers with windows take is in proportion to the pairs that those leave, whatever the
-    degree: pairs are weighted sums (:meth:`pairs`).
+    Sliding-window attention takes time in proportion to its pairs, for every degree, so pairs are
+    weighted sums (:meth:`pairs`).
 
-    token_seconds, pair_seconds, chunk_seconds   of forward, backward and recompute
-    comm_...                                     the communication inside
-    recompute_...                                the recompute inside
-    most_tokens                                  that a group of the degree can hold
-    token_bytes, states_bytes                    of one device
-    pair_weight                                  of pairs without a window
-    window_weights                               (window, weight) of the pairs that it leaves
+    token_seconds, pair_seconds, chunk_seconds   total of forward, backward and recompute
+    comm_...                                     the part that is communication
+    recompute_...                                the part that is recompute
+    most_tokens                                  largest number of tokens that a group can hold
+    token_bytes, states_bytes                    bytes on one device
+    pair_weight                                  weight of pairs of full attention
+    window_weights                               (window, weight of pairs) of windowed attention
     """
 
     degrees: np.ndarray
@@ -75,7 +77,7 @@ class GroupCosts:
     window_weights: tuple[tuple[int, float], ...] = ()
 
     def pairs(self, lengths: Any) -> Any:
-        """Pairs of documents, as ``pair_seconds`` counts them; a number or an array."""
+        """Return the weighted query-key pairs of documents, as a number or an array."""
         whole = lengths * (lengths + 1) / 2
         if not self.window_weights:
             return whole
@@ -99,11 +101,13 @@ class GroupCosts:
 def group_costs(
     cost: Cost, recompute_layers: int = 0, gather_factor: float | None = None
 ) -> GroupCosts:
-    """The costs of groups made from the devices of ``cost``'s pipeline, as far as they are a power
-    of two. ``recompute_layers`` of each document are recomputed in full.
+    """Return the costs of groups of the pipeline's devices, rounded down to a power of two.
 
-    gather_factor   what ZeRO-3 gathers take against the profile's; default 5 where the devices do
-                    not fit one node
+    Args:
+        cost: cost model of the pipeline.
+        recompute_layers: number of layers that are recomputed in full.
+        gather_factor: factor on the profile's time of ZeRO-3 gathers; None is 5 if the devices do
+            not fit in one node, else 1.
     """
     devices = 2 ** ((cost.layout.stages * cost.layout.cp).bit_length() - 1)
     layers = sum(cost.layout.layers)
@@ -162,8 +166,10 @@ def group_costs(
 
 
 def _first_recomputed(cost: Cost, layers: int) -> tuple[np.ndarray, float]:
-    """Recompute of the one stage's first so many layers in full: the seconds per feature that it
-    adds, and the bytes per token that all layers save."""
+    """Return the costs of full recompute of the first ``layers`` layers of the only stage.
+
+    The costs are the added seconds per feature, and the bytes per token that all layers save.
+    """
     zero, grid = np.zeros((1, 1)), np.full((1, 1), layers)
     again, saved = np.zeros_like(cost.seconds.recompute_per((0, FULL))), 0.0
     by_kind = cost.layout.kinds.from_front(zero, grid)[:, 0, 0]
@@ -187,7 +193,7 @@ def planned_groups(
     cost: Cost,
     note: str,
 ) -> PlannedGroups:
-    """The result of micro-batches, each (degree number of every group, its documents)."""
+    """Return the result of micro-batches: (degree number of every group, its documents) each."""
     made, peaks = [], []
     total = busy = comm = again = 0.0
     fits = True
@@ -237,7 +243,7 @@ def planned_groups(
 
 
 def _flat(cost: Cost) -> Cost:
-    """All devices as one stage, communication free: no grouping of them is faster."""
+    """Return a cost model of all devices as one stage, without communication, for a lower bound."""
     cost = cost.replace(layout=cost.layout.on_devices())
     profile = cost.layout.profile.each_kind(
         all_to_all_bytes_per_token=0.0,

@@ -1,11 +1,12 @@
-"""FlexSP: per micro-batch, sequence-parallel groups of different sizes; no pipeline.
+"""FlexSP: in every micro-batch, sequence-parallel groups of different sizes; no pipeline.
 
-The sequence blaster sorts by length and cuts the batch into micro-batches of about equal tokens;
-each is solved by itself: which groups, and which documents on each, so that the slowest group is
-fastest. The paper solves that as a MILP over buckets of lengths; here documents go longest first
-to the group that is done first, for every mix of powers of two, and the best mixes are improved by
-moves and swaps. Tests hold it within 2% of the MILP. Perfect balance inside a group and free
-switching of groups are assumed, so it is an optimistic baseline.
+The sequence blaster sorts documents by length and cuts the batch into micro-batches of about equal
+tokens. Each micro-batch is solved separately: it is divided into groups, and documents are assigned
+to groups, such that the slowest group is as fast as possible. The paper solves a MILP over buckets
+of lengths. Here, for every mix of group sizes that are powers of two, documents in descending
+length go to the group that finishes first; moves and swaps then improve the best mixes. Tests keep
+the result within 2% of the MILP. The method assumes perfect balance inside a group and free
+switching of groups, so it is an optimistic baseline.
 """
 
 import functools
@@ -31,7 +32,7 @@ RECOMPUTE_FRACTIONS = (0.0, 0.3, 0.6, 1.0)
 def plan(
     lengths: Sequence[int], cost: Cost, options: Options, gather_factor: float | None = None
 ) -> PlannedGroups:
-    """The best of several micro-batch counts and static recompute shares."""
+    """Return the best result over micro-batch counts and fractions of static recompute."""
     batch, cost = SortedBatch.of(lengths), cost.with_vocabulary(False)
     best = None
     layers = sum(cost.layout.layers)
@@ -67,7 +68,7 @@ def _batch_counts(lengths: np.ndarray, costs: GroupCosts) -> range:
 
 
 def blast(lengths: np.ndarray, count: int) -> list[np.ndarray]:
-    """Documents, sorted by length, in ``count`` runs whose largest token sum is least."""
+    """Split documents, sorted by length, into ``count`` runs with the least maximum of tokens."""
     low, high = int(lengths.max()), int(lengths.sum())
     while low < high:
         middle = (low + high) // 2
@@ -107,9 +108,10 @@ def _solve_all(
 
 
 def solve(lengths: np.ndarray, costs: GroupCosts) -> tuple[np.ndarray, np.ndarray, float] | None:
-    """One micro-batch: the groups' degree numbers, each document's group, and the seconds.
+    """Return (degree number of each group, group of each document, seconds) for one micro-batch.
 
-    lengths   sorted, longest first. None where no mix of groups holds them.
+    ``lengths`` are sorted in descending order. Return None if no mix of groups can hold the
+    documents.
     """
     mixes = _mixes(len(costs.degrees))
     pairs = costs.pairs(lengths)
@@ -137,8 +139,10 @@ def solve(lengths: np.ndarray, costs: GroupCosts) -> tuple[np.ndarray, np.ndarra
 
 @functools.cache
 def _mixes(powers: int) -> tuple[np.ndarray, np.ndarray]:
-    """Every way to make 2^(powers - 1) devices of groups of powers of two: runs of degree numbers,
-    largest first."""
+    """Return every way to divide 2^(powers - 1) devices into groups of powers of two.
+
+    The result is (first index of each mix, degree numbers of all mixes); numbers descend in a mix.
+    """
     found: list[list[int]] = []
 
     def extend(left: int, largest: int, mix: list[int]) -> None:
@@ -167,7 +171,7 @@ def _all_mixes(starts, degrees, tokens, pairs, token_s, pair_s, chunk_s, most):
 
 @njit()
 def _assign(which, tokens, pairs, token_s, pair_s, chunk_s, most, group_of):
-    """Longest first to the group that is done first; the makespan, infinite where none has room."""
+    """Assign documents in descending length to the group that finishes first; return the time."""
     groups = len(which)
     seconds = np.zeros(groups)
     held = np.zeros(groups)
@@ -192,8 +196,10 @@ def _assign(which, tokens, pairs, token_s, pair_s, chunk_s, most, group_of):
 
 @njit()
 def _shaken(which, tokens, pairs, token_s, pair_s, chunk_s, most, group_of):
-    """The best of several local optima: each document in turn is moved to every other group, and
-    what results is improved again. ``group_of`` becomes the best."""
+    """Return the best time over several local optima; ``group_of`` becomes the best assignment.
+
+    Each document in turn is moved to every other group, and the result is improved again.
+    """
     best = _improve(which, tokens, pairs, token_s, pair_s, chunk_s, most, group_of)
     for d in range(min(len(tokens), SHAKEN)):
         for g in range(len(which)):
@@ -214,7 +220,7 @@ def _shaken(which, tokens, pairs, token_s, pair_s, chunk_s, most, group_of):
 
 @njit()
 def _improve(which, tokens, pairs, token_s, pair_s, chunk_s, most, group_of):
-    """Moves and swaps documents of the slowest group while that helps; the makespan."""
+    """Move and swap documents of the slowest group while this helps; return the time."""
     groups, documents = len(which), len(tokens)
     for _ in range(4 * documents):
         seconds = np.zeros(groups)

@@ -1,10 +1,11 @@
-"""Megatron-LM's hybrid (dynamic) context parallelism: every document its own CP degree.
+"""Megatron-LM's hybrid (dynamic) context parallelism: every document has its own CP degree.
 
-A document's degree is the power of two that brings its tokens per device under a limit; its work
-is its length squared over the degree. Micro-batches are filled longest first: a document opens a
-group of its degree while devices are left, later ones join the group of their degree with the
-least work, and a micro-batch ends when its groups are even or full; groups left small are widened
-onto idle devices. No pipeline. Source: the description in Megatron-LM's scheduler of its rules.
+A document's degree is the smallest power of two that brings its tokens per device under a limit.
+Its work is its length squared divided by the degree. Micro-batches are filled in descending length:
+a document opens a group of its degree if devices are left; otherwise it joins the group of its
+degree with the least work. A micro-batch ends when its groups are balanced or full. Small groups
+are then widened onto idle devices. There is no pipeline. Source: the description of these rules in
+Megatron-LM's scheduler.
 """
 
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ LIMIT_FRACTIONS = (1.0, 0.5, 0.25)
 def plan(
     lengths: Sequence[int], cost: Cost, options: Options, gather_factor: float | None = None
 ) -> PlannedGroups:
-    """The best of a few limits of tokens per device, with just enough static recompute."""
+    """Return the best result over limits of tokens per device, with the least static recompute."""
     batch, cost = SortedBatch.of(lengths), cost.with_vocabulary(False)
     layers = sum(cost.layout.layers)
     results = []
@@ -61,7 +62,7 @@ def plan(
 
 
 def degree_number(length: int, limit: float, costs: GroupCosts) -> int:
-    """The smallest power of two of devices that bring ``length`` under ``limit`` each."""
+    """Return the number of the smallest degree with at most ``limit`` tokens per device."""
     return min(len(costs.degrees) - 1, max(0, int(np.ceil(np.log2(length / limit)))))
 
 
