@@ -45,9 +45,9 @@ def check(plan: Plan, rules: Rules | None = None) -> None:
 
 
 def check_ranks(plan: Plan, ranks: int) -> None:
-    """Raise a PlanError if a single-rank document is on a rank that does not exist.
+    """Raise a PlanError if a document is on a context-parallel rank that does not exist.
 
-    ``ranks`` is the context-parallel size. If it is 1, no document may be single-rank.
+    ``ranks`` is the context-parallel size. If it is 1, no document may name a rank (``@RANK``).
     """
     for index, chunk in enumerate(plan.chunks):
         for span in chunk.spans:
@@ -81,7 +81,7 @@ def _check_once(plan: Plan, stage: int, order: tuple[Op, ...]) -> None:
 def walk(
     plan: Plan, slices: Slices | None = None, rules: Rules | None = None
 ) -> Iterator[tuple[int, Op]]:
-    """Yield the ops of all stages, as (stage, op), in an order that meets every need; O(ops).
+    """Yield (stage, op) of all stages, every op after all ops that it needs; O(ops).
 
     Raises:
         PlanError: no such order exists; the message begins like ``stage 0 at B0: lacks B1 of stage

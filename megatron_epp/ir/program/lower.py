@@ -53,8 +53,8 @@ def lower_rank(plan: Plan, rank: int, block: Sequence[Plan] = ()) -> Program:
         plan: plan to lower.
         rank: pipeline rank.
         block: plans of the lockstep group, including ``plan``. All plans of the group get the same
-            program. Its replicas wait for each other in their ops, and with one program they do not
-            also wait for each other's messages.
+            program. The replicas wait for each other in the collectives of their ops; equal
+            programs avoid additional waits for messages.
     """
     return tuple(_programs(plan, (rank,), None, block)[rank])
 
