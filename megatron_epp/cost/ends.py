@@ -216,9 +216,8 @@ class HeadOnAllStages(Ends):
     def _head_workspace(self, kind: Kind, loads: Loads) -> np.ndarray:
         """Return the bytes while H or G runs, on each stage: [stages, chunks].
 
-        Both hold the stage's logits for a block of tokens. H also holds two rows per token that it
-        receives and two that it sends. G also holds the gradient of the stage's shard of the
-        weight.
+        H and G hold logits of a block of tokens. H also holds two received rows per token and two
+        to send. G also holds the gradient of the stage's shard of the weight.
         """
         profile, layout, stages = self.profile, self.layout, self.layout.stages
         if kind in profile.head_workspace_bytes:

@@ -193,8 +193,8 @@ class StageLayout:
     def links_per_token(self) -> np.ndarray:
         """[stages]: seconds per token that a message occupies the link from a stage to the next.
 
-        The last entry is the link from the last stage to the first. A link is as slow as the slower
-        of its two devices.
+        The last entry is the link from the last stage to the first. The slower device of a link
+        counts.
         """
         own = self.stagewise(lambda each: np.full(each.stages, each.profile.link_seconds_per_token))
         return np.maximum(own, np.roll(own, -1))
@@ -232,8 +232,7 @@ class StageLayout:
     def pinned_layers(self) -> int:
         """Number of final layers that are on the last stage in every layout.
 
-        It is 1 without multi-token prediction. Otherwise it counts all MTP layers and the layer
-        before them.
+        It is 1; with multi-token prediction, it is the number of MTP layers plus 1.
         """
         every = [self.coefficients[kind].heads > 0 for word in self.kinds.words for kind in word]
         return len(every) - every.index(True) + 1 if True in every else 1

@@ -246,12 +246,10 @@ def join_loads(loads: Sequence[Loads]) -> JoinedLoads:
 class TreeLoads(Loads):
     """Loads of a plan in which some documents continue other documents (shared prefixes).
 
-    ``spans`` contains positions: the spans of a branch (a document with a prefix) start at the end
-    of its prefix.
+    ``spans`` contains positions; those of a branch begin where the document's prefix ends.
 
     Attributes:
-        boundaries_of: for each document, ends of spans to which later spans or other documents
-            attend.
+        boundaries_of: for each document, ends of spans that later spans or branches attend to.
         lone: [C], tokens of the chunk if its only span is of a cached document, else 0.
         read: [C], ``lone`` if other spans attend to these tokens, else 0.
     """

@@ -80,8 +80,7 @@ class Prediction:
 
     Attributes:
         seconds: time of the iteration in seconds.
-        peak_gib: peak memory of each rank in GiB; like the memory budget, it excludes model states
-            on CPUs.
+        peak_gib: peak GiB of each rank; like the memory budget, without model states on CPUs.
         planner: name of the planner.
     """
 

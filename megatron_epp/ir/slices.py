@@ -21,8 +21,7 @@ class CachedDocument:
         readers: chunks that attend to the cached K and V. Chunks with later slices of the document
             come first, in order. Chunks of documents that continue it, directly or through another
             document, follow. They may include ``first``.
-        boundaries: token indices where a slice ends and the next slice, or a document that
-            continues this document, begins.
+        boundaries: tokens at which later slices or documents that continue this one begin.
     """
 
     document: int

@@ -8,9 +8,9 @@
 With several layer kinds, seconds are the sum of such terms for every kind. Pairs are counted within
 the window of a kind, and additional columns of a kind are additional terms.
 
-A coefficient without measurements keeps the value of the template. If only B was measured, I and W
-get the template's fractions of B. If only I and W were measured, B gets the template's ratio of B
-to I + W.
+A coefficient without measurements keeps its value in the template, the profile before the fit. If
+only B was measured, I and W get the template's fractions of B. If only I and W were measured, B
+gets the template's ratio of B to I + W.
 """
 
 import dataclasses
@@ -45,9 +45,9 @@ class Sample:
             stages 0.
         tokens: tokens of the chunk.
         pairs: query-key pairs; within the window if all layers are of one kind.
-        cut_tokens: tokens with K and V for later slices (Loads.cached_tokens).
+        cut_tokens: tokens whose K and V are cached for later slices (Loads.cached_tokens).
         value: seconds or bytes.
-        kinds: kind of each layer of the stage; empty: all are of the profile's only kind.
+        kinds: kind of each layer of the stage; empty: the profile has only one kind.
         columns: additional columns of these kinds, with the quantities of the chunk.
     """
 
@@ -128,7 +128,8 @@ def fit_profile(
         held_bytes: bytes held from F to B, without K and V of cut documents.
         link_seconds: (tokens, seconds) of messages between stages.
         near: whether seconds stay as near to the template's as the samples allow. This is useful if
-            samples do not separate layers from embedding and LM head, as those of one pipeline.
+            samples, such as those of one pipeline, do not separate layers from embedding and LM
+            head.
     """
     fields: dict = {"provenance": provenance, "tp": tp, "cp": cp}
     quality: dict[str, Quality] = {}
@@ -153,8 +154,8 @@ def _no_token_is_free(seconds: Seconds, tokens: int) -> Seconds:
     """Return ``seconds`` with some time per token, so that no token is free.
 
     With very small layers on a busy host only the constant per chunk is visible. Planners divide by
-    the time of tokens, and profiles in which tokens take no time are refused. ``tokens`` are those
-    of the largest sample.
+    the time of tokens, and profiles in which tokens take no time are refused. ``tokens`` is the
+    number of tokens of the largest sample.
     """
     if seconds.per_token or seconds.per_pair:
         return seconds
@@ -394,7 +395,7 @@ def line_above(points: Sequence[tuple[float, float]], goes_on: bool = False) -> 
 
 
 def _seen(fitted: Bytes, rows: Sequence[Sample], before: Bytes) -> Bytes:
-    """Return ``fitted``, with ``before`` for kinds of tokens (uncut, cut) that no row has."""
+    """Return ``fitted``; a number for tokens (uncut, cut) that no row has comes from ``before``."""
     has_uncut = any(row.tokens > row.cut_tokens for row in rows)
     cut = any(row.cut_tokens for row in rows)
     return Bytes(

@@ -36,7 +36,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Coefficients [n], each at least 0, and their quality; 0 for a column of zeros."""
+    """Coefficients [n] of at least 0, and their quality; a column of zeros has coefficient 0."""
 
     coefficients: tuple[float, ...]
     quality: Quality
@@ -58,7 +58,8 @@ def fit(
         features: [rows, n].
         measured: [rows], each above 0.
         prior: [n], expected coefficients up to a common factor. Coefficients that the rows do not
-            separate stay as near to them as possible. None: their sum is divided arbitrarily.
+            separate stay as near to ``prior`` as possible. None: the sum of such coefficients is
+            divided arbitrarily.
 
     Raises:
         ValueError: the numbers of rows differ, or a measurement is not a finite number above 0.

@@ -46,7 +46,7 @@ def measured_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float
 
 
 def _offsets(every: Sequence[Readings], in_pipeline: int) -> dict[int, float]:
-    """Return the log seconds of one kind's layers by rank of all replicas, relative to the mean."""
+    """Return by rank of all replicas the log seconds of one kind's layers, relative to the mean."""
     seen: dict[int, dict[tuple, list[float]]] = {}
     for one in every:
         rank = one.replica * in_pipeline + one.rank

@@ -119,7 +119,7 @@ class DSAPart(MLAPart):
 
     @property
     def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """Tensors of a block of rows with its context; in backward also the context's gradients."""
+        """Bytes of a block of rows and its context; in backward also gradients of the context."""
         channels, (forward, backward) = self.carried.channels, CHOICE_TENSORS
         block = float(GRADIENT_BYTES * CHOICE_BLOCK)  # in float32, too
         gradients = float((ELEMENT_BYTES + GRADIENT_BYTES) * channels)
