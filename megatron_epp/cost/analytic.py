@@ -78,13 +78,13 @@ def profile(
             with gathers across nodes, but these pipelines gather within a node. With the default,
             gathers and all-to-all take the fraction of the time that InfiniPipe reports.
         head_seconds: whether the LM head on the last stage takes time. Default: false with
-            published constants, whose a2 distributes the LM head over all layers; otherwise true.
+            published constants, whose seconds per token (a2) include the LM head; otherwise true.
         link_seconds: whether messages between stages take time. Default: false with published
             constants, as InfiniPipe considers messages negligible; otherwise true.
         logits_held: whether logits are held from F to B. Otherwise they exist only during F, and F
             includes the LM head's backward (layers.lm_head.fused_loss), as in training.
         kv_read: whether reading the K and V of a slice's context and accumulating their gradients
-            takes time. Ignored with published constants, whose a1 was measured on whole documents.
+            takes time. Ignored with published constants, which were measured on whole documents.
         published: whether published constants are used where they exist.
         moe_token_dispatcher_type: how tokens are sent to experts, as in Megatron's flag; values
             other than `flex` count as `alltoall`.

@@ -76,7 +76,8 @@ def named_cost(
         **assumptions: arguments of :func:`megatron_epp.cost.analytic.profile`.
 
     Raises:
-        ValueError: the degrees or layers do not fit the model, or model states exceed a budget.
+        ValueError: the parallel sizes or layers do not fit the model, or model states exceed a
+            budget.
 
     Example:
         >>> cost = named_cost("gpt-7b", "a100-80g", pp=2, cp=8)
@@ -218,7 +219,7 @@ def expert_degree(ep: int | None, tp: int, cp: int, experts: int | None, dp: int
         dp: data-parallel size.
 
     Raises:
-        ValueError: ``ep`` does not fit the other degrees or the number of experts.
+        ValueError: ``ep`` does not fit the other parallel sizes or the number of experts.
     """
     if ep is None:
         return tp * cp if experts is None else gcd(tp * cp, experts) if experts else 1

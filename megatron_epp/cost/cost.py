@@ -86,7 +86,7 @@ class Cost:
 
     @property
     def headroom_bytes(self) -> np.ndarray:
-        """[ranks]: bytes for chunks, the memory budget of each rank minus its model states."""
+        """[ranks]: bytes for chunks: the memory budget of each rank minus its model states."""
         return np.array(self.device_budget_bytes) - np.array(self.states_of_ranks)
 
     @property

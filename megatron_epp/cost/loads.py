@@ -86,7 +86,7 @@ class Loads:
         earlier: [C], chunk with the preceding slice, or -1.
         later: [C], chunk with the following slice, or -1.
         lengths: [D], tokens of the documents.
-        spans: three arrays over all spans: chunk, start and stop. Columns are computed from them.
+        spans: three arrays over all spans: chunk, first token, and token after the last.
         local: spans on single context-parallel ranks; None: all spans are sharded over all ranks.
         kept: documents whose K and V are cached; None: all cut documents.
     """

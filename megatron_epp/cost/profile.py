@@ -72,8 +72,8 @@ class Seconds(_Coefficients):
 class Bytes(_Coefficients):
     """Bytes of some tensors per token, and per token of a slice whose K and V are cached.
 
-    The two differ because the K and V that later slices attend to are in a buffer of the document,
-    not in these tensors.
+    These two differ because the K and V that later slices attend to are in a buffer of the
+    document, not in these tensors.
     """
 
     per_token: float = 0.0
@@ -174,7 +174,7 @@ class LayerCoefficients:
         tensor_bytes_per_token: bytes that a forward gathers and scatters within a TP group;
             backward moves as much.
         layer_parameters: parameters sharded by TP.
-        window: most keys of a query, its own included; 0: the whole context. Only that many tokens
+        window: maximum keys of a query, its own included; 0: whole context. Only that many tokens
             before a boundary between slices are cached.
         column_seconds: by column and kind of op, seconds per unit of an additional column. Examples
             are pairs of a query and its top-k keys, or context tokens whose K and V are projected
@@ -258,7 +258,7 @@ class Profile(LayerCoefficients):
             they are then not saved with their chunk.
         last_weight_input_bytes: additional bytes of the last stage from I to W: the LM head.
         last_workspace_bytes: by kind of op, additional bytes of the last stage while an op runs.
-        last_workspace_tokens: most tokens of a chunk to which the bytes per token of
+        last_workspace_tokens: maximum number of a chunk's tokens to which the bytes per token of
             last_workspace_bytes apply; 0: all.
         head_seconds: seconds of H and G if one stage has the whole vocabulary, except for the
             constant per chunk, which is that of each stage. Defaults come from last_seconds.

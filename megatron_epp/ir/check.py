@@ -121,7 +121,7 @@ def walk(
 
 
 def _lacking(needs: NeedsOf, done: Done, stage: int, op: Op) -> Lacking | None:
-    """Return the first unmet need of ``op``, with the stage and ops that would meet it, or None."""
+    """Return the first unmet need of ``op``, and the stage and ops that would meet it; or None."""
     for need, where, ops in needs(stage, op):
         there = done[where]
         for other in ops:
@@ -158,7 +158,7 @@ def _stuck(plan: Plan, needs: NeedsOf, at: list[int], lacking: list[Lacking | No
 
 
 def _circle(lacking: Sequence[Lacking | None], rank_of: Sequence[int]) -> list[int]:
-    """Return ranks that wait in a cycle: each for the following rank, the last for the first."""
+    """Return the ranks of a cycle: every rank waits for the next one, the last for the first."""
     path: list[int] = []
     rank = next(rank for rank, lack in enumerate(lacking) if lack is not None)
     while rank not in path:

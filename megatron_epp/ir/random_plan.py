@@ -183,9 +183,9 @@ def arbitrary_block(
 def with_local(plan: Plan, random: Random, ranks: int) -> Plan:
     """Return ``plan`` with some of its whole documents moved to single context-parallel ranks.
 
-    In each chunk, none, about half or all of the documents move, each to a random rank below
-    ``ranks``. A rank may receive no document. Cut documents, documents with a prefix and documents
-    that others continue stay sharded.
+    In each chunk, no document, about half of the documents or all of them move to random ranks
+    below ``ranks``. A rank may receive no document. Cut documents, documents with a prefix and
+    documents that other documents continue stay sharded.
     """
     tied = {d for d, prefix in enumerate(plan.prefixes) if prefix is not None}
     tied |= {prefix.document for prefix in plan.prefixes if prefix is not None}

@@ -71,8 +71,8 @@ class Device:
 
     Attributes:
         name: name on the command line.
-        budget_gib: memory for training: all of the device's memory except a margin for context and
-            fragmentation.
+        budget_gib: memory for training in GiB: the device's memory except a margin for the CUDA
+            context and fragmentation.
         linear_flops: achieved flops per second of matrix products (not the data sheet's).
         attention_flops: achieved flops per second of attention kernels.
         launch_seconds: seconds per layer and chunk in forward; backward takes twice as long.

@@ -63,7 +63,7 @@ class HubConfig:
         model_type: model type used to interpret the file.
         family: properties and defaults of this model type.
         keys: keys of the decoder, with one name for each quantity.
-        notes: what was left out or not used, one line each.
+        notes: lines of text on parts of the file that were left out or not used.
         assumed: missing keys that were needed, with the values that were assumed.
         spelt: for keys with several names, the name in the file.
     """
@@ -93,7 +93,7 @@ class HubConfig:
         return taken
 
     def size(self, key: str, rule: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """Return the integer at ``key``; if a list is there, the number that all its entries equal.
+        """Return the integer at ``key``, or the integer that all entries of the list there equal.
 
         Args:
             key: name of the key.

@@ -40,7 +40,7 @@ class Sample:
 
     Attributes:
         choice: recompute mode of each layer of the stage.
-        first: whether the stage is the first.
+        first: whether the stage is the first of the pipeline.
         last: number of runs of the LM head: on the last stage one per predicted token, on other
             stages 0.
         tokens: tokens of the chunk.
@@ -114,7 +114,7 @@ def fit_profile(
     link_seconds: Sequence[tuple[int, float]] = (),
     near: bool = False,
 ) -> FitResult:
-    """Return ``template`` with all coefficients replaced that the samples determine.
+    """Return ``template`` with new values for all coefficients that the samples determine.
 
     The samples are of one device with ``tp`` and ``cp``. Communication in the samples becomes part
     of the layer's seconds.
@@ -127,8 +127,8 @@ def fit_profile(
         seconds: seconds of ops by kind; B and I include recompute in the modes of Sample.choice.
         held_bytes: bytes held from F to B, without K and V of cut documents.
         link_seconds: (tokens, seconds) of messages between stages.
-        near: whether seconds stay as near to the template's as the samples allow. This is useful if
-            samples, such as those of one pipeline, do not separate layers from embedding and LM
+        near: whether seconds stay near those of the template where samples allow it. This is useful
+            if samples, such as those of one pipeline, do not separate layers from embedding and LM
             head.
     """
     fields: dict = {"provenance": provenance, "tp": tp, "cp": cp}
@@ -378,10 +378,10 @@ def _fit_held(template: Profile, samples: Sequence[Sample], quality: dict[str, Q
 def line_above(points: Sequence[tuple[float, float]], goes_on: bool = False) -> tuple[float, float]:
     """Return (slope, constant), each at least 0, of a line with no point (x, y) above it.
 
-    It is meant for memory peaks. A peak is the maximum over several moments, each of which needs a
-    constant and an amount proportional to x. Such a curve is convex: its last segment is steepest.
-    With ``goes_on`` the line also covers x far beyond the last point, where another moment may be
-    the peak. The slope of that moment is at most y / x of the last point.
+    The line bounds memory peaks. A peak is the maximum over several moments. Every moment needs
+    constant bytes and bytes proportional to x. Such a curve is convex: its last segment is
+    steepest. With ``goes_on`` the line also covers x far beyond the last point, where another
+    moment may be the peak. The slope of that moment is at most y / x of the last point.
     """
     highest: dict[float, float] = {}
     for x, y in points:

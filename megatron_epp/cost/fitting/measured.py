@@ -38,7 +38,7 @@ class Conditions:
         cp: context-parallel size.
         itemsize: bytes of a parameter.
         gradient_itemsize: bytes of an accumulated gradient of cached K and V.
-        head_tokens: most tokens of a chunk that the LM head processes at once; 0: all.
+        head_tokens: maximum tokens of a chunk that the LM head processes at once; 0: all.
     """
 
     device: str
@@ -181,7 +181,7 @@ def workspaces(
 
     Args:
         peaks: measured peaks of all ranks.
-        head_tokens: most tokens of a chunk that the LM head processes at once; 0: all.
+        head_tokens: maximum tokens of a chunk that the LM head processes at once; 0: all.
 
     Returns:
         Four mappings: a layer's workspaces by kind of op; additional workspaces of the last stage

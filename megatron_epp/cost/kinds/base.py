@@ -172,7 +172,7 @@ class RoutedExperts:
         parameters: parameters of all experts.
         active: parameters of the experts of one token.
         copies: number of experts of one token.
-        exchanged: channels of all copies of a token, sent to the experts' devices, one way.
+        exchanged: channels of all copies of a token that are sent to experts' devices (one way).
         permuted: channels that a separate kernel moves to sort tokens by expert.
         narrow_flops: additional forward flops per token for slow products of narrow experts.
     """

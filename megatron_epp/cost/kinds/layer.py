@@ -134,7 +134,7 @@ class Layer:
 
     @property
     def window(self) -> int:
-        """Most keys of a query, its own included; 0: the whole context."""
+        """Maximum number of keys of a query, its own included; 0: the whole context."""
         return self.shape.window
 
     @property

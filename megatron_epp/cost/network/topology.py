@@ -65,7 +65,7 @@ class Topology:
         used: number of rows and of columns of the grid that a job uses; empty: all.
         hosts: names of the nodes, row by row; empty: none.
         column_load: load of the busiest link in a column, relative to a grid without failures. It
-            exceeds 1 if nodes replace failed ones of other columns.
+            exceeds 1 if nodes replace failed nodes of other columns.
     """
 
     name: str
@@ -304,7 +304,7 @@ class Network:
         """Return the bytes per second between two stages, summed over their ``devices``.
 
         Stages are the outermost dimension of ranks. Adjacent stages are therefore in one node only
-        if all stages of all replicas are.
+        if it contains all stages of all replicas.
         """
         if devices * replicas * stages <= self.node_devices:
             return devices * at_most(self.ring_bytes_per_second, 2)
@@ -316,7 +316,7 @@ class Network:
 
 
 def distinct(places: int, copies: int) -> float:
-    """Return the expected number of distinct values among ``copies`` draws from ``places``."""
+    """Return the expected number of distinct values in ``copies`` draws among ``places`` values."""
     return places * (1 - (1 - 1 / places) ** copies)
 
 
