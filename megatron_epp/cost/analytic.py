@@ -2,9 +2,9 @@
 
 The GPT models on A100 use FlexSP's constants and the assumptions of the papers; comments in the
 code name them. Profiles of other models and devices are computed from flops and bytes, layer kind
-by layer kind. For MoE, tokens are assumed to be distributed evenly over the experts. For MLA, the
-latent of a token goes to every device of a stage. K and V of a context are projected again block by
-block; the gradient of that up-projection is computed in B, or in I.
+by layer kind. For MoE, tokens are assumed to be distributed evenly over the experts. For MLA, every
+device of a stage receives the latents of all tokens. K and V of a context are projected again block
+by block. B, or I, computes the gradient of that up-projection.
 """
 
 import dataclasses
@@ -74,17 +74,17 @@ def profile(
     Args:
         model: sizes of the model.
         device: rates of the device.
-        b1_divisor: divisor of the published constant per chunk, which was measured across nodes,
-            whereas these pipelines gather within a node. With the default, gathers and all-to-all
-            take the fraction of the time that InfiniPipe reports.
+        b1_divisor: divisor of the published seconds per chunk (b1 of FlexSP). They were measured
+            with gathers across nodes, but these pipelines gather within a node. With the default,
+            gathers and all-to-all take the fraction of the time that InfiniPipe reports.
         head_seconds: whether the LM head on the last stage takes time. Default: false with
-            published constants, whose a2 distributes the LM head over all layers; otherwise true.
+            published constants, whose seconds per token (a2) include the LM head; otherwise true.
         link_seconds: whether messages between stages take time. Default: false with published
             constants, as InfiniPipe considers messages negligible; otherwise true.
-        logits_held: whether logits are held from F to B. Otherwise they exist while F runs, and F
+        logits_held: whether logits are held from F to B. Otherwise they exist only during F, and F
             includes the LM head's backward (layers.lm_head.fused_loss), as in training.
         kv_read: whether reading the K and V of a slice's context and accumulating their gradients
-            takes time. Ignored with published constants, whose a1 was measured on whole documents.
+            takes time. Ignored with published constants, which were measured on whole documents.
         published: whether published constants are used where they exist.
         moe_token_dispatcher_type: how tokens are sent to experts, as in Megatron's flag; values
             other than `flex` count as `alltoall`.
@@ -154,7 +154,7 @@ def profile(
 
 
 def _rates_by_size(device: Device) -> dict[int, float]:
-    """Return all-to-all rates by group size, which include the copies within a device."""
+    """Return all-to-all bytes per second by group size, copies within a device included."""
     if not device.memory_efficiency:
         return dict(device.group_bytes_per_second)
     network = Network.of(TOPOLOGIES["nodes"], device)
@@ -189,9 +189,9 @@ def _published_coefficients(
 def _kv_read_seconds(layer: Layer, device: Device) -> dict[Kind, float]:
     """Return the seconds per token of context to read its K and V.
 
-    Backward reads them again, and writes, reads and accumulates their gradients. Blocks of queries
-    share K and V through the cache. K and V are therefore read from memory about once, independent
-    of the slice's length, which fits FlashAttention-3's table
+    Backward reads K and V again, and writes, reads and accumulates their gradients. Blocks of
+    queries share K and V through the cache. K and V are therefore read from memory about once,
+    independent of the slice's length. This fits FlashAttention-3's table
     (tests/cost/test_published_attention.py). With a sliding window the seconds per pair include
     this time.
     """
@@ -203,7 +203,7 @@ def _kv_read_seconds(layer: Layer, device: Device) -> dict[Kind, float]:
 
 
 def _without_weights(forward: float, backward: float) -> dict[Kind, float]:
-    """Return the seconds by kind of op of work without weights: I does all of the backward."""
+    """Return the seconds by kind of op of work without weights: I has all of B's, W has none."""
     ops = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
     return dict(zip(ops, (forward, backward, backward, 0.0), strict=True))
 
@@ -250,7 +250,7 @@ def _coefficients(
 
 
 def _product_flops(layer: Layer, device: Device) -> float:
-    """Return the flops of a token's products and scans, increased for narrow experts."""
+    """Return the forward flops per token of products and scans, increased for narrow experts."""
     return layer.flops_per_token + (layer.routed.narrow_flops if device.memory_efficiency else 0.0)
 
 
@@ -296,9 +296,9 @@ def _layer(
         linear: forward seconds per token.
         attention: forward seconds per query-key pair.
         launch: forward seconds per chunk.
-        gather: seconds of ZeRO 3's gathers.
-        kept: bytes per token from F to B.
-        weight_inputs: bytes per token from I to W.
+        gather: seconds of ZeRO 3's gathers and scatters in F and B.
+        kept: bytes per token saved from F to B.
+        weight_inputs: bytes per token saved from I to W.
         light: forward seconds per token of kernels other than products and attention.
     """
     saved, carried = _saved_bytes(layer, kept), layer.carried
@@ -351,14 +351,14 @@ STATES = States(
 
 
 def without_states(measured: Profile) -> Profile:
-    """Return ``measured`` for a budget that covers activations only, as on CPU hosts."""
+    """Return ``measured`` without bytes of model states, for budgets that exclude them (CPUs)."""
     return dataclasses.replace(measured, states=States(0.0, 0.0, 0.0, 0.0, 0.0))
 
 
 def budgeted(profile: Profile) -> Profile:
     """Return ``profile`` with the bytes that the memory budget of training covers.
 
-    On a GPU the budget covers everything; on a CPU it covers only the bytes of chunks.
+    On a GPU the budget covers all bytes; on a CPU it covers the bytes of chunks only.
     """
     return without_states(profile) if is_of_cpu(profile) else profile
 
@@ -384,7 +384,7 @@ def _published_rates(
 
 
 def carried_bytes(carried: CarryOver, element_bytes: int, gradient_bytes: int) -> dict[str, Any]:
-    """Return the fields of LayerCoefficients for the state that later slices need."""
+    """Return the fields of LayerCoefficients for ``carried``, the state that later slices need."""
     return {
         "kv_bytes_per_token": float(element_bytes * carried.channels),
         "kv_gradient_bytes_per_token": float(gradient_bytes * carried.channels),
@@ -396,7 +396,7 @@ def carried_bytes(carried: CarryOver, element_bytes: int, gradient_bytes: int) -
 def _saved_bytes(layer: Layer, kept: float) -> dict[str, Bytes]:
     """Return the bytes that one layer holds from F to B, by recompute mode.
 
-    The K and V of a slice do not count: they are in the buffer of the slice's document.
+    The K and V of a slice do not count, because they are in the buffer of its document.
     """
 
     def saved(mode: str) -> Bytes:
@@ -416,7 +416,7 @@ def _recompute_seconds(
 ) -> dict[str, Seconds]:
     """Return the seconds that one layer adds to B or I, by recompute mode.
 
-    They are zero for a mode whose modules the layer does not have: it then saves everything.
+    They are 0 for a mode whose modules the layer does not have: such a layer saves everything.
     """
 
     def of_module(name: str) -> tuple[float, float]:

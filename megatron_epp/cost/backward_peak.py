@@ -33,7 +33,7 @@ class BackwardPeak:
     """Memory peak of the B or I of every chunk, as a function of the recomputed layers.
 
     Args:
-        memory: memory of the cost model.
+        memory: bytes of the cost model.
         kind: B or I.
         loads: loads of the chunks.
     """
@@ -101,10 +101,10 @@ class BackwardPeak:
 
 
 def runs_of_counts(memory: ChunkMemory, loads: Loads, counts: Counts) -> list[LayerRun]:
-    """Return the runs of ``counts`` [stages, chunks] layers with each choice, last layers first.
+    """Return the runs of ``counts`` [stages, chunks] of layers by kind and mode, last layers first.
 
-    The layers of a kind are in the order of ``counts``. Saved layers are last. For the place of
-    offloaded layers see :func:`_offloaded`.
+    The layers of a kind are in the order of ``counts``. Layers that save everything are last. For
+    the place of offloaded layers see :func:`_offloaded`.
     """
     if memory.layout.kinds.number > 1:
         return list(_layer_by_layer(memory, loads, counts))
@@ -127,10 +127,10 @@ def runs_of_plan(memory: ChunkMemory, plan: Plan, loads: Loads, counts: Counts) 
     """Return the runs of layers with the recompute modes of ``plan``, last layers first.
 
     Args:
-        memory: memory of the cost model.
+        memory: bytes of the cost model.
         plan: plan with the recompute modes.
         loads: loads of the plan's chunks.
-        counts: number of layers of ``plan`` with each choice, [stages, chunks] each.
+        counts: [stages, chunks], number of layers of ``plan`` by (kind, recompute mode).
     """
     return list(_layers_of_plan(memory, plan, loads, counts)) if any(memory.layout.layers) else []
 
@@ -173,7 +173,7 @@ def _offloaded(memory: ChunkMemory, counts: Counts) -> Iterator[LayerRun]:
 def _layer_by_layer(memory: ChunkMemory, loads: Loads, counts: Counts) -> Iterator[LayerRun]:
     """Yield all offloaded layers, then the other layers of every stage one by one, last first.
 
-    The layers of a kind are in the order of ``counts``, saved layers last.
+    The layers of a kind are in the order of ``counts``; layers that save everything are last.
     """
     yield from _offloaded(memory, counts)
     number, chunk = memory.layout.kinds.number, np.arange(loads.chunks)

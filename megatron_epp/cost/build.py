@@ -1,4 +1,4 @@
-"""Construction of costs from the names of a model and a device, with defaults of a layout."""
+"""Construction of a Cost from the names of a model and a device, with a default layout."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -19,9 +19,10 @@ from megatron_epp.ir import Kind
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
-    """Return ``layers`` divided over ``stages``.
+    """Return the number of layers of each stage, with ``layers`` divided evenly.
 
-    Remaining layers go to the first stages, one each, because the last stage has the LM head.
+    If there is a remainder, the first stages get one more layer each, because the last stage has
+    the LM head.
     """
     if not 1 <= stages <= layers:
         raise ValueError(f"pp {stages}: expected 1 to {layers}, the layers of the model")
@@ -52,8 +53,8 @@ def named_cost(
 
     Devices may differ by pipeline rank, as in ``h100-80g*4,a100-80g*4``. Each device has its own
     rates and budget. A message takes as long as on the slower of its two devices; the latency is
-    the largest of all devices. Published constants are then not used. Reading of K and V takes time
-    only if the memory rate of every device is known.
+    the largest of all devices. If devices differ, constants that papers published are not used, and
+    reading K and V takes time only if the memory rate of every device is known.
 
     Args:
         model_name: name or file of a model, or the model itself.
@@ -62,7 +63,7 @@ def named_cost(
         tp: tensor-parallel size.
         cp: context-parallel size.
         dp: data-parallel size.
-        zero: ZeRO stage; default: 3 for the GPT models of the papers, otherwise 1.
+        zero: ZeRO stage; default: 3 for gpt-7b, gpt-13b and gpt-30b, otherwise 1.
         memory_budget_gib: budget of each device in GiB; default: budget_gib of the device.
         layers: number of layers of each stage; default: as :func:`even_layers`.
         ep: expert-parallel size; default: the greatest common divisor of tp * cp and the experts.
@@ -75,7 +76,8 @@ def named_cost(
         **assumptions: arguments of :func:`megatron_epp.cost.analytic.profile`.
 
     Raises:
-        ValueError: the degrees or layers do not fit the model, or model states exceed a budget.
+        ValueError: the parallel sizes or layers do not fit the model, or model states exceed a
+            budget.
 
     Example:
         >>> cost = named_cost("gpt-7b", "a100-80g", pp=2, cp=8)
@@ -199,7 +201,7 @@ def _of_all(name: str, profiles: Sequence[Profile]) -> Profile:
 
 
 def _with_blocks(profile: Profile, words: int, cp: int) -> Profile:
-    """Return ``profile`` with the block size of a fused LM head, if it has one."""
+    """Return ``profile`` with the block size of its LM head, if it has a fused LM head."""
     if profile.last_bytes.per_token or not profile.last_workspace_bytes[Kind.FORWARD].per_token:
         return profile
     return dataclasses.replace(profile, last_workspace_tokens=float(head_block_tokens(words) * cp))
@@ -217,7 +219,7 @@ def expert_degree(ep: int | None, tp: int, cp: int, experts: int | None, dp: int
         dp: data-parallel size.
 
     Raises:
-        ValueError: ``ep`` does not fit the other degrees or the number of experts.
+        ValueError: ``ep`` does not fit the other parallel sizes or the number of experts.
     """
     if ep is None:
         return tp * cp if experts is None else gcd(tp * cp, experts) if experts else 1

@@ -1,7 +1,7 @@
-"""Tables of the same chunks with different choices of recompute.
+"""Tables of seconds and bytes of the same chunks with different recompute modes.
 
 Recompute changes the recomputed seconds, the activations that a chunk holds, and the workspaces of
-F, B and I. All else is computed once.
+F, B and I. All other numbers are computed once.
 
 Offloaded layers are copied to host memory during F and back during B or I, one layer at a time, in
 both directions at once:
@@ -10,7 +10,7 @@ both directions at once:
 
 This assumes that offloaded layers are distributed evenly (ir.recompute.offload_among). As in
 Transformer Engine's CPU offloading, at most two of them are on the device at a time, one in use and
-one being copied. Both count during the whole op, because a copy back begins before its layer runs.
+one being copied. Both count during the whole op, because a layer is copied back before it runs.
 Host memory is counted separately (cost.host_memory). The time that an op waits for a copy counts as
 communication.
 """
@@ -48,16 +48,16 @@ def _cut[K](rows: Mapping[K, np.ndarray], chunks: slice) -> dict[K, np.ndarray]:
 
 
 class ChunkTables:
-    """Tables of the chunks of ``loads``, for different choices of recompute.
+    """Tables of the chunks of ``loads``, for different recompute modes.
 
     Args:
-        seconds: seconds of the cost (:class:`~megatron_epp.cost.cost.Cost`).
-        memory: memory of the cost.
-        ends: embedding and LM head of the cost.
+        seconds: seconds of ops, from a :class:`~megatron_epp.cost.cost.Cost`.
+        memory: bytes of states and chunks, from the same Cost.
+        ends: embedding and LM head, from the same Cost.
         loads: loads of the chunks.
         forward_only: whether plans are forward-only. Such plans save nothing: the activations of
             one layer exist at a time. Activations of embedding and LM head count during all of F.
-        kinds: kinds of the layers' ops in the tables; default: all.
+        kinds: kinds of ops that run layers in the tables; default: F, B, I and W.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class ChunkTables:
         self.backwards = tuple(kind for kind in BACKWARDS if kind in self.kinds)
 
     def of_counts(self, counts: Counts) -> Table:
-        """Return the table for ``counts`` [stages, chunks] layers with each choice.
+        """Return the table for ``counts`` [stages, chunks] of layers by (kind, recompute mode).
 
-        Within a stage, the layers of one kind are assumed to be in the order of ``counts``. Saved
-        layers are last; offloaded layers may be anywhere.
+        Within a stage, the layers of one kind are assumed to be in the order of ``counts``. Layers
+        that save everything are last; offloaded layers may be anywhere.
         """
         return self.of_runs(counts, runs_of_counts(self.memory, self.loads, counts))
 
@@ -149,7 +149,7 @@ class ChunkTables:
 
     @cached_property
     def _workspace(self) -> dict[Kind, np.ndarray]:
-        """[stages, chunks] by kind, without recompute; every table replaces the array of F."""
+        """[stages, chunks] bytes by op kind, without recompute; every table replaces those of F."""
         of_layers = {kind: self.memory.workspace_bytes(kind, self.loads) for kind in self.kinds}
         return of_layers | dict(self.ends.head_workspace_bytes(self.loads))
 

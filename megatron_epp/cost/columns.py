@@ -1,7 +1,7 @@
-"""Columns: the numbers of a chunk in which seconds are linear.
+"""Columns: the quantities of a chunk of which the seconds of an op are a linear function.
 
-Every layer has three: tokens, query-key pairs and 1. A layer kind adds columns as subclasses of
-:class:`Column` and lists them in :attr:`Part.COLUMNS <megatron_epp.cost.kinds.base.Part>`. A
+Every layer has the columns tokens, query-key pairs and 1. A layer kind adds columns as subclasses
+of :class:`Column` and lists them in :attr:`Part.COLUMNS <megatron_epp.cost.kinds.base.Part>`. A
 profile then contains the seconds per unit of these columns (``LayerCoefficients.column_seconds``).
 """
 
@@ -26,7 +26,7 @@ class Column(ABC):
         NAME: name of the column in profile files; ``size`` follows the name.
         FITTED: whether measurements can separate the column's seconds from those of tokens and
             pairs.
-        size: parameter of the column; 0 if it needs none.
+        size: parameter of the column, such as the keys of a window; 0 if it has none.
     """
 
     NAME: ClassVar[str]
@@ -39,7 +39,7 @@ class Column(ABC):
 
     @abstractmethod
     def of_spans(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Return the quantity of each span, from ``start`` to ``stop`` of its document."""
+        """Return the quantity of each span: tokens [``start``, ``stop``) of a document."""
 
     def of(self, spans: Iterable[Span]) -> float:
         """Return the quantity of a chunk with these ``spans``."""
@@ -67,7 +67,7 @@ class WindowPairs(Column):
 
 @dataclass(frozen=True, slots=True)
 class ContextTokens(Column):
-    """Tokens of a slice's document before the slice."""
+    """Context tokens: for a slice, the tokens of its document before the slice."""
 
     NAME = "context_tokens"
 
@@ -82,10 +82,10 @@ class ContextTokens(Column):
 
 @dataclass(frozen=True, slots=True)
 class DiagonalPairs(Column):
-    """Query-key pairs within a span; for a document that is not cut, all of its pairs.
+    """Query-key pairs within a span; an uncut document has no other pairs.
 
-    The causal mask covers half of a span's block of scores. In cuDNN 9.19 on an H100, backward
-    takes about twice as long for such a pair as for a query of a slice and a key of its context.
+    The causal mask hides half of a span's block of attention scores. In cuDNN 9.19 on an H100, the
+    backward of such a pair takes about twice as long as that of a pair with a key before the span.
     """
 
     NAME = "diagonal_pairs"
@@ -100,11 +100,11 @@ CONTEXT, DIAGONAL = ContextTokens(), DiagonalPairs()
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Tokens, pairs and 1, in the order of their constants, and the additional columns ``extra``.
+    """Columns of a layout: tokens, pairs and 1 at TOKENS, PAIRS and CHUNKS, then ``extra``.
 
     Attributes:
         windows: columns of sliding windows, narrowest first.
-        extra: all additional columns: the windows, then other columns by their names.
+        extra: all additional columns: the windows, then other columns sorted by name.
     """
 
     windows: tuple[WindowPairs, ...]
@@ -112,7 +112,7 @@ class Columns:
 
     @classmethod
     def of(cls, extra: Set[Column]) -> Self:
-        """Return the columns with these additional columns."""
+        """Return the columns with the additional columns ``extra``."""
         windows = tuple(
             sorted(
                 (column for column in extra if isinstance(column, WindowPairs)),
@@ -140,7 +140,7 @@ class Columns:
         return loads.features[self.extra]
 
     def batch_features(self, lengths: np.ndarray, chunks: float) -> np.ndarray:
-        """Return [columns], summed over whole documents of ``lengths`` in ``chunks`` chunks."""
+        """Return [columns]: sums over uncut documents of ``lengths``, in ``chunks`` chunks."""
         lengths = np.asarray(lengths, dtype=np.float64)
         begins = np.zeros_like(lengths)
         sums = [lengths.sum(), (lengths * (lengths + 1) / 2).sum(), chunks]

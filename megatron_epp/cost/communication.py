@@ -6,7 +6,7 @@ from megatron_epp.cost.profile import FLEX, LayerCoefficients
 
 
 def tensor_seconds(layout: StageLayout, bytes_per_token: float) -> float:
-    """Return the seconds of gathers and scatters of ``bytes_per_token`` within a TP group."""
+    """Return the seconds per token to gather and scatter ``bytes_per_token`` in a TP group."""
     if layout.tp == 1:
         return 0.0
     moved = bytes_per_token * (layout.tp - 1) / layout.tp
@@ -16,7 +16,10 @@ def tensor_seconds(layout: StageLayout, bytes_per_token: float) -> float:
 
 
 def all_to_all_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
-    """Return the seconds of a layer's forward to exchange rows for heads in a CP group (eq. 3)."""
+    """Return the seconds per token to exchange rows for heads in a CP group in a layer's forward.
+
+    The exchanges are all-to-alls of Q, K, V and the output of attention (eq. 3 of InfiniPipe).
+    """
     if layout.cp == 1 or not of.all_to_all_bytes_per_token:
         return 0.0
     moved = of.all_to_all_bytes_per_token / (layout.cp * layout.tp)
@@ -27,7 +30,7 @@ def all_to_all_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
 
 
 def expert_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
-    """Return the seconds of a layer's forward to send tokens to the experts' devices and back."""
+    """Return the seconds per token to send it to its experts and back in a layer's forward."""
     if layout.ep == 1 or not of.expert_bytes_per_token:
         return 0.0
     moved = of.expert_bytes_per_token / (layout.cp * layout.tp)
@@ -47,6 +50,6 @@ def gather_latency(layout: StageLayout, of: LayerCoefficients) -> float:
 
 
 def exposed_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
-    """Return the seconds of all communication in a layer's forward."""
+    """Return the seconds per token of all communication in a layer's forward, without latency."""
     tensor = tensor_seconds(layout, of.tensor_bytes_per_token)
     return all_to_all_seconds(layout, of) + tensor + expert_seconds(layout, of)

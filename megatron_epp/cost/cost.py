@@ -1,8 +1,8 @@
-"""Cost of any plan on one machine: a profile laid out over stages and devices.
+"""Cost model of plans: seconds and bytes of every op, for a profile and a layout of stages.
 
 A cost consists of four parts:
 
-- :mod:`layout <megatron_epp.cost.layout>`: stages, degrees, layer kinds, columns of a chunk;
+- :mod:`layout <megatron_epp.cost.layout>`: stages, parallel sizes, layer kinds, columns of a chunk;
 - :mod:`seconds <megatron_epp.cost.seconds>` of ops;
 - :mod:`memory <megatron_epp.cost.memory>` of model states and chunks;
 - :mod:`ends <megatron_epp.cost.ends>`: embedding, and LM head on the last stage or on all.
@@ -10,7 +10,8 @@ A cost consists of four parts:
 This module combines them into the table that the simulator reads. :mod:`megatron_epp.cost.build`
 makes costs from the names of a model and a device.
 
-The formulas are eqs. 1 to 10 of InfiniPipe. Docstrings and comments explain each correction.
+The formulas are eqs. 1 to 10 of InfiniPipe. Docstrings and comments explain each deviation from
+them.
 """
 
 import dataclasses
@@ -39,10 +40,10 @@ class Cost:
     """Seconds and bytes of chunks on the stages of one replica.
 
     Attributes:
-        layout: stages, degrees and layer kinds.
-        device_budget_bytes: memory budget of one device of every pipeline rank. It covers all
-            stages of the rank, model states included.
-        host_budget_bytes: budget of host memory for the offloaded layers of one device.
+        layout: stages, parallel sizes and layer kinds.
+        device_budget_bytes: memory budget of a device, for each pipeline rank. It covers all stages
+            of the rank, model states included.
+        host_budget_bytes: host memory for the offloaded layers of one device.
         multiple: the executor pads every chunk to a multiple of this many tokens.
 
     Example:
@@ -68,7 +69,7 @@ class Cost:
 
     @cached_property
     def ends(self) -> Ends:
-        """Embedding and LM head."""
+        """Seconds and bytes of the embedding and the LM head."""
         return ends_of(self.layout)
 
     @cached_property
@@ -78,14 +79,14 @@ class Cost:
 
     @cached_property
     def memory(self) -> ChunkMemory:
-        """Bytes of states and chunks."""
+        """Bytes of model states and chunks."""
         return ChunkMemory(self.layout, self.ends)
 
     # --- budgets ---------------------------------------------------------------------------------
 
     @property
     def headroom_bytes(self) -> np.ndarray:
-        """[ranks]: bytes of each rank's budget that its model states leave for chunks."""
+        """[ranks]: bytes for chunks: the memory budget of each rank minus its model states."""
         return np.array(self.device_budget_bytes) - np.array(self.states_of_ranks)
 
     @property
@@ -119,9 +120,9 @@ class Cost:
         return {}
 
     def of_replicas(self, first: int, count: int = 1) -> "Cost":
-        """Return the cost of ``count`` replicas from ``first`` on, with each rank's slowest device.
+        """Return the cost of ``count`` replicas from number ``first`` on.
 
-        Return this cost itself if all replicas are equal.
+        Each rank has its slowest device of these replicas. Equal replicas have this cost itself.
         """
         slowness = self.layout.profile.replica_slowness
         if not slowness:
@@ -131,7 +132,7 @@ class Cost:
         return self._on_ranks(tuple(map(max, zip(*rows, strict=True))))
 
     def of_fastest_replica(self) -> "Cost":
-        """Return the cost of a replica with each rank's fastest device of all replicas."""
+        """Return the cost of a replica with the fastest device of all replicas on each rank."""
         slowness, ranks = self.layout.profile.replica_slowness, self.layout.placement.ranks
         if not slowness:
             return self
@@ -166,7 +167,7 @@ class Cost:
     # --- tables ----------------------------------------------------------------------------------
 
     def loads(self, chunks: Sequence[Chunk], documents: Sequence[int]) -> Loads:
-        """Return the loads of ``chunks`` of documents with these lengths."""
+        """Return the loads of ``chunks`` of documents with these lengths in tokens."""
         return plan_loads(chunks, documents, ranks=self.layout.cp, multiple=self.multiple)
 
     def table(self, plan: Plan) -> Table:
@@ -186,13 +187,13 @@ class Cost:
         return self.tables(loads, plan.forward_only).of_runs(counts, runs)
 
     def table_of(self, loads: Loads, counts: Counts, forward_only: bool = False) -> Table:
-        """Return the table for ``counts`` layers of each choice; see ChunkTables.of_counts."""
+        """Return the table for ``counts`` of layers by kind and mode; see ChunkTables.of_counts."""
         return self.tables(loads, forward_only).of_counts(counts)
 
     def tables(
         self, loads: Loads, forward_only: bool = False, kinds: Sequence[Kind] = OF_LAYERS
     ) -> ChunkTables:
-        """Return the tables of chunks for different choices of recompute."""
+        """Return the tables of chunks for different recompute modes."""
         return ChunkTables(self.seconds, self.memory, self.ends, loads, forward_only, kinds)
 
 

@@ -1,17 +1,18 @@
 """Embedding, and LM head with its loss, on the last stage or on all stages.
 
 Vocabulary parallelism moves the LM head from the last stage's F and B to H and G on every stage.
-The LM head has three products: logits, and the gradients of its input and of its weight. H computes
-the first two; G repeats the first and computes the third. Both do so for 1/stages of the
-vocabulary:
+The LM head has three matrix products: logits, and the gradients of its input and of its weight. H
+computes the first two; G repeats the first and computes the third. On each stage they do this for
+1/stages of the vocabulary:
 
     seconds[H] = seconds[G] = 2/3 of (last_seconds[F] + last_seconds[B]) / stages
 
-Every profile has these coefficients. F and B together contain the three products, with or without a
-fused LM head. If a profile contains the seconds of H and G (head_seconds), they are used instead.
-The constant per chunk is not divided. With multi-token prediction the LM head runs once more per
-MTP layer. Source: arXiv 2411.05288 (algorithm 2, which has these two passes); recomputing the
-logits is this project's choice.
+Every profile has these coefficients (``last_seconds``). F and B together contain the three
+products, with or without a fused LM head. If a profile contains the seconds of H and G
+(head_seconds), they are used instead. The constant per chunk is not divided by the number of
+stages. With multi-token prediction the LM head runs once more per MTP layer. Source: arXiv
+2411.05288 (algorithm 2, which has these two passes); recomputing the logits is this project's
+choice.
 """
 
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ class Ends:
         return held
 
     def add_seconds(self, kind: Kind, per_SF: np.ndarray) -> None:
-        """Add the seconds within an op ``kind`` of the layers to ``per_SF`` [stages, columns]."""
+        """Add embedding and LM head's seconds in an op ``kind`` to ``per_SF`` [stages, columns]."""
         per_SF[0] += self.layout.row(self.profile.first_seconds[kind])
 
     def head_seconds(self) -> Mapping[Kind, np.ndarray]:
@@ -77,7 +78,7 @@ class Ends:
         return np.zeros((self.layout.stages, loads.chunks))
 
     def workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray | float:
-        """Return the bytes while an op of the layers runs: [stages, chunks], or 0."""
+        """Return the LM head's bytes while F, B, I or W runs: [stages, chunks], or 0."""
         return 0.0
 
     def head_link_seconds(self, loads: Loads, forward_only: bool) -> Mapping[Payload, np.ndarray]:
@@ -99,7 +100,7 @@ class Ends:
 
 
 class HeadOnLastStage(Ends):
-    """LM head in the last stage's F, B, I and W."""
+    """LM head on the last stage alone, as part of its F, B, I and W."""
 
     def parameters(self) -> np.ndarray:
         """Return [stages] weights of embedding and LM head."""
@@ -108,7 +109,7 @@ class HeadOnLastStage(Ends):
         return held
 
     def add_seconds(self, kind: Kind, per_SF: np.ndarray) -> None:
-        """Add the seconds within an op ``kind`` of the layers to ``per_SF`` [stages, columns]."""
+        """Add embedding and LM head's seconds in an op ``kind`` to ``per_SF`` [stages, columns]."""
         super().add_seconds(kind, per_SF)
         per_SF[-1] += self.times * self.layout.row(self.profile.last_seconds[kind])
 
@@ -125,7 +126,7 @@ class HeadOnLastStage(Ends):
         return self._on_last(self.times * held)
 
     def workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """Return the bytes while an op of the layers runs: [stages, chunks]."""
+        """Return the LM head's bytes while F, B, I or W runs: [stages, chunks]."""
         per = self.profile.last_workspace_bytes[kind]
         last = self.layout.bytes_of(per, loads)
         if self.profile.last_workspace_tokens:
@@ -135,7 +136,7 @@ class HeadOnLastStage(Ends):
 
 
 class HeadOnAllStages(Ends):
-    """LM head sharded over all stages: each has 1/stages of the vocabulary, and runs H and G."""
+    """LM head sharded over all stages: each stage has 1/stages of the vocabulary and runs H, G."""
 
     def parameters(self) -> np.ndarray:
         """Return [stages] weights of embedding and LM head."""
@@ -173,7 +174,7 @@ class HeadOnAllStages(Ends):
         """Return the bytes of the model's output, later of its gradient, on the last stage.
 
         If a profile was measured with a fused LM head, ``last_bytes`` include the final norm's
-        input and this gradient; the larger number is used.
+        input and this gradient; the larger of ``last_bytes`` and the output is used.
         """
         output = self._hidden(loads)
         if not self._holds_logits:
@@ -194,9 +195,9 @@ class HeadOnAllStages(Ends):
         """Return the seconds that a message of H occupies each link: [stages, chunks].
 
         The last row is the link from the last stage to the first. Between stages a message has
-        three parts of equal size: the hidden state, the weighted rows and the labels' rows. The
-        last stage has the hidden state and receives only the rows. Forward-only plans send no rows.
-        The two statistics per token are not counted.
+        three parts of equal size: the hidden state, the softmax-weighted sum of vocabulary rows,
+        and the labels' vocabulary rows. The last stage has the hidden state and receives only the
+        rows. Forward-only plans send no rows. The two softmax statistics per token are not counted.
         """
         link = np.outer(self.times * self.layout.links_per_token, loads.tokens)
         link[:-2] *= 1 if forward_only else 3
@@ -213,10 +214,10 @@ class HeadOnAllStages(Ends):
         return {kind: self._head_workspace(kind, loads) for kind in OF_HEAD}
 
     def _head_workspace(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """Return the bytes of a stage's logits for a block of tokens, and of rows or gradients.
+        """Return the bytes while H or G runs, on each stage: [stages, chunks].
 
-        H also holds two rows per token, received and to be sent. G also holds the gradient of the
-        stage's shard of the weight.
+        H and G hold logits of a block of tokens. H also holds two received rows per token and two
+        to send. G also holds the gradient of the stage's shard of the weight.
         """
         profile, layout, stages = self.profile, self.layout, self.layout.stages
         if kind in profile.head_workspace_bytes:
@@ -241,5 +242,5 @@ class HeadOnAllStages(Ends):
 
 
 def ends_of(layout: StageLayout) -> Ends:
-    """Return the ends of ``layout``, with the LM head on the last stage or on all."""
+    """Return embedding and LM head of ``layout``; the latter is on the last or on all stages."""
     return HeadOnAllStages(layout) if layout.vocabulary_parallel else HeadOnLastStage(layout)

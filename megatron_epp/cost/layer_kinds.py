@@ -1,7 +1,8 @@
-"""Kinds of the layers in order, and numbers of layers by kind and recompute choice.
+"""Kinds of the layers in order, and numbers of layers by kind and recompute mode.
 
-The model defines the kind of each layer. A plan defines the number of layers of a stage and a
-recompute mode for each. Planners use counts: how many layers of a stage and kind have a mode.
+The model defines the kind of each layer. A plan defines the number of layers of each stage, and a
+recompute mode for each layer and chunk. Planners use counts: the number of layers of a stage with a
+certain kind and mode.
 """
 
 import itertools
@@ -27,7 +28,7 @@ class StageKinds:
 
     Attributes:
         names: names of the K kinds.
-        words: for every stage, the number of each layer's kind, in order.
+        words: ``words[s][i]`` is the index in ``names`` of the kind of layer i of stage s.
     """
 
     names: tuple[str, ...]
@@ -40,14 +41,14 @@ class StageKinds:
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """[K, stages]: layers of each kind."""
+        """[K, stages]: number of layers of each kind."""
         return np.array(
             [[float((word == kind).sum()) for word in self.words] for kind in range(self.number)]
         )
 
     @cached_property
     def _before(self) -> np.ndarray:
-        """[K, stages, n + 1]: layers of each kind among the first 0 to n layers of a stage."""
+        """[K, stages, n + 1]: layers of each kind among the first 0, 1, ..., n of a stage."""
         most = max(len(word) for word in self.words)
         before = np.zeros((self.number, len(self.words), most + 1))
         for stage, word in enumerate(self.words):
@@ -83,21 +84,21 @@ class StageKinds:
         return ", ".join(f"{count} {name}" for count, name in counts if count) or "0"
 
     def from_front(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
-        """Return [K, stages, chunks]: layers of each kind from ``start`` to ``stop`` of a stage.
+        """Return [K, stages, chunks]: number of layers of each kind in [``start``, ``stop``).
 
-        ``start`` and ``stop`` are [stages, chunks].
+        ``start`` and ``stop`` [stages, chunks] are indices of layers within a stage.
         """
         stage = np.arange(len(self.words))[:, None]
         start, stop = start.astype(np.int64), stop.astype(np.int64)
         return self._before[:, stage, stop] - self._before[:, stage, start]
 
     def first(self, mode: str, layers: np.ndarray) -> Counts:
-        """Return counts with ``mode`` for the first ``layers`` [stages, chunks] of every stage."""
+        """Return the counts if the first ``layers`` [stages, chunks] of a stage have ``mode``."""
         of_kinds = enumerate(self.from_front(np.zeros_like(layers), layers))
         return {(kind, mode): grid for kind, grid in of_kinds if grid.any()}
 
     def of_plan(self, plan: Plan) -> dict[Choice, np.ndarray]:
-        """Return the [stages, chunks] layers of ``plan`` with each choice."""
+        """Return [stages, chunks] numbers of layers of ``plan`` by (kind, recompute mode)."""
         seen: dict[tuple[int, str], dict[Choice, int]] = {}
         counts: dict[Choice, np.ndarray] = {}
         for stage, choices in enumerate(plan.recompute):
@@ -138,7 +139,7 @@ _GROUP = re.compile(r"(?:([1-9][0-9]{0,4})\*)?\(([^()]*)\)|(\S+)")
 
 
 def parse_kinds(text: str) -> tuple[str, ...]:
-    """Return the kinds of the layers from ``3*dense 58*experts`` or ``18*(window full)``.
+    """Return the kind of each layer from text like ``3*dense 58*experts`` or ``18*(window full)``.
 
     Raises:
         ValueError: the text is invalid.
@@ -179,7 +180,7 @@ _EXPECTED = (
 
 
 def format_kinds(kinds: Sequence[str]) -> str:
-    """Return the text for :func:`parse_kinds`, with runs, or a repeated pattern, abbreviated."""
+    """Return the text for :func:`parse_kinds`, with repeated kinds or patterns abbreviated."""
     for period in range(1, len(kinds) // 2 + 1):
         if len(kinds) % period == 0 and all(a == b for a, b in zip(kinds, kinds[period:])):  # noqa: B905
             times = len(kinds) // period

@@ -31,7 +31,7 @@ from megatron_epp.ir.placement import Placement
 
 @dataclass(frozen=True, slots=True)
 class RankDevice:
-    """Device type of one pipeline rank: its seconds in ``profile``, and its ``network``."""
+    """Device type of one pipeline rank: a ``profile`` with its seconds, and its ``network``."""
 
     profile: Profile
     network: Network | None = None
@@ -110,7 +110,7 @@ class StageLayout:
             )
 
     def __str__(self) -> str:
-        """Return model, devices and degrees in one line."""
+        """Return model, devices and parallel sizes in one line."""
         origin = self.profile.provenance
         return (
             f"{origin.model} on {self.devices * self.dp} x {origin.device}: "
@@ -134,14 +134,14 @@ class StageLayout:
 
     @cached_property
     def shards(self) -> float:
-        """Divisor of the profile's coefficients: tp * cp relative to the profile's tp * cp."""
+        """Divisor of the profile's coefficients: tp * cp divided by the profile's tp * cp."""
         return self.tp * self.cp / (self.profile.tp * self.profile.cp)
 
     # --- different devices -----------------------------------------------------------------------
 
     @cached_property
     def unlike_devices(self) -> tuple[RankDevice, ...]:
-        """Device of every rank, given or measured, if devices differ; otherwise empty."""
+        """Device of every rank if devices differ, as specified or as measured; otherwise empty."""
         if self.rank_devices or not self.profile.rank_slowness:
             return self.rank_devices
         known = {
@@ -156,13 +156,13 @@ class StageLayout:
         return self.profile.rank_slowness or (1.0,) * self.placement.ranks
 
     def on_devices(self, devices: Sequence[RankDevice] = (), **fields: Any) -> Self:
-        """Return the layout with these devices (empty: all are equal) and ``fields`` replaced."""
+        """Return the layout with these ``devices`` (empty: all equal) and ``fields`` replaced."""
         alike = replace(self.profile, rank_slowness=(), replica_slowness=())
         return replace(self, **{"profile": alike, "rank_devices": tuple(devices), **fields})
 
     @cached_property
     def device_layouts(self) -> tuple[tuple[Self, ...], np.ndarray]:
-        """A layout for each device type, used by all ranks, and [stages] indices of layouts."""
+        """Layouts, one for each device type, and [stages] the index of each stage's layout."""
         different = tuple(dict.fromkeys(map(id, self.unlike_devices)))
         known = {id(each): each for each in self.unlike_devices}
         layouts = tuple(
@@ -193,7 +193,7 @@ class StageLayout:
     def links_per_token(self) -> np.ndarray:
         """[stages]: seconds per token that a message occupies the link from a stage to the next.
 
-        The last entry is the link from the last stage to the first. The slower of two devices
+        The last entry is the link from the last stage to the first. The slower device of a link
         counts.
         """
         own = self.stagewise(lambda each: np.full(each.stages, each.profile.link_seconds_per_token))
@@ -222,7 +222,7 @@ class StageLayout:
 
     @cached_property
     def predictions(self) -> int:
-        """Number of tokens predicted per position, which equals the runs of the LM head."""
+        """Number of tokens that the model predicts per position: runs of the LM head."""
         mtp_heads = [
             of * each.heads for of, each in zip(self.kinds.counts, self.coefficients, strict=True)
         ]
@@ -230,9 +230,9 @@ class StageLayout:
 
     @cached_property
     def pinned_layers(self) -> int:
-        """Number of layers that are on the last stage in any layout.
+        """Number of final layers that are on the last stage in every layout.
 
-        It is 1; with multi-token prediction, all MTP layers and the layer before them count.
+        It is 1; with multi-token prediction, it is the number of MTP layers plus 1.
         """
         every = [self.coefficients[kind].heads > 0 for word in self.kinds.words for kind in word]
         return len(every) - every.index(True) + 1 if True in every else 1
@@ -266,7 +266,7 @@ class StageLayout:
         return Columns.of(known)
 
     def row(self, seconds: Seconds, of: LayerCoefficients | None = None) -> np.ndarray:
-        """Return ``seconds`` as [columns]; pairs count within the window of ``of``, if any."""
+        """Return ``seconds`` as [columns]; if ``of`` has a window, only pairs within it count."""
         # The constant per chunk, mostly kernel launches, is not divided by the number of devices.
         row = np.zeros(self.columns.width)
         row[TOKENS], row[CHUNKS] = seconds.per_token / self.shards, seconds.per_chunk
@@ -282,13 +282,13 @@ class StageLayout:
         return row
 
     def bytes_of(self, per: Bytes, loads: Loads) -> np.ndarray:
-        """Return the bytes of ``loads`` on one device: [chunks]."""
+        """Return [chunks]: bytes of ``loads`` on one device, given bytes ``per`` token."""
         keeps = self.profile.stores_last_slice
         loose, kept = loads.loose_tokens(keeps), loads.cached_tokens(keeps)
         return (per.per_token * loose + per.per_cut_token * kept) / self.shards
 
     def fixed_bytes_of(self, per: Workspace, loads: Loads) -> np.ndarray | float:
-        """Return the bytes of an op that do not depend on its chunk's tokens: [chunks].
+        """Return the bytes of an op that do not depend on its chunk's tokens: [chunks] or a number.
 
         Most of these bytes are a weight's gradient, which only tensor parallelism shards.
         """
@@ -303,7 +303,7 @@ class StageLayout:
 
     @cached_property
     def hidden_bytes(self) -> Bytes:
-        """Bytes of the hidden state; a fully recomputed layer saves only this, its input."""
+        """Bytes of the hidden state, the only tensor that a fully recomputed layer saves."""
         return min(
             (each.saved_bytes[FULL] for each in self.coefficients), key=lambda b: b.per_token
         )

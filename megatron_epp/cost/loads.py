@@ -1,4 +1,4 @@
-"""Load of a chunk: the quantities that a stage's time and memory depend on."""
+"""Loads of chunks: the quantities that determine the seconds and bytes of a stage."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
@@ -20,13 +20,13 @@ from megatron_epp.ir import (
 
 @dataclass(frozen=True, slots=True)
 class LocalSpans:
-    """Spans on single context-parallel ranks, and the rows of chunks that they occupy.
+    """Spans that single context-parallel ranks compute alone, and their rows in chunks.
 
     Attributes:
         rank: rank of every span; ALL_RANKS if the span is sharded over all ranks.
         ranks: context-parallel size.
-        tokens: [C], rows that are not exchanged: ``ranks`` times the most single-rank tokens that
-            one rank has.
+        tokens: [C], rows of each chunk that ranks do not exchange: ``ranks`` times the largest
+            number of tokens that a rank computes alone.
     """
 
     rank: np.ndarray
@@ -37,7 +37,7 @@ class LocalSpans:
 def local_of(
     chunk: np.ndarray, rank: np.ndarray, tokens: np.ndarray, ranks: int, chunks: int
 ) -> LocalSpans | None:
-    """Return the single-rank spans of chunks; None if all spans are sharded over the ranks.
+    """Return the spans that ranks compute alone; None if all spans are sharded over the ranks.
 
     Args:
         chunk: chunk of each span.
@@ -58,7 +58,7 @@ def over_ranks(
     """Return [C] sums of ``amount`` over the spans of each chunk, scaled to the busiest rank.
 
     The sum of a chunk is the amount of its sharded spans, plus ``ranks`` times the largest amount
-    that its single-rank spans have on one rank.
+    of single-rank spans on one rank.
 
     Args:
         chunk: chunk of each span.
@@ -79,15 +79,15 @@ class Loads:
     """Arrays over the chunks [C] of one plan and over its documents [D].
 
     Attributes:
-        tokens: [C], tokens; with single-rank documents as :func:`over_ranks` counts them.
-        pairs: [C], query-key pairs of attention over the whole context, counted like tokens.
+        tokens: [C], tokens of each chunk, padding included, counted as in :func:`over_ranks`.
+        pairs: [C], query-key pairs of full causal attention, counted as in :func:`over_ranks`.
         cut_tokens: [C], tokens of the chunk's slice of a cut document; 0 if it has no slice.
-        document: [C], document of the chunk's slice, or -1.
+        document: [C], document of the chunk's slice; -1 if it has no slice.
         earlier: [C], chunk with the preceding slice, or -1.
         later: [C], chunk with the following slice, or -1.
         lengths: [D], tokens of the documents.
-        spans: three arrays over all spans: chunk, start and stop. Columns are computed from them.
-        local: spans on single ranks; None: all spans are sharded over the context-parallel ranks.
+        spans: three arrays over all spans: chunk, first token, and token after the last.
+        local: spans on single context-parallel ranks; None: all spans are sharded over all ranks.
         kept: documents whose K and V are cached; None: all cut documents.
     """
 
@@ -109,7 +109,7 @@ class Loads:
 
     @property
     def parts(self) -> "tuple[Loads, ...]":
-        """Loads that were joined to these loads; these loads alone if none were joined."""
+        """Loads that :func:`join_loads` joined; these loads alone if none were joined."""
         return (self,)
 
     def over_chunks(self, amount: np.ndarray) -> np.ndarray:
@@ -120,10 +120,10 @@ class Loads:
         return np.bincount(chunk, weights=amount, minlength=self.chunks)
 
     def tail_tokens(self, window: int) -> np.ndarray:
-        """Return [D] tokens of a cut document that later slices attend to through a window.
+        """Return [D] tokens of each cut document that later slices attend to with a window.
 
-        They are the last ``window - 1`` tokens of every slice but the last; of a shorter slice all
-        tokens. With window 0, later slices attend to all of their context.
+        The last ``window - 1`` tokens of a slice count, or all tokens of a shorter slice; last
+        slices do not count. With window 0, later slices attend to all of their context.
         """
         if not window:
             return self.context_tokens
@@ -145,7 +145,7 @@ class Loads:
 
     @cached_property
     def _kept(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of :meth:`cached_tokens`, without last slices and with them."""
+        """Two arrays of :meth:`cached_tokens`: without last slices, and with last slices."""
         alone = self.tokens == self.cut_tokens
         slices = self.later >= 0, self.document >= 0
         but_last, with_last = (np.where(at & alone, self.cut_tokens, 0.0) for at in slices)
@@ -158,7 +158,7 @@ class Loads:
 
     @cached_property
     def features(self) -> dict[Hashable, np.ndarray]:
-        """Cache of the features that layouts have computed, by their additional columns."""
+        """Cache of the results of Columns.features, by additional columns."""
         return {}
 
     @cached_property
@@ -169,14 +169,14 @@ class Loads:
 
     @cached_property
     def boundaries(self) -> np.ndarray:
-        """[D] boundaries between slices of a document; 0 for a whole document."""
+        """[D] number of boundaries between slices of each document; 0 for an uncut document."""
         return np.bincount(self.document[self.later >= 0], minlength=len(self.lengths))
 
     @property
     def context_tokens(self) -> np.ndarray:
-        """[D] tokens of a cut document that later slices attend to: all but its last slice.
+        """[D] tokens of a cut document that later slices attend to: those before its last slice.
 
-        The number is 0 for a whole document.
+        The number is 0 for an uncut document.
         """
         context = np.zeros(len(self.lengths))
         last = (self.document >= 0) & (self.later < 0)
@@ -187,7 +187,7 @@ class Loads:
 
 @dataclass(frozen=True)
 class JoinedLoads(Loads):
-    """Loads of several chunkings, one after the other; ``joined`` contains the original loads."""
+    """Loads of several lists of chunks, concatenated; ``joined`` contains the original loads."""
 
     joined: tuple[Loads, ...]
 
@@ -198,7 +198,7 @@ class JoinedLoads(Loads):
 
 
 def join_loads(loads: Sequence[Loads]) -> JoinedLoads:
-    """Return ``loads`` joined; in each of them only cut documents may have cached K and V."""
+    """Return ``loads`` concatenated; in each of them only cut documents may have cached K and V."""
     chunks = np.cumsum([0] + [each.chunks for each in loads])
     documents = np.cumsum([0] + [len(each.lengths) for each in loads])
 
@@ -244,13 +244,13 @@ def join_loads(loads: Sequence[Loads]) -> JoinedLoads:
 
 @dataclass(frozen=True)
 class TreeLoads(Loads):
-    """Loads of a plan in which some documents continue others (shared prefixes).
+    """Loads of a plan in which some documents continue other documents (shared prefixes).
 
-    ``spans`` contains positions; the positions of a branch start at the end of its prefix.
+    ``spans`` contains positions; those of a branch begin where the document's prefix ends.
 
     Attributes:
-        boundaries_of: for each document, the ends of spans that later spans or branches attend to.
-        lone: [C], tokens of the chunk if it is one span of a cached document, else 0.
+        boundaries_of: for each document, ends of spans that later spans or branches attend to.
+        lone: [C], tokens of the chunk if its only span is of a cached document, else 0.
         read: [C], ``lone`` if other spans attend to these tokens, else 0.
     """
 
@@ -259,7 +259,7 @@ class TreeLoads(Loads):
     read: np.ndarray = field(kw_only=True)
 
     def tail_tokens(self, window: int) -> np.ndarray:
-        """Return [D] tokens that later spans attend to through a window."""
+        """Return [D] tokens of each document that later spans attend to with a window."""
         if not window:
             return self.context_tokens
         slices = (np.diff((0, *boundaries)) for boundaries in self.boundaries_of)
@@ -276,12 +276,12 @@ class TreeLoads(Loads):
 
     @property
     def context_tokens(self) -> np.ndarray:
-        """[D] tokens of a document that later spans or branches attend to."""
+        """[D] tokens of each document that later spans or other documents attend to."""
         return np.array([max(each, default=0) for each in self.boundaries_of], np.float64)
 
 
 def padded(tokens: np.ndarray, multiple: int) -> np.ndarray:
-    """Return ``tokens`` rounded up to a multiple."""
+    """Return ``tokens`` rounded up to multiples of ``multiple``."""
     return -(-tokens // multiple) * multiple
 
 
@@ -319,14 +319,14 @@ def loads_of_plan(plan: Plan, ranks: int, multiple: int = 1) -> Loads:
 
 
 def pairs_before(position: np.ndarray | float, window: int) -> np.ndarray:
-    """Return the query-key pairs of a document's first ``position`` queries within ``window``."""
+    """Return the pairs of the first ``position`` queries, each with at most ``window`` keys."""
     position = np.asarray(position, np.float64)
     inside = np.minimum(position, window)
     return inside * (inside + 1) / 2 + window * (position - inside)
 
 
 def pairs_within(spans: Iterable[Span], window: int) -> int:
-    """Return the query-key pairs of ``spans`` within ``window``; 0: the whole context."""
+    """Return the pairs of ``spans`` with at most ``window`` keys per query; 0: no limit."""
     if not window:
         return sum(span.pairs for span in spans)
     return sum(
@@ -341,12 +341,12 @@ def plan_loads(
     ranks: int = 1,
     multiple: int = 1,
 ) -> Loads:
-    """Return the loads of ``chunks`` of ``documents``.
+    """Return the loads of ``chunks``, whose spans are tokens of ``documents``.
 
     Args:
         chunks: chunks of the plan.
         documents: tokens of each document.
-        slices: slices of the chunks if already known.
+        slices: slices of the chunks; None: computed from them.
         ranks: context-parallel size.
         multiple: chunks are padded to a multiple of this many tokens.
 

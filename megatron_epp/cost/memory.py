@@ -80,20 +80,20 @@ class ChunkMemory:
         return held
 
     def _routed(self, of: LayerCoefficients, loads: Loads) -> np.ndarray:
-        """Return the bytes of a layer's experts in excess of an even share, on the fullest device.
+        """Return [chunks]: bytes of a layer's experts on the fullest device above an even share.
 
-        The shape is [chunks]. All bytes that recompute of the MLP frees count as the experts'.
+        All bytes that recompute of the MLP frees count as bytes of the experts.
         """
         kept, without_mlp = of.saved_bytes[KEEP], of.saved_bytes["m"]
         inside = self.layout.bytes_of(kept, loads) - self.layout.bytes_of(without_mlp, loads)
         return (self.layout.profile.routing - 1) * np.maximum(inside, 0.0)
 
     def _is_routed(self, of: LayerCoefficients) -> bool:
-        """Return whether the kind has experts that hold more than an even share."""
+        """Return whether a device gets more than an even share of tokens for the kind's experts."""
         return self.layout.profile.routing > 1 and self.layout.ep > 1 and of.expert_parameters > 0
 
     def activation_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:
-        """Return the bytes held from F to B with ``counts`` layers of each choice.
+        """Return the bytes held from F to B with ``counts`` of layers by (kind, recompute mode).
 
         The shape is [stages, chunks].
         """
@@ -103,13 +103,13 @@ class ChunkMemory:
         return np.ceil(held)
 
     def kv_shards(self, of: LayerCoefficients) -> float:
-        """Return the divisor of the bytes of K and V, or of latents."""
+        """Return the number of shards of a layer's K and V, or latents; 1 if replicated."""
         return 1.0 if of.kv_replicated else self.layout.shards
 
     def kv_bytes(self, loads: Loads) -> np.ndarray:
-        """Return the bytes of a cut document's buffer of K and V or states: [stages, documents].
+        """Return the bytes of each document's buffer of K and V or states: [stages, documents].
 
-        The size is 0 for whole documents.
+        They are 0 for documents that later slices or other documents do not read.
         """
         rows = []
         for each in self.layout.coefficients:
@@ -151,10 +151,10 @@ class ChunkMemory:
         return np.ceil(held + self.ends.workspace_bytes(kind, loads))
 
     def forward_workspace_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:
-        """Return the additional bytes while F runs, of the largest layer: [stages, chunks].
+        """Return the largest layer's additional bytes while F runs: [stages, chunks].
 
-        Only choices with a count are considered: the activations of a recomputed layer exist until
-        its forward ends. A mode without a measurement is assumed to need as much as a saved layer.
+        Modes that no layer has do not count. The activations of a recomputed layer exist until its
+        forward ends. A mode without a measurement counts like a layer that saves everything.
         """
         if not any(each.forward_workspace_bytes for each in self.layout.coefficients):
             return self.workspace_bytes(Kind.FORWARD, loads)

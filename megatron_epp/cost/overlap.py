@@ -3,23 +3,23 @@
 Stock Megatron-LM overlaps tensor-parallel gathers and scatters with products
 (``--tp-comm-overlap``). It overlaps the all-to-all of experts with the computation of another
 micro-batch (``--overlap-moe-expert-parallel-comm``). :func:`overlapped` returns the cost of a job
-with one of them, for baselines; no executor of this project runs them.
+with one of these overlaps, for baselines; no executor of this project runs them.
 
 The buffers of ``--tp-comm-overlap`` have one shape for the run, ``--seq-length`` tokens
 (``megatron/training/initialize.py``), and Transformer Engine refuses other inputs
-(``copy_into_buffer``). With this flag documents are packed to the context, not to the best length
+(``copy_into_buffer``). With this flag, documents are packed to this length, not to the best length
 of each batch. A job with experts is assumed to overlap the all-to-all instead, which supports any
 length.
 
 The fractions come from public measurements (``public_measurements.json``), relative to the
 communication that the analytic model predicts:
 
-tensor    0.8. The steps of ``dgxc-llama31`` with TP 4 and its overlap (rows 6 to 9) are as fast,
-          relative to the steps of this table without TP (rows 1 to 5), as if 81% of the
-          communication were overlapped.
-experts   0.6. Three pairs of steps, without and with the overlap: 41.25 and 31.31 s, 24.71 and
-          20.99 s (``bridge-qwen3-30b``), 19.7 and 17.6 s (``modelzoo-qwen3``) saved 63, 23 and 39%.
-          The largest fraction is used, so that the baseline is not slower than it could be.
+tensor    0.8. Table ``dgxc-llama31`` has steps with TP 4 and its overlap (rows 6 to 9), and steps
+          without TP (rows 1 to 5). Their times imply that 81% of the communication is overlapped.
+experts   0.6. Three pairs of steps, without and with the overlap, took 41.25 and 31.31 s, 24.71 and
+          20.99 s (``bridge-qwen3-30b``), and 19.7 and 17.6 s (``modelzoo-qwen3``). The overlap
+          saved 63, 23 and 39% of the communication. The largest fraction is used, so that the
+          baseline is not slower than it could be.
 """
 
 from megatron_epp.cost.cost import Cost

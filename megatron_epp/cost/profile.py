@@ -3,8 +3,8 @@
 A profile describes one layer of every kind of the model, and the additional work of the first and
 last stage. Seconds are linear in a chunk's tokens and query-key pairs (within the kind's window).
 Bytes are linear in a chunk's tokens; the workspace of an op is also linear in the context tokens
-before the chunk. Coefficients are for one device with a layer sharded over ``tp * cp`` devices, and
-are scaled for other degrees. Analytic profiles come from :mod:`megatron_epp.cost.analytic`,
+before the chunk. Coefficients are for one device with a layer sharded over ``tp * cp`` devices;
+other parallel sizes scale them. Analytic profiles come from :mod:`megatron_epp.cost.analytic`,
 measured profiles from :mod:`megatron_epp.cost.fitting.fit`.
 
 The JSON form (version 5) contains every field. The top-level object contains the coefficients of
@@ -72,8 +72,8 @@ class Seconds(_Coefficients):
 class Bytes(_Coefficients):
     """Bytes of some tensors per token, and per token of a slice whose K and V are cached.
 
-    The two differ because the K and V that later slices attend to are in a buffer of the document,
-    not in these tensors.
+    These two differ because the K and V that later slices attend to are in a buffer of the
+    document, not in these tensors.
     """
 
     per_token: float = 0.0
@@ -89,8 +89,8 @@ class Workspace(Bytes):
     """Bytes that exist while one op runs, in addition to the bytes that its chunk holds.
 
     Attributes:
-        per_context_token: bytes per token before the slice in its document. They exist because
-            gradients of K and V are computed for all keys of a call at once.
+        per_context_token: bytes per token of the document before the slice, for example because a
+            kernel call computes gradients of K and V for all keys at once.
         per_op: bytes independent of the chunk, such as a weight's gradient before it is
             accumulated, or a kernel's minimum workspace. One op runs at a time, so a stage's budget
             includes them once.
@@ -154,18 +154,18 @@ class LayerCoefficients:
     """Seconds and bytes of one layer of some kind.
 
     Attributes:
-        layer_seconds: by kind of op. B is without recompute; I and W are the halves of B. Pairs
-            are counted within the window.
+        layer_seconds: by kind of op, seconds of a layer. B excludes recompute; I and W are the
+            halves of B. Only pairs within the window count.
         recompute_seconds: by recompute mode, seconds added to B or I.
         gather_seconds: by kind of op, seconds per chunk of ZeRO 3's parameter gathers.
         saved_bytes: by recompute mode, bytes held from F to B, without K and V of cut documents.
-        kv_bytes_per_token: K and V, or latents, of a cut document for later slices.
-        kv_gradient_bytes_per_token: gradients of these K and V or latents, in float32.
-        border_bytes: state at each boundary between slices, such as an SSM state and the last rows
-            before a convolution. Its size does not depend on the slice's length.
-        border_gradient_bytes: gradients of this state.
+        kv_bytes_per_token: bytes of the K and V, or latents, cached for later slices.
+        kv_gradient_bytes_per_token: bytes of the gradients of these tensors, in float32.
+        border_bytes: bytes of state at each boundary of slices, such as an SSM state and the last
+            rows before a convolution. They do not depend on the slice's length.
+        border_gradient_bytes: bytes of the gradients of this state.
         weight_input_bytes: bytes held from I to W.
-        workspace_bytes: by kind of op, while the op runs, independent of the number of layers.
+        workspace_bytes: by kind of op, bytes during the op, for any number of layers.
         forward_workspace_bytes: by recompute mode, used instead of workspace_bytes[F] if a layer of
             the chunk has that mode. Only measured modes are present.
         recompute_workspace_bytes: by recompute mode, bytes of one layer that B or I recomputes.
@@ -174,7 +174,7 @@ class LayerCoefficients:
         tensor_bytes_per_token: bytes that a forward gathers and scatters within a TP group;
             backward moves as much.
         layer_parameters: parameters sharded by TP.
-        window: most keys of a query, its own included; 0: the whole context. Only that many tokens
+        window: maximum keys of a query, its own included; 0: whole context. Only that many tokens
             before a boundary between slices are cached.
         column_seconds: by column and kind of op, seconds per unit of an additional column. Examples
             are pairs of a query and its top-k keys, or context tokens whose K and V are projected
@@ -184,14 +184,14 @@ class LayerCoefficients:
         expert_bytes_per_token: bytes that a forward sends to experts and back within an EP group,
             summed over its devices; backward exchanges as much.
         expert_parameters: parameters sharded by EP.
-        exchange_seconds: by kind of op, the measured part of layer_seconds that exchanges rows for
-            heads over the CP ranks. Single-rank documents do not need this exchange. Exchanges that
-            were not measured are in all_to_all_bytes_per_token.
+        exchange_seconds: by kind of op, measured seconds per token, part of layer_seconds, to
+            exchange rows for heads over CP ranks. Single-rank documents do not need this exchange.
+            Exchanges that were not measured are in all_to_all_bytes_per_token.
         weight_seconds: by kind of op, seconds per chunk to read weights once and write a weight's
             gradient; sharded by TP.
         expert_weight_seconds: like weight_seconds, for the weights of all experts; sharded by EP.
-        host_seconds: by kind of op, the host's time to issue one layer's op; the op takes at least
-            as long.
+        host_seconds: by kind of op, seconds of the host to issue one layer's op, a lower bound of
+            the op's seconds.
         tensor_gathers: number of gathers and scatters in a forward within a TP group; backward has
             as many.
         expert_copies: number of experts that a token is routed to.
@@ -258,31 +258,31 @@ class Profile(LayerCoefficients):
             they are then not saved with their chunk.
         last_weight_input_bytes: additional bytes of the last stage from I to W: the LM head.
         last_workspace_bytes: by kind of op, additional bytes of the last stage while an op runs.
-        last_workspace_tokens: most tokens of a chunk to which the bytes per token of
+        last_workspace_tokens: maximum number of a chunk's tokens to which the bytes per token of
             last_workspace_bytes apply; 0: all.
-        head_seconds: seconds of H and G if one stage has the whole vocabulary; only the constant
-            per chunk is for one of several stages. Missing ops are computed from last_seconds.
-        head_workspace_bytes: bytes while H or G runs if one stage has the whole vocabulary. Missing
-            ops are computed from last_bytes or last_workspace_bytes.
+        head_seconds: seconds of H and G if one stage has the whole vocabulary, except for the
+            constant per chunk, which is that of each stage. Defaults come from last_seconds.
+        head_workspace_bytes: bytes while H or G runs if one stage has the whole vocabulary.
+            Defaults come from last_bytes or last_workspace_bytes.
         all_to_all_bytes_per_second: rate of an all-to-all by size of the CP or EP group.
         tensor_bytes_per_second: rate of gathers and scatters by TP size.
-        link_seconds_per_token: time that a message occupies the link between two stages.
+        link_seconds_per_token: seconds that a message occupies the link of two stages.
         link_latency_seconds: latency of every message.
         first_parameters: parameters of the embedding.
         last_parameters: parameters of the LM head.
         states: bytes of model states per parameter.
         host_bytes_per_second: rate between a device and host memory in one direction; 0: unknown,
             so that no layer can be offloaded.
-        routing: tokens on the most loaded device's experts relative to an even share, as observed
-            in training. It multiplies the memory that depends on routing.
+        routing: ratio of the tokens on the most loaded device's experts to an even share, as
+            observed in training. It multiplies the memory that depends on routing.
         token_dispatcher: "alltoall": every copy of a token is sent; "flex": one copy for each node
             or device that needs it.
         layer_kind: name of the first kind.
         other_kinds: coefficients of the other kinds, by name.
-        rank_slowness: for each pipeline rank, time of an op relative to the seconds of this
-            profile, which are the fastest device's; empty: all ranks are equal.
-        replica_slowness: like rank_slowness, for all ranks of all replicas, replica by replica, if
-            replicas differ. ``rank_slowness`` then contains the largest value of each rank.
+        rank_slowness: for each pipeline rank, seconds of an op relative to those of this profile,
+            which describes the fastest device; empty: all ranks are equal.
+        replica_slowness: like rank_slowness, but of every replica, one after the other; empty: they
+            are equal. Otherwise ``rank_slowness`` has the largest value of each rank.
     """
 
     provenance: Provenance
@@ -315,7 +315,7 @@ class Profile(LayerCoefficients):
 
     @property
     def kinds(self) -> dict[str, LayerCoefficients]:
-        """Coefficients of every kind by name, the first kind's first."""
+        """Coefficients of every layer kind by name, starting with the first kind."""
         return {self.layer_kind: self, **self.other_kinds}
 
     def of_kind(self, kind: str) -> "Profile":
@@ -359,11 +359,11 @@ class Profile(LayerCoefficients):
         return dataclasses.replace(layers, **ends, rank_slowness=(), replica_slowness=())
 
     def with_slowness(self, slowness: Sequence[float], ranks: int) -> "Profile":
-        """Return the profile on devices of unlike speed.
+        """Return the profile for pipeline ranks whose devices differ in speed.
 
         Args:
-            slowness: relative time of an op on each pipeline rank: of all replicas, one after the
-                other, or of one replica if replicas are equal.
+            slowness: relative time of an op on each pipeline rank of all replicas, one replica
+                after the other, or of one replica if replicas are equal.
             ranks: number of ranks of a pipeline.
         """
         rows = [tuple(slowness[at : at + ranks]) for at in range(0, len(slowness), ranks)]
@@ -462,7 +462,7 @@ def _kinds(value: Any) -> dict[str, LayerCoefficients]:
 
 
 def _layer_json(of: LayerCoefficients) -> dict[str, Any]:
-    """Return the fields of ``of`` in the form of version 4.
+    """Return the fields of ``of`` in the JSON form of profiles of version 4.
 
     Top-k pairs and context tokens have separate fields. Other columns are in ``column_seconds``,
     which is omitted if empty.
@@ -490,7 +490,7 @@ def _layer_columns(fields: dict[str, Any]) -> ColumnSeconds:
 
 
 def _column(text: str) -> Column:
-    """Return the column with this name in a file."""
+    """Return the column that a profile file calls ``text``."""
     columns: list[type[Column]] = [DiagonalPairs]
     columns += [column for part in layer.PARTS for column in part.COLUMNS]
     known = {column.NAME: column for column in columns}

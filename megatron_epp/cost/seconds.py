@@ -3,9 +3,9 @@
     seconds[s, c] = per(kind)[s] . (tokens[c], pairs[c], 1, additional columns)
 
 For a chunk with single-rank documents, tokens and pairs are those of the slowest rank
-(:class:`~megatron_epp.cost.loads.Loads`), and only rows of sharded documents are exchanged. The
-coefficients of a stage are sums over its layers, which may be of several kinds with additional
-columns (:mod:`megatron_epp.cost.columns`).
+(:class:`~megatron_epp.cost.loads.Loads`), and only rows of sharded documents are exchanged between
+ranks. The coefficients of a stage are sums over its layers, which may be of several kinds with
+additional columns (:mod:`megatron_epp.cost.columns`).
 
 A recomputed layer costs one layer's forward (eq. 11). A gather per chunk costs time with ZeRO 3
 only.
@@ -41,13 +41,13 @@ HOST_AGAIN, HOST_AGAIN_PART = 1.15, 0.4
 
 @dataclass(frozen=True, eq=False)  # no slots, because its arrays are cached
 class OpSeconds:
-    """Seconds of the ops of a ``layout`` with these ``ends``."""
+    """Seconds of the ops of ``layout``; ``ends`` are its embedding and LM head."""
 
     layout: StageLayout
     ends: Ends
 
     def of(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """Return [stages, chunks]: seconds without recompute, at least the host's time."""
+        """Return [stages, chunks]: seconds without recompute, at least the host's issue time."""
         return np.maximum(self.device(kind, loads), self.host[kind][:, None])
 
     def device(self, kind: Kind, loads: Loads) -> np.ndarray:
@@ -143,12 +143,12 @@ class OpSeconds:
     ) -> np.ndarray:
         """Return [stages, chunks]: the seconds that ``recompute`` adds to a B.
 
-        The host may take longer than the device for B alone, or for B with recompute.
+        B takes the longer of the host's and the device's seconds, with and without recompute.
 
         Args:
-            counts: [stages, chunks] layers with each choice.
-            recompute: seconds of the recompute on the device.
-            device: :meth:`device` of B.
+            counts: [stages, chunks], number of layers by (kind, recompute mode).
+            recompute: [stages, chunks], seconds of the recompute on the device.
+            device: [stages, chunks], seconds of B on the device (:meth:`device`).
         """
         host = self.host[Kind.BACKWARD][:, None]
         if not host.any():
@@ -165,9 +165,9 @@ class OpSeconds:
     # --- single-rank documents -------------------------------------------------------------------
 
     def _exchange(self, of: LayerCoefficients, kind: Kind) -> float:
-        """Return the seconds per token in which one layer's op exchanges rows for heads.
+        """Return the seconds per token of the all-to-alls over CP ranks in one layer's op.
 
-        They are the predicted exchange plus the exchange that was measured as part of the layer.
+        They are the predicted seconds plus the seconds that were measured as part of the layer.
         """
         if self.layout.cp == 1 or kind not in _EXCHANGING:
             return 0.0
@@ -176,9 +176,9 @@ class OpSeconds:
 
     @cached_property
     def exchange_per_token(self) -> Mapping[Kind, np.ndarray]:
-        """Seconds per token to exchange rows for heads: [stages] by kind.
+        """Seconds per token of the all-to-alls over CP ranks: [stages] by kind of op.
 
-        Single-rank documents do not need this exchange.
+        Documents that one rank computes alone do not need this exchange.
         """
         if self.layout.unlike_devices:
             return self._of_devices(lambda each, kind: each.exchange_per_token[kind])
@@ -196,7 +196,7 @@ class OpSeconds:
         return {}
 
     def recompute_per(self, choice: Choice) -> np.ndarray:
-        """Return [columns]: seconds that one layer with ``choice`` adds to B or I."""
+        """Return [columns]: seconds that one layer with ``choice`` (kind, mode) adds to B or I."""
         if choice not in self._recompute_rows:
             self._recompute_rows[choice] = self._recompute_row(choice)
         return self._recompute_rows[choice]
@@ -245,7 +245,7 @@ class OpSeconds:
 
 
 def _unexchanged(per_token: np.ndarray, loads: Loads) -> np.ndarray | float:
-    """Return [stages, chunks]: exchange seconds that single-rank documents do not need."""
+    """Return [stages, chunks]: seconds of exchanges that single-rank documents do not need."""
     if loads.local is None:
         return 0.0
     return np.outer(per_token, loads.local.tokens)
@@ -266,6 +266,6 @@ def _weights_row(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> np.n
 
 
 def _exchanges(mode: str) -> bool:
-    """Return whether the modules recomputed in ``mode`` exchange rows for heads."""
+    """Return whether the modules recomputed in ``mode`` repeat all-to-alls over CP ranks."""
     modules = SELECTIVE.get(mode, ())
     return mode == FULL or "core_attn" in modules or "mla_up_proj" in modules

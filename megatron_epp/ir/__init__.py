@@ -2,28 +2,28 @@
 
 The package imports the standard library only. The project uses these terms:
 
-    document     one sequence of the corpus: L tokens, each of which attends to those before it
+    document     one sequence of the corpus; a token attends to itself and to earlier tokens
     span         tokens [start, stop) of one document
-    slice        a span of a document that is cut into several
+    slice        a span of a document whose tokens are divided over several chunks
     pack         several short documents in one chunk
     chunk        what a stage computes at once: a pack, a slice, or a slice and a pack (hybrid)
     tail         the last slice of a cut document
     prefix       the first tokens of a document that one or more other documents continue
     branch       a document with a prefix
-    single-rank  computed by one context-parallel rank alone, not sharded over all ranks: a
-                 single-rank document (``@RANK``; ``Span.local``)
-    stage        some consecutive layers of the model
-    rank         a process; computes one stage, or several (the plan's ``place``)
+    single-rank  a single-rank document is computed by one context-parallel rank; it is not
+                 sharded over all ranks (``@RANK`` in the text of a plan, ``Span.local`` in code)
+    stage        a group of consecutive layers of the model
+    rank         a process, which computes one or several stages (``place`` in a plan)
     replica      one data-parallel copy of the pipeline
-    op           one kind of work (F, B, I, W, H, G) on one chunk on one stage
+    op           one computation (F, B, I, W, H or G) of a stage on one chunk
     order        the ops of a stage, or of a rank, first to last
     plan         chunks, orders and recompute modes of one replica for one iteration
-    step         one iteration of the whole job: the assignment of documents, a plan per replica
-    lockstep     the replicas of a group, consecutive in number, run the same ops in the same order
-                 (``block`` in code: a lockstep group)
-    op template  what the plans of a lockstep group have in common: the orders of ops, and the
+    step         one iteration of the job: the assignment of documents, and a plan per replica
+    lockstep     a lockstep group consists of consecutive replicas that run the same ops in the
+                 same order (``block`` in code)
+    op template  the common part of the plans of a lockstep group: the orders of ops, and the
                  layers whose MLP each chunk recomputes
-    program      an order with its sends and receives
+    program      the ops of a rank in order, with their sends and receives
     in flight    chunks whose forward has run on a stage and whose backward has not
     bubble       time in which a rank runs no op
 """

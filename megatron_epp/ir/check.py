@@ -45,9 +45,9 @@ def check(plan: Plan, rules: Rules | None = None) -> None:
 
 
 def check_ranks(plan: Plan, ranks: int) -> None:
-    """Raise a PlanError if a single-rank document is on a rank that does not exist.
+    """Raise a PlanError if a document is on a context-parallel rank that does not exist.
 
-    ``ranks`` is the context-parallel size. If it is 1, no document may be single-rank.
+    ``ranks`` is the context-parallel size. If it is 1, no document may name a rank (``@RANK``).
     """
     for index, chunk in enumerate(plan.chunks):
         for span in chunk.spans:
@@ -81,7 +81,7 @@ def _check_once(plan: Plan, stage: int, order: tuple[Op, ...]) -> None:
 def walk(
     plan: Plan, slices: Slices | None = None, rules: Rules | None = None
 ) -> Iterator[tuple[int, Op]]:
-    """Yield the ops of all stages, as (stage, op), in an order that meets every need; O(ops).
+    """Yield (stage, op) of all stages, every op after all ops that it needs; O(ops).
 
     Raises:
         PlanError: no such order exists; the message begins like ``stage 0 at B0: lacks B1 of stage
@@ -121,7 +121,7 @@ def walk(
 
 
 def _lacking(needs: NeedsOf, done: Done, stage: int, op: Op) -> Lacking | None:
-    """Return the first unmet need of ``op``, with the stage and ops that would meet it, or None."""
+    """Return the first unmet need of ``op``, and the stage and ops that would meet it; or None."""
     for need, where, ops in needs(stage, op):
         there = done[where]
         for other in ops:
@@ -158,7 +158,7 @@ def _stuck(plan: Plan, needs: NeedsOf, at: list[int], lacking: list[Lacking | No
 
 
 def _circle(lacking: Sequence[Lacking | None], rank_of: Sequence[int]) -> list[int]:
-    """Return ranks that wait in a cycle: each for the following rank, the last for the first."""
+    """Return the ranks of a cycle: every rank waits for the next one, the last for the first."""
     path: list[int] = []
     rank = next(rank for rank, lack in enumerate(lacking) if lack is not None)
     while rank not in path:

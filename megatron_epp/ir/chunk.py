@@ -11,18 +11,18 @@ EMPTY = "-"  # a chunk without spans, in a plan's text
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Spans that a stage computes in one pass, in the order of the rows of its tensors.
+    """Spans that a stage computes in one op, in the order of their rows in the tensors.
 
     - Packed: whole short documents.
     - Split: one slice of a long document.
     - Hybrid: one slice of a long document and whole short documents.
 
-    A document appears at most once in a chunk. Every stage runs the ops of an empty chunk (``-`` in
-    text), too. A replica gets empty chunks if other replicas of its lockstep group (ir.step) have
-    more chunks, or if it has no documents.
+    A document appears at most once in a chunk. A chunk may have no spans (``-`` in text); every
+    stage runs its ops, too. A replica gets such empty chunks if it has no documents, or if replicas
+    that run in lockstep with it (ir.step) have more chunks.
 
     With context parallelism a chunk has the same number of rows on each rank: the rank's shards of
-    the sharded spans, then the rank's single-rank documents, then padding.
+    spans, then the documents that the rank computes alone (``@RANK``), then padding.
 
         rank 0   0[0:900] first half    2[0:300]@0
         rank 1   0[0:900] second half   3[0:200]@1 padding
@@ -41,7 +41,7 @@ class Chunk:
 
     @property
     def has_local(self) -> bool:
-        """Whether some document is on a single context-parallel rank."""
+        """Whether one context-parallel rank computes some document of the chunk alone."""
         return any(span.local for span in self.spans)
 
     @property
@@ -50,7 +50,7 @@ class Chunk:
         return sum(span.tokens for span in self.spans if not span.local)
 
     def local_tokens(self, ranks: int) -> list[int]:
-        """Return the tokens of the single-rank documents on each of ``ranks``."""
+        """Return [ranks]: tokens of documents that each context-parallel rank computes alone."""
         tokens = [0] * ranks
         for span in self.spans:
             if span.local:
@@ -58,9 +58,9 @@ class Chunk:
         return tokens
 
     def rows(self, ranks: int) -> int:
-        """Return the rows on all ``ranks``: ``ranks`` times the rows of the fullest rank.
+        """Return the rows of the chunk, summed over ``ranks`` context-parallel ranks.
 
-        They include no padding except the padding up to the fullest rank.
+        Every rank counts as many rows as the fullest rank. Other padding is not counted.
         """
         if ranks == 1 or not self.has_local:
             return self.tokens
@@ -68,7 +68,7 @@ class Chunk:
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs of the chunk's attention, keys of prefixes excluded."""
+        """Query-key pairs of the chunk's attention, keys of shared prefixes excluded."""
         return sum(span.pairs for span in self.spans)
 
     def __str__(self) -> str:

@@ -6,11 +6,11 @@ MOST_OF_A_LINE = 4000
 
 
 class PlanError(ValueError):
-    """Broken rule of a plan; the message names the problem, the place and what was expected."""
+    """Invalid plan; the message names the problem, its place in the plan and what was expected."""
 
 
 class Deadlock(PlanError):
-    """Orders of a plan in which ranks would wait for each other forever."""
+    """Invalid plan whose ranks would wait for each other forever."""
 
 
 def shortened(text: str, most: int = MOST_OF_A_LINE) -> str:
@@ -35,7 +35,7 @@ def printable(text: str) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Return ``text`` with its lines shortened and made printable."""
+    """Return ``text`` with long lines shortened and non-printable characters escaped."""
     return "\n".join(printable(shortened(line)) for line in text.split("\n"))
 
 

@@ -19,16 +19,16 @@ def stuck_grid(
     marks: Mapping[int, str],
     centre: int,
 ) -> str:
-    """Draw the orders of ranks that are stuck after ``at[rank]`` ops each.
+    """Return a drawing, as text, of the orders of ranks that are stuck after ``at[rank]`` ops.
 
-    Every op takes one step and is drawn as late as the ops that depend on it allow. The ops at
-    which the ranks are stuck share a column and are marked by ``>``.
+    Every op takes one step, the latest step before the ops that depend on it. The ops at which the
+    ranks are stuck share a column and are marked by ``>``.
 
     Args:
         plan: plan of the orders.
-        needs: function that yields the needs of the plan's ops.
+        needs: function that yields the needs of the plan's ops (ir.needs.needs_of).
         at: number of ops that ran, by rank.
-        marks: text at the end of the line of a rank, by rank.
+        marks: text for the end of a rank's line, by rank.
         centre: rank in the middle of the grid if the plan has more than ROWS ranks.
     """
     orders = plan.rank_orders
@@ -63,7 +63,7 @@ def stuck_grid(
 def _steps(
     orders: Sequence[Sequence[tuple[int, Op]]], needs: NeedsOf, at: Sequence[int]
 ) -> list[list[int]]:
-    """Return the step of each op that ran, by rank: as late as the ops that depend on it allow."""
+    """Return by rank the step of each op that ran: the last step before ops that depend on it."""
     done: set[tuple[int, Op]] = set()
     # (rank, (stage, op), the ops that it depends on).
     ran: list[tuple[int, tuple[int, Op], list[tuple[int, Op]]]] = []
@@ -97,5 +97,5 @@ def _steps(
 
 
 def _window(centre: int, length: int, most: int) -> int:
-    """Return the start of ``most`` places around ``centre``, out of ``length``."""
+    """Return the first of ``most`` consecutive indices around ``centre``, within ``length``."""
     return max(0, min(centre - most // 2, length - most))

@@ -27,10 +27,10 @@ def ops_of_chunk(plan: Plan) -> tuple[tuple[Kind, ...], ...]:
 def needs_of(plan: Plan, rules: Rules | None = None, slices: Slices | None = None) -> NeedsOf:
     """Return a function that yields the needs of an op of ``plan``.
 
-    A need does not exist on stages outside ``need.at``, or if its stage is outside the pipeline.
-    Nor does it exist if no chunk has the slice that it refers to. A backward that needs several
-    chunks, because documents branch, has one need for each of them. The ranks of the stages do not
-    matter.
+    An op has a need of the rule table only if its stage is in ``need.at``, the pipeline has the
+    stage that meets the need, and a chunk has the slice that the need refers to. If several
+    documents continue a chunk, its backward has one need for each of their chunks. Needs do not
+    depend on the ranks of the stages.
 
     Args:
         plan: plan of the ops.

@@ -20,7 +20,7 @@ class Kind(Enum):
     - runtime/executor has the method that runs the op.
     - show/colours defines the op's appearance.
 
-    The text form, checks, orders, messages and simulation follow from these. The test
+    The text form, checks, orders, messages and simulation need no further change. The test
     ``tests/ir/test_costly_kind.py`` adds a kind that takes time and frees memory.
     """
 
@@ -87,7 +87,7 @@ _STAGE_OP = re.compile(rf"([{''.join(_CODES)}])({NUMBER})\.({NUMBER})")
 
 @dataclass(frozen=True, slots=True, order=False)
 class Op:
-    """Work of ``kind`` (one of COMPUTE) on ``chunk``, on the stage whose order contains it."""
+    """Op of ``kind`` (one of COMPUTE) on ``chunk``; its stage is the one whose order has it."""
 
     kind: Kind
     chunk: int
@@ -169,7 +169,7 @@ class Message:
         chunk: number of the chunk.
         source: stage that sends the tensor.
         target: stage that receives the tensor.
-        ranks: ranks of ``source`` and ``target``; None if stage i is on rank i.
+        ranks: pipeline ranks of ``source`` and ``target``; None if stage i is on rank i.
     """
 
     payload: Payload
@@ -221,7 +221,7 @@ class Post:
 class HandOver:
     """Hand-over of the preceding op's result to another stage of the same rank.
 
-    ``message`` is not sent, so the hand-over takes no time and is not recorded.
+    Nothing is sent between ranks, so the hand-over takes no time and is not recorded.
     """
 
     message: Message

@@ -1,5 +1,7 @@
 """Placements: which pipeline rank computes which stages of the model.
 
+A placement is a name, listed here with the ranks of stages 0, 1, ..., or the text of a file:
+
 even             0 1 2 3             stage i on rank i
 interleaved 2    0 1 2 3 0 1 2 3
 v                3 2 1 0 0 1 2 3     first and last stage on the last rank
@@ -7,7 +9,7 @@ a file           the line ``place`` of a plan, ``place 1 0 0 1``, or a line for 
 
     rank 0: 1 2                      # stages of rank 0
     rank 1: 0 3
-    layers 3 2 2 1                   # layers of every stage; optional: the caller has a default
+    layers 3 2 2 1                   # layers of every stage; optional
 """
 
 import re
@@ -61,7 +63,7 @@ class Placement:
         return tuple(stage for stage, where in enumerate(self.place) if where == rank)
 
     def of_ranks(self, values: Sequence[float]) -> tuple[float, ...]:
-        """Return for every rank the sum of ``values``, one per stage, over its stages."""
+        """Return for every rank the sum of ``values`` [stages] over the rank's stages."""
         totals = [0.0] * self.ranks
         for rank, value in zip(self.place, values, strict=True):
             totals[rank] += float(value)
@@ -77,7 +79,7 @@ class Placement:
 
 
 def picture(stages: dict[int, list[str]], ranks: int) -> str:
-    """Return the stages of every rank in one line, such as ``rank 0: 0 3 | rank 1: 1 2``."""
+    """Return one line of text with the stages of every rank: ``rank 0: 0 3 | rank 1: 1 2``."""
     every = sorted({*range(ranks), *stages})
     return " | ".join(f"rank {rank}: {' '.join(stages.get(rank, ())) or '-'}" for rank in every)
 

@@ -7,7 +7,7 @@
     chunk 0: 0[0:5000]                   # spans are half-open
     chunk 1: 0[5000:9000] 1[0:1500]      # hybrid: the tail of document 0 and all of document 1
     chunk 2: 2[0:900]
-    recompute 0: 3f1k 4k 2c2k            # stage 0, chunks 0, 1, 2; 3f1k: layers 0 to 2 f, layer 3 k
+    recompute 0: 3f1k 4k 2c2k            # stage 0, chunks 0, 1, 2; 3f1k: modes f f f k
     recompute 1: 4k 4k 4k
     stage 0: F0 F1 F2 B1 B0 B2
     stage 1: F0 F1 B1 B0 F2 B2
@@ -24,13 +24,13 @@ chunk, so that it takes part in collectives. ``2[0:900]@1`` is a single-rank doc
 context-parallel rank 1 computes document 2 alone (:mod:`megatron_epp.ir.span`).
 
 With the line ``prefix 3: 0[0:4000]`` after ``documents``, document 3 continues the first 4000
-tokens of document 0. These tokens are computed once, even if several documents continue them.
-Spans of document 3 count from the first token of its own, whose position is 4000. A span of
-document 0 must end at token 4000 (:mod:`megatron_epp.ir.slices`).
+tokens of document 0. These tokens are computed once, even if several documents continue them. Token
+0 of document 3 is its first token after the prefix and has position 4000. A span of document 0 must
+end at token 4000 (:mod:`megatron_epp.ir.slices`).
 
 Stage i is on rank i of the pipeline unless a ``place`` line after ``layers`` says otherwise. If a
-rank has several stages, orders are those of ranks, and ops name their stage: ``F3.0`` is F of stage
-3 on chunk 0. ``peak_gib`` has one number per rank.
+rank has several stages, the plan lists ops by rank instead of stage, and every op names its stage:
+``F3.0`` is F of stage 3 on chunk 0. ``peak_gib`` has one number per rank.
 
     layers 2 2 2 2
     place 1 0 0 1                        # ranks of stages 0 to 3: a V
@@ -79,8 +79,8 @@ class Prediction:
     """Prediction of the planner: seconds of the iteration and peak memory of every rank.
 
     Attributes:
-        seconds: time of the iteration.
-        peak_gib: peak memory of each rank in GiB, counted as in the memory budget.
+        seconds: time of the iteration in seconds.
+        peak_gib: peak GiB of each rank; like the memory budget, without model states on CPUs.
         planner: name of the planner.
     """
 
@@ -120,8 +120,8 @@ class Plan:
         place: rank of each stage; empty if stage i is on rank i.
         turns: ``turns[r]`` lists the stage of each op that rank r runs, in execution order; empty
             if every rank has one stage.
-        prefixes: ``prefixes[d]`` is the span of another document, from token 0 on, that document d
-            continues, or None. Empty if no document has a prefix.
+        prefixes: ``prefixes[d]`` is the prefix that document d continues, a span of another
+            document from its token 0 on, or None. Empty if no document has a prefix.
 
     Example:
         >>> plan = Plan.parse('''plan v1
@@ -405,7 +405,8 @@ def checked_prefixes(documents: tuple[int, ...], prefixes: Prefixes) -> Prefixes
 
     Raises:
         PlanError: a prefix is not the start of another document, a document continues itself, or
-            documents continue others too many times in all.
+            the numbers of documents that each document continues, directly or not, add up to more
+            than MOST_CONTINUED.
     """
     if all(prefix is None for prefix in prefixes):
         return ()
@@ -450,7 +451,7 @@ Line = tuple[int, list[str]]  # line number and words
 
 
 class _Reader:
-    """Parser of the lines of a plan in their fixed order; its errors quote the wrong line."""
+    """Parser of the lines of a plan in their fixed order; errors quote the invalid line."""
 
     def __init__(self, lines: Iterable[tuple[int, str]]):
         every = ((number, line.split("#")[0].split()) for number, line in lines)
@@ -502,7 +503,7 @@ class _Reader:
         raise PlanError(f"plan line {number} ({quoted(' '.join(words))}): {what}")
 
     def words(self, key: str) -> list[str] | None:
-        """Read the next line if it begins with ``key``, and return the other words, else None."""
+        """Read the next line and return its words after ``key``; None if it begins differently."""
         if self.line is None or self.line[1][0] != key:
             return None
         self.last, self.line = self.line, next(self.rest, None)
@@ -536,7 +537,7 @@ class _Reader:
         return tuple(map(self.number, words))
 
     def choices(self, chunks: int, words: list[str]) -> tuple[str, ...]:
-        """Return a stage's recompute choices; equal texts are parsed once and share one string."""
+        """Return a stage's recompute modes for every chunk; equal ``words`` share one string."""
         if len(words) != chunks:
             raise PlanError(f"{len(words)} choices for {chunks} chunks")
         for word in dict.fromkeys(words):
@@ -586,7 +587,7 @@ class _Reader:
         return place
 
     def orders(self, place: tuple[int, ...]) -> tuple[Orders, Turns]:
-        """Return the order of every stage, and the turns of ranks with several stages."""
+        """Return the ops of every stage in order, and ``Plan.turns``."""
         ranks = 1 + max(place, default=0)
         if ranks >= len(place):
             return tuple(self.indexed("stage", lambda words: tuple(map(Op.parse, words)))), ()

@@ -1,8 +1,8 @@
-"""Random valid plans, which certificates and property tests run.
+"""Random valid plans for certificates (comparisons of gradients) and property tests.
 
-They cut documents, pack and order chunks and recompute layers in every way that the plan language
-allows, which no planner does. An executor that runs random plans correctly can therefore be
-expected to run the plans of any planner.
+No planner uses everything that the plan language allows; random plans do. They cut documents, pack
+and order chunks and recompute layers in every allowed way. An executor that runs random plans
+correctly can therefore be expected to run the plans of any planner.
 """
 
 from collections.abc import Callable, Sequence
@@ -54,11 +54,11 @@ def arbitrary_plan(
         modes: recompute modes from which the mode of each layer is drawn.
         replica: data-parallel rank.
         replicas: data-parallel size.
-        vocabulary_parallel: whether the plan has H and G.
+        vocabulary_parallel: whether the LM head is sharded over the stages (ops H and G).
         place: rank of each stage; empty if stage i is on rank i.
         never_cut: whether to cut no document. Otherwise about half of the documents of 8 tokens or
             more are cut into two to five slices. Ignored if a document has a prefix.
-        alone: whether to give each document a chunk of its own, uncut. Ignored if a document has a
+        alone: whether each document is alone in one chunk, uncut. Ignored if a document has a
             prefix.
         prefixes: the span that each document continues, or None; empty if no document has a prefix.
     """
@@ -111,11 +111,12 @@ def arbitrary_block(
     place: Sequence[int] = (),
     never_cut: bool = False,
 ) -> tuple[Plan, ...]:
-    """Return random plans of a lockstep group: one op template, different chunks per replica.
+    """Return random plans of a lockstep group: one op template, but different chunks.
 
-    The op template is drawn as in :func:`arbitrary_plan`. Each replica's slices of a document first
-    get chunks in document order. One random permutation then renumbers the chunks of all replicas.
-    A chunk that holds a slice on one replica may hold anything on another, or be empty.
+    The op template (orders, recompute of MLPs) is drawn as in :func:`arbitrary_plan`. Each replica
+    first numbers its chunks so that the slices of a document are in order. One random permutation
+    then renumbers the chunks of all replicas. A chunk that holds a slice on one replica may hold
+    anything on another replica, or be empty.
 
     Args:
         lengths: tokens of the documents of each replica.
@@ -125,7 +126,7 @@ def arbitrary_block(
         modes: recompute modes from which the mode of each layer is drawn.
         first: data-parallel rank of the first replica.
         replicas: data-parallel size; default: the size of the group.
-        vocabulary_parallel: whether the plans have H and G.
+        vocabulary_parallel: whether the LM head is sharded over the stages (ops H and G).
         place: rank of each stage; empty if stage i is on rank i.
         never_cut: whether to cut no document.
     """
@@ -182,9 +183,9 @@ def arbitrary_block(
 def with_local(plan: Plan, random: Random, ranks: int) -> Plan:
     """Return ``plan`` with some of its whole documents moved to single context-parallel ranks.
 
-    In each chunk, none, about half or all of the documents move, each to a random rank below
-    ``ranks``. A rank may receive no document. Cut documents, documents with a prefix and documents
-    that others continue stay sharded.
+    In each chunk, no document, about half of the documents or all of them move to random ranks
+    below ``ranks``. A rank may receive no document. Cut documents, documents with a prefix and
+    documents that other documents continue stay sharded.
     """
     tied = {d for d, prefix in enumerate(plan.prefixes) if prefix is not None}
     tied |= {prefix.document for prefix in plan.prefixes if prefix is not None}
@@ -206,7 +207,7 @@ def with_local(plan: Plan, random: Random, ranks: int) -> Plan:
 def _in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
     """Reorder ``chunks`` so that the slices of every cut document are in document order.
 
-    Chunks with slices of one document exchange places; all other chunks keep theirs.
+    Chunks with slices of one document exchange their places; all other chunks stay in place.
     """
     starts: dict[int, list[int]] = {}
     for place, chunk in enumerate(chunks):
@@ -236,8 +237,8 @@ def arbitrary_chunks(
         random: source of random numbers.
         first: number of the first document.
         never_cut: whether to cut no document.
-        packed: probability that an uncut document is packed into an existing chunk, if a chunk has
-            fewer than four spans.
+        packed: probability that an uncut document joins an existing chunk of fewer than four spans,
+            if there is one.
     """
     chunks: list[list[Span]] = []
     uncut = []
@@ -271,7 +272,7 @@ def arbitrary_prefixes(
     Args:
         lengths: tokens of each document.
         random: source of random numbers.
-        context: most positions of a document and its prefixes; None: no limit.
+        context: maximum number of tokens of a document with its prefixes; None: no limit.
     """
     prefixes: list[Span | None] = [None]
     begins = [0]
@@ -294,10 +295,11 @@ def arbitrary_prefixes(
 def tree_chunks(
     lengths: Sequence[int], prefixes: Prefixes, random: Random, first: int = 0
 ) -> tuple[Chunk, ...]:
-    """Return random chunks of documents of which some continue others.
+    """Return random chunks of documents, some of which continue other documents.
 
     Documents are cut where another document continues them, and also at random tokens. Each span
-    joins the chunk of its prefix, another chunk that can run after that chunk, or a new chunk.
+    joins the chunk with the tokens before it, another chunk that can run after that chunk, or a new
+    chunk.
 
     Args:
         lengths: tokens of each document.
@@ -394,8 +396,8 @@ def random_walk(
         plan: plan without orders.
         random: source of random numbers.
         split_backward: probability that a backward is split into I and W.
-        besides: further condition on (stage, op, ops finished on every stage) for an op to run.
-        vocabulary_parallel: whether the plan has H and G.
+        besides: function of (stage, op, finished ops by stage); an op runs only if it returns true.
+        vocabulary_parallel: whether the plan has ops H and G.
     """
     # Not rules_of(plan): a plan without orders has no backward, so it counts as forward-only.
     needs = needs_of(plan, rules_for(vocabulary_parallel))

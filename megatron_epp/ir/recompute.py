@@ -33,10 +33,10 @@ _RUN = re.compile(rf"([1-9][0-9]{{0,3}})([{MODES}])")
 
 
 def offload_among(choice: str, count: int) -> str:
-    """Return ``choice`` with ``count`` offloaded layers inserted at even distances.
+    """Return the modes ``choice`` (one letter per layer) with ``count`` offloaded layers inserted.
 
-    The first offloaded layer is layer 0. The copy of an offloaded layer can then overlap with the
-    layers between this layer and the next offloaded layer.
+    Offloaded layers are at even distances, from layer 0 on. The copy of one of them can then
+    overlap with the computation of the layers up to the next one.
     """
     layers, others = len(choice) + count, iter(choice)
     return "".join(
@@ -47,7 +47,7 @@ def offload_among(choice: str, count: int) -> str:
 # Plans have few distinct choices and many chunks: each choice is parsed, printed and stored once.
 @lru_cache(maxsize=1024)
 def format_recompute(choice: str) -> str:
-    """Return the text of ``choice``: ``3f1k`` for ``"fffk"``, ``0k`` for no layers."""
+    """Return the text of the modes ``choice``: ``3f1k`` for ``"fffk"``, ``0k`` for none."""
     return "".join(f"{len(list(run))}{mode}" for mode, run in groupby(choice)) or "0k"
 
 

@@ -2,13 +2,14 @@
 
 The checker, the random plans, the simulator and the pictures read this table. Lowering turns every
 need that another stage meets into a message, and the executor runs the lowered programs. For speed,
-the planner's compiled loops (planner/order/compiled) contain a copy of the needs. Their plans are
-checked and simulated with the table, and tests compare the times
+the planner's compiled loops (planner/order/compiled) contain a copy of the needs. The plans of
+these loops are checked and simulated with the table, and tests compare the times
 (tests/planner/test_placed_schedules.py).
 
 ``c`` is the chunk of the op and ``s`` the stage of the op. ``earlier`` is the chunk with the
 preceding slice of the same document, or with the end of the prefix that the document continues.
-``later`` stands for the chunks with a following slice, of which there are several at a branch.
+``later`` stands for all chunks with a following slice; there are several if several documents
+continue c.
 
     op  needs                                    makes                      frees
     F   F of c on s-1   (its input)              activations of c           workspace
@@ -32,18 +33,19 @@ also contains:
         s = last: H of c on s   (log-sum-exp)                               workspace
 
 F of the last stage ends after the final norm; its output X is sent to stage 0. H of each stage adds
-the statistics of its own vocabulary rows and sends X and the statistics to the next stage. H of the
-last stage computes the loss and the gradient of X from the statistics of all rows. The log-sum-exp
-that G needs is sent with the gradients, so G needs no message of its own. Like W, G fills bubbles.
+the softmax statistics of its own vocabulary rows and sends X and the statistics to the next stage.
+H of the last stage computes the loss and the gradient of X from the statistics of all rows. The
+log-sum-exp that G needs is sent with the gradients, so G needs no message of its own. No other op
+needs G, so it can fill bubbles, like W.
 
 (1st) and (last) restrict a row to chunks with the first or the last slice of a cut document. Each
 layer has one buffer for the K/V of a cut document. The forward of the first slice allocates the
 buffer; the backward of the first slice, which runs last, frees it. The gradients of K and V exist
-from the backward of the last slice on. Documents that are not cut cache nothing. Items that an op
-makes count from the start of the op; items that it frees count until the op ends. A document that
-others continue is cached like a cut document. For such a document, (last) means the chunk, among
-all that attend to the document, whose backward runs first on the stage, or in evaluation the chunk
-whose forward runs last.
+from the backward of the last slice on. Documents that are not cut cache nothing. The bytes of an
+item count from the start of the op that makes it to the end of the op that frees it. A document
+that other documents continue is cached like a cut document. For such a document, (last) means one
+of the chunks that attend to it: the chunk whose backward runs first on the stage, or in evaluation
+the chunk whose forward runs last.
 
 In a forward-only plan (evaluation), F saves no activations, and F of a document's last slice frees
 the document's K/V. With vocabulary parallelism the plan also has H, which saves nothing. The field
@@ -60,7 +62,7 @@ from megatron_epp.ir.op import BACKWARDS, OF_HEAD, Kind, Payload
 
 
 class PlanTrait(Flag):
-    """Traits of a plan; a row applies if the plan has all traits in the row's ``only``."""
+    """Traits of a plan; a row of the rule table applies to plans with all its ``only`` traits."""
 
     TRAINING = auto()
     EVALUATION = auto()  # forward-only
@@ -72,7 +74,7 @@ TRAINING, EVALUATION, VOCABULARY = PlanTrait
 
 
 class Relation(Enum):
-    """Relation of the chunk in a row of the table to the chunk of the op."""
+    """Relation of the chunk in a row of the rule table to the chunk of the op."""
 
     SAME = 0
     EARLIER = 1  # the chunk with the preceding slice, if there is one
@@ -80,7 +82,7 @@ class Relation(Enum):
 
 
 class SlicePosition(Enum):
-    """Condition on the slices of a chunk for a row to apply."""
+    """Slice that a chunk must hold for a row of the rule table to apply."""
 
     ANY = 0
     FIRST = 1  # the chunk holds the first slice of a cached document
@@ -88,7 +90,7 @@ class SlicePosition(Enum):
 
 
 class StagePosition(Enum):
-    """Stages on which a need exists."""
+    """Stages whose ops have a need of the rule table."""
 
     ANY = 0
     FIRST = 1
@@ -128,11 +130,11 @@ DOCUMENT_ITEMS = (Item.KV, Item.KV_GRADIENTS)
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Requirement of an op that another op, the provider, has run.
+    """Requirement that another op, the provider, has run before an op.
 
     Attributes:
-        kinds: kinds that the provider may have.
-        stage: stage of the provider, relative to the op's stage: 0, -1 or +1; or "last".
+        kinds: kinds of op that the provider may be; one op is enough.
+        stage: stage of the provider: "last", or 0, -1 or +1 relative to the op's stage.
         chunk: chunk of the provider, relative to the op's chunk.
         why: what the op receives from the provider, for error messages.
         at: stages whose ops have the need.
@@ -165,11 +167,11 @@ class Effect:
 
     Attributes:
         item: item of a chunk, or of the chunk's cut document.
-        slice: slice that the op's chunk must hold for the row to apply.
-        chunk: chunk of the item, relative to the op's chunk; the row applies only if that chunk
-            exists. A relation other than SAME is for items at the boundary of two slices, such as
-            an SSM state.
-        only: traits that a plan must have for the row to apply.
+        slice: slice that the op's chunk must hold for the effect to exist.
+        chunk: chunk of the item, relative to the op's chunk; the effect exists only if that chunk
+            does. Relations other than SAME are for items at the boundary of two slices, such as an
+            SSM state.
+        only: traits that a plan must have for the effect to exist.
     """
 
     item: Item
@@ -180,7 +182,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Rows of one kind of op; only plans with the traits ``only`` contain ops of the kind."""
+    """Rule-table rows of one kind of op, which only plans with the traits ``only`` contain."""
 
     needs: tuple[Need, ...]
     makes: tuple[Effect, ...]

@@ -1,4 +1,4 @@
-"""Links between chunks that hold slices of one document, or a document and its prefix."""
+"""Links between chunks with slices of the same document, or with a document and its prefix."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,15 @@ from megatron_epp.ir.span import Span
 
 @dataclass(frozen=True, slots=True)
 class CachedDocument:
-    """Document whose K and V are cached, because it is cut or other documents continue it.
+    """Document with cached K and V: it is cut into slices, or is the prefix of other documents.
 
     Attributes:
         document: number of the document.
         first: chunk with the first slice of the document.
-        readers: chunks that attend to the cached K and V: first the chunks with the document's
-            later slices, in order, then the chunks of all documents that continue it, directly or
-            not. ``first`` is included if it also holds such a document.
-        boundaries: ends of the document's spans after which its next slice or a branch begins.
+        readers: chunks that attend to the cached K and V. Chunks with later slices of the document
+            come first, in order. Chunks of documents that continue it, directly or through another
+            document, follow. They may include ``first``.
+        boundaries: tokens at which later slices or documents that continue this one begin.
     """
 
     document: int
@@ -32,15 +32,15 @@ class CachedDocument:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """Cut document of every chunk, and the chunks with the preceding and following slices.
+    """Slice of a cut document in every chunk, and the chunks with the slices before and after it.
 
     Attributes:
-        document: ``document[c]`` is the cut document of which chunk c holds a slice, or -1.
+        document: ``document[c]`` is the document whose slice is in chunk c; -1 without a slice.
         earlier: ``earlier[c]`` is the chunk with the preceding slice of the same document, or with
             the end of the document's prefix; -1 if there is none.
         later: ``later[c]`` is the chunk with the following slice of the same document, or -1.
-        children: ``children[c]`` contains every chunk whose ``earlier`` is c: several at a branch.
-            The chunks form a forest.
+        children: ``children[c]`` lists the chunks whose ``earlier`` is c. There are several if
+            several documents continue chunk c, so the chunks form a forest.
         kept: documents whose K and V are cached, by ascending number.
     """
 
@@ -53,7 +53,7 @@ class Slices:
 
     @property
     def boundaries(self) -> Mapping[int, tuple[int, ...]]:
-        """Boundaries of the cached documents, by document."""
+        """Boundaries (see CachedDocument) of each cached document, by number of the document."""
         if self.kept and not self._boundaries:
             self._boundaries.update((each.document, each.boundaries) for each in self.kept)
         return self._boundaries
@@ -70,7 +70,7 @@ class Slices:
 
 
 def slices_of(plan: Plan) -> Slices:
-    """Return the slices of ``plan`` (:func:`slices_in`), computed once and cached in the plan."""
+    """Return the slices of ``plan``, as from :func:`slices_in`; the plan caches the result."""
     if plan._slices is None:
         slices = slices_in(plan.documents, plan.chunks, plan.prefixes)
         object.__setattr__(plan, "_slices", slices)
@@ -78,17 +78,19 @@ def slices_of(plan: Plan) -> Slices:
 
 
 def slices_in(documents: Sequence[int], chunks: Sequence[Chunk], prefixes: Prefixes = ()) -> Slices:
-    """Return how ``chunks`` cut ``documents``.
+    """Return the slices into which ``chunks`` cut ``documents``.
 
     Args:
-        documents: tokens of each document.
+        documents: number of tokens of each document.
         chunks: chunks of the plan.
-        prefixes: the span that each document continues, or None; empty if no document has a prefix.
+        prefixes: for each document, the span of another document that it continues, or None; empty
+            if no document has a prefix.
 
     Raises:
         PlanError: a token is computed twice or never; a chunk holds slices of two cut documents; a
-            prefix ends inside a span; a document with a prefix or its parent is single-rank; or a
-            chunk continues several chunks or itself.
+            prefix ends inside a span; a single context-parallel rank computes a document with a
+            prefix, or the document that it continues; or a chunk continues several chunks or
+            itself.
     """
     places: list[list[tuple[Span, int]]] = [[] for _ in documents]
     for index, chunk in enumerate(chunks):
@@ -140,7 +142,7 @@ Places = Sequence[Sequence[tuple[Span, int]]]  # (span, chunk) of every document
 def _tie_branches(
     chunks: Sequence[Chunk], prefixes: Prefixes, places: Places, earlier: list[int]
 ) -> None:
-    """Set ``earlier`` of each branch's first chunk to the chunk in which the prefix ends."""
+    """Set ``earlier`` of each branch's first chunk to the chunk in which its prefix ends."""
     for number, prefix in enumerate(prefixes):
         if prefix is None:
             continue

@@ -20,10 +20,10 @@ class Span:
 
     Attributes:
         document: number of the document.
-        start: first token.
-        stop: token after the last token.
-        rank: context-parallel rank that computes the whole document alone; ALL_RANKS if its rows
-            are sharded over all ranks.
+        start: index of the first token.
+        stop: index of the token after the last token.
+        rank: context-parallel rank that computes the whole document alone; ALL_RANKS if the span's
+            rows are sharded over all ranks.
     """
 
     document: int

@@ -16,8 +16,9 @@ of a group run the same ops in the same order on every stage, because the expert
 sharded over the group. :mod:`.program.op_template` defines what their plans have in common.
 
 In a job that plans during training, each rank holds only the part of its own lockstep group. The
-text of a part begins with ``part v1`` and ``division DIGEST``. The ``lockstep``, ``deal`` and
-``plan`` lines of the group's replicas follow, as above.
+text of a part begins with ``part v1`` and ``division DIGEST``, a digest of the assignment of
+documents to all replicas. The ``lockstep``, ``deal`` and ``plan`` lines of the group's replicas
+follow, as above.
 """
 
 import hashlib
@@ -46,7 +47,7 @@ class Step:
             computes.
         plans: plan of each replica; document d of ``plans[r]`` is document ``assignments[r][d]`` of
             the global batch.
-        lockstep: size of a lockstep group; 1: every replica runs independently.
+        lockstep: number of replicas of a lockstep group; 1 if replicas run independently.
 
     Example:
         >>> text = '''plan v1
@@ -112,7 +113,7 @@ class Step:
         return len(self.plans)
 
     def part(self, replica: int) -> "StepPart":
-        """Return the part of the lockstep group of ``replica``."""
+        """Return the part of this step that the lockstep group of ``replica`` runs."""
         block = slice(first := replica - replica % self.lockstep, first + self.lockstep)
         return StepPart(self.assignments[block], self.plans[block])
 
@@ -257,7 +258,7 @@ def _read(text: str) -> tuple[tuple[Plan, ...], list[str]]:
 
 
 def _assignments(head: list[str], first: int) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Return the assignments in ``head``, for replicas from ``first`` on, and the group size."""
+    """Return the assignments in ``head``, for replicas from ``first`` on, and the lockstep size."""
     rest, lockstep = head, 1
     if rest and rest[0].split()[0] == "lockstep":
         line, *rest = rest

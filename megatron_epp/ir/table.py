@@ -1,4 +1,4 @@
-"""Table of the time and memory of every op of a plan: input of the simulator, from a cost model."""
+"""Seconds and bytes of every op of a plan; a cost model computes them for the simulator."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ class Table:
             joins stages l and l + 1. The payload HEAD has one more link, from the last stage to the
             first.
         link_latency_seconds: seconds that every message takes without occupying its link.
-        held_bytes: ``[item][stage][owner]``, bytes of the rule table's items on a device. The owner
-            is a chunk, or a document for Item.KV and Item.KV_GRADIENTS.
+        held_bytes: ``[item][stage][owner]``, bytes of an item (ir.rules.Item) on a device. The
+            owner is a chunk, or a document for Item.KV and Item.KV_GRADIENTS.
         workspace_bytes: ``[kind][stage][chunk]``, additional bytes while the op runs; negative if
             the op frees items before it makes other items.
         resident_bytes: ``[stage]``, bytes during the whole iteration: model states and buffers.

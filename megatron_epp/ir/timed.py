@@ -1,4 +1,4 @@
-"""Record of one executed op, in the same form from the simulator and the executor.
+"""Record of one executed op; the simulator and the executor use the same form.
 
 The text form is the line ``timed v1`` and one line per record, with times in seconds since the
 iteration began:
@@ -32,9 +32,9 @@ class Timed:
     Attributes:
         stage: stage of the op.
         op: op or transfer.
-        start: seconds since the iteration began.
-        stop: seconds since the iteration began.
-        peak_bytes: peak of the rule table's items on the stage while the op ran.
+        start: start of the op, in seconds since the iteration began.
+        stop: end of the op, in seconds since the iteration began.
+        peak_bytes: peak bytes of chunks and caches (ir.rules.Item) on the stage during the op.
     """
 
     stage: int

@@ -52,7 +52,7 @@ def _number(name: str, value: Any, least: float, most: float) -> float:
 
 
 def _by_size(name: str, table: Any, limits: tuple[float, float] = _RATE) -> dict[int, float]:
-    """Return ``table``, rates or seconds by group size, with keys as integers (texts in JSON)."""
+    """Return ``table`` (rates or seconds by group size) with integers instead of texts as keys."""
     if not isinstance(table, Mapping):
         raise ValueError(f"{name}: expected a number by group size")
     rates = {}
@@ -71,14 +71,14 @@ class Device:
 
     Attributes:
         name: name on the command line.
-        budget_gib: memory for training: all of the device's memory except a margin for context and
-            fragmentation.
+        budget_gib: memory for training in GiB: the device's memory except a margin for the CUDA
+            context and fragmentation.
         linear_flops: achieved flops per second of matrix products (not the data sheet's).
         attention_flops: achieved flops per second of attention kernels.
         launch_seconds: seconds per layer and chunk in forward; backward takes twice as long.
         group_bytes_per_second: all-to-all rate of one device by group size. Groups of up to
             ``node_devices`` devices are in one node. If memory_efficiency is set, rates are those
-            of the wire, for bytes that leave a device; otherwise copies are included.
+            of the wire, for bytes that leave a device; otherwise they include copies.
         link_bytes_per_second: rate of a node to an adjacent stage, in one direction.
         link_latency_seconds: latency of one message.
         node_devices: devices of a node, which share its link.
@@ -87,11 +87,11 @@ class Device:
         memory_bytes_per_second: rate of the device's memory; 0: unknown, so that reading K and V
             takes no time.
         tensor_bytes_per_second: rate of gathers and scatters inside a node by group size, as
-            nccl-tests counts bus bandwidth; empty: as all-to-all.
+            nccl-tests counts bus bandwidth; empty: the rate of an all-to-all.
         gather_latency_seconds: latency of one gather or scatter, by group size.
         memory_efficiency: fraction of the memory rate that element-wise kernels and weight reads
-            achieve; 0: the time of these is part of linear_flops.
-        host_forward_seconds: host time to issue a layer's forward, which takes at least as long.
+            achieve; 0: linear_flops include their time.
+        host_forward_seconds: host time to issue a layer's forward, a lower bound of its time.
         host_backward_seconds: host time to issue a layer's backward.
         peak_flops: data-sheet flops in bf16 without sparsity, the divisor of MFU; 0: unknown.
     """
@@ -141,7 +141,7 @@ class Device:
 
 
 def host_seconds_of(forward: float, backward: float) -> dict[Kind, float]:
-    """Return the host's seconds to issue each op of a layer; the arguments are those of F and B."""
+    """Return the host's seconds to issue each op of a layer, given those of F and B."""
     halves = {Kind.INPUT: HOST_INPUT * backward, Kind.WEIGHT: HOST_WEIGHT * backward}
     return {Kind.FORWARD: forward, Kind.BACKWARD: backward, **halves}
 
@@ -221,7 +221,7 @@ def gpu_name(memory_bytes: int, capability: int) -> str:
     """Return the catalogue's name of a GPU.
 
     Args:
-        memory_bytes: total memory.
+        memory_bytes: total memory in bytes.
         capability: major number of the GPU's compute capability.
     """
     return next(
@@ -230,10 +230,10 @@ def gpu_name(memory_bytes: int, capability: int) -> str:
 
 
 def device_like(text: str, memory_bytes: float = math.inf) -> Device | None:
-    """Return the device of the catalogue named ``text``, or with a chip in ``text``; else None.
+    """Return the device with the name ``text``, or with a chip in ``text``; None if unknown.
 
-    For ``NVIDIA H100 80GB HBM3``, torch's name, it is ``h100-80g``. If several devices have the
-    chip, the device with the largest budget up to ``memory_bytes`` is returned.
+    ``NVIDIA H100 80GB HBM3``, as torch calls this GPU, gives ``h100-80g``. If several devices have
+    the chip, the device with the largest budget up to ``memory_bytes`` is returned.
     """
     words = set(re.split(r"[^a-z0-9]+", text.lower()))
     chips = [

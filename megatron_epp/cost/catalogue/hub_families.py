@@ -16,7 +16,7 @@ PARALLEL_PARTS = "attention and MLP in parallel"
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """Model type.
+    """Default keys and other properties of a model type.
 
     Attributes:
         keys: defaults of keys, as in transformers' class.
@@ -29,7 +29,7 @@ class ModelFamily:
         interleaved: whether RoPE rotates adjacent channels.
         around_zero: whether the norms' weights are centred on zero instead of one.
         output_gate: whether attention's output has a gate.
-        full_every: with sliding windows, every n-th layer has full attention; 1: all; 0: none.
+        full_every: n if every n-th layer has full attention; 0 if all layers have a window.
         shared: whether layers always have a shared expert, which is as wide as a routed expert.
         sigmoid: whether the router's scores are sigmoids, with a bias for each expert.
         dsa: whether an indexer selects attention's keys.

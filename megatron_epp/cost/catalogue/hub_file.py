@@ -55,7 +55,7 @@ _RENAMED = {
 
 @dataclass(frozen=True, slots=True)
 class HubConfig:
-    """Decoder as a config.json describes it.
+    """Keys of the decoder in a config.json, with defaults of its model type.
 
     Attributes:
         where: name of the file in errors.
@@ -63,7 +63,7 @@ class HubConfig:
         model_type: model type used to interpret the file.
         family: properties and defaults of this model type.
         keys: keys of the decoder, with one name for each quantity.
-        notes: what was left out or not used, one line each.
+        notes: lines of text on parts of the file that were left out or not used.
         assumed: missing keys that were needed, with the values that were assumed.
         spelt: for keys with several names, the name in the file.
     """
@@ -78,7 +78,7 @@ class HubConfig:
     spelt: Mapping[str, str] = field(default_factory=dict)
 
     def refusal(self, key: str, problem: str) -> ValueError:
-        """Return an error about ``key``, with the file's name and the file's name for the key."""
+        """Return an error that names the file and ``key``, spelled as in the file."""
         return ValueError(f"{self.where}: {self.spelt.get(key, key)} {problem}")
 
     def value(self, key: str, rule: Any = None) -> Any:
@@ -93,7 +93,7 @@ class HubConfig:
         return taken
 
     def size(self, key: str, rule: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """Return the integer at ``key``; of a list, the number that all layers have in common.
+        """Return the integer at ``key``, or the integer that all entries of the list there equal.
 
         Args:
             key: name of the key.
@@ -164,7 +164,7 @@ class HubConfig:
 
 
 def _renamed(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``keys`` with one name for each quantity; a key with this name has priority."""
+    """Return ``keys`` with aliases renamed; a value under the new name itself has priority."""
     result = {_RENAMED[key]: value for key, value in keys.items() if key in _RENAMED}
     return result | {key: value for key, value in keys.items() if key not in _RENAMED}
 
@@ -202,7 +202,7 @@ def is_hub_config(value: Any) -> bool:
 
 
 def read_description(name: str, path: Path) -> Any:
-    """Return the JSON value at ``path``; ``name`` is what the user typed.
+    """Return the JSON value at ``path``; errors call it ``name``.
 
     Raises:
         ValueError: the file is of another kind, such as a tokenizer's.

@@ -206,7 +206,7 @@ def _mamba(config: HubConfig, heads: str, groups: str, keys: str, values: str) -
 
 
 def _inner(config: HubConfig, heads: int) -> int | None:
-    """Return the channels of a head from those of all heads; None if these are not defined."""
+    """Return the channels of a head, given ``mamba_d_ssm`` of all heads; None without this key."""
     every = config.value("mamba_d_ssm")
     return None if every is None else config.size("mamba_d_ssm") // heads
 

@@ -86,7 +86,7 @@ def model_flags(
 def _size_flags(
     model: Model, shapes: Sequence[LayerShape], tp: int, stages: Sequence[int]
 ) -> tuple[list[list[str]], list[str]]:
-    """Return the flags of the cost model's sizes, and properties of the sizes without a flag."""
+    """Return the flags of the model's sizes, and descriptions of sizes that have no flag."""
     first = {shape.attention: shape for shape in reversed(shapes)}.get(True, shapes[0])
     hybrid = any(shape.mamba_heads or not _is_transformer(shape) for shape in shapes)
     padded = model.vocabulary

@@ -138,7 +138,7 @@ class Model:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that process a token: all but the experts to which it is not routed."""
+        """Parameters that process a token; of experts, those to which the token is routed."""
         shapes, word = self.shapes, self.layer_kinds or (LAYER_KIND,) * self.layers
         unused = {
             kind: each.routed.parameters - each.routed.active for kind, each in shapes.items()
@@ -283,7 +283,7 @@ def _qwen3_next_80b() -> Model:
 
 
 def _gemma3_27b() -> Model:
-    """Return the text model: five layers with a window of 1,024 keys, then one without."""
+    """Return the text model: five layers with a window of 1,024 keys, then one without a window."""
     kinds = {"window": LayerShape(window=1024), "full": LayerShape()}
     return Model("gemma3-27b", 62, 5376, 21504, 32, 16, 128, 262_144, gated=True, tied=True,
                  kinds=kinds, pattern="10*(5*window full) 2*window")  # fmt: skip

@@ -77,7 +77,7 @@ class PublicRow:
 
     @property
     def measured(self) -> dict[str, float]:
-        """Numbers that were measured, bytes in GiB."""
+        """Measured numbers by name; memory is in GiB."""
         values = {name: self.facts[name] for name in (SECONDS, *RATES, BYTES) if name in self.facts}
         if "gb" in self.facts:
             values[BYTES] = round(self.facts["gb"] * GIB_OF_GB, 2)

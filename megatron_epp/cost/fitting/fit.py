@@ -8,9 +8,9 @@
 With several layer kinds, seconds are the sum of such terms for every kind. Pairs are counted within
 the window of a kind, and additional columns of a kind are additional terms.
 
-A coefficient without measurements keeps the value of the template. If only B was measured, I and W
-get the template's fractions of B. If only I and W were measured, B gets the template's ratio of B
-to I + W.
+A coefficient without measurements keeps its value in the template, the profile before the fit. If
+only B was measured, I and W get the template's fractions of B. If only I and W were measured, B
+gets the template's ratio of B to I + W.
 """
 
 import dataclasses
@@ -40,14 +40,14 @@ class Sample:
 
     Attributes:
         choice: recompute mode of each layer of the stage.
-        first: whether the stage is the first.
+        first: whether the stage is the first of the pipeline.
         last: number of runs of the LM head: on the last stage one per predicted token, on other
             stages 0.
         tokens: tokens of the chunk.
         pairs: query-key pairs; within the window if all layers are of one kind.
-        cut_tokens: tokens with K and V for later slices (Loads.cached_tokens).
+        cut_tokens: tokens whose K and V are cached for later slices (Loads.cached_tokens).
         value: seconds or bytes.
-        kinds: kind of each layer of the stage; empty: all are of the profile's only kind.
+        kinds: kind of each layer of the stage; empty: the profile has only one kind.
         columns: additional columns of these kinds, with the quantities of the chunk.
     """
 
@@ -114,7 +114,7 @@ def fit_profile(
     link_seconds: Sequence[tuple[int, float]] = (),
     near: bool = False,
 ) -> FitResult:
-    """Return ``template`` with all coefficients replaced that the samples determine.
+    """Return ``template`` with new values for all coefficients that the samples determine.
 
     The samples are of one device with ``tp`` and ``cp``. Communication in the samples becomes part
     of the layer's seconds.
@@ -127,8 +127,9 @@ def fit_profile(
         seconds: seconds of ops by kind; B and I include recompute in the modes of Sample.choice.
         held_bytes: bytes held from F to B, without K and V of cut documents.
         link_seconds: (tokens, seconds) of messages between stages.
-        near: whether seconds stay as near to the template's as the samples allow. This is useful if
-            samples do not separate layers from embedding and LM head, as those of one pipeline.
+        near: whether seconds stay near those of the template where samples allow it. This is useful
+            if samples, such as those of one pipeline, do not separate layers from embedding and LM
+            head.
     """
     fields: dict = {"provenance": provenance, "tp": tp, "cp": cp}
     quality: dict[str, Quality] = {}
@@ -153,8 +154,8 @@ def _no_token_is_free(seconds: Seconds, tokens: int) -> Seconds:
     """Return ``seconds`` with some time per token, so that no token is free.
 
     With very small layers on a busy host only the constant per chunk is visible. Planners divide by
-    the time of tokens, and profiles in which tokens take no time are refused. ``tokens`` are those
-    of the largest sample.
+    the time of tokens, and profiles in which tokens take no time are refused. ``tokens`` is the
+    number of tokens of the largest sample.
     """
     if seconds.per_token or seconds.per_pair:
         return seconds
@@ -377,10 +378,10 @@ def _fit_held(template: Profile, samples: Sequence[Sample], quality: dict[str, Q
 def line_above(points: Sequence[tuple[float, float]], goes_on: bool = False) -> tuple[float, float]:
     """Return (slope, constant), each at least 0, of a line with no point (x, y) above it.
 
-    It is meant for memory peaks. A peak is the maximum over several moments, each of which needs a
-    constant and an amount proportional to x. Such a curve is convex: its last segment is steepest.
-    With ``goes_on`` the line also covers x far beyond the last point, where another moment may be
-    the peak. The slope of that moment is at most y / x of the last point.
+    The line bounds memory peaks. A peak is the maximum over several moments. Every moment needs
+    constant bytes and bytes proportional to x. Such a curve is convex: its last segment is
+    steepest. With ``goes_on`` the line also covers x far beyond the last point, where another
+    moment may be the peak. The slope of that moment is at most y / x of the last point.
     """
     highest: dict[float, float] = {}
     for x, y in points:
@@ -394,7 +395,7 @@ def line_above(points: Sequence[tuple[float, float]], goes_on: bool = False) -> 
 
 
 def _seen(fitted: Bytes, rows: Sequence[Sample], before: Bytes) -> Bytes:
-    """Return ``fitted``, with ``before`` for kinds of tokens (uncut, cut) that no row has."""
+    """Return ``fitted``; a number for tokens (uncut, cut) that no row has comes from ``before``."""
     has_uncut = any(row.tokens > row.cut_tokens for row in rows)
     cut = any(row.cut_tokens for row in rows)
     return Bytes(

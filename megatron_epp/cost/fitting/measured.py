@@ -38,7 +38,7 @@ class Conditions:
         cp: context-parallel size.
         itemsize: bytes of a parameter.
         gradient_itemsize: bytes of an accumulated gradient of cached K and V.
-        head_tokens: most tokens of a chunk that the LM head processes at once; 0: all.
+        head_tokens: maximum tokens of a chunk that the LM head processes at once; 0: all.
     """
 
     device: str
@@ -151,7 +151,7 @@ def _fitted(
 
 
 def _exchange_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
-    """Return the seconds per token to exchange rows for heads; empty if not measured."""
+    """Return the seconds per token to exchange rows for heads, by op kind; empty if unmeasured."""
     rows = [reading for readings in every for reading in readings.exchange]
     if not rows:
         return {}
@@ -181,7 +181,7 @@ def workspaces(
 
     Args:
         peaks: measured peaks of all ranks.
-        head_tokens: most tokens of a chunk that the LM head processes at once; 0: all.
+        head_tokens: maximum tokens of a chunk that the LM head processes at once; 0: all.
 
     Returns:
         Four mappings: a layer's workspaces by kind of op; additional workspaces of the last stage
@@ -241,9 +241,10 @@ def _recompute_seconds(
 ) -> dict[str, Seconds]:
     """Return the seconds of recompute by mode.
 
-    Full recompute takes the seconds of a layer's forward, times the measured ratio of the increase
-    of B to F. Selective recompute takes the seconds of its modules; for modes that only some layer
-    kinds have (OWN_MODES), it takes the increase of B. Modules that a layer lacks take no time.
+    Full recompute takes the seconds of a layer's forward, times the measured ratio of B's increase
+    to F's seconds. Selective recompute takes the seconds of its modules; for modes that only some
+    layer kinds have (OWN_MODES), it takes the increase of B. Modules that a layer lacks take no
+    time.
 
     On a busy host, recompute may not have increased B measurably. Recompute is never free, so the
     seconds of ``template`` are then used, scaled by the measured speed of the layer's forward.

@@ -21,7 +21,7 @@ def modes_of(layer: Layer) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """Peak of an op in addition to its chunk's bytes, for one layer or the LM head.
+    """Peak memory of an op beyond the bytes that its chunk holds, for one layer or the LM head.
 
     Attributes:
         kind: kind of op.
@@ -49,14 +49,14 @@ class Readings:
         forward: samples of seconds of F.
         backward: samples of seconds of B.
         held: samples of bytes held from F to B.
-        peaks: peaks in addition to ``held``.
+        peaks: peaks of ops beyond the bytes in ``held``.
         again: (mode, tokens, increase of B in seconds, seconds of F) of one layer.
         module_seconds: seconds per token to recompute a module of one layer, by the module's name.
-        link: (tokens of a message, seconds).
+        link: (tokens of a message between stages, its seconds).
         split: measurements of full and split backwards.
-        exchange: (tokens, additional seconds of F, of B) of one layer with sharded documents,
-            compared with single-rank documents.
-        host: (seconds of F, of B) of a GPU's host to issue a layer; empty on a CPU.
+        exchange: (tokens, additional seconds of F, additional seconds of B) of one layer with
+            sharded documents, compared with single-rank documents.
+        host: (seconds of F, seconds of B) of a GPU's host to issue a layer; empty on a CPU.
         host_rate: bytes per second to host memory.
         stores_last_slice: whether the layer's attention also caches K and V of last slices.
         replica: index of the pipeline's replica.

@@ -51,7 +51,8 @@ _OF_LAYERS = ("layer_seconds", "column_seconds", "recompute_seconds")
 def _with_seconds(profile: Profile, learnt: Profile) -> Profile:
     """Return ``profile`` with the seconds of ``learnt``.
 
-    Other coefficients, such as communication, stay: a fit sets communication to 0.
+    Other coefficients, such as communication, are those of ``profile``, because a fit sets
+    communication to 0.
     """
     coefficients = {
         kind: dataclasses.replace(

@@ -36,7 +36,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Coefficients [n], each at least 0, and their quality; 0 for a column of zeros."""
+    """Coefficients [n] of at least 0, and their quality; a column of zeros has coefficient 0."""
 
     coefficients: tuple[float, ...]
     quality: Quality
@@ -49,7 +49,7 @@ def fit(
 ) -> Fit:
     """Fit coefficients with features @ coefficients ~ measured.
 
-    Errors are relative to the measurement, as short ops matter as much as long ones. Outliers,
+    Errors are relative to the measurement, so that short and long ops have equal weight. Outliers,
     which a busy machine causes, get less weight. All rows determine the coefficients. The quality
     comes from a second fit, which holds out about every fourth row. A row is held out only if the
     other rows still determine all coefficients.
@@ -58,7 +58,7 @@ def fit(
         features: [rows, n].
         measured: [rows], each above 0.
         prior: [n], expected coefficients up to a common factor. Coefficients that the rows do not
-            separate stay as near to them as possible. None: their sum is divided arbitrarily.
+            separate stay near ``prior``. None: the sum of such coefficients is divided arbitrarily.
 
     Raises:
         ValueError: the numbers of rows differ, or a measurement is not a finite number above 0.
@@ -96,7 +96,8 @@ def _held_out(rows_RN: np.ndarray) -> np.ndarray:
 
     A row is held out only if the other rows still determine every coefficient. For example, some
     row with each recompute mode must remain. In an orthonormal basis of the rows' span, all rows
-    together have information 1 in every direction; _STILL_DETERMINED of it must remain.
+    together have information 1 in every direction. Every direction must keep at least the fraction
+    _STILL_DETERMINED of it.
     """
     scale_N = np.linalg.norm(rows_RN, axis=0)
     basis_RK, singular_K, _ = np.linalg.svd(

@@ -24,7 +24,7 @@ def measured_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float
 
     The result is empty if ranks differ by less than DIFFER. Ranks are compared on the layer kinds
     that several ranks have, by the median over F and B of their chunks. A rank that has no kind in
-    common with others is assumed to be as fast as their average.
+    common with other ranks is assumed to have their average speed.
     """
     replicas = 1 + max(one.replica for every in of_kinds.values() for one in every)
     in_pipeline = pipeline_ranks(of_kinds)
@@ -46,7 +46,7 @@ def measured_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float
 
 
 def _offsets(every: Sequence[Readings], in_pipeline: int) -> dict[int, float]:
-    """Return the log seconds of one kind's layers by rank of all replicas, relative to the mean."""
+    """Return by rank of all replicas the log seconds of one kind's layers, relative to the mean."""
     seen: dict[int, dict[tuple, list[float]]] = {}
     for one in every:
         rank = one.replica * in_pipeline + one.rank

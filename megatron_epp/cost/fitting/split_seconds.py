@@ -1,7 +1,7 @@
 """Cost of splitting a backward, from the times of the full backward and its halves.
 
-I and W together do the work of B and have an overhead: a fraction of the work and a constant per
-chunk. W is proportional to tokens; I is the rest.
+I and W together take longer than B: by a fraction of B and by a constant per chunk. The seconds of
+W are proportional to tokens; I takes the remaining seconds.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class SplitSeconds:
         whole: seconds of B.
         input: seconds of I.
         weight: seconds of W.
-        input_bytes: peak of I in addition to the bytes held before it.
+        input_bytes: peak bytes of I in addition to the bytes held before I.
         weight_input_bytes: bytes held from I to W.
     """
 

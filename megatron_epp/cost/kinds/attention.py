@@ -66,7 +66,7 @@ class AttentionPart(Part):
 
     @property
     def parameters(self) -> int:
-        """Parameters of both projections and of the norm."""
+        """Parameters of the input and output projections and of the norm."""
         hidden = self.model.hidden
         return hidden * (self.heads_hidden + self._gate) + self.output_hidden * hidden + hidden
 
@@ -96,13 +96,13 @@ class AttentionPart(Part):
 
     @property
     def recomputed(self) -> dict[str, RecomputedModule]:
-        """Modules that can be recomputed; flash kernels of core attention save almost nothing."""
+        """Modules that can be recomputed; core attention's flash kernels save almost no tensors."""
         norm = RecomputedModule(self.model.hidden, light=True)
         return {"core_attn": RecomputedModule(pairs=True), "layernorm": norm}
 
     @property
     def exchanged(self) -> int:
-        """Channels exchanged within a CP group: Q, K, V to heads and the output back (eq. 3)."""
+        """Channels exchanged for heads within a CP group: Q, K, V, output (eq. 3 of InfiniPipe)."""
         return self.heads_hidden + self.output_hidden
 
     @property

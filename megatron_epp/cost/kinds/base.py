@@ -1,7 +1,8 @@
 """Sublayers: a mixer, which moves information between tokens, or a feed-forward sublayer.
 
 Each sublayer is a class with all quantities that the cost model needs. The defaults of the base
-class describe a sublayer without any cost. Sizes are channels of a token unless stated otherwise.
+class describe a sublayer without any cost. Sizes are numbers of channels per token unless stated
+otherwise.
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ MOST = 10**9  # of any size; products of larger sizes would overflow
 
 
 def require_sizes(value: Any, least: Mapping[str, int]) -> None:
-    """Raise a ValueError unless fields of ``value`` are integers of at least ``least[name]``."""
+    """Raise a ValueError unless each field in ``least`` is an integer >= ``least[name]``."""
     for name, low in least.items():
         size = getattr(value, name)
         if not isinstance(size, int) or isinstance(size, bool) or size < low:
@@ -73,7 +74,7 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Fields of a layer's shape that one sublayer reads, with their checks."""
+    """Base class of the sizes in a layer's shape that one sublayer uses, with their checks."""
 
     def require(self) -> None:
         """Raise a ValueError if the sizes are inconsistent."""
@@ -84,8 +85,8 @@ class CarryOver:
     """State that a slice leaves for later slices of its document.
 
     Attributes:
-        channels: channels of a token, such as K and V; with a sliding window, only the last tokens
-            of a slice count.
+        channels: channels per token, such as those of K and V; with a sliding window, only the last
+            tokens of a slice count.
         expanded: channels that later slices recompute from ``channels``; 0: no recompute is needed.
         heads: number of heads over which a stage's devices shard the state; 0: each device has the
             full state, as in MLA.
@@ -171,9 +172,9 @@ class RoutedExperts:
         parameters: parameters of all experts.
         active: parameters of the experts of one token.
         copies: number of experts of one token.
-        exchanged: channels of all copies of a token, sent to the experts' devices, one way.
+        exchanged: channels of all copies of a token that are sent to experts' devices (one way).
         permuted: channels that a separate kernel moves to sort tokens by expert.
-        narrow_flops: additional forward flops that account for slow products of narrow experts.
+        narrow_flops: additional forward flops per token for slow products of narrow experts.
     """
 
     parameters: int = 0
@@ -185,7 +186,7 @@ class RoutedExperts:
 
 
 class Part:
-    """Base class of sublayers: a sublayer of layers of ``shape`` in ``model``."""
+    """Base class of sublayers; an instance is the sublayer of a layer of ``shape`` in ``model``."""
 
     MIXER: ClassVar[bool]  # whether it moves information between tokens
     WORD: ClassVar[str]  # its word in the name of a kind
@@ -207,7 +208,7 @@ class Part:
 
     @property
     def parameters(self) -> int:
-        """Parameters with the norm's, but without those of experts, which are sharded otherwise."""
+        """Number of parameters, those of the norm included and those of routed experts excluded."""
         return 0
 
     @property
@@ -251,7 +252,7 @@ class Part:
         return MOVED * self.saved
 
     def stored(self, modules: tuple[str, ...]) -> int:
-        """Return the channels of :attr:`saved` in a document's buffer if ``modules`` recompute."""
+        """Return the ``saved`` channels in the K/V buffer if backward recomputes ``modules``."""
         return 0
 
     @property

@@ -36,7 +36,7 @@ class DSASizes(MLASizes, WindowSizes):
     Attributes:
         index_heads: heads of the indexer's queries; 0: attention is over all keys.
         index_size: channels of each head, and of the indexer's keys.
-        chosen_keys: most keys that a query attends to (top-k).
+        chosen_keys: maximum number of keys that a query attends to (top-k).
         taught_on_all: whether the indexer's loss uses attention over all keys, not only over the
             selected ones.
     """
@@ -119,7 +119,7 @@ class DSAPart(MLAPart):
 
     @property
     def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """Tensors of a block of rows with its context; in backward also the context's gradients."""
+        """Bytes of a block of rows and its context; in backward also gradients of the context."""
         channels, (forward, backward) = self.carried.channels, CHOICE_TENSORS
         block = float(GRADIENT_BYTES * CHOICE_BLOCK)  # in float32, too
         gradients = float((ELEMENT_BYTES + GRADIENT_BYTES) * channels)

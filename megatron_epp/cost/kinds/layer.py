@@ -101,7 +101,7 @@ def kind_names(shapes: Sequence[LayerShape]) -> dict[LayerShape, str]:
     """Return a name for each kind among the ``shapes`` of a model's layers.
 
     The name consists of the words that distinguish the kind from the model's other kinds. If all
-    layers are equal, these words distinguish it from the default layer, which has no name.
+    layers are equal, the words distinguish them from the default layer, which has no name.
     """
     words = {shape: shape.words for shape in shapes}
     if len(words) == 1:
@@ -134,7 +134,7 @@ class Layer:
 
     @property
     def window(self) -> int:
-        """Most keys of a query, its own included; 0: the whole context."""
+        """Maximum number of keys of a query, its own included; 0: the whole context."""
         return self.shape.window
 
     @property
@@ -149,7 +149,7 @@ class Layer:
 
     @property
     def launches(self) -> int:
-        """Constant time per chunk, in units of a dense layer's."""
+        """Constant time per chunk, relative to the constant time of a dense layer."""
         return max(part.LAUNCHES for part in self.parts)
 
     @cached_property
@@ -159,7 +159,7 @@ class Layer:
 
     @property
     def parameters(self) -> int:
-        """Parameters without the routed experts', which are sharded differently."""
+        """Number of parameters, without those of routed experts, which are sharded differently."""
         return self._sum(lambda part: part.parameters)
 
     @property
@@ -189,12 +189,12 @@ class Layer:
 
     @cached_property
     def work(self) -> Mapping[Column, Work]:
-        """Work per unit of additional columns, each from one sublayer."""
+        """Work per unit of each additional column; each column is of one sublayer."""
         return {column: work for part in self.parts for column, work in part.work.items()}
 
     @property
     def masks_diagonal(self) -> bool:
-        """Whether a pair within a slice may take longer than a pair with a key of the context."""
+        """Whether pairs within a slice may take longer than pairs whose key precedes the slice."""
         return self.flops_per_pair > 0 and not self.window
 
     @property
@@ -228,9 +228,9 @@ class Layer:
         return tuple(part for part in self.parts if part.BEFORE_LAYER)
 
     def stored(self, mode: str) -> int:
-        """Return the channels saved in ``mode`` that a cut document's own buffer holds.
+        """Return the channels saved in recompute ``mode`` that a cut document's K/V buffer holds.
 
-        The tail of a sliding window is a copy and does not count.
+        They are 0 with a sliding window, because the buffer then holds copies.
         """
         if self.shape.window:
             return 0

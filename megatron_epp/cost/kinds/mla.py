@@ -105,14 +105,14 @@ class MLAPart(AttentionPart):
 
     @property
     def work(self) -> Mapping[Column, Work]:
-        """K and V projected again from the latents of the context, also in backward."""
+        """Projection of K and V from the latents of the context, in forward and in backward."""
         if not self.shape.carries_latents:
             return {}
         return {CONTEXT: Work(2.0 * self._expansion_parameters, backward=3.0)}
 
     @property
     def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """A block of the context's K and V; in backward also their gradients and the latents'."""
+        """Bytes of a block of context K and V; in backward also gradients of K, V and latents."""
         if not self.shape.carries_latents:
             return {}
         block = CONTEXT_BLOCK * float(ELEMENT_BYTES * self.carried.expanded)

@@ -12,7 +12,7 @@ class MLPSizes(Sizes):
 
     Attributes:
         mlp: whether the layer has an MLP, dense or MoE.
-        ffn_hidden: hidden size of a dense MLP; 0: the model's.
+        ffn_hidden: hidden size of a dense MLP; 0: as in the model.
     """
 
     mlp: bool = True

@@ -51,7 +51,7 @@ class MoEPart(MLPPart):
     """Router, experts, optional shared expert, and optional latent projections around them.
 
     Tokens are assumed to be distributed evenly over the experts. The constant time per chunk is
-    five times a dense layer's, for the router, the all-to-all and the wait for the all-to-all's
+    five times that of a dense layer, because of the router, the all-to-all and the wait for its
     sizes. The factor is fitted to public measurements.
     """
 
@@ -69,7 +69,7 @@ class MoEPart(MLPPart):
 
     @property
     def parameters(self) -> int:
-        """Parameters without the routed experts'."""
+        """Number of parameters, without those of routed experts."""
         router_and_projections = self.shape.experts + 2 * self.shape.expert_latent
         return super().parameters + self.model.hidden * router_and_projections
 
@@ -84,7 +84,7 @@ class MoEPart(MLPPart):
 
     @property
     def routed(self) -> RoutedExperts:
-        """Routed experts; tokens are sorted by expert before them and restored after them."""
+        """Routed experts; tokens are sorted by expert before them and unsorted after them."""
         copies, narrow = self.shape.active_experts, NARROW_EXPERT / self.shape.expert_hidden
         sent, active = copies * self._width, copies * self._one_expert
         return RoutedExperts(
@@ -109,7 +109,7 @@ class MoEPart(MLPPart):
 
     @property
     def moved(self) -> float:
-        """Channels that kernels read or write, without experts' inputs, which ``routed`` counts."""
+        """Channels that kernels read or write, except experts' inputs, which ``routed`` counts."""
         return MOVED * (self.saved - self.shape.active_experts * self._width)
 
     @property

@@ -20,8 +20,8 @@ class MTPPart(Part):
     """Projection of the hidden state and the next token's embedding, and three norms.
 
     Two norms precede the projection, one for each input; one norm follows the layer. The layer's
-    recompute modes do not apply to them. The additional run of the LM head and the norm before it
-    are part of the LM head (cost/ends.py).
+    recompute modes do not apply to the projection and the norms. The additional run of the LM head
+    and the norm before it are part of the LM head (cost/ends.py).
     """
 
     MIXER, BEFORE_LAYER, WORD, ALONE = False, True, "further", "further"

@@ -1,8 +1,8 @@
 """Layers with a recurrent state: Mamba-2 and the gated delta net.
 
-They have no query-key pairs. A slice of any length passes a state and a few rows to the next slice.
-The constant time per chunk is assumed to be twice a dense layer's, for the launches of a
-convolution and a blocked scan.
+Such layers have no query-key pairs. A slice of any length passes a state and a few rows to the next
+slice. The constant time per chunk is assumed to be twice that of a dense layer, because of the
+launches of a convolution and a blocked scan.
 """
 
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ class _SSMPart(Part):
 
     @property
     def keys(self) -> int:
-        """Channels of the keys of all groups, for one of the two sets of keys."""
+        """Channels of all groups of B or of C (Mamba), or of Q or of K (gated delta net)."""
         return self.shape.state_groups * self.shape.state_keys
 
     @property
@@ -110,7 +110,7 @@ class _SSMPart(Part):
 
     @property
     def recomputed(self) -> Mapping[str, RecomputedModule]:
-        """Norm of its input, and norm before its output projection."""
+        """Norm of the sublayer's input, and norm before its output projection."""
         return {"layernorm": RecomputedModule(self.model.hidden + self.inner, light=True)}
 
     @property

@@ -10,7 +10,7 @@ class WindowSizes(AttentionSizes):
     """Size of a sliding window.
 
     Attributes:
-        window: most keys of a query, its own included (W + 1 of --window-size W,0); 0: the whole
+        window: maximum keys of a query, its own included (W + 1 of --window-size W,0); 0: the whole
             context.
     """
 

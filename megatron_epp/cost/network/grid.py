@@ -1,4 +1,4 @@
-"""Grid of nodes with its failures; places, links and names are checked against the grid."""
+"""Grid of nodes with failed nodes and links; its constructor checks nodes, links and names."""
 
 from dataclasses import dataclass
 from typing import Any, Self
@@ -15,7 +15,7 @@ MOST_NODES = 1 << 16
 class HoledGrid:
     """Grid of a topology with failed nodes and links; the fields are those of topology.Topology.
 
-    Places may be given as [row, column] or by host name, and become tuples.
+    A node may be given as [row, column] or by host name; it becomes a tuple (row, column).
 
     Raises:
         ValueError: a field is invalid; the message names the field and the reason.

@@ -67,17 +67,17 @@ class Dimension:
     def pair_bytes_per_second(self) -> float:
         """Rate of the direct link between two nodes.
 
-        Rails are idle beyond a multiple of the number that one decomposition uses.
+        Rails that do not complete a further Hamiltonian decomposition are idle.
         """
         if self.nodes == 2:
             return self.bytes_per_second
         return self.rails // (self.nodes // 2) * self.bytes_per_second / (2 * self.rails)
 
     def pair_seconds(self, members: int, stride: int) -> float:
-        """Return the busiest link's seconds if each of ``members`` sends a byte to each other.
+        """Return the seconds of the busiest link if each member sends a byte to all other members.
 
-        Members are ``stride`` nodes apart; the nodes between them belong to equal groups, which
-        communicate at the same time.
+        The ``members`` of a group are ``stride`` nodes apart. The nodes between them belong to
+        groups of the same size, which communicate at the same time.
         """
         if self.wiring == ALL_TO_ALL:
             return 1 / self.pair_bytes_per_second
@@ -93,7 +93,7 @@ class Dimension:
         return self.bytes_per_second / self._detour(members, stride)
 
     def shift_bytes_per_second(self, stride: int) -> float:
-        """Return a node's bytes per second if each sends to the node ``stride`` places after it.
+        """Return a node's bytes per second if all nodes send to the node ``stride`` places later.
 
         With all-to-all wiring a node has n - 1 links. One leads directly to the receiver. Bytes on
         the others take two hops, at half the rate, so the total is the rate of n / 2 links.
@@ -105,7 +105,7 @@ class Dimension:
         return self.bytes_per_second / 2 / (stride if self.wiring == TORUS else 1)
 
     def _detour(self, members: int, stride: int) -> int:
-        """Return the length of paths relative to paths on a ring of the members alone."""
+        """Return the factor by which paths are longer than on a ring of the members alone."""
         if self.wiring == RINGS:
             return 1
         closed = members * stride == self.nodes
@@ -115,8 +115,8 @@ class Dimension:
 def dimensions_of(nodes: int, wiring: str, rails: int, bytes_per_second: float) -> list[Dimension]:
     """Return the dimensions into which the wiring divides a row or column of ``nodes``.
 
-    There is one dimension. With all-to-all wiring and too few rails for it there are two, whose
-    sizes are factors of ``nodes``.
+    There is one dimension, or two if the wiring is all-to-all and the rails are too few to join all
+    pairs. The product of the two sizes is ``nodes``.
 
     Args:
         nodes: number of nodes in the row or column.
@@ -125,7 +125,7 @@ def dimensions_of(nodes: int, wiring: str, rails: int, bytes_per_second: float) 
         bytes_per_second: rate of a node in one direction, over all rails.
 
     Raises:
-        ValueError: the rails are too few for two dimensions as well.
+        ValueError: the rails are too few even for two dimensions.
     """
     if wiring != ALL_TO_ALL or rails >= nodes // 2:
         return [Dimension(nodes, wiring, rails, bytes_per_second)]

@@ -47,8 +47,8 @@ class Topology:
         node_devices: number of devices of a node; 0: as in the device's description.
         inside: "switch": every pair of devices in a node has the full rate. "mesh": devices of a
             node form a square and link to their neighbours. Half of an all-to-all's bytes cross the
-            middle of a k x k square over k links, so it is k times slower; rings have the full
-            rate.
+            middle of a k x k square over k links, so an all-to-all is k times slower; rings have
+            the full rate.
         between: how nodes are joined. "switch": every pair has the full rate. "fat-tree":
             rail-optimised; the devices of one rail have the full rate, and other devices reach the
             rail through links of the node. "rings": circuit switches close a ring through every
@@ -57,15 +57,15 @@ class Topology:
             see ``rails.py``.
         link_bytes_per_second: rate of a node in one direction, over all rails; 0: as in the
             device's description.
-        nodes: rows and columns of the grid. Empty: unknown; the nodes of each group count as a row.
-        rails: number of rings of a node in its row, and again in its column; 0: as many as join
-            every pair.
+        nodes: rows and columns of the grid. Empty: unknown; each group's nodes count as one row.
+        rails: number of rings that a node is on in its row, and also in its column; 0: as many as
+            are needed to join every pair.
         failed_nodes: (row, column) of each failed node, counted from 0.
         failed_links: pairs of nodes whose link failed.
-        used: rows and columns of the grid that a job uses; empty: all.
+        used: number of rows and of columns of the grid that a job uses; empty: all.
         hosts: names of the nodes, row by row; empty: none.
         column_load: load of the busiest link in a column, relative to a grid without failures. It
-            exceeds 1 if nodes replace failed ones of other columns.
+            exceeds 1 if nodes replace failed nodes of other columns.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Topology:
 
     @property
     def grid(self) -> HoledGrid:
-        """Grid of nodes, checked."""
+        """Grid of nodes, with its fields checked."""
         return HoledGrid.of(self)
 
     @property
@@ -154,7 +154,7 @@ def topology(name: str) -> Topology | None:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Topology with the rates of a device: bytes per second of one device in each group.
+    """Topology with rates: bytes per second of one device in collectives of a group.
 
     Attributes:
         topology: how devices and nodes are joined.
@@ -206,7 +206,7 @@ class Network:
         )
 
     def placed(self, size: int, stride: int) -> tuple[int, int]:
-        """Return (members on each node, nodes) of ``size`` members ``stride`` devices apart."""
+        """Return (members on each node, number of nodes) of ``size`` members ``stride`` apart."""
         here = max(1, min(size, self.node_devices // stride))
         return here, -(-size // here)
 
@@ -304,7 +304,7 @@ class Network:
         """Return the bytes per second between two stages, summed over their ``devices``.
 
         Stages are the outermost dimension of ranks. Adjacent stages are therefore in one node only
-        if all stages of all replicas are.
+        if it contains all stages of all replicas.
         """
         if devices * replicas * stages <= self.node_devices:
             return devices * at_most(self.ring_bytes_per_second, 2)
@@ -316,12 +316,12 @@ class Network:
 
 
 def distinct(places: int, copies: int) -> float:
-    """Return the expected number of distinct places of ``copies`` at uniformly random places."""
+    """Return the expected number of distinct values in ``copies`` draws among ``places`` values."""
     return places * (1 - (1 - 1 / places) ** copies)
 
 
 def at_most(rates: Mapping[int, float], size: int) -> float:
-    """Return the rate of the largest known size up to ``size``, or of the smallest known size."""
+    """Return the rate of the largest known size up to ``size``; if none, of the smallest size."""
     if not rates:
         raise ValueError(f"no bandwidth is known for groups of {size}")
     return rates[max((known for known in rates if known <= size), default=min(rates))]

@@ -32,8 +32,8 @@ def lower(plan: Plan, rules: Rules | None = None) -> tuple[Program, ...]:
 
     The first item in the sequence that has not run can always run, because everything that it needs
     precedes it. The programs therefore cannot deadlock, even if a device has a single queue in
-    which sends wait for their receives. A rank may also wait for all its issued work at any point
-    (tests/ir/queue_check.py).
+    which sends wait for their receives. A rank may also wait at any point for all work that it has
+    issued (tests/ir/queue_check.py).
 
     The rule table determines the messages: one for every need that another rank meets. Between
     stages of one rank a HAND passes the tensor on, directly after the op that produces it. If a
@@ -53,8 +53,8 @@ def lower_rank(plan: Plan, rank: int, block: Sequence[Plan] = ()) -> Program:
         plan: plan to lower.
         rank: pipeline rank.
         block: plans of the lockstep group, including ``plan``. All plans of the group get the same
-            program. Its replicas wait for each other in their ops, and with one program they do not
-            also wait for each other's messages.
+            program. The replicas wait for each other in the collectives of their ops; equal
+            programs avoid additional waits for messages.
     """
     return tuple(_programs(plan, (rank,), None, block)[rank])
 

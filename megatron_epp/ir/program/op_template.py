@@ -8,10 +8,10 @@ forward, in every backward, and wherever the backward recomputes the experts:
 
 All replicas must therefore run the same ops in the same order on each pipeline rank. For every
 chunk the same layers must recompute their MLP, in any of the modes ir.recompute.MLP_RECOMPUTED.
-Documents, spans, tokens and other recompute may differ between replicas. If each plan can run
-alone, all plans can run together, because they have the same needs between ranks.
+Documents, spans, tokens and recompute of other modules may differ between replicas. If each plan
+can run alone, all plans can run together, because they have the same needs between ranks.
 
-A plan does not contain which layers have experts, so the modes of all layers are compared.
+A plan does not say which layers have experts, so the modes of all layers are compared.
 """
 
 from typing import NoReturn
@@ -24,7 +24,9 @@ from megatron_epp.ir.step import Step, StepPart
 
 
 def check_op_templates(step: Step | StepPart) -> None:
-    """Check that the replicas of every lockstep group of ``step`` have one op template; O(ops).
+    """Check that the replicas of each lockstep group have the same op template; O(ops).
+
+    The op template consists of the orders of ops and the layers that recompute their MLP.
 
     Raises:
         PlanError: two replicas differ. The first line of the message names the place. If the orders
@@ -78,7 +80,7 @@ def _compare(lockstep: int, block: tuple[Plan, ...], plan: Plan) -> None:
 
 
 def _parted(line: str, block: tuple[Plan, ...], rank: int, at: int) -> NoReturn:
-    """Raise the error with one aligned row of ops per replica and the difference marked."""
+    """Raise a PlanError: ``line``, then aligned ops of each replica; ``>`` marks index ``at``."""
     first = max(0, at - COLUMNS // 2)
     orders = [[plan.op_name(*place) for place in plan.rank_orders[rank]] for plan in block]
     stop = max(min(first + COLUMNS, len(order)) for order in orders)

@@ -36,7 +36,7 @@ def sequence(
 ) -> Iterator[tuple[int, Op]]:
     """Yield (stage, op) of every op of ``plan``, ordered by the estimated ends of the ops.
 
-    The arithmetic is in integers, so that all machines agree; O(n log n) for n ops.
+    The arithmetic is in integers, so that all machines get the same order; O(n log n) for n ops.
 
     Args:
         plan: plan of the ops.
