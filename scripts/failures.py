@@ -205,7 +205,7 @@ def run(cell: Cell, words: list[str], own: Path, straight: Mapping[int, float]) 
             trained = len(losses(nodes.said)) == ITERATIONS
             for node in [node for node in nodes.agents if nodes.is_stuck(node)]:
                 nodes.kill(node)
-                statuses.append(f"node {node}: stopped, then killed")
+                statuses.append(f"node {node}: stopped or cut off, then killed")
             for node in [node for node in nodes.agents if nodes.has_ended(node)]:
                 statuses.append(f"agent {node}: {nodes.agents.pop(node).exitcode}")
             if trained and not nodes.agents:

@@ -157,10 +157,12 @@ class Nodes:
 
     def is_stuck(self, node: int) -> bool:
         """Return whether nothing but a person, or a machine's watchdog, goes on here: this node's
-        agent has been stopped and no rank runs, or all ranks have been stopped."""
-        stopped = [_is_stopped(rank) for rank in self.ranks()]
+        agent has been stopped, or waits for what the network drops, and no rank runs; or all ranks
+        have been stopped."""
+        agent, stopped = self.agents[node].pid, [_is_stopped(rank) for rank in self.ranks()]
         everyone = len(stopped) == self.launch.processes * len(self.agents) > 0
-        return all(stopped) and (_is_stopped(self.agents[node].pid) or everyone)
+        waits = _is_stopped(agent) or f"\nsilenced: {agent}\n" in self.said
+        return all(stopped) and (waits or everyone)
 
     def has_ended(self, node: int) -> bool:
         """Return whether nothing of a node lives any more."""

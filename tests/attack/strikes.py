@@ -128,6 +128,8 @@ def listen() -> None:
 
 def cut_off(number: int) -> None:
     """Close or silence all of this process's connections to the network, and where it listens."""
+    if number == SILENCE:
+        os.write(1, f"\nsilenced: {os.getpid()}\n".encode())
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
