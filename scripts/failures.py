@@ -8,7 +8,7 @@ agent of torchrun and one rank. A cell of the matrix injects one failure (for re
 named moment, a process is killed or stopped, its sockets are closed, or it receives nothing more
 from the network (tests/attack/strikes.py). The failed job must end by its own timeouts: 60 s
 between ranks and between nodes. A lost node is started again, as a resource manager would do; a
-stopped process is killed when no other process of its node is alive. Losses must equal those of an
+process that is stopped or cut off is killed when no other one of its node is alive. Losses must equal those of an
 undisturbed job bit for bit, and the job must leave no processes or files. Results of cells are
 stored in the folder, so that a second call continues. WORDs select the cells that contain all of
 them.
