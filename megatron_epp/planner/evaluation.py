@@ -41,8 +41,8 @@ def evaluation_plans(
 
     Args:
         lengths: documents of the block.
-        cost: cost of the layout.
-        options: options of the planner.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
         most: token limit of a chunk, or None.
 
     Raises:

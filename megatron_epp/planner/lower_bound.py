@@ -31,7 +31,7 @@ def lower_bound_seconds(
 
     Args:
         lengths: document lengths.
-        cost: cost of the layout.
+        cost: cost model, including the stages and parallel degrees.
         forward_only: whether there are no backwards.
         local: whether documents may run on one context-parallel rank, without exchange.
     """
@@ -85,7 +85,7 @@ def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int, local: bool
 
     Args:
         lengths: document lengths in descending order.
-        cost: cost of the layout.
+        cost: cost model, including the stages and parallel degrees.
         width: number of replicas.
         local: whether documents may run on one context-parallel rank; only for a single replica.
     """

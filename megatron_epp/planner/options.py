@@ -86,7 +86,7 @@ def with_effort(options: Options, documents: int, seconds: float) -> Options:
     """Return ``options`` with an effort: the user's, or an effort that depends on the batch.
 
     Args:
-        options: options of the planner.
+        options: planner options, such as levers and effort.
         documents: number of documents of a replica.
         seconds: seconds of a replica's work on an average stage.
     """

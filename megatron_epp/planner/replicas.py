@@ -46,7 +46,7 @@ def balance_replicas(
 
     Args:
         lengths: document lengths of the batch.
-        cost: cost of the layout.
+        cost: cost model, including the stages and parallel degrees.
         replicas: number of replicas.
         overhead: for every replica, seconds of its plan in addition to the work of its documents.
         least: least number of documents of a replica.
@@ -104,7 +104,7 @@ def balance_blocks(
 
     Args:
         lengths: document lengths of the batch.
-        cost: cost of the layout.
+        cost: cost model, including the stages and parallel degrees.
         blocks: number of blocks.
         lockstep: number of replicas of a block.
         overhead: for every block, seconds of its plan in addition to the work of its documents.
@@ -183,8 +183,8 @@ def plan_step(
 
     Args:
         lengths: document lengths of the global batch.
-        cost: cost of the layout.
-        options: options of the planner.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
         planner: name of the planner.
         replicas: number of replicas.
         run: maps a function over tasks, in worker processes if there are any.
@@ -266,8 +266,8 @@ def divide_documents(
 
     Args:
         lengths: document lengths of the global batch.
-        cost: cost of the layout.
-        options: options of the planner, including lockstep.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, including the number of replicas per lockstep group.
         replicas: number of replicas.
         planner: name of the planner.
     """
@@ -329,8 +329,8 @@ def plan_block(planner: str, lengths: Sequence[int], cost: Cost, options: Option
     Args:
         planner: name of the planner.
         lengths: document lengths.
-        cost: cost of the layout.
-        options: options of the planner.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
     """
     if options.effort is not None:
         effort = min(options.effort * options.lockstep, MOST_EFFORT)
@@ -470,8 +470,8 @@ def evaluation_step(
 
     Args:
         lengths: document lengths of the global batch.
-        cost: cost of the layout.
-        options: options of the planner, including lockstep.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, including the number of replicas per lockstep group.
         replicas: number of replicas.
         most: token limit of a chunk; None if only memory limits it.
     """
@@ -491,8 +491,8 @@ def evaluation_part(
 
     Args:
         lengths: document lengths of the global batch.
-        cost: cost of the layout.
-        options: options of the planner, including lockstep.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, including the number of replicas per lockstep group.
         replicas: number of replicas.
         replica: number of the replica.
         most: token limit of a chunk; None if only memory limits it.

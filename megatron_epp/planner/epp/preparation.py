@@ -80,7 +80,7 @@ class PreparedChunking:
 
     Attributes:
         chunking: the chunks.
-        loads: loads of the chunks.
+        loads: tokens and query-key pairs of the chunks.
         counts: recompute counts.
         problems: scheduling problems by recompute counts.
         work: the scheduling problem for ``counts``.

@@ -142,8 +142,8 @@ def as_planned(
         draft: the draft of the plan.
         played: simulation of ``plan``.
         bound_seconds: lower bound of any plan.
-        cost: cost of the layout.
-        options: options of the planner.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
     """
     peaks = tuple(int(peak) for peak in played.peak_bytes)
     seconds = float(played.seconds)

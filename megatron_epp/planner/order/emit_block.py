@@ -51,10 +51,10 @@ def member_plans(
     """Return the plan of every replica of the draft's block.
 
     Args:
-        batch: the documents.
+        batch: the documents, sorted by length.
         draft: the draft.
-        cost: cost of the layout.
-        options: options of the planner.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
     """
     chunking = draft.chunking
     members = chunking.members if isinstance(chunking, BlockChunking) else (chunking,)
@@ -91,10 +91,10 @@ def emit_block(
 
     Args:
         planner: name of the planner.
-        batch: the documents.
+        batch: the documents, sorted by length.
         draft: the draft.
-        cost: cost of the layout.
-        options: options of the planner.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
     """
     members = member_plans(batch, draft, cost, options)
     local = any(chunk.has_local for member in members for chunk in member.plan.chunks)
@@ -110,10 +110,10 @@ def block_peaks(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) 
     """Return [ranks] simulated peak bytes, states included: the maximum over the replicas.
 
     Args:
-        batch: the documents.
+        batch: the documents, sorted by length.
         draft: the draft.
-        cost: cost of the layout.
-        options: options of the planner.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
     """
     members = member_plans(batch, draft, cost, options)
     tables = tables_in_step(members, draft, cost)

@@ -170,9 +170,9 @@ class ChunkProblems:
     """Scheduling problems of ``chunking`` by recompute counts.
 
     Args:
-        cost: cost of the layout.
+        cost: cost model, including the stages and parallel degrees.
         chunking: the chunks.
-        loads: loads of the chunks.
+        loads: tokens and query-key pairs of the chunks.
         split: whether to compute I and W, which a search without split backwards does not use.
     """
 
@@ -196,7 +196,7 @@ class ChunkProblems:
         """Build the problems of several chunkings together, which takes little longer than one.
 
         Args:
-            cost: cost of the layout.
+            cost: cost model, including the stages and parallel degrees.
             chunkings: chunks of every problem.
             loads: loads of every chunking.
             split: whether to compute I and W.
@@ -241,9 +241,9 @@ def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> 
     """Return the problem of ``chunking`` for recompute ``counts``.
 
     Args:
-        cost: cost of the layout.
+        cost: cost model, including the stages and parallel degrees.
         chunking: the chunks.
-        loads: loads of the chunks.
+        loads: tokens and query-key pairs of the chunks.
         counts: recompute counts.
     """
     return ChunkProblems(cost, chunking, loads).of(counts)

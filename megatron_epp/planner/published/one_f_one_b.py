@@ -23,13 +23,13 @@ def draft(
     """Return the better draft of strict and relaxed 1F1B.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        below: drafts that are not faster than these seconds are of no interest.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        below: time limit in seconds. The caller needs a draft only if it is faster.
 
     Returns:
-        The draft; None if its lower bound is not below ``below`` seconds.
+        The draft, or None if lower bounds show that no draft is faster than ``below``.
     """
     chunking, note = packed(batch, cost, options)
     ranks, stages = cost.layout.placement.ranks, cost.layout.stages
@@ -46,7 +46,7 @@ def held_policies(cost: Cost, chunks: int, warm: np.ndarray, split: bool) -> Ite
     nothing else can run.
 
     Args:
-        cost: cost of the layout.
+        cost: cost model, including the stages and parallel degrees.
         chunks: number of chunks.
         warm: [ranks] number of forwards.
         split: whether backwards are split.

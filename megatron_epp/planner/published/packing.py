@@ -33,13 +33,13 @@ def draft(
     """Return the draft of :func:`packed` chunks with 1F1B's in-flight limit.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        below: drafts that are not faster than these seconds are of no interest.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        below: time limit in seconds. The caller needs a draft only if it is faster.
 
     Returns:
-        The draft; None if its lower bound is not below ``below`` seconds.
+        The draft, or None if lower bounds show that no draft is faster than ``below``.
     """
     chunking, note = packed(batch, cost, options)
     loads = loads_of(chunking, batch.lengths, cost.multiple)

@@ -39,14 +39,14 @@ def draft(
     """Return the best draft of ``planner`` over :func:`packing_lengths`.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        below: drafts that are not faster than these seconds are of no interest.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        below: time limit in seconds. The caller needs a draft only if it is faster.
         planner: draft function for one packing length.
 
     Returns:
-        The draft; None if its lower bound is not below ``below`` seconds.
+        The draft, or None if lower bounds show that no draft is faster than ``below``.
     """
     best: ScoredDraft | None = None
     for tokens in packing_lengths(int(batch.lengths[0]), options.context):

@@ -27,13 +27,13 @@ def draft(
     """Return the fastest draft of a few slice sizes.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        below: drafts that are not faster than these seconds are of no interest.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        below: time limit in seconds. The caller needs a draft only if it is faster.
 
     Returns:
-        The draft; None if its lower bound is not below ``below`` seconds.
+        The draft, or None if lower bounds show that no draft is faster than ``below``.
     """
     context, rates = max(options.context, int(batch.lengths[0])), rates_of(cost)
     offloads = "offload" in options.levers and cost.layout.profile.host_bytes_per_second > 0

@@ -26,13 +26,13 @@ def draft(
     """Return the best draft of list scheduling and the paper's order.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        below: drafts that are not faster than these seconds are of no interest.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        below: time limit in seconds. The caller needs a draft only if it is faster.
 
     Returns:
-        The draft; None if its lower bound is not below ``below`` seconds.
+        The draft, or None if lower bounds show that no draft is faster than ``below``.
     """
     chunking, note = packed(batch, cost, options)
     warm = np.full(cost.layout.placement.ranks, 2 * cost.layout.placement.ranks)

@@ -34,8 +34,8 @@ def ladder(cost: Cost, loads: Loads, modes: Iterable[str] = SELECTIVE, kind: int
     convex hull of recompute seconds over freed bytes.
 
     Args:
-        cost: cost of the layout.
-        loads: loads of the chunks.
+        cost: cost model, including the stages and parallel degrees.
+        loads: tokens and query-key pairs of the chunks.
         modes: selective modes to consider.
         kind: index of the layer kind.
     """
@@ -68,8 +68,8 @@ def freed_bytes(cost: Cost, loads: Loads, steps: str, kind: int = 0) -> np.ndarr
     """Return [steps, stages, chunks]: bytes that each step of the ladder frees per layer.
 
     Args:
-        cost: cost of the layout.
-        loads: loads of the chunks.
+        cost: cost model, including the stages and parallel degrees.
+        loads: tokens and query-key pairs of the chunks.
         steps: the ladder.
         kind: index of the layer kind.
     """
@@ -94,8 +94,8 @@ def diagonal_counts(
 
     Args:
         solver: solver of the program.
-        cost: cost of the layout.
-        loads: loads of the chunks.
+        cost: cost model, including the stages and parallel degrees.
+        loads: tokens and query-key pairs of the chunks.
         kept: the scheduling problem without recompute.
         least: [stages, chunks] forwards before each backward.
         integer: whether to solve the integer program instead of its relaxation.

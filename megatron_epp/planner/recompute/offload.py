@@ -90,8 +90,8 @@ def layers_offloaded(
     exceed. Host memory is divided equally between layer kinds, and between a rank's stages.
 
     Args:
-        cost: cost of the layout.
-        loads: loads of the chunks.
+        cost: cost model, including the stages and parallel degrees.
+        loads: tokens and query-key pairs of the chunks.
         host: limit of the host memory for each stage's offloaded layers.
         least: [stages, chunks] forwards before each backward (planner.order.warmup).
         backward: chunks in the order of their backwards.

@@ -89,7 +89,7 @@ def scored_draft(
         chunking: the chunks.
         counts: recompute counts.
         schedule: the schedule.
-        cost: cost of the layout.
+        cost: cost model, including the stages and parallel degrees.
         notes: descriptions; empty ones are left out.
     """
     note = ", ".join(filter(None, notes))
@@ -113,14 +113,14 @@ def uniform_draft(
     If nothing fits, everything is recomputed, and the draft has positive ``over_bytes``.
 
     Args:
-        batch: the documents.
+        batch: the documents, sorted by length.
         chunking: the chunks.
         policies: policies or orders to try.
-        cost: cost of the layout.
-        options: options of the planner.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
         note: description of the chunking.
         modes: recompute modes; the first mode with which the draft fits is used.
-        below: drafts that are not faster than these seconds are of no interest.
+        below: time limit in seconds. The caller needs a draft only if it is faster.
 
     Returns:
         The draft; None if its lower bound is not below ``below``.

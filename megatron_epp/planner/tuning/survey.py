@@ -216,7 +216,7 @@ def survey(
         batches: document lengths of every batch; the first batch decides between layouts.
         cost_for: returns the cost of a layout with even layers; raises a ValueError if the layout
             cannot run.
-        options: options of the planner.
+        options: planner options, such as levers and effort.
         top: number of choices wanted.
         partition: whether to try layers balanced by time.
         vocabulary: vocabulary parallelism of the ``epp`` planner: off, on, or auto (if it pays).
@@ -534,7 +534,7 @@ def choice_of(
         even: cost of the layout with even layers.
         layers: number of layers of every stage.
         batches: document lengths of every batch.
-        options: options of the planner.
+        options: planner options, such as levers and effort.
         planner: name of the planner.
         cut: whether to use vocabulary parallelism.
         place: rank of every stage if ranks have several stages, else ().
@@ -596,8 +596,8 @@ def heaviest_plan(
 
     Args:
         lengths: document lengths of the global batch.
-        cost: cost of the layout.
-        options: options of the planner.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
         planner: name of the planner.
 
     Returns:

@@ -27,9 +27,9 @@ class RecomputeIlps:
     Args:
         solver: solver of the programs.
         chunking: the chunks.
-        loads: loads of the chunks.
-        cost: cost of the layout.
-        headroom_bytes: bytes per stage beyond the states.
+        loads: tokens and query-key pairs of the chunks.
+        cost: cost model, including the stages and parallel degrees.
+        headroom_bytes: [stages] bytes available besides the model states.
         recompute: adaptive, none (no layer may be recomputed) or full (every layer is).
     """
 
@@ -58,7 +58,7 @@ class RecomputeIlps:
         Args:
             first: first group.
             stop: index after the last group.
-            headroom_bytes: bytes per stage beyond the states.
+            headroom_bytes: [stages] bytes available besides the model states.
             integer: whether to solve the integer program instead of its relaxation.
 
         Returns:

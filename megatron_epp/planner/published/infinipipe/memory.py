@@ -79,8 +79,8 @@ def papers_ledger(
 
     Args:
         work: scheduling problem.
-        cost: cost of the layout.
-        loads: loads of the chunks.
+        cost: cost model, including the stages and parallel degrees.
+        loads: tokens and query-key pairs of the chunks.
         counts: recompute counts; selective recompute frees the saved bytes of KEEP minus the saved
             bytes of its mode.
     """

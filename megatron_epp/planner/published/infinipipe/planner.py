@@ -85,9 +85,9 @@ def draft(
     """Return the paper's draft for one replica, or the draft of another ``method``.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
         method: method to use instead of the paper's.
     """
     drafted = draft_below(batch, cost, options, np.inf, method)
@@ -108,10 +108,10 @@ def draft_below(
     chunking is simulated only if its own lower bound is below, too.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        below: drafts that are not faster than these seconds are of no interest.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        below: time limit in seconds. The caller needs a draft only if it is faster.
         method: method to use instead of the paper's.
     """
     method = method or Method(chunkings)
@@ -172,10 +172,10 @@ def chunkings(
     """Yield Alg. 1's chunkings for every K and both readings of T_m, with descriptions.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        rates: seconds per token and pair.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        rates: seconds per token, query-key pair and chunk.
     """
     longest = int(batch.lengths[0])
     capacity = most_tokens(cost)
@@ -218,10 +218,10 @@ def best_grouping(
     Args:
         solver: solver of the programs.
         method: the paper's method, or an ablation.
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        headroom_bytes: bytes per stage beyond the states.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        headroom_bytes: [stages] bytes available besides the model states.
     """
     rates = rates_of(cost)
     best = None
