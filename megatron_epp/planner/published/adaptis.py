@@ -1,7 +1,7 @@
 """Schedule of AdaPtis (`adaptis`, arXiv 2509.23722).
 
-Unsliced documents are packed to the context. The best of a few warm-ups is chosen, with split or
-unsplit backwards. Placement and layer partition are those of the job.
+Unsliced documents are packed to the context. Simulation chooses the warm-up, and whether to
+split backwards. Placement and layer partition are those of the job.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ def draft(
     below: float = np.inf,
     splits: Sequence[bool] = (True, False),
 ) -> ScoredDraft | None:
-    """Return the best draft over warm-ups, with unsplit and split backwards.
+    """Return the fastest draft (plan as arrays) over several warm-ups and kinds of backward.
 
     Args:
         batch: the documents, sorted by length.

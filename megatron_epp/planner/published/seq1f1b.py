@@ -1,8 +1,8 @@
 """Schedule of Seq1F1B as defined by InfiniPipe's baseline: fixed-size chunks, static recompute.
 
 The original Seq1F1B slices every sequence into the same number of slices, which does not suit
-varying lengths. InfiniPipe's baseline slices and packs to a fixed size. The best size is chosen per
-batch by simulation, in hindsight, so this is a strong baseline.
+varying lengths. InfiniPipe's baseline slices and packs to a fixed size. For each batch, simulation
+chooses the best size in hindsight, so this is a strong baseline.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ from megatron_epp.planner.recompute.uniform import ScoredDraft, better, one_f_on
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """Return the fastest draft of several chunk sizes, each with the least recompute that fits.
+    """Return the fastest draft over several chunk sizes, with the least recompute that fits.
 
     Args:
         batch: the documents, sorted by length.

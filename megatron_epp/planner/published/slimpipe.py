@@ -1,8 +1,8 @@
 """Schedule of SlimPipe (`slimpipe`, arXiv 2504.14519) without its context exchange.
 
-All slices have the same size. A document as long as the context has n slices, where n is a multiple
-of the number of ranks. Backwards are not split. Activations are offloaded if memory is tight and
-the lever `offload` is on.
+All slices have the same size. A document that is as long as the context has n slices, where n is a
+multiple of the number of pipeline ranks. Backwards are not split. Activations are offloaded if
+memory is tight and the lever `offload` is on.
 """
 
 import numpy as np
@@ -24,7 +24,7 @@ MOST_SLICES = 2048
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """Return the fastest draft of a few slice sizes.
+    """Return the fastest draft (plan as arrays) over a few slice sizes.
 
     Args:
         batch: the documents, sorted by length.
