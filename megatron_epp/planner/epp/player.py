@@ -56,10 +56,7 @@ class Player(Preparation):
         return "wsplit" in self.levers
 
     def recomputed(self, candidate: Candidate, counts: Counts) -> Candidate | None:
-        """Return ``candidate`` with recompute ``counts``; None if no effort is left.
-
-        The result has a new schedule or the old order of ops, whichever is better.
-        """
+        """Return ``candidate`` with ``counts``, in a new or its old order; None without effort."""
         prepared = self.recounted(candidate.prepared, counts)
         if prepared is None:
             return None

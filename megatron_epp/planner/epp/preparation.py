@@ -206,10 +206,7 @@ class Preparation:
     def _least_counts(
         self, problems: ChunkProblems, kept: ScheduleProblem, least: np.ndarray
     ) -> Counts | None:
-        """Return the recompute for an in-flight limit, or None if no recompute suffices.
-
-        With lever `offload`, layers are offloaded if their copies overlap with ops.
-        """
+        """Return the least recompute and offloading for an in-flight limit; None if none fits."""
         if _within(kept, least).all():
             return {}
         chunking, loads = problems.chunking, problems.loads
@@ -267,10 +264,7 @@ class Preparation:
         return counts
 
     def first_layers(self, left: list[np.ndarray], mode: str, layers: int) -> Counts:
-        """Return counts with ``mode`` for the first ``layers`` layers of every stage.
-
-        ``left`` contains, for each layer kind, the [stages, chunks] layers that may have the mode.
-        """
+        """Return counts: ``layers`` layers a stage have ``mode``, at most ``left[k]`` of kind k."""
         first = np.minimum(np.sum(left, axis=0), layers)
         by_kind = self.cost.layout.kinds.from_front(np.zeros_like(first), first)
         return {(k, mode): np.minimum(by_kind[k], grid) for k, grid in enumerate(left)}

@@ -92,10 +92,7 @@ class Search(Player):
         return self.known[params]
 
     def _of_interest(self) -> float:
-        """Return the seconds above which a chunking is of no use for the rest of the search.
-
-        Useful chunkings are almost as fast as the fastest one, or are among the CLIMBERS fastest.
-        """
+        """Return the seconds above which no later step of the search can use a chunking."""
         fitting = [each for each in self.known.values() if each.over_bytes <= 0]
         fitting.sort(key=lambda each: each.seconds)
         if not fitting:
@@ -187,10 +184,7 @@ class Search(Player):
         )
 
     def _alg1(self) -> Candidate:
-        """Return the best candidate with chunks by InfiniPipe's Alg. 1.
-
-        With lever `chunks`, every K is simulated; otherwise equation 13 chooses K.
-        """
+        """Return the best candidate by InfiniPipe's Alg. 1; simulation or equation 13 chooses K."""
         options = [
             (prepared, note)
             for chunking, note in alg1_chunkings(self.batch, self.cost, self.options, self.rates)
@@ -232,8 +226,7 @@ class Search(Player):
     def _seeds(self, chunks: float) -> Iterator[ChunkingParams]:
         """Yield the initial parameters of the search for about ``chunks`` chunks.
 
-        With vocabulary parallelism, small first packs shorten warm-up and cool-down. They are not
-        tried if hosts are too slow to issue the ops of small packs.
+        With vocabulary parallelism, small first packs shorten the warm-up if hosts are fast enough.
         """
         ramped = self.total * RAMP_MEAN / chunks > self.rates.host_seconds
         if not (self.cost.layout.vocabulary_parallel and ramped):
