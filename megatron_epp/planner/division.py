@@ -94,7 +94,7 @@ def divided_trees(
 
 @dataclass(frozen=True, eq=False)
 class _Dealing:
-    """Assignment of samples to replicas within a time limit; node n takes ``seconds[n]``."""
+    """Assignment of samples to replicas within a time limit; prefix node n takes ``seconds[n]``."""
 
     forest: PrefixForest
     seconds: Sequence[float]

@@ -10,7 +10,7 @@ _MOST_PIXELS = 16384
 
 
 def to_png(drawing: Drawing, scale: float = 2.0) -> bytes:
-    """Return the PNG file; a pixel of ``drawing`` has ``scale`` pixels, or fewer if it is large."""
+    """Return the PNG file, enlarged by ``scale``, or by less if the drawing is very large."""
     scale = min(scale, _MOST_PIXELS / max(drawing.width, drawing.height))
     # Imported here, because the import takes half a second and text pictures do not need it. Not
     # pyplot, which would choose a window system and keep every figure in memory.

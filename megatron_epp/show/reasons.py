@@ -26,7 +26,7 @@ def op_of(record: Timed) -> Op:
 
 
 def waited_for(plan: Plan, records: Sequence[Timed]) -> dict[tuple[int, Op], tuple[Timed, Need]]:
-    """Return, for every op, the record of its last input's producer, and the dependency."""
+    """Return {(stage, op): (record of the op that computed its last input, dependency)}."""
     needs = needs_of(plan)
     ran: Ran = {(record.stage, op_of(record)): record for record in records}
     last: dict[tuple[int, Op], tuple[Timed, Need]] = {}

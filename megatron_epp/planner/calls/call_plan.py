@@ -43,7 +43,7 @@ def unsliced_plan(
     Args:
         shapes: sizes of the micro-batches.
         layers: number of layers of every stage.
-        rates_SK3: [stages, kinds, 3] seconds per token, query-key pair and op.
+        rates_SK3: [stages, op kinds, 3] seconds per token, query-key pair and op.
         options: allowed changes to the order, and memory limits.
         forward_only: whether the call has no backwards.
         place: rank of every stage; () for one stage per rank. Stages may be round-robin, as in
@@ -77,7 +77,7 @@ def sliced_plan(
     Args:
         lengths: lengths[m] contains the lengths in tokens of the documents of micro-batch m.
         layers: number of layers of every stage.
-        rates_SK3: [stages, kinds, 3] seconds per token, query-key pair and op.
+        rates_SK3: [stages, op kinds, 3] seconds per token, query-key pair and op.
         options: allowed changes to the order, and memory limits.
         forward_only: whether the call has no backwards.
         parents: parents[m][d] is the document that document d of micro-batch m continues, or -1;
@@ -207,7 +207,7 @@ def _plan(
     by: str,
     again: np.ndarray | None = None,
 ) -> Plan:
-    """Return the plan with these ``orders`` of ops; ``again`` [stages, chunks] layers recompute."""
+    """Return the plan with these ``orders``; ``again`` [stages, chunks] layers are recomputed."""
     counts = np.zeros((len(layers), call.chunking.count)) if again is None else again
     return replace(
         call.plan(layers),

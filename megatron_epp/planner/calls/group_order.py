@@ -114,7 +114,7 @@ def best_order(
 
     Args:
         problem: the scheduling problem in the caller's order.
-        sizes: number of chunks of every group.
+        sizes: number of chunks of every group (micro-batch).
         split: whether backwards may be split into I and W.
         reorder: whether groups may run in another order.
         ops: number of ops that the search may simulate.
@@ -149,7 +149,7 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
 
     Args:
         problem: the scheduling problem in the caller's order.
-        sizes: number of chunks of every group.
+        sizes: number of chunks of every group (micro-batch).
         left: number of ops that may still be simulated.
         policies_for: function of (problem, sizes) with the groups in a certain order. It returns a
             function that maps an element of ``by`` (see :meth:`play`) to a policy.

@@ -1,7 +1,7 @@
 """Plan of an external training loop's call if ranks have several stages.
 
-The plan uses Megatron's interleaved order, the ZB-V order if stages form a V, or a faster order
-with no more memory than the fullest rank has.
+The plan uses Megatron's interleaved order, or the ZB-V order if stages form a V. A faster order
+replaces this order if it fits in the memory of this order's fullest rank, plus headroom.
 """
 
 from collections.abc import Sequence
@@ -46,7 +46,7 @@ def placed_plan(
     Args:
         call: the chunks.
         layers: number of layers of every stage.
-        rates_SK3: [stages, kinds, 3] seconds per token, query-key pair and op.
+        rates_SK3: [stages, op kinds, 3] seconds per token, query-key pair and op.
         options: allowed changes to the order, and memory limits.
         forward_only: whether the call has no backwards.
         place: rank of every stage.

@@ -30,7 +30,7 @@ class RecomputeFit:
 
     Args:
         call: the chunks.
-        rates_SK3: [stages, kinds, 3] seconds per token, query-key pair and op.
+        rates_SK3: [stages, op kinds, 3] seconds per token, query-key pair and op.
         layers: number of layers of every stage.
         budget: bytes that chunks may hold between forward and backward.
     """

@@ -20,7 +20,7 @@ LIKELY_CHUNKS = 8
 
 
 def layer_costs(cost: Cost) -> Cost:
-    """Return ``cost`` with one stage per layer; embedding and LM head are on the outer stages."""
+    """Return ``cost`` with one stage per layer; the last stage also has the LM head."""
     layers = sum(cost.layout.layers)
     budget = max(cost.device_budget_bytes)
     layout = cost.layout.on_devices(layers=(1,) * layers, place=())

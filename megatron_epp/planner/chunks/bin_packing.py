@@ -143,7 +143,7 @@ def _longest_first(tail_seconds, tail_tokens, short_seconds, short_tokens, start
 
 
 def first_fit(cuts: Cuts, most_tokens: float) -> tuple[np.ndarray, int]:
-    """Return the bin of every tail and short document, packed first-fit; and the number of bins."""
+    """Pack tails and short documents first-fit, longest first; return bins and number of bins."""
     tails, shorts = (part.tokens.astype(np.float64) for part in (cuts.tails, cuts.shorts))
     at_once = np.zeros_like(tails), tails, np.zeros_like(shorts), shorts, np.zeros_like(tails)
     return _longest_first(*at_once, float(most_tokens))  # with all times 0

@@ -30,7 +30,7 @@ class BlockChunking(Chunking):
     """Chunks of a lockstep group of replicas; ``members`` are the chunkings of its replicas.
 
     Chunk k of all members runs at the same time. The arrays of chunk k are those of the slowest
-    member, and its tokens the maximum. A group of several chunks counts as one sliced document.
+    member; its number of tokens is the maximum. A group of several chunks counts as one document.
     """
 
     members: tuple[Chunking, ...]

@@ -67,7 +67,7 @@ class Chunking:
 
     @property
     def groups(self) -> int:
-        """Number of groups."""
+        """Number of groups (sliced documents and packs)."""
         return len(self.starts) - 1
 
     @property

@@ -25,8 +25,8 @@ class Rates:
         token_seconds: seconds per token.
         pair_seconds: seconds per query-key pair.
         chunk_seconds: seconds per chunk.
-        window_seconds: (window, seconds per pair within it), narrowest first.
-        column_seconds: (column, seconds per unit) of other columns.
+        window_seconds: (size of a sliding window, seconds per pair within it), narrowest first.
+        column_seconds: (column, seconds per unit); a column is another quantity of the cost model.
         exchange_seconds: part of ``token_seconds`` for all-to-all between context-parallel ranks.
             A document that one rank computes alone does not need this part.
         host_ops: for forward and for backward, (the op's fraction of a chunk's seconds, host
@@ -43,7 +43,7 @@ class Rates:
 
     @property
     def host_seconds(self) -> float:
-        """Seconds of a chunk below which the host needs longer to issue an op than it runs."""
+        """Seconds of a chunk below which its ops are shorter than the host's time to issue them."""
         return max((host / fraction for fraction, host in self.host_ops), default=0.0)
 
     def seconds(self, tokens, pairs):

@@ -151,9 +151,9 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDr
     Likewise, a plan with offloading must be faster than a plan without. Offloading is tried only if
     an earlier plan had to recompute for lack of memory.
 
-    Plans with single-rank documents are searched first. If the best plan is below the lower bound
-    of all plans that shard every document, the search ends. Otherwise plans that shard every
-    document are searched too. This second search ends when its plans are FAR_SLOWER.
+    Plans with single-rank documents are searched first. If the best plan is faster than the lower
+    bound of all plans that shard every document, the search ends. Otherwise plans that shard every
+    document are searched too, until such a plan is slower by the factor FAR_SLOWER.
     """
     # The paper's memory model charges the memory held from I to W, whether backwards are split or
     # not.
@@ -212,7 +212,7 @@ def _sets(levers: frozenset[str], cost: Cost) -> list[frozenset[str]]:
 def _even_and_moved(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
 ) -> Iterator[ScoredDraft | None]:
-    """Yield the best draft with the layers per stage of ``cost``, then with the layers moved."""
+    """Yield the best draft with the layers of ``cost``, then with layers moved between stages."""
     best = _persistent(batch, cost, options, tables)
     yield best
     if options.open_layers and "uneven" in options.levers:

@@ -56,7 +56,7 @@ class Player(Preparation):
         return "wsplit" in self.levers
 
     def recomputed(self, candidate: Candidate, counts: Counts) -> Candidate | None:
-        """Return ``candidate`` with ``counts``, in a new or its old order; None without effort."""
+        """Return ``candidate`` with new recompute ``counts``; None if no effort is left."""
         prepared = self.recounted(candidate.prepared, counts)
         if prepared is None:
             return None

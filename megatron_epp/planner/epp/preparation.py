@@ -162,7 +162,7 @@ class Preparation:
         hopeless: Callable[[PreparedChunking], bool] = lambda kept: False,
         problems: ChunkProblems | None = None,
     ) -> PreparedChunking | None:
-        """Prepare a chunking with the least recompute for its in-flight limit; None if hopeless.
+        """Prepare a chunking with the least recompute for its in-flight limit, or return None.
 
         If no recompute suffices, the limit is lowered to one document at a time. If that does not
         suffice either, all layers are recomputed.
@@ -170,8 +170,8 @@ class Preparation:
         Args:
             chunking: the chunks.
             bare: whether to start with the limit of one document at a time.
-            hopeless: function that returns True if no plan of the chunking can be good enough. Its
-                argument is the chunking without recompute.
+            hopeless: function of the chunking without recompute. It returns True if no plan can be
+                good enough; the result is then None.
             problems: scheduling problems of the chunking, if they exist already.
         """
         problems = problems or self.problems([chunking])[0]
@@ -264,7 +264,7 @@ class Preparation:
         return counts
 
     def first_layers(self, left: list[np.ndarray], mode: str, layers: int) -> Counts:
-        """Return counts: ``layers`` layers a stage have ``mode``, at most ``left[k]`` of kind k."""
+        """Return counts: ``mode`` for ``layers`` layers a stage, at most ``left[k]`` of kind k."""
         first = np.minimum(np.sum(left, axis=0), layers)
         by_kind = self.cost.layout.kinds.from_front(np.zeros_like(first), first)
         return {(k, mode): np.minimum(by_kind[k], grid) for k, grid in enumerate(left)}

@@ -104,7 +104,7 @@ class Search(Player):
     def prepared_of(
         self, params: ChunkingParams, hopeless: Callable[[PreparedChunking], bool]
     ) -> PreparedChunking | None:
-        """Return the chunking of ``params`` with its recompute; None if ``hopeless`` says so."""
+        """Return the chunking of ``params`` with its recompute; None if ``hopeless`` rejects it."""
         if params not in self.shared and params not in self.built:
             self.build([params])
         if params not in self.shared:

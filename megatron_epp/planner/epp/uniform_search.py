@@ -20,8 +20,8 @@ def uniform_recompute(
 ) -> Iterator[Candidate]:
     """Yield variants of ``best`` and ``others`` with uniform recompute.
 
-    All stages and chunks recompute the same number of layers, without the offloaded ones. The
-    number is the least with which the candidate fits in memory with its in-flight limit, or with
+    All stages and chunks recompute the same number of layers, but no offloaded layers. The number
+    is the least with which the candidate fits in memory, either with its in-flight limit or with
     its own order of ops. Smaller numbers are tried too; forwards may then wait for memory. The
     iterator ends when no effort is left.
     """

@@ -1,4 +1,4 @@
-"""Compiled loops that schedule ops by lists, and that replay given orders of ops.
+"""Compiled loops of the list scheduler, and of the simulation of given orders of ops.
 
 The compiled functions are in one file because numba's disk cache only detects changes of a
 function's own file. For the same reason, this file repeats the codes of ir.KIND_CODE and
@@ -103,12 +103,12 @@ class Problem(NamedTuple):
     """Scheduling problem (problem.ScheduleProblem) as arrays with the shapes of engine.OpArrays.
 
     Attributes:
-        seconds: seconds of every op.
-        link_seconds: seconds of every message.
+        seconds: [kinds, stages, chunks] seconds of every op.
+        link_seconds: [payloads, links, chunks] seconds of every message.
         latency: latency of a link in seconds.
-        moves: bytes that every op allocates and frees.
+        moves: [kinds, 2, stages, chunks] bytes that every op allocates and frees.
         backward_order: chunks in the order of their backwards.
-        last_of_group: last chunk of each chunk's group.
+        last_of_group: for each chunk, the last chunk of its group (sliced document or pack).
         budget: memory budget of every rank in bytes.
         rank_of: int64, rank of every stage.
         by_rank: stages sorted by rank.

@@ -1,4 +1,4 @@
-"""Conversion of plans as arrays to plans as text objects, for all pipeline planners."""
+"""Conversion of drafts (plans as arrays) to plans, for all pipeline planners."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -139,7 +139,7 @@ def as_planned(
     Args:
         planner: name of the planner.
         plan: the plan.
-        draft: the draft of the plan.
+        draft: the same plan as arrays.
         played: simulation of ``plan``.
         bound_seconds: lower bound on the time of any plan.
         cost: cost model, including the stages and parallel degrees.

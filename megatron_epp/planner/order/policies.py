@@ -26,7 +26,7 @@ class PolicyParams:
         split: whether to run I and W instead of B.
         held: maximum time of the W that wait on a rank, as a multiple of one W's mean time.
         patience: see :class:`Policy`.
-        lead: number of forwards that precede a backward beyond the in-flight limit.
+        lead: number of forwards before a backward in addition to the in-flight limit.
         warm: factor on the in-flight limit if ranks have several stages.
         deep: see :class:`Policy`; used if ranks have several stages.
     """

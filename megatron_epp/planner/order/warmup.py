@@ -76,9 +76,10 @@ def interleaved_warm_up(ranks: int, stages: int) -> np.ndarray:
 
 
 def group_by_group(sizes: np.ndarray, stages: int) -> np.ndarray:
-    """Return [stages, chunks] the minimum of forwards before each backward, by dependencies.
+    """Return [stages, chunks] the least number of forwards before each backward.
 
-    All forwards of a group (sliced document or pack) must precede the group's backwards.
+    The number follows from dependencies: all forwards of a group (sliced document or pack) must
+    precede the group's backwards.
     """
     ends = np.repeat(np.cumsum(sizes), sizes)
     return np.repeat(ends[None], stages, axis=0)

@@ -25,8 +25,8 @@ class MemoryRows:
     """Constraints freed @ layers >= missing_bytes, with one row per op that would exceed memory.
 
     Row r has the entries starts[r] to starts[r + 1] - 1 of ``slot`` (columns) and ``freed`` (bytes
-    per layer). A step is a change to a recompute mode that frees more bytes; the paper has one,
-    from saving to recomputing. Column step * slots + slot is a slot's number of layers with it.
+    per layer). A step is a change of a layer to a recompute mode that frees more bytes. Column
+    step * slots + slot is the number of layers of a slot that take the step.
     """
 
     slots: int

@@ -56,7 +56,7 @@ def longest_document(cost: Cost, least: int = 1) -> int:
 
 
 def capacity(layouts: Iterable[Layout], cost_for: Callable[[Layout], Cost]) -> Capacity:
-    """Return the number of layouts in which model states fit, and the one for long documents.
+    """Return how many layouts fit, and the layout in which the longest document fits.
 
     ``cost_for`` returns the cost model of a layout. It raises a ValueError if the model states
     do not fit.

@@ -274,7 +274,7 @@ def _usable_rows(topology: Topology, aside: bool) -> tuple[_Rows, ...]:
 
 
 def _ends(grid: HoledGrid) -> set[Place]:
-    """Return nodes such that every failed link has one of them, most failed links first."""
+    """Return nodes, chosen greedily, such that every failed link has one of them at an end."""
     failed = set(grid.failed_nodes)
     links = [link for link in grid.failed_links if not failed.intersection(link)]
     ends: set[Place] = set()

@@ -93,7 +93,7 @@ class RecomputeIlps:
         return np.inf if layers is None else self.layer_seconds * float(layers.sum())
 
     def counts(self, cuts: Sequence[int], headroom_bytes: np.ndarray) -> Counts | None:
-        """Return the recompute counts of pipelines; pipelines after the first begin at ``cuts``.
+        """Return the recompute counts; the second and later pipelines begin at groups ``cuts``.
 
         Return None if the pipelines do not fit in ``headroom_bytes``.
         """
