@@ -4,11 +4,11 @@
     plan_step(lengths, cost, options, name, n)   one plan for each of n balanced replicas
     evaluation_plan(lengths, cost)               forward-only plan
 
-A plan is a pure function of these arguments. It depends neither on time, nor on random numbers, nor
-on the order of the documents.
+A plan is a pure function of these arguments. Time, random numbers and the order of the documents do
+not affect it.
 
-Names are imported on first use. The options need neither the compiler nor the solver that the
-planners use, and these take most of a second to import.
+Names are imported on first use, because the planners import a compiler and a solver. These two
+imports take most of a second, and programs that only read the options do not need them.
 """
 
 from importlib import import_module

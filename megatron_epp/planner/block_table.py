@@ -1,10 +1,10 @@
 """Seconds and bytes of a block of replicas in lockstep, from the tables of its replicas.
 
-An op of the block takes as long as the op of the slowest replica, because the replicas' ranks
-communicate within its layers. Bytes are an upper bound for each replica. A chunk of the block holds
-the maximum of the bytes over the replicas. K/V of all documents that a replica has in a group of
-positions count from the group's first forward to its last backward. The K/V gradients of the
-largest of these documents count while any backward of the group runs.
+An op takes as long as on the slowest replica, because the ranks of all replicas communicate within
+the op's layers. Bytes are an upper bound for every replica: a chunk of the block holds the maximum
+over the replicas. A group is a run of chunks with slices of the same documents. The K/V of a
+replica's documents in a group count from the group's first forward to its last backward. K/V
+gradients count only for the largest document, while any backward of the group runs.
 """
 
 import dataclasses
@@ -23,22 +23,22 @@ from megatron_epp.sim.in_step import in_step
 
 @dataclass(frozen=True, slots=True)
 class BlockLoads(Loads):
-    """Loads of a block's chunks (planner.chunks.block.BlockChunking) and of its replicas' chunks.
+    """Tokens and query-key pairs of a block's chunks, and of the chunks of each of its replicas.
 
-    ``members`` contains the loads of every replica. A replica's chunks are at the block's
-    positions, but hold the replica's own documents.
+    A block is a lockstep group of replicas (planner.chunks.block). ``members`` contains the loads
+    of each replica, whose chunk k runs at the same time as chunk k of the block.
     """
 
     members: tuple[Loads, ...]
 
 
 class BlockTables:
-    """Tables of a block's chunks: seconds of the slowest replica, and bytes that suffice for all.
+    """Tables of a lockstep group's chunks: seconds of the slowest replica, bytes that fit all.
 
     Args:
-        cost: cost of the layout.
-        loads: loads of the block and of its replicas.
-        kinds: op kinds of the tables.
+        cost: cost model, including the stages and parallel degrees.
+        loads: tokens and query-key pairs of the group's chunks and of each replica's chunks.
+        kinds: op kinds that the tables contain.
     """
 
     def __init__(self, cost: Cost, loads: BlockLoads, kinds: Sequence[Kind] = OF_LAYERS):
@@ -46,7 +46,7 @@ class BlockTables:
         self.members = [cost.tables(member, kinds=kinds) for member in loads.members]
 
     def of_counts(self, counts: Counts) -> Table:
-        """Return the block's table for recompute ``counts``, like :meth:`ChunkTables.of_counts`."""
+        """Return the table for ``counts``: number of layers by layer kind and recompute mode."""
         tables = [member.of_counts(counts) for member in self.members]
         combined = in_step(tables)[0]
         held: dict[Item, np.ndarray] = {}
@@ -70,7 +70,7 @@ class BlockTables:
 def tables_of(
     cost: Cost, loads: Loads, kinds: Sequence[Kind] = OF_LAYERS
 ) -> ChunkTables | BlockTables:
-    """Return :class:`BlockTables` for the loads of a block, else ``cost.tables``."""
+    """Return the tables of ``loads``: :class:`BlockTables` for a lockstep group of replicas."""
     if isinstance(loads, BlockLoads):
         return BlockTables(cost, loads, kinds)
     return cost.tables(loads, kinds=kinds)
@@ -79,7 +79,7 @@ def tables_of(
 def block_seconds(cost: Cost, kind: Kind, loads: Loads) -> np.ndarray:
     """Return [stages, chunks] seconds of an op kind.
 
-    For the loads of a block, return the seconds of the slowest replica.
+    If ``loads`` are of a lockstep group, the seconds are those of the slowest replica.
     """
     if isinstance(loads, BlockLoads):
         return np.max([cost.seconds.of(kind, member) for member in loads.members], axis=0)
@@ -87,10 +87,10 @@ def block_seconds(cost: Cost, kind: Kind, loads: Loads) -> np.ndarray:
 
 
 def _of_groups(item: Item, of_members: Sequence[np.ndarray], loads: BlockLoads) -> np.ndarray:
-    """Return [stages, groups]: the most that any member's documents in a group hold.
+    """Return [stages, groups] the maximum over the replicas of the bytes of a group's documents.
 
-    The K/V bytes of a member's documents in a group are summed. Of their K/V gradients only the
-    largest counts, because the documents run their backwards one after the other.
+    K/V bytes of a replica's documents in a group are added up. K/V gradients count only for the
+    largest document, because the documents run their backwards one after the other.
     """
     most = np.zeros((of_members[0].shape[0], len(loads.lengths)))
     for held, member in zip(of_members, loads.members, strict=True):

@@ -1,4 +1,4 @@
-"""Methods without a pipeline that ``compare`` shows next to the planners: an optional plug-in.
+"""Optional plug-in: methods without a pipeline that the command ``compare`` shows, too.
 
 The methods are in ``scripts/bench`` of a checkout, and not in the installed wheel.
 """
@@ -25,7 +25,7 @@ ABSENT = (
 
 @functools.cache
 def comparison_methods() -> Mapping[str, Method]:
-    """Return the methods of the checkout that this package runs from; none in a wheel."""
+    """Return the methods by name, if this package runs from a checkout; else an empty mapping."""
     if not (_FOLDER / _PACKAGE / "__init__.py").is_file():
         return {}
     if str(_FOLDER) not in sys.path:

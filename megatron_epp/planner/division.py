@@ -1,4 +1,4 @@
-"""Division of samples over replicas by predicted time, for loops that assign samples themselves.
+"""Division of samples over replicas by predicted time, for external training loops.
 
 Attention grows with the square of the length, so time is not proportional to length. This module
 does not import torch.
@@ -30,7 +30,7 @@ def divided(
     same_count: bool,
     prefixes: PrefixForest | None = None,
 ) -> Assignments:
-    """Return the samples of every replica.
+    """Return the indices of the samples of every replica.
 
     Arguments and errors are those of :func:`megatron_epp.divide`.
     """
@@ -61,19 +61,19 @@ def divided(
 def divided_trees(
     forest: PrefixForest, rates: Rates, replicas: int, most: int | None = None
 ) -> Assignments:
-    """Return the samples of every replica: at least 1, at most ``most``.
+    """Return the indices of the samples of every replica: at least 1, at most ``most``.
 
     A replica computes a prefix once for all of its samples that share the prefix. Samples with the
-    same root form a group, which stays together unless splitting it finishes earlier. Bisection
-    finds the earliest finish. For a bound, the longest groups are assigned first, each to the
-    replica with the least seconds so far. A group that would exceed the bound continues on another
-    replica, which computes the prefix again.
+    same root form a group. Bisection finds the smallest time limit for which a division exists. For
+    a given limit, groups are assigned longest first, each to the replica with the least seconds so
+    far. If a group would exceed the limit, its remaining samples go to another replica, which
+    computes the prefix again.
 
     Args:
         forest: samples and their shared prefixes.
-        rates: seconds per token and pair.
+        rates: seconds per token, query-key pair and chunk.
         replicas: number of replicas.
-        most: most samples of a replica; None for no limit.
+        most: maximum number of samples of a replica; None for no limit.
     """
     dealing = _Dealing(forest, node_seconds(forest, rates), replicas, most)
     division = dealing.within(math.inf)
@@ -94,7 +94,7 @@ def divided_trees(
 
 @dataclass(frozen=True, eq=False)
 class _Dealing:
-    """Assignment of samples to replicas within a bound; ``seconds`` are those of every node."""
+    """Assignment of samples to replicas within a time limit; prefix node n takes ``seconds[n]``."""
 
     forest: PrefixForest
     seconds: Sequence[float]
@@ -125,7 +125,7 @@ class _Dealing:
         return max(self._of([sample], self.paths) for sample in range(len(self.paths)))
 
     def within(self, bound: float) -> tuple[float, Assignments] | None:
-        """Return (seconds of the slowest replica, all assignments), or None above ``bound``."""
+        """Return (slowest replica's seconds, samples by replica); None if ``bound`` is too low."""
         taken = [0.0] * self.replicas
         assignments: list[list[int]] = [[] for _ in taken]
         has = [set[int]() for _ in taken]
@@ -136,10 +136,10 @@ class _Dealing:
             return taken[replica] + sum(self.seconds[n] for n in new)
 
         def first(samples: int) -> int:
-            """Return the replica with capacity that finishes first; -1 if there is none.
+            """Return the replica with the least seconds that can take ``samples`` more, or -1.
 
-            If the remaining samples are just enough for the empty replicas, only empty replicas
-            count.
+            If the remaining samples just suffice to give every empty replica one, only empty
+            replicas are considered.
             """
             empty = [replica for replica, assignment in enumerate(assignments) if not assignment]
             able = empty if left <= len(empty) else range(self.replicas)
@@ -168,7 +168,7 @@ class _Dealing:
 
 
 def node_seconds(forest: PrefixForest, rates: Rates) -> list[float]:
-    """Return the seconds of every node without its prefix."""
+    """Return the seconds of every node of the prefix forest, without its prefix."""
     ends = rates.document_seconds(np.array([node.stop for node in forest.nodes]))
     starts = rates.document_seconds(np.array([node.start for node in forest.nodes]))
     seconds: list[float] = (ends - starts).tolist()

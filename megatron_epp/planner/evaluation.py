@@ -23,10 +23,10 @@ SMALLER = 0.6
 
 
 def evaluation_plan(lengths: Sequence[int], cost: Cost) -> Plan:
-    """Return a forward-only plan: F, and H with vocabulary parallelism, in chunks of equal time.
+    """Return a forward-only plan with chunks of about equal time.
 
-    No activations are saved, so memory must hold a chunk's workspace and the K/V of one sliced
-    document at a time.
+    The plan has ops F, and H with vocabulary parallelism. No activations are saved, so memory must
+    only hold a chunk's workspace and the K/V of one sliced document at a time.
 
     Raises:
         PlanError: if this memory exceeds the budget.
@@ -37,16 +37,16 @@ def evaluation_plan(lengths: Sequence[int], cost: Cost) -> Plan:
 def evaluation_plans(
     lengths: Sequence[int], cost: Cost, options: Options, most: int | None = None
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Plan, ...]]:
-    """Return the documents and the forward-only plan of each replica of a block.
+    """Return the documents and the forward-only plan of each replica of a lockstep group.
 
     Args:
-        lengths: documents of the block.
-        cost: cost of the layout.
-        options: options of the planner.
-        most: token limit of a chunk, or None.
+        lengths: lengths of the lockstep group's documents.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        most: maximum number of tokens of a chunk; None if only memory limits it.
 
     Raises:
-        PlanError: if the K/V of a document do not fit.
+        PlanError: if a document's K/V and workspace do not fit, even in the smallest slices.
     """
     batch = SortedBatch.of(lengths)
     longest = int(batch.lengths[0])
@@ -72,10 +72,10 @@ def evaluation_plans(
 
 
 def _order(count: int, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
-    """Return [stages, ops] kinds and chunks of forwards in order, the same on every stage.
+    """Return [stages, ops] the op kinds and the chunks of a forward-only order, one for all stages.
 
-    With vocabulary parallelism, the H of chunk c follows the F of chunk c + stages. The last
-    stage's output for chunk c takes that long to arrive, and to pass back through the stages.
+    With vocabulary parallelism, the H of chunk c follows the F of chunk c + stages. In the meantime
+    the last stage's output for chunk c is computed and sent to all stages.
     """
     rules = rules_for(cost.layout.vocabulary_parallel, forward_only=True)
     order = [
@@ -91,10 +91,9 @@ def _order(count: int, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _turns(kinds: np.ndarray, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
-    """Return [ranks, ops] the stage of each op, and the op's index in that stage's order.
+    """Return [ranks, ops] the stage of each op, and the op's index in the stage's order.
 
-    ``kinds`` [stages, ops] are the same on every stage. Each stage runs an op one step after the
-    previous stage.
+    ``kinds`` [stages, ops] has equal rows. Each stage runs an op one step after the previous stage.
     """
     stages, ops = kinds.shape
     rows = []
@@ -112,7 +111,7 @@ def _turns(kinds: np.ndarray, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
 def _shares(
     batch: SortedBatch, cost: Cost, options: Options, most: int
 ) -> tuple[tuple[MemberPlan, ...], np.ndarray]:
-    """Return plans with chunks of at most ``most`` tokens, and their memory peaks [ranks]."""
+    """Return plans with chunks of at most ``most`` tokens, and their peak bytes [ranks]."""
     rates, width = rates_of(cost), options.lockstep
     total = float(rates.document_seconds(batch.lengths).sum())
     pp = cost.layout.stages

@@ -1,4 +1,4 @@
-"""Check that a document fits a stage at all, and the error if it does not."""
+"""Check that each document fits in memory at all, with errors and warnings for the user."""
 
 from collections.abc import Sequence
 
@@ -26,9 +26,9 @@ _SLICES = (1, 2, 4, 16)
 
 
 def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
-    """Return [stages] the peak bytes, without the states, of one document that runs alone.
+    """Return [stages] the peak bytes, without model states, if one document runs alone.
 
-    Everything is recomputed; all forwards run first, then all backwards.
+    All layers are recomputed. All forwards run first, then all backwards.
     """
     slices = max(1, min(slices, int(tokens)))
     edges = np.floor(np.linspace(0, tokens, slices + 1))
@@ -63,9 +63,9 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
 
 
 def most_tokens(cost: Cost) -> int:
-    """Return the tokens of the largest chunk of unsliced documents that every rank can hold.
+    """Return the maximum number of tokens of a chunk of unsliced documents that fits every rank.
 
-    Everything is recomputed.
+    The chunk's backward recomputes all layers.
     """
     # Subtract the workspace that does not depend on the chunk's size.
     headroom = cost.headroom_bytes - np.array(
@@ -76,10 +76,10 @@ def most_tokens(cost: Cost) -> int:
 
 
 def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
-    """Require that the longest document can be trained at all.
+    """Raise an error if the longest document cannot be trained with any plan.
 
-    All slices of a document are alive between its last forward and its first backward, so finer
-    slices do not help. Even with everything recomputed, every slice holds the inputs, K and V of
+    All slices of a document are in flight between its last forward and its first backward, so finer
+    slices do not help. Even if all layers are recomputed, every slice holds the inputs, K and V of
     its layers.
 
     Raises:
@@ -100,10 +100,10 @@ def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
 
 
 def overlong_for_replica(cost: Cost, lengths: Sequence[int], replicas: int) -> str | None:
-    """Return a warning if a document takes longer than a replica's part of the batch, else None.
+    """Return a warning if one document takes much longer than a replica's mean work, else None.
 
-    Assigning documents differently cannot help, since one replica must compute the long document.
-    More devices per replica can help.
+    Another assignment of documents does not help, because one replica must compute the long
+    document. More devices per replica can help.
     """
     seconds = rates_of(cost).document_seconds(np.asarray(lengths, np.int64))
     times = float(seconds.max() * replicas / seconds.sum())
@@ -121,14 +121,14 @@ def overlong_for_replica(cost: Cost, lengths: Sequence[int], replicas: int) -> s
 
 
 def planning_load(cost: Cost, plan_seconds: float, seconds: float) -> float:
-    """Return the planning time divided by the core time that hosts provide for planning.
+    """Return the planning load: core seconds of planning over core seconds reserved for planning.
 
-    Above 1, training waits for its plans.
+    If the load is above 1, training waits for its plans.
 
     Args:
-        cost: cost of a replica; the load is 0 if the number of devices per host is unknown.
+        cost: cost model of a replica; the load is 0 if the number of devices per host is unknown.
         plan_seconds: core seconds of planning one replica.
-        seconds: time of the iteration.
+        seconds: seconds of one iteration.
     """
     layout = cost.layout
     if layout.network is None:
@@ -139,7 +139,7 @@ def planning_load(cost: Cost, plan_seconds: float, seconds: float) -> float:
 
 
 def late_plans(cost: Cost, plan_seconds: float, seconds: float) -> str | None:
-    """Return a warning if planning cannot keep up (:func:`planning_load`), else None."""
+    """Return a warning if training would wait for plans (:func:`planning_load` > 1), else None."""
     load = planning_load(cost, plan_seconds, seconds)
     if load <= 1:
         return None
@@ -151,7 +151,7 @@ def late_plans(cost: Cost, plan_seconds: float, seconds: float) -> str | None:
 
 
 def no_plan_fits(cost: Cost, documents: tuple[int, ...], peaks: tuple[int, ...]) -> PlanError:
-    """Return the error for a batch whose documents fit individually, but not together."""
+    """Return the error for a batch that fits no plan, although each document alone fits."""
     over = [peak - budget for peak, budget in zip(peaks, cost.device_budget_bytes, strict=True)]
     rank = max(range(len(over)), key=lambda r: over[r])
     longest = max(range(len(documents)), key=lambda d: documents[d])

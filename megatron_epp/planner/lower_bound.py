@@ -20,18 +20,18 @@ def lower_bound_seconds(
 
     The bound is the work of the busiest stage, plus the time before its first input and after its
     last gradient. Every stage computes every token and pair once, including communication inside
-    ops, and pays the constants of at least one chunk. Before a stage can start, a chunk of at least
-    one token must pass through the previous stages; at the end, a gradient must pass back through
-    them. For every stage, the smaller of the bounds with split and with unsplit backwards counts.
-    No stage waits for a W, so a W can run while the last gradient passes back.
+    ops, and has the constant time of at least one chunk. Before a stage can start, a chunk of at
+    least one token must pass through the previous stages. At the end, a gradient must pass back
+    through them. Each stage has one bound for split and one for unsplit backwards; the smaller one
+    counts. No stage waits for a W, so a W can run while the last gradient passes back.
 
     With vocabulary parallelism, H runs before the last B of its stage, and no stage waits for a G.
-    A rank with several stages does the work of all its stages; messages between stages of the same
-    rank take no time.
+    A rank with several stages does the work of all its stages. Messages between stages of one rank
+    take no time.
 
     Args:
-        lengths: document lengths.
-        cost: cost of the layout.
+        lengths: document lengths of one replica.
+        cost: cost model, including the stages and parallel degrees.
         forward_only: whether there are no backwards.
         local: whether documents may run on one context-parallel rank, without exchange.
     """
@@ -70,7 +70,7 @@ def lower_bound_seconds(
 
 
 def least_seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
-    """Return [stages, features] seconds; without exchange if ``local``."""
+    """Return [stages, features] seconds per token, pair, etc.; without all-to-all if ``local``."""
     per = cost.seconds.per(kind)
     if local:
         per = per.copy()
@@ -79,13 +79,13 @@ def least_seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
 
 
 def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int, local: bool = False) -> float:
-    """Return the lower bound for ``width`` replicas, however documents are assigned to them.
+    """Return a lower bound on the time of ``width`` replicas, for any assignment of documents.
 
     Some replica has at least the mean work, and some replica has the longest document.
 
     Args:
         lengths: document lengths in descending order.
-        cost: cost of the layout.
+        cost: cost model, including the stages and parallel degrees.
         width: number of replicas.
         local: whether documents may run on one context-parallel rank; only for a single replica.
     """
@@ -96,9 +96,9 @@ def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int, local: bool
 
 
 def work_bound_seconds(loads: Loads, cost: Cost) -> float:
-    """Return the busiest rank's work, a lower bound for any order of chunks with these loads.
+    """Return the busiest rank's seconds of work: a lower bound for any order of these chunks.
 
-    Nothing is recomputed, and backwards are split if that is cheaper.
+    No layer is recomputed, and backwards are split if that is faster.
     """
     of = {kind: block_seconds(cost, kind, loads) for kind in (*OF_LAYERS, *OF_HEAD)}
     backward = np.minimum(of[Kind.BACKWARD], of[Kind.INPUT] + of[Kind.WEIGHT])
@@ -107,7 +107,7 @@ def work_bound_seconds(loads: Loads, cost: Cost) -> float:
 
 
 def ordered_bound_seconds(chunking: Chunking, loads: Loads, cost: Cost) -> float:
-    """Return a lower bound for plans that run these chunks in this order, with unsplit backwards.
+    """Return a lower bound in seconds for all plans with this chunk order and unsplit backwards.
 
     Every stage waits for the first chunk, does all its work, and waits for the last gradient.
     """

@@ -48,14 +48,14 @@ class Options:
     """Arguments of a planner besides lengths and cost.
 
     Attributes:
-        context: token limit of a document, and pack size of `packing`; 0: length of the longest
-            document.
-        levers: names of LEVERS that `epp` may use.
+        context: maximum number of tokens of a document, and pack size of planner `packing`; 0:
+            length of the longest document.
+        levers: names of the LEVERS that planner `epp` may use.
         effort: amount of search; 0: take the first good plan; None: depends on the batch
             (:func:`with_effort`).
         open_layers: whether the planner may change the number of layers per stage (lever `uneven`).
-        lockstep: number of replicas of a block, which shard the experts of a layer and share one op
-            template (ir.program.op_template); 1: every replica is planned individually.
+        lockstep: number of replicas that share experts and one op template (a block, see
+            ir.program.op_template); 1: every replica is planned individually.
         whole: whether documents must not be sliced, for example because routers compare all tokens
             of a document.
     """
@@ -69,7 +69,7 @@ class Options:
 
     @property
     def search_effort(self) -> int:
-        """Effort of a search; EFFORT if it depends on the batch and was not set for one."""
+        """Effort of a search; EFFORT if ``effort`` is None."""
         return EFFORT if self.effort is None else self.effort
 
     def __post_init__(self):
@@ -83,10 +83,10 @@ class Options:
 
 
 def with_effort(options: Options, documents: int, seconds: float) -> Options:
-    """Return ``options`` with an effort: the user's, or an effort that depends on the batch.
+    """Return ``options`` with an effort: the given one, or else one that depends on the batch.
 
     Args:
-        options: options of the planner.
+        options: planner options, such as levers and effort.
         documents: number of documents of a replica.
         seconds: seconds of a replica's work on an average stage.
     """
@@ -107,9 +107,9 @@ def default_levers(device: str, host_memory: bool = False) -> frozenset[str]:
 
 
 def parse_levers(text: str, default: frozenset[str] = TRAINING_LEVERS) -> frozenset[str]:
-    """Return the levers that ``text`` names: default, all, none or names, separated by commas.
+    """Return the levers that ``text`` lists: default, all, none or names, separated by commas.
 
-    ``-name`` removes a lever: ``all,-wsplit`` names all levers except `wsplit`.
+    ``-name`` removes a lever: ``all,-wsplit`` means all levers except `wsplit`.
 
     Raises:
         ValueError: if a name is unknown.

@@ -13,9 +13,9 @@ CHUNKS_PER_STAGE = 4  # typical for plans of a pipeline
 def gpu_row_multiple(
     batches: Sequence[Sequence[int]], stages: int, replicas: int, ranks: int
 ) -> int:
-    """Return the multiple to which the rows of a rank are padded on GPUs.
+    """Return the row multiple: on GPUs, a rank pads its rows of a chunk to a multiple of it.
 
-    A chunk is padded by half a multiple on average.
+    On average, padding adds half of this number to a rank's rows.
 
     Args:
         batches: document lengths of some batches; () if unknown.

@@ -1,8 +1,8 @@
 """Table of the planners by name.
 
-A planner is a function ``draft(batch, cost, options)``. This module does what all planners have in
-common: it sorts the batch, refuses documents that cannot fit, and checks, simulates and times the
-draft.
+A planner is a function ``draft(batch, cost, options)`` that returns a plan as arrays. This module
+contains the common steps of all planners: it sorts the batch, refuses documents that cannot fit,
+checks and simulates the draft, and measures the planning time.
 """
 
 import dataclasses
@@ -49,13 +49,13 @@ class Planner:
     """A planner and the name that training and all commands use for it.
 
     Attributes:
-        name: name of the planner.
-        draft: function that returns the plan of a batch as arrays; None only if it is called with a
-            bound on seconds.
+        name: name of the planner, such as "epp" or "packing".
+        draft: function that returns the plan of a batch as arrays. It returns None only if the
+            caller sets a time limit.
         whole: whether the planner can leave all documents unsliced.
         compared: whether ``compare`` shows the planner by default.
-        takes: function that returns whether the planner supports a placement.
-        placements: description of the supported placements.
+        takes: function that returns whether the planner supports a placement of stages on ranks.
+        placements: description of the supported placements, for error messages.
 
     Example::
 
@@ -76,7 +76,7 @@ class Planner:
         return planned
 
     def require_place(self, place: Place) -> None:
-        """Raise a ValueError if the planner does not support the placement."""
+        """Raise a ValueError if the planner does not support ``place``, the rank of every stage."""
         if not self.takes(place):
             raise ValueError(
                 f"planner {self.name!r} does not plan stages on ranks "
@@ -84,10 +84,10 @@ class Planner:
             )
 
     def plan_block(self, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
-        """Plan the documents of a block of ``options.lockstep`` replicas, and assign them.
+        """Assign documents to a lockstep group of ``options.lockstep`` replicas, and plan each.
 
         Raises:
-            PlanError: if a document fits no plan.
+            PlanError: if a document does not fit in memory with any plan.
             ValueError: if the planner does not support the placement.
         """
         began = time.perf_counter()
@@ -105,7 +105,7 @@ class Planner:
 def _with_effort(batch: SortedBatch, cost: Cost, options: Options) -> Options:
     """Return ``options`` with an effort for the batch.
 
-    If the user set no effort, a block gets the effort of one replica times the number of replicas.
+    If the user set no effort, a lockstep group of n replicas gets n times one replica's effort.
     """
     seconds = float(rates_of(cost).document_seconds(batch.lengths).sum())
     chosen = with_effort(
@@ -141,7 +141,7 @@ PACKED, STOCK, OVERLAPPED = "packing", "packing-best", "packing-overlap"
 
 
 def planner_and_cost(name: str, cost: Cost) -> tuple[str, Cost]:
-    """Return the planner of a row of ``compare`` or ``tune``, and the cost to plan with."""
+    """Return the planner's name for row ``name`` of ``compare`` or ``tune``, and its cost model."""
     if name != OVERLAPPED:
         return name, cost
     # The buffers of the tensor-parallel overlap have one shape for the run (cost/overlap.py).
@@ -152,7 +152,7 @@ def planner_of(name: str, full_documents: bool = False) -> Planner:
     """Return the planner called ``name``.
 
     Raises:
-        ValueError: if the name is unknown, names a baseline that makes no pipeline plan, or if
+        ValueError: if the name is unknown, if it is a baseline without a pipeline plan, or if
             ``full_documents`` is set and the planner slices documents.
     """
     if name == OVERLAPPED:

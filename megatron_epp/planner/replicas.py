@@ -42,20 +42,20 @@ def balance_replicas(
     seconds: np.ndarray | None = None,
     most: int | None = None,
 ) -> Assignments:
-    """Assign every document to a replica: longest first, each to the replica that finishes first.
+    """Assign documents to replicas: longest first, each to the replica with the least work so far.
 
     Args:
         lengths: document lengths of the batch.
-        cost: cost of the layout.
+        cost: cost model, including the stages and parallel degrees.
         replicas: number of replicas.
         overhead: for every replica, seconds of its plan in addition to the work of its documents.
-        least: least number of documents of a replica.
-        seconds: work of every document; default: the work of documents sharded over all
-            context-parallel ranks.
-        most: most documents of a replica; None for no limit.
+        least: minimum number of documents of a replica.
+        seconds: seconds of work of every document; default: the work if documents are sharded over
+            all context-parallel ranks.
+        most: maximum number of documents of a replica; None for no limit.
 
     Returns:
-        The documents of every replica, in the order of the batch.
+        For every replica, the indices of its documents, in the order of the batch.
 
     Raises:
         ValueError: if there are too few documents.
@@ -97,18 +97,18 @@ def balance_blocks(
     overhead: Sequence[float] | None = None,
     seconds: np.ndarray | None = None,
 ) -> Assignments:
-    """Balance documents over ``blocks`` of ``lockstep`` replicas.
+    """Assign documents to ``blocks`` lockstep groups of ``lockstep`` replicas each, by time.
 
-    Every replica gets a document if there are enough documents. Otherwise some blocks get fewer
-    documents than they have replicas.
+    If there are enough documents, a block (lockstep group) gets at least one for each of its
+    replicas.
 
     Args:
         lengths: document lengths of the batch.
-        cost: cost of the layout.
+        cost: cost model, including the stages and parallel degrees.
         blocks: number of blocks.
         lockstep: number of replicas of a block.
         overhead: for every block, seconds of its plan in addition to the work of its documents.
-        seconds: work of every document.
+        seconds: seconds of work of every document.
     """
     slowness = block_slowness(lengths, cost, blocks, lockstep)
     if slowness is not None:
@@ -120,10 +120,10 @@ def balance_blocks(
 def block_slowness(
     lengths: Sequence[int], cost: Cost, blocks: int, lockstep: int
 ) -> np.ndarray | None:
-    """Return [blocks] the seconds of each block's slowest rank, relative to the fastest block.
+    """Return [blocks] the time of each block's slowest rank, relative to the fastest block.
 
-    Return None if all replicas are alike. Raise a ValueError if the cost model was measured on
-    another number of replicas.
+    A block is a lockstep group of replicas. Return None if all replicas have equal devices. Raise a
+    ValueError if the cost model was measured on another number of replicas.
     """
     measured, ranks = cost.layout.profile.replica_slowness, cost.layout.placement.ranks
     if not measured:
@@ -152,7 +152,7 @@ def _balance_unlike(
 ) -> Assignments:
     """Assign each document, longest first, to the replica that would finish it first.
 
-    A slow replica may get no document. ``slowness`` is the result of :func:`block_slowness`.
+    A slow replica may get no document. A document takes ``slowness[r]`` times as long on replica r.
     """
     if seconds is None:
         seconds = rates_of(cost).document_seconds(np.asarray(lengths, dtype=np.int64))
@@ -174,20 +174,20 @@ def plan_step(
     replicas: int = 1,
     run: Runner = in_turn,
 ) -> PlannedStep:
-    """Balance documents over replicas, and plan each replica.
+    """Assign documents to replicas by time, and plan each replica.
 
-    All replicas have the same layers per stage. If layers are open and the replicas' plans have
-    different layers, the layers of the slowest replica are compared with the layers of ``cost``.
+    All replicas have the same layers per stage. If ``options.open_layers`` and the replicas' plans
+    differ in layers, the layers of the slowest replica and those of ``cost`` are compared.
     Replicas in lockstep (``options.lockstep``) are planned together: documents are balanced over
-    the blocks, and within a block so that chunks at one position are alike.
+    lockstep groups, and within a group so that chunks that run at the same time take equally long.
 
     Args:
         lengths: document lengths of the global batch.
-        cost: cost of the layout.
-        options: options of the planner.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
         planner: name of the planner.
         replicas: number of replicas.
-        run: maps a function over tasks, in worker processes if there are any.
+        run: function that maps a function over tasks, for example in worker processes.
 
     Raises:
         ValueError: if the documents cannot be divided or planned.
@@ -227,17 +227,17 @@ def plan_part(
     replica: int,
     stands_in_for: str | None = None,
 ) -> StepPart:
-    """Return the part of :func:`plan_step`'s result for the block that contains ``replica``.
+    """Return the part of :func:`plan_step`'s result for the lockstep group of ``replica``.
 
     Args:
         lengths: document lengths of the global batch, which is divided over all replicas.
-        cost: cost of the layout, the same for all replicas.
-        options: options of the planner, the same for all replicas.
+        cost: cost model, the same for all replicas.
+        options: planner options, the same for all replicas.
         planner: name of the planner.
         replicas: number of replicas of the job.
-        replica: number of the replica.
-        stands_in_for: planner of the other replicas, whose division of documents is used; None:
-            ``planner``.
+        replica: index of the replica.
+        stands_in_for: planner that the other replicas use; it determines the division of documents.
+            None: ``planner``.
     """
     block = replica // options.lockstep
     others, units = stands_in_for or planner, replicas // options.lockstep
@@ -259,15 +259,15 @@ def plan_part(
 def divide_documents(
     lengths: Sequence[int], cost: Cost, options: Options, replicas: int, planner: str
 ) -> Assignments:
-    """Return the documents of every block (without lockstep: of every replica).
+    """Return the indices of the documents of every lockstep group, or else of every replica.
 
-    The result depends on lengths, options and cost model alone, so that every planner process
-    computes the same division. For few replicas, :func:`_planned` refines the division.
+    The result depends only on the arguments, so that every planner process computes the same
+    division. For few replicas, :func:`_planned` refines the division.
 
     Args:
         lengths: document lengths of the global batch.
-        cost: cost of the layout.
-        options: options of the planner, including lockstep.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, including the number of replicas per lockstep group.
         replicas: number of replicas.
         planner: name of the planner.
     """
@@ -281,10 +281,10 @@ def divide_documents(
 def _document_seconds(
     lengths: Sequence[int], cost: Cost, options: Options, units: int, planner: str
 ) -> np.ndarray | None:
-    """Return the seconds of each document for ``planner``, as :func:`balance_replicas` uses them.
+    """Return the seconds of each document for ``planner``; None: the default seconds.
 
-    Documents that `epp` will assign to one context-parallel rank have no exchange time. Return None
-    for the default seconds.
+    If planner `epp` will probably assign a document to one context-parallel rank, the document's
+    seconds do not include all-to-all.
     """
     local = planner == "epp" and "local" in options.levers and can_be_local(cost, options)
     if units <= BALANCED_TWICE or not local:
@@ -302,10 +302,10 @@ def _parts(
     blocks: Mapping[int, tuple[Assignments, Sequence[Plan]]],
     replicas: int,
 ) -> list[StepPart]:
-    """Return the step parts of ``blocks``, whose keys are block numbers.
+    """Return the step parts (documents and plans of replicas) of some lockstep groups.
 
-    A block's value contains the documents of each of its replicas, numbered within the block, and
-    the replicas' plans.
+    Keys of ``blocks`` are indices of lockstep groups. A value contains, for each replica of the
+    group, its documents as indices within the group, and its plan.
     """
     division = hashlib.sha256(repr(assigned).encode()).hexdigest()[:16]
     return [
@@ -322,15 +322,15 @@ def _parts(
 
 
 def plan_block(planner: str, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
-    """Plan the documents of a replica, or of a block in lockstep.
+    """Plan the documents of one replica or of one lockstep group.
 
-    A block gets the effort of one replica times the number of replicas.
+    A lockstep group of n replicas gets n times the effort of one replica.
 
     Args:
         planner: name of the planner.
-        lengths: document lengths.
-        cost: cost of the layout.
-        options: options of the planner.
+        lengths: document lengths of the replica or group.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
     """
     if options.effort is not None:
         effort = min(options.effort * options.lockstep, MOST_EFFORT)
@@ -351,7 +351,8 @@ def plan_block(planner: str, lengths: Sequence[int], cost: Cost, options: Option
 def _with_stand_ins(lengths: Sequence[int], options: Options) -> list[int]:
     """Return ``lengths``, plus a document of one token for each replica that would have none.
 
-    Planners require a document per replica, and an empty chunk takes about as long as one token.
+    Planners require at least one document per replica. An empty chunk takes about as long as a
+    chunk of one token.
     """
     return [*lengths, *[1] * (options.lockstep - len(lengths))]
 
@@ -359,9 +360,9 @@ def _with_stand_ins(lengths: Sequence[int], options: Options) -> list[int]:
 def _without_stand_ins(
     assignments: Assignments, plans: Sequence[Plan], documents: int
 ) -> tuple[Assignments, list[Plan]]:
-    """Return assignments and plans with only the first ``documents`` documents of the block.
+    """Return assignments and plans with only the first ``documents`` documents.
 
-    A removed document leaves an empty chunk, or a chunk with the remaining documents.
+    Chunks of removed documents stay in the plan; they may be empty.
     """
     if documents >= len(plans):
         return assignments, list(plans)
@@ -387,7 +388,7 @@ def _with_layers(
     planner: str,
     run: Runner,
 ) -> tuple[Assignments, list[PlannedBlock]]:
-    """Return the best result of the ``costs``, which have different layers per stage."""
+    """Return the best assignment and plans over ``costs`` with different layers per stage."""
     closed = dataclasses.replace(options, open_layers=False)
     results, reasons = [], []
     for cost in costs:
@@ -412,9 +413,10 @@ def _planned(
     planner: str,
     run: Runner = in_turn,
 ) -> tuple[Assignments, list[PlannedBlock]]:
-    """Return the documents of every block, and the planned blocks.
+    """Return the documents of every lockstep group, and the groups' plans.
 
-    Few replicas (BALANCED_TWICE) are balanced twice, and the better division is returned.
+    If there are at most BALANCED_TWICE groups, documents are assigned twice, the second time with
+    the times of the first plans. The better division is returned.
     """
     width = options.lockstep
     units = replicas // width
@@ -454,7 +456,7 @@ def _planned(
 
 
 def _local(assigned: Assignments, blocks: Sequence[PlannedBlock], documents: int) -> np.ndarray:
-    """Return [documents] whether one context-parallel rank computes the document alone."""
+    """Return, for each document, whether one context-parallel rank computes it alone."""
     local = np.zeros(documents, dtype=bool)
     for held, block in zip(assigned, blocks, strict=True):
         for within, replica_plan in zip(block.assignments, block.planned, strict=True):
@@ -466,14 +468,14 @@ def _local(assigned: Assignments, blocks: Sequence[PlannedBlock], documents: int
 def evaluation_step(
     lengths: Sequence[int], cost: Cost, options: Options, replicas: int, most: int | None = None
 ) -> Step:
-    """Return a forward-only step: documents balanced, with a plan for every replica.
+    """Return a forward-only step: documents and a forward-only plan for every replica.
 
     Args:
         lengths: document lengths of the global batch.
-        cost: cost of the layout.
-        options: options of the planner, including lockstep.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, including the number of replicas per lockstep group.
         replicas: number of replicas.
-        most: token limit of a chunk; None if only memory limits it.
+        most: maximum number of tokens of a chunk; None if only memory limits it.
     """
     every = range(replicas // options.lockstep)
     return Step.of_parts(_evaluation_parts(lengths, cost, options, replicas, every, most))
@@ -487,15 +489,15 @@ def evaluation_part(
     replica: int,
     most: int | None = None,
 ) -> StepPart:
-    """Return the part of :func:`evaluation_step`'s result for the block with ``replica``.
+    """Return the part of :func:`evaluation_step`'s result for the lockstep group of ``replica``.
 
     Args:
         lengths: document lengths of the global batch.
-        cost: cost of the layout.
-        options: options of the planner, including lockstep.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, including the number of replicas per lockstep group.
         replicas: number of replicas.
-        replica: number of the replica.
-        most: token limit of a chunk; None if only memory limits it.
+        replica: index of the replica.
+        most: maximum number of tokens of a chunk; None if only memory limits it.
     """
     block = replica // options.lockstep
     (part,) = _evaluation_parts(lengths, cost, options, replicas, (block,), most)

@@ -7,15 +7,15 @@ from megatron_epp.ir import Plan, Step
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerResult:
-    """Result of planning one replica's documents by any method.
+    """Result of planning one replica's documents, with or without a pipeline.
 
     Attributes:
         planner: name of the planner.
         seconds: predicted time of the iteration.
-        lower_bound_seconds: lower bound for these lengths and layers per stage.
-        bubble_ratio: idle fraction of ranks x seconds.
-        recompute_ratio: fraction of ranks x seconds for recompute.
-        comm_ratio: fraction of ranks x seconds for exposed communication.
+        lower_bound_seconds: lower bound on this time, for these lengths and layers per stage.
+        bubble_ratio: idle time of all ranks / (ranks x seconds).
+        recompute_ratio: recompute time of all ranks / (ranks x seconds).
+        comm_ratio: exposed communication of all ranks / (ranks x seconds).
         peak_bytes: peak bytes on the device: per stage, per rank if ranks have several stages, or
             per group and micro-batch if there is no pipeline.
         fits: whether the peaks are within the budgets.
@@ -51,14 +51,14 @@ class PlannerResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedReplica(PlannerResult):
-    """Plan of one replica, checked and simulated until all stages have drained."""
+    """Plan of one replica, checked and simulated to the end of the last op of all stages."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """Plans of one iteration of the whole job: one plan per replica, with balanced documents."""
+    """Plans of one iteration of the whole job: one plan per replica, with its documents."""
 
     step: Step
     planned: tuple[PlannedReplica, ...]
@@ -66,5 +66,5 @@ class PlannedStep:
 
     @property
     def seconds(self) -> float:
-        """Time of the slowest replica."""
+        """Predicted time of the slowest replica."""
         return max(planned.seconds for planned in self.planned)

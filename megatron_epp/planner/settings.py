@@ -11,7 +11,7 @@ from megatron_epp.planner.options import EFFORT, MANY_EFFORT, MOST_EFFORT
 
 @dataclass(frozen=True, slots=True)
 class SharedSettings:
-    """Default, unit and help of each setting; :func:`shared_setting` makes a field of a setting."""
+    """Default, unit and help of each setting; :func:`shared_setting` copies a setting's field."""
 
     planner: str = flag(
         "epp",
@@ -78,12 +78,12 @@ _FIELDS = {each.name: each for each in fields(SharedSettings)}
 
 
 def shared_setting(name: str, more: str = "", **changes: Any) -> Any:
-    """Return a field like ``name`` of :class:`SharedSettings`.
+    """Return a dataclass field that is a copy of a field of :class:`SharedSettings`.
 
     Args:
         name: name of the setting.
-        more: text to append to its help.
-        changes: another ``default``, or other arguments of ``add_argument``.
+        more: text to append to the setting's help.
+        changes: new values of ``default`` or of arguments of ``add_argument``.
     """
     setting = _FIELDS[name]
     how = {"default": setting.default, **setting.metadata, **changes}

@@ -1,7 +1,8 @@
-"""Colours of pictures: a family per kind of op, shades for chunks, an accent per cut document.
+"""Colours of ops in pictures.
 
-Within a family, the slices of a cut document darken from the first slice to the last. Packs
-alternate between two pale shades, so that adjacent chunks differ.
+Every op kind has a family of colours, with a shade for each chunk. The slices of a cut document
+darken from the first slice to the last. Packs alternate between two pale shades, so that adjacent
+chunks differ. Every cut document also has an accent colour.
 """
 
 import colorsys
@@ -16,9 +17,9 @@ class Family:
     """Appearance of one kind of op in all pictures.
 
     Attributes:
-        name: name in legends.
+        name: name of the op kind in legends.
         hue: hue in degrees.
-        saturation: saturation of slices; packs are paler.
+        saturation: saturation of slices, from 0 to 1; packs are paler.
         sign: character that follows the label in text charts.
         ansi: ANSI colour code for terminals.
         trace: name of a colour of the Chrome trace format.
@@ -32,7 +33,7 @@ class Family:
     trace: str = ""
 
     def shade(self, lightness: float, saturation: float | None = None) -> str:
-        """Return the family's colour with ``lightness``, as ``#rrggbb``."""
+        """Return the family's colour with ``lightness`` (0 to 1), as ``#rrggbb``."""
         chosen = self.saturation if saturation is None else saturation
         red, green, blue = colorsys.hls_to_rgb(self.hue / 360, lightness, chosen)
         return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
@@ -74,8 +75,8 @@ class Palette:
     """Colours of the chunks of one plan.
 
     Attributes:
-        lightness: lightness of each chunk, in every family.
-        saturation: factor on the family's saturation, for each chunk.
+        lightness: lightness of each chunk, for all op kinds.
+        saturation: for each chunk, factor on the saturation of the op kind's family.
         accent: accent colour of each chunk's cut document, or "" for packs.
     """
 
@@ -84,7 +85,7 @@ class Palette:
     accent: tuple[str, ...]
 
     def fill(self, kind: Kind, chunk: int) -> str:
-        """Return the colour of an op."""
+        """Return the fill colour of an op of ``kind`` on ``chunk``."""
         family = FAMILIES[kind]
         return family.shade(self.lightness[chunk], family.saturation * self.saturation[chunk])
 
@@ -120,10 +121,10 @@ _MOST_SWATCHES = 4
 
 
 def shades(paints: Palette) -> tuple[str, ...]:
-    """Return the legend's sample colours of the shades.
+    """Return three sample colours for the legend, or () if no document is cut.
 
-    The three colours show a whole document, the first slice of a cut document and the last slice.
-    The tuple is empty if no document is cut.
+    The colours are those of a whole document, of the first slice of a cut document, and of its last
+    slice.
     """
     if not any(paints.accent):
         return ()

@@ -20,7 +20,8 @@ def grid_text(
         rows: number of rows.
         columns: number of columns.
         cells: (group, label) of every node that has ranks; the text shows the label.
-        failed: nodes that failed; nodes neither in ``cells`` nor in ``failed`` are spare.
+        failed: (row, column) of failed nodes. All nodes that are not in ``cells`` or ``failed`` are
+            spare.
     """
     failed = set(failed)
     known = {place: label for place, (_, label) in cells.items()}
@@ -54,7 +55,8 @@ def grid_drawing(
         rows: number of rows.
         columns: number of columns.
         cells: (group, label) of every node that has ranks; the group determines the colour.
-        failed: nodes that failed; nodes neither in ``cells`` nor in ``failed`` are spare.
+        failed: (row, column) of failed nodes. All nodes that are not in ``cells`` or ``failed`` are
+            spare.
         failed_links: pairs of nodes whose link failed, drawn as dashed lines.
         names: name of every node, shown when the pointer is over the node.
         title: heading of one line.
@@ -102,7 +104,7 @@ def grid_drawing(
 
 
 def group_colour(group: int, groups: int) -> str:
-    """Return a light colour for one of ``groups`` groups; adjacent groups differ clearly."""
+    """Return a light colour for group number ``group``; adjacent groups have different hues."""
     hue = group / groups if groups < 4 else group * 0.381966 % 1.0
     red, green, blue = colorsys.hls_to_rgb(hue, 0.74, 0.62)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"

@@ -1,8 +1,8 @@
 """HTML page that shows an iteration in a browser, without network access.
 
-It shows the timeline and memory of every rank, the contents and recompute of every chunk, the
-critical path, and the reason for each bubble. It has zoom, pan, hover, search and tables. Two runs
-of one plan are drawn one above the other.
+The page shows the timeline and memory of every rank, the contents and recompute of every chunk, the
+critical path, and the reason for each bubble. It has zoom, pan, hover, search and tables. Several
+runs of one plan are drawn one above the other.
 """
 
 import html
@@ -80,7 +80,7 @@ def part(name: str) -> str:
 
 
 def _data(runs: tuple[Timeline, ...], title: str) -> dict[str, Any]:
-    """Return the data of the page's script: plan, legend, rules and runs."""
+    """Return the data for the page's script: plan, legend, rule table and runs."""
     plan = runs[0].plan
     names, paints, slices = chunk_names(plan), palette(plan), slices_of(plan)
     rules = rules_of(plan)
@@ -184,5 +184,5 @@ def _run(run: Timeline) -> dict[str, Any]:
 
 
 def _short(seconds: float) -> float:
-    """Round to ten digits, to keep pages with thousands of ops small."""
+    """Round to ten significant digits, to keep pages with thousands of ops small."""
     return float(f"{seconds:.10g}")

@@ -1,4 +1,4 @@
-"""Drawings of one timeline, predicted or measured, or of two timelines above each other.
+"""Drawings of one timeline (predicted or measured), or of two timelines on one time axis.
 
     title, totals
     legend
@@ -7,7 +7,7 @@
              0 s    0.5    1.0
     memory of each rank and its budget, on the same time axis
 
-Text is at the left, because the right end of a wide picture may not be visible.
+Names and numbers are at the left, because the right end of a wide picture may not be visible.
 """
 
 import math
@@ -75,7 +75,7 @@ def draw_timeline(timeline: Timeline, width: float | None = None) -> Drawing:
 
 
 def draw_comparison(predicted: Timeline, measured: Timeline, width: float | None = None) -> Drawing:
-    """Return a drawing of two runs above each other on one time axis."""
+    """Return a drawing of two runs, one above the other, on one time axis."""
     return _drawing([predicted, measured], width)
 
 
@@ -189,10 +189,10 @@ def _next_to(name: str, numbers: str, y: float, height: float, colour: str = "")
 
 
 def _critical(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterator[Shape]:
-    """Yield the critical path under the bars, with a thin line from each op to the next.
+    """Yield the critical path: a line under each op's bar, and thin lines between the ops.
 
-    Outlines of ops would cover bars of a few pixels. Without the thin lines, short ops would look
-    like separate dots.
+    Outlines around the bars would cover bars of a few pixels. Without the thin lines, short ops
+    would look like separate dots.
     """
     ran = {(record.stage, record.op): record for record in timeline.records}
     before: tuple[float, float] | None = None
@@ -210,7 +210,7 @@ def _critical(timeline: Timeline, axis: _Axis, top: float, row: float) -> Iterat
 
 
 def _label_size(text: str, width: float, row: float) -> float:
-    """Return the largest font size at which ``text`` fits on a bar."""
+    """Return the maximum font size at which ``text`` fits on a bar, all sizes in pixels."""
     return min(_TEXT, row * 0.6, (width - _PADDING) / text_width(text, 1.0))
 
 
@@ -219,7 +219,7 @@ def _fits(text: str, width: float, row: float) -> bool:
 
 
 def _fitting(timeline: Timeline, axis: _Axis, row: float, first: int) -> int:
-    """Return the number of bars with space for their op's name from character ``first`` on."""
+    """Return the number of bars that have space for the op's name without ``first`` characters."""
     return sum(
         _fits(timeline.name(r)[first:], axis.x(r.stop) - axis.x(r.start), row)
         for r in timeline.records
@@ -227,7 +227,7 @@ def _fitting(timeline: Timeline, axis: _Axis, row: float, first: int) -> int:
 
 
 def _lost(timeline: Timeline, axis: _Axis, row: float) -> int:
-    """Return the number of bars too narrow for their number, or 0 if there are few."""
+    """Return the number of bars that are too narrow for a label, or 0 if there are few of them."""
     bars = len(timeline.records)
     lost = bars - _fitting(timeline, axis, row, 1)
     return lost if lost > (1 - _NUMBERED) * bars else 0
@@ -262,7 +262,7 @@ def _bar(
 
 
 def hover(timeline: Timeline, names: tuple[str, ...], record: Timed) -> str:
-    """Return the text that is shown when the pointer is over the op of ``record``."""
+    """Return the text to show when the pointer is over the op of ``record``."""
     op = record.op
     chunk = timeline.plan.chunks[op.chunk]
     lines = [
@@ -291,7 +291,7 @@ _Entry = tuple[tuple[str, ...], float, float, str]
 
 
 def _legend(timelines: list[Timeline], width: float, y: float) -> tuple[list[Shape], float]:
-    """Return the legend of all colours and marks that occur, and the ``y`` at which it ends."""
+    """Return the legend of the colours and marks in use, and the y coordinate of its end."""
     shapes: list[Shape] = []
     x = 14.0
     for marks, down, thick, text in _entries(timelines):
@@ -333,7 +333,7 @@ def _entries(timelines: list[Timeline]) -> Iterator[_Entry]:
 
 
 def _memory(timeline: Timeline, axis: _Axis, y: float) -> tuple[list[Shape], float]:
-    """Return the memory curves of all ranks, to one scale, and the ``y`` at which they end."""
+    """Return the memory curves of all ranks, on one scale, and the y coordinate of their end."""
     height = max(22.0, min(54.0, 360.0 / timeline.ranks))
     budgets = timeline.budget_bytes
     most = max([*timeline.peak_bytes, *budgets, 1.0])
@@ -367,7 +367,7 @@ def _memory(timeline: Timeline, axis: _Axis, y: float) -> tuple[list[Shape], flo
 
 
 def _steps(points: list[tuple[float, float]]) -> Iterator[tuple[float, float]]:
-    """Yield the corners of a curve that keeps each value until the next point."""
+    """Yield the corners of a step curve, which holds each value until the next point."""
     height = None
     for x, y in points:
         if height is not None:

@@ -1,4 +1,4 @@
-"""Output of a drawing as PNG, by matplotlib's raster back end."""
+"""Output of a drawing as a PNG file, by matplotlib's raster back end."""
 
 import io
 
@@ -10,7 +10,7 @@ _MOST_PIXELS = 16384
 
 
 def to_png(drawing: Drawing, scale: float = 2.0) -> bytes:
-    """Return the PNG with ``scale`` device pixels per pixel; fewer for a very large drawing."""
+    """Return the PNG file, enlarged by ``scale``, or by less if the drawing is very large."""
     scale = min(scale, _MOST_PIXELS / max(drawing.width, drawing.height))
     # Imported here, because the import takes half a second and text pictures do not need it. Not
     # pyplot, which would choose a window system and keep every figure in memory.

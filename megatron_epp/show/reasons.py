@@ -1,6 +1,7 @@
-"""Reasons for bubbles and the critical path of measured runs, from records and the rule table.
+"""Reasons for bubbles, and the critical path, of measured runs.
 
-The simulator, which also knows the state of its links, computes both itself (sim/play).
+Both are derived from records of ops and the rule table. For simulated runs, the simulator computes
+both, because it also knows the state of the links (sim/play).
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ LATE = "what it needs is there: message, launch or host are late"
 
 
 def finished(plan: Plan) -> str:
-    """Return the reason why a rank is idle until the end."""
+    """Return the reason why a rank is idle after its last op."""
     return f"the {'rank' if plan.shares_ranks else 'stage'} has finished"
 
 
@@ -19,13 +20,13 @@ Ran = dict[tuple[int, Op], Timed]
 
 
 def op_of(record: Timed) -> Op:
-    """Return the op of a record that is not a transfer."""
+    """Return the op of a record; the record must not be a send or receive."""
     assert isinstance(record.op, Op)
     return record.op
 
 
 def waited_for(plan: Plan, records: Sequence[Timed]) -> dict[tuple[int, Op], tuple[Timed, Need]]:
-    """Return for every op with needs the producer that finished last, and the need it meets."""
+    """Return {(stage, op): (record of the op that computed its last input, dependency)}."""
     needs = needs_of(plan)
     ran: Ran = {(record.stage, op_of(record)): record for record in records}
     last: dict[tuple[int, Op], tuple[Timed, Need]] = {}
@@ -41,9 +42,12 @@ def waited_for(plan: Plan, records: Sequence[Timed]) -> dict[tuple[int, Op], tup
 
 
 def wait_text(producer: Timed, need: Need, idle_since: float) -> str:
-    """Return the reason why an op started late, given the producer that finished last.
+    """Return the reason why an op started late.
 
-    ``idle_since`` is the time from which the rank was idle.
+    Args:
+        producer: record of the op that computed the last input.
+        need: dependency on this op.
+        idle_since: time in seconds since which the rank was idle.
     """
     if producer.stop <= idle_since:
         return LATE
@@ -53,8 +57,8 @@ def wait_text(producer: Timed, need: Need, idle_since: float) -> str:
 def critical_path(plan: Plan, records: Sequence[Timed]) -> list[tuple[int, Op]]:
     """Return (stage, op) of the critical path from start to end, derived from the records.
 
-    The predecessor of an op is the preceding op on its rank or its last producer, whichever
-    finished later.
+    The predecessor of an op is either the preceding op on its rank, or the last of the ops that it
+    depends on. The one that finished later is chosen.
     """
     if not records:
         return []

@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """Rectangle; ``title`` is shown when the pointer is over it, if the format supports it."""
+    """Rectangle; formats with hover text show ``title`` when the pointer is over it."""
 
     x: float
     y: float

@@ -22,10 +22,10 @@ _WIDTH, _LEFT, _RIGHT, _SMALL = 1000.0, 70.0, 20.0, 12.0
 
 @dataclass(frozen=True, slots=True)
 class GainPoint:
-    """Ratio of two iteration times at one context: packed whole documents over the plan.
+    """Time of an iteration with packed whole documents, divided by its time with the plan.
 
     Attributes:
-        context: most tokens of a document.
+        context: maximum number of tokens of a document.
         same: ratio if both run in the layout of the chosen row; None if one of them does not fit.
         best: ratio if each runs in its own best layout; None if one of them does not fit.
     """
@@ -37,7 +37,7 @@ class GainPoint:
 
 @dataclass(frozen=True, slots=True)
 class SurveyPage:
-    """Contents of the page.
+    """Contents of the HTML page of a survey of layouts.
 
     Attributes:
         title: heading.
@@ -45,7 +45,7 @@ class SurveyPage:
         error: sentences on the error of predictions.
         headers: headers of the table of layouts.
         rows: cells of the table of layouts.
-        chosen: index of the row that the other sections show.
+        chosen: index of the table row that the other sections show.
         flags: launch flags of every row, quoted for a shell; empty if Megatron has no flags for
             the model.
         parts: memory of every rank at its peak, in bytes, by category.
@@ -54,7 +54,7 @@ class SurveyPage:
         planned: timeline of the plan for the same batch; None if the plan does not fit.
         gains: points of the gain curve, by ascending context.
         lengths: tokens of each document, for the histogram.
-        context: most tokens of a document in the survey.
+        context: maximum number of tokens of a document in the survey.
         notes: sentences on what was assumed, left out, or not planned.
     """
 
@@ -76,7 +76,7 @@ class SurveyPage:
 
 
 def to_page(page: SurveyPage) -> str:
-    """Return the HTML text of the page."""
+    """Return the HTML text of a survey page."""
     sections = (_table(page), _memory(page), _time(page), _gain(page), _histogram(page))
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in page.notes)
     return Template(part("survey.html")).substitute(
@@ -154,7 +154,7 @@ def _key(names: Sequence[str], colours: Sequence[str]) -> str:
 
 
 def _memory(page: SurveyPage) -> str:
-    """Draw the parts of every rank's memory peak, and the rank's budget."""
+    """Return HTML with a drawing of every rank's memory peak by category, and its budget."""
     names = list(page.parts[0])
     most = max(*page.budgets, *(sum(rank.values()) for rank in page.parts)) / GIB * 1.03
     row, y = 22.0, 8.0
@@ -210,7 +210,7 @@ def _time(page: SurveyPage) -> str:
 
 
 def _gain(page: SurveyPage) -> str:
-    """Draw the ratios ``same`` and ``best`` over the context."""
+    """Return HTML with curves of the gains ``same`` and ``best`` (GainPoint) over the context."""
     values = [each for point in page.gains for each in (point.same, point.best) if each]
     top, high, low = max([1.2, *values]) * 1.05, 20.0, 240.0
     step = (_WIDTH - _LEFT - _RIGHT - 60) / max(1, len(page.gains) - 1)
@@ -247,7 +247,7 @@ def _gain(page: SurveyPage) -> str:
 
 
 def _histogram(page: SurveyPage) -> str:
-    """Draw the number of documents by length, in powers of two."""
+    """Return HTML with a histogram of document lengths, in bins of powers of two."""
     counts: dict[int, int] = {}
     for length in page.lengths:
         power = int(math.log2(length))

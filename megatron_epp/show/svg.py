@@ -63,5 +63,5 @@ def _stroke(colour: str, width: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Format with two decimals, without trailing zeros."""
+    """Format a number with two decimals, without trailing zeros."""
     return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return the table with columns two blanks apart, numbers aligned at the right."""
+    """Return the table with two blanks between columns, and with numbers right-aligned."""
     widths = _widths(headers, rows)
     right = [_numeric([row[column] for row in rows]) for column in range(len(headers))]
 
@@ -41,5 +41,5 @@ def _aligned(cell: str, width: int, right: bool) -> str:
 
 
 def _numeric(cells: Sequence[str]) -> bool:
-    """Return whether every cell starts like a number or is empty."""
+    """Return whether every cell is empty or starts like a number."""
     return bool(cells) and all(cell[:1].isdigit() or cell[:1] in ("-", "+", "") for cell in cells)

@@ -1,6 +1,6 @@
 """Gantt chart in characters: ranks as rows, time as columns.
 
-An op is drawn as its label, filled up with the sign of its kind (colours.FAMILIES).
+An op is drawn as its label, followed by copies of the sign of its kind (colours.FAMILIES).
 """
 
 import shutil
@@ -23,7 +23,7 @@ _LABELLED_FRACTION = 0.9
 
 
 def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = False) -> str:
-    """Return the chart.
+    """Return a Gantt chart as text.
 
     If labels do not fit, the time axis is split into several blocks, one below the other. An op
     that is still too short for its label shows the letter of its kind, alternately in upper and
@@ -31,7 +31,7 @@ def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = Fals
 
     Args:
         timeline: run to draw.
-        width: most columns; default: the width of the terminal, at least 80.
+        width: maximum number of columns; default: the width of the terminal, at least 80.
         colour: whether to add ANSI colours.
 
     Raises:
@@ -80,7 +80,7 @@ def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = Fals
 
 
 class _Row:
-    """Characters of one rank, each with the kind of its op, or None if the rank is idle."""
+    """Characters of one rank's row, each with the op kind, or with None if the rank is idle."""
 
     def __init__(self, columns: int):
         self.cells: list[tuple[str, Kind | None]] = [(_IDLE, None)] * columns
@@ -89,7 +89,7 @@ class _Row:
 
 
 def _columns(timeline: Timeline, headroom: int) -> int:
-    """Return the columns of the time axis: enough for most labels, in at most 12 blocks."""
+    """Return the number of columns of the time axis: enough for most labels, at most 12 blocks."""
     if not timeline.seconds:
         return headroom
     needs = sorted(
@@ -128,7 +128,7 @@ def _row(timeline: Timeline, records: list[Timed], transfers: list[Timed], colum
 
 
 def _legend(timeline: Timeline, rows: list[_Row]) -> list[str]:
-    """Return the legend of the signs that occur."""
+    """Return the legend of the letters and signs in the chart."""
     kinds = {record.op.kind for record in (*timeline.records, *timeline.transfers)}
     words = [
         f"{family.sign if kind in TRANSFERS else kind.value} {family.name}"

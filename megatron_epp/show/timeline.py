@@ -25,7 +25,7 @@ _SHORTEST_BUBBLE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Bubble:
-    """Time in which ``rank`` ran no op, with the reason, such as ``waits for F3 of stage 0``."""
+    """Interval in which ``rank`` ran no op, and the reason, such as ``waits for F3 of stage 0``."""
 
     rank: int
     start: float
@@ -34,13 +34,13 @@ class Bubble:
 
     @property
     def seconds(self) -> float:
-        """Duration of the bubble."""
+        """Duration of the bubble in seconds."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Contents of a picture: what each rank runs when, in seconds since the iteration began.
+    """Contents of a picture: the ops of each rank, with times in seconds since the iteration began.
 
     Attributes:
         plan: plan that ran.
@@ -48,11 +48,11 @@ class Timeline:
         records: records of compute ops, each op of the plan at most once.
         transfers: records of sends and receives, if there are any.
         seconds: time of the iteration.
-        bubbles: idle times between two ops, and before the first and after the last op of a rank.
+        bubbles: idle intervals of ranks: between two ops, before the first and after the last one.
         critical: (stage, op) of the critical path, first to last; may be empty.
         curves: for each rank, (seconds, bytes) at each change of the memory; may be empty.
         budget_bytes: memory budget of each rank; empty if there is none.
-        unit: "s" for seconds; "units" if no machine is known and ops take unit times.
+        unit: "s" for seconds; "units" if there is no cost model and ops take unit times.
     """
 
     plan: Plan
@@ -81,7 +81,7 @@ class Timeline:
 
     @property
     def summary(self) -> str:
-        """Text with the numbers of stages, ranks (if fewer) and chunks."""
+        """Text with the numbers of stages, of ranks (if fewer than stages), and of chunks."""
         on = f" on {self.ranks} ranks" if self.plan.shares_ranks else ""
         return f"{self.plan.stages} stages{on}, {len(self.plan.chunks)} chunks"
 
@@ -101,11 +101,11 @@ class Timeline:
         return max(0.0, 1 - sum(self.busy) / (self.ranks * self.seconds))
 
     def time_text(self, time: float) -> str:
-        """Return ``time`` with its unit."""
+        """Return ``time`` as text with its unit."""
         return seconds_text(time) if self.unit == "s" else f"{time:.4g} {self.unit}"
 
     def ticks(self, most: int, stop: float | None = None) -> list[tuple[float, str]]:
-        """Return (time, label) of about ``most`` ticks up to ``stop``, by default the end."""
+        """Return (time, label) of about ``most`` ticks from 0 to ``stop``; default: ``seconds``."""
         stop = self.seconds if stop is None else stop
         if self.unit == "s":
             return time_ticks(stop, most)
@@ -113,7 +113,7 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> tuple[float, ...]:
-        """Maximum of each rank's curve; empty if there are no curves."""
+        """Maximum of each rank's memory curve in bytes; empty if there are no curves."""
         return tuple(max((held for _, held in curve), default=0.0) for curve in self.curves)
 
 
@@ -134,11 +134,11 @@ def timeline(
         plan: plan that ran.
         records: records of the ops and transfers of the run.
         title: title of the run.
-        bubbles: idle times with reasons; default: derived from the records.
+        bubbles: idle intervals with reasons; default: derived from the records.
         critical: critical path; default: derived from the records.
         curves: memory curves; default: derived from the records' peaks (:func:`memory_curve`).
         budget_bytes: memory budget of each rank.
-        unit: "s" or "units".
+        unit: "s" for seconds, or "units" for times without a cost model.
 
     Raises:
         PlanError: the plan is invalid, or the records are not of a run of the plan.
@@ -200,7 +200,7 @@ def timeline_of(
         played: result of :func:`~megatron_epp.sim.play.play`.
         title: title of the run.
         budget_bytes: memory budget of each rank; empty if there is none.
-        unit: "s", or "units" for times without a machine.
+        unit: "s" for seconds, or "units" for times without a cost model.
     """
     bubbles = []
     ranks = range(played.plan.ranks)
@@ -224,7 +224,7 @@ def timeline_of(
 
 
 def _closed(curve: Sequence[tuple[float, float]], seconds: float) -> list[tuple[float, float]]:
-    """Return ``curve`` extended to the whole iteration.
+    """Return the memory curve ``curve``, extended to the whole iteration of ``seconds``.
 
     Before its first and after its last op a rank holds its resident bytes.
     """
@@ -235,7 +235,7 @@ def _closed(curve: Sequence[tuple[float, float]], seconds: float) -> list[tuple[
 
 
 def idle(plan: Plan, records: Sequence[Timed], seconds: float) -> list[Bubble]:
-    """Return the times in which a rank ran no op, with reasons derived from the records."""
+    """Return the intervals in which a rank ran no op, with reasons derived from the records."""
     waits = waited_for(plan, records)
     bubbles = []
     for rank, rank_records in enumerate(by_rank(records, plan)):
@@ -254,11 +254,12 @@ def idle(plan: Plan, records: Sequence[Timed], seconds: float) -> list[Bubble]:
 def memory_curve(
     records: Sequence[Timed], seconds: float, resident_bytes: float = 0.0
 ) -> list[tuple[float, float]]:
-    """Return (seconds, bytes) of one rank, from the peaks of its ops in execution order.
+    """Return the points (seconds, bytes) of one rank's memory curve, from the peaks of its ops.
 
-    During an op the curve is at the op's recorded peak. Between two ops it is at the lower of the
-    two peaks. That is an upper bound, because both peaks include the bytes held between the ops.
-    Before the first op and after the last op the curve is at ``resident_bytes``.
+    ``records`` are in execution order. During an op, the value is the op's recorded peak. Between
+    two ops, it is the lower of the two peaks. That is an upper bound, because both peaks include
+    the bytes held between the ops. Before the first op and after the last op, it is
+    ``resident_bytes``.
     """
     points = [(0.0, resident_bytes)]
     for before, record in zip([None, *records], records, strict=False):
@@ -273,9 +274,9 @@ def memory_curve(
 
 
 def chunk_names(plan: Plan) -> tuple[str, ...]:
-    """Return descriptions of chunks, like ``slice 2 of 5 of document 0 and 3 whole documents``.
+    """Return a description of each chunk: ``slice 2 of 5 of document 0 and 3 whole documents``.
 
-    A description includes the ranks of single-rank documents.
+    If one context-parallel rank computes a document alone, the description includes this rank.
     """
     slices = slices_of(plan)
     names = []
@@ -306,8 +307,8 @@ def chunk_names(plan: Plan) -> tuple[str, ...]:
 def slice_places(slices: Slices) -> list[tuple[int, int]]:
     """Return (place, count) of the slice in every chunk; (0, 0) if a chunk has no slice.
 
-    ``place`` is the number of slices of the same cut document before this slice. ``count`` is the
-    number of all slices of the document.
+    ``place`` is the number of earlier slices of the same document. ``count`` is the total number of
+    slices of the document.
     """
     places = [(0, 0)] * len(slices.document)
     for first, document in enumerate(slices.document):
@@ -323,7 +324,7 @@ def slice_places(slices: Slices) -> list[tuple[int, int]]:
 
 
 def local_fraction(plan: Plan) -> float:
-    """Return the fraction of the tokens that are in single-rank documents."""
+    """Return the fraction of all tokens in documents that one context-parallel rank computes."""
     local = sum(s.tokens for chunk in plan.chunks for s in chunk.spans if s.local)
     return local / plan.tokens
 
@@ -348,7 +349,7 @@ def offloaded_fraction(plan: Plan, stage: int, chunk: int) -> float:
 
 
 def offloaded_ratio(plan: Plan) -> float:
-    """Return the fraction of all saved activations, by tokens and layers, that is offloaded."""
+    """Return the fraction of (token, layer) pairs whose activations are offloaded."""
     aside = sum(
         content.tokens * choices[chunk].count(OFFLOAD)
         for choices in plan.recompute
@@ -358,6 +359,6 @@ def offloaded_ratio(plan: Plan) -> float:
 
 
 def offloaded_text(plan: Plan) -> str:
-    """Return ``, offloaded 12%`` to append to other numbers, or "" if nothing is offloaded."""
+    """Return text such as ``, offloaded 12.3%`` to append to others; "" if nothing is offloaded."""
     ratio = offloaded_ratio(plan)
     return f", offloaded {fraction_text(ratio)}" if ratio else ""

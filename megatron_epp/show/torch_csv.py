@@ -1,22 +1,24 @@
 """Orders of a plan as the CSV of torch.distributed.pipelining's schedule runtime.
 
 The file has one row per rank with the rank's actions in order, such as ``0F0,0F1,0B0``. An action
-is a stage, a kind (F, B, I or W) and a micro-batch. Torch's own lowering adds sends and receives.
-Torch counts losses in the order in which the last stage computes them, so micro-batches are
-numbered in that order (:func:`micro_batches`). Plans with slices, recompute, offloading, vocabulary
-parallelism or empty chunks are refused, because the file cannot express them.
+is a stage, an op kind (F, B, I or W) and a micro-batch. Torch's own lowering adds sends and
+receives. Torch counts losses in the order in which the last stage computes them, so micro-batches
+are numbered in that order (:func:`micro_batches`). Plans with slices, recompute, offloading,
+vocabulary parallelism or empty chunks are refused, because the file cannot express them.
 """
 
 from megatron_epp.ir import KEEP, Kind, Plan, PlanError, slices_of
 
 
 def micro_batches(plan: Plan) -> tuple[int, ...]:
-    """Return the chunk of every micro-batch, in the order of the last stage's forwards."""
+    """Return the chunks in the order of the last stage's forwards: entry i is micro-batch i."""
     return tuple(op.chunk for op in plan.orders[-1] if op.kind is Kind.FORWARD)
 
 
 def to_torch_csv(plan: Plan) -> str:
-    """Return the text for ``_PipelineScheduleRuntime._load_csv(file, format="compute_only")``.
+    """Return the plan's orders as CSV text.
+
+    ``_PipelineScheduleRuntime._load_csv(file, format="compute_only")`` reads this text.
 
     Raises:
         PlanError: the file cannot express the plan.
@@ -31,7 +33,7 @@ def to_torch_csv(plan: Plan) -> str:
 
 
 def _require_words(plan: Plan) -> None:
-    """Raise a PlanError if the orders alone do not define what the plan computes."""
+    """Raise a PlanError if the plan has properties that orders of ops alone cannot express."""
     slices = slices_of(plan)
     choices = {choice for choices in plan.recompute for choice in choices}
     has = {

@@ -95,7 +95,7 @@ def _span(rank: int, thread: int, name: str, start: float, stop: float) -> dict[
 
 
 def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Yield the two events of an arrow for every need that another rank meets."""
+    """Yield two events (begin and end of an arrow) for every input from an op of another rank."""
     needs, rank_of = needs_of(timeline.plan), timeline.plan.rank_of
     ran = {(record.stage, op_of(record)): record for record in timeline.records}
     number = 0

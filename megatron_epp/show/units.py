@@ -1,4 +1,4 @@
-"""Texts of seconds, bytes, fractions and tokens, and the ticks of an axis."""
+"""Formatting of seconds, bytes, fractions and tokens as text, and ticks of an axis."""
 
 import math
 
@@ -7,7 +7,7 @@ MIB = 1 << 20
 
 
 def seconds_text(seconds: float) -> str:
-    """Return ``seconds`` as three or four digits and a unit: ``1.234 s``, ``12.3 ms``, ``0 s``."""
+    """Return ``seconds`` as text with three or four digits: ``1.234 s``, ``12.3 ms``, ``0 s``."""
     if seconds == 0:
         return "0 s"
     factor, unit = _second_unit(abs(seconds))
@@ -17,14 +17,14 @@ def seconds_text(seconds: float) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """Return ``count`` bytes in GiB, or in MiB below 0.01 GiB: ``10.50 GiB``, ``3.20 MiB``."""
+    """Return bytes as text in GiB, or in MiB below 0.01 GiB: ``10.50 GiB``, ``3.20 MiB``."""
     if abs(count) >= GIB / 100:
         return f"{count / GIB:.2f} GiB"
     return f"{count / MIB:.2f} MiB"
 
 
 def fraction_text(fraction: float) -> str:
-    """Return ``fraction`` in percent: ``12.3%``."""
+    """Return ``fraction`` as text in percent: 0.123 is ``12.3%``."""
     return f"{100 * fraction:.1f}%"
 
 
@@ -38,7 +38,7 @@ def tokens_text(tokens: float) -> str:
 
 
 def ticks(stop: float, most: int) -> list[float]:
-    """Return at most ``most`` + 1 round, evenly spaced positions from 0 to ``stop``."""
+    """Return at most ``most`` + 1 evenly spaced positions with round values, from 0 to ``stop``."""
     if stop <= 0 or most < 1:
         return [0.0]
     power = 10.0 ** math.floor(math.log10(stop / most))
@@ -47,7 +47,7 @@ def ticks(stop: float, most: int) -> list[float]:
 
 
 def time_ticks(stop: float, most: int) -> list[tuple[float, str]]:
-    """Return (seconds, label) of ticks up to ``stop``; the first label contains the unit."""
+    """Return (seconds, label) of ticks from 0 to ``stop``; the first label contains the unit."""
     factor, unit = _second_unit(stop)
     places = ticks(stop * factor, most)
     step = places[1] if len(places) > 1 else 1.0

@@ -1,1 +1,1 @@
-"""Simulator: start and stop of every op of a plan, and the bytes on every rank."""
+"""Simulator: computes start and stop of every op of a plan, and the bytes on every rank."""

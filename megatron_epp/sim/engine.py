@@ -2,9 +2,10 @@
 
 A rank runs one op at a time, of any of its stages. An op starts when its rank has finished the
 previous op and all inputs of the op have arrived. An input from another rank is a message. A
-message departs when its producer has finished and its link is free; every ordered pair of ranks has
+message departs when its producer has finished and its link is free. Every ordered pair of ranks has
 one link. The message occupies the link for its link seconds, and arrives one latency later. Sends
-do not block a rank. The rule table defines what an op needs, makes and frees.
+do not block a rank. The rule table (ir.rules) defines which ops an op waits for, and which bytes it
+allocates and frees.
 """
 
 from typing import NamedTuple
@@ -22,13 +23,13 @@ ANYWHERE, ON_FIRST, ON_LAST, BEFORE_LAST = 0, 1, 2, 3  # ir.StagePosition
 
 
 class Orders(NamedTuple):
-    """Ops of all ranks, one rank after the other; rank r has ops offset[r] to offset[r + 1] - 1.
+    """Ops of all ranks in order, as flat arrays over the ranks.
 
     Attributes:
-        kind: int8 [ops], ir.KIND_CODE.
-        chunk: int64 [ops].
-        stage: int64 [ops].
-        offset: int64 [ranks + 1].
+        kind: int8 [ops], code of the op kind (ir.KIND_CODE).
+        chunk: int64 [ops], chunk of the op.
+        stage: int64 [ops], stage of the op.
+        offset: int64 [ranks + 1]; rank r has ops offset[r] to offset[r + 1] - 1.
         rank_of: int64 [stages], rank of each stage.
     """
 
@@ -40,21 +41,22 @@ class Orders(NamedTuple):
 
 
 class OpArrays(NamedTuple):
-    """Seconds and bytes of every op that a plan may have, and the links between its slices.
+    """Seconds and bytes of every op that a plan may have, and the order of slices.
 
-    The arrays do not depend on the order of ops; the simulator and the planner's search read them.
-    Dimensions: K kinds, S stages, C chunks, P payloads, L links; float64 unless stated otherwise.
+    The arrays do not depend on the order of ops. The simulator and the planner's search read them.
+    Dimensions: K op kinds, S stages, C chunks, P payloads, L links; float64 unless stated
+    otherwise.
 
     Attributes:
-        seconds: [K, S, C], kinds by ir.KIND_CODE; B and I include recompute.
-        link_seconds: [P, L, C], payloads in the order of ir.Payload. Link l joins stages l and l +
-            1; the last link, if any, leads from the last stage to the first. With one stage there
-            is one link of zeros.
-        latency: seconds of every message.
-        moved_bytes: [K, 2, S, C], bytes that an op makes at its start (0) and frees at its stop
-            (1).
+        seconds: [K, S, C], op kinds by ir.KIND_CODE; B and I include recompute.
+        link_seconds: [P, L, C], payloads in the order of ir.Payload. Link l joins stages l and
+            l + 1. With vocabulary parallelism, the last link leads from the last stage to the
+            first. With one stage, there is one link of zeros.
+        latency: seconds of every message in addition to its link seconds.
+        moved_bytes: [K, 2, S, C], bytes that an op allocates at its start (index 0) and frees at
+            its stop (index 1).
         resident: [S], bytes of model states and buffers.
-        earlier: int64 [C], as in ir.Slices; -1: none.
+        earlier: int64 [C], chunk with the preceding slice of the document (ir.Slices), or -1.
     """
 
     seconds: np.ndarray
@@ -69,16 +71,16 @@ class Run(NamedTuple):
     """Events of a simulation: N ops in the order of ``Orders``, M messages in the order of sending.
 
     Attributes:
-        seconds: makespan; infinite if a stage waits forever; the other fields are then invalid.
-        peak: [ranks], peak bytes, resident bytes of all stages included.
-        left: [ranks], bytes of the rule table's items at the end: 0 for a complete plan.
-        start: [N], seconds.
-        stop: [N], seconds.
+        seconds: makespan. It is infinite if a rank waits forever; other fields are then invalid.
+        peak: [ranks], peak bytes, including the resident bytes of all stages of the rank.
+        left: [ranks], bytes at the end without the resident bytes: 0 for a complete plan.
+        start: [N], start time in seconds.
+        stop: [N], end time in seconds.
         op_peak: [N], bytes on the op's rank while it runs.
         op_left: [N], bytes on the op's rank after it.
-        need: [N], row of ``needs`` that was met last, or -1.
-        source: [N], op that met this need, or -1.
-        message: [N], message that met this need, or -1.
+        need: [N], row of ``needs`` with the dependency that was satisfied last, or -1.
+        source: [N], op that satisfied this dependency, or -1.
+        message: [N], message that satisfied this dependency, or -1.
         producer: [M], op that makes the message.
         consumer: [M], op that needs the message.
         ready: [M], seconds at which the message is made.
@@ -106,15 +108,16 @@ class Run(NamedTuple):
 
 
 def run(orders: Orders, arrays: OpArrays, needs: np.ndarray) -> Run:
-    """Simulate ``orders``; every chunk has at most one op of a kind on a stage.
+    """Simulate ``orders``, in which a stage runs at most one op of each kind on a chunk.
 
     Args:
         orders: ops of all ranks.
         arrays: seconds and bytes of the ops.
-        needs: int64 [rows, 6]: kind of op; kinds that meet the need, as bits; stage step; code of
-            the Relation; payload of the message if another stage meets the need; stages whose ops
-            have the need (rule_arrays.needs_array). Rows for kinds that ``arrays`` does not
-            contain, such as the halves of a backward that is never split, are ignored.
+        needs: int64 [rows, 6], one row per dependency between ops (rule_arrays.needs_array).
+            Columns: kind of the op that waits; kinds of the ops it waits for, as bits; difference
+            of their stages; code of the Relation of their chunks; payload of the message from
+            another stage; stages that have the dependency. Rows whose kinds ``arrays`` does not
+            contain, such as I and W if backwards are not split, are ignored.
     """
     # Compiled code does not check bounds: such a kind would index past the arrays.
     needs = needs[needs[:, NEED_KIND] < len(arrays.seconds)]
@@ -123,7 +126,7 @@ def run(orders: Orders, arrays: OpArrays, needs: np.ndarray) -> Run:
 
 @njit()
 def _lists(mask):
-    """Return (lists, counts): lists[k, :counts[k]] are the columns where ``mask[k]`` is true."""
+    """Return (lists, counts): lists[k, :counts[k]] contains the columns with mask[k] true."""
     lists = np.zeros(mask.shape, np.int64)
     counts = np.zeros(mask.shape[0], np.int64)
     for k in range(mask.shape[0]):
@@ -136,10 +139,11 @@ def _lists(mask):
 
 @njit()
 def _relatives(earlier):
-    """Return (related, child, sibling) of chunks, of which c continues ``earlier[c]`` or none (-1).
+    """Return (related, child, sibling); chunk c continues chunk ``earlier[c]``, or none if -1.
 
     ``related[r, c]`` is the number of chunks in relation r to chunk c. The chunks that continue c
-    (several if documents branch) form a linked list: ``child[c]``, then the ``sibling`` of each.
+    (several if documents branch) form a linked list. It starts at ``child[c]``, and the chunk after
+    chunk k is ``sibling[k]``.
     """
     width = len(earlier)
     related = np.zeros((3, width), np.int64)
@@ -158,9 +162,10 @@ def _relatives(earlier):
 
 @njit()
 def _rows_by_kind(needs, codes):
-    """Return rows of ``needs`` by kind of op: (own, owns, met, mets), see :func:`_lists`.
+    """Return rows of ``needs`` (dependencies) by op kind: (own, owns, met, mets).
 
-    ``own`` are the needs that an op of the kind has, and ``met`` the needs that it meets.
+    Ops of kind k wait by the rows own[k, :owns[k]]. Other ops wait for ops of kind k by the rows
+    met[k, :mets[k]].
     """
     mask = np.zeros((2, codes, len(needs)), np.bool_)
     for row in range(len(needs)):
@@ -174,7 +179,7 @@ def _rows_by_kind(needs, codes):
 
 @njit()
 def _missing(orders, needs, own, owns, met_on, related):
-    """Return (missing, remote): the needs of every op, and the number met from another rank."""
+    """Return [ops] the number of ops that each op waits for, and how many are on another rank."""
     kinds, chunks, op_stage, rank_of = orders.kind, orders.chunk, orders.stage, orders.rank_of
     missing = np.zeros(len(kinds), np.int64)
     remote = 0
@@ -194,11 +199,10 @@ def _missing(orders, needs, own, owns, met_on, related):
 
 @njit()
 def _places(needs, stages):
-    """Return met_on[row, stage] and wanted_on[row, stage].
+    """Return met_on[row, stage] and wanted_on[row, stage], both stages or -1.
 
-    ``met_on`` is the stage whose ops meet the need of an op on ``stage``, or -1 if the op has no
-    such need. ``wanted_on`` is the stage whose ops have the need that an op on ``stage`` meets, or
-    -1.
+    A row is a dependency. An op on ``stage`` waits for an op on stage met_on[row, stage]. An op on
+    stage wanted_on[row, stage] waits for an op on ``stage``. -1: there is no such dependency.
     """
     met_on = np.full((len(needs), stages), -1, np.int64)
     wanted_on = np.full((len(needs), stages), -1, np.int64)
@@ -222,9 +226,9 @@ def _places(needs, stages):
 
 @njit()
 def run_arrays(orders, arrays, needs):
-    """Return the fields of :class:`Run` as a plain tuple; callable from compiled code.
+    """Simulate ``orders``; return the fields of :class:`Run` as a tuple, also for compiled code.
 
-    The loop reads local arrays only. If it passed tuples of arrays to functions, numba would count
+    The loop only reads local arrays. If it passed tuples of arrays to functions, numba would count
     references for every op, which took two thirds of the time.
     """
     kinds, chunks, op_stage, offset = orders.kind, orders.chunk, orders.stage, orders.offset

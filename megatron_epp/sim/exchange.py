@@ -1,7 +1,7 @@
 """Overlap of communication with computation: between stages and between replicas.
 
-Communication within a stage (all-to-all, tensor-parallel gathers) delays the next kernel and is
-exposed: it is part of every op's seconds (Cost.comm_seconds).
+Communication within a stage (all-to-all, tensor-parallel gathers) delays the next kernel. It is
+therefore exposed and part of every op's seconds (Cost.comm_seconds).
 
 With Megatron's distributed optimizer, the devices that hold the same weights reduce-scatter their
 gradients (float32) and all-gather the new weights (bf16). With --overlap-grad-reduce, a stage
@@ -27,9 +27,9 @@ class Exchange:
     """Communication between replicas in one iteration.
 
     Attributes:
-        reduce_seconds: reduce-scatter of the gradients, for each rank.
-        gather_seconds: all-gather of the weights, for each rank.
-        exposed_seconds: increase of the iteration's time.
+        reduce_seconds: for each pipeline rank, seconds of the reduce-scatter of gradients.
+        gather_seconds: for each pipeline rank, seconds of the all-gather of weights.
+        exposed_seconds: seconds by which communication makes the iteration longer.
     """
 
     reduce_seconds: tuple[float, ...]
@@ -38,15 +38,15 @@ class Exchange:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the busiest rank, overlapped and exposed."""
+        """Communication time of the busiest rank, both overlapped and exposed."""
         return max(map(sum, zip(self.reduce_seconds, self.gather_seconds, strict=True)))
 
 
 def exchange(cost: Cost, played: Simulation) -> Exchange:
     """Return the communication between replicas in an iteration simulated with ``cost``.
 
-    All values are zero if every weight is on one device, or if the network is unknown. All values
-    are also zero with ZeRO 3, whose gathers are part of the ops.
+    All values are zero if every weight is on one device only, or if the network is unknown. They
+    are also zero with ZeRO 3, because its gathers are part of the ops.
     """
     rank_of = played.plan.rank_of
     reduce, gather = (np.bincount(rank_of, weights=each) for each in alone_seconds(cost))
@@ -75,8 +75,8 @@ class Messages:
     """Messages between the stages of one plan.
 
     Attributes:
-        seconds: time on the links, summed over all messages.
-        exposed_seconds: increase of the iteration's time by messages.
+        seconds: total time of all messages on the links.
+        exposed_seconds: seconds by which messages make the iteration longer.
     """
 
     seconds: float
@@ -84,10 +84,9 @@ class Messages:
 
 
 def messages(plan: Plan, table: Table, played: Simulation) -> Messages:
-    """Return the messages of ``plan``, given its simulation on ``table``.
+    """Return the total and the exposed time of the messages of ``plan``, simulated with ``table``.
 
-    The exposed time is the difference from a simulation of the same orders in which links take no
-    time.
+    The exposed time is the difference from a second simulation, in which links take no time.
     """
     free = {payload: np.zeros_like(each) for payload, each in table.link_seconds.items()}
     without = play(plan, dataclasses.replace(table, link_seconds=free, link_latency_seconds=0.0))
@@ -96,7 +95,7 @@ def messages(plan: Plan, table: Table, played: Simulation) -> Messages:
 
 
 def alone_seconds(cost: Cost) -> tuple[np.ndarray, np.ndarray]:
-    """Return [stages] seconds of the reduce-scatter and of the all-gather, without overlap."""
+    """Return [stages] seconds of the reduce-scatter, and of the all-gather, without overlap."""
     layout = cost.layout
     nothing = np.zeros(layout.stages)
     if layout.zero != 1 or layout.network is None:

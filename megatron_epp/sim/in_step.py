@@ -10,10 +10,10 @@ from megatron_epp.ir import BACKWARDS, Table
 
 
 def in_step(tables: Sequence[Table]) -> tuple[Table, ...]:
-    """Return the tables of replicas in lockstep, with each op's seconds on the slowest replica.
+    """Return the tables of replicas in lockstep, in which each op takes the slowest one's seconds.
 
-    The ranks of a lockstep group synchronise within their ops. A single table is returned
-    unchanged.
+    The reason is that the ranks of a lockstep group synchronise within their ops. A single table is
+    returned unchanged.
     """
     if len(tables) == 1:
         return tuple(tables)

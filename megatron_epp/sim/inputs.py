@@ -1,4 +1,4 @@
-"""Arrays of orders, seconds and bytes, which the loops of simulator and planner read."""
+"""Conversion of orders, seconds and bytes to arrays for the compiled simulator and planner."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -30,19 +30,19 @@ RECOMPUTING = (Kind.FORWARD, *BACKWARDS)
 
 
 class Ties(Protocol):
-    """Links between the slices of chunks; implemented by ir.Slices and cost.Loads."""
+    """Order of the slices of each document; ir.Slices and cost.Loads implement this protocol."""
 
     @property
     def document(self) -> Sequence[int] | np.ndarray:
-        """Sliced document of each chunk, or -1."""
+        """For each chunk, the sliced document of which it holds a slice, or -1."""
 
     @property
     def earlier(self) -> Sequence[int] | np.ndarray:
-        """Chunk with the preceding slice, or -1."""
+        """For each chunk, the chunk with the preceding slice, or -1."""
 
     @property
     def later(self) -> Sequence[int] | np.ndarray:
-        """Chunk with the following slice of the same document, or -1."""
+        """For each chunk, the chunk with the following slice of the same document, or -1."""
 
     @property
     def kept(self) -> Sequence[CachedDocument] | None:
@@ -70,16 +70,16 @@ def op_arrays(
     orders: Sequence[Sequence[Op]] | None = None,
     fixed_bytes: np.ndarray | None = None,
 ) -> OpArrays:
-    """Return ``table`` as arrays.
+    """Return the seconds and bytes of ``table`` as arrays.
 
-    Op kinds that ``table`` does not contain (H and G) have no rows.
+    Op kinds that ``table`` does not contain (such as H and G) have no rows.
 
     Args:
         table: seconds and bytes of the ops.
-        ties: links between the chunks.
+        ties: order of the slices of each document.
         rules: rule table of the plan.
-        orders: orders of every stage if known; see :func:`moved_bytes`.
-        fixed_bytes: :func:`moved_bytes` with ``recomputed=False`` if known.
+        orders: order of ops of every stage if known; see :func:`moved_bytes`.
+        fixed_bytes: result of :func:`moved_bytes` with ``recomputed=False``, if known.
     """
     chunks, stages = len(ties.document), len(table.resident_bytes)
     kinds = [kind for kind in COMPUTE if kind in table.seconds]
@@ -116,17 +116,17 @@ def moved_bytes(
     orders: Sequence[Sequence[Op]] | None = None,
     recomputed: bool | None = None,
 ) -> np.ndarray:
-    """Return [kinds, 2, stages, chunks]: bytes that an op makes at its start and frees at its stop.
+    """Return [kinds, 2, stages, chunks]: bytes that ops allocate at the start and free at the stop.
 
     Args:
         table: bytes of the ops.
-        ties: links between the chunks.
+        ties: order of the slices of each document.
         rules: rule table of the plan.
-        orders: orders of every stage. If documents branch, the orders determine which chunk is the
+        orders: order of ops of every stage. If documents branch, it determines which chunk is the
             last to attend to a document. None: forwards run in the order of ``ties.kept``, and
             backwards in reverse.
-        recomputed: True: only bytes that depend on recompute; False: only the other bytes; None:
-            both. The two parts add up exactly, because bytes are whole numbers.
+        recomputed: True: only bytes that depend on recompute; False: only bytes that do not depend
+            on it; None: both. The two parts add up exactly, because bytes are whole numbers.
     """
     earlier = np.asarray(ties.earlier, np.int64)
     owners = None if recomputed else _owners(ties, len(table.resident_bytes), orders)
@@ -166,15 +166,15 @@ def moved_bytes(
 
 
 class _Owners(NamedTuple):
-    """D cached documents, and the chunks that make and free their K and V.
+    """D documents with cached K and V, and the chunks that allocate and free K and V.
 
     Attributes:
         document: [D], index of the document.
         first: [D], chunk with the first slice.
-        last_forward: [stages, D], the chunk whose forward is last among those that attend to the
-            document.
-        last_backward: [stages, D], the chunk whose backward is first among those that attend to the
-            document.
+        last_forward: [stages, D], of the chunks that attend to the document, the one whose forward
+            runs last.
+        last_backward: [stages, D], of the chunks that attend to the document, the one whose
+            backward runs first.
     """
 
     document: np.ndarray
@@ -184,7 +184,7 @@ class _Owners(NamedTuple):
 
 
 def _owners(ties: Ties, stages: int, orders: Sequence[Sequence[Op]] | None) -> _Owners:
-    """Return the owners of cached K and V; see :func:`moved_bytes` for ``orders``."""
+    """Return the chunks that allocate and free cached K and V; ``orders``: :func:`moved_bytes`."""
     if ties.kept is None:
         document, later = np.asarray(ties.document, np.int64), np.asarray(ties.later, np.int64)
         first = np.flatnonzero((document >= 0) & (np.asarray(ties.earlier) < 0))

@@ -1,4 +1,4 @@
-"""Loops compiled by numba, with a cache on disk whose failure never stops the program."""
+"""Compilation of loops by numba, with a disk cache; a failure of the cache is only a warning."""
 
 import logging
 from collections.abc import Callable
@@ -52,7 +52,7 @@ _warned: set[str] = set()
 
 
 def _warn(where: str, why: str) -> None:
-    """Log the warning, once per process."""
+    """Log a warning about the cache folder ``where``, once per process."""
     if _warned:
         return
     _warned.add(where)

@@ -41,7 +41,7 @@ class Wait:
         stop: end of the idle time in seconds.
         awaited: op that ``op`` waits for.
         source: stage of ``awaited``.
-        why: what ``op`` needs from ``awaited``.
+        why: description of the data that ``op`` needs from ``awaited``.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class IdleTail:
-    """Idle time of a rank from its last op to the end of the iteration."""
+    """Idle time of a rank between its last op and the end of the iteration."""
 
     rank: int
     name: str
@@ -76,7 +76,7 @@ class IdleTail:
 
 @dataclass(frozen=True, slots=True)
 class PathOp:
-    """Op on the critical path, and why it could not start earlier."""
+    """Op on the critical path, and the reason why it could not start earlier."""
 
     stage: int
     op: Op
@@ -87,7 +87,7 @@ class PathOp:
 
 @dataclass(frozen=True, slots=True)
 class MessageTiming:
-    """Message that is made at ``ready``, enters its link at ``depart``, arrives at ``arrive``."""
+    """Message with three times in seconds: computed, enters its link, arrives."""
 
     message: Message
     ready: float
@@ -101,18 +101,19 @@ BUSY = "its rank was busy"
 
 @dataclass(frozen=True)  # no slots: what only pictures need is computed on demand
 class Simulation:
-    """Times of a plan, in seconds since the iteration began, and its bytes per device.
+    """Simulated times of a plan, in seconds since the iteration began, and its bytes per device.
 
     Attributes:
         plan: plan that was simulated.
-        run: events as arrays.
+        run: simulated events as arrays.
         seconds: time of the iteration.
         idle_seconds: idle time of each rank.
         bubble_ratio: idle time / (ranks * seconds).
         recompute_ratio: recompute time / (ranks * seconds).
         comm_ratio: exposed communication / (ranks * seconds).
-        peak_bytes: peak of each rank, resident bytes included.
-        left_bytes: bytes of each rank at the end: zeros unless the table is inconsistent.
+        peak_bytes: peak bytes of each rank, including model states and buffers.
+        left_bytes: bytes of each rank that no op has freed at the end; 0 if the table is
+            consistent.
     """
 
     plan: Plan
@@ -127,7 +128,7 @@ class Simulation:
 
     @cached_property
     def records(self) -> tuple[Timed, ...]:
-        """Records of all ops, rank by rank in execution order."""
+        """Stage, times and peak bytes of all ops, rank by rank in execution order."""
         peaks = np.rint(self.run.op_peak).astype(np.int64).tolist()
         start, stop = self.run.start.tolist(), self.run.stop.tolist()
         return tuple(
@@ -141,7 +142,7 @@ class Simulation:
 
     @cached_property
     def _boundaries(self) -> list[int]:
-        """Number of every rank's first op, followed by the number of all ops."""
+        """Index of every rank's first op, followed by the total number of ops."""
         return [0, *accumulate(map(len, self.plan.rank_orders))]
 
     @cached_property
@@ -150,7 +151,7 @@ class Simulation:
 
     @cached_property
     def bubbles(self) -> tuple[Wait | IdleTail, ...]:
-        """All times in which a rank runs no op, with the reason, rank by rank."""
+        """All intervals in which a rank runs no op, with the reason, rank by rank."""
         waits: list[Wait | IdleTail] = []
         for rank, boundary in enumerate(pairwise(self._boundaries)):
             free, name = 0.0, self.plan.rank_name(rank)
@@ -170,7 +171,7 @@ class Simulation:
 
     @cached_property
     def critical_path(self) -> tuple[PathOp, ...]:
-        """Ops from the start of the iteration to its end, each of which delays the next op."""
+        """Chain of ops from the start of the iteration to its end; each op delays the next one."""
         run = self.run
         firsts = set(self._boundaries)
         number = int(np.argmax(run.stop))
@@ -191,9 +192,10 @@ class Simulation:
         return tuple(reversed(path))
 
     def _through_link(self, number: int) -> int:
-        """Return the op that delayed op ``number``.
+        """Return the index of the op that delayed op ``number``.
 
-        It is the op's source, or the producer of the first message in the queue on the link.
+        If the input was a message that queued on its link, the result is the producer of the first
+        message in this queue. Otherwise it is the op that computed the input.
         """
         message = int(self.run.message[number])
         if message < 0:
@@ -204,7 +206,7 @@ class Simulation:
 
     @cached_property
     def flights(self) -> tuple[MessageTiming, ...]:
-        """All messages, in the order in which they are made on each stage."""
+        """All messages; those of one rank are in the order of sending."""
         run = self.run
         flights = []
         for producer, consumer, *times in zip(
@@ -226,7 +228,7 @@ class Simulation:
         return tuple(flights)
 
     def memory_curve(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """Return (seconds, bytes held from then on) of ``rank`` at each start and stop of an op."""
+        """Return (seconds, bytes from then on) of ``rank`` at the start and the stop of each op."""
         run = self.run
         curve = []
         for number in range(*self._boundaries[rank : rank + 2]):
@@ -242,7 +244,7 @@ def play(plan: Plan, table: Table, *, noise: float = 0.0, seed: int = 0) -> Simu
         plan: plan to simulate.
         table: seconds and bytes of the plan's ops.
         noise: standard deviation of every duration, relative to the duration; 0.05 means 5%.
-        seed: seed of the noise.
+        seed: seed of the random numbers for ``noise``.
 
     Raises:
         PlanError: the plan cannot run (:func:`~megatron_epp.ir.check.check`), or a duration is not
@@ -292,7 +294,7 @@ def _once(orders: Orders, plan: Plan) -> bool:
 def _noisy(
     arrays: OpArrays, noise: float, random: np.random.Generator
 ) -> tuple[OpArrays, np.ndarray]:
-    """Return ``arrays`` with a random factor on every duration, and the factors of the ops."""
+    """Return ``arrays`` with every duration times a random factor, and the factors of the ops."""
 
     def draw(grid: np.ndarray) -> np.ndarray:
         return np.maximum(0.0, random.normal(1.0, noise, grid.shape))

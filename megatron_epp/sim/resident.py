@@ -1,9 +1,9 @@
-"""Messages that occupy a GPU concurrently with its ops.
+"""Fraction of compute time during which messages occupy part of a GPU ("resident" messages).
 
 From its post or send until its arrival, a message is a kernel that holds a few of the GPU's
-multiprocessors. Most of this time the kernel waits for the other rank. A matrix product that runs
-at the same time may take much longer. The cost model does not include this; scripts/gpu/held_sms.py
-measures it.
+multiprocessors. Most of this time, the kernel waits for the other rank. A matrix product that runs
+at the same time may take much longer. The cost model does not include this effect, which
+scripts/gpu/held_sms.py measures.
 
     op        |  F0  |  F1  |      B0      |      ratio for B0, F1 and F0: 2/3
     message         [ B0<1 -- waits -]
@@ -19,7 +19,7 @@ Interval = tuple[float, float]
 
 
 def resident_ratios(played: Simulation) -> tuple[float, ...]:
-    """Return the fraction of every rank's compute time during which a message is resident.
+    """Return, for every rank, the fraction of compute time with a message's kernel on the GPU.
 
     The plan's lowered programs (ir.lower) determine when messages are posted.
     """
@@ -47,7 +47,7 @@ def resident_ratios(played: Simulation) -> tuple[float, ...]:
 
 
 def extra_ratio(ops: Iterable[Interval], held: Iterable[Interval]) -> float:
-    """Return the fraction of the time of ``ops``, given in order, that ``held`` covers."""
+    """Return the fraction of the total time of ``ops`` (in order) that overlaps with ``held``."""
     merged: list[list[float]] = []
     for start, stop in sorted(held):
         if merged and start <= merged[-1][1]:

@@ -1,4 +1,4 @@
-"""Needs of the rule table as a small array, for compiled loops."""
+"""Dependencies between ops ("needs" of the rule table) as a small array, for compiled loops."""
 
 from collections.abc import Mapping
 from functools import lru_cache
@@ -35,7 +35,7 @@ POSITION_CODE = {
 
 
 def needs_array(rules: Rules) -> np.ndarray:
-    """Return the needs as rows for :func:`engine.run`, in the order of the rule table."""
+    """Return the dependencies between ops as rows for :func:`engine.run`, in rule-table order."""
     needs = []
     for kind, rule in rules.items():
         for need in rule.needs:
@@ -49,5 +49,5 @@ def needs_array(rules: Rules) -> np.ndarray:
 
 @lru_cache(maxsize=4)
 def needs_for(vocabulary_parallel: bool, forward_only: bool = False) -> np.ndarray:
-    """Return the needs array for plans with these properties."""
+    """Return the dependencies between ops (:func:`needs_array`) of plans with these properties."""
     return needs_array(rules_for(vocabulary_parallel, forward_only))

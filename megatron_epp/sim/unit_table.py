@@ -1,4 +1,4 @@
-"""Table for use without a cost model: F takes 1 unit, B 2, I and W 1, H and G 1/4; bytes are 0."""
+"""Table of op times without a cost model: F takes 1 unit, B 2, I and W 1, H and G 1/4."""
 
 import numpy as np
 
@@ -15,9 +15,9 @@ UNITS = {
 
 
 def unit_table(plan: Plan) -> Table:
-    """Return the table of ``plan`` for pictures of an order.
+    """Return a table of unit times for ``plan``, to draw its order without a cost model.
 
-    Chunks are equal, links take no time, and recompute is free.
+    All chunks take the same time. Messages and recompute take no time, and all bytes are 0.
     """
     shape = (plan.stages, len(plan.chunks))
     links = np.zeros((max(0, plan.stages - 1), len(plan.chunks)))

@@ -1,9 +1,9 @@
 """Seconds and bytes of a call's chunks on every stage.
 
-Seconds come from measurements, not from a Cost: the layers of an external training loop may be of
-any kind, and are never timed alone. The ops of complete stages are timed while the loop runs
-(stage_seconds). Memory is counted in tokens. If the user sets a budget in bytes, the Cost of a
-model of the same shape gives the bytes.
+An external training loop calls forward_backward_func. Seconds come from measurements, because the
+loop may have layers of any kind, which no cost model knows. The ops of complete stages are timed
+while the loop runs (stage_seconds). Memory is counted in tokens. If the user sets a budget in
+bytes, the cost model of a GPT model with the same sizes predicts the bytes.
 """
 
 import dataclasses
@@ -58,8 +58,8 @@ class ActivationBudget:
 
     Attributes:
         budget_bytes: bytes per device.
-        profile: profile of the model.
-        scale: bytes of an element of the model, divided by the bytes of an element of the profile.
+        profile: cost coefficients of the model.
+        scale: bytes per element of the model's parameters, divided by those of the profile.
         tp: number of tensor-parallel ranks of a stage.
     """
 
@@ -77,17 +77,17 @@ class ActivationBudget:
         )
 
     def cost(self, layers: Sequence[int]) -> Cost:
-        """Return the cost of stages with these ``layers``.
+        """Return the cost model of stages with ``layers[s]`` layers on stage s.
 
-        The cost counts bytes of the profile's elements, so its budgets are divided by ``scale``.
+        The cost model uses the profile's bytes per element, so budgets are divided by ``scale``.
         """
         budgets = (self.budget_bytes / self.scale,) * len(layers)
         return Cost(StageLayout(self.profile, tuple(layers), tp=self.tp), budgets)
 
     def too_little(self, of: str, tokens: int) -> PlanError:
-        """Return the error for a budget that no order fits.
+        """Return the error to raise if no order of ops fits the budget.
 
-        The message names the kind of chunks (``of``) and the ``tokens`` of the longest micro-batch.
+        The message names the chunks (``of``), and the ``tokens`` of the longest micro-batch.
         """
         return PlanError(
             f"attach(memory_gib={self.budget_bytes / GIB:.6g}): no order of {of} holds so little, "
@@ -97,9 +97,9 @@ class ActivationBudget:
 
 
 def guessed_rates(config: Any, layers: int, vocabulary: int, active: int = 1) -> np.ndarray:
-    """Return estimated seconds [kinds, 3] of a stage per token, query-key pair and op.
+    """Return estimated [op kinds, 3] seconds of a stage per token, per query-key pair and per op.
 
-    The estimates may be off by a factor that is common to all chunks.
+    All estimates may be wrong by the same factor.
 
     Args:
         config: configuration of Megatron's model.
@@ -118,10 +118,10 @@ def guessed_rates(config: Any, layers: int, vocabulary: int, active: int = 1) ->
 def guessed_token_bytes(
     config: Any, sizes: Sequence[tuple[int, int]], active: int = 1
 ) -> tuple[float, ...]:
-    """Return estimated bytes per token that every stage holds until the backward, including logits.
+    """Return the estimated bytes per token that each stage holds from forward to backward.
 
-    The estimates may be off by a common factor. ``sizes`` contains (layers, vocabulary size) of
-    every stage. The other arguments are those of :func:`guessed_rates`.
+    The bytes include logits. All estimates may be wrong by the same factor. ``sizes`` contains
+    (layers, vocabulary size) of each stage. Other arguments: see :func:`guessed_rates`.
     """
     one = CallChunks.of([[[(0, 0, 1)]]], (1,))
     held = []
@@ -134,9 +134,9 @@ def guessed_token_bytes(
 
 
 def _profile(config: Any, vocabulary: int, active: int = 1) -> Profile:
-    """Return the profile of the model that Megatron's ``config`` describes.
+    """Return the cost coefficients of the model that Megatron's ``config`` describes.
 
-    The ``active`` feed-forward modules of a layer count as one dense MLP.
+    The ``active`` feed-forward modules that process a token count as one dense MLP.
     """
 
     def known(name: str, default: int) -> int:
@@ -164,22 +164,22 @@ def _profile(config: Any, vocabulary: int, active: int = 1) -> Profile:
 def features(
     tokens: Sequence[float] | np.ndarray, pairs: Sequence[float] | np.ndarray
 ) -> np.ndarray:
-    """Return [3, chunks] features in which seconds are linear: tokens, query-key pairs and 1."""
+    """Return [3, chunks]: tokens, query-key pairs and 1. Seconds are linear in these features."""
     return np.stack([np.asarray(tokens, float), np.asarray(pairs, float), np.ones(len(tokens))])
 
 
 @dataclass(frozen=True)  # no slots, because loads is a cached property
 class CallChunks:
-    """The chunks of a call.
+    """The chunks of one call of an external training loop.
 
     A *group* is one micro-batch: one chunk, or several if its documents are sliced. The chunks of a
     group run forward in order and backward in reverse. The loss follows the group's last forward,
-    so no backward of the group runs before it.
+    so all backwards of the group run after that forward.
 
     Attributes:
         chunking: groups in the order of their forwards.
-        documents: tokens of each document.
-        prefixes: the prefix of each document that continues another document; None for the others.
+        documents: number of tokens of each document.
+        prefixes: for each document, the span that it continues, or None.
     """
 
     chunking: Chunking
@@ -188,7 +188,7 @@ class CallChunks:
 
     @classmethod
     def of(cls, groups: Groups, documents: Sequence[int], prefixes: Prefixes = ()) -> "CallChunks":
-        """Build the chunks from ``groups``: groups[g][c] lists spans (document, start, stop)."""
+        """Build the chunks; groups[g][c] lists the spans (document, start, stop) of a chunk."""
         chunks = [chunk for group in groups for chunk in group]
         rows = [(number, *span) for number, chunk in enumerate(chunks) for span in chunk]
         chunk, document, start, stop = np.array(rows, np.int64).T
@@ -210,13 +210,13 @@ class CallChunks:
 
     @cached_property
     def loads(self) -> Loads:
-        """Tokens and pairs of every chunk; computed once."""
+        """Tokens and query-key pairs of every chunk; computed once."""
         if any(self.prefixes):
             return loads_of_plan(self.plan((1,)), 1)
         return loads_of(self.chunking, np.array(self.documents))
 
     def plan(self, layers: Sequence[int]) -> Plan:
-        """Return a plan of the chunks on stages with ``layers``, without orders and recompute."""
+        """Return a plan of the chunks, without orders of ops; stage s has ``layers[s]`` layers."""
         chunks = self.chunking.ir_chunks(range(len(self.documents)))
         return Plan(
             documents=self.documents,
@@ -229,16 +229,16 @@ class CallChunks:
 
     @property
     def losses(self) -> np.ndarray:
-        """[chunks]: whether a loss follows the chunk's forward."""
+        """For each chunk, whether a loss follows the chunk's forward."""
         return np.arange(self.chunking.count) == self.chunking.last_of_group
 
     def arranged(self, order: Sequence[int]) -> "CallChunks":
-        """Return the groups in ``order``."""
+        """Return the same chunks with the groups (micro-batches) in ``order``."""
         return CallChunks(self.chunking.arranged(order), self.documents, self.prefixes)
 
 
 def chunks_in(order: Sequence[int], sizes: np.ndarray) -> np.ndarray:
-    """Return the chunk indices in running order, for groups of ``sizes`` that run in ``order``."""
+    """Return the chunk indices in running order; group g has ``sizes[g]`` chunks."""
     ends = np.cumsum(sizes)
     return np.concatenate([np.arange(ends[g] - sizes[g], ends[g]) for g in order])
 
@@ -246,9 +246,9 @@ def chunks_in(order: Sequence[int], sizes: np.ndarray) -> np.ndarray:
 def token_table(
     call: CallChunks, rates_SK3: np.ndarray, token_bytes: Sequence[float] = ()
 ) -> Table:
-    """Return the table of ``call`` for measured rates [stages, kinds, 3].
+    """Return the seconds and bytes of a call's ops for measured rates [stages, op kinds, 3].
 
-    A token counts as one byte, or as ``token_bytes`` [stages] bytes.
+    A token of stage s holds ``token_bytes[s]`` bytes; by default, one.
     """
     stages, loads = len(rates_SK3), call.loads
     tokens = np.outer(token_bytes or (1.0,) * stages, loads.tokens)
@@ -271,15 +271,15 @@ def token_table(
 
 
 def byte_table(call: CallChunks, rates_SK3: np.ndarray, cost: Cost, again: np.ndarray) -> Table:
-    """Return the table of ``call`` with the bytes of ``cost``.
+    """Return the seconds and bytes of a call's ops; a cost model predicts the bytes.
 
-    The last chunk of a micro-batch holds its logits until its backward, because the loss follows
-    its forward. Earlier slices recompute their logits during their backwards.
+    The last chunk of a micro-batch holds its logits from forward to backward, because the loss
+    follows its forward. Earlier slices recompute their logits during their backwards.
 
     Args:
         call: the chunks.
-        rates_SK3: measured rates [stages, kinds, 3].
-        cost: cost of the model in bytes.
+        rates_SK3: [stages, op kinds, 3] measured seconds per token, query-key pair and op.
+        cost: cost model that predicts the bytes.
         again: [stages, chunks], number of layers to recompute.
     """
     layers = np.array(cost.layout.layers)[:, None]

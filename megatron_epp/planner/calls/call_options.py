@@ -23,9 +23,9 @@ class CallOptions:
     Attributes:
         reorder: whether micro-batches may run in another order.
         split: whether backwards may be split into I and W.
-        headroom: additional memory, as a fraction of what Megatron's 1F1B holds.
-        token_bytes: [stages] relative bytes per token; () if all stages are alike.
-        had_bytes: most that 1F1B held on any rank in earlier calls, in bytes by ``token_bytes``.
+        headroom: additional memory, as a fraction of the memory that Megatron's 1F1B holds.
+        token_bytes: [stages] relative bytes per token; () if all stages are equal.
+        had_bytes: maximum that 1F1B held on any rank in earlier calls, in units of ``token_bytes``.
         correction: ratio of measured to predicted seconds of planned orders, divided by the same
             ratio of the caller's order (track_record).
         memory: budget in bytes; layers are recomputed until a plan fits. None: ``headroom`` limits
@@ -47,12 +47,12 @@ class CallOptions:
     def budgets(self, held: np.ndarray) -> Iterator[np.ndarray]:
         """Yield rising budgets [ranks] of the memory held between forward and backward.
 
-        All ranks have equal memory. Each may therefore hold as much as the fullest rank holds in
-        this call or held in an earlier call, plus the headroom. Budgets are fixed multiples of what
-        the fullest rank holds in this call, so a larger headroom only adds budgets to the search.
+        All ranks have equal memory. Every rank may therefore hold as much as 1F1B held on the
+        fullest rank in this or an earlier call, plus the headroom. The first budget is ``held``.
+        The other budgets are fixed multiples of its maximum: more headroom only adds budgets.
 
         Args:
-            held: [ranks] bytes that Megatron's order holds.
+            held: [ranks] bytes that Megatron's 1F1B holds in this call.
         """
         yield held
         most = max(float(held.max()), self.had_bytes) * (1 + self.headroom)
@@ -61,17 +61,17 @@ class CallOptions:
                 yield np.full(len(held), factor * held.max())
 
     def pays(self, seconds: float, call_seconds: float) -> bool:
-        """Return whether predicted ``seconds`` of an order justify replacing the caller's order."""
+        """Return whether an order of predicted ``seconds`` should replace the caller's order."""
         return seconds * self.correction < call_seconds * (1 - PAYS_FROM)
 
 
 def bytes_of_1f1b(
     tokens: Sequence[int], stages: int, token_bytes: Sequence[float] = ()
 ) -> np.ndarray:
-    """Return [stages] the most that Megatron's 1F1B holds in the caller's order.
+    """Return [stages] the maximum memory that Megatron's 1F1B holds in the caller's order.
 
     Stage s of n stages holds at most n - s micro-batches. The result is the largest sum of n - s
-    consecutive micro-batches, in tokens, or in bytes by ``token_bytes``.
+    consecutive micro-batches, in tokens, or in bytes if ``token_bytes`` [stages] is given.
     """
     ends = np.concatenate(([0], np.cumsum(tokens)))
     widths = [min(stages - stage, len(tokens)) for stage in range(stages)]

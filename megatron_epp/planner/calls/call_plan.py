@@ -1,4 +1,4 @@
-"""Plan of a call: micro-batches unsliced or sliced, in the fastest order."""
+"""Plan of an external training loop's call: sliced or unsliced micro-batches, fastest order."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -43,11 +43,11 @@ def unsliced_plan(
     Args:
         shapes: sizes of the micro-batches.
         layers: number of layers of every stage.
-        rates_SK3: [stages, kinds, 3] rates (stage_seconds).
-        options: freedom of order, and memory.
+        rates_SK3: [stages, op kinds, 3] seconds per token, query-key pair and op.
+        options: allowed changes to the order, and memory limits.
         forward_only: whether the call has no backwards.
-        place: rank of every stage, if ranks have several stages: round-robin, as in Megatron's
-            interleaved pipeline, or in a V.
+        place: rank of every stage; () for one stage per rank. Stages may be round-robin, as in
+            Megatron's interleaved pipeline, or in a V.
 
     Raises:
         PlanError: if no order fits ``options.memory``.
@@ -71,16 +71,17 @@ def sliced_plan(
 ) -> Plan:
     """Return the fastest plan, with micro-batches sliced or unsliced.
 
-    On one stage slicing saves memory but no time, so only micro-batches that do not fit are sliced.
+    With one stage, slicing saves memory but no time. It then applies only to micro-batches that
+    do not fit the memory budget.
 
     Args:
-        lengths: lengths[m], tokens of every document of micro-batch m.
+        lengths: lengths[m] contains the lengths in tokens of the documents of micro-batch m.
         layers: number of layers of every stage.
-        rates_SK3: [stages, kinds, 3] rates (stage_seconds).
-        options: freedom of order, and memory.
+        rates_SK3: [stages, op kinds, 3] seconds per token, query-key pair and op.
+        options: allowed changes to the order, and memory limits.
         forward_only: whether the call has no backwards.
-        parents: parents of the documents of every micro-batch (tree_cutting); () if no document
-            continues another.
+        parents: parents[m][d] is the document that document d of micro-batch m continues, or -1;
+            () if no document continues another.
 
     Raises:
         PlanError: if no order fits ``options.memory``.
@@ -97,7 +98,7 @@ def sliced_plan(
 def _fits(
     lengths: Sequence[int], layers: Sequence[int], rates_SK3: np.ndarray, options: CallOptions
 ) -> bool:
-    """Return whether one stage can hold an unsliced micro-batch without recompute."""
+    """Return whether a single stage can hold one unsliced micro-batch without recompute."""
     assert options.memory is not None
     spans = [(number, 0, length) for number, length in enumerate(lengths)]
     alone = CallChunks.of([[spans]], lengths)
@@ -114,7 +115,7 @@ def _fastest(
     options: CallOptions,
     forward_only: bool,
 ) -> Plan:
-    """Return the fastest plan over ``cuttings``, the first of which slices no micro-batch."""
+    """Return the fastest plan over several ``cuttings``; the first one slices no micro-batch."""
     uncut, stages = cuttings[0], len(layers)
     unbounded = problem_of_call(uncut, token_table(uncut, rates_SK3), np.full(stages, np.inf))
     called = call_order(unbounded, uncut.sizes)
@@ -153,9 +154,9 @@ def _training(
     budgets: Sequence[np.ndarray],
     ops: int,
 ) -> Plan | None:
-    """Return the fastest training plan within ``options.memory``, or else the last budget.
+    """Return the fastest training plan that fits, or None if no order of ops fits.
 
-    Return None if no order fits.
+    The limit is ``options.memory``, or the last of ``budgets`` if it is None.
     """
     free = options.split, options.reorder, ops
     again = None
@@ -181,7 +182,7 @@ def _forwards(
 ) -> Plan:
     """Return a forward-only plan with one order for all stages.
 
-    Unsliced micro-batches are reordered if that pays.
+    Unsliced micro-batches are reordered if the predicted gain is large enough.
     """
     seconds_SC = np.asarray(token_table(call, rates_SK3).seconds[Kind.FORWARD])
     order, by = tuple(range(call.chunking.count)), AS_CALLED
@@ -206,7 +207,7 @@ def _plan(
     by: str,
     again: np.ndarray | None = None,
 ) -> Plan:
-    """Return the plan that runs ``orders`` and recomputes ``again`` [stages, chunks] layers."""
+    """Return the plan with these ``orders``; ``again`` [stages, chunks] layers are recomputed."""
     counts = np.zeros((len(layers), call.chunking.count)) if again is None else again
     return replace(
         call.plan(layers),

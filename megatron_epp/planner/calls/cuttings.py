@@ -24,11 +24,11 @@ def cuttings(
     """Yield the call's chunks: first all micro-batches unsliced, then finer and finer slices.
 
     Args:
-        lengths: lengths[m], tokens of every document of micro-batch m.
-        rates: seconds per token and pair.
+        lengths: lengths[m] contains the tokens of every document of micro-batch m.
+        rates: seconds per token, query-key pair and chunk.
         cut: micro-batches that may be sliced; None for all.
-        parents: parents of the documents of every micro-batch (tree_cutting); () if no document
-            continues another.
+        parents: parents[m][d] is the document that document d of micro-batch m continues, or -1;
+            () if no document continues another.
     """
     may = range(len(lengths)) if cut is None else cut
     documents = tuple(length for of in lengths for length in of)

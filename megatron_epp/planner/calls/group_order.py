@@ -1,4 +1,4 @@
-"""Order of a call's groups: searched, or Megatron's own.
+"""Order of a call's groups (micro-batches): found by a search, or Megatron's order.
 
 For a given order of the chunks, the list scheduler orders their ops. This module also searches the
 order of the groups. The result depends only on seconds and bytes, and the search is bounded.
@@ -35,7 +35,7 @@ _ROUNDING = 1e-9
 
 
 def search_ops(seconds: float) -> int:
-    """Return how many ops a search may simulate for a call of about ``seconds``."""
+    """Return the number of ops that a search may simulate for a call of about ``seconds``."""
     return int(min(MOST_OPS, max(LEAST_OPS, SEARCH_FRACTION * seconds / _OP_SECONDS)))
 
 
@@ -48,9 +48,9 @@ def problem_of_call(call: CallChunks, table: Table, budget: np.ndarray) -> Sched
 
 
 def arranged(problem: ScheduleProblem, order: Sequence[int], sizes: np.ndarray) -> ScheduleProblem:
-    """Return ``problem`` with its groups in ``order``.
+    """Return ``problem`` with its groups (micro-batches) in ``order``.
 
-    Every chunk keeps its bytes, which already account for dependencies between slices.
+    The bytes of a chunk do not change, because they already include dependencies between slices.
     """
     chunks, ops = chunks_in(order, sizes), problem.ops
     starts = starts_of(sizes[list(order)])
@@ -68,7 +68,7 @@ def arranged(problem: ScheduleProblem, order: Sequence[int], sizes: np.ndarray) 
 
 @dataclass(frozen=True, slots=True)
 class OrderedGroups:
-    """Groups in an order, and their schedule.
+    """Groups (micro-batches) in a certain order, and their schedule.
 
     Attributes:
         order: indices of the groups in the order of their forwards.
@@ -96,7 +96,7 @@ class OrderedGroups:
 
 
 def call_order(problem: ScheduleProblem, sizes: np.ndarray) -> OrderedGroups:
-    """Return 1F1B in the caller's order; on one stage, one group after the other."""
+    """Return 1F1B in the caller's order; with one stage, every group (micro-batch) runs alone."""
     limit = (shrinking_in_flight if problem.stages > 1 else group_by_group)(sizes, problem.stages)
     played = list_schedule(problem, strict(limit))
     return OrderedGroups(tuple(range(len(sizes))), problem, PolicyParams(strict=True), played)
@@ -114,12 +114,12 @@ def best_order(
 
     Args:
         problem: the scheduling problem in the caller's order.
-        sizes: number of chunks of every group.
+        sizes: number of chunks of every group (micro-batch).
         split: whether backwards may be split into I and W.
         reorder: whether groups may run in another order.
         ops: number of ops that the search may simulate.
-        budgets: rising budgets [stages], each searched instead of the problem's budget; the last
-            budget is the limit.
+        budgets: rising budgets [stages] to search with, in place of the problem's own budget. The
+            last one is the limit.
     """
     # ``few`` policies compare orders; ``every`` policy is tried on the best order.
     few = [PolicyParams(strict=True), PolicyParams(strict=False)]
@@ -149,10 +149,10 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
 
     Args:
         problem: the scheduling problem in the caller's order.
-        sizes: number of chunks of every group.
+        sizes: number of chunks of every group (micro-batch).
         left: number of ops that may still be simulated.
-        policies_for: function of an order's (problem, sizes). It returns a function from an element
-            of ``by`` (:meth:`play`) to a policy.
+        policies_for: function of (problem, sizes) with the groups in a certain order. It returns a
+            function that maps an element of ``by`` (see :meth:`play`) to a policy.
     """
 
     def __init__(
@@ -168,10 +168,10 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
         self.policy: Chosen | None = None  # policy of the best order
 
     def within(self, budgets: Iterable[np.ndarray]) -> Iterator[None]:
-        """Set each of the rising budgets in turn, and yield for the caller to search within it.
+        """Set each of the rising ``budgets`` in turn; the caller searches after each yield.
 
         Every budget may simulate the same number of ops. The best order of a smaller budget stays
-        best until a faster order is found. Without ``budgets``, the problem's budget is used.
+        ``best`` until a faster order is found. Without ``budgets``, the problem's budget is used.
         """
         ops = self.left
         for budget in list(budgets) or [self.problem.headroom_bytes]:
@@ -179,7 +179,7 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
             yield
 
     def play(self, order: Sequence[int], by: Sequence[Chosen]) -> bool:
-        """Simulate ``order`` with every policy of ``by``; return whether it is the best so far."""
+        """Simulate ``order`` with each policy of ``by``; return whether ``best`` has improved."""
         better = False
         problem = arranged(self.problem, order, self.sizes)
         policy_in = self.policies_for(problem, self.sizes[list(order)])
@@ -196,7 +196,7 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
         return better
 
     def climb(self) -> None:
-        """Improve the best order by swapping or moving groups, until no ops are left."""
+        """Swap or move random groups of the best order, until no ops are left or nothing helps."""
         random, since = Random(0), 0
         while self.best is not None and self.left > 0 and since < 4 * len(self.best.order):
             order = list(self.best.order)
@@ -211,7 +211,7 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
 
 
 def orders_worth_playing(problem: ScheduleProblem, sizes: np.ndarray) -> Iterator[tuple[int, ...]]:
-    """Yield orders of the groups by size, most of them with large groups in the middle."""
+    """Yield orders that sort the groups by time; most have the longest groups in the middle."""
     seconds = (problem.ops.seconds[F] + problem.ops.seconds[B]).sum(axis=0)
     total = np.add.reduceat(seconds, np.cumsum(sizes) - sizes)
     rising = [int(g) for g in np.argsort(total, kind="stable")]
@@ -225,9 +225,9 @@ def orders_worth_playing(problem: ScheduleProblem, sizes: np.ndarray) -> Iterato
 
 
 def forward_order(seconds_SC: np.ndarray) -> tuple[int, ...]:
-    """Return the fastest of several orders of a forward-only pass; all stages run the same order.
+    """Return the fastest of several chunk orders of a forward-only pass, the same for all stages.
 
-    Such a pipeline is a flow shop, where it matters which chunks come first and last.
+    Such a pipeline is a flow shop: the first and the last chunks determine its idle time.
     """
     rising = [int(c) for c in np.argsort(seconds_SC.sum(0), kind="stable")]
     as_called = tuple(range(seconds_SC.shape[1]))

@@ -1,7 +1,7 @@
-"""Plan of a call whose ranks have several stages.
+"""Plan of an external training loop's call if ranks have several stages.
 
-The plan uses Megatron's interleaved order, the ZB-V order if stages form a V, or a faster order
-within the memory of the fullest rank.
+The plan uses Megatron's interleaved order, or the ZB-V order if stages form a V. A faster order
+replaces this order if it fits in the memory of this order's fullest rank, plus headroom.
 """
 
 from collections.abc import Sequence
@@ -46,8 +46,8 @@ def placed_plan(
     Args:
         call: the chunks.
         layers: number of layers of every stage.
-        rates_SK3: [stages, kinds, 3] rates (stage_seconds).
-        options: freedom of order, and memory.
+        rates_SK3: [stages, op kinds, 3] seconds per token, query-key pair and op.
+        options: allowed changes to the order, and memory limits.
         forward_only: whether the call has no backwards.
         place: rank of every stage.
     """
@@ -81,7 +81,7 @@ def placed_plan(
 
 
 def _policies(problem: ScheduleProblem, sizes: np.ndarray, split: bool) -> list[Policy]:
-    """Return policies to try: the warm-up of Megatron or ZB-V, then shorter and longer warm-ups."""
+    """Return the policies to try: first Megatron's (or ZB-V's) warm-up, then other warm-ups."""
     place, splits = problem.place, (True, False) if split else (False,)
     ranks, v = 1 + max(place), is_v(place)
     warm = np.full(ranks, 2 * ranks) if v else interleaved_warm_up(ranks, len(place)) + 1
@@ -97,13 +97,13 @@ def _policies(problem: ScheduleProblem, sizes: np.ndarray, split: bool) -> list[
 def v_turns(
     call: CallChunks, table: Table, place: tuple[int, ...], forward_only: bool
 ) -> list[Ran]:
-    """Return every rank's ops in the caller's order on stages in a V.
+    """Return the ops of every rank for stages in a V, with micro-batches in the caller's order.
 
-    Backwards are not split. As many forwards are in flight as in ZB-V (arXiv 2401.10241).
+    Backwards are not split. The number of forwards in flight is that of ZB-V (arXiv 2401.10241).
 
     Args:
         call: the chunks.
-        table: table of ``call``.
+        table: seconds and bytes of the chunks' ops.
         place: rank of every stage.
         forward_only: whether the call has no backwards.
     """
@@ -120,13 +120,13 @@ def v_turns(
 
 
 def call_turns(chunks: int, ranks: int, stages: int, forward_only: bool) -> list[Ran]:
-    """Return every rank's ops in the order of Megatron's interleaved schedule.
+    """Return the ops of every rank in the order of Megatron's interleaved schedule.
 
     In each round, ``ranks`` micro-batches run through the first model chunk, then through the
     second, and so on. Forwards fill the pipeline, then one forward and one backward alternate
-    (arXiv 2104.04473, section 2.2). Megatron requires a multiple of the number of ranks. For any
-    other number, this function takes the order of the next multiple and drops the ops of the
-    missing micro-batches.
+    (arXiv 2104.04473, section 2.2). Megatron requires a number of micro-batches that is a multiple
+    of the number of ranks. For other numbers, this function takes the order for the next multiple
+    and drops the ops of the surplus micro-batches.
 
     Args:
         chunks: number of micro-batches.

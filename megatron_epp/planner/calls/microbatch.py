@@ -1,4 +1,4 @@
-"""Size of a micro-batch: rows sent between stages, and documents."""
+"""Size of a micro-batch: shape of its hidden states, and lengths of its documents."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class MicrobatchShape:
     Attributes:
         rows: first dimension of the hidden states, including padding.
         samples: second dimension of the hidden states; 1 if documents are concatenated.
-        documents: tokens of every document; attention stays within a document.
+        documents: number of tokens of every document; attention stays within a document.
     """
 
     rows: int
@@ -30,14 +30,14 @@ class MicrobatchShape:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the hidden states, including padding."""
+        """Number of tokens of the hidden states, including padding."""
         return self.rows * self.samples
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs of causal attention.
+        """Number of query-key pairs of causal attention.
 
-        Without ``documents`` each sample is one document.
+        If ``documents`` is empty, each sample counts as one document.
         """
         documents = self.documents or (self.rows,) * self.samples
         return sum(length * (length + 1) // 2 for length in documents)

@@ -1,9 +1,9 @@
-"""Layers that each stage recomputes per chunk, so that a call fits a budget of bytes.
+"""Number of layers that each stage recomputes per chunk, so that a call fits a budget of bytes.
 
-The diagonal program computes the recompute that a given order requires, but the search for orders
-requires the recompute first. The search therefore runs once with each of several choices: none, the
-recompute of 1F1B, the recompute of one group after the other, half of all layers, all layers.
-Recompute that the resulting order does not require is then removed.
+InfiniPipe's diagonal program computes the least recompute for a given order, but the search for
+orders needs the recompute first. The search therefore runs once for each of these choices: none,
+the recompute that 1F1B requires, the recompute for one micro-batch at a time, half of all layers,
+and all layers. Recompute that the resulting order does not require is then removed.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ RECOMPUTED_FRACTIONS = (0.5, 1.0)  # of all layers
 
 
 class RecomputeFit:
-    """Search for the order and the recompute of one call; layers are saved or fully recomputed.
+    """Search for the order and the recompute of one call; a layer is saved or fully recomputed.
 
     Args:
         call: the chunks.
-        rates_SK3: [stages, kinds, 3] rates (stage_seconds).
+        rates_SK3: [stages, op kinds, 3] seconds per token, query-key pair and op.
         layers: number of layers of every stage.
-        budget: bytes that chunks may hold.
+        budget: bytes that chunks may hold between forward and backward.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class RecomputeFit:
         """Return the fastest order within the budget, or None if none fits.
 
         Args:
-            split: whether backwards may be split into I and W.
+            split: whether backwards may be split into I and W if no layer is recomputed.
             reorder: whether groups may run in another order than the caller's.
             ops: number of ops that the search may simulate.
 
         Returns:
-            The order, and the number of layers recomputed [stages, chunks].
+            The order, and [stages, chunks] the number of recomputed layers.
         """
         choices = list(self._choices())
         best = None
@@ -87,7 +87,7 @@ class RecomputeFit:
     def _without_needless(
         self, ordered: OrderedGroups, again: np.ndarray
     ) -> tuple[OrderedGroups, np.ndarray]:
-        """Return the order with only the recompute that it requires, unless that is slower."""
+        """Return the order with the least recompute that it requires, unless that is slower."""
         call, kinds = self.call.arranged(ordered.order), ordered.schedule.kinds
         before = np.cumsum(kinds == F, axis=1)[kinds == B].reshape(self.cost.layout.stages, -1)
         kept = self._problem(call, np.zeros_like(again))
@@ -109,9 +109,9 @@ class RecomputeFit:
     def _least(
         self, call: CallChunks, kept: ScheduleProblem, limit: np.ndarray
     ) -> np.ndarray | None:
-        """Return the least number of layers [stages, chunks] to recompute for an in-flight limit.
+        """Return [stages, chunks] the least number of layers to recompute for an in-flight limit.
 
-        Return None if recomputing all layers does not suffice.
+        Return None if the chunks do not fit even with all layers recomputed.
         """
         counts = diagonal_counts(self.solver, self.cost, call.loads, kept, limit, integer=False)
         return (

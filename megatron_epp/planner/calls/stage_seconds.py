@@ -2,11 +2,11 @@
 
     seconds of an op = token x tokens + pair x query-key pairs + op
 
-The ops of the calls themselves are timed, so measuring takes no extra time. The first call is
-ignored, because it includes one-time work. Estimates may be off by a factor that is common to all
-micro-batches, which does not affect the choice of an order. An op kind that recent calls did not
-run (such as B, if all backwards are split) keeps its last coefficients. These are scaled by the
-slowdown of the forwards since then.
+This module fits the coefficients ``token``, ``pair`` and ``op`` to the times of training calls, so
+measurements take no extra time. The first call is ignored, because it includes one-time work.
+Estimates may be wrong by one factor for all micro-batches: such a factor does not change the choice
+of an order. If recent calls did not run an op kind (such as B, if all backwards are split), its
+last coefficients stay. They are scaled by the slowdown of the forwards since that measurement.
 """
 
 from collections import deque
@@ -27,11 +27,11 @@ _F, _B, _I, _W = (KIND_CODE[kind] for kind in OF_LAYERS)
 
 
 class StageSeconds:
-    """Rates of this rank's stage.
+    """Seconds per token, query-key pair and op ("rates") of this rank's stage.
 
     Attributes:
-        guess: [kinds, 3] estimated rates.
-        rates: [kinds, 3] latest rates.
+        guess: [op kinds, 3] estimated rates.
+        rates: [op kinds, 3] latest rates.
         measured: whether ``rates`` are measured.
     """
 
@@ -48,8 +48,8 @@ class StageSeconds:
         """Add the records of a training call.
 
         Args:
-            chunks_3C: [3, chunks] features of the call's chunks.
-            records: records of the call's ops.
+            chunks_3C: [3, chunks] tokens, query-key pairs and 1.
+            records: measured times of the call's ops.
         """
         self._calls += 1
         if self._calls < 1:

@@ -1,11 +1,11 @@
-"""Comparison of predicted and measured times of calls, which corrects the predicted gain.
+"""Correction of a planned order's predicted gain, from measured times of calls.
 
     correction = (measured / predicted, planned orders) / (measured / predicted, caller's order)
 
-Predictions omit the time between ops, and other processes may slow the machine down. A slowdown
-that is common to planned orders and the caller's order cancels out. A planned order runs only if
-its predicted gain exceeds the correction. After many calls of one kind, a call of the other kind is
-tried again.
+Predictions omit the time between ops, and other processes may slow the machine down. A slowdown of
+both planned orders and the caller's order cancels out. A planned order runs only if its predicted
+gain exceeds the correction. After many calls with a planned order, the caller's order is tried
+again, and vice versa.
 """
 
 from collections import deque
@@ -29,7 +29,7 @@ class TrackRecord:
         self._planned_in_turn = 0
 
     def saw(self, planned: bool, predicted_seconds: float, measured_seconds: float) -> None:
-        """Add a call.
+        """Add the times of one call.
 
         Args:
             planned: whether the call's order differed from the caller's 1F1B.
@@ -52,9 +52,9 @@ class TrackRecord:
 
     @property
     def correction(self) -> float:
-        """Factor on the predicted seconds of a planned order: 1 to ``MOST``, in steps.
+        """Factor from 1 to ``MOST`` on the predicted seconds of a planned order, rounded to steps.
 
-        Until the caller's order has been measured, its prediction is assumed to be exact.
+        As long as no call in the caller's order is measured, its prediction counts as exact.
         """
         if not self._planned:
             return 1.0

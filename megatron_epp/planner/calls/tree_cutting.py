@@ -1,13 +1,13 @@
-"""Slicing of micro-batches with documents that continue others, into chunks of about equal time.
+"""Slicing of micro-batches with shared prefixes, into chunks of about equal time.
 
     parents      - 0 0 0 2          chunks      [0 first half] [0 second half, 1] [2, 4] [3]
     0 ----- 1                       continues    -              chunk 0             chunk 1 chunk 1
       |---- 2 --- 4
       `---- 3
 
-A prefix is computed once and counts once. A chunk continues at most one other chunk. A subtree that
-fits into a chunk stays together: in the chunk of its prefix if that chunk has capacity, else in a
-chunk with sibling subtrees.
+Document d continues document parents[d], its prefix. A prefix is computed once and counts once. A
+chunk continues at most one other chunk. A subtree that fits into a chunk is not divided: it goes
+into the chunk of its prefix if that has capacity, else into a chunk with sibling subtrees.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,12 @@ Spans = tuple[tuple[int, int, int], ...]  # (document, start, stop)
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Documents of a micro-batch, each with the document that it continues.
+    """Documents of a micro-batch; a document may continue another one, its parent.
 
     Attributes:
-        lengths: tokens of each document.
+        lengths: number of tokens of each document, without its prefix.
         parents: index of the document that each document continues, or -1.
-        rates: seconds per token and pair.
+        rates: seconds per token, query-key pair and chunk.
         offsets: position of each document's first token, counted from the start of its prefix.
         own: seconds of each document without its prefix.
         below: seconds of each document and all its descendants.
@@ -44,16 +44,16 @@ class Tree:
 
     @property
     def total(self) -> float:
-        """Seconds of all documents, each counted once."""
+        """Seconds of all documents; a shared prefix counts once."""
         return sum(self.own)
 
     def chunks(self, first: int, target: float, least: int) -> list[Spans]:
-        """Return chunks of about ``target`` seconds, each after the chunk that it continues.
+        """Return chunks of about ``target`` seconds, in an order in which prefixes come first.
 
         Args:
-            first: index, in the call, of the micro-batch's first document.
+            first: index of the micro-batch's first document among all documents of the call.
             target: seconds of a chunk.
-            least: least number of tokens of a slice.
+            least: minimum number of tokens of a slice.
         """
         children: dict[int, list[int]] = {}
         for document, parent in enumerate(self.parents):
@@ -106,7 +106,7 @@ class Tree:
 
 
 def tree_seconds(lengths: Sequence[int], parents: Parents, rates: Rates) -> Tree:
-    """Return the tree of a micro-batch; raise a ValueError if ``parents`` are invalid."""
+    """Return the tree of a micro-batch's documents; raise a ValueError for invalid ``parents``."""
     require_parents(lengths, parents)
     offsets = [0] * len(lengths)
     for document, parent in enumerate(parents):
@@ -124,7 +124,7 @@ def tree_seconds(lengths: Sequence[int], parents: Parents, rates: Rates) -> Tree
 
 
 def require_parents(lengths: Sequence[int], parents: Parents) -> None:
-    """Raise a ValueError unless every document continues an earlier document or none."""
+    """Raise a ValueError if a parent is missing, or is not an earlier document or -1."""
     if len(parents) != len(lengths):
         raise ValueError(f"{len(parents)} parents of {len(lengths)} documents; expected one each")
     for document, parent in enumerate(parents):

@@ -1,8 +1,8 @@
-"""Choices made once per run, by plans of its first batches.
+"""Choices made once per run, by planning its first batches with every candidate.
 
-    partition_of     layers of every stage: by time, or as flags give them
-    placement_of     stages of every rank: one or several; layers balanced by time
-    vocabulary_of    the LM head: on the last stage, or sharded over all stages
+    partition_of     number of layers of every stage: balanced by time, or as the flags say
+    placement_of     one or several stages per rank, with layers balanced by time
+    vocabulary_of    LM head on the last stage, or sharded over all stages
 
 Weights do not move between iterations, so a choice holds for a whole run. Each of the three
 functions plans the batches with every candidate and chooses the fastest candidate
@@ -46,13 +46,13 @@ OFF, ON = "off", "on"
 
 @dataclass(frozen=True, slots=True)
 class RunChoice[K: Hashable]:
-    """The fastest candidate.
+    """The fastest candidate (partition, placement or kind of LM head) and the times of all.
 
     Attributes:
-        cost: cost with the chosen candidate.
-        key: name or layers of the chosen candidate.
-        seconds: seconds of plans for all batches, by candidate; None if a batch does not fit. The
-            first candidate is what the run uses if no choice is made.
+        cost: cost model with the chosen candidate.
+        key: name, or layers per stage, of the chosen candidate.
+        seconds: for each candidate, total seconds of the plans of all batches; None if a batch
+            does not fit. The first candidate is the default of the run.
     """
 
     cost: Cost
@@ -65,9 +65,9 @@ class RunChoice[K: Hashable]:
         return self.gain_of(self.key)
 
     def gain_of(self, key: K) -> float:
-        """Return the fraction of the first candidate's time that ``key`` saves.
+        """Return the fraction of the first candidate's time that candidate ``key`` saves.
 
-        It is negative if ``key`` is slower, and 0 if one of the two does not fit.
+        The fraction is negative if ``key`` is slower, and 0 if one of the two does not fit.
         """
         (first, *_), taken = self.seconds.values(), self.seconds.get(key)
         return 1 - taken / first if first and taken else 0.0
@@ -91,10 +91,10 @@ class RunChoice[K: Hashable]:
 def fastest[K: Hashable](
     candidates: Iterable[tuple[K, Cost, float | None]], pays: float
 ) -> RunChoice[K]:
-    """Return the fastest of the candidates (key, cost, seconds).
+    """Return the fastest of ``candidates``: (name or layers, cost model, total seconds).
 
     A candidate other than the first must save the fraction ``pays`` of the first candidate's time.
-    Seconds are None if a batch does not fit.
+    The seconds are None if a batch does not fit.
     """
     first, *others = candidates
     key, cost, least = first
@@ -115,11 +115,11 @@ def sketched_seconds(
     """Return the total seconds of low-effort plans for all batches; None if a batch does not fit.
 
     Args:
-        cost: cost of the layout.
-        batches: document lengths of one replica.
-        options: options of the planner.
+        cost: cost model, including the stages and parallel degrees.
+        batches: lengths of the documents of one replica in each batch.
+        options: planner options, such as levers and effort.
         planner: name of the planner.
-        effort: upper bound of the effort.
+        effort: maximum effort of the planner's search.
     """
     sketch = dataclasses.replace(
         options,
@@ -140,7 +140,7 @@ def sketched_seconds(
 
 
 def heaviest(lengths: Sequence[int], cost: Cost, lockstep: int = 1) -> list[int]:
-    """Return the documents of the replica (or lockstep block) with the most work."""
+    """Return the lengths of the documents of the replica (or lockstep group) with the most work."""
     if cost.layout.dp == lockstep:
         return list(lengths)
     rates = rates_of(cost)
@@ -156,12 +156,12 @@ def unlike_seconds(
     planner: str,
     by_time: bool = False,
 ) -> float | None:
-    """Return the total seconds of low-effort plans for all batches on replicas of unlike speed.
+    """Return the total seconds of low-effort plans for all batches, if replicas differ in speed.
 
     Documents are assigned by the speeds of the replicas. Of every set of equal replicas, only the
-    replica with the most work is planned. The slowest plan of a batch counts. If ``by_time``,
-    layers balanced by time are tried too, and the faster layers count. Return None if a batch does
-    not fit.
+    replica with the most work is planned. The time of a batch is that of its slowest plan. If
+    ``by_time``, the partition balanced by time is tried too, and the faster partition counts.
+    Return None if a batch does not fit.
     """
     replicas, taken = cost.layout.dp, []
     ways = [cost.layout.layers]
@@ -194,14 +194,14 @@ def unlike_seconds(
 def partition_of(
     cost: Cost, batches: Sequence[Sequence[int]], options: Options, planner: str
 ) -> RunChoice[tuple[int, ...]]:
-    """Return the layers per stage with the fastest plans over ``batches``.
+    """Return the number of layers per stage that gives the fastest plans of ``batches``.
 
     Only the replica with the most work in each batch is planned.
 
     Args:
-        cost: cost of the layout, with the layers to start from.
-        batches: document lengths of the job.
-        options: options of the planner.
+        cost: cost model, with the layers per stage to start from.
+        batches: document lengths of each global batch of the job.
+        options: planner options, such as levers and effort.
         planner: name of the planner.
     """
     held = [heaviest(lengths, cost) for lengths in batches]
@@ -211,10 +211,10 @@ def partition_of(
 def partition_by_time(
     cost: Cost, batches: Sequence[Sequence[int]], seconds_of: Callable[[Cost], float | None]
 ) -> RunChoice[tuple[int, ...]]:
-    """Return the fastest layers per stage among at most ``MOST_TRIED`` partitions.
+    """Return the fastest number of layers per stage, among at most ``MOST_TRIED`` partitions.
 
-    ``seconds_of`` plans all ``batches`` with a cost, and returns None if a batch does not fit. The
-    first candidate is ``cost.layout.layers``.
+    ``seconds_of`` returns the total seconds of all ``batches`` for a cost model, or None if a batch
+    does not fit. The first candidate is ``cost.layout.layers``.
     """
     tried: dict[tuple[int, ...], float | None] = {}
 
@@ -245,7 +245,7 @@ def partition_by_time(
 def _neighbours(
     layers: tuple[int, ...], seconds: np.ndarray, cost: Cost
 ) -> Iterator[tuple[int, ...]]:
-    """Yield ``layers`` with one layer moved from a stage of a slow rank to a faster rank.
+    """Yield variants of ``layers`` (per stage) with one layer moved from a slow to a fast rank.
 
     The layer moves from one of the two slowest ranks to one of the two fastest. ``seconds``
     [stages, layers] contains the seconds of every layer on every stage.
@@ -280,9 +280,9 @@ def placement_of(
     Candidates are one stage per rank and ``PLACEMENT_NAMES``, each with layers balanced by time.
 
     Args:
-        cost: cost with one stage per rank.
-        batches: document lengths of the job.
-        options: options of the planner.
+        cost: cost model with one stage per rank.
+        batches: document lengths of each global batch of the job.
+        options: planner options, such as levers and effort.
         planner: name of the planner.
     """
 
@@ -301,7 +301,7 @@ def placement_of(
 
 
 def placed_cost(cost: Cost, name: str) -> Cost | None:
-    """Return ``cost`` with the placement ``name`` and even layers; None with too few layers."""
+    """Return ``cost`` with the placement ``name`` and even layers; None if layers are too few."""
     placement = named_placement(name, cost.layout.placement.ranks)
     assert placement is not None
     if placement.stages > sum(cost.layout.layers) - cost.layout.pinned_layers + 1:
@@ -310,15 +310,15 @@ def placed_cost(cost: Cost, name: str) -> Cost | None:
 
 
 def placement_name(place: tuple[int, ...]) -> str:
-    """Return the name in ``PLACEMENT_NAMES`` of ``place``, the rank of every stage."""
+    """Return the name in ``PLACEMENT_NAMES`` of the placement with stage s on rank ``place[s]``."""
     placements = {name: named_placement(name, max(place) + 1) for name in PLACEMENT_NAMES}
     return next(name for name, named in placements.items() if named and named.place == place)
 
 
 def with_placement(cost: Cost, placement: Placement) -> Cost:
-    """Return ``cost`` with its one stage per rank replaced by the stages of ``placement``.
+    """Return ``cost`` with the stages of ``placement`` in place of one stage per rank.
 
-    The layers per stage are those of ``placement`` if it sets them, else even.
+    Every stage has equally many layers, unless ``placement`` sets the layers per stage.
 
     Raises:
         ValueError: if there are more stages than layers.
@@ -332,7 +332,7 @@ def with_placement(cost: Cost, placement: Placement) -> Cost:
 
 
 def ruled_out(cost: Cost) -> str | None:
-    """Return the reason why vocabulary parallelism cannot pay; None if only plans can decide."""
+    """Return why vocabulary parallelism cannot save time; None if only plans can decide."""
     if cost.layout.stages == 1:
         return "there is one stage"
     if cost.layout.ep > cost.layout.tp * cost.layout.cp:
@@ -350,16 +350,16 @@ def vocabulary_of(
     planner: str,
     cut: Cost | None = None,
 ) -> RunChoice[str]:
-    """Return ``cost`` with vocabulary parallelism off or on, whichever is faster.
+    """Return the faster of ``cost`` without and with vocabulary parallelism.
 
     Only the replica with the most work in each batch is planned.
 
     Args:
-        cost: cost of the layout.
-        batches: document lengths of the job.
-        options: options of the planner.
+        cost: cost model, including the stages and parallel degrees.
+        batches: document lengths of each global batch of the job.
+        options: planner options, such as levers and effort.
         planner: name of the planner.
-        cut: cost with vocabulary parallelism, if its layers per stage differ from those of
+        cut: cost model for vocabulary parallelism if it needs other layers per stage; default:
             ``cost``.
     """
     uncut = cost.with_vocabulary(False)

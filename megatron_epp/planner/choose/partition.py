@@ -1,7 +1,7 @@
-"""Layers of every stage by time: the partition whose slowest stage is fastest, within memory.
+"""Partition of the layers into stages that minimises the slowest stage's time, within memory.
 
 A stage holds contiguous layers; AdaPtis (arXiv 2509.23722) also moves the boundaries of stages. A
-partition is chosen once per run, because weights do not move between iterations. It is chosen for
+partition is chosen once per run, because weights do not move between iterations. The choice uses
 the document lengths expected from the corpus. First, this module finds the exact optimum of summed
 layer times. Then choice.partition_by_time plans whole batches, because memory and late slices of
 long documents may favour another partition.
@@ -20,7 +20,7 @@ LIKELY_CHUNKS = 8
 
 
 def layer_costs(cost: Cost) -> Cost:
-    """Return ``cost`` with one stage per layer; the first has the embedding, the last the head."""
+    """Return ``cost`` with one stage per layer; the last stage also has the LM head."""
     layers = sum(cost.layout.layers)
     budget = max(cost.device_budget_bytes)
     layout = cost.layout.on_devices(layers=(1,) * layers, place=())
@@ -28,13 +28,13 @@ def layer_costs(cost: Cost) -> Cost:
 
 
 def layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
-    """Return [layers] forward and backward seconds of a load with these ``features``."""
+    """Return [layers] seconds of forward plus backward for ``features`` (tokens, pairs, ...)."""
     single = layer_costs(cost)
     return (single.seconds.per(Kind.FORWARD) + single.seconds.per(Kind.BACKWARD)) @ features
 
 
 def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
-    """Return [stages, layers]: :func:`layer_seconds` of each layer on each stage's device."""
+    """Return [stages, layers] seconds of each layer (:func:`layer_seconds`) on a stage's device."""
     if not cost.layout.unlike_devices:
         seconds = layer_seconds(cost, features)
         return np.broadcast_to(seconds, (cost.layout.stages, len(seconds)))
@@ -43,18 +43,18 @@ def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
 
 
 def expected_features(cost: Cost, batches: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return the [features] of a batch: their mean over ``batches`` of document lengths."""
+    """Return [features] of the cost model (tokens, pairs, ...): the mean over ``batches``."""
     chunks = float(LIKELY_CHUNKS * cost.layout.stages)
     every = [cost.layout.columns.batch_features(np.array(lengths), chunks) for lengths in batches]
     return np.mean(every, axis=0)
 
 
 def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
-    """Return the layers per stage, at least one each, whose slowest stage is fastest.
+    """Return the number of layers per stage that minimises the slowest stage's time.
 
     Ties are broken by the least sum of squared stage seconds, which also balances the other stages.
-    With several stages per rank, the slowest rank counts (:func:`_fastest_on_ranks`). Return None
-    if the states fit in no partition.
+    Every stage has a layer. With several stages per rank, the slowest rank's time is minimised
+    (:func:`_fastest_on_ranks`). Return None if the model states fit in no partition.
     """
     seconds = stage_layer_seconds(cost, features)
     if cost.layout.place:
@@ -97,15 +97,15 @@ def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
 
 
 def _before(seconds: np.ndarray) -> np.ndarray:
-    """Return [stages, layers + 1]: the seconds of all layers before each layer."""
+    """Return [stages, layers + 1] the total seconds of all layers before each layer."""
     return np.concatenate((np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)), axis=1)
 
 
 def _fastest_on_ranks(cost: Cost, seconds: np.ndarray) -> tuple[int, ...] | None:
-    """Return layers that minimise the slowest rank's seconds, then the sum of squared seconds.
+    """Return layers per stage that minimise the slowest rank's time, then squared stage times.
 
-    Starting from the layers of ``cost``, the best move of one layer from any stage to any other is
-    repeated while it helps. ``seconds`` is [stages, layers].
+    The search starts from the layers of ``cost``. It repeats the best move of one layer between
+    any two stages while that helps. ``seconds`` [stages, layers] are those of a layer on a stage.
     """
     before, each = _before(seconds), np.arange(cost.layout.stages)
     on = np.array(cost.layout.placement.place)
@@ -135,7 +135,7 @@ def _fastest_on_ranks(cost: Cost, seconds: np.ndarray) -> tuple[int, ...] | None
 
 
 def with_layers(cost: Cost, layers: tuple[int, ...]) -> Cost | None:
-    """Return ``cost`` with these ``layers`` per stage; None if the states do not fit."""
+    """Return ``cost`` with ``layers`` per stage; None if the model states do not fit."""
     moved = cost.replace(layers=layers)
     states = moved.states_of_ranks
     fits = all(s < b for s, b in zip(states, moved.device_budget_bytes, strict=True))
@@ -143,7 +143,7 @@ def with_layers(cost: Cost, layers: tuple[int, ...]) -> Cost | None:
 
 
 def layout_flags(layers: Sequence[int], mtp_layers: int = 0) -> list[str]:
-    """Return Megatron's flags for these layers per stage; none if they are even.
+    """Return Megatron's flags for ``layers`` per stage; [] if all stages have equally many.
 
     The last ``mtp_layers`` layers are MTP layers, which do not count as decoder layers.
     """

@@ -1,1 +1,1 @@
-"""Documents to chunks: slicing, bin packing, and their parameters."""
+"""Conversion of documents to chunks: slicing, bin packing, and their parameters."""

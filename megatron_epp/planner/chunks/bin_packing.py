@@ -1,6 +1,7 @@
 """Packing of tails and short documents into buckets: InfiniPipe's Alg. 1, or longest first.
 
-With both methods, a bucket holds at most one tail, and hence at most one sliced document.
+A tail is the last slice of a sliced document. With both methods, a bucket (a chunk) holds at most
+one tail.
 """
 
 import numpy as np
@@ -14,13 +15,13 @@ def alg1(
 ) -> tuple[np.ndarray, int]:
     """Return the bucket of every tail and every short document, and the number of buckets.
 
-    Source: InfiniPipe's Alg. 1, lines 3 to 13, in its section on the sequence processor. Short
-    documents, in descending time, go to the feasible bucket with the smallest time per token. If no
-    bucket has time left, the target is raised. Tail t opens bucket t.
+    Source: InfiniPipe's Alg. 1, lines 3 to 13, in its section on the sequence processor. Tail t
+    opens bucket t. Short documents, longest first, then go to the feasible bucket with the smallest
+    time per token. If no bucket has time left, the time limit is raised.
 
     Args:
-        cuts: tails and short documents.
-        rates: seconds per token and pair.
+        cuts: tails (last slices of sliced documents) and short documents.
+        rates: seconds per token, query-key pair and chunk.
         target_seconds: time limit T_t of a bucket.
         most_tokens: token limit T_m of a bucket.
     """
@@ -82,15 +83,15 @@ def longest_first(
 ) -> tuple[np.ndarray, int]:
     """Return the bin of every tail and every short document, and the number of bins.
 
-    Each document goes to the bin with the least seconds so far. Tail t opens bin t.
+    Tail t opens bin t. Then each short document goes to the bin with the least seconds so far.
 
     Args:
-        cuts: tails and short documents.
-        rates: seconds per token and pair.
+        cuts: tails (last slices of sliced documents) and short documents.
+        rates: seconds per token, query-key pair and chunk.
         bins: wanted number of bins. The result has at least one bin per tail, and more bins if a
             document exceeds the token limit of every bin.
-        most_tokens: token limit of a bin.
-        loaded_seconds: seconds that the last bins start with, which makes these bins smaller.
+        most_tokens: maximum number of tokens of a bin.
+        loaded_seconds: initial seconds of the last bins, so that these get fewer documents.
     """
     start = np.zeros(max(bins, len(cuts.tails)))
     if loaded_seconds is not None and len(loaded_seconds):
@@ -142,7 +143,7 @@ def _longest_first(tail_seconds, tail_tokens, short_seconds, short_tokens, start
 
 
 def first_fit(cuts: Cuts, most_tokens: float) -> tuple[np.ndarray, int]:
-    """Return the bin of every tail and short document: first-fit, longest first."""
+    """Pack tails and short documents first-fit, longest first; return bins and number of bins."""
     tails, shorts = (part.tokens.astype(np.float64) for part in (cuts.tails, cuts.shorts))
     at_once = np.zeros_like(tails), tails, np.zeros_like(shorts), shorts, np.zeros_like(tails)
     return _longest_first(*at_once, float(most_tokens))  # with all times 0

@@ -1,13 +1,13 @@
-"""Chunks of the replicas of a block: chunk k of every replica runs at the same time.
+"""Chunks of a block (lockstep group of replicas): chunk k of every replica runs at the same time.
 
     position    0  1  2  3  |  4  5  |  6  |  7
     replica 0   a0 a1 a2 a3 |  d0 d1 |  .  |  .       a, b, c, d: slices of sliced documents
     replica 1   b0 b1 c0 c1 |  .  .  |  .  |  .       .: a pack, or nothing
 
-Replicas in lockstep run the same order of ops, so a group (the chunks between two bars) is common
-to all of them. The forwards of a group run from left to right, the backwards from right to left. A
-group has as many positions as its longest document has slices. Shorter sliced documents run one
-after the other in the positions of another replica.
+A position is the index of a chunk. Replicas in lockstep run the same order of ops, so they share
+groups (the positions between two bars). A group's forwards run from left to right, its backwards
+from right to left. The group has one position per slice of its longest document. Another replica
+may run several shorter sliced documents in these positions, one after the other.
 
 A position takes as long as the slowest replica's chunk, so documents are assigned to balance the
 replicas' chunks. Short documents go, longest first, to the replica and position with the least
@@ -27,21 +27,21 @@ from megatron_epp.sim.jit import njit
 
 @dataclass(frozen=True, slots=True)
 class BlockChunking(Chunking):
-    """Chunking of a block; ``members`` are its replicas' chunkings, with the same positions.
+    """Chunks of a lockstep group of replicas; ``members`` are the chunkings of its replicas.
 
-    At each position, the block's arrays are those of the slowest member; tokens are the maximum
-    over the members. A group of several positions counts as one sliced document.
+    Chunk k of all members runs at the same time. The arrays of chunk k are those of the slowest
+    member; its number of tokens is the maximum. A group of several chunks counts as one document.
     """
 
     members: tuple[Chunking, ...]
 
     @property
     def contents(self) -> tuple[bytes, ...]:
-        """Contents of all members, to compare chunkings by."""
+        """Contents of all replicas' chunks as bytes, to compare chunkings."""
         return tuple(part for member in self.members for part in member.contents)
 
     def arranged(self, order: Sequence[int] | np.ndarray) -> "BlockChunking":
-        """Return the chunks with the groups in ``order``, for the block and for all members."""
+        """Return the chunking with its groups in ``order``, for all replicas."""
         own = {field.name: getattr(self, field.name) for field in fields(Chunking)}
         chunking = Chunking(**own).arranged(order)
         return BlockChunking(
@@ -58,9 +58,9 @@ class BlockChunking(Chunking):
 
 
 def folded(chunking: Chunking, width: int, rates: Rates) -> Chunking:
-    """Return ``chunking``, of all replicas' documents, assigned to ``width`` replicas.
+    """Assign chunks with the documents of a lockstep group to its ``width`` replicas.
 
-    If ``width`` is 1, return ``chunking`` unchanged.
+    Return the chunking of the group. If ``width`` is 1, it is ``chunking`` itself.
     """
     if width == 1:
         return chunking
@@ -99,14 +99,14 @@ def build_block(
     multiple: int,
     width: int,
 ) -> BlockChunking:
-    """Return the chunks of ``params`` for ``width`` replicas.
+    """Return the chunks of a lockstep group of ``width`` replicas.
 
     Args:
-        params: parameters; numbers of chunks and packs are per replica.
+        params: parameters of the chunks; numbers of chunks and packs are per replica.
         lengths: lengths of all replicas' documents, in descending order.
-        rates: seconds per token and pair.
-        most_tokens: token limit of a chunk.
-        multiple: slice boundaries are multiples of this.
+        rates: seconds per token, query-key pair and chunk.
+        most_tokens: maximum number of tokens of a chunk.
+        multiple: number of tokens; slice boundaries are multiples of it.
         width: number of replicas.
     """
     total = float(rates.document_seconds(lengths).sum())
@@ -157,9 +157,9 @@ def build_block(
 
 @njit()
 def _fill(seconds, tokens, short_seconds, short_tokens, most_tokens):
-    """Return the place of every short document: the least loaded place that has capacity.
+    """Return the place (chunk of a replica) of every short document, the least loaded that fits.
 
-    The second value is False if a document fits nowhere.
+    The second value is False if some document fits in no place.
     """
     place = np.empty(len(short_seconds), dtype=np.int64)
     for q in range(len(short_seconds)):
@@ -185,7 +185,7 @@ def _sort_packs(
     count: int,
     width: int,
 ) -> None:
-    """Sort every replica's packs, from position ``beside`` to the end, by descending time."""
+    """Sort every replica's packs by descending time; packs begin at position ``beside``."""
     taken = np.zeros((width, count))
     np.add.at(taken, (member, position), seconds)
     for who in range(width):
@@ -197,18 +197,18 @@ def _sort_packs(
 
 
 def _assign_runs(sizes: Sequence[int], width: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """Assign sliced documents to groups of positions.
+    """Assign sliced documents to replicas and groups of chunk positions.
 
-    A document goes into the first group with enough free positions, to the replica with the most
-    free positions in this group. If no group has enough free positions, the document opens a group
+    A document goes into the first group in which a replica has enough free positions, to the
+    replica with the most free positions. If there is no such group, the document opens a new group
     at the replica with the fewest slices.
 
     Args:
-        sizes: numbers of slices in descending order.
+        sizes: number of slices of each document, in descending order.
         width: number of replicas.
 
     Returns:
-        The size of every group, and (replica, first position) of every document.
+        The number of positions of each group, and (replica, first position) of each document.
     """
     groups: list[int] = []
     starts: list[int] = []
@@ -240,9 +240,10 @@ def _block(
     width: int,
     rates: Rates,
 ) -> BlockChunking:
-    """Return the block in which span s is at ``position[s]`` of replica ``member[s]``.
+    """Return the lockstep group's chunking from spans of all replicas' documents.
 
-    ``starts`` are the first positions of the groups.
+    Span s is in chunk ``position[s]`` of replica ``member[s]``. ``starts`` contains the first chunk
+    of each group of chunks.
     """
     member = _none_empty(spans, member, width)
     starts, position = _without_gaps(starts, position)
@@ -276,7 +277,7 @@ def _block(
 
 
 def _none_empty(spans: Spans, member: np.ndarray, width: int) -> np.ndarray:
-    """Return ``member`` with a document moved to every replica that has no document."""
+    """Return ``member``, the replica of each span, changed so that no replica is empty."""
     member = member.copy()
     for who in range(width):
         if (member == who).any():
@@ -289,7 +290,10 @@ def _none_empty(spans: Spans, member: np.ndarray, width: int) -> np.ndarray:
 
 
 def _without_gaps(starts: np.ndarray, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Remove positions at which no replica has a document; only positions of packs can be empty."""
+    """Return ``starts`` and ``position`` without the positions at which no replica has a document.
+
+    Only positions of packs can be empty.
+    """
     there = np.zeros(int(starts[-1]), dtype=bool)
     there[position] = True
     before = np.concatenate(([0], np.cumsum(there)))

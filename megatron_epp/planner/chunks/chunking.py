@@ -13,17 +13,17 @@ from megatron_epp.planner.chunks.slicing import Cuts, Rates, Spans
 class Chunking:
     """Chunks numbered in forward order; slices of a sliced document are consecutive.
 
-    A group consists of the chunks of one sliced document, or of one pack. Backwards run the groups
+    A group is either all chunks of one sliced document, or one pack. Backwards run the groups
     in the order of the forwards, but the chunks of a group in reverse.
 
     Attributes:
-        spans: all spans.
-        chunk: chunk of every span.
+        spans: spans of documents in all chunks.
+        chunk: index of the chunk of every span.
         starts: group g consists of the chunks starts[g] to starts[g + 1] - 1.
         tokens: tokens of every chunk.
         pairs: query-key pairs of every chunk.
         document: for every chunk, the sliced document of which the chunk holds a slice, or -1.
-        slice_tokens: for every chunk, the tokens of this slice, or 0.
+        slice_tokens: for every chunk, the number of tokens of this slice, or 0.
         rank: for every span, the context-parallel rank that computes the span alone, or ALL_RANKS.
             None: all spans are sharded over all ranks.
         ranks: number of context-parallel ranks.
@@ -43,11 +43,11 @@ class Chunking:
     def of_spans(
         cls, spans: Spans, chunk: np.ndarray, starts: np.ndarray, cut: np.ndarray
     ) -> "Chunking":
-        """Build the chunking of spans.
+        """Build chunks from spans of documents.
 
         Args:
-            spans: all spans.
-            chunk: chunk of every span.
+            spans: spans of documents in all chunks.
+            chunk: index of the chunk of every span.
             starts: group g consists of the chunks starts[g] to starts[g + 1] - 1.
             cut: whether each span is a slice of a sliced document.
         """
@@ -67,22 +67,22 @@ class Chunking:
 
     @property
     def groups(self) -> int:
-        """Number of groups."""
+        """Number of groups (sliced documents and packs)."""
         return len(self.starts) - 1
 
     @property
     def sizes(self) -> np.ndarray:
-        """Number of chunks of every group: N_split of a sliced document, 1 of a pack."""
+        """Number of chunks of every group: N_split for a sliced document, 1 for a pack."""
         return self.starts[1:] - self.starts[:-1]
 
     @property
     def group(self) -> np.ndarray:
-        """Group of every chunk."""
+        """Index of the group of every chunk."""
         return np.repeat(np.arange(self.groups), self.sizes)
 
     @property
     def last_of_group(self) -> np.ndarray:
-        """Last chunk of every chunk's group."""
+        """For every chunk, the last chunk of its group (sliced document or pack)."""
         return last_of_groups(self.starts)
 
     @property
@@ -92,13 +92,13 @@ class Chunking:
 
     @property
     def contents(self) -> tuple[bytes, ...]:
-        """Contents of chunks and groups as bytes, to compare chunkings by."""
+        """Contents of chunks and groups as bytes, to compare chunkings."""
         spans, rank = self.spans, () if self.rank is None else (self.rank,)
         of = self.starts, self.chunk, spans.document, spans.start, spans.stop, *rank
         return tuple(each.tobytes() for each in of)
 
     def arranged(self, order: Sequence[int] | np.ndarray) -> "Chunking":
-        """Return the chunks with the groups in ``order``."""
+        """Return the same chunks with the groups in ``order``."""
         order = np.asarray(order)
         sizes = self.sizes[order]
         starts = starts_of(sizes)
@@ -118,7 +118,7 @@ class Chunking:
         )
 
     def ir_chunks(self, names: Sequence[int]) -> tuple[Chunk, ...]:
-        """Return the chunks as ``ir.Chunk``; document d gets the number ``names[d]``."""
+        """Return the chunks as ``ir.Chunk``, in which document d has the index ``names[d]``."""
         spans: list[list[Span]] = [[] for _ in range(self.count)]
         rank = np.full(len(self.spans), ALL_RANKS) if self.rank is None else self.rank
         rows = zip(
@@ -135,12 +135,12 @@ class Chunking:
 
 
 def starts_of(sizes: np.ndarray) -> np.ndarray:
-    """Return [groups + 1] the first chunk of each group, and the end of the last group."""
+    """Return [groups + 1] the first chunk of each group, then the number of chunks."""
     return np.concatenate(([0], sizes.cumsum()))
 
 
 def last_of_groups(starts: np.ndarray) -> np.ndarray:
-    """Return [chunks] the last chunk of each chunk's group; groups begin at ``starts``."""
+    """Return, for each chunk, the last chunk of its group; groups begin at ``starts``."""
     return (starts[1:] - 1).repeat(starts[1:] - starts[:-1])
 
 
@@ -151,13 +151,13 @@ def backward_order(starts: np.ndarray) -> np.ndarray:
 
 
 def assemble(cuts: Cuts, bucket: np.ndarray, buckets: int, rates: Rates) -> Chunking:
-    """Return chunks of slices and buckets: sliced documents, then packs, both longest first.
+    """Return the chunks of slices and buckets: sliced documents, then packs, each longest first.
 
     Args:
-        cuts: slices, tails and short documents.
+        cuts: slices, tails (last slices) and short documents.
         bucket: bucket of every tail, then of every short document; tail t is in bucket t.
         buckets: number of buckets.
-        rates: seconds per token and pair.
+        rates: seconds per token, query-key pair and chunk.
     """
     tails = len(cuts.tails)
     inner = np.bincount(cuts.slices.document, minlength=tails)  # number of slices before each tail

@@ -1,4 +1,4 @@
-"""Chunks of one fixed size: documents are sliced at its multiples, remainders are packed."""
+"""Chunks of one fixed size: documents are sliced at multiples of it, and the rest is packed."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ SIZES = 12
 
 
 def sizes(context: int, multiple: int) -> Iterator[int]:
-    """Yield chunk sizes to try in tokens, from the context down to about 1024."""
+    """Yield the chunk sizes to try, in tokens, from the context down to about 1024."""
     seen = set()
     for power in range(SIZES):
         size = max(multiple, round(context / STEP**power / multiple) * multiple)
@@ -25,7 +25,7 @@ def sizes(context: int, multiple: int) -> Iterator[int]:
 
 
 def packed_chunks(lengths: np.ndarray, context: int, rates: Rates) -> Chunking:
-    """Return unsliced documents packed first-fit into chunks of ``context`` tokens.
+    """Return chunks of at most ``context`` tokens, with unsliced documents packed first-fit.
 
     If the longest document has more tokens than ``context``, its length is the limit.
     """
@@ -36,9 +36,9 @@ def packed_chunks(lengths: np.ndarray, context: int, rates: Rates) -> Chunking:
 
 
 def fixed_chunks(lengths: np.ndarray, size: int, rates: Rates) -> Chunking:
-    """Return slices of ``size`` tokens.
+    """Return chunks of ``size`` tokens: slices of long documents, and packs of the rest.
 
-    Tails and short documents are packed, at most one tail per chunk.
+    A pack holds short documents and at most one tail (the last slice of a long document).
     """
     points = np.arange(0, int(lengths[0]) + size, size)
     cuts = cut_at(lengths, points)

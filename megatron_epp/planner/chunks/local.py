@@ -1,13 +1,13 @@
-"""Chunks whose short documents run on one context-parallel rank each, without any exchange.
+"""Chunks with short documents that one context-parallel rank computes without all-to-all.
 
     rank 0   tail of a document     | e e e g g   |      a a a a a . |      the tail: on all ranks;
     rank 1   tail of a document     | f f f h h h |      b b c c d d |      a to h: on one rank
 
-A document that one rank computes in about a chunk's time or less runs on one rank. These documents
+If one rank can compute a document within about a chunk's time, it does so alone. These documents
 go, longest first, to the chunk and rank with the least seconds so far. Longer documents are sliced
 and sharded over all ranks. All ranks of a chunk are padded to the rows of the fullest rank, and the
-chunk takes as long as its slowest rank. The ranks of packs without sharded documents are therefore
-sorted by rows, so that ranks with similar rows share a chunk.
+chunk takes as long as its slowest rank. In packs without sharded documents, the contents of ranks
+are therefore sorted by rows, so that contents with similar rows share a chunk.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from megatron_epp.sim.jit import njit
 
 
 def rank_seconds(lengths: np.ndarray, rates: Rates, ranks: int) -> np.ndarray:
-    """Return the seconds of unsliced documents, each computed by one of ``ranks`` alone."""
+    """Return the seconds of unsliced documents if one of ``ranks`` ranks computes each alone."""
     return ranks * (rates.document_seconds(lengths) - rates.exchange_seconds * lengths)
 
 
@@ -35,14 +35,16 @@ def first_local(
     most_tokens: float,
     ranks: int,
 ) -> tuple[int, float]:
-    """Return the index of the first document that one rank computes, and the seconds of a chunk.
+    """Return the index of the longest single-rank document, and the seconds of a chunk.
+
+    A single-rank document is one that a context-parallel rank computes alone.
 
     Args:
         lengths: document lengths in descending order.
         chunks: number of chunks.
-        fraction: most time of a document that one rank computes, as a fraction of a chunk's time.
-        rates: seconds per token and pair.
-        most_tokens: token limit of a chunk.
+        fraction: maximum time of a single-rank document, as a fraction of a chunk's time.
+        rates: seconds per token, query-key pair and chunk.
+        most_tokens: maximum number of tokens of a chunk.
         ranks: number of context-parallel ranks.
     """
     sharded, alone = rates.document_seconds(lengths), rank_seconds(lengths, rates, ranks)
@@ -68,18 +70,18 @@ def local_chunks(
 ) -> tuple[Chunking, int]:
     """Return chunks of about ``target_seconds`` and the number of sliced documents.
 
-    Documents from ``first`` on run on one rank each.
+    One context-parallel rank computes each of the documents from index ``first`` on.
 
     Args:
         lengths: document lengths in descending order.
         first: index of the first document that one rank computes.
         target_seconds: time of a chunk.
         cut: time of a slice as a fraction of a chunk's time.
-        missing: fractions by which the last packs are smaller than a chunk.
-        extra_bins: number of packs more (negative: fewer) than even filling requires.
-        rates: seconds per token and pair.
-        most_tokens: token limit of a chunk.
-        multiple: slice boundaries are multiples of this.
+        missing: fraction of a chunk's time by which each of the last packs is smaller.
+        extra_bins: number of packs more than even filling requires; may be negative.
+        rates: seconds per token, query-key pair and chunk.
+        most_tokens: maximum number of tokens of a chunk.
+        multiple: number of tokens; slice boundaries are multiples of it.
         ranks: number of context-parallel ranks.
         cutter: :func:`cut_each`, or a caching version.
     """
@@ -131,10 +133,10 @@ def local_chunks(
 
 @njit()
 def _assign(seconds, rows, document_seconds, tokens, most_rows, ranks):
-    """Return the place of every document, c * ranks + r for rank r of chunk c, and the chunk count.
+    """Return the place of every document (c * ranks + r: rank r of chunk c), and the chunk count.
 
-    Documents go, longest first, to the place with the least seconds so far. New chunks are added
-    when all places are full.
+    Documents go, longest first, to the place with the least seconds so far. If all places are full,
+    a chunk is added.
     """
     count = len(seconds)
     taken = np.zeros(count + ranks * (len(tokens) + 1))

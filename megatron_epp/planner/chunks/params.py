@@ -1,4 +1,4 @@
-"""Parameters of a chunking, which a search can vary."""
+"""Parameters by which a search varies the chunks of a batch."""
 
 from dataclasses import dataclass
 
@@ -32,12 +32,12 @@ class ChunkingParams:
     Attributes:
         chunks: approximate number of chunks.
         cut: time of a slice as a fraction of a chunk's time.
-        extra_bins: number of packs more (negative: fewer) than even filling requires.
-        front: index into TAPERS for the first packs.
+        extra_bins: number of packs more than even filling requires; may be negative.
+        front: index into TAPERS, the sizes of small packs, for the first packs.
         back: index into TAPERS for the last packs.
         reverse: whether the shortest documents come first.
-        bare: whether recompute suffices only for one document in flight at a time; the memory
-            budget then delays the other forwards.
+        bare: whether recompute is chosen for only one document in flight at a time. The memory
+            budget then delays other forwards.
         local: a document runs on one context-parallel rank if one rank computes it within this
             fraction of a chunk's time (:mod:`.local`); 0: all documents are sharded.
         ramp: number of first packs that grow by a constant factor, instead of ``front``; 0 for
@@ -63,7 +63,7 @@ class ChunkingParams:
 
     @property
     def missing(self) -> np.ndarray:
-        """Missing fractions of a full pack in the small packs at the front, then at the back."""
+        """Fraction of a full pack that each small pack lacks: first packs, then last packs."""
         return np.array([1 - fraction for fraction in self.ramp_fractions + TAPERS[self.back]])
 
     def __str__(self) -> str:
@@ -100,14 +100,14 @@ def build_chunks(
     ranks: int = 1,
     cutter: Cutter = cut_each,
 ) -> Chunking:
-    """Build the chunks of ``params``: documents sliced individually, the rest packed longest first.
+    """Build chunks: slice long documents individually, and pack the rest, longest first.
 
     Args:
-        params: the parameters.
+        params: parameters of the chunks.
         lengths: document lengths in descending order.
-        rates: seconds per token and pair.
-        most_tokens: token limit of a chunk.
-        multiple: slice boundaries are multiples of this.
+        rates: seconds per token, query-key pair and chunk.
+        most_tokens: maximum number of tokens of a chunk.
+        multiple: number of tokens; slice boundaries are multiples of it.
         ranks: number of context-parallel ranks of a stage.
         cutter: :func:`cut_each`, or a caching version.
     """

@@ -1,6 +1,6 @@
 """Slicing of documents into slices of equal time.
 
-A late slice attends to more tokens, so the later of two slices with equal time has fewer tokens.
+A late slice attends to more tokens, so it has fewer tokens than an early slice of equal time.
 Documents are sorted, longest first, so that a plan does not depend on their order.
 """
 
@@ -25,12 +25,12 @@ class Rates:
         token_seconds: seconds per token.
         pair_seconds: seconds per query-key pair.
         chunk_seconds: seconds per chunk.
-        window_seconds: (window, seconds per pair within it), narrowest first.
-        column_seconds: (column, seconds per unit) of other columns.
-        exchange_seconds: part of ``token_seconds`` for exchanging rows and heads; a document on one
-            context-parallel rank does not need this part.
+        window_seconds: (size of a sliding window, seconds per pair within it), narrowest first.
+        column_seconds: (column, seconds per unit); a column is another quantity of the cost model.
+        exchange_seconds: part of ``token_seconds`` for all-to-all between context-parallel ranks.
+            A document that one rank computes alone does not need this part.
         host_ops: for forward and for backward, (the op's fraction of a chunk's seconds, host
-            seconds to issue the op); () if hosts take no time.
+            seconds to issue the op); () if the host time is not modelled.
     """
 
     token_seconds: float
@@ -43,13 +43,13 @@ class Rates:
 
     @property
     def host_seconds(self) -> float:
-        """Seconds of a chunk below which the host takes longer to issue an op than the op runs."""
+        """Seconds of a chunk below which its ops are shorter than the host's time to issue them."""
         return max((host / fraction for fraction, host in self.host_ops), default=0.0)
 
     def seconds(self, tokens, pairs):
-        """Return the seconds of tokens and unwindowed pairs, without ``chunk_seconds``.
+        """Return the seconds of ``tokens`` and query-key ``pairs``, numbers or arrays.
 
-        Arguments are numbers or arrays.
+        ``chunk_seconds`` and the terms of windows and columns are not included.
         """
         return self.token_seconds * tokens + self.pair_seconds * pairs
 
@@ -66,8 +66,8 @@ class Rates:
         """Return the seconds of each chunk, without ``chunk_seconds``.
 
         Args:
-            spans: all spans.
-            chunk: chunk of every span.
+            spans: spans of documents in all chunks.
+            chunk: index of the chunk of every span.
             tokens: tokens of every chunk.
             pairs: query-key pairs of every chunk.
         """
@@ -86,7 +86,7 @@ class Rates:
         return besides
 
     def document_seconds(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the seconds of unsliced documents."""
+        """Return the seconds of unsliced documents, without ``chunk_seconds``."""
         lengths = lengths.astype(np.float64)
         taken = self.window_document_seconds(lengths)
         for column, seconds in self.column_seconds:
@@ -94,14 +94,14 @@ class Rates:
         return taken
 
     def window_document_seconds(self, lengths: np.ndarray) -> np.ndarray:
-        """Return the seconds of unsliced documents, without ``column_seconds``."""
+        """Return the seconds of unsliced documents, without columns and ``chunk_seconds``."""
         taken = self.seconds(lengths, lengths * (lengths + 1) / 2)
         for window, seconds in self.window_seconds:
             taken = taken + seconds * pairs_before(lengths, window)
         return taken
 
     def reach(self, seconds: np.ndarray) -> np.ndarray:
-        """Return how many tokens are done after ``seconds``: inverse of window_document_seconds."""
+        """Return the length of a document that takes ``seconds`` (window_document_seconds)."""
         half = self.pair_seconds / 2 + sum(each for _, each in self.window_seconds) / 2
         tokens = _root(half, self.token_seconds + half, seconds)
         # Beyond a window the seconds of its layers grow linearly, so the parabola changes.
@@ -116,21 +116,21 @@ class Rates:
 
 
 def _root(half: float, linear: float, seconds: np.ndarray) -> np.ndarray:
-    """Return x with half * x^2 + linear * x = ``seconds``."""
+    """Return the x that satisfies half * x^2 + linear * x = ``seconds``."""
     # Numerically stable for half near 0: 2c / (b + sqrt(b^2 + 4ac)).
     return 2 * seconds / (linear + np.sqrt(linear * linear + 4 * half * seconds))
 
 
 def equal_points(length: int, slices: int, rates: Rates, multiple: int = 1) -> np.ndarray:
-    """Return the boundaries of ``slices`` slices of equal time: slices + 1 positions.
+    """Return slices + 1 positions that bound slices of equal time, from 0 to ``length``.
 
-    Inner boundaries are multiples of ``multiple``, so that padding is paid once per document. A
-    document that is too short gets fewer slices.
+    Inner boundaries are multiples of ``multiple``, so that padding is added once per document. If
+    the document is too short, it has fewer slices.
 
     Args:
         length: tokens of the document.
         slices: number of slices.
-        rates: seconds per token and pair.
+        rates: seconds per token, query-key pair and chunk.
         multiple: divisor of the inner boundaries.
     """
     total = rates.window_document_seconds(np.array([length], np.float64))[0]
@@ -155,7 +155,7 @@ class Spans:
 
     @property
     def pairs(self) -> np.ndarray:
-        """Query-key pairs of every span, as ``ir.Span.pairs``."""
+        """Query-key pairs of causal attention of every span, as in ``ir.Span.pairs``."""
         return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
 
     def __len__(self) -> int:
@@ -174,7 +174,7 @@ class Cuts:
     """Documents after slicing: slices, tails and unsliced documents.
 
     Attributes:
-        slices: all slices of sliced documents except the tails, in order; each becomes a chunk.
+        slices: all slices except the last one of each sliced document; each becomes a chunk.
         tails: last slice of every sliced document.
         shorts: unsliced documents, longest first.
     """
@@ -185,7 +185,7 @@ class Cuts:
 
 
 def cut_at(lengths: np.ndarray, points: np.ndarray) -> Cuts:
-    """Slice every document longer than the first slice at the same ``points``.
+    """Slice all documents longer than ``points[1]`` tokens at the same ``points``.
 
     Source: InfiniPipe's Alg. 1, line 2.
 
@@ -201,14 +201,14 @@ def cut_each(
 ) -> Cuts:
     """Slice every document longer than about ``target_seconds`` into slices of equal time.
 
-    Each document has its own boundaries. The number of slices brings a slice's time nearest to the
-    target. It is larger if a slice would otherwise exceed ``most_tokens``.
+    Each document has its own boundaries. The number of slices is chosen so that a slice's time is
+    nearest to the target. More slices are used if a slice would exceed ``most_tokens``.
 
     Args:
         lengths: document lengths in descending order.
         target_seconds: time of a slice.
-        rates: seconds per token and pair.
-        most_tokens: token limit of a slice.
+        rates: seconds per token, query-key pair and chunk.
+        most_tokens: maximum number of tokens of a slice.
         multiple: divisor of the inner boundaries.
     """
     seconds = rates.document_seconds(lengths)
@@ -231,7 +231,7 @@ Cutter = Callable[[np.ndarray, float, Rates, int, int], Cuts]
 
 
 def remembered(cutter: Cutter = cut_each) -> Cutter:
-    """Return ``cutter`` with a cache, for calls with the n longest documents of one batch."""
+    """Return ``cutter`` with a cache; every call must pass the n longest documents of one batch."""
     known: dict[tuple[int, float], Cuts] = {}
 
     def cut(
@@ -246,7 +246,7 @@ def remembered(cutter: Cutter = cut_each) -> Cutter:
 
 
 def _cuts(lengths: np.ndarray, starts: list[np.ndarray]) -> Cuts:
-    """Return the cuts; the slices of the d-th longest document begin at ``starts[d]``."""
+    """Return slices, tails and unsliced documents; slices of document d begin at ``starts[d]``."""
     counts = np.array([len(points) for points in starts], dtype=np.int64)
     document = np.repeat(np.arange(len(starts)), counts)
     start = np.concatenate(starts) if starts else np.zeros(0, dtype=np.int64)
@@ -271,10 +271,10 @@ MOST_CHUNKS_PER_STAGE_OF_MANY = 6
 
 
 def ideal_chunks(total_seconds: float, rates: Rates, stages: int) -> float:
-    """Return the number of equal chunks that minimises the time.
+    """Return the number of equal chunks, up to a limit, that minimises the iteration's time.
 
     n chunks cost n * chunk_seconds plus (stages - 1) * total_seconds / n for warm-up and cool-down.
-    If hosts take time, several numbers n of chunks are compared by the time of n + stages - 1 ops.
+    If the host time is modelled, several numbers n are compared by the time of n + stages - 1 ops.
     Each op then takes at least its host time, which more chunks do not shorten.
     """
     most = min(

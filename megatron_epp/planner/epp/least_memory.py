@@ -16,10 +16,11 @@ LEAST = 0.25  # lower end of the bisection, as a fraction of the best plan's mem
 
 
 def least_memory(search: Search, fastest: Candidate) -> Candidate:
-    """Return the plan with the lowest peak among those at most ``TIE`` slower than ``fastest``.
+    """Return the plan with the lowest peak memory that is at most ``TIE`` slower than ``fastest``.
 
     If ``fastest`` does not fit, return ``fastest``. Candidates are all plans that ``search`` has
-    simulated. Bisection then tries the best candidate's policy within smaller budgets.
+    simulated. Bisection then finds the smallest budget within which the best candidate's chunks
+    and policy give a plan of about the same time.
     """
     if fastest.over_bytes > 0:
         return fastest
@@ -43,13 +44,13 @@ def least_memory(search: Search, fastest: Candidate) -> Candidate:
 
 
 def _filled(candidate: Candidate) -> float:
-    """Return the largest fraction of its headroom that any stage uses."""
+    """Return the maximum over the ranks of peak bytes, as a fraction of the rank's headroom."""
     headroom = np.maximum(candidate.prepared.work.headroom_bytes, 1.0)
     return float((candidate.schedule.peak_bytes / headroom).max())
 
 
 def _within(search: Search, candidate: Candidate, fraction: float) -> Candidate:
-    """Return the plan of the candidate's chunks and policy within ``fraction`` of the headroom."""
+    """Return ``candidate`` rescheduled within ``fraction`` of its headroom, by the same policy."""
     work = candidate.prepared.work
     smaller = dataclasses.replace(work, headroom_bytes=work.headroom_bytes * fraction)
     policy = policy_of(

@@ -1,6 +1,6 @@
-"""The ``epp`` planner: chunks, order and recompute by exact simulation.
+"""The ``epp`` planner, which chooses chunks, order and recompute by exact simulation.
 
-The planner also drafts the published schedules, so its plans are never slower than theirs.
+The planner also plans the published schedules, and returns the fastest plan of all.
 """
 
 import dataclasses
@@ -60,9 +60,10 @@ FAR_SLOWER = 1.01
 class SharedChunkings(
     defaultdict[tuple[bool, tuple[int, ...], tuple[float, ...], HostHeadroom], PreparedChunkings]
 ):
-    """Prepared chunkings of one batch, by offloading, layers per stage and bytes of headroom.
+    """Prepared chunkings of one batch, shared by searches with different levers.
 
-    ``split``: whether any search splits backwards.
+    Keys are (offloading, layers per stage, headroom in bytes, host memory). ``split``: whether any
+    search splits backwards.
     """
 
     def __init__(self, split: bool):
@@ -71,7 +72,7 @@ class SharedChunkings(
 
 
 def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
-    """Return the fastest plan found within the budget; the levers are in :mod:`.options`.
+    """Return the fastest plan of the batch that the search finds within the memory budget.
 
     Raises:
         PlanError: if no plan of the batch fits.
@@ -82,10 +83,10 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
 
 
 def _with_slower_hosts(cost: Cost) -> Cost:
-    """Return ``cost`` with HEDGE times the host time, if its cost model is analytic.
+    """Return ``cost`` with the host time multiplied by HEDGE, if the cost model is analytic.
 
-    Too many chunks cost much time if hosts are slower than assumed. Too few chunks cost little time
-    if hosts are as fast as assumed.
+    If hosts are slower than assumed, too many chunks cost much time. If hosts are as fast as
+    assumed, too few chunks cost little time.
     """
     if cost.layout.profile.provenance.kind != ANALYTIC or not cost.seconds.host[Kind.FORWARD].any():
         return cost
@@ -126,7 +127,7 @@ def _fastest(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
 
 
 def _others(cost: Cost, options: Options) -> list[Callable[..., ScoredDraft | None]]:
-    """Return the published schedules that the levers allow; they skip what cannot win."""
+    """Return the draft functions of the published schedules that levers and placement allow."""
     place, halves = cost.layout.placement.place, "wsplit" in options.levers
     splits = (True, False) if halves else (False,)
     others: list[Callable[..., ScoredDraft | None]] = [
@@ -143,16 +144,16 @@ def _others(cost: Cost, options: Options) -> list[Callable[..., ScoredDraft | No
 
 
 def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDraft]:
-    """Return the drafts of our own searches.
+    """Return the drafts (plans as arrays) of the ``epp`` planner's own searches.
 
-    Unsplit backwards are searched first, so a plan with split backwards must be faster to be
+    Plans with unsplit backwards come first, so a plan with split backwards must be faster to be
     chosen: I and W take longer than B on some machines, and hold more memory on all machines.
-    Likewise, a plan that offloads must be faster than a plan that does not. Offloading is tried
-    only if lack of memory made a plan recompute.
+    Likewise, a plan with offloading must be faster than a plan without. Offloading is tried only if
+    an earlier plan had to recompute for lack of memory.
 
-    Plans with documents on one context-parallel rank are searched first. The search ends if the
-    best of them is below the lower bound of plans that shard all documents. Otherwise plans that
-    shard all documents are searched too, until they are FAR_SLOWER with unsplit backwards.
+    Plans with single-rank documents are searched first. If the best plan is faster than the lower
+    bound of all plans that shard every document, the search ends. Otherwise plans that shard every
+    document are searched too, until such a plan is slower by the factor FAR_SLOWER.
     """
     # The paper's memory model charges the memory held from I to W, whether backwards are split or
     # not.
@@ -180,7 +181,7 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDr
 def _by_set(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
 ) -> Iterator[list[ScoredDraft]]:
-    """Yield the drafts for each set of levers in turn, unsplit backwards first."""
+    """Yield, for each set of levers to try, its drafts; sets without split backwards are first."""
     tight = False
     for levers in _sets(options.levers, cost):
         if "offload" in levers and not tight:
@@ -192,15 +193,15 @@ def _by_set(
 
 
 def can_be_local(cost: Cost, options: Options) -> bool:
-    """Return whether computing a document on one context-parallel rank can save time.
+    """Return whether it can save time to compute a document on one context-parallel rank.
 
-    Replicas in lockstep shard all documents.
+    The result is False for replicas in lockstep, which shard all documents.
     """
     return options.lockstep == 1 and bool(cost.seconds.exchange_per_token[Kind.FORWARD].any())
 
 
 def _sets(levers: frozenset[str], cost: Cost) -> list[frozenset[str]]:
-    """Return the sets of ``levers`` to search with, in order."""
+    """Return the subsets of ``levers`` to search with, in the order of the searches."""
     on_device = levers - {"offload"}
     sets = [on_device - {"wsplit"}, on_device]
     if cost.layout.profile.host_bytes_per_second > 0:
@@ -228,11 +229,11 @@ def _even_and_moved(
 def _persistent(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
 ) -> ScoredDraft | None:
-    """Return the best draft of our search, with more effort if memory is tight.
+    """Return the best draft of the search, which gets more effort if memory is tight.
 
-    If lack of memory makes the draft recompute, or no draft fits, the effort rises up to EFFORT
-    until the draft is within a factor FAR of the lower bound. A search that ends early can miss
-    every chunking that fits well; its draft is then several times too slow.
+    Memory is tight if the draft recomputes layers or if no draft fits. The effort then rises, up to
+    EFFORT, until the draft takes at most FAR times the lower bound. With little effort, a search
+    can miss every chunking that fits well. Its draft is then several times too slow.
     """
     best = _own(batch, cost, options, tables)
     if "persist" not in options.levers:
@@ -252,7 +253,7 @@ def _persistent(
 def _own(
     batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkings
 ) -> ScoredDraft | None:
-    """Return the draft of our search whose offloaded layers fit host memory, or None."""
+    """Return the best draft whose offloaded layers fit in host memory, or None."""
     host = HostHeadroom(cost.host_budget_bytes)
     while True:
         best = _on_devices(batch, cost, options, tables, host)

@@ -17,7 +17,7 @@ STRICT = PolicyParams(strict=True)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """A prepared chunking simulated with one policy."""
+    """A chunking with its recompute, and its simulated schedule for one scheduling policy."""
 
     seconds: float
     over_bytes: float
@@ -32,7 +32,7 @@ class Candidate:
         return self.over_bytes, self.seconds
 
     def draft(self) -> Draft:
-        """Return the plan as arrays."""
+        """Return the candidate's plan as arrays."""
         kinds, chunks = self.schedule.kinds, self.schedule.chunks
         if self.policy.split:
             kinds = merge_iw(self.schedule, self.prepared.work)
@@ -56,7 +56,7 @@ class Player(Preparation):
         return "wsplit" in self.levers
 
     def recomputed(self, candidate: Candidate, counts: Counts) -> Candidate | None:
-        """Return ``candidate`` with ``counts``, rescheduled or replayed; None without effort."""
+        """Return ``candidate`` with new recompute ``counts``; None if no effort is left."""
         prepared = self.recounted(candidate.prepared, counts)
         if prepared is None:
             return None
@@ -64,7 +64,7 @@ class Player(Preparation):
         return min(anew, self.replay(prepared, candidate), key=lambda option: option.rank)
 
     def replay(self, prepared: PreparedChunking, candidate: Candidate) -> Candidate:
-        """Return ``prepared`` simulated in the orders of ``candidate``; their chunks are equal."""
+        """Return ``prepared`` simulated in the op order of ``candidate``, with the same chunks."""
         self._spend_play(prepared, candidate.policy)
         schedule = replayed(prepared.work, candidate.schedule)
         return dataclasses.replace(
@@ -76,7 +76,7 @@ class Player(Preparation):
         )
 
     def play(self, prepared: PreparedChunking, policy: PolicyParams, name: str) -> Candidate:
-        """Return the chunking scheduled by ``policy``."""
+        """Return the simulated candidate in which ``policy`` schedules the ops of ``prepared``."""
         self._spend_play(prepared, policy)
         sizes = prepared.chunking.sizes
         schedule = list_schedule(
@@ -92,7 +92,7 @@ class Player(Preparation):
     def best_policy(
         self, prepared: PreparedChunking, name: str, *, many: bool = False
     ) -> Candidate:
-        """Return the best of a few policies, or of ``many``, while effort is left."""
+        """Try a few policies, or ``many``, while effort is left; return the best candidate."""
         best: Candidate | None = None
         for policy in self._policies(bool(prepared.counts), many=many):
             if best is not None and self.effort.spent:
@@ -104,7 +104,7 @@ class Player(Preparation):
         return best
 
     def _spend_policies(self, prepared: PreparedChunking) -> None:
-        """Charge for :meth:`best_policy` with tight memory, without simulating."""
+        """Charge the effort of :meth:`best_policy` with tight memory, without simulating."""
         for number, policy in enumerate(self._policies(tight=True)):
             if number and self.effort.spent:
                 break

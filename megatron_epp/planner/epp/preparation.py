@@ -55,16 +55,16 @@ OPS_PER_EFFORT = 1_500_000
 
 
 class Effort:
-    """Number of ops that a search may still simulate; other work is charged in ops too.
+    """Number of ops that a search may still simulate.
 
-    Time is not measured, so that plans are reproducible.
+    Other work is converted to ops. The effort does not depend on time, so plans are reproducible.
     """
 
     def __init__(self, effort: int):
         self.left = float(effort * OPS_PER_EFFORT)
 
     def spend(self, ops: float) -> None:
-        """Charge a number of ops."""
+        """Subtract a number of ops from the ops that are left."""
         self.left -= ops
         progress.report_effort(spent=ops)
 
@@ -80,9 +80,9 @@ class PreparedChunking:
 
     Attributes:
         chunking: the chunks.
-        loads: loads of the chunks.
-        counts: recompute counts.
-        problems: scheduling problems by recompute counts.
+        loads: tokens and query-key pairs of the chunks.
+        counts: [stages, chunks] number of layers by layer kind and recompute mode.
+        problems: scheduling problems of the chunks, for any ``counts``.
         work: the scheduling problem for ``counts``.
         min_in_flight: [stages, chunks] least number of forwards before each backward
             (planner.order.warmup), or [ranks, backwards] if ranks have several stages.
@@ -106,9 +106,9 @@ class Preparation:
     """Preparation of chunkings for one batch on one machine, with the levers of ``options``.
 
     Args:
-        halves: whether chunkings are prepared with I and W.
-        headroom_bytes: [ranks] bytes that plans may use beyond the states; None: up to the budget.
-        host: host memory that offloading may use; None: the host budget.
+        halves: whether to compute seconds and bytes of I and W, too.
+        headroom_bytes: [ranks] bytes available besides the model states; None: up to the budget.
+        host: host memory available to offloading; None: the host budget.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Preparation:
         self.headroom_bytes = headroom_bytes
 
     def work(self, problems: ChunkProblems, counts: Counts) -> ScheduleProblem:
-        """Return the scheduling problem for ``counts``."""
+        """Return the scheduling problem for the recompute ``counts``, and charge its effort."""
         self._spend_work(problems.chunking.count)
         work = problems.of(counts)
         if "exact" not in self.levers:
@@ -162,16 +162,16 @@ class Preparation:
         hopeless: Callable[[PreparedChunking], bool] = lambda kept: False,
         problems: ChunkProblems | None = None,
     ) -> PreparedChunking | None:
-        """Prepare a chunking with the least recompute for its in-flight limit; None if hopeless.
+        """Prepare a chunking with the least recompute for its in-flight limit, or return None.
 
-        If no recompute suffices, the limit of one document at a time is tried, and then full
-        recompute.
+        If no recompute suffices, the limit is lowered to one document at a time. If that does not
+        suffice either, all layers are recomputed.
 
         Args:
             chunking: the chunks.
             bare: whether to start with the limit of one document at a time.
-            hopeless: function of the chunking prepared without recompute; returns True if no plan
-                of the chunking is of interest.
+            hopeless: function of the chunking without recompute. It returns True if no plan can be
+                good enough; the result is then None.
             problems: scheduling problems of the chunking, if they exist already.
         """
         problems = problems or self.problems([chunking])[0]
@@ -206,7 +206,7 @@ class Preparation:
     def _least_counts(
         self, problems: ChunkProblems, kept: ScheduleProblem, least: np.ndarray
     ) -> Counts | None:
-        """Return the recompute for an in-flight limit; layers with hidden copies are offloaded."""
+        """Return the least recompute and offloading for an in-flight limit; None if none fits."""
         if _within(kept, least).all():
             return {}
         chunking, loads = problems.chunking, problems.loads
@@ -250,7 +250,7 @@ class Preparation:
     def _fewest_layers(
         self, problems: ChunkProblems, offloaded: Counts, least: np.ndarray
     ) -> Counts | None:
-        """Return the least uniform recompute of layers not offloaded; None if none fits."""
+        """Return the fewest layers (same number everywhere) to recompute; None if none fits."""
         left = left_layers(self.cost, offloaded, problems.chunking.count)
         low, high = 1, max(self.cost.layout.layers)
         counts: Counts | None = None
@@ -264,13 +264,13 @@ class Preparation:
         return counts
 
     def first_layers(self, left: list[np.ndarray], mode: str, layers: int) -> Counts:
-        """Return counts of ``mode`` for the first ``layers`` of every stage, within ``left``."""
+        """Return counts: ``mode`` for ``layers`` layers a stage, at most ``left[k]`` of kind k."""
         first = np.minimum(np.sum(left, axis=0), layers)
         by_kind = self.cost.layout.kinds.from_front(np.zeros_like(first), first)
         return {(k, mode): np.minimum(by_kind[k], grid) for k, grid in enumerate(left)}
 
     def ladders(self, loads: Loads) -> Ladders:
-        """Return the recompute steps of every layer kind."""
+        """Return the recompute modes to choose from for every layer kind, cheapest first."""
         if "selective" in self.levers:
             return ladders(self.cost, loads)
         return full_layers(self.cost)
@@ -278,7 +278,7 @@ class Preparation:
     def _min_in_flight(
         self, chunking: Chunking, loads: Loads, work: ScheduleProblem
     ) -> tuple[np.ndarray, int]:
-        """Return the forwards before each backward, and the number of pipelines."""
+        """Return the number of forwards before each backward, and the number of pipelines."""
         if self.cost.layout.place:
             return placed_window(chunking.sizes, self.cost.layout.place), 1
         if "window" in self.levers:
@@ -300,7 +300,7 @@ class Preparation:
 
 
 def _within(work: ScheduleProblem, least: np.ndarray) -> np.ndarray:
-    """Return [stages] whether ``work`` fits with the in-flight limit ``least``.
+    """Return [stages] whether ``work`` fits in memory with the in-flight limit ``least``.
 
     With several stages per rank, the list scheduler lowers the limit where memory requires it.
     """

@@ -21,7 +21,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 def report_effort(spent: float = 0.0, expected: float = 0.0) -> None:
-    """Report ops that a search has spent, and ops that searches may spend from now on."""
+    """Report the ops that a search has spent, and more ops that searches may spend."""
     watcher = _watcher.get()
     if watcher is not None:
         watcher(spent, expected)

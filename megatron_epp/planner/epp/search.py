@@ -48,7 +48,7 @@ class Search(Player):
     """Search for the best plan of one batch on one machine.
 
     ``shared`` contains chunkings of an earlier search with the same batch, machine, headroom and
-    levers (except `wsplit`). Their effort is charged again, so results stay the same.
+    levers (except `wsplit`). The search charges their effort again, so sharing changes no result.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Search(Player):
         self.cutter = remembered()
 
     def try_params(self, params: ChunkingParams) -> Candidate:
-        """Return the best schedule of the chunking of ``params``."""
+        """Return the best candidate whose chunks have the parameters ``params``."""
         if params not in self.known:
             hopeless: list[Candidate] = []
 
@@ -92,7 +92,7 @@ class Search(Player):
         return self.known[params]
 
     def _of_interest(self) -> float:
-        """Return the time above which a chunking is neither a tie nor among the CLIMBERS best."""
+        """Return the seconds above which no later step of the search can use a chunking."""
         fitting = [each for each in self.known.values() if each.over_bytes <= 0]
         fitting.sort(key=lambda each: each.seconds)
         if not fitting:
@@ -104,7 +104,7 @@ class Search(Player):
     def prepared_of(
         self, params: ChunkingParams, hopeless: Callable[[PreparedChunking], bool]
     ) -> PreparedChunking | None:
-        """Return the prepared chunking of ``params``; None if it is ``hopeless``."""
+        """Return the chunking of ``params`` with its recompute; None if ``hopeless`` rejects it."""
         if params not in self.shared and params not in self.built:
             self.build([params])
         if params not in self.shared:
@@ -125,9 +125,9 @@ class Search(Player):
         return prepared
 
     def build(self, several: Iterable[ChunkingParams]) -> None:
-        """Build the chunks of ``several`` parameters together.
+        """Build the chunks of ``several`` parameters together, which saves time.
 
-        Their effort is charged when they are tried (:meth:`try_params`).
+        The effort is charged later, when :meth:`try_params` tries the parameters.
         """
         lengths, layout = self.batch.lengths, self.cost.layout
         chunkings: dict[ChunkingParams, Chunking] = {}
@@ -147,7 +147,7 @@ class Search(Player):
             }
 
     def run(self) -> Candidate:
-        """Return the best candidate found, which may not fit."""
+        """Run the search and return the best candidate, which may exceed the memory budget."""
         binned = "bins" in self.levers or self.options.whole
         candidate = self._grid() if binned else self._alg1()
         best, start = self._best_of_many(candidate), None
@@ -166,7 +166,7 @@ class Search(Player):
         return min(candidate, many, key=lambda option: option.rank)
 
     def _others(self, best: Candidate) -> list[Candidate]:
-        """Return the best candidates with other chunks than those of ``best``."""
+        """Return the best candidates whose chunks differ from the chunks of ``best``."""
         others = _of_other_chunks(self.known.values(), best)
         return sorted(others, key=lambda other: other.rank)[: CLIMBERS - 1]
 
@@ -184,7 +184,7 @@ class Search(Player):
         )
 
     def _alg1(self) -> Candidate:
-        """Return the best chunking of InfiniPipe's Alg. 1; lever `chunks` simulates every K."""
+        """Return the best candidate by InfiniPipe's Alg. 1; simulation or equation 13 chooses K."""
         options = [
             (prepared, note)
             for chunking, note in alg1_chunkings(self.batch, self.cost, self.options, self.rates)
@@ -224,9 +224,9 @@ class Search(Player):
         return self._best()[1]
 
     def _seeds(self, chunks: float) -> Iterator[ChunkingParams]:
-        """Yield the parameters to start from for about ``chunks`` chunks.
+        """Yield the initial parameters of the search for about ``chunks`` chunks.
 
-        With vocabulary parallelism ramps shorten warm-up and cool-down, unless hosts are too slow.
+        With vocabulary parallelism, small first packs shorten the warm-up if hosts are fast enough.
         """
         ramped = self.total * RAMP_MEAN / chunks > self.rates.host_seconds
         if not (self.cost.layout.vocabulary_parallel and ramped):
@@ -245,7 +245,7 @@ class Search(Player):
         return min(self.known.items(), key=lambda entry: entry[1].rank)
 
     def _climb(self, effort_left: float) -> None:
-        """Move from each of the grid's best parameters to the best neighbour, repeatedly."""
+        """Improve the grid's best parameters: move to the best neighbour as long as that helps."""
         ranked = sorted(self.known, key=lambda params: self.known[params].rank)
         for params in ranked[:CLIMBERS]:
             at: ChunkingParams | None = params
@@ -268,7 +268,7 @@ class Search(Player):
 
 
 def _of_other_chunks(candidates: Iterable[Candidate], than: Candidate) -> Iterator[Candidate]:
-    """Yield the candidates whose chunks have other numbers of tokens."""
+    """Yield the candidates whose numbers of tokens per chunk differ from those of ``than``."""
     tokens = than.prepared.chunking.tokens
     return (
         each for each in candidates if not np.array_equal(each.prepared.chunking.tokens, tokens)
@@ -276,7 +276,7 @@ def _of_other_chunks(candidates: Iterable[Candidate], than: Candidate) -> Iterat
 
 
 def _by_eq_13(prepared: PreparedChunking, stages: int) -> float:
-    """Return the seconds by InfiniPipe's equation 13, by which the paper chooses K."""
+    """Return the time predicted by InfiniPipe's equation 13, with which the paper chooses K."""
     work = prepared.work.ops.seconds[F] + prepared.work.ops.seconds[B]
     return float(work.mean(axis=0).sum()) * (1 + (stages - 1) / prepared.work.chunks)
 
@@ -286,12 +286,12 @@ def neighbours(
 ) -> Iterator[ChunkingParams]:
     """Yield parameters that differ from ``params`` in one field.
 
-    The number of chunks changes in small (x 1.08) and large (x 1.2) steps, chosen by hand like
-    GRID.
+    The number of chunks changes in small (x 1.08) and large (x 1.2) steps. These factors were
+    chosen by hand, like those of GRID.
 
     Args:
         params: the parameters to start from.
-        tight: whether the plan recomputes any layer.
+        tight: whether the plan of ``params`` recomputes any layer.
         fixed_count: whether the number of chunks stays fixed.
     """
 

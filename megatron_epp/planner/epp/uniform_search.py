@@ -1,4 +1,4 @@
-"""Uniform recompute: one recompute mode for the same number of layers in all stages and chunks."""
+"""Uniform recompute: all stages and chunks recompute the same number of layers in one mode."""
 
 import dataclasses
 import math
@@ -18,11 +18,12 @@ ALIKE = (1.0, 0.75, 0.5, 0.25)  # fractions of the number of layers that uniform
 def uniform_recompute(
     player: Player, best: Candidate, others: Sequence[Candidate]
 ) -> Iterator[Candidate]:
-    """Yield the chunkings of ``best`` and ``others`` with uniform recompute.
+    """Yield variants of ``best`` and ``others`` with uniform recompute.
 
-    Only layers that are not offloaded are recomputed. The number of layers is the least with which
-    the in-flight limit, or the candidate's own order, fits. Fractions of this number are tried too;
-    forwards may then wait for memory. The iterator ends when no effort is left.
+    All stages and chunks recompute the same number of layers, but no offloaded layers. The number
+    is the least with which the candidate fits in memory, either with its in-flight limit or with
+    its own order of ops. Smaller numbers are tried too; forwards may then wait for memory. The
+    iterator ends when no effort is left.
     """
     for candidate in (best, *others):
         steps = "".join(modes[1:] for modes in player.ladders(candidate.prepared.loads))
@@ -50,9 +51,10 @@ def _least_uniform(
     mode: str,
     play: Callable[[PreparedChunking, Candidate], Candidate],
 ) -> Candidate | None:
-    """Return ``candidate`` with ``mode`` for the fewest layers that fit when scheduled by ``play``.
+    """Return ``candidate`` with recompute ``mode`` for the least number of layers that fits.
 
-    If no number of layers fits, all layers have the mode. Return None if no effort is left.
+    ``play`` schedules the candidate for each number that is tried. If no number fits, all layers
+    have the mode. Return None if no effort is left.
     """
     low, high = 1, max(player.cost.layout.layers)
     best: Candidate | None = None
@@ -79,6 +81,6 @@ def _uniform(player: Player, candidate: Candidate, mode: str, layers: int) -> Co
 
 
 def _most_layers(counts: Counts, mode: str) -> int:
-    """Return the largest number of layers with ``mode`` in any stage and chunk."""
+    """Return the maximum over stages and chunks of the number of layers with ``mode``."""
     grids = [grid for choice, grid in counts.items() if choice[1] == mode]
     return int(np.max(np.sum(grids, axis=0))) if grids else 0

@@ -1,1 +1,1 @@
-"""Chunks to the order of ops on every stage: problem, list scheduler, policies."""
+"""Order of ops on every stage for given chunks: problem, list scheduler, policies."""

@@ -1,4 +1,4 @@
-"""Compiled loops of list scheduling and of replaying orders.
+"""Compiled loops of the list scheduler, and of the simulation of given orders of ops.
 
 The compiled functions are in one file because numba's disk cache only detects changes of a
 function's own file. For the same reason, this file repeats the codes of ir.KIND_CODE and
@@ -29,7 +29,7 @@ INLINED: dict[str, Any] = UNCOUNTED | {"forceinline": True}
 
 @njit(inline="always")
 def _message(kind, s, stages, head):
-    """Return (payload, row of link_seconds, receiving stage) of an op's output on stage ``s``.
+    """Return (payload, row of link_seconds, receiving stage) of the output of an op on stage ``s``.
 
     The receiving stage is ``s`` if the output stays there, and -1 if no op waits for the output.
     """
@@ -48,7 +48,7 @@ def _message(kind, s, stages, head):
 
 @njit()
 def _arrivals(stages, count, head):
-    """Return [payloads, stages, chunks] arrival times of the inputs of F, B (or I), and H."""
+    """Return [payloads, stages, chunks] initial arrival times of inputs: 0 or infinite."""
     arrival = np.full((3 if head else 2, stages, count), np.inf)
     arrival[ACTIVATION, 0, :] = 0.0
     if not head:
@@ -58,10 +58,10 @@ def _arrivals(stages, count, head):
 
 @njit()
 def _rise(moves, split, head):
-    """Return [stages] a bound on :func:`_drain_peak` for any set of live chunks, or infinity.
+    """Return [stages] an upper bound on :func:`_drain_peak`, for any chunks in flight.
 
-    If every backward frees at least what it allocates, draining raises memory by at most the bytes
-    that one backward allocates. Otherwise the bound is infinite.
+    If every backward frees at least the bytes that it allocates, backwards raise memory by at most
+    the bytes that one of them allocates. Otherwise the bound is infinite.
     """
     stages, count = moves.shape[2], moves.shape[3]
     rise = np.zeros(stages)
@@ -82,7 +82,10 @@ def _rise(moves, split, head):
 
 @njit(inline="always")
 def _first_to_wake(wake, firsts, stale):
-    """Return the rank that wakes first, and update ``firsts`` of the ``stale`` blocks."""
+    """Return the rank with the earliest ``wake`` time.
+
+    ``firsts`` caches this rank for each block of ranks; ``stale`` blocks are updated.
+    """
     r = 0
     for b in range(len(firsts)):
         if stale[b]:
@@ -97,15 +100,15 @@ def _first_to_wake(wake, firsts, stale):
 
 
 class Problem(NamedTuple):
-    """problem.ScheduleProblem as arrays; shapes as in sim.engine.OpArrays.
+    """Scheduling problem (problem.ScheduleProblem) as arrays with the shapes of engine.OpArrays.
 
     Attributes:
-        seconds: seconds of every op.
-        link_seconds: seconds of every message.
+        seconds: [kinds, stages, chunks] seconds of every op.
+        link_seconds: [payloads, links, chunks] seconds of every message.
         latency: latency of a link in seconds.
-        moves: bytes that every op allocates and frees.
+        moves: [kinds, 2, stages, chunks] bytes that every op allocates and frees.
         backward_order: chunks in the order of their backwards.
-        last_of_group: last chunk of each chunk's group.
+        last_of_group: for each chunk, the last chunk of its group (sliced document or pack).
         budget: memory budget of every rank in bytes.
         rank_of: int64, rank of every stage.
         by_rank: stages sorted by rank.
@@ -125,7 +128,7 @@ class Problem(NamedTuple):
 
 
 class PolicyArrays(NamedTuple):
-    """list_scheduler.Policy as arrays; ``head``: whether there are H and G."""
+    """Scheduling policy (list_scheduler.Policy) as arrays; ``head``: whether ops H and G exist."""
 
     least: np.ndarray
     first: np.ndarray
@@ -174,11 +177,11 @@ class State(NamedTuple):
     """Ranks, stages and messages while a schedule is computed.
 
     Attributes:
-        ranks: RANK of every rank.
-        stages: STAGE of every stage.
+        ranks: state of every rank, a record of dtype RANK.
+        stages: state of every stage, a record of dtype STAGE.
         wake: [ranks] time at which a rank looks for its next op.
-        arrival: [inputs, stages, chunks] time at which an input arrives: ACTIVATION, GRADIENT,
-            HEAD, and FORWARD_DONE of the stage's own F.
+        arrival: [inputs, stages, chunks] time at which an input arrives. Inputs are ACTIVATION,
+            GRADIENT, HEAD, and FORWARD_DONE (end of the stage's own F).
         link_free: [ranks, ranks] time until which a link is busy.
     """
 
@@ -190,7 +193,7 @@ class State(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """For each op kind, the stage of one rank that can run such an op now, or -1.
+    """Ops that one rank can run now: for each op kind, the stage of such an op, or -1.
 
     Attributes:
         forward: stage of an F.
@@ -199,7 +202,7 @@ class Candidates(NamedTuple):
         head: stage of an H.
         head_weight: stage of a G.
         memory_blocks: whether an F has its input but lacks memory.
-        b_lacks_memory: whether a B or I lacks memory, with or without its input.
+        b_lacks_memory: whether a B or I lacks memory, even if its input has not arrived.
         next_input: earliest known arrival of an input that the rank waits for.
     """
 
@@ -241,11 +244,11 @@ def _initial(problem, limits):
 
 @njit(**UNCOUNTED)
 def _drain_peak(problem, limits, stage, chunk, back):
-    """Return how far memory would rise above its present level in backwards up to ``chunk``.
+    """Return the bytes by which memory would rise above its present level during backwards.
 
-    The result assumes that the backwards of all complete groups run without interruption, starting
-    with the stage's next backward ``back``. Each W or G runs directly after its I, as under memory
-    pressure.
+    The result assumes that backwards run without interruption, from the stage's backward ``back``
+    to the last group whose forwards end with ``chunk`` or earlier. Each W or G runs directly after
+    its I, as under memory pressure.
     """
     moves, order = problem.moves, problem.backward_order
     held, peak = 0.0, 0.0
@@ -266,7 +269,7 @@ def _drain_peak(problem, limits, stage, chunk, back):
 
 @njit(**INLINED)
 def _candidates(problem, limits, state, r, now):
-    """Return the ops that rank ``r`` can run ``now``; if an H can run, only the H."""
+    """Return the ops that rank ``r`` can run at time ``now``; if an H can run, only this H."""
     moves, arrival, budget = problem.moves, state.arrival, problem.budget[r]
     rank, count, counted = state.ranks[r], moves.shape[3], limits.least.shape[1]
     forward, backward, weight, head_weight = -1, -1, -1, -1
@@ -322,7 +325,7 @@ def _candidates(problem, limits, state, r, now):
 
 @njit(**INLINED)
 def _choice(can, problem, limits, state, r, now):
-    """Return (kind, stage) of the op that rank ``r`` runs ``now``; (-1, -1) if it waits."""
+    """Return (kind, stage) of the op that rank ``r`` runs at ``now``; (-1, -1) if it waits."""
     if can.head >= 0:
         return H, can.head
     rank, stages, order = state.ranks[r], state.stages, problem.backward_order
@@ -356,9 +359,9 @@ def _choice(can, problem, limits, state, r, now):
 
 @njit(**UNCOUNTED)
 def _forced_forward(state, rank_of, deep):
-    """Return the first stage whose next F has its input, or -1.
+    """Return the first stage whose next F has its input, or -1 if there is none.
 
-    With ``deep``, return the last such stage of the same rank.
+    With ``deep``, return the last such stage on the rank of this first stage.
     """
     first, arrival = -1, state.arrival
     for s in range(len(rank_of)):
@@ -439,9 +442,9 @@ def _send(kind, s, c, done, problem, limits, state):
 
 @njit()
 def schedule_with(problem, limits):
-    """Return the fields of list_scheduler.Schedule except ``over_bytes``.
+    """Schedule all ops; return the fields of list_scheduler.Schedule except ``over_bytes``.
 
-    Seconds are infinite if the schedule cannot be completed.
+    The time of the iteration is infinite if the schedule cannot be completed.
     """
     rank_of, state = problem.rank_of, _initial(problem, limits)
     ranks, wake = state.ranks, state.wake
@@ -492,7 +495,7 @@ def schedule_with(problem, limits):
 
 @njit()
 def strict_orders(limit, backward_order, last_of_group):
-    """Return [stages, ops] kinds and chunks in which backward k follows ``limit[s, k]`` forwards.
+    """Return [stages, ops] op kinds and chunks: backward k of stage s after limit[s, k] forwards.
 
     The third value is False if a backward precedes a forward that it requires.
     """
@@ -514,18 +517,17 @@ def strict_orders(limit, backward_order, last_of_group):
 
 @njit()
 def replay_of(seconds, link_seconds, latency, moves, kinds, chunks):
-    """Replay given orders on arrays (replay.replayed); return seconds, peaks, start and stop.
+    """Simulate given orders (replay.replayed); return seconds, peak bytes, start and stop times.
 
-    The orders are valid, so the dependencies within a stage are satisfied: ops wait only for
-    messages.
+    The orders must satisfy the dependencies within each stage, so ops wait only for messages.
 
     Args:
-        seconds: seconds of every op.
-        link_seconds: seconds of every message.
+        seconds: [kinds, stages, chunks] seconds of every op.
+        link_seconds: [payloads, links, chunks] seconds of every message.
         latency: latency of a link in seconds.
-        moves: bytes that every op allocates and frees.
-        kinds: [stages, ops] kinds.
-        chunks: [stages, ops] chunks.
+        moves: [kinds, 2, stages, chunks] bytes that every op allocates and frees.
+        kinds: [stages, ops] op kinds in order.
+        chunks: [stages, ops] chunks of these ops.
     """
     stages, count = seconds.shape[1:]
     per_stage = kinds.shape[1]

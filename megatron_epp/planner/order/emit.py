@@ -1,4 +1,4 @@
-"""Conversion of arrays and simulations to plans, for all pipeline planners."""
+"""Conversion of drafts (plans as arrays) to plans, for all pipeline planners."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,12 @@ NOTHING = -1  # no op
 
 @dataclass(frozen=True, slots=True)
 class SortedBatch:
-    """Documents as planners see them: in descending length.
+    """Documents of a batch, sorted by descending length.
 
     Attributes:
-        lengths: lengths in descending order.
-        names: the caller's index of every document.
-        documents: lengths in the caller's order.
+        lengths: lengths in tokens, in descending order.
+        names: for every sorted document, its index in the caller's order.
+        documents: lengths in tokens, in the caller's order.
     """
 
     lengths: np.ndarray
@@ -39,7 +39,7 @@ class SortedBatch:
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "SortedBatch":
-        """Sort the caller's documents; raise a ValueError for none or an empty document."""
+        """Sort documents by length; raise a ValueError if there are none, or if one is empty."""
         documents = tuple(int(length) for length in lengths)
         if not documents:
             raise ValueError("no document to plan for; expected at least one length")
@@ -64,15 +64,15 @@ class Draft:
 
     Attributes:
         chunking: the chunks.
-        counts: [stages, chunks] number of layers with each recompute mode; the other layers are
-            saved.
-        kinds: [stages, ops] orders: codes of kinds (ir.KIND_CODE) or NOTHING.
-        chunks: [stages, ops] chunks of the ops.
+        counts: [stages, chunks] number of layers with each recompute mode. All other layers save
+            their activations.
+        kinds: [stages, ops] op kinds in order, as codes (ir.KIND_CODE) or NOTHING.
+        chunks: [stages, ops] chunks of these ops.
         pipelines: number of pipelines that run one after another.
         note: description of how the plan was found.
         stages: [ranks, ops] stage of each op, if ranks have several stages. ``kinds`` and
             ``chunks`` are then [ranks, ops].
-        packing_tokens: packing length if one was chosen for all chunks, else 0.
+        packing_tokens: length to which documents are packed, if it was chosen; else 0.
     """
 
     chunking: Chunking
@@ -86,7 +86,7 @@ class Draft:
 
 
 def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
-    """Return the plan of a draft, without predictions."""
+    """Return the plan of a draft (plan as arrays), without predicted times."""
     place: tuple[int, ...] = ()
     turns: tuple[tuple[int, ...], ...] = ()
     if draft.stages is None:
@@ -106,7 +106,7 @@ def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
 
 
 def merge_iw(schedule: Schedule, work: ScheduleProblem) -> np.ndarray:
-    """Return the op kinds, with B for adjacent I and W of the first stage if B is no slower.
+    """Return the op kinds, with B in place of adjacent I and W of stage 0 if B is not slower.
 
     No stage waits for the gradient of the first stage's input, so a B delays no other op, and it
     holds no memory for a W. On other stages, an I sends its gradient before its W runs.
@@ -134,16 +134,16 @@ def as_planned(
     cost: Cost,
     options: Options,
 ) -> PlannedReplica:
-    """Return the planned replica of ``plan``, with the results of its simulation.
+    """Return ``plan`` with its predicted time and memory from a simulation.
 
     Args:
         planner: name of the planner.
         plan: the plan.
-        draft: the draft of the plan.
+        draft: the same plan as arrays.
         played: simulation of ``plan``.
-        bound_seconds: lower bound of any plan.
-        cost: cost of the layout.
-        options: options of the planner.
+        bound_seconds: lower bound on the time of any plan.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
     """
     peaks = tuple(int(peak) for peak in played.peak_bytes)
     seconds = float(played.seconds)
@@ -178,7 +178,7 @@ def orders_of_arrays(kinds: np.ndarray, chunks: np.ndarray) -> tuple[tuple[Op, .
 def ops_of_ranks(
     kinds: np.ndarray, chunks: np.ndarray, stages: np.ndarray
 ) -> list[list[tuple[int, int, int]]]:
-    """Return (kind code, chunk, stage) of the ops of every rank, from [ranks, ops] arrays."""
+    """Return, for every rank, (kind code, chunk, stage) of its ops, from [ranks, ops] arrays."""
     return [
         [ran for ran in zip(*row, strict=True) if ran[0] != NOTHING]
         for row in zip(kinds.tolist(), chunks.tolist(), stages.tolist(), strict=True)
@@ -201,10 +201,10 @@ def orders_of_ranks(
 
 
 def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...], ...]:
-    """Return the recompute modes of every stage and chunk, one one-letter code per layer.
+    """Return the recompute modes of every stage and chunk, as a string with a letter per layer.
 
     For every layer kind, layers with the modes of ``counts`` precede saved layers. Offloaded layers
-    are distributed evenly among these layers.
+    are distributed evenly among all of them.
     """
     rows = []
     for stage, word in enumerate(cost.layout.kinds.words):
@@ -226,7 +226,7 @@ def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...]
 
 
 def _woven(word: Sequence[int], modes: Sequence[str]) -> str:
-    """Return the modes of all kinds' layers, in the order of the stage's layers."""
+    """Return the recompute modes of all layers in the stage's order; ``word`` has their kinds."""
     waiting = [iter(each) for each in modes]
     return "".join(next(waiting[kind]) for kind in word)
 
@@ -234,7 +234,7 @@ def _woven(word: Sequence[int], modes: Sequence[str]) -> str:
 def _modes(
     counts: Mapping[str, np.ndarray], stage: int, layers: int, chunks: int
 ) -> tuple[str, ...]:
-    """Return the modes of a stage's ``layers`` layers of one kind, for every chunk."""
+    """Return, for every chunk, the recompute modes of a stage's ``layers`` layers of one kind."""
     per_mode = [
         (mode, grid[stage].tolist()) for mode, grid in counts.items() if mode not in (KEEP, OFFLOAD)
     ]

@@ -1,4 +1,4 @@
-"""Plans of a block from one draft, checked and simulated.
+"""Simulated plans for a block (lockstep group of replicas), from one draft.
 
 The plans of a block share the order and the recompute, but each plan has its own documents. All
 pipeline planners emit plans through this module; a single replica is a block of width 1.
@@ -25,10 +25,10 @@ from megatron_epp.sim.play import play
 
 @dataclass(frozen=True, slots=True)
 class PlannedBlock:
-    """Plans of a block in lockstep; all plans have the block's seconds.
+    """Plans of a lockstep group of replicas; all plans take the same time.
 
     Attributes:
-        assignments: indices of every replica's documents, in the order of the batch.
+        assignments: for every replica, the indices of its documents in the batch.
         planned: plan of every replica.
     """
 
@@ -38,7 +38,7 @@ class PlannedBlock:
 
 @dataclass(frozen=True, slots=True)
 class MemberPlan:
-    """Documents and plan of a replica, and loads that use the replica's document indices."""
+    """Documents of one replica, its plan, and the tokens and pairs of its chunks."""
 
     assignment: tuple[int, ...]
     plan: Plan
@@ -48,13 +48,13 @@ class MemberPlan:
 def member_plans(
     batch: SortedBatch, draft: Draft, cost: Cost, options: Options
 ) -> tuple[MemberPlan, ...]:
-    """Return the plan of every replica of the draft's block.
+    """Return the plan of every replica of a lockstep group.
 
     Args:
-        batch: the documents.
-        draft: the draft.
-        cost: cost of the layout.
-        options: options of the planner.
+        batch: the documents, sorted by length.
+        draft: the common plan as arrays.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
     """
     chunking = draft.chunking
     members = chunking.members if isinstance(chunking, BlockChunking) else (chunking,)
@@ -77,7 +77,7 @@ def _member_plan(
 
 
 def tables_in_step(members: tuple[MemberPlan, ...], draft: Draft, cost: Cost) -> tuple[Table, ...]:
-    """Return the table of every replica: its own bytes, and the seconds of the slowest replica."""
+    """Return, for every replica, a table of its own bytes and the slowest replica's seconds."""
     counts = with_unrecomputed(cost, draft.counts, draft.chunking.count)
     return in_step([cost.table_of(member.loads, counts) for member in members])
 
@@ -85,16 +85,16 @@ def tables_in_step(members: tuple[MemberPlan, ...], draft: Draft, cost: Cost) ->
 def emit_block(
     planner: str, batch: SortedBatch, draft: Draft, cost: Cost, options: Options
 ) -> PlannedBlock:
-    """Return the plans of ``draft`` with their simulation.
+    """Return the plans of a lockstep group with their predicted times and memory.
 
     The compiled simulation verifies the same rules as ``ir.check``.
 
     Args:
         planner: name of the planner.
-        batch: the documents.
-        draft: the draft.
-        cost: cost of the layout.
-        options: options of the planner.
+        batch: the documents, sorted by length.
+        draft: the common plan as arrays.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
     """
     members = member_plans(batch, draft, cost, options)
     local = any(chunk.has_local for member in members for chunk in member.plan.chunks)
@@ -107,13 +107,13 @@ def emit_block(
 
 
 def block_peaks(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
-    """Return [ranks] simulated peak bytes, states included: the maximum over the replicas.
+    """Return [ranks] the maximum over the replicas of simulated peak bytes, with model states.
 
     Args:
-        batch: the documents.
-        draft: the draft.
-        cost: cost of the layout.
-        options: options of the planner.
+        batch: the documents, sorted by length.
+        draft: the common plan as arrays.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
     """
     members = member_plans(batch, draft, cost, options)
     tables = tables_in_step(members, draft, cost)

@@ -1,14 +1,15 @@
 """List scheduling: whenever a rank is free, it runs the op that its policy prefers.
 
 On every stage, forwards run in chunk order and backwards in backward order. A policy therefore
-chooses between three ops: the next F, the next B (or I), and the oldest waiting W. A rank with
-several stages runs the F of its last stage that can run an F, or of its first such stage (without
-``deep``). It runs B, H, W or G of the first stage that can run this op. Memory is charged to the
-rank by the rule table. An F waits if it would leave too little memory for the rank's backwards.
+chooses between three ops: the next F, the next B (or I), and the oldest waiting W. If several
+stages of a rank can run an F, the rank takes the last of these stages, or the first one if
+``Policy.deep`` is False. For B, H, W and G it takes the first stage that can run the op. Each op
+allocates and frees bytes of its rank by the rule table. An F waits if it would leave too little
+memory for the rank's backwards.
 
-With vocabulary parallelism, an H runs as soon as its rank is free and its input has arrived. The
-later stages' H of this chunk wait for it, and the last stage's B waits for all of them. G fills
-gaps like W, and has priority in the same cases as W.
+With vocabulary parallelism, an H runs as soon as its rank is free and its input has arrived. The H
+of the same chunk on later stages wait for this H, and the last stage's B waits for all of them. A
+G fills gaps like a W, and has priority in the same cases.
 """
 
 from dataclasses import dataclass
@@ -33,18 +34,18 @@ HEAD_PATIENCE = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """Preferences of a rank; forwards and backwards are counted over all its stages.
+    """Preferences of each rank; numbers of forwards and backwards are totals of its stages.
 
-    A strict order has least = first = most. With unsplit backwards, a strict order leaves no
-    choice, so memory is only measured and delays no op. With unsplit backwards, HELD_HEADS and
+    A policy with least = first = most is strict: without split backwards, it fixes the order of
+    ops, so memory is only measured and delays no op. With unsplit backwards, HELD_HEADS and
     HEAD_PATIENCE apply to G in place of ``held_seconds`` and ``patience``.
 
     Attributes:
         least: [ranks, k] number of forwards that must precede backward k of the rank.
-        first: [ranks, k] number of forwards up to which F has priority over B, after k backwards.
-        most: [ranks, k] largest number of forwards that may run, after k backwards.
+        first: [ranks, k] after k backwards, F has priority over B up to this number of forwards.
+        most: [ranks, k] after k backwards, the rank may run at most this number of forwards.
         split: whether to run I and W instead of B.
-        held_seconds: W and G have priority if more than these seconds of W and G wait on the rank.
+        held_seconds: W and G get priority if more than these seconds of W and G wait on the rank.
         patience: a W or G starts only if at most this fraction of its time extends beyond the
             arrival of the next awaited input.
         deep: whether to prefer the F of a rank's last stage to the F of its first stage.
@@ -61,12 +62,12 @@ class Policy:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Ops of each rank and their times; ranks with fewer stages have padding at the end.
+    """Ops of each rank and their times; rows of ranks with fewer ops are padded at the end.
 
     Attributes:
         seconds: time of the iteration.
-        peak_bytes: [ranks] bytes beyond the states.
-        over_bytes: most bytes of any rank above its budget, at least 0.
+        peak_bytes: [ranks] peak bytes without model states.
+        over_bytes: maximum over the ranks of the bytes above the budget, at least 0.
         kinds: [ranks, ops] codes of kinds (ir.KIND_CODE).
         chunks: [ranks, ops] chunks.
         stages: [ranks, ops] stages; no columns if stage i is on rank i.

@@ -1,4 +1,4 @@
-"""Scheduling policies that `epp` tries for a chunking, and policies by warm-up length."""
+"""Scheduling policies that planner `epp` tries, and policies with a given warm-up length."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,12 +23,12 @@ class PolicyParams:
 
     Attributes:
         strict: whether to keep the in-flight limit; otherwise only memory limits the forwards.
-        split: whether to run I and W.
-        held: work of W that may wait, in mean seconds of one W.
-        patience: as in Policy.
-        lead: number of forwards beyond the in-flight limit that precede a backward.
-        warm: factor on the forwards of the in-flight limit, for several stages per rank.
-        deep: as in Policy, for several stages per rank.
+        split: whether to run I and W instead of B.
+        held: maximum time of the W that wait on a rank, as a multiple of one W's mean time.
+        patience: see :class:`Policy`.
+        lead: number of forwards before a backward in addition to the in-flight limit.
+        warm: factor on the in-flight limit if ranks have several stages.
+        deep: see :class:`Policy`; used if ranks have several stages.
     """
 
     strict: bool
@@ -64,14 +64,14 @@ def policies(
 ) -> Iterator[PolicyParams]:
     """Yield the policies to try: a few for every chunking, or many for the best chunking.
 
-    They were chosen by hand; the simulation decides between them (see epp.search.GRID).
+    The policies were chosen by hand; simulation finds the best of them for each chunking.
 
     Args:
         split: whether backwards may be split.
         many: whether to yield many policies.
         strict: whether all policies must keep the in-flight limit.
-        tight: whether memory is tight. An unsplit B, which holds nothing for a W, may then be
-            better.
+        tight: whether memory is tight. Unsplit backwards may then be better, because a B holds no
+            bytes for a W.
         placed: whether ranks have several stages.
     """
     if placed:
@@ -124,12 +124,12 @@ def _placed_policies(
 def policy_of(
     style: PolicyParams, work: ScheduleProblem, sizes: np.ndarray, limit: np.ndarray
 ) -> Policy:
-    """Return the policy of ``style`` for a chunking.
+    """Return the policy with the parameters ``style`` for a certain chunking.
 
     Args:
         style: parameters of the policy.
         work: scheduling problem of the chunking.
-        sizes: number of chunks of every group.
+        sizes: number of chunks of every group (sliced document or pack).
         limit: [stages, chunks] in-flight limit, or [ranks, backwards] if ranks have several stages.
     """
     held = 0.0
@@ -157,9 +157,9 @@ def warm_up_policy(place: Sequence[int], chunks: int, warm: np.ndarray, **how: b
     Args:
         place: rank of every stage.
         chunks: number of chunks.
-        warm: [ranks] number of forwards.
-        how: ``strict``, whether ``warm`` also limits the forwards in flight; ``split`` and ``deep``
-            as in Policy.
+        warm: [ranks] number of forwards in flight before backwards.
+        how: ``strict``: whether ``warm`` also limits the forwards in flight. ``split`` and
+            ``deep``: see :class:`Policy`.
     """
     backwards = np.arange(chunks * int(np.bincount(place).max()))
     first = backwards[None] + warm[:, None]
@@ -170,9 +170,10 @@ def warm_up_policy(place: Sequence[int], chunks: int, warm: np.ndarray, **how: b
 def warm_up_policies(
     place: Sequence[int], sizes: np.ndarray, splits: Sequence[bool]
 ) -> Iterator[tuple[Policy, str]]:
-    """Yield shorter and longer warm-ups for groups of ``sizes`` chunks, with a description.
+    """Yield policies with shorter and longer warm-ups, each with a description.
 
-    ``splits`` lists the values of Policy.split to try.
+    ``sizes`` contains the number of chunks of every group (sliced document or pack). ``splits``
+    lists the values of Policy.split to try.
     """
     own, fill = np.bincount(place), filling_forwards(sizes, place)
     for factor in WARMER:

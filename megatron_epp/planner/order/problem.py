@@ -1,4 +1,4 @@
-"""Scheduling problems: a chunking on a machine as arrays."""
+"""Scheduling problems: seconds, bytes and dependencies of a chunking's ops, as arrays."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -31,7 +31,7 @@ _OPS_OF_CHUNK = (Kind.FORWARD, Kind.BACKWARD)
 
 
 def rates_of(cost: Cost) -> Rates:
-    """Return the rates of F plus B on an average stage, including its part of the LM head."""
+    """Return the seconds of F plus B per token, pair and chunk on a mean stage, with LM head."""
     per = cost.seconds.per(Kind.FORWARD) + cost.seconds.per(Kind.BACKWARD)
     per = per + cost.seconds.per(Kind.HEAD) + cost.seconds.per(Kind.HEAD_WEIGHT)
     mean, layout = per.mean(axis=0).tolist(), cost.layout
@@ -53,9 +53,10 @@ def rates_of(cost: Cost) -> Rates:
 
 
 def loads_of(chunking: Chunking, lengths: np.ndarray, multiple: int = 1) -> Loads:
-    """Return the loads of ``chunking``; padding tokens of a chunk count as a short document.
+    """Return the tokens, pairs and slices of each chunk of ``chunking``, for the cost model.
 
-    The loads of a block's chunking include those of its replicas (planner.block_table).
+    Tokens include padding to ``multiple``, but pairs do not. For a lockstep group of replicas, the
+    result also contains the loads of each replica (planner.block_table).
     """
     if isinstance(chunking, BlockChunking):
         members = tuple(loads_of(member, lengths, multiple) for member in chunking.members)
@@ -97,13 +98,13 @@ def _loads(chunking: Chunking, lengths: np.ndarray, multiple: int) -> Loads:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleProblem:
-    """Ops of a chunking on a machine, and the orders of its chunks.
+    """Seconds and bytes of a chunking's ops on a machine, and the orders of its chunks.
 
     Attributes:
-        ops: seconds and bytes of every op, as the simulator uses them.
+        ops: seconds and bytes of every op, in the simulator's format.
         backward_order: chunks in the order of their backwards.
-        last_of_group: [chunks] last chunk of each chunk's group.
-        headroom_bytes: [ranks] budget of a device minus its states.
+        last_of_group: for each chunk, the last chunk of its group (sliced document or pack).
+        headroom_bytes: [ranks] memory budget of a device minus its model states.
         place: rank of every stage; () if stage i is on rank i.
     """
 
@@ -125,15 +126,15 @@ class ScheduleProblem:
 
     @property
     def vocabulary_parallel(self) -> bool:
-        """Whether there are H and G."""
+        """Whether ops H and G of vocabulary parallelism exist."""
         return len(self.ops.link_seconds) == len(Payload)
 
     @property
     def of_in_flight(self) -> tuple[np.ndarray, np.ndarray]:
-        """``moved_bytes`` and ``headroom_bytes`` for programs that count only memory from F to B.
+        """``moved_bytes`` and ``headroom_bytes`` for methods that only simulate F and B.
 
-        Memory held from H to G counts from F on. The most memory that an H or G requires while it
-        runs is subtracted from the headroom.
+        Bytes held from H to G count from F to B. The maximum memory that an H or G requires while
+        it runs is subtracted from the headroom.
         """
         moves = self.ops.moved_bytes
         if not self.vocabulary_parallel:
@@ -149,12 +150,12 @@ class ScheduleProblem:
 
 
 def with_unrecomputed(cost: Cost, counts: Counts, chunks: int) -> Counts:
-    """Return ``counts`` with the remaining layers added as saved layers."""
+    """Return ``counts``, in which all remaining layers have the mode that saves activations."""
     return {**counts, **every_layer(KEEP, left_layers(cost, counts, chunks))}
 
 
 def left_layers(cost: Cost, counts: Counts, chunks: int) -> list[np.ndarray]:
-    """Return, for every layer kind, [stages, chunks] layers that have no mode in ``counts``."""
+    """Return, per layer kind, [stages, chunks] layers that have no recompute mode in ``counts``."""
     left = [np.tile(layers[:, None], (1, chunks)) for layers in cost.layout.kinds.counts]
     for (kind, _), grid in counts.items():
         left[kind] = left[kind] - grid
@@ -162,18 +163,18 @@ def left_layers(cost: Cost, counts: Counts, chunks: int) -> list[np.ndarray]:
 
 
 def every_layer(mode: str, left: list[np.ndarray]) -> Counts:
-    """Return counts with ``mode`` for the ``left`` layers of every kind."""
+    """Return counts in which ``left[k]`` [stages, chunks] layers of kind k have ``mode``."""
     return {(kind, mode): grid for kind, grid in enumerate(left)}
 
 
 class ChunkProblems:
-    """Scheduling problems of ``chunking`` by recompute counts.
+    """Scheduling problems of one chunking for different numbers of recomputed layers.
 
     Args:
-        cost: cost of the layout.
+        cost: cost model, including the stages and parallel degrees.
         chunking: the chunks.
-        loads: loads of the chunks.
-        split: whether to compute I and W, which a search without split backwards does not use.
+        loads: tokens and query-key pairs of the chunks.
+        split: whether to compute I and W, which only split backwards use.
     """
 
     def __init__(self, cost: Cost, chunking: Chunking, loads: Loads, split: bool = True):
@@ -196,9 +197,9 @@ class ChunkProblems:
         """Build the problems of several chunkings together, which takes little longer than one.
 
         Args:
-            cost: cost of the layout.
+            cost: cost model, including the stages and parallel degrees.
             chunkings: chunks of every problem.
-            loads: loads of every chunking.
+            loads: tokens and query-key pairs of the chunks of every chunking.
             split: whether to compute I and W.
         """
         every = [cls(cost, *each, split) for each in zip(chunkings, loads, strict=True)]
@@ -226,7 +227,7 @@ class ChunkProblems:
         return op_arrays(table, self.loads, self._rules, fixed_bytes=self._fixed_bytes)
 
     def of(self, counts: Counts) -> ScheduleProblem:
-        """Return the problem for recompute ``counts``."""
+        """Return the problem for ``counts`` (layers by layer kind and recompute mode)."""
         kept = None if counts else self._kept
         return ScheduleProblem(
             ops=self._ops(counts) if kept is None else kept,
@@ -238,12 +239,12 @@ class ChunkProblems:
 
 
 def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:
-    """Return the problem of ``chunking`` for recompute ``counts``.
+    """Return the scheduling problem of ``chunking`` for given recompute.
 
     Args:
-        cost: cost of the layout.
+        cost: cost model, including the stages and parallel degrees.
         chunking: the chunks.
-        loads: loads of the chunks.
-        counts: recompute counts.
+        loads: tokens and query-key pairs of the chunks.
+        counts: [stages, chunks] number of layers by layer kind and recompute mode.
     """
     return ChunkProblems(cost, chunking, loads).of(counts)

@@ -1,6 +1,6 @@
-"""Replay of a given order with other times and bytes.
+"""Replay: simulation of a given order of ops with new times and bytes.
 
-List scheduling returns another order after every change of recompute, but an earlier order is
+After every change of recompute, list scheduling may return another order, but the earlier order is
 sometimes better for the new times.
 
 The simulator's loop (sim.engine) computes the same results and more, but takes three to eight times
@@ -19,7 +19,7 @@ from megatron_epp.sim.rule_arrays import needs_for
 
 
 def replayed(work: ScheduleProblem, schedule: Schedule) -> Schedule:
-    """Return the orders of ``schedule`` replayed with ``work``, which has the same chunks."""
+    """Return ``schedule`` with the times and peaks of its orders in ``work`` (same chunks)."""
     seconds, peaks, start, stop = (
         _of_ranks(work, schedule)
         if work.place
@@ -40,7 +40,7 @@ def replayed(work: ScheduleProblem, schedule: Schedule) -> Schedule:
 def _of_ranks(
     work: ScheduleProblem, schedule: Schedule
 ) -> tuple[float, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the results of replay_of for ranks with several stages."""
+    """Return seconds, peak bytes, start and stop of a replay if ranks have several stages."""
     ran = schedule.kinds >= 0
     offset = np.concatenate(([0], np.cumsum(ran.sum(axis=1))))
     chunks, stages = (of[ran].astype(np.int64) for of in (schedule.chunks, schedule.stages))

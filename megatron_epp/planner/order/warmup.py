@@ -1,8 +1,8 @@
-"""In-flight limit of 1F1B: the forwards that a stage runs before each of its backwards.
+"""In-flight limit of 1F1B: the number of forwards that a stage runs before each of its backwards.
 
-On a stage with d stages after it, backward k follows k + d + N forwards. N is the number of chunks
-of the pipeline's longest document (InfiniPipe eq. 7). The limit is d more than on the last stage,
-so the row of the last stage determines all rows.
+On a stage with d stages after it, k + d + N forwards precede backward k = 0, 1, ... N is the number
+of chunks of the pipeline's longest document (InfiniPipe eq. 7). The limit is d more than on the
+last stage, so the numbers of the last stage determine those of all stages.
 """
 
 from collections.abc import Sequence
@@ -11,19 +11,20 @@ import numpy as np
 
 
 def constant(sizes: np.ndarray, stages: int) -> np.ndarray:
-    """Return [stages, chunks] forwards before each backward of one pipeline.
+    """Return [stages, chunks] the number of forwards before each backward of one pipeline.
 
-    ``sizes`` contains the number of chunks of every group, in order. The number of forwards in
-    flight stays constant.
+    ``sizes`` contains the number of chunks of every group (sliced document or pack), in order. The
+    number of forwards in flight stays constant.
     """
     count = int(sizes.sum())
     return _staged(np.arange(count) + int(sizes.max()), count, stages)
 
 
 def pipelines(sizes: np.ndarray, cuts: list[int], stages: int) -> np.ndarray:
-    """Return [stages, chunks] forwards before each backward, for pipelines that run one by one.
+    """Return [stages, chunks] the number of forwards before each backward of several pipelines.
 
-    Every pipeline has its own limit; ``cuts`` contains the groups at which a new pipeline begins.
+    Pipelines run one after another. Every pipeline has its own in-flight limit. ``sizes`` contains
+    the number of chunks of every group, and ``cuts`` the groups at which a new pipeline begins.
     """
     rows, before = [], 0
     for part in np.split(sizes, cuts):
@@ -33,10 +34,10 @@ def pipelines(sizes: np.ndarray, cuts: list[int], stages: int) -> np.ndarray:
 
 
 def shrinking_in_flight(sizes: np.ndarray, stages: int) -> np.ndarray:
-    """Return [stages, chunks] forwards before each backward, by the longest remaining document.
+    """Return [stages, chunks] the number of forwards before each backward, for a falling limit.
 
-    If documents are sorted longest first, the limit falls to 1 after the sliced documents, and
-    memory falls with the limit. No barrier is needed.
+    The in-flight limit depends on the longest remaining document. If documents are sorted longest
+    first, the last stage's limit falls to 1 after the sliced documents, and memory falls with it.
     """
     count = int(sizes.sum())
     to_come = np.repeat(np.maximum.accumulate(sizes[::-1])[::-1], sizes)
@@ -45,13 +46,13 @@ def shrinking_in_flight(sizes: np.ndarray, stages: int) -> np.ndarray:
 
 
 def filling_forwards(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
-    """Return [ranks] forwards that fill a pipeline whose ranks have several stages.
+    """Return [ranks] the number of forwards of a warm-up if ranks have several stages.
 
-    The number is the largest group's forwards on all stages of the rank, plus two for every stage
-    of later ranks.
+    The number is that of the largest group's forwards on all stages of the rank, plus two for every
+    stage of later ranks.
 
     Args:
-        sizes: number of chunks of every group.
+        sizes: number of chunks of every group (sliced document or pack).
         place: rank of every stage.
     """
     own = np.bincount(place)
@@ -61,7 +62,7 @@ def filling_forwards(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
 
 
 def placed_window(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
-    """Return [ranks, backwards] forwards of a rank, over all stages, before each backward.
+    """Return [ranks, backwards] a rank's number of forwards (all stages) before each backward.
 
     Arguments are those of :func:`filling_forwards`.
     """
@@ -70,17 +71,21 @@ def placed_window(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
 
 
 def interleaved_warm_up(ranks: int, stages: int) -> np.ndarray:
-    """Return [ranks] forwards before the first F-B pair of Megatron's interleaved schedule."""
+    """Return [ranks] the number of warm-up forwards of Megatron's interleaved schedule."""
     return 2 * (ranks - 1 - np.arange(ranks)) + stages - ranks
 
 
 def group_by_group(sizes: np.ndarray, stages: int) -> np.ndarray:
-    """Return the least limit that dependencies allow: a group's forwards before its backwards."""
+    """Return [stages, chunks] the least number of forwards before each backward.
+
+    The number follows from dependencies: all forwards of a group (sliced document or pack) must
+    precede the group's backwards.
+    """
     ends = np.repeat(np.cumsum(sizes), sizes)
     return np.repeat(ends[None], stages, axis=0)
 
 
 def _staged(last: np.ndarray, count: int, stages: int) -> np.ndarray:
-    """Return the rows of all stages from the row ``last`` of the last stage."""
+    """Return [stages, chunks] the in-flight limits, from ``last`` [chunks] of the last stage."""
     after = np.arange(stages)[::-1]
     return np.minimum(count, last[None] + after[:, None])

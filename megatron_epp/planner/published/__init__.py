@@ -1,1 +1,1 @@
-"""Published schedules, each under its paper's name, as plans for a job's stages and ranks."""
+"""Planners that follow published schedules; each planner has the name of its paper's method."""

@@ -1,7 +1,7 @@
 """Schedule of AdaPtis (`adaptis`, arXiv 2509.23722).
 
-Unsliced documents are packed to the context. The best of a few warm-ups is chosen, with split or
-unsplit backwards. Placement and layer partition are those of the job.
+Unsliced documents are packed to the context. Simulation chooses the warm-up, and whether to
+split backwards. Placement and layer partition are those of the job.
 """
 
 from collections.abc import Sequence
@@ -23,17 +23,17 @@ def draft(
     below: float = np.inf,
     splits: Sequence[bool] = (True, False),
 ) -> ScoredDraft | None:
-    """Return the best draft over warm-ups, with unsplit and split backwards.
+    """Return the fastest draft (plan as arrays) over several warm-ups and kinds of backward.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        below: drafts that are not faster than these seconds are of no interest.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        below: time limit in seconds. The caller needs a draft only if it is faster.
         splits: values of Policy.split to try.
 
     Returns:
-        The draft; None if its lower bound is not below ``below`` seconds.
+        The draft, or None if lower bounds show that no draft is faster than ``below``.
     """
     chunking, note = packed(batch, cost, options)
     policies = list(warm_up_policies(cost.layout.placement.place, chunking.sizes, splits))

@@ -1,9 +1,8 @@
-"""Schedule of ChunkFlow: chunks of one size; the last K of a document save their activations.
+"""Schedule of ChunkFlow: chunks of one size, and the last K of a document save activations.
 
-The earlier chunks of a sliced document recompute all their layers before their backward; this
-implementation saves the input of every layer. Size and K come from a small grid; the authors of
-ChunkFlow also search a grid. Simulation chooses the best size and K per batch, in hindsight, so
-this is a strong baseline.
+The earlier chunks of a sliced document recompute all their layers in backward. This implementation
+saves the input of every layer. As in the paper, size and K come from a small grid. For each batch,
+simulation chooses the best size and K in hindsight, so this is a strong baseline.
 """
 
 import numpy as np
@@ -32,16 +31,16 @@ KEPT = (1, 2, 4, 8, 16)  # values of K
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """Return the fastest draft of a grid of chunk sizes and K.
+    """Return the fastest draft (plan as arrays) over a grid of chunk sizes and values of K.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        below: drafts that are not faster than these seconds are of no interest.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        below: time limit in seconds. The caller needs a draft only if it is faster.
 
     Returns:
-        The draft; None if its lower bound is not below ``below`` seconds.
+        The draft, or None if lower bounds show that no draft is faster than ``below``.
     """
     context = max(options.context, int(batch.lengths[0]))
     best: ScoredDraft | None = None
@@ -65,7 +64,7 @@ def draft(
 
 
 def discarded(cost: Cost, chunking: Chunking, kept: int) -> Counts:
-    """Return counts that recompute every layer of a group's chunks before the last ``kept``."""
+    """Return recompute counts: all layers of all but the last ``kept`` chunks of a document."""
     early = chunking.last_of_group - np.arange(chunking.count) >= kept
     grid = np.outer(np.array(cost.layout.layers, dtype=np.float64), early)
     return cost.layout.kinds.first(FULL, grid)

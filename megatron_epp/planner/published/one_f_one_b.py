@@ -1,7 +1,7 @@
 """Schedule 1F1B (`1f1b`, arXiv 2104.04473), interleaved if ranks have several stages.
 
-Unsliced documents are packed to the context and run with Megatron's warm-up. Chunks differ, so
-strict alternation can make a rank wait; relaxed 1F1B then runs more forwards.
+Unsliced documents are packed to the context and run with Megatron's warm-up. Chunks differ in time,
+so a rank may have to wait if it strictly alternates F and B. Relaxed 1F1B then runs more forwards.
 """
 
 from collections.abc import Iterator
@@ -20,16 +20,16 @@ from megatron_epp.planner.recompute.uniform import NotedPolicy, ScoredDraft, uni
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """Return the better draft of strict and relaxed 1F1B.
+    """Return the better of two drafts (plans as arrays): strict and relaxed 1F1B.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        below: drafts that are not faster than these seconds are of no interest.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        below: time limit in seconds. The caller needs a draft only if it is faster.
 
     Returns:
-        The draft; None if its lower bound is not below ``below`` seconds.
+        The draft, or None if lower bounds show that no draft is faster than ``below``.
     """
     chunking, note = packed(batch, cost, options)
     ranks, stages = cost.layout.placement.ranks, cost.layout.stages
@@ -40,13 +40,13 @@ def draft(
 
 
 def held_policies(cost: Cost, chunks: int, warm: np.ndarray, split: bool) -> Iterator[NotedPolicy]:
-    """Yield two policies with ``warm`` forwards in flight, and their descriptions.
+    """Yield two policies with ``warm`` forwards in flight, each with a description.
 
     The first policy never has more forwards in flight. The second policy runs more forwards if
-    nothing else can run.
+    no other op can run.
 
     Args:
-        cost: cost of the layout.
+        cost: cost model, including the stages and parallel degrees.
         chunks: number of chunks.
         warm: [ranks] number of forwards.
         split: whether backwards are split.

@@ -1,7 +1,7 @@
 """Schedule of plain packing (`packing`): 1F1B with the least uniform recompute that fits.
 
-Unsliced documents are packed to the context without attending to each other. This schedule is the
-simplest baseline, and the fallback if another planner fails.
+Unsliced documents are packed to the context, and attention stays within a document. This schedule
+is the simplest baseline, and the fallback if another planner fails.
 """
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from megatron_epp.planner.recompute.uniform import ScoredDraft, one_f_one_b, uni
 
 
 def packed(batch: SortedBatch, cost: Cost, options: Options) -> tuple[Chunking, str]:
-    """Return chunks of unsliced documents, packed first-fit to the context, and a description."""
+    """Return chunks with unsliced documents packed first-fit to the context, with a description."""
     context, rates = max(options.context, int(batch.lengths[0])), rates_of(cost)
     chunking = folded(packed_chunks(batch.lengths, context, rates), options.lockstep, rates)
     return chunking, f"context {context}"
@@ -30,16 +30,16 @@ def packed(batch: SortedBatch, cost: Cost, options: Options) -> tuple[Chunking, 
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """Return the draft of :func:`packed` chunks with 1F1B's in-flight limit.
+    """Return the draft (plan as arrays) of packed documents with 1F1B's in-flight limit.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        below: drafts that are not faster than these seconds are of no interest.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        below: time limit in seconds. The caller needs a draft only if it is faster.
 
     Returns:
-        The draft; None if its lower bound is not below ``below`` seconds.
+        The draft, or None if lower bounds show that no draft is faster than ``below``.
     """
     chunking, note = packed(batch, cost, options)
     loads = loads_of(chunking, batch.lengths, cost.multiple)

@@ -1,8 +1,8 @@
-"""Schedule of packing to the best length per batch (`packing-best`), as a careful user may choose.
+"""Schedule of packing to the best length for each batch (`packing-best`).
 
 If a batch has few tokens, packing to the context results in only one or two micro-batches, and most
 ranks are idle. Packing lengths from the longest document to the context are tried in simulation.
-The best length is chosen per batch in hindsight, so this is a strong baseline.
+The best length is chosen for each batch in hindsight, so this is a strong baseline.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ GROWTH = 2**0.25
 
 
 def packing_lengths(longest: int, context: int) -> Iterator[int]:
-    """Yield the packing lengths to try in tokens, from ``longest`` to ``context``."""
+    """Yield the packing lengths to try, in tokens, from ``longest`` to ``context``."""
     tokens = float(longest)
     while tokens < context:
         yield int(tokens)
@@ -36,17 +36,17 @@ def draft(
     below: float = np.inf,
     planner: Callable[..., ScoredDraft | None] = packing.draft,
 ) -> ScoredDraft | None:
-    """Return the best draft of ``planner`` over :func:`packing_lengths`.
+    """Return the best draft (plan as arrays) of ``planner`` over several packing lengths.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        below: drafts that are not faster than these seconds are of no interest.
-        planner: draft function for one packing length.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        below: time limit in seconds. The caller needs a draft only if it is faster.
+        planner: function that returns the draft for one packing length.
 
     Returns:
-        The draft; None if its lower bound is not below ``below`` seconds.
+        The draft, or None if lower bounds show that no draft is faster than ``below``.
     """
     best: ScoredDraft | None = None
     for tokens in packing_lengths(int(batch.lengths[0]), options.context):

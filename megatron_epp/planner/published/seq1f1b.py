@@ -1,8 +1,8 @@
 """Schedule of Seq1F1B as defined by InfiniPipe's baseline: fixed-size chunks, static recompute.
 
 The original Seq1F1B slices every sequence into the same number of slices, which does not suit
-varying lengths. InfiniPipe's baseline slices and packs to a fixed size. The best size is chosen per
-batch by simulation, in hindsight, so this is a strong baseline.
+varying lengths. InfiniPipe's baseline slices and packs to a fixed size. For each batch, simulation
+chooses the best size in hindsight, so this is a strong baseline.
 """
 
 import numpy as np
@@ -21,16 +21,16 @@ from megatron_epp.planner.recompute.uniform import ScoredDraft, better, one_f_on
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """Return the fastest draft of several chunk sizes, each with the least recompute that fits.
+    """Return the fastest draft over several chunk sizes, with the least recompute that fits.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        below: drafts that are not faster than these seconds are of no interest.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        below: time limit in seconds. The caller needs a draft only if it is faster.
 
     Returns:
-        The draft; None if its lower bound is not below ``below`` seconds.
+        The draft, or None if lower bounds show that no draft is faster than ``below``.
     """
     context = max(options.context, int(batch.lengths[0]))
     best: ScoredDraft | None = None

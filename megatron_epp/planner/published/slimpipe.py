@@ -1,8 +1,8 @@
 """Schedule of SlimPipe (`slimpipe`, arXiv 2504.14519) without its context exchange.
 
-All slices have the same size. A document as long as the context has n slices, where n is a multiple
-of the number of ranks. Backwards are not split. Activations are offloaded if memory is tight and
-the lever `offload` is on.
+All slices have the same size. A document that is as long as the context has n slices, where n is a
+multiple of the number of pipeline ranks. Backwards are not split. Activations are offloaded if
+memory is tight and the lever `offload` is on.
 """
 
 import numpy as np
@@ -24,16 +24,16 @@ MOST_SLICES = 2048
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """Return the fastest draft of a few slice sizes.
+    """Return the fastest draft (plan as arrays) over a few slice sizes.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        below: drafts that are not faster than these seconds are of no interest.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        below: time limit in seconds. The caller needs a draft only if it is faster.
 
     Returns:
-        The draft; None if its lower bound is not below ``below`` seconds.
+        The draft, or None if lower bounds show that no draft is faster than ``below``.
     """
     context, rates = max(options.context, int(batch.lengths[0])), rates_of(cost)
     offloads = "offload" in options.levers and cost.layout.profile.host_bytes_per_second > 0

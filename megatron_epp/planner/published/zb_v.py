@@ -1,8 +1,8 @@
 """Schedule ZB-V (`zb-v`, arXiv 2401.10241), for V placements.
 
 Unsliced documents are packed to the context, backwards are split, and as many forwards are in
-flight as with 1F1B. The paper's own order of ops, which has no bubbles if F, I and W take equally
-long, is tried too.
+flight as with 1F1B. The paper's own order of ops is tried, too. If F, I and W take the same time,
+this order has no bubbles.
 """
 
 from collections import Counter
@@ -23,16 +23,16 @@ from megatron_epp.planner.recompute.uniform import NotedPolicy, ScoredDraft, uni
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """Return the best draft of list scheduling and the paper's order.
+    """Return the best draft (plan as arrays), by list scheduling or with the paper's order.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        below: drafts that are not faster than these seconds are of no interest.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        below: time limit in seconds. The caller needs a draft only if it is faster.
 
     Returns:
-        The draft; None if its lower bound is not below ``below`` seconds.
+        The draft, or None if lower bounds show that no draft is faster than ``below``.
     """
     chunking, note = packed(batch, cost, options)
     warm = np.full(cost.layout.placement.ranks, 2 * cost.layout.placement.ranks)
@@ -43,10 +43,10 @@ def draft(
 
 
 def papers_order(chunking: Chunking, place: tuple[int, ...]) -> Schedule:
-    """Return the paper's order of ops for every rank of a V, without times.
+    """Return ZB-V's order of ops for every rank, without times.
 
-    Source: arXiv 2401.10241, section 6. If there are fewer chunks than fill the V, the ops of
-    missing chunks are left out.
+    Source: arXiv 2401.10241, section 6. If there are too few chunks to fill the V, the order for
+    enough chunks is used, and the ops of missing chunks are left out.
     """
     ranks, count = len(place) // 2, chunking.count
     rows: list[list[tuple[int, int, int]]] = [[] for _ in range(ranks)]
@@ -71,6 +71,6 @@ def papers_order(chunking: Chunking, place: tuple[int, ...]) -> Schedule:
 
 
 def is_v(place: tuple[int, ...]) -> bool:
-    """Return whether the second half of the stages is on the ranks of the first, in reverse."""
+    """Return whether the ranks of the stages form a V: each rank once, then again in reverse."""
     half = len(place) // 2
     return half > 0 and sorted(place[:half]) == list(range(half)) and place == place[::-1]

@@ -1,1 +1,1 @@
-"""Number of layers that each stage recomputes per chunk: ILP, hill climbing, offload."""
+"""Number of layers that each stage recomputes or offloads per chunk: ILP, hill climbing."""

@@ -1,4 +1,4 @@
-"""Recompute counts for a strict order, by the diagonal program."""
+"""Recompute counts (layers per mode, stage and chunk) by InfiniPipe's diagonal program."""
 
 from collections.abc import Iterable, Sequence
 
@@ -17,26 +17,27 @@ Ladders = tuple[str, ...]
 
 
 def ladders(cost: Cost, loads: Loads, modes: Iterable[str] = SELECTIVE) -> Ladders:
-    """Return the :func:`ladder` of every layer kind."""
+    """Return, for every layer kind, the useful recompute modes in order (:func:`ladder`)."""
     modes = tuple(modes)
     return tuple(ladder(cost, loads, modes, kind) for kind in range(cost.layout.kinds.number))
 
 
 def full_layers(cost: Cost) -> Ladders:
-    """Return ladders that save or fully recompute a layer."""
+    """Return, for every layer kind, the two modes that save or fully recompute a layer."""
     return (FULL_LAYERS,) * cost.layout.kinds.number
 
 
 def ladder(cost: Cost, loads: Loads, modes: Iterable[str] = SELECTIVE, kind: int = 0) -> str:
-    """Return the useful recompute modes of a layer kind, from saving to recomputing everything.
+    """Return the useful recompute modes of a layer kind (a "ladder"), one letter per mode.
 
-    Each step of the ladder frees bytes at a lower price than the next step. The modes are the lower
-    convex hull of recompute seconds over freed bytes.
+    The first mode saves all activations, and the last one recomputes the layer. Each step from mode
+    to mode frees bytes for fewer recompute seconds per byte than the next step. The modes are the
+    lower convex hull of recompute seconds over freed bytes.
 
     Args:
-        cost: cost of the layout.
-        loads: loads of the chunks.
-        modes: selective modes to consider.
+        cost: cost model, including the stages and parallel degrees.
+        loads: tokens and query-key pairs of the chunks.
+        modes: selective recompute modes to consider.
         kind: index of the layer kind.
     """
     points = [(0.0, 0.0, KEEP)]
@@ -65,12 +66,12 @@ def _price(low: tuple[float, float, str], high: tuple[float, float, str]) -> flo
 
 
 def freed_bytes(cost: Cost, loads: Loads, steps: str, kind: int = 0) -> np.ndarray:
-    """Return [steps, stages, chunks]: bytes that each step of the ladder frees per layer.
+    """Return [steps, stages, chunks] the bytes that each step to the next mode frees per layer.
 
     Args:
-        cost: cost of the layout.
-        loads: loads of the chunks.
-        steps: the ladder.
+        cost: cost model, including the stages and parallel degrees.
+        loads: tokens and query-key pairs of the chunks.
+        steps: recompute modes in ascending order of freed bytes (:func:`ladder`).
         kind: index of the layer kind.
     """
     saved = np.stack([cost.memory.saved_bytes((kind, mode), loads) for mode in steps])
@@ -90,18 +91,19 @@ def diagonal_counts(
     headroom_bytes: np.ndarray | None = None,
     layers: Sequence[np.ndarray] | None = None,
 ) -> Counts | None:
-    """Return the cheapest recompute counts that fit with an in-flight limit; None if none fit.
+    """Return the cheapest recompute that fits in memory with an in-flight limit, else None.
 
     Args:
-        solver: solver of the program.
-        cost: cost of the layout.
-        loads: loads of the chunks.
+        solver: solver of the integer program.
+        cost: cost model, including the stages and parallel degrees.
+        loads: tokens and query-key pairs of the chunks.
         kept: the scheduling problem without recompute.
-        least: [stages, chunks] forwards before each backward.
+        least: [stages, chunks] number of forwards before each backward.
         integer: whether to solve the integer program instead of its relaxation.
-        steps: ladder of every layer kind; default: :func:`full_layers`.
-        headroom_bytes: bytes per stage beyond the states; default: the headroom of ``kept``.
-        layers: per kind, [stages, chunks] layers that are not offloaded; default: all layers.
+        steps: recompute modes of every layer kind (:func:`ladder`); default: save or recompute.
+        headroom_bytes: [stages] bytes available besides the model states; default: of ``kept``.
+        layers: per layer kind, [stages, chunks] number of layers that are not offloaded; default:
+            all layers.
     """
     moves, headroom = kept.of_in_flight
     headroom = headroom if headroom_bytes is None else headroom_bytes

@@ -1,7 +1,7 @@
 """Hill climbing over recompute counts: less recompute where memory has slack.
 
-The diagonal program assumes the in-flight limit; a list schedule has fewer forwards in flight in
-some places and more in others. Simulation decides whether a change is kept.
+InfiniPipe's diagonal program assumes a fixed in-flight limit. A list schedule sometimes has more or
+fewer forwards in flight. Simulation decides whether a change of recompute is an improvement.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,17 +22,18 @@ def trimmed[T](
     rank: Callable[[T], tuple[float, float]],
     slots: np.ndarray,
 ) -> T:
-    """Return the best candidate of a sweep over diagonals, starting from ``best``.
+    """Return the best candidate found by reducing the recompute of ``best``.
 
-    First all counts are scaled, then some layers of one diagonal at a time are no longer
-    recomputed, starting with the diagonals that recompute most.
+    First, all recompute counts are scaled. Then the counts of one diagonal of stages and chunks at
+    a time are reduced, in descending order of recomputed layers.
 
     Args:
         best: candidate to start from.
-        counts_of: returns the recompute counts of a candidate.
-        play: returns the candidate with these recompute counts; None if no effort is left.
-        rank: sort key of candidates.
-        slots: [stages, chunks] diagonal of each chunk.
+        counts_of: function that returns the recompute counts of a candidate.
+        play: function that simulates given counts and returns a candidate; None if no effort is
+            left.
+        rank: function that returns the sort key of a candidate.
+        slots: [stages, chunks] index of the diagonal.
     """
     start = counts_of(best)
     for counts in (_scaled(start, scale) for scale in SCALES):

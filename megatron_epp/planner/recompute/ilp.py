@@ -1,10 +1,10 @@
 """InfiniPipe's diagonal program (eqs 15 to 20): how many layers to recompute.
 
-Recompute on one stage delays all other stages equally, so the chunks that other stages process in
-the same slot may recompute for free. Slots are diagonals through the stages: the k-th backward of
-stage s belongs to slot k + d, where d stages follow s. The program has one integer per slot: the
-number of layers that each chunk on this diagonal recomputes. These numbers must keep every stage
-within its budget at every op.
+Recompute on one stage delays all other stages equally. Chunks that other stages process at the same
+time can therefore recompute at no extra cost. A slot is a diagonal through the stages: the k-th
+backward of stage s belongs to slot k + d, where d stages follow s. The program has one integer per
+slot: the number of layers that each chunk in the slot recomputes. The constraint is that every
+stage stays within its memory budget at every op.
 """
 
 from collections.abc import Callable
@@ -22,12 +22,11 @@ MIP_NODES = 400
 
 @dataclass(frozen=True, slots=True)
 class MemoryRows:
-    """Constraints freed @ layers >= missing_bytes, one row per op that would exceed memory.
+    """Constraints freed @ layers >= missing_bytes, with one row per op that would exceed memory.
 
     Row r has the entries starts[r] to starts[r + 1] - 1 of ``slot`` (columns) and ``freed`` (bytes
-    per layer).
-    Column step * slots + slot is the number of layers of a slot that take a step of the ladder. The
-    paper has one step, from saving to recomputing a layer.
+    per layer). A step is a change of a layer to a recompute mode that frees more bytes. Column
+    step * slots + slot is the number of layers of a slot that take the step.
     """
 
     slots: int
@@ -39,7 +38,7 @@ class MemoryRows:
 
     @property
     def columns(self) -> int:
-        """Number of variables."""
+        """Number of variables of the program."""
         return self.slots * self.steps
 
 
@@ -51,14 +50,14 @@ def memory_rows(
     budget: np.ndarray,
     wanted: np.ndarray | None = None,
 ) -> MemoryRows:
-    """Return the constraints of the strict order ``least``.
+    """Return the memory constraints of the order of F and B that ``least`` defines.
 
     Args:
-        least: [stages, chunks] forwards before each backward (planner.order.warmup).
+        least: [stages, chunks] number of forwards before each backward (planner.order.warmup).
         backward_order: chunks in the order of their backwards.
-        moves: bytes of F and B without recompute (OpArrays.moved_bytes).
-        freed: [steps, stages, chunks] bytes that a step of the ladder frees per layer from F to B.
-        budget: [stages] bytes.
+        moves: bytes that F and B allocate and free without recompute (OpArrays.moved_bytes).
+        freed: [steps, stages, chunks] bytes that a step to the next recompute mode frees per layer.
+        budget: [stages] bytes available besides the model states.
         wanted: [stages, chunks] whether backward k of a stage may get a row; default: all may.
     """
     steps, stages, count = freed.shape
@@ -74,10 +73,10 @@ def memory_rows(
 
 @njit()
 def _missing(least, backward_order, moves, saved, budget):
-    """Return [stages, chunks] bytes above the budget, and the largest number of live chunks.
+    """Return [stages, chunks] bytes above the budget, and the maximum number of chunks in flight.
 
-    For each backward, the bytes are the maximum since the stage's previous backward. Recompute
-    frees ``saved`` [stages, chunks] bytes. Negative values are headroom.
+    The value of a backward is the maximum since the stage's previous backward. It is negative if
+    memory is left. ``saved`` [stages, chunks] are the bytes that recompute frees.
     """
     stages, count = saved.shape
     missing = np.empty((stages, count))
@@ -156,7 +155,7 @@ def _rows(least, backward_order, slot_of, moves, freed, budget, wanted):
 def within(
     least: np.ndarray, backward_order: np.ndarray, moves: np.ndarray, budget: np.ndarray
 ) -> np.ndarray:
-    """Return [stages] whether the order ``least`` fits.
+    """Return [stages] whether the order of F and B that ``least`` defines fits in memory.
 
     Arguments are those of :func:`memory_rows`.
     """
@@ -184,21 +183,21 @@ def solve_order(
     *,
     integer: bool = True,
 ) -> np.ndarray | None:
-    """Return the layers per step and slot [steps, slots] for the order ``least``.
+    """Return [steps, slots] the number of layers to recompute in the order ``least``.
 
     Args:
         solver: the solver.
-        least: [stages, chunks] forwards before each backward (planner.order.warmup).
+        least: [stages, chunks] number of forwards before each backward (planner.order.warmup).
         backward_order: chunks in the order of their backwards.
-        moves: bytes of F and B without recompute (OpArrays.moved_bytes).
-        freed: [steps, stages, chunks] bytes that a step of the ladder frees per layer from F to B.
-        budget: [stages] bytes.
-        most: upper bounds of the columns.
-        weights: cost of a layer per column; default 1.
+        moves: bytes that F and B allocate and free without recompute (OpArrays.moved_bytes).
+        freed: [steps, stages, chunks] bytes that a step to the next recompute mode frees per layer.
+        budget: [stages] bytes available besides the model states.
+        most: [columns] maximum number of layers per step and slot.
+        weights: [columns] cost of a layer; default 1.
         integer: whether to solve the integer program (2% gap) or its relaxation, rounded up.
 
     Returns:
-        The layers; None if even the upper bounds do not suffice.
+        The number of layers, or None if the order does not fit even with the maximum.
     """
     steps, stages, count = freed.shape
     slots = count + stages - 1
@@ -228,7 +227,7 @@ def solve_order(
 
 
 def _want_worst(wanted: np.ndarray, missing: np.ndarray) -> None:
-    """Mark in ``wanted`` the worst backward of every run of backwards that lacks memory."""
+    """Mark in ``wanted`` the worst backward of every section of backwards that lacks memory."""
     stages, count = missing.shape
     width = max(1, count // FIRST_ROWS)
     for begin in range(0, count, width):
@@ -239,9 +238,9 @@ def _want_worst(wanted: np.ndarray, missing: np.ndarray) -> None:
 
 
 class Solver:
-    """An instance of HiGHS for many programs.
+    """Instance of the solver HiGHS that solves many programs.
 
-    Creating an instance takes longer than solving most programs.
+    The creation of an instance takes longer than the solution of most programs.
     """
 
     def __init__(self) -> None:
@@ -258,13 +257,13 @@ class Solver:
         weights: np.ndarray | None,
         integer: bool,
     ) -> np.ndarray:
-        """Return the optimal columns; an empty array if the solver finds no solution.
+        """Return the optimal value of each column; an empty array if there is no solution.
 
         Args:
             rows: the constraints.
-            most: upper bounds of the columns.
-            weights: cost per layer of each column; None for 1.
-            integer: whether columns are integers.
+            most: [columns] upper bounds.
+            weights: [columns] cost of a layer; None for 1.
+            integer: whether columns must be integers.
         """
         # Scale bytes so that the solver's absolute tolerances are far below one layer.
         scale, count = 1.0 / rows.missing_bytes.max(), len(rows.missing_bytes)
@@ -302,7 +301,7 @@ def solve_rows(
     *,
     integer: bool = True,
 ) -> np.ndarray | None:
-    """Return the layers per column with the least cost.
+    """Return the number of layers per column (step and slot) with the least total cost.
 
     Args:
         solver: the solver.
@@ -312,7 +311,7 @@ def solve_rows(
         integer: whether to solve the integer program (2% gap) or its relaxation, rounded up.
 
     Returns:
-        The layers; None if even the upper bounds do not suffice.
+        The number of layers, or None if even the upper bounds violate a constraint.
     """
     if not len(rows.missing_bytes):
         return np.zeros(rows.columns, dtype=np.int64)
@@ -337,7 +336,7 @@ def _enough(rows: MemoryRows, layers: np.ndarray) -> bool:
 def reduce_diagonals(
     choose: Callable[..., np.ndarray], layers: np.ndarray, backward_order: np.ndarray
 ) -> np.ndarray:
-    """Return [slots]: ``layers`` [stages, chunks] reduced over each diagonal by ``choose``."""
+    """Return [slots]: ``choose`` (e.g. nanmax) of ``layers`` [stages, chunks] on each diagonal."""
     stages, count = layers.shape
     on = np.full((stages, count + stages - 1), np.nan)
     for stage in range(stages):
@@ -347,7 +346,7 @@ def reduce_diagonals(
 
 
 def broadcast_diagonals(layers: np.ndarray, backward_order: np.ndarray, stages: int) -> np.ndarray:
-    """Return layers [stages, chunks] from one number per diagonal [slots] (eq. 16)."""
+    """Return [stages, chunks] the number of layers, equal on each diagonal slot (eq. 16)."""
     count = len(backward_order)
     slot = np.empty(count, dtype=np.int64)
     slot[backward_order] = np.arange(count)

@@ -1,6 +1,6 @@
 """Number of layers to offload to host memory.
 
-It is limited by what can be copied while the ops run, and by what fits in host memory.
+Two limits apply: the copies must overlap with ops, and the layers must fit in host memory.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ from megatron_epp.ir import BACKWARDS, KEEP, OFFLOAD, Kind
 
 
 def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
-    """Return the largest number of layers whose copies overlap with F, and with B and I.
+    """Return the maximum number of layers whose copies completely overlap with F, B and I.
 
-    The result is an array [stages, chunks] for each layer kind with the recompute mode OFFLOAD.
-    Layers of the first kind are chosen first, because every byte takes equally long to copy. If
-    only one or two layers of a chunk are offloaded, all of them are on the device while the chunk's
-    ops run (ir.IN_FLIGHT), and on the host otherwise.
+    The result maps (layer kind, OFFLOAD) to a number [stages, chunks]. Layers of the first kind are
+    chosen first, because every byte takes equally long to copy. If only one or two layers of a
+    chunk are offloaded, all of them are on the device while the chunk's ops run (ir.IN_FLIGHT), and
+    on the host otherwise.
     """
     kinds = (Kind.FORWARD, *BACKWARDS)
     seconds = np.min([cost.seconds.of(kind, loads) for kind in kinds], axis=0)
@@ -36,10 +36,10 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class HostHeadroom:
-    """Host memory for each stage's offloaded layers.
+    """Limit of host memory for each stage's offloaded layers, in bytes.
 
-    ``at_once``: whether the offloaded layers of all chunks must fit together, so that any order of
-    ops fits.
+    ``at_once``: whether the offloaded layers of all chunks must fit together. Every order of ops
+    then fits.
     """
 
     budget_bytes: float = math.inf
@@ -48,12 +48,12 @@ class HostHeadroom:
     def fitting(
         self, aside: np.ndarray, layer_bytes: np.ndarray, least: np.ndarray, backward: np.ndarray
     ) -> np.ndarray:
-        """Return ``aside`` with fewer layers on stages whose layers do not fit.
+        """Return ``aside``, reduced on stages whose offloaded layers do not fit in host memory.
 
         Args:
-            aside: [stages, chunks] layers to offload.
+            aside: [stages, chunks] number of layers to offload.
             layer_bytes: [chunks] bytes of one layer.
-            least: [stages, chunks] forwards before each backward (planner.order.warmup).
+            least: [stages, chunks] number of forwards before each backward (planner.order.warmup).
             backward: chunks in the order of their backwards.
         """
         if math.isinf(self.budget_bytes):
@@ -71,10 +71,10 @@ class HostHeadroom:
         return fits
 
     def narrower(self, peak_bytes: float, budget_bytes: float) -> "HostHeadroom":
-        """Return a smaller limit after a plan that took ``peak_bytes``.
+        """Return a smaller limit, after a plan with ``peak_bytes`` exceeded ``budget_bytes``.
 
-        A plan may run more forwards than ``least`` requires, so the limit first shrinks in
-        proportion to the excess. If the smaller limit did not suffice, all chunks must fit at once.
+        A plan may run more forwards than the in-flight limit assumes. The first call reduces the
+        limit in proportion to the excess. After that, all chunks must fit at the same time.
         """
         if self.budget_bytes == budget_bytes:
             return HostHeadroom(0.98 * budget_bytes * budget_bytes / peak_bytes)
@@ -84,16 +84,16 @@ class HostHeadroom:
 def layers_offloaded(
     cost: Cost, loads: Loads, host: HostHeadroom, least: np.ndarray, backward: np.ndarray
 ) -> dict[Choice, np.ndarray]:
-    """Return the number of layers to offload, [stages, chunks] for each layer kind.
+    """Return, for each layer kind, [stages, chunks] the number of layers to offload.
 
-    These are the layers of :func:`hidden_layers`, or fewer on a stage whose host memory they
-    exceed. Host memory is divided equally between layer kinds, and between a rank's stages.
+    The number is that of :func:`hidden_layers`, or less if a stage's layers exceed host memory.
+    Host memory is divided equally between layer kinds, and between a rank's stages.
 
     Args:
-        cost: cost of the layout.
-        loads: loads of the chunks.
+        cost: cost model, including the stages and parallel degrees.
+        loads: tokens and query-key pairs of the chunks.
         host: limit of the host memory for each stage's offloaded layers.
-        least: [stages, chunks] forwards before each backward (planner.order.warmup).
+        least: [stages, chunks] number of forwards before each backward (planner.order.warmup).
         backward: chunks in the order of their backwards.
     """
     hidden = hidden_layers(cost, loads)
@@ -114,9 +114,9 @@ FRACTIONS = tuple(k / 20 for k in range(20, -1, -1))  # of the layers whose copi
 
 
 def _host_peak(moved: np.ndarray, least: np.ndarray, backward: np.ndarray) -> float:
-    """Return the peak bytes of one stage under an in-flight limit.
+    """Return the peak bytes of host memory of one stage under an in-flight limit.
 
-    ``moved`` [chunks] bytes leave the device in F and return in B.
+    Bytes ``moved`` [chunks] leave the device in F and return in B.
     """
     out = np.concatenate(([0.0], np.cumsum(moved)))
     back = np.concatenate(([0.0], np.cumsum(moved[backward])))[:-1]

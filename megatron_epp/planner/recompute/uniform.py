@@ -1,4 +1,4 @@
-"""Uniform recompute: the same number of layers for every chunk and stage, the least that fits."""
+"""Uniform recompute: the least number of layers that fits, the same for every chunk and stage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,13 +21,13 @@ NotedPolicy = tuple[Policy | Schedule, str]  # a policy or an order, and its des
 
 @dataclass(frozen=True, slots=True)
 class ScoredDraft:
-    """A draft and its simulated time.
+    """A draft (plan as arrays) and its simulated time.
 
     Attributes:
-        seconds: time of the iteration.
-        over_bytes: bytes above the budget; 0 if the draft fits.
+        seconds: simulated time of the iteration.
+        over_bytes: maximum over the ranks of bytes above the budget; 0 if the draft fits.
         draft: the plan as arrays.
-        cost: cost used in the simulation; its layers per stage may differ from the job's (lever
+        cost: cost model of the simulation; its layers per stage may differ from the job's (lever
             `uneven`).
     """
 
@@ -43,9 +43,9 @@ class ScoredDraft:
 
 
 def better(best: ScoredDraft | None, bound_seconds: float, below: float) -> bool:
-    """Return whether a plan of at least ``bound_seconds`` may be the best so far.
+    """Return whether a plan with lower bound ``bound_seconds`` may be faster than ``best``.
 
-    The bound must also be below ``below`` seconds.
+    The bound must also be less than ``below`` seconds.
     """
     return bound_seconds < below and (
         best is None or best.over_bytes > 0 or bound_seconds < best.seconds
@@ -58,10 +58,10 @@ def strict(least: np.ndarray) -> Policy:
 
 
 def one_f_one_b(least: np.ndarray, sizes: np.ndarray, cost: Cost) -> list[NotedPolicy]:
-    """Return orders of 1F1B for groups of ``sizes`` chunks.
+    """Return a policy for 1F1B with the in-flight limit ``least`` (forwards before each backward).
 
-    The orders have the in-flight limit ``least``. If ranks have several stages, policies with
-    several warm-ups are returned instead.
+    If ranks have several stages, return policies with several warm-ups instead. ``sizes`` contains
+    the number of chunks of every group (sliced document or pack).
     """
     if cost.layout.place:
         return list(warm_up_policies(cost.layout.place, sizes, (False,)))
@@ -71,7 +71,7 @@ def one_f_one_b(least: np.ndarray, sizes: np.ndarray, cost: Cost) -> list[NotedP
 def best_schedule(
     problems: ChunkProblems, counts: Counts, policies: Sequence[NotedPolicy]
 ) -> tuple[Schedule, str]:
-    """Simulate ``policies``; return the best schedule and the description of its policy."""
+    """Simulate policies or orders; return the best schedule and the description of its policy."""
     work = problems.of(counts)
     played = (
         (replayed(work, how) if isinstance(how, Schedule) else list_schedule(work, how), said)
@@ -83,14 +83,14 @@ def best_schedule(
 def scored_draft(
     chunking: Chunking, counts: Counts, schedule: Schedule, cost: Cost, *notes: str
 ) -> ScoredDraft:
-    """Return the draft of a schedule, with its score and notes.
+    """Return a schedule as a draft, with its time and excess bytes.
 
     Args:
         chunking: the chunks.
-        counts: recompute counts.
+        counts: [stages, chunks] number of layers by layer kind and recompute mode.
         schedule: the schedule.
-        cost: cost of the layout.
-        notes: descriptions; empty ones are left out.
+        cost: cost model, including the stages and parallel degrees.
+        notes: descriptions of the draft; empty strings are left out.
     """
     note = ", ".join(filter(None, notes))
     stages = schedule.stages if cost.layout.place else None
@@ -108,22 +108,23 @@ def uniform_draft(
     modes: Sequence[str] = (FULL,),
     below: float = np.inf,
 ) -> ScoredDraft | None:
-    """Return the best of ``policies`` with the least uniform recompute that fits.
+    """Return the best draft of several policies, with the least uniform recompute that fits.
 
-    If nothing fits, everything is recomputed, and the draft has positive ``over_bytes``.
+    The same number of layers is recomputed in every stage and chunk. If nothing fits, all layers
+    are recomputed, and the draft has positive ``over_bytes``.
 
     Args:
-        batch: the documents.
+        batch: the documents, sorted by length.
         chunking: the chunks.
         policies: policies or orders to try.
-        cost: cost of the layout.
-        options: options of the planner.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
         note: description of the chunking.
         modes: recompute modes; the first mode with which the draft fits is used.
-        below: drafts that are not faster than these seconds are of no interest.
+        below: time limit in seconds. The caller needs a draft only if it is faster.
 
     Returns:
-        The draft; None if its lower bound is not below ``below``.
+        The draft, or None if a lower bound shows that it is not faster than ``below``.
     """
     loads = loads_of(chunking, batch.lengths, cost.multiple)
     if np.isfinite(below) and work_bound_seconds(loads, cost) >= below:

@@ -1,1 +1,1 @@
-"""Search for the fastest layout of a job: degrees, layers per stage, vocabulary parallelism."""
+"""Search for a job's fastest layout: parallel degrees, layers per stage, vocabulary parallelism."""

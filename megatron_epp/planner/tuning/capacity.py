@@ -1,4 +1,4 @@
-"""Memory capacity of a number of devices: whether states fit, and the longest document."""
+"""Memory capacity of a job: whether the model states fit, and the longest document that fits."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class Capacity:
     """Result of :func:`capacity` for one number of devices.
 
     Attributes:
-        layouts: number of layouts tried.
-        fitting: number of layouts whose devices hold the model states.
-        best: the layout that holds the longest document; None if no layout holds a document.
-        tokens: length of this longest document, with everything recomputed.
+        layouts: number of layouts (sets of parallel degrees) tried.
+        fitting: number of layouts in which the model states fit.
+        best: layout in which the longest document fits; None if no document fits in any layout.
+        tokens: length of this longest document in tokens, if all layers are recomputed.
         states_bytes: bytes of model states on the fullest device of ``best``.
     """
 
@@ -32,10 +32,9 @@ class Capacity:
 
 
 def longest_document(cost: Cost, least: int = 1) -> int:
-    """Return the length in tokens of the longest document that fits.
+    """Return the length in tokens of the longest document that fits in memory.
 
-    The result is 0 if a document of ``least`` tokens does not fit, and else within 1/256 of the
-    limit.
+    The result is up to 1/256 too small. It is 0 if a document of ``least`` tokens does not fit.
     """
 
     def fits(tokens: int) -> bool:
@@ -57,9 +56,10 @@ def longest_document(cost: Cost, least: int = 1) -> int:
 
 
 def capacity(layouts: Iterable[Layout], cost_for: Callable[[Layout], Cost]) -> Capacity:
-    """Return how many layouts hold the model states, and which layout holds the longest document.
+    """Return how many layouts fit, and the layout in which the longest document fits.
 
-    ``cost_for`` returns the cost of a layout and raises a ValueError if its states do not fit.
+    ``cost_for`` returns the cost model of a layout. It raises a ValueError if the model states
+    do not fit.
     """
     tried = fitting = tokens = 0
     best: Layout | None = None

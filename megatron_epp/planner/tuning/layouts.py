@@ -8,10 +8,10 @@ from megatron_epp.cost.catalogue.models import Model
 
 @dataclass(frozen=True, slots=True, order=True)
 class Layout:
-    """Parallel degrees whose product (without ``ep``) is the number of devices.
+    """Parallel degrees of a job; tp * cp * pp * dp is the number of devices.
 
-    ``ep`` is the number of devices over which a layer's experts are sharded. 0 means gcd(tp * cp,
-    number of experts).
+    ``ep`` is the number of devices over which a layer's experts are sharded; 0 stands for
+    gcd(tp * cp, number of experts).
     """
 
     tp: int
@@ -27,9 +27,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class JobRequest:
-    """Degrees that the user fixed; None: the degree is free.
+    """Parallel degrees that the user fixed; None: the degree is free.
 
-    If ``ep`` is fixed, the layouts keep ``ep`` 0 and the caller applies the fixed value.
+    If ``ep`` is fixed, :func:`layouts` only yields layouts with ``ep`` 0, and the caller sets the
+    fixed value.
     """
 
     tp: int | None = None
@@ -39,7 +40,7 @@ class JobRequest:
     ep: int | None = None
 
     def allows(self, layout: Layout) -> bool:
-        """Return whether a layout has the fixed degrees."""
+        """Return whether a layout has the degrees that the user fixed."""
         named = (self.tp, self.cp, self.pp, self.dp)
         there = (layout.tp, layout.cp, layout.pp, layout.dp)
         return all(want in (None, has) for want, has in zip(named, there, strict=True))
@@ -56,13 +57,13 @@ def layouts(
 ) -> Iterator[Layout]:
     """Yield the layouts that Megatron accepts for ``documents`` documents in a global batch.
 
-    Tensor parallelism stays inside a node and divides the K/V groups and the MLP's columns. Tensor
-    and context parallelism together divide the heads. Every stage has at least one layer, and all
-    replicas have equally many documents. Experts are sharded within a replica's stage, or over a
-    number of replicas such that ``ep`` divides the number of experts.
+    Tensor parallelism stays inside a node; its degree tp divides the numbers of K/V groups and of
+    MLP columns. With context parallelism, tp * cp divides the number of heads. Every stage has at
+    least one layer, and all replicas have the same number of documents. Experts are sharded within
+    a replica's stage, or over several replicas if ``ep`` then divides the number of experts.
 
     Args:
-        model: shape of the model.
+        model: sizes of the model.
         devices: number of devices of the job.
         node_devices: number of devices of a node.
         documents: number of documents of a global batch.

@@ -2,12 +2,12 @@
 
 Ranks are numbered tensor-parallel first, then context-parallel, data-parallel and
 pipeline-parallel. torchrun numbers the ranks node by node, so the order of the nodes determines the
-whole map. The nodes of a job form rows of equal width. A *block* is the nodes of one replica's
-stage, or the nodes over which a layer's experts are sharded. A block lies within one row or fills
-several rows. The rows depend on the topology:
+whole map. The nodes of a job form rows of equal width. A *block* is the set of nodes of one
+replica's stage, or the nodes over which a layer's experts are sharded. A block lies within one row
+or fills several rows. The rows depend on the topology of the network:
 
     all-to-all   rows with enough live nodes. If a node of a row has failed, another node of the
-                 row replaces it. Traffic in its column takes one more hop: ``column_load``
+                 row replaces it. Traffic in its column then takes one more hop (``column_load``)
     rings        rows and columns without failed nodes; rings bypass the other rows and columns
     torus        adjacent rows and columns without failed nodes
     switches     all live nodes form one row
@@ -29,7 +29,7 @@ from megatron_epp.planner.tuning.layouts import Layout
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Rows and columns selected from a grid; ``live`` marks the nodes that work.
+    """Rows and columns selected from a grid of nodes; ``live`` marks the nodes that work.
 
     Another live node of the same row replaces a selected node that has failed. The last row has
     ``last`` live nodes, which may be fewer than the columns. If ``transposed``, the rows are
@@ -43,21 +43,21 @@ class _Rows:
     transposed: bool = False
 
     def held(self, width: int, together: int) -> int:
-        """Return how many nodes fit into rows of ``width``, in blocks of ``together`` nodes."""
+        """Return the number of nodes in rows of ``width``, in blocks of ``together`` nodes."""
         last = min(self.last, width)
         if together <= width:
             last -= last % together
         return ((len(self.rows) - 1) * width + last) // together * together
 
     def displaced(self, nodes: int, width: int) -> int:
-        """Return how many of the first ``nodes`` positions need a replacement."""
+        """Return the number of failed nodes among the first ``nodes`` selected nodes."""
         full, rest = divmod(nodes, width)
         columns = self.columns[:width]
         holes = int((~self.live[np.ix_(self.rows[:full], columns)]).sum())
         return holes + (int((~self.live[self.rows[full], columns[:rest]]).sum()) if rest else 0)
 
     def _upright(self, nodes: int, width: int) -> list[Place]:
-        """Return the (row, column) of the first nodes, ignoring ``transposed``."""
+        """Return the (row, column) of the first ``nodes`` nodes, ignoring ``transposed``."""
         places: list[Place] = []
         for row in self.rows[: -(-nodes // width)]:
             columns = self.columns[: min(width, nodes - len(places))]
@@ -68,17 +68,17 @@ class _Rows:
         return places
 
     def places(self, nodes: int, width: int) -> list[Place]:
-        """Return the (row, column) of the first nodes on the grid, row by row."""
+        """Return the (row, column) on the grid of the first ``nodes`` nodes, row by row."""
         upright = self._upright(nodes, width)
         return [(column, row) for row, column in upright] if self.transposed else upright
 
     def column_load(self, nodes: int, width: int, topology: Topology) -> float:
         """Return the load of the busiest link if every two nodes of a column exchange one byte.
 
-        The load is bytes over bandwidth, relative to a direct link of a column: 1 without failed
-        nodes. Traffic between nodes of different columns is split evenly over the live ones of the
-        two nodes that are in line with both. If both have failed, the traffic is split evenly over
-        all routes of three links.
+        The load is bytes over bandwidth, relative to a direct link in a column; it is 1 without
+        failed nodes. A replacement may be in another grid column. Its traffic then takes two links,
+        split evenly over the live corner nodes. If both corner nodes have failed, the traffic is
+        split evenly over all routes of three links.
         """
         places, live = self._upright(nodes, width), self.live
         load: defaultdict[Link, float] = defaultdict(float)
@@ -112,17 +112,17 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class NodeMap:
-    """Nodes of a topology in the order of their node ranks.
+    """Assignment of a job's ranks to the nodes of a topology.
 
     Attributes:
-        layout: the degrees.
+        layout: parallel degrees of the job.
         node_devices: number of ranks of a node.
-        grid: the grid with its failed nodes and links.
-        nodes: nodes that have ranks; node i has the ranks from i * node_devices on.
+        grid: the grid of nodes, with failed nodes and links.
+        nodes: nodes that have ranks; nodes[i] has node_devices ranks, from i * node_devices on.
         spares: live nodes without ranks.
         topology: the part of the topology that the job uses, without failed nodes.
         displaced: number of nodes that replace a failed node of another column.
-        relayed: number of failed links between nodes with ranks; their traffic takes other links.
+        relayed: number of failed links between nodes with ranks. Traffic takes other links instead.
     """
 
     layout: Layout
@@ -136,11 +136,11 @@ class NodeMap:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Names of the nodes in the order of their node ranks: the lines of SLURM_HOSTFILE."""
+        """Names of the nodes in the order of their ranks, for the lines of SLURM_HOSTFILE."""
         return tuple(map(self.grid.name, self.nodes))
 
     def stages_and_replicas(self, node_rank: int) -> tuple[range, range]:
-        """Return the stages and the replicas that have ranks on a node."""
+        """Return the stages and the replicas that have ranks on node ``node_rank``."""
         one = self.layout.tp * self.layout.cp
         last_rank = one * self.layout.dp * self.layout.pp - 1
         first = node_rank * self.node_devices
@@ -152,7 +152,7 @@ class NodeMap:
         return stages, range(replica_of[0], replica_of[1] + 1)
 
     def cells(self) -> dict[Place, tuple[int, str]]:
-        """Return the first stage and a label "stage.replica" of every node with ranks."""
+        """Return, for every node with ranks, its first stage and its label "stages.replicas"."""
         cells = {}
         for node_rank, place in enumerate(self.nodes):
             of_node = self.stages_and_replicas(node_rank)
@@ -168,7 +168,7 @@ def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1
 
     Args:
         topology: topology whose ``nodes`` are the rows and columns of its grid.
-        layout: degrees; their product is the number of ranks.
+        layout: parallel degrees; their product is the number of ranks.
         node_devices: number of ranks of a node.
         ep: number of devices over which a layer's experts are sharded.
 
@@ -248,9 +248,9 @@ def _widths(most: int, together: int) -> Iterator[int]:
 
 @lru_cache(maxsize=64)
 def _usable_rows(topology: Topology, aside: bool) -> tuple[_Rows, ...]:
-    """Return the ways to select rows of one width from the grid.
+    """Return the ways to select rows of equal width from the grid.
 
-    If ``aside``, one end of every failed link is left out.
+    If ``aside``, one of the two nodes of every failed link is left out.
     """
     grid = topology.grid
     holes = set(grid.failed_nodes)
@@ -274,7 +274,7 @@ def _usable_rows(topology: Topology, aside: bool) -> tuple[_Rows, ...]:
 
 
 def _ends(grid: HoledGrid) -> set[Place]:
-    """Return nodes that cover all failed links, chosen greedily by their number of failed links."""
+    """Return nodes, chosen greedily, such that every failed link has one of them at an end."""
     failed = set(grid.failed_nodes)
     links = [link for link in grid.failed_links if not failed.intersection(link)]
     ends: set[Place] = set()
@@ -290,7 +290,7 @@ Ways = Iterator[tuple[list[int], list[int], int]]
 
 
 def _standing_in(live: np.ndarray) -> Ways:
-    """Yield, for every width, rows with enough live nodes and the columns with most live nodes."""
+    """Yield, for every width, rows with enough live nodes, and the columns with most live nodes."""
     counts = live.sum(axis=1)
     for width in range(int(counts.max()), 0, -1):
         chosen = np.flatnonzero(counts >= width)
@@ -305,10 +305,10 @@ def _standing_in(live: np.ndarray) -> Ways:
 
 
 def _passing_by(live: np.ndarray) -> Ways:
-    """Yield rows and columns without failed nodes.
+    """Yield selections of rows and columns without failed nodes.
 
-    The rows with the most failed nodes are left out first, then columns that still have a failed
-    node.
+    Each selection leaves out one more of the rows with the most failed nodes, and then all columns
+    that still have a failed node.
     """
     holes = (~live).sum(axis=1)
     order = np.argsort(-holes, kind="stable")
@@ -319,7 +319,7 @@ def _passing_by(live: np.ndarray) -> Ways:
 
 
 def _side_by_side(live: np.ndarray) -> Ways:
-    """Yield the widest rectangle without failed nodes for every height; the grid wraps around."""
+    """Yield, for every height, the widest rectangle of live nodes; the grid wraps around."""
     rows, columns = live.shape
     holes = np.zeros((2 * rows + 1, 2 * columns + 1), int)
     holes[1:, 1:] = np.tile(~live, (2, 2)).cumsum(axis=0).cumsum(axis=1)

@@ -24,9 +24,9 @@ PARTS = (*STATES, *dict.fromkeys(_OF_ITEM.values()))
 
 
 def states_parts(cost: Cost) -> list[dict[str, float]]:
-    """Return the bytes of weights, gradients and optimizer states on a device of every stage.
+    """Return, for every stage, the bytes of weights, gradients and optimizer states on a device.
 
-    ZeRO 1 is assumed. All bytes are 0 on CPUs, whose memory budget does not include states.
+    ZeRO 1 is assumed. All bytes are 0 on CPUs, whose memory budget excludes model states.
     """
     resident = cost.layout.profile.states.zero1_resident
     of_weights = min(float(WEIGHT_BYTES), resident)
@@ -40,10 +40,10 @@ def states_parts(cost: Cost) -> list[dict[str, float]]:
 
 
 def memory_parts(plan: Plan, cost: Cost) -> list[dict[str, float]]:
-    """Return the bytes of each of ``PARTS`` at every rank's memory peak; they add up to the peak.
+    """Return, for every rank, the bytes of each category of ``PARTS`` at the rank's memory peak.
 
-    The plan is simulated once per category. Op times do not change, and the ops of such a
-    simulation hold only this category.
+    The bytes of a rank add up to the peak. The plan is simulated once per category, with the same
+    times, and with only the bytes of this category.
     """
     cost = cost.with_vocabulary(plan.vocabulary_parallel)
     table = cost.table(plan)

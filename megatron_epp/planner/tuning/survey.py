@@ -1,17 +1,17 @@
-"""Search over layouts: a lower bound for each, plans for those that the bound does not exclude.
+"""Search over layouts (parallel degrees of a job), in four steps.
 
-    bound    the time of the mean stage; no layer partition and no schedule is faster
-    glance   first feasible plan of one batch, most promising layouts first; layouts whose bound
+    bound    lower bound of each layout: no layer partition and no schedule is faster
+    glance   first feasible plan of one batch, most promising layouts first. Layouts whose bound
              exceeds the worst wanted result are left out
     sketch   plans of that batch with little effort, for layouts whose first plan is nearly best
     finals   the best sketches, planned on all batches with the full effort. Other layouts rank
              after them, with the seconds of their first batch scaled to all batches
 
 Plans are made for the replica with the most work, because the other replicas wait for this replica.
-If replicas run in lockstep because they share experts, plans are made for the block with the most
-work. Stages have the same number of layers, or layers balanced by time (planner.choose) if that is
-faster. The LM head is on the last stage, or uses vocabulary parallelism if this is requested or
-faster.
+If replicas run in lockstep because they share experts, plans are made for the lockstep group with
+the most work. Stages have the same number of layers, or layers balanced by time (planner.choose) if
+that is faster. The LM head is on the last stage, or uses vocabulary parallelism if this is
+requested or faster.
 """
 
 import dataclasses
@@ -72,19 +72,19 @@ AT_ONCE = 4
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to run the job and its predicted performance, as means over the planned batches.
+    """One way to run the job, with its predicted performance as means over the planned batches.
 
     Attributes:
-        layout: the degrees.
+        layout: parallel degrees of the job.
         layers: number of layers of every stage.
         planner: name of the planner.
         offload: whether layers may be offloaded.
         seconds: time of an iteration including the exchange between replicas. If only the first
             batch was planned, the time is scaled to all batches.
         tokens_per_second: throughput of the whole job.
-        bubble_ratio: fraction of the time in which ranks are idle.
-        recompute_ratio: fraction of the time for recompute.
-        comm_ratio: fraction of the time for communication inside stages.
+        bubble_ratio: fraction of the ranks' time in which they are idle.
+        recompute_ratio: fraction of the ranks' time for recompute.
+        comm_ratio: fraction of the ranks' time for exposed communication inside stages.
         exchange_seconds: exposed part of the exchange between replicas.
         hidden_seconds: part of the exchange that overlaps with computation.
         peak_bytes: memory peak of the fullest stage, including model states.
@@ -93,14 +93,14 @@ class Choice:
             sharded.
         vocabulary_parallel: whether the LM head uses vocabulary parallelism.
         place: rank of every stage; () if stage i is on rank i.
-        packing_tokens: packing length of every planned batch; () if documents are not packed to one
-            length.
+        packing_tokens: length to which documents are packed in every planned batch; () if there is
+            no such length.
         multiple: chunks are padded to a multiple of this number of tokens.
         planning_load: CPU seconds of planning, divided by the CPU seconds that the hosts' planning
             cores provide in an iteration (feasibility.planning_load). The load is measured on this
             machine, and no decision depends on it.
-        plan: plan of the replica with the fullest stage of all planned batches.
-        cost: cost of the layout of ``plan``.
+        plan: plan of the replica with the highest memory peak in all planned batches.
+        cost: cost model of ``plan``.
     """
 
     layout: Layout
@@ -132,17 +132,17 @@ class Choice:
 
     @property
     def tight(self) -> bool:
-        """Whether the fullest device has less than ``TIGHT_MEMORY`` of its budget to spare."""
+        """Whether the fullest device has less than ``TIGHT_MEMORY`` of its budget left."""
         return self.peak_bytes > (1 - TIGHT_MEMORY) * self.budget_bytes > 0
 
     @property
     def late(self) -> bool:
-        """Whether training would wait for its plans."""
+        """Whether training would wait for its plans, because planning takes too long."""
         return self.planning_load > 1
 
     @property
     def shares(self) -> dict[str, float]:
-        """Fractions of an iteration's time by cause; they add up to 1."""
+        """Fractions of an iteration's time by category; they add up to 1."""
         planned = 1 - self.exchange_seconds / self.seconds
         used = 1 - self.bubble_ratio - self.recompute_ratio - self.comm_ratio
         return {
@@ -154,7 +154,7 @@ class Choice:
         }
 
     def facts(self) -> dict:
-        """Return the fields as a dict for JSON; seconds and bytes are plain numbers."""
+        """Return the fields as a dict for JSON."""
         hidden = ("plan", "cost", "planning_load")
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
         if self.ep == 1:
@@ -180,7 +180,8 @@ class Survey:
     """Result of :func:`survey`.
 
     Attributes:
-        choices: choices planned on all batches first, then by ascending time.
+        choices: predicted choices; those planned on all batches are first, and each part is sorted
+            by ascending time.
         refused: layouts that cannot run, with the reason.
         bounded: layouts excluded by their lower bound.
         stopped: whether the search was interrupted; the other fields then contain the results so
@@ -207,24 +208,24 @@ def survey(
     progress: Callable[[Iterable, int, str], Iterable] = lambda items, total, what: items,
     run: Runner = in_turn,
 ) -> Survey:
-    """Return the best choices among the layouts, and why the other layouts were left out.
+    """Return the best choices among the layouts, and the reasons why layouts were left out.
 
-    An interrupt (Ctrl-C) ends the search and returns the results so far.
+    An interrupt (Ctrl-C) ends the search. The function then returns the results so far.
 
     Args:
         layouts: layouts to try.
         batches: document lengths of every batch; the first batch decides between layouts.
-        cost_for: returns the cost of a layout with even layers; raises a ValueError if the layout
-            cannot run.
-        options: options of the planner.
+        cost_for: function that returns the cost model of a layout with even layers. It raises a
+            ValueError if the layout cannot run.
+        options: planner options, such as levers and effort.
         top: number of choices wanted.
-        partition: whether to try layers balanced by time.
-        vocabulary: vocabulary parallelism of the ``epp`` planner: off, on, or auto (if it pays).
+        partition: whether to try layers per stage balanced by time.
+        vocabulary: vocabulary parallelism of the ``epp`` planner: off, on, or auto (if faster).
         placement: whether to try several stages per rank for the best layouts.
-        stock: planner of Megatron's own schedule. If this planner packs to the best length, plans
-            with Megatron's overlaps are made too.
-        progress: wraps an iterable in a progress bar.
-        run: maps a function over tasks, in worker processes if there are any.
+        stock: name of the planner for Megatron's own schedule. If this planner packs to the best
+            length, plans with Megatron's overlaps are made, too.
+        progress: function that wraps an iterable in a progress bar.
+        run: function that maps a function over tasks, for example in worker processes.
     """
     costs: dict[Layout, Cost] = {}
     refused: dict[Layout, str] = {}
@@ -303,7 +304,7 @@ def _look_at(
     by_time: bool,
     vocabulary: str,
 ) -> tuple[list[Choice], str]:
-    """Return the choices of one layout on one batch, and the first reason why a plan cannot run."""
+    """Return one layout's choices for one batch, and the first reason why a plan cannot run."""
     choices: list[Choice] = []
     why = ""
     for planner in planners:
@@ -327,7 +328,7 @@ def _elastic_seconds(choices: Sequence[Choice], otherwise: float) -> float:
 
 
 def _order(choice: Choice) -> tuple:
-    """Return the sort key: choices planned on all batches first, then the fastest."""
+    """Return a choice's sort key: choices with more planned batches first, then the fastest."""
     return -choice.batches, choice.seconds, choice.layout, choice.planner
 
 
@@ -341,7 +342,7 @@ def _finals(
     progress: Callable[[Iterable, int, str], Iterable],
     run: Runner,
 ) -> list[Choice]:
-    """Return ``choices``, the most promising of them planned with the full effort."""
+    """Return ``choices``, in which the most promising ones are planned with the full effort."""
     elastic = sorted((c for c in choices if c.planner == ELASTIC), key=_order)
     least = min((c.seconds for c in elastic), default=0.0)
     near = [c for c in elastic if c.seconds <= least * (1 + 2 * MARGIN)]
@@ -392,7 +393,7 @@ def _with_full_effort(
 def _on_all(
     choice: Choice, batches: Sequence[Sequence[int]], cost: Cost, options: Options
 ) -> Choice:
-    """Return ``choice`` with its first batch's times scaled to all batches.
+    """Return ``choice`` with the times of its first batch scaled to the mean of all batches.
 
     The factor is the ratio of the batches' lower bounds.
     """
@@ -411,7 +412,8 @@ def _on_all(
 def _best_of(choices: Sequence[Choice]) -> list[Choice]:
     """Return the best choice of every layout and planner.
 
-    Offloading, vocabulary parallelism and placement must save a minimum fraction of the time.
+    A choice with offloading, vocabulary parallelism or several stages per rank is the best only if
+    it saves a minimum fraction of the time.
     """
     best: dict[tuple, Choice] = {}
     for choice in sorted(choices, key=lambda c: (bool(c.place), c.vocabulary_parallel, c.offload)):
@@ -429,7 +431,7 @@ def _best_of(choices: Sequence[Choice]) -> list[Choice]:
 
 
 def _cuts(cost: Cost, planner: str, vocabulary: str) -> tuple[bool, ...]:
-    """Return which values of vocabulary parallelism to try."""
+    """Return the values of vocabulary parallelism (off: False, on: True) to try."""
     if cost.layout.stages == 1 or planner != ELASTIC or vocabulary == "off":
         return (False,)
     if vocabulary == "on":
@@ -442,8 +444,8 @@ def _variants(
 ) -> list[tuple[tuple[int, ...], bool, bool]]:
     """Return (layers, offload, vocabulary parallel) of the variants to plan with the full effort.
 
-    The layers of the sketch and even layers are tried. Offloading is tried if memory forced a plan
-    to recompute.
+    Variants have the layers of ``choice`` or even layers. Offloading is tried if ``choice``
+    recomputes layers.
     """
     layers = dict.fromkeys((choice.layers, cost.layout.layers))
     variants = [(e, False, cut) for cut in _cuts(cost, choice.planner, vocabulary) for e in layers]
@@ -456,9 +458,9 @@ def _variants(
 def _placements(
     choice: Choice, cost: Cost, lengths: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]]:
-    """Yield variants (as in _variants) with several stages per rank, and the rank of every stage.
+    """Yield variants with several stages per rank: :func:`_variants`, plus the rank of every stage.
 
-    Layers are balanced by the time of ranks; the LM head is on the last stage.
+    Layers are balanced by the time of ranks. The LM head is on the last stage.
     """
     for name in PLACEMENT_NAMES if cost.layout.placement.ranks > 1 else ():
         here = placed_cost(cost.with_vocabulary(False), name)
@@ -469,12 +471,12 @@ def _placements(
 
 
 def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:
-    """Return a lower bound of the time of any plan, for any layer partition.
+    """Return a lower bound on the time of any plan, for any layer partition.
 
-    The bound is the largest of three times. The first two are the mean stage's time for a replica's
-    part of the batch, and for the longest document. The third is the time of the cheapest layer,
-    multiplied by the number of layers that some stage must have. Documents that may run on one
-    context-parallel rank are counted without K/V exchange.
+    The bound is the maximum of three times. The first two are a mean stage's time for a replica's
+    part of the batch, and for the longest document. The third is the time of the fastest layer,
+    multiplied by the number of layers that some stage must have. If documents may run on one
+    context-parallel rank, all-to-all is not counted.
     """
     local = "local" in options.levers and can_be_local(cost, options)
     kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
@@ -498,8 +500,8 @@ def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:
 def _estimate(bound: float, cost: Cost) -> float:
     """Return the approximate time of a plan, by which the search orders the layouts.
 
-    The estimate is the bound plus the warm-up and cool-down of a pipeline, with the number of
-    chunks that balances these times against the constant time of every chunk.
+    The estimate is the bound, plus warm-up and cool-down of the pipeline, plus the constant time of
+    every chunk. It assumes the number of chunks that minimises this sum.
     """
     per_chunk = float(
         (cost.seconds.per(Kind.FORWARD) + cost.seconds.per(Kind.BACKWARD))[:, CHUNKS].mean()
@@ -508,7 +510,7 @@ def _estimate(bound: float, cost: Cost) -> float:
 
 
 def partitions(cost: Cost, lengths: Sequence[int], by_time: bool) -> list[tuple[int, ...]]:
-    """Return the even layer partition and, if different, the partition balanced by time."""
+    """Return the partitions to try: even, and balanced by time if that is a different one."""
     if not by_time or cost.layout.stages == 1:
         return [cost.layout.layers]
     fastest = fastest_layers(cost, expected_features(cost, [heaviest(lengths, cost)]))
@@ -527,14 +529,14 @@ def choice_of(
     cut: bool = False,
     place: tuple[int, ...] = (),
 ) -> Choice:
-    """Plan all batches for one layout and return the choice.
+    """Plan all batches for one layout, and return the means of the predictions.
 
     Args:
-        layout: the degrees.
-        even: cost of the layout with even layers.
+        layout: parallel degrees.
+        even: cost model of the layout with even layers.
         layers: number of layers of every stage.
         batches: document lengths of every batch.
-        options: options of the planner.
+        options: planner options, such as levers and effort.
         planner: name of the planner.
         cut: whether to use vocabulary parallelism.
         place: rank of every stage if ranks have several stages, else ().
@@ -592,16 +594,17 @@ def choice_of(
 def heaviest_plan(
     lengths: Sequence[int], cost: Cost, options: Options, planner: str
 ) -> tuple[PlannedReplica, float, float]:
-    """Return the plan of the replica with the most work, and the times of the replicas' exchange.
+    """Return the plan of the replica with the most work, and times of data-parallel communication.
 
     Args:
         lengths: document lengths of the global batch.
-        cost: cost of the layout.
-        options: options of the planner.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
         planner: name of the planner.
 
     Returns:
-        The planned replica, and the exposed and hidden seconds of gradient and parameter exchange.
+        The planned replica, then the exposed and the overlapped seconds of gradient reduction and
+        parameter gathers.
 
     Raises:
         ValueError: if no plan fits the memory budget.

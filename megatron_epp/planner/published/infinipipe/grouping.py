@@ -1,4 +1,4 @@
-"""InfiniPipe's dynamic program: which documents share a 1F1B pipeline, by recompute programs.
+"""InfiniPipe's dynamic program, which groups documents into successive 1F1B pipelines.
 
 Source: InfiniPipe eqs 12 to 20. The in-flight limit of a pipeline depends on its longest document
 (eq. 7), so documents with similar numbers of slices belong together. But every pipeline adds a
@@ -22,14 +22,14 @@ from megatron_epp.planner.recompute.ilp import Solver
 
 
 class RecomputeIlps:
-    """Recompute programs of one chunking, with the paper's memory model.
+    """Integer programs for the recompute of one chunking, with InfiniPipe's memory model.
 
     Args:
-        solver: solver of the programs.
+        solver: solver of the integer programs.
         chunking: the chunks.
-        loads: loads of the chunks.
-        cost: cost of the layout.
-        headroom_bytes: bytes per stage beyond the states.
+        loads: tokens and query-key pairs of the chunks.
+        cost: cost model, including the stages and parallel degrees.
+        headroom_bytes: [stages] bytes available besides the model states.
         recompute: adaptive, none (no layer may be recomputed) or full (every layer is).
     """
 
@@ -53,16 +53,17 @@ class RecomputeIlps:
     def layers(
         self, first: int, stop: int, headroom_bytes: np.ndarray, *, integer: bool
     ) -> np.ndarray | None:
-        """Return C of eqs 18 to 20 for a pipeline of groups ``first`` to ``stop``.
+        """Return C of eqs 18 to 20, the layers to recompute in a pipeline of consecutive groups.
 
         Args:
-            first: first group.
+            first: index of the first group (sliced document or pack).
             stop: index after the last group.
-            headroom_bytes: bytes per stage beyond the states.
+            headroom_bytes: [stages] bytes available besides the model states.
             integer: whether to solve the integer program instead of its relaxation.
 
         Returns:
-            Recomputed layers per slot (diagonal of stages and chunks); None if nothing fits.
+            Number of recomputed layers per slot (diagonal of stages and chunks). None if the
+            pipeline does not fit in memory.
         """
         chunking, cost = self.chunking, self.cost
         begin, end = chunking.starts[first], chunking.starts[stop]
@@ -84,15 +85,15 @@ class RecomputeIlps:
         return most if self.recompute == "full" else solution[0]
 
     def seconds(self, first: int, stop: int) -> float:
-        """Return T_ckpt of groups ``first`` to ``stop`` by the relaxation.
+        """Return T_ckpt, the recompute seconds of a pipeline of groups ``first`` to ``stop`` - 1.
 
-        Return infinity if no recompute fits.
+        The relaxed program is solved. The result is infinite if no recompute fits.
         """
         layers = self.layers(first, stop, self.headroom_bytes, integer=False)
         return np.inf if layers is None else self.layer_seconds * float(layers.sum())
 
     def counts(self, cuts: Sequence[int], headroom_bytes: np.ndarray) -> Counts | None:
-        """Return the integer recompute counts of pipelines that begin at groups ``cuts``.
+        """Return the recompute counts; the second and later pipelines begin at groups ``cuts``.
 
         Return None if the pipelines do not fit in ``headroom_bytes``.
         """
@@ -111,19 +112,20 @@ class RecomputeIlps:
 def group(
     ilps: RecomputeIlps, delta: float, below: float = np.inf
 ) -> tuple[tuple[int, ...], float] | None:
-    """Group documents into pipelines by eq. 14.
+    """Assign documents to pipelines by eq. 14.
 
-    Groups are in descending order of their slice counts. A pipeline is therefore a run of
-    consecutive groups, and only boundaries at which the count falls are tried.
+    A group is a sliced document or a pack. Groups are in descending order of their slice counts. A
+    pipeline is therefore a run of consecutive groups, and only boundaries at which the count falls
+    are tried.
 
     Args:
         ilps: recompute programs of the chunking.
         delta: warm-up of a pipeline in seconds.
-        below: groupings that are not faster than these seconds are of no interest.
+        below: time limit in seconds. The caller needs a result only if it is faster.
 
     Returns:
         The groups at which another pipeline begins, and the seconds of all warm-ups and recompute.
-        None if nothing fits or takes less than ``below``.
+        None if nothing fits in memory or takes less than ``below``.
     """
     sizes = ilps.chunking.sizes
     boundaries = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]

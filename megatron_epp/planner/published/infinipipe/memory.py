@@ -18,7 +18,7 @@ from megatron_epp.planner.order.problem import ScheduleProblem
 
 
 def paper_moves(cost: Cost, loads: Loads) -> np.ndarray:
-    """Return I_p[k] of eq. 19 as [F and B, allocated and freed, stages, chunks] bytes."""
+    """Return the bytes I_p[k] of eq. 19: [F or B, allocated or freed, stages, chunks]."""
     profile = cost.layout.profile
     tokens = loads.tokens / cost.layout.shards
     held = cost.layout.over_stages([_held(cost, each, loads) for each in cost.layout.coefficients])
@@ -30,9 +30,9 @@ def paper_moves(cost: Cost, loads: Loads) -> np.ndarray:
 
 
 def paper_freed(cost: Cost, loads: Loads) -> np.ndarray:
-    """Return [stages, chunks] F[k], the bytes that one checkpointed layer frees.
+    """Return [stages, chunks] F[k], the bytes that one recomputed layer frees.
 
-    K and V of a slice stay, because later slices attend to them (eq. 9).
+    A slice's K and V are not freed, because later slices attend to them (eq. 9).
     """
     rows = [_freed(cost, each, loads) for each in cost.layout.coefficients]
     if len(rows) == 1:
@@ -42,7 +42,7 @@ def paper_freed(cost: Cost, loads: Loads) -> np.ndarray:
 
 
 def _held(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
-    """Return [chunks] bytes of one layer's activations, plus the K and V of a slice."""
+    """Return [chunks] bytes of one layer's activations, plus cached K and V if it is a slice."""
     tokens = loads.tokens / cost.layout.shards
     carries = loads.document >= 0  # 1 - I_k, as the text defines it
     kept = of.saved_bytes[KEEP].per_token
@@ -54,13 +54,13 @@ def _held(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
 
 
 def _cached_kv(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
-    """Return [chunks] K/V bytes of all tokens, or of the tokens that a window reaches."""
+    """Return [chunks] K/V bytes of one layer: of all tokens, or of a sliding window's tokens."""
     tokens = np.minimum(loads.tokens, of.window - 1) if of.window else loads.tokens
     return of.kv_bytes_per_token * tokens / cost.memory.kv_shards(of)
 
 
 def _freed(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
-    """Return [chunks] bytes that a checkpointed layer frees."""
+    """Return [chunks] bytes that one recomputed layer frees."""
     # The K and V of a slice are not freed. However, a window caches a copy of its last tokens, and
     # MLA caches latents, which are not saved activations.
     carries = (loads.document >= 0) & (not (of.window or of.kv_replicated))
@@ -75,14 +75,14 @@ def _freed(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
 def papers_ledger(
     work: ScheduleProblem, cost: Cost, loads: Loads, counts: Counts
 ) -> ScheduleProblem:
-    """Return ``work`` with the paper's memory model, where K/V gradients count from a chunk's F on.
+    """Return ``work`` with InfiniPipe's memory model: K/V gradients count from a chunk's F on.
 
     Args:
-        work: scheduling problem.
-        cost: cost of the layout.
-        loads: loads of the chunks.
-        counts: recompute counts; selective recompute frees the saved bytes of KEEP minus the saved
-            bytes of its mode.
+        work: scheduling problem with exact bytes.
+        cost: cost model, including the stages and parallel degrees.
+        loads: tokens and query-key pairs of the chunks.
+        counts: number of layers by layer kind and recompute mode. A layer with a selective mode
+            frees the difference between the bytes that KEEP and the mode save.
     """
     moves = paper_moves(cost, loads)
     for (kind, mode), grid in counts.items():

@@ -1,10 +1,10 @@
 """InfiniPipe as published: Alg. 1, search over K, grouping into pipelines, diagonal program.
 
-Where the paper is ambiguous, this docstring states the choice. T_m of Alg. 1 has two readings: the
-tokens of the first slice, or the tokens of short documents that take as long as a slice. Both
-readings are tried. Like K, the reading with the better time *predicted* by eq. 13 is chosen;
-nothing is simulated before the choice. The search solves the relaxed program and rounds up. The
-chosen pipelines are solved as integer programs with the paper's gap of 2%.
+The paper is ambiguous in one point. T_m of Alg. 1 can mean the tokens of the first slice, or the
+tokens of short documents that take as long as a slice. Both readings are tried. Eq. 13 predicts the
+time of each reading and each K, and the best prediction is chosen without simulation. The search
+solves the relaxed program and rounds up. The chosen pipelines are solved as integer programs with
+the paper's gap of 2%.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -49,12 +49,12 @@ TIGHTENED_BY = 1.01
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """The paper's method, or an ablation of it.
+    """InfiniPipe's method, or an ablation of it.
 
     Attributes:
         chunkings: function that yields the chunkings to choose from; in the paper, those of Alg. 1
             for every K.
-        recompute: adaptive, none, or full.
+        recompute: adaptive, none (no layer may be recomputed) or full (every layer is).
     """
 
     chunkings: Callable[[SortedBatch, Cost, Options, Rates], Iterable[tuple[Chunking, str]]]
@@ -63,13 +63,13 @@ class Method:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedChunking:
-    """A chunking with its best grouping.
+    """A chunking with the best grouping of its documents into pipelines.
 
     Attributes:
         ilps: recompute programs of the chunking.
         cuts: groups at which another pipeline begins.
-        seconds: prediction by eq. 13, plus the work, which depends on K because every chunk has
-            constants.
+        seconds: time predicted by eq. 13, plus the work. The work depends on K, because every chunk
+            has a constant time.
         note: description of the chunking.
     """
 
@@ -82,13 +82,13 @@ class GroupedChunking:
 def draft(
     batch: SortedBatch, cost: Cost, options: Options, method: Method | None = None
 ) -> ScoredDraft:
-    """Return the paper's draft for one replica, or the draft of another ``method``.
+    """Return InfiniPipe's draft (plan as arrays), or the draft of another ``method``.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        method: method to use instead of the paper's.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        method: ablation of InfiniPipe's method; None: the method itself.
     """
     drafted = draft_below(batch, cost, options, np.inf, method)
     assert drafted is not None, "every plan is of interest"
@@ -102,17 +102,17 @@ def draft_below(
     below: float,
     method: Method | None = None,
 ) -> ScoredDraft | None:
-    """Return the result of :func:`draft`, or None if it cannot be below ``below`` seconds.
+    """Return the result of :func:`draft`, or None if it cannot take less than ``below`` seconds.
 
-    Programs are solved only if the lower bound of some chunking is below ``below``. The chosen
-    chunking is simulated only if its own lower bound is below, too.
+    Integer programs are solved only if some chunking has a lower bound less than ``below``. The
+    chosen chunking is simulated only if its own lower bound is less than ``below``, too.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        below: drafts that are not faster than these seconds are of no interest.
-        method: method to use instead of the paper's.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        below: time limit in seconds. The caller needs a draft only if it is faster.
+        method: ablation of InfiniPipe's method; None: the method itself.
     """
     method = method or Method(chunkings)
 
@@ -150,10 +150,10 @@ def draft_below(
 def _anything_that_fits(
     method: Method, batch: SortedBatch, cost: Cost, options: Options
 ) -> ScoredDraft:
-    """Return the fastest fitting draft with everything recomputed.
+    """Return the fastest draft that fits in memory with all layers recomputed.
 
-    The draft has one pipeline, or one pipeline per group. This function is called if the paper's
-    model finds no fitting draft.
+    The draft has one pipeline, or one pipeline per group (sliced document or pack). This function
+    is called if InfiniPipe's memory model finds no draft that fits.
     """
     best: ScoredDraft | None = None
     for chunking, note in method.chunkings(batch, cost, options, rates_of(cost)):
@@ -169,13 +169,13 @@ def _anything_that_fits(
 def chunkings(
     batch: SortedBatch, cost: Cost, options: Options, rates: Rates
 ) -> Iterator[tuple[Chunking, str]]:
-    """Yield Alg. 1's chunkings for every K and both readings of T_m, with descriptions.
+    """Yield the chunkings by Alg. 1, with descriptions: every K and both readings of T_m.
 
     Args:
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        rates: seconds per token and pair.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        rates: seconds per token, query-key pair and chunk.
     """
     longest = int(batch.lengths[0])
     capacity = most_tokens(cost)
@@ -199,7 +199,7 @@ def chunkings(
 
 
 def _equal_tokens(shorts: np.ndarray, rates: Rates, target: float) -> int:
-    """Return the tokens of short documents that take ``target`` seconds."""
+    """Return the number of tokens of short documents that take ``target`` seconds in total."""
     if not len(shorts):
         return 0
     return int(target * shorts.sum() / rates.document_seconds(shorts).sum())
@@ -213,15 +213,15 @@ def best_grouping(
     options: Options,
     headroom_bytes: np.ndarray,
 ) -> GroupedChunking | None:
-    """Return the chunking and grouping with the least predicted time; None if none fits.
+    """Return the chunking and grouping with the least predicted time, or None if none fits.
 
     Args:
-        solver: solver of the programs.
-        method: the paper's method, or an ablation.
-        batch: the documents.
-        cost: cost of the layout.
-        options: options of the planner.
-        headroom_bytes: bytes per stage beyond the states.
+        solver: solver of the integer programs.
+        method: InfiniPipe's method, or an ablation.
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
+        headroom_bytes: [stages] bytes available besides the model states.
     """
     rates = rates_of(cost)
     best = None
@@ -256,7 +256,7 @@ def _play(
     cost: Cost,
     options: Options,
 ) -> tuple[ScoredDraft, np.ndarray]:
-    """Return the draft, and its exact peak bytes per stage beyond the states."""
+    """Return the simulated draft, and [stages] its exact peak bytes without model states."""
     loads = loads_of(chunking, batch.lengths, cost.multiple)
     in_flight_limit = pipelines(chunking.sizes, list(cuts), cost.layout.stages)
     work = ChunkProblems(cost, chunking, loads, split=False).of(counts)
