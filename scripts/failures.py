@@ -8,10 +8,10 @@ agent of torchrun and one rank. A cell of the matrix injects one failure (for re
 named moment, a process is killed or stopped, its sockets are closed, or it receives nothing more
 from the network (tests/attack/strikes.py). The failed job must end by its own timeouts: 60 s
 between ranks and between nodes. A lost node is started again, as a resource manager would do; a
-process that is stopped or cut off is killed when no other one of its node is alive. Losses must equal those of an
-undisturbed job bit for bit, and the job must leave no processes or files. Results of cells are
-stored in the folder, so that a second call continues. WORDs select the cells that contain all of
-them.
+process that is stopped or cut off is killed when no other one of its node is alive. Losses must
+equal those of an undisturbed job bit for bit, and the job must leave no processes or files. Results
+of cells are stored in the folder, so that a second call continues. WORDs select the cells that
+contain all of them.
 
 The soak trains two ranks on one node. A random rank is killed every 50 to 150 iterations, and
 torchrun restarts both without other help. With --plan-ahead, the job also has a planner process.
