@@ -97,7 +97,7 @@ class AttentionKind(LayerKind):
     )
 
     def layers(self, args: Any) -> tuple[bool, ...]:
-        """Return the mask of layers with multi-head attention, MLA or DSA: one bool per layer."""
+        """Return the mask of layers with softmax attention of any kind: one bool per layer."""
         layers = layers_with(args, derived_symbols(AttentionKind))
         others = GatedDeltaNetKind().layers(args)
         return tuple(a and not b for a, b in zip(layers, others, strict=True))

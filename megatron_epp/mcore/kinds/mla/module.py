@@ -73,8 +73,7 @@ def install_mla(place: LayerPlace, kind: "type[MLALayer]") -> None:
 class MLALayer:
     """MLA on chunks in layer ``layer`` of the stage; ``around`` is Megatron's MLASelfAttention.
 
-    ``local`` is the attention over documents that are computed on one rank. A document has at most
-    ``context`` tokens.
+    ``local`` attends to documents of one rank alone; documents have at most ``context`` tokens.
     """
 
     def __init__(
