@@ -19,7 +19,6 @@ calls() {
 
 step lint "$bin/ruff" check .
 step format "$bin/ruff" format --check .
-step docstrings "$bin/python" scripts/docstring_baseline.py
 step spelling "$bin/codespell" --quiet-level 3 $(git ls-files '*.py' '*.md' '*.sh' '*.toml' '*.txt' 2>/dev/null || echo megatron_epp)
 step types "$bin/mypy" megatron_epp
 step calls calls
