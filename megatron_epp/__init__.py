@@ -83,10 +83,10 @@ def install_schedule(
 
     This replaces the functions that ``megatron.core.pipeline_parallel.get_forward_backward_func``
     returns. The loop does not change: forward step, iterator, model, losses and the order of
-    results stay the same. Each micro-batch is one chunk. Plans choose the order of micro-batches,
-    and which backwards are split, by times measured in earlier calls. Without
-    ``headroom``, no rank holds more memory than the fullest rank holds with Megatron's 1F1B, in
-    this call or an earlier call.
+    results stay the same. Each micro-batch is one chunk. From times measured in earlier calls,
+    plans choose the order of micro-batches and which backwards are split. Without ``headroom``, no
+    rank holds more memory than Megatron's 1F1B needs on its fullest rank, in this call or in any
+    earlier call.
 
     If a plan gains nothing, Megatron's order runs. Megatron also runs the calls that plans do not
     support, such as calls with CUDA graphs; this is logged once. Megatron before 0.16 keeps its own
@@ -257,8 +257,8 @@ def attach(
             saved.
         memory_gib: limit in GiB for the activations that a stage saves from forward to backward,
             estimated from the model's shape. Plans then choose the recomputed layers of every stage
-            and chunk, in place of the model's own recompute of whole layers. Default: as many
-            tokens as Megatron's 1F1B holds, with the model's own recompute.
+            and chunk, in place of the model's own recompute of whole layers. None: the model's own
+            recompute applies, and the limit is the number of tokens that Megatron's 1F1B holds.
 
     Returns:
         An object with two attributes: ``adapter``, which the loop may replace for another pass, and

@@ -133,7 +133,7 @@ class _ActingLoader(Loader):
 
 
 def stand_in(schedules: ModuleType) -> None:
-    """Replace the module's three functions by stubs, which install this package's schedule."""
+    """Replace the functions in TARGETS by stubs, which install this package's schedule."""
     missing = [name for name in TARGETS.values() if not hasattr(schedules, name)]
     if missing:
         say(f"{SCHEDULES} has no {missing[0]}; Megatron's own schedule runs")
@@ -158,7 +158,10 @@ def _waiting(schedules: ModuleType, name: str, own: Callable[..., Any]) -> Calla
 
 
 def _bring_in(schedules: ModuleType, forward_step: Any) -> None:
-    """Replace the stubs by this package's schedule or, if that fails, by Megatron's functions."""
+    """Replace the stubs by this package's schedule or, if that fails, by Megatron's functions.
+
+    The log names the framework that ``forward_step`` belongs to.
+    """
     for name in TARGETS.values():
         function = getattr(schedules, name)
         setattr(schedules, name, getattr(function, WAITS_FOR, function))

@@ -64,7 +64,7 @@ class Frame:
         return bool(self.alone) and number.bit_count() % 2 == 1  # alternates between models too
 
     def draw(self, seed: int, number: int) -> "RandomBatch":
-        """Return batch ``number``."""
+        """Return batch ``number`` of the batches that ``seed`` determines."""
         return draw(seed, number, self)
 
     def coverage(self, drawn: "RandomBatch", computed: Sequence[Any]) -> "StepCoverage":
@@ -73,9 +73,9 @@ class Frame:
 
 
 def modes_drawn(executable: str) -> str:
-    """Return all executable recompute modes, with extra copies of the mode that saves everything.
+    """Return the modes ``executable``, and extra copies of the mode that saves everything.
 
-    A random choice then saves everything in at least a third of the layers.
+    A mode drawn at random from the result saves everything with probability 1/3 or more.
     """
     return KEEP * (len(executable) // 2) + executable
 
@@ -86,7 +86,7 @@ class RandomBatch:
 
     Attributes:
         tokens: int64 [L + 1] per document; inputs are tokens 0 to L - 1, labels tokens 1 to L.
-        loss_masks: float32 [L] per document; 0 for a label without a loss.
+        loss_masks: float32 [L] per document: weight of each label's loss, 0 for no loss.
         step: the training step.
         evaluation: forward-only step with the same chunks.
     """
@@ -118,7 +118,7 @@ class RandomBatch:
 
     @property
     def loss_tokens(self) -> int:
-        """Number of labels with a loss."""
+        """Sum of the loss masks, in which labels of prefixes may count several times."""
         return int(sum(mask.sum() for mask in self.loss_masks))
 
     @property
@@ -242,7 +242,7 @@ def _plans(
 
 
 def _documents_before(step: Step) -> dict[int, list[tuple[int, int]]]:
-    """Return the prefixes (document, number of tokens) of every document of the batch, in order."""
+    """Return, for every document of the batch, its prefixes in order: (document, tokens of it)."""
     return {
         document: [(assignment[span.document], span.stop) for span in plan.prefix_of(number)]
         for plan, assignment in zip(step.plans, step.assignments, strict=True)
@@ -253,10 +253,10 @@ def _documents_before(step: Step) -> dict[int, list[tuple[int, int]]]:
 def _loss_masks(
     number: int, generator: numpy.random.Generator, step: Step
 ) -> tuple[numpy.ndarray, ...]:
-    """Return a float32 mask [inputs] for every document.
+    """Return the loss mask of every document: float32, one value per input.
 
-    Random labels have no loss. In a quarter of the batches, every second turn of a conversation
-    has no loss either, so that some slices and some ranks have no label with a loss. In another
+    In all batches, the mask is 0 for random labels. In a quarter of the batches, it is also 0 in
+    every second turn of a conversation, so that some slices and some ranks have no loss. In another
     quarter, only document 0's replica has labels with a loss, and one of its chunks has none.
     """
     lengths = step.lengths
@@ -290,7 +290,7 @@ def _first_input(chunk: Chunk, assignment: tuple[int, ...]) -> bool:
 
 
 def _lengths(number: int, random: Random, replicas: int) -> list[int]:
-    """Return random document lengths from the distribution of batch ``number``, one of four.
+    """Return random document lengths; ``number`` selects one of four distributions.
 
     The four distributions together lead to every kind of chunk. Documents of fewer than 8 inputs
     are not sliced.
@@ -489,7 +489,7 @@ def _beside(plan: Plan) -> int:
 def most_offloaded(plan: Plan, rank: int, counts: Callable[[Chunk], bool]) -> int:
     """Return the largest number of layers of ``rank`` that are in host memory at a time.
 
-    The number includes only chunks for which ``counts`` returns true.
+    Only the layers of chunks for which ``counts`` returns true are included.
     """
     away = [
         [
@@ -504,7 +504,7 @@ def most_offloaded(plan: Plan, rank: int, counts: Callable[[Chunk], bool]) -> in
 def _most_between(ran: Sequence[tuple[int, Op]], amount: Callable[[int, int], int]) -> int:
     """Return the largest sum of ``amount(stage, chunk)`` over the chunks in flight at a time.
 
-    A chunk is in flight on a stage from its F to its B or I. ``ran`` are the ops of a rank.
+    A chunk is in flight on a stage from its F to its B or I. ``ran``: a rank's ops, in order.
     """
     signs = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: -1}
     most = now = 0

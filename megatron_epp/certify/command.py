@@ -55,8 +55,8 @@ class BatchVerdict:
         collectives: number of collectives by name.
         problems: failures, and deviations from the plan.
         routing: differences between routers (routed.py).
-        bound: bound of ``loss_error`` and ``gradient_error``: BOUND, or OWN_BOUND for errors in
-            units of the reference model's error in the certified dtype.
+        bound: largest allowed ``loss_error`` and ``gradient_error``: BOUND for relative errors,
+            OWN_BOUND for errors in units of the reference model's own error (protocol.py).
         quantised_error: largest error of a gradient of fp8 weights, whose bound is
             QUANTISED_BOUND; None without fp8 weights.
     """
@@ -194,7 +194,10 @@ def _worst(
     counts: Callable[[str], bool],
     rounded: bool = False,
 ) -> WorstGradient:
-    """Return the largest error of the gradients whose keys satisfy ``counts``."""
+    """Return the largest error of the gradients whose keys satisfy ``counts``.
+
+    ``rounded`` is whether these are gradients of fp8 weights (:func:`worst_gradient`).
+    """
     parts = (part for one in computed for part in one.gradients if counts(part.key))
     expected = {key: tensor for key, tensor in reference.gradients.items() if counts(key)}
     return worst_gradient(parts, expected, reference.own, rounded)

@@ -19,7 +19,7 @@ CANCELLING = ("A_log", "dt_bias", "D")
 class Shard:
     """Part of a tensor of the model: the elements ``values`` at index ``where``.
 
-    ``key`` and ``shape`` are those of the complete tensor. The tensors of all layers have one key,
+    ``key`` and ``shape`` are those of the complete tensor. It stacks the parameters of all layers,
     so the leading integers in ``where`` are layer indices.
     """
 
@@ -77,7 +77,8 @@ def worst_gradient(
     Args:
         parts: gradients of the ranks.
         reference: gradients of the reference model.
-        own: gradients of the reference model in the certified dtype; None if it is float64.
+        own: gradients of the reference model in the certified dtype, or without fp8. None: errors
+            are relative to ``reference``.
         rounded: whether the gradients are those of fp8 weights.
     """
     if own is not None:
@@ -128,9 +129,10 @@ def _in_own_errors(
 ) -> Callable[[Shard], float]:
     """Return a function from a shard to its error, in units of the reference model's error.
 
-    The reference model's error in a few elements can be small by chance. The unit therefore has two
-    lower bounds: the parameter's error scaled to the size of the shard, and the shard's norm times
-    the median relative error of all parameters.
+    The unit is the 2-norm of ``own - reference`` in the shard. In a few elements this norm can be
+    small by chance, so the unit has two lower bounds. One is the norm for the complete parameter,
+    times the root of the shard's fraction of its elements. The other is the shard's norm times the
+    median relative error of all parameters.
     """
     errors = {key: own[key] - tensor for key, tensor in reference.items()}
     sizes = {key: float(numpy.linalg.norm(tensor)) for key, tensor in reference.items()}

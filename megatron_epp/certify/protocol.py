@@ -23,8 +23,8 @@ class Role:
     """Rank and settings of a process; ``folder`` contains its log and the rendezvous file.
 
     ``trial.interfere`` is a Python file with which tests break or replace parts of the executor.
-    The file may define ``HOOKS`` of the job (setup.py), and ``around(number)``, which returns a
-    context manager for the computation of batch ``number``.
+    The file may define ``HOOKS``, the trainer's hooks (mcore/trainer/hooks.py). It may also define
+    ``around(number)``, which returns a context manager for the computation of batch ``number``.
     """
 
     rank: int
@@ -38,7 +38,7 @@ class Role:
 
     @property
     def patience(self) -> timedelta:
-        """Longest time to wait for an answer."""
+        """Longest time to wait for another process."""
         return timedelta(seconds=self.trial.timeout)
 
     def interference(self) -> dict[str, Any]:
@@ -53,7 +53,7 @@ class Role:
 
     @property
     def log(self) -> Path:
-        """Path of the log."""
+        """Path of the log file of this process."""
         return self.folder / f"{self.name.replace(' ', '-')}.log"
 
 
@@ -98,8 +98,8 @@ class Coverage(Protocol):
     """Numbers of chunks, ops and other items that a batch contains.
 
     Attributes:
-        ERROR: name of the column with the error of values other than gradients.
-        HELD: text about other passed checks, for the last line of a passed certificate.
+        ERROR: name of the table column that has :meth:`Reference.loss_error`.
+        HELD: text that names the other checks, for the last line of a passed certificate.
     """
 
     ERROR: ClassVar[str]
@@ -153,10 +153,10 @@ class Reference(ABC):
     """Results of the reference model.
 
     Attributes:
-        gradients: gradient of every weight by key, and the buffers, such as expert biases, as they
-            are after the step.
-        own: the same gradients, computed in the certified dtype; None if this dtype is float64.
-        quantised: keys of the weights in fp8 products; empty unless ``own`` is None.
+        gradients: by key, the gradient of every weight, and the value of every buffer (such as
+            expert biases) after the step.
+        own: the same in the certified dtype, or without fp8: unit of errors; None: relative errors.
+        quantised: keys of the weights in fp8 products; empty if errors are in units of ``own``.
     """
 
     gradients: Mapping[str, numpy.ndarray]
@@ -167,7 +167,7 @@ class Reference(ABC):
     def loss_error(self, computed: Sequence[Any]) -> float:
         """Return the largest error of values other than gradients.
 
-        The error is relative, or in units of the reference model's error in the certified dtype.
+        The error is relative, or in units of the reference model's own error (``own``).
         """
 
     def routing_differences(self, computed: Sequence[Any], bound: float) -> list[str]:

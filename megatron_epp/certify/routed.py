@@ -13,8 +13,8 @@ class RoutingRecord:
 
     Attributes:
         counts: for each layer, number of tokens that chose each expert [experts].
-        losses: for each name of an auxiliary loss, its values [layers] before multiplication by the
-            coefficient, summed over documents.
+        losses: by name of an auxiliary loss, its values [layers] summed over documents, before
+            multiplication by the coefficient.
     """
 
     counts: Mapping[int, numpy.ndarray] = field(default_factory=dict)
@@ -26,13 +26,13 @@ def differences(
 ) -> list[str]:
     """Return the differences between router statistics of the ranks and of the reference model.
 
-    The statistics of the ranks are summed: each rank counts the tokens of its own rows, and has its
-    part of the losses of its replica.
+    The statistics are summed over the ranks. Each rank counts the tokens of its own rows. Its
+    losses are its part of the replica's losses, divided by the number of replicas.
 
     Args:
         parts: statistics of the ranks.
         reference: statistics of the reference model.
-        replicas: number of replicas; the sum of the ranks' losses is an average over replicas.
+        replicas: number of replicas, by which the sums of losses are multiplied.
         bound: bound of the relative error of losses.
 
     Returns:

@@ -14,8 +14,8 @@ class TrainerReference(Reference):
     Attributes:
         loss: loss per token in training.
         evaluation_loss: loss per token in evaluation.
-        unit: unit of the errors of ``loss`` and ``evaluation_loss``.
-        tokens: number of tokens.
+        unit: divisor of the errors of ``loss`` and ``evaluation_loss``.
+        tokens: sum of the loss masks.
         replicas: number of replicas.
         routed: router statistics.
     """
@@ -28,7 +28,7 @@ class TrainerReference(Reference):
     routed: RoutingRecord
 
     def loss_error(self, computed: Sequence["TrainerResult"]) -> float:
-        """Return the larger error of the losses in training and evaluation."""
+        """Return the larger error of training and evaluation loss, divided by ``unit``."""
         pairs = (
             (self.loss, [one.training_loss for one in computed]),
             (self.evaluation_loss, [one.evaluation_loss for one in computed]),
@@ -36,7 +36,7 @@ class TrainerReference(Reference):
         return max(abs(self._loss(parts) - loss) / self.unit for loss, parts in pairs)
 
     def _loss(self, parts: Sequence[tuple[float, float]]) -> float:
-        """Return the loss per token over all replicas; infinite if the ranks ran other tokens."""
+        """Return the loss per token of all ranks; infinite if their count is of other tokens."""
         total, counted = map(sum, zip(*parts, strict=True))
         return total / self.tokens if counted == self.tokens else float("inf")
 

@@ -66,7 +66,7 @@ class DegreeFlags:
 
 @dataclass(frozen=True, slots=True)
 class DescribedModelFlags:
-    """Flags that name a model, in place of model flags that describe it."""
+    """Flags that name a model or its config.json, from which Megatron's model flags follow."""
 
     TITLE: ClassVar = "model"
 
@@ -82,7 +82,7 @@ class DescribedModelFlags:
 
     @staticmethod
     def flags(name: str, like: str | None, pp: int) -> list[str]:
-        """Return Megatron's flags for the model ``name`` with ``pp`` stages.
+        """Return Megatron's flags for model ``name`` (model_type ``like`` if given), ``pp`` stages.
 
         Raises:
             ValueError: if flags cannot express the model.
@@ -247,7 +247,7 @@ class Trial:
     def turns(self) -> int:
         """Number of jobs that run the batches in turn: one per model.
 
-        An external loop has at least two: with a mean loss over micro-batches, and over tokens.
+        An external loop has at least two: one averages losses over micro-batches, one over tokens.
         """
         return len(self.models) if self.loop is None else max(2, len(self.models))
 
@@ -364,7 +364,7 @@ def _degree_flags() -> _Parser:
 def _stages(placement: str | None, ranks: int) -> int:
     """Return the number of stages of ``ranks`` pipeline ranks.
 
-    If the placement file cannot be read, return ``ranks``; building the model then reports it.
+    If ``placement`` is invalid, return ``ranks``: the error is reported when the model is built.
     """
     if placement is None:
         return ranks
@@ -375,7 +375,7 @@ def _stages(placement: str | None, ranks: int) -> int:
 
 
 def _defaults(degrees: Degrees, stages: int, experts: bool) -> tuple[tuple[str, ...], ...]:
-    """Return the flags of a Llama and a GPT, or with ``experts`` of a Llama with MoE only.
+    """Return the flags of two models, a Llama and a GPT; with ``experts``, only of a MoE Llama.
 
     With tensor parallelism, the Llama has sequence parallelism.
     """

@@ -129,7 +129,7 @@ def _kinds(cost: Cost) -> str:
 
 
 def _of_elastic(cost: Cost, elastic: Cost) -> str:
-    """Return a note on the settings that only planner epp uses."""
+    """Return a note on the layers, placement and vocabulary settings that only planner epp uses."""
     parts = []
     if elastic.layout.layers != cost.layout.layers:
         parts.append(f"layers {_layers(elastic.layout.layers)}")

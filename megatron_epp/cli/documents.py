@@ -52,7 +52,7 @@ class Batches:
 
     @property
     def first(self) -> list[tuple[int, ...]]:
-        """First batches of the corpus, from which training, too, chooses the layout."""
+        """First batches of the corpus: training chooses the layout from the same batches."""
         return [self[number] for number in range(1 if self.size is None else FIRST_BATCHES)]
 
     def __str__(self) -> str:

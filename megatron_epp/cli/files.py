@@ -72,8 +72,8 @@ def read_plan(path: str, replica: int) -> tuple[Plan, str | None, tuple[Plan, ..
     """Read one replica's plan, and check that it can run.
 
     Returns:
-        The plan, the options of the machine that the plan was made for (None if unknown), and the
-        plans of its lockstep group, this plan first.
+        The plan, the machine options with which the plan was made (None if unknown), and all plans
+        of its lockstep group, this plan first.
 
     Raises:
         ValueError: if the file has no plan for ``replica``.

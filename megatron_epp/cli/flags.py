@@ -162,7 +162,7 @@ class MachineFlags:
 
 @dataclass
 class PlansMachineFlags(MachineFlags):
-    """The machine that runs an existing plan; the plan contains the other settings."""
+    """The machine that runs an existing plan; stages and their placement are in the plan."""
 
     NOTE: ClassVar = "What `plan -o` wrote in the plan's comment stands where no option does."
     OMIT: ClassVar = ("pp", "devices", "partition", "placement")

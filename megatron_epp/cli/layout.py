@@ -53,11 +53,11 @@ def layout_cost(
 def chosen_costs(
     arguments: argparse.Namespace, batches: Batches, cost: Cost, options: Options, planner: str
 ) -> tuple[Cost, Cost]:
-    """Return two cost models: ``cost`` with the layers of --partition, and with all auto options.
+    """Return two cost models: with the choice of --partition auto, and with all auto choices.
 
-    The second one also has the choices of --placement auto and --vocab-parallel auto. This function
-    prints all choices on stderr. As in training, the choices depend on the first batches of the
-    corpus, not on the planned batch.
+    Only the second cost model has the choices of --placement auto and --vocab-parallel auto. This
+    function prints all choices on stderr. As in training, the choices depend on the first batches
+    of the corpus, not on the planned batch.
 
     Args:
         arguments: options of the command.
@@ -104,7 +104,7 @@ def chosen_costs(
 def _require_open(
     flag: str, arguments: argparse.Namespace, cost: Cost, options: Options, planner: str
 ) -> None:
-    """Raise a UsageError if ``flag`` auto cannot choose the layers of the stages."""
+    """Raise a UsageError if the value auto of ``flag`` cannot choose the layers of the stages."""
     if arguments.layers:
         raise UsageError(
             f"--layers names the layers of every stage and {flag} auto chooses the layers of the "
@@ -122,7 +122,7 @@ def _require_open(
 
 
 def _partitioned(cost: Cost, batches: Batches, options: Options, planner: str) -> Cost:
-    """Return ``cost`` with layers balanced by time; print the layers and Megatron's flags."""
+    """Return ``cost`` with layers balanced by time; print them, as numbers and Megatron's flags."""
     partition = partition_of(cost, batches.first, options, planner)
     flags = layout_flags(partition.key, cost.layout.pinned_layers - 1)
     said = " ".join(flags) if flags else "even layers are best; no flags of Megatron's are needed"

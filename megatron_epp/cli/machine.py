@@ -69,7 +69,7 @@ def cost_of(
         pp: number of stages.
         cp: context-parallel degree.
         dp: number of replicas.
-        layers: number of layers of every stage; None for equal numbers.
+        layers: number of layers of every stage; None for numbers that differ by at most one.
         cut: whether to use vocabulary parallelism.
         place: rank of every stage; () if every rank has one stage.
 
@@ -148,7 +148,7 @@ def cost_of(
 
 
 def _as_used(named: str | Topology, node_devices: int, layout: Layout, ep: int) -> str | Topology:
-    """Return the topology ``named``; of a grid of nodes, return the part that ``layout`` uses."""
+    """Return the topology ``named`` or, if it is a grid of nodes, the part that ``layout`` uses."""
     known = topology(named) if isinstance(named, str) else named
     if known is None or not known.nodes:
         return named
@@ -218,8 +218,8 @@ def padding_text(cost: Cost) -> str:
 def planning_cost(arguments: argparse.Namespace, batches: Sequence[Sequence[int]] = ()) -> Cost:
     """Return the cost model for making a plan, before :mod:`.layout` resolves auto options.
 
-    With --placement auto, stages are placed evenly. With --vocab-parallel auto, vocabulary
-    parallelism is off. ``batches``, the first of the corpus, determine the padding of chunks.
+    With --placement auto, stage i is on rank i. With --vocab-parallel auto, vocabulary parallelism
+    is off. ``batches`` are the first batches of the corpus, which determine the padding of chunks.
     """
     layers = tuple(arguments.layers) if arguments.layers else None
     pp = arguments.pp

@@ -35,7 +35,7 @@ class Outcome:
         replicas: results of all replicas.
         lower_bound_seconds: lower bound of the iteration's time, for all plans.
         plan_seconds: seconds that planning took.
-        step: the step; None for a method without a pipeline.
+        step: the step; None if ``planner`` makes no pipeline plans.
         free_seconds: seconds of the iteration if the replicas ran without lockstep; None if they
             were not computed.
     """
@@ -71,7 +71,7 @@ class Outcome:
 
     @property
     def peak_bytes(self) -> list[int]:
-        """Memory peak of each pipeline rank over all replicas, or of each device group."""
+        """Peak of each pipeline rank over all replicas; without ``step``, of each device group."""
         if self.step is None:
             return [int(peak) for replica in self.replicas for peak in replica.peak_bytes]
         return [
@@ -79,7 +79,7 @@ class Outcome:
         ]
 
     def facts(self) -> dict:
-        """Return the fields of this outcome in ``compare --json``."""
+        """Return this outcome as a JSON object of ``compare --json``."""
         slowest = self.slowest
         return {
             "batch": self.batch,

@@ -123,7 +123,7 @@ def _settings(step: Step, lengths: tuple[int, ...], cost: Cost, options: Options
 
 
 def _read(counts: Counts) -> dict[str, int]:
-    """Return the field ``read`` of ``plan --json``: effects of the policy for long documents."""
+    """Return the field ``read`` of ``plan --json``: sequences by --overlong effect, lost tokens."""
     return {
         "read": counts.sequences,
         "skipped": counts.skipped,
@@ -267,7 +267,7 @@ def _summary(result: Outcome, batches: Batches, lengths: tuple[int, ...], cost: 
 
 
 def late_text(outcomes: Sequence[Outcome], cost: Cost) -> str | None:
-    """Return a warning if planning many replicas cannot keep up with training, else None."""
+    """Return a warning if training with several replicas would wait for plans, else None."""
     slowest = [each.slowest for each in outcomes if len(each.replicas) > 1]
     if not slowest:
         return None

@@ -28,9 +28,9 @@ def bar[T](items: Iterable[T], total: int, what: str) -> Iterator[T]:
 
 @contextmanager
 def search_bar() -> Iterator[None]:
-    """Show a bar over the effort of searches for a plan inside the ``with`` block.
+    """Show a progress bar, in units of effort, for the plan searches inside the ``with`` block.
 
-    The estimated time is an upper limit: a search ends early if it finds a plan at the lower bound.
+    The remaining time is an upper bound: a search ends early if it finds a plan at the lower bound.
     """
     form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
     shown = _bar("planning", total=0, bar_format=form)
@@ -72,9 +72,9 @@ class Workers:
                 each.terminate()
 
     def watched(self, what: str) -> Callable[[Callable[..., Any], Sequence[tuple]], Iterator[Any]]:
-        """Return a runner that shows a bar over the tasks, or over the effort of a single task.
+        """Return a runner with a progress bar: of several tasks, or of the effort of a single task.
 
-        ``what`` is the name of the tasks, which the bar over several tasks shows.
+        ``what`` is the label of the bar of several tasks.
         """
 
         def run(function: Callable[..., Any], tasks: Sequence[tuple], /) -> Iterator[Any]:
@@ -87,7 +87,7 @@ class Workers:
         return run
 
     def __call__(self, function: Callable[..., Any], tasks: Sequence[tuple], /) -> Iterator[Any]:
-        """Yield the results in the order of the tasks."""
+        """Yield ``function(*task)`` of each task, in the order of the tasks."""
         rest = deque(tasks)
         while rest and not self._shared():
             yield function(*rest.popleft())

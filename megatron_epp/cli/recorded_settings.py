@@ -28,7 +28,7 @@ _NAMES = (
 
 
 def comment(arguments: argparse.Namespace, cost: Cost) -> str:
-    """Return the comment line with the options of the machine; the plan has pp, dp and layers."""
+    """Return the comment line with the machine options, without pp, dp and layers (in the plan)."""
     cut = "on" if cost.layout.vocabulary_parallel else None
     chosen = vars(arguments) | {"cp": cost.layout.cp, "vocab_parallel": cut}
     chosen["multiple"] = cost.multiple

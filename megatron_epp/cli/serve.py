@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 def serve(
     requests: TextIO, replies: TextIO, answered: Callable[[Mapping[str, Any]], dict[str, Any]]
 ) -> None:
-    """Answer every line until ``requests`` ends or ``replies`` has no reader."""
+    """Answer every line by ``answered``, until ``requests`` ends or ``replies`` has no reader."""
     for line in iter(requests.readline, ""):
         if not line.strip():
             continue

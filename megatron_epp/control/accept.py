@@ -123,8 +123,8 @@ class AcceptedSteps:
     def _agreed(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> AcceptedStep:
         """Get the step and exchange verdicts with all ranks.
 
-        If a rank refuses its step, all ranks raise this rank's error. Each rank takes part in every
-        exchange, even if it refuses its step, so that no rank blocks.
+        If ranks have no step or refuse it, all ranks raise the error of one of them. Each rank
+        takes part in every exchange, even if it refuses its step, so that no rank blocks.
         """
         groups, control = self.groups, self.groups.control
         verdict, reason, sourced = _FINE, "", None
@@ -161,9 +161,9 @@ def _part(step: Step | StepPart, replica: int) -> StepPart:
 
 
 def _compared(sourced: SourcedStep, lengths: Sequence[int]) -> str:
-    """Return the text that must be equal on all ranks.
+    """Return the text that must be equal on all ranks, which begins with ``lengths``.
 
-    The text is the full step, or the assignment of documents if a rank has only a part of the step.
+    Then comes the full step or, if a rank has only a part of the step, the documents' assignment.
     """
     step, text = sourced.step, sourced.text
     if isinstance(step, StepPart) and step.lockstep < step.replicas:
@@ -172,9 +172,9 @@ def _compared(sourced: SourcedStep, lengths: Sequence[int]) -> str:
 
 
 def _facts(sourced: SourcedStep | None, groups: Groups) -> list[float]:
-    """Return this rank's numbers for :class:`AcceptedStep`, which has their maxima over all ranks.
+    """Return this rank's values of the numbers in :class:`AcceptedStep`.
 
-    The list has the same length on every rank.
+    AcceptedStep has their maxima over all ranks, so the list has the same length on every rank.
     """
     ranks = len(groups.pipeline_ranks)
     if sourced is None:

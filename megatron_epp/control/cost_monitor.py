@@ -47,8 +47,8 @@ class CostMonitor:
         groups: process groups of the job.
         folders: folders in which refits are saved.
         may_refit: whether this job measured the cost model itself, and may therefore replace it.
-        on_these_devices: function that returns a cost model of the resumed run with the slowness of
-            ranks measured at this start.
+        on_these_devices: function that takes a cost model of the resumed run. It returns this model
+            with the slowness of ranks that was measured when this job started.
         keep_speeds: function that is called on all ranks after a rank became slow or recovered,
             with the slowness (relative op time) of every rank of every replica.
     """
@@ -101,7 +101,7 @@ class CostMonitor:
         return sum(one.predicted for one, _ in worst)
 
     def _sample(self, cost: Cost, plan: Plan, one: Residual) -> Sample:
-        """Return an op as a sample for a refit, with its time scaled to the fastest rank."""
+        """Return op ``one`` as a sample for a refit, with its time over the rank's slowness."""
         # An offloaded layer computes as a saved one does; its copies run concurrently.
         choice = plan.recompute[one.stage][one.chunk].replace(OFFLOAD, KEEP)
         has_head = one.stage == plan.stages - 1 and not plan.vocabulary_parallel
@@ -123,11 +123,11 @@ class CostMonitor:
         return self.drift.see(predicted_seconds, report)
 
     def refit(self, iteration: int, cost: Cost) -> Profile | None:
-        """Refit the cost model if predictions are wrong; return the new cost model, or None.
+        """Refit the cost model if predictions are wrong or a rank changed speed; return it or None.
 
         The new cost model applies from the next iteration on. Rank 0 logs it and saves it in
-        ``folders``. In a resumed run, this method returns each refit of the earlier run at the
-        refit's iteration. Collective while the drift alarm is on.
+        ``folders``. In a resumed run, this method first returns the earlier run's refits, after
+        the same iterations as in that run. Collective while ``drift.alarmed`` is true.
         """
         recorded = self._recorded.pop(iteration + 1, None)
         if recorded is not None:
@@ -163,8 +163,8 @@ class CostMonitor:
     def _with_lagging(self, iteration: int, cost: Cost) -> Profile | None:
         """Return the cost model with the new slowness of ranks that became slow or recovered.
 
-        Return None if no rank's slowness changed. All ranks get the same result, from the same
-        reports.
+        Return None if no rank's slowness changed. The result is equal on all ranks, because all
+        ranks have the same reports.
         """
         profile, ranks = cost.layout.profile, self.groups.pipeline_size
         known = profile.replica_slowness or cost.layout.slowness * self.groups.replicas
@@ -200,7 +200,7 @@ class CostMonitor:
             self._try(f"a refit of the cost model, {path},", partial(write_atomically, path, text))
 
     def _better(self, iteration: int, cost: Cost, rows: list[tuple[Kind, Sample]]) -> str:
-        """Return the JSON text of a better cost model, "" if there is none, or ``_FEW``."""
+        """Return a better cost model as JSON, "" if there is none, or ``_FEW`` for few rows."""
         if len(rows) < LEAST:
             return _FEW
         samples: dict[Kind, list[Sample]] = {}
@@ -220,10 +220,10 @@ class CostMonitor:
         return text
 
     def resume(self, folder: str | None, iteration: int) -> Profile | None:
-        """Load the refits of the run in ``folder``; return the refit in force at ``iteration``.
+        """Load the refits of the run in ``folder``; return the one that applies at ``iteration``.
 
-        Return None if no refit is in force. :meth:`refit` later returns the refits of later
-        iterations. The refits are copied to this run's folders. Collective.
+        Return None if none applies. :meth:`refit` later returns the refits that apply from later
+        iterations on. All refits are copied to this run's folders. Collective.
         """
         if not (folder and self.may_refit):
             return None
@@ -238,7 +238,7 @@ class CostMonitor:
         return profiles[max(before)] if before else None
 
     def _kept(self, folder: str) -> dict[int, str]:
-        """Return all refits in ``folder`` by iteration, and copy them to this run's folders."""
+        """Copy the refits in ``folder`` to this run's folders; return them by first iteration."""
         kept = {first: _refit_text(path) for first, path in _refits(folder).items()}
         for place in self.folders:
             for first, text in kept.items():
@@ -254,7 +254,7 @@ def last_refit(folder: str) -> Path | None:
 
 
 def _refits(folder: str) -> dict[int, Path]:
-    """Return the files of all refits in ``folder``, by iteration."""
+    """Return the files of all refits in ``folder``, by the first iteration that each applies to."""
     paths = Path(folder).glob("epp-cost-model.from-*.json")
     return {int(named[1]): path for path in paths if (named := _NAMED.fullmatch(path.name))}
 

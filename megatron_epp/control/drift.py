@@ -30,9 +30,9 @@ class Drift:
         may_refit: whether the job measured its cost model itself, and refits it if predictions are
             wrong.
         alarmed: whether the median relative error of recent predictions exceeds ``BAND``.
-        lagging: median ratio of measured to predicted time, relative to the other ranks, by
-            (replica, pipeline rank). It contains the ranks that were slower or faster than the
-            other ranks for ``PATIENCE`` iterations.
+        lagging: ranks that were slower or faster than the other ranks for ``PATIENCE`` iterations.
+            Key: (replica, pipeline rank). Value: median over these iterations of the rank's
+            measured/predicted time, divided by the other ranks' median.
     """
 
     may_refit: bool = False

@@ -42,7 +42,7 @@ class BestEffort:
         self._reported: set[str] = set()
 
     def __call__(self, what: str, action: Callable[[], object]) -> None:
-        """Run ``action``; log the first exception for each ``what``, the name of the lost data."""
+        """Run ``action``; log an exception once per ``what``, the name of the lost data."""
         try:
             action()
         except Exception as error:
@@ -143,9 +143,9 @@ def _lock(file: TextIO) -> bool:
 
 @contextmanager
 def scratch_folder(what: str) -> Iterator[Path]:
-    """Create a temporary folder that is removed at the end of this context.
+    """Create a temporary folder, named after ``what``, that is removed at the end of this context.
 
-    Folders with the same ``what`` that killed processes could not remove are removed first.
+    First remove the folders that killed processes left with the same ``what``.
     """
     place = Path(tempfile.gettempdir())
     for left in place.glob(f"{_SCRATCH}{what}-*"):

@@ -3,9 +3,9 @@
 Three values are learned separately:
 
 - The budget: after a rank ran out of memory, its budget is lower.
-- The correction: if a rank held c times the bytes predicted for chunks, later plans may predict
-  only 1/c of its budget for chunks. c is relative to the *plan*, so a constant error is learned
-  once.
+- The correction: if a rank held c times the bytes that the plan predicted for chunks, the
+  prediction of a later plan may be at most 1/c of the rank's budget for chunks. Predictions are
+  not multiplied by c, so a constant error is learned once.
 - The routing: with experts on several devices, memory depends on the number of tokens per expert.
   Excess memory first raises a factor on the memory of the experts' tokens only.
 
@@ -38,17 +38,17 @@ _EVENT = re.compile(
 
 
 def cut(tried: int) -> float:
-    """Return the fraction of the bytes for chunks that an iteration's ``tried``-th failure leaves.
+    """Return the fraction of the headroom that remains after failure ``tried`` of an iteration.
 
-    The fractions are 0.9, 0.81, 0.66 and then always 0.5. Each is relative to the bytes available
-    for chunks before that failure (the headroom).
+    The fractions of failures 1, 2, 3 are 0.9, 0.81, 0.66, and then always 0.5. Each is relative to
+    the headroom (the bytes available for chunks) before that failure.
     """
     return max(LEAST_SHRINK, SHRINK**2 ** (tried - 1))
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Change of a memory budget, effective from an iteration on, or from its repetition on.
+    """Change of a memory budget from an iteration on or, if it failed, from its repetition on.
 
     Attributes:
         iteration: first iteration that the event applies to.
@@ -140,9 +140,9 @@ class MemoryBudget:
     ) -> Event:
         """Reduce the budget after an op ran out of memory, and return the event.
 
-        The first failure of an iteration shows the size of the memory, and lowers the budget. A
-        repeated failure shows that plans need more than the predicted bytes, which raises the
-        correction.
+        The first failure of an iteration lowers the budget. A repeated failure shows that plans
+        need more than the predicted bytes, and raises the correction. Each failure also shows the
+        size of the memory: the budget for chunks becomes at most SPARE x ``held_bytes``.
 
         Args:
             iteration: number of the iteration that failed.
@@ -169,8 +169,8 @@ class MemoryBudget:
     ) -> list[Event]:
         """Compare an iteration's peaks with its predictions, and return the resulting events.
 
-        The events take effect in the next iteration. While events of a resumed run remain, these
-        are applied instead of new events.
+        The events take effect in the next iteration. As long as events of a resumed run remain,
+        this method applies those that are due, and makes no new events.
 
         Args:
             iteration: number of the iteration that ran.
@@ -241,7 +241,7 @@ class MemoryBudget:
         write_atomically(Path(folder) / BUDGET_FILE, "".join(f"{line}\n" for line in lines))
 
     def load(self, folder: str, iteration: int) -> None:
-        """Read the events of a resumed run; apply those up to the iteration after ``iteration``.
+        """Read a resumed run's events; apply those of iterations up to ``iteration`` + 1.
 
         :meth:`measured` applies each later event before the event's iteration.
 

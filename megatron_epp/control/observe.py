@@ -49,8 +49,8 @@ class Observer:
         telemetry: function that writes scalars to TensorBoard or Weights & Biases.
         loaded_from: folder of the resumed run, with its memory budgets and cost models; None if no
             run is resumed.
-        search_ahead: function that is called after each iteration that this job planned. Its
-            argument is whether the cost model has changed.
+        search_ahead: function that is called after each training iteration if this job makes its
+            plans. The argument is true if the cost model has just changed.
     """
 
     def __init__(
@@ -188,8 +188,8 @@ class Observer:
     def _routed(self, cost: Cost, step: AcceptedStep) -> list[float]:
         """Return the growth of each rank's peak bytes if the routing factor grows by 1. Collective.
 
-        Only ranks that plan compute the bytes. Either all ranks call this method or no rank does,
-        because peaks and predictions are equal on all ranks.
+        Only ranks that plan compute the bytes. All ranks call this method in the same iterations,
+        because they all compare the same peaks with the same predictions.
         """
         groups = self.groups
         own = routed_bytes(cost, step.plans) if groups.plans else [0.0] * groups.pipeline_size

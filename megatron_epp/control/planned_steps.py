@@ -29,12 +29,12 @@ _ROUNDING = 1e-9  # relative rounding error of a prediction in GiB
 
 
 class PlannedSteps:
-    """Source of steps, in which one rank plans for each replica and broadcasts the plan to it.
+    """Source of steps: in each replica, one rank makes the plan and broadcasts it to the others.
 
     The assignment of documents to replicas follows from the lengths and the cost model, so it is
-    equal on all hosts. Replicas in lockstep are planned together. If a planner process fails, the
-    fallback planner plans that iteration for the replica. The fallback is logged and recorded for a
-    resumed run.
+    equal on all hosts. Replicas in lockstep are planned together, by one rank. If a planner process
+    fails, the fallback planner plans that iteration for the same replicas. The fallback is logged,
+    and recorded for a resumed run.
 
     Args:
         cost: cost model of the job.
@@ -79,7 +79,7 @@ class PlannedSteps:
 
     @property
     def _place(self) -> tuple[int, int] | None:
-        """Key of this replica's fallbacks; None if all replicas are planned together."""
+        """(First replica of the group, number of replicas); None if all are planned together."""
         replicas = self.groups.replicas
         return None if replicas == self.options.lockstep else (self._first, replicas)
 
@@ -123,7 +123,7 @@ class PlannedSteps:
             self.pool.took(seconds)
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
-        """Plan for this rank's lockstep group on one rank; return the plans on all its ranks.
+        """Plan on one rank of this lockstep group; return the plans on all ranks of the group.
 
         Collective over the ranks of the lockstep group. Without lockstep, this group is a replica.
 
@@ -158,7 +158,7 @@ class PlannedSteps:
     def _plan(
         self, iteration: int, lengths: Sequence[int], forward_only: bool
     ) -> tuple[StepPart, str]:
-        """Return the planned part and its text; only the rank that plans calls this method."""
+        """Plan the part of this lockstep group; return it and its text. One rank calls this."""
         if forward_only and self._evaluation_tokens is not None:
             return self._planned_here(lengths, self.planner, True)
         planner = self.planner
@@ -198,7 +198,7 @@ class PlannedSteps:
     def _asked(
         self, pool: PlannerPool, iteration: int, lengths: Sequence[int], forward_only: bool
     ) -> tuple[StepPart, str]:
-        """Return the part that a planner process plans, and its text.
+        """Return the part of a step that a planner process has planned, and the part's text.
 
         Raises:
             PlannerFailed: the process did not answer.
@@ -241,7 +241,7 @@ class PlannedSteps:
             self.fallbacks.add(iteration, FALLBACK, reason, place)
 
     def _require_fit(self, step: StepPart) -> None:
-        """Raise a PlanError if a rank's predicted peak exceeds the budget of its device."""
+        """Raise a PlanError if a rank's predicted peak exceeds the memory budget of that rank."""
         for plan in step.plans:
             if plan.predicted is None:
                 continue
@@ -292,7 +292,7 @@ def shared(
         parse: function that parses the text.
 
     Raises:
-        ValueError: ``plan`` raised a ValueError on rank ``source``; all ranks raise it.
+        ValueError: ``plan`` raised a ValueError on rank ``source``; all ranks raise this error.
     """
     sourced, text, error = None, None, None
     if group.rank() == source:

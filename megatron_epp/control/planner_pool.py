@@ -63,7 +63,7 @@ class PlannerPool:
     def ahead(self) -> int:
         """Number of iterations to plan ahead, each in its own process.
 
-        It is the number of iterations that run while the slowest recent plan is made.
+        Enough that training does not wait for the slowest recent plan, but at most ``most``.
         """
         if not (self._planning and self._iterations):
             return 1
@@ -125,7 +125,7 @@ class PlannerPool:
             process.iteration_seconds = seconds
 
     def _drop(self, stale: Callable[[_Request], bool]) -> None:
-        """Discard requests that will not be used."""
+        """Discard the requests for which ``stale`` returns true, and their plans."""
         for name in [name for name, request in self._requests.items() if stale(request)]:
             request = self._requests.pop(name)
             request.process.forget(name)

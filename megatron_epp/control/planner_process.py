@@ -210,7 +210,7 @@ class PlannerProcess:
         return min(max(LEAST_PATIENCE_SECONDS, patience), MOST_PATIENCE_SECONDS)
 
     def _line(self, name: str, began: float) -> bytes:
-        """Return the process's next line; the wait for request ``name`` began at ``began``."""
+        """Return the process's next line. The wait for ``name`` began at ``began`` (monotonic)."""
         patience = self.patience_seconds
         report_at = began + min(SILENCE_SECONDS, patience)
         while b"\n" not in self._read:

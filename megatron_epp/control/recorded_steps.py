@@ -27,7 +27,7 @@ class RecordedSteps:
             self._step = _read(self.path)
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
-        """Return the recorded step of ``iteration``, or the only step if ``path`` is a file.
+        """Return the recorded step of ``iteration``; if --epp-plan is a file, return its only step.
 
         Raises:
             ValueError: the file is not a text file.

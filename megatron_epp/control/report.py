@@ -50,7 +50,7 @@ class RankReport:
         peak_bytes: peak of the bytes held for chunks.
         predicted_busy: the cost model's prediction of ``busy``; 0 without a cost model.
         failure: op that ran out of memory, with its stage; None if no op did.
-        held_bytes: bytes held when ``failure`` ran out of memory.
+        held_bytes: bytes held for chunks when op ``failure`` ran out of memory; 0 without failure.
         host_bytes: peak bytes of the offloaded layers in host memory.
         failed_tokens: number of tokens of the chunk in ``failure``; in lockstep, the maximum over
             the chunks of this op in all replicas of the lockstep group.
@@ -212,7 +212,10 @@ class IterationReport:
 
 
 def gather_report(own_report: RankReport, leads: bool, group: dist.ProcessGroup) -> IterationReport:
-    """Gather the reports of all pipeline ranks on every rank, in one all-gather on the CPU."""
+    """Gather the reports of all pipeline ranks on every rank, in one all-gather on the CPU.
+
+    ``leads`` is whether this rank reports for its pipeline rank; other ranks report only failures.
+    """
     row = torch.tensor([float(leads), *own_report.row()], dtype=torch.float64)
     rows = torch.empty(group.size() * row.numel(), dtype=torch.float64)
     dist.all_gather_into_tensor(rows, row, group=group)
@@ -231,9 +234,9 @@ PLANNING_COLUMNS = ("iteration", "waited_seconds", "iterations_ahead", "discarde
 class Recorder:
     """Writer of the files of ``--epp-record``.
 
-    For each iteration it writes ``iteration-000001.step`` and one ``...replica-0.timed`` per
-    replica. ``errors.txt`` compares predicted with measured seconds by stage, op, slice and
-    context. ``planning.csv`` contains the time that every iteration waited for its plan.
+    Iteration 1 has the files ``iteration-000001.step`` and ``iteration-000001.replica-0.timed``,
+    the latter for each replica. ``errors.txt`` compares predicted with measured seconds by stage,
+    op, slice and context. ``planning.csv`` contains each iteration's waiting time for its plan.
 
     Args:
         folder: folder of the files, created if missing.

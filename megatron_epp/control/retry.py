@@ -105,7 +105,7 @@ class Retry:
         self.steps.narrow()
 
     def _evaluate_in_less(self, iteration: int, failures: Sequence[RankReport]) -> None:
-        """Limit the chunks of evaluations to half of the chunk that failed.
+        """Limit chunks of evaluations to half of the smallest chunk that failed, in tokens.
 
         Evaluations save nothing for a backward, so the memory budget of training does not change.
         """

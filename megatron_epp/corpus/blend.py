@@ -20,13 +20,13 @@ TOKENS, DOCUMENTS = BLENDS = ("tokens", "documents")  # unit of the weights of a
 def order_by_tokens(
     lengths: Sequence[Callable[[int], np.ndarray]], weights: Sequence[float], size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return corpus number (int16) and index in the corpus (int64) of each drawn document: [size].
+    """Return two arrays [size] for the drawn documents: corpus numbers, indices in the corpora.
 
-    With a larger ``size``, the first documents are the same.
+    Their dtypes are int16 and int64. With a larger ``size``, the first documents are the same.
 
     Args:
-        lengths: for each corpus, a function from n to the tokens of its first n documents: [n],
-            positive.
+        lengths: for each corpus, a function of n that returns an array [n]: the tokens of the first
+            n documents, positive.
         weights: weight of each corpus, positive.
         size: number of documents to draw.
     """
@@ -46,19 +46,19 @@ def order_by_tokens(
 
 
 def document_weights(weights: Sequence[float], mean_tokens: Sequence[float]) -> list[float]:
-    """Return weights for documents (sum 1) whose draws have tokens in proportion to ``weights``."""
+    """Return document weights (sum 1) for which drawn tokens are in proportion to ``weights``."""
     parts = [weight / mean for weight, mean in zip(weights, mean_tokens, strict=True)]
     return [part / sum(parts) for part in parts]
 
 
 def _due(lengths: Callable[[int], np.ndarray], weight: float, count: int) -> np.ndarray:
-    """Return the due time of each document, followed by the end of the last document: [n + 1]."""
+    """Return the due times of ``count`` documents and of the end of the last one: [count + 1]."""
     tokens = lengths(count).astype(np.int64)
     ends = np.cumsum(tokens)
     return np.append(ends - tokens / 2, ends[-1]) / weight
 
 
 def _before(due: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return the due times of each corpus that precede the earliest end of a corpus."""
+    """Return the due times of each corpus that are below the smallest last value in ``due``."""
     end = min(one[-1] for one in due)
     return [one[: np.searchsorted(one[:-1], end)] for one in due]

@@ -65,7 +65,7 @@ def examine(prefix: str) -> CorpusFiles:
     """Read the index of a corpus and check it against the size of its ``.bin``; do not read tokens.
 
     Raises:
-        ValueError: a file is missing, the ``.idx`` is not an index or describes no token, or the
+        ValueError: a file is missing, the ``.idx`` is not an index, all sequences are empty, or the
             two files do not match.
     """
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
@@ -150,7 +150,7 @@ def _columns(index: Path, sequences: int, boundaries: int) -> tuple[np.ndarray, 
 
 
 def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, itemsize: int) -> int:
-    """Return the expected bytes of the .bin; check that sequences are contiguous."""
+    """Check that sequences are contiguous; return the expected size of the .bin in bytes."""
     end = 0  # bytes before this block
     for first in range(0, len(lengths), BLOCK_ENTRIES):
         here = lengths[first : first + BLOCK_ENTRIES]
@@ -173,7 +173,7 @@ def _check_pointers(index: Path, lengths: np.ndarray, pointers: np.ndarray, item
 
 
 def _check_boundaries(index: Path, starts: np.ndarray, sequences: int) -> int:
-    """Return the largest number of sequences in a document; check that documents cover them all."""
+    """Check that documents cover all sequences; return the most sequences in one document."""
     if starts[0] != 0:
         raise ValueError(
             f"{index}: damaged: its documents start at sequence {starts[0]}, not 0; {_AGAIN}"

@@ -7,8 +7,8 @@ for documents longer than the context. Batches are drawn as in training: batch i
 
     lengths.txt, lengths.txt.gz   tokens of a document, one document per line
     corpus.idx                    every sequence of L tokens is a document of L - 1 input tokens;
-                                  with corpus_mask.bin/.idx next to it (loss_mask.py) only input
-                                  tokens that a target needs
+                                  with corpus_mask.bin/.idx next to it (loss_mask.py), without
+                                  the tokens after its last target
     texts.jsonl, chats.parquet    texts or chats, tokenized to count tokens (text_lengths.py)
     wikipedia, prolong, wlb       distributions.json: quantiles of tokens, with their source
 """
@@ -58,7 +58,7 @@ class Corpus:
         name: name on the command line.
         source: file, or source of a distribution.
         inputs: [documents] int64, input tokens of each document.
-        counts: effect of the policy.
+        counts: numbers of truncated, dropped, split and other sequences (overlong.py).
         note: how tokens of texts were counted; empty if the source contains lengths.
     """
 
@@ -81,7 +81,7 @@ class Corpus:
         return tuple(self.inputs.tolist())
 
     def batch(self, index: int, size: int, seed: int = DEFAULT_SEED) -> tuple[int, ...]:
-        """Return batch ``index`` of ``size`` documents, as training draws it with that seed.
+        """Return the document lengths of batch ``index``, as training with ``seed`` draws it.
 
         Raises:
             ValueError: an argument is out of range.
@@ -183,7 +183,10 @@ def open_corpus(
 def index_inputs(path: Path, files: CorpusFiles) -> np.ndarray:
     """Return the input tokens of every sequence of a Megatron ``.idx``: [sequences] int64.
 
-    A sequence with a value below 1 has no input tokens. The ``.bin`` does not need to exist.
+    A value below 1 means no input tokens. The ``.bin`` does not need to exist.
+
+    Raises:
+        ValueError: no sequence has input tokens.
     """
     inputs = files.lengths.astype(np.int64) - 1
     if inputs.max() < 1:
@@ -258,8 +261,8 @@ def distribution_names() -> tuple[str, ...]:
 def named_lengths(name: str) -> tuple[str, np.ndarray]:
     """Return source and lengths of a shipped distribution: ``NAMED_DOCUMENTS`` lengths, ascending.
 
-    The file contains quantiles, pairs (fraction of documents, their largest length in tokens). The
-    logarithm of the length is interpolated linearly between quantiles.
+    ``distributions.json`` contains quantiles: (fraction of documents, largest length of these in
+    tokens). The logarithm of the length is interpolated linearly between quantiles.
     """
     entry = _distributions()[name]
     levels, tokens = zip(*entry["quantiles"], strict=True)

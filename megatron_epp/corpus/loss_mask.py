@@ -31,7 +31,7 @@ _BLOCK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class LossMasks:
-    """Loss masks of a corpus with the same sequence lengths as its tokens.
+    """Loss masks of a corpus, with one mask byte for every token of a sequence.
 
     Attributes:
         prefix: path without suffix.
@@ -42,9 +42,9 @@ class LossMasks:
     lengths: np.ndarray = field(compare=False, repr=False)
 
     def last_targets(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-        """Return the last target in each range [start, stop), or -1 for none: [ranges] int64.
+        """Return the position of the last target in each range, or -1 if none: [ranges] int64.
 
-        The masks from the first range to the last are read once, block by block.
+        From the first range to the last, this method reads the masks once, block by block.
 
         Args:
             starts: [ranges] positions from the beginning of the file, ascending; no ranges overlap.
@@ -84,7 +84,7 @@ class LossMasks:
     def index(
         self, context: int, overlong: str, first_sequence: int = 0, count: int | None = None
     ) -> DocumentIndex:
-        """Return the documents of ``count`` sequences from ``first_sequence`` on; see overlong.py.
+        """Return the documents that policy ``overlong`` makes of these sequences (overlong.py).
 
         Args:
             context: most input tokens of a document; 0: no limit.
@@ -157,7 +157,8 @@ def examine_masks(files: CorpusFiles) -> LossMasks | None:
     """Return the loss masks of a corpus, or None if it has none; read only the masks' index.
 
     Raises:
-        ValueError: one of the masks' two files is missing or damaged, or is for other tokens.
+        ValueError: one of the masks' two files is missing or damaged, or its sequences have the
+            lengths of other tokens.
     """
     prefix = files.prefix + SUFFIX
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")

@@ -78,7 +78,7 @@ class DocumentIndex:
         sequences: [documents] int32 or int64, number of the sequence in its file.
         starts: [documents], first token within the sequence, in the dtype of the lengths.
         inputs: [documents], number of input tokens, in the dtype of the lengths.
-        counts: effect of the policy.
+        counts: numbers of truncated, dropped, split and other sequences.
         masks: prefix of the loss masks; None: every token is a target.
     """
 
@@ -104,7 +104,7 @@ def apply_context(
         inputs: [sequences] int, input tokens of each sequence; sequences with 0 are skipped.
         context: most input tokens of a document; 0: no limit.
         overlong: policy for longer documents: truncate, drop, or split into documents of their own.
-        first_sequence: number of the first of these sequences in its file.
+        first_sequence: number that the first sequence of ``inputs`` has in its file.
     """
     require_policy(overlong)
     usable = inputs >= 1

@@ -114,8 +114,9 @@ def shared_prefixes(sequences: Sequence[np.ndarray], least: int = LEAST) -> Pref
     """Return the forest of ``sequences``, in time proportional to their tokens.
 
     Args:
-        sequences: arrays of shape [tokens, ...] with at least one token. Rows must be equal to be
-            shared; if a token's output depends on its label, the label is part of the row.
+        sequences: arrays of shape [tokens, ...] with at least one token. Sequences share
+            leading tokens with equal rows. If a token's output depends on its label, the label must
+            be part of the row.
         least: least tokens of a shared prefix; shorter common prefixes are not shared.
 
     Raises:
@@ -153,7 +154,10 @@ def shared_prefixes(sequences: Sequence[np.ndarray], least: int = LEAST) -> Pref
 
 
 def _apart(rows: Sequence[np.ndarray], group: Sequence[int], place: int) -> Iterator[list[int]]:
-    """Split ``group`` into sequences with equal rows at ``place``, in order of appearance."""
+    """Split ``group`` into lists of sequences whose rows at index ``place`` are equal.
+
+    The lists are in the order in which their first sequences appear in ``group``.
+    """
     groups: dict[bytes, list[int]] = {}
     for sequence in group:
         groups.setdefault(rows[sequence][place].tobytes(), []).append(sequence)

@@ -35,7 +35,7 @@ Document = tuple[list[str], int]  # its texts, and the tokens of its markup
 def text_lengths(
     path: Path, tokenizer: str | None = None, progress: Progress | None = None
 ) -> tuple[str, np.ndarray]:
-    """Return how documents were counted, and their input tokens: [documents] int64.
+    """Return how tokens were counted, and the input tokens of documents: [documents] int64.
 
     Args:
         path: ``.jsonl`` or ``.parquet`` file.
@@ -63,7 +63,7 @@ def text_lengths(
 
 
 def _drawn(total: int) -> np.ndarray:
-    """Return the indices of the rows whose tokens are counted, out of ``total`` rows."""
+    """Return the indices of the rows to count: evenly spaced, at most MOST_DRAWN of ``total``."""
     return np.unique(np.linspace(0, total - 1, min(total, MOST_DRAWN)).astype(np.int64))
 
 
@@ -127,7 +127,7 @@ def _names(names: Iterable[object]) -> str:
 
 
 def _document(where: str, row: Any) -> Document:
-    """Return the texts of a row, and the tokens of its markup.
+    """Return the texts of a row, and the number of tokens that the markup of a chat adds.
 
     Raises:
         ValueError: the row is not a document.

@@ -14,8 +14,8 @@ class LoopReference(Reference):
 
     Attributes:
         values: loss of each micro-batch, [replica][number].
-        sums: value that a forward-only pass collects for each micro-batch, [replica][number].
-        units: (unit of errors of ``values``, unit of errors of ``sums``), [replica][number].
+        sums: sum of the token losses of each micro-batch, [replica][number].
+        units: divisors of the errors in (``values``, ``sums``), [replica][number].
     """
 
     values: tuple[tuple[float, ...], ...]
@@ -23,9 +23,9 @@ class LoopReference(Reference):
     units: tuple[tuple[tuple[float, float], ...], ...]
 
     def loss_error(self, computed: Sequence["LoopResult"]) -> float:
-        """Return the largest error of a micro-batch's value, in training and forward-only passes.
+        """Return the largest error in ``values`` (training) and ``sums`` (forward-only passes).
 
-        The error is infinite if a value is missing.
+        Errors are divided by ``units``. The result is infinite if a value is missing.
         """
         worst, replicas = 0.0, set()
         for one in computed:
@@ -51,8 +51,8 @@ class LoopResult(RankResult):
     Attributes:
         replica: replica of this rank.
         values: loss of each micro-batch; () on ranks without the last stage.
-        collected: value that a forward-only pass collected for each micro-batch; () on ranks
-            without the last stage.
+        collected: sum of the token losses of each micro-batch, from a forward-only pass; () on
+            ranks without the last stage.
         chunks: number of chunks of the plan.
         halved: number of W ops of all stages.
         branches: number of documents that continue another document.

@@ -6,9 +6,10 @@
     sequence    mean of x, ...               mean / micro-batches
     sequences   sum of x, sequences, ...     sum / all sequences
 
-A last item ``...`` is a dictionary to log. x is the mean over the tokens of a sequence of a
-clipped-ratio loss, as in PPO, plus a divergence. In shapes, B is the number of samples of a
-micro-batch, and S the number of tokens to which all samples are padded.
+The last item ``...`` is a dictionary to log. "All" counts tokens or sequences of all micro-batches,
+by which Megatron divides with calculate_per_token_loss. x is the mean, over the tokens of a
+sequence, of a clipped-ratio loss, as in PPO, plus a divergence. In shapes, B is the number of
+samples of a micro-batch, and S the number of tokens to which all samples are padded.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +58,7 @@ class LoopFrame:
         model: model and parallel sizes.
         per_token: value of Megatron's calculate_per_token_loss.
         sliced: whether documents are sliced (slicing mode).
-        multiple: multiple to which the loop pads rows, so that a stage's ranks can shard them.
+        multiple: rows are padded to a multiple of this number, so that ranks can shard them.
         pixels: whether micro-batches contain pixels, the input of an encoder.
     """
 
@@ -69,9 +70,9 @@ class LoopFrame:
 
     @property
     def parts(self) -> int:
-        """Number of parts of a micro-batch; the forward step on each rank selects one part.
+        """Number of parts of a micro-batch, of which the forward step selects one on each rank.
 
-        The number is 1 in slicing mode, in which the loop gets rows that are already sharded.
+        In slicing mode it is 1, because the forward step gets rows that are already sharded.
         """
         return 1 if self.sliced else self.model.ranks
 
@@ -108,7 +109,7 @@ class LoopFrame:
 
 
 def _lengths(random: Random) -> tuple[int, ...]:
-    """Return the lengths of a micro-batch's samples: one long sample, or up to three others."""
+    """Return the sample lengths of a micro-batch: one long sample, or one to three shorter ones."""
     if random.random() < 0.4:
         return (random.randint(CONTEXT // 2, CONTEXT - 1),)
     return tuple(random.randint(2, CONTEXT // 2) for _ in range(random.randint(1, 3)))
@@ -141,7 +142,7 @@ def _micro_batch(
 
 
 def _begin_alike(batch: MicroBatch, random: Random) -> None:
-    """Overwrite the first tokens and labels of each sample with those of an earlier sample."""
+    """Overwrite a random number of first tokens and labels of samples by an earlier sample's."""
     for sample in range(1, len(batch["lengths"])):
         other = random.randrange(sample)
         most = min(batch["lengths"][sample], batch["lengths"][other])
@@ -155,9 +156,10 @@ def _pixels(samples: int, rows: int, generator: numpy.random.Generator) -> Tenso
 
 
 def _in_a_row(batch: MicroBatch, multiple: int) -> MicroBatch:
-    """Return the samples of a micro-batch concatenated to [1, T], each padded to ``multiple`` rows.
+    """Return a micro-batch whose samples are concatenated to [1, T], as a packed sequence.
 
-    The entry "side by side" of the result is the original micro-batch.
+    Each sample is padded to a multiple of ``multiple`` rows. The entry "side by side" of the result
+    is the original micro-batch.
     """
     rows = [-(-length // multiple) * multiple for length in batch["lengths"]]
     row = {
@@ -169,7 +171,7 @@ def _in_a_row(batch: MicroBatch, multiple: int) -> MicroBatch:
 
 
 def loop_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """Return the output and loss function of a micro-batch, as the forward step of a loop."""
+    """Run ``model`` on the next micro-batch; return its output and loss function, as loops do."""
     batch = next(data_iterator)
     output = model(
         batch["tokens"],
@@ -182,9 +184,10 @@ def loop_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
 
 
 def loop_loss(batch: MicroBatch, token_losses_BS: Tensor, non_loss_data: bool = False) -> Any:
-    """Return the tuple in this module's table, with the loss of a micro-batch from token losses.
+    """Compute the loss of a micro-batch from its token losses; return a tuple as in the table.
 
-    The loop collects the last item. With ``non_loss_data``, return the sum of the losses instead.
+    The table is in this module's docstring. The loop collects the last item of the tuple. With
+    ``non_loss_data``, return the sum of the losses instead.
     """
     mask_BS = batch["loss_mask"].to(token_losses_BS.dtype)
     if non_loss_data:
@@ -205,7 +208,7 @@ def loop_loss(batch: MicroBatch, token_losses_BS: Tensor, non_loss_data: bool = 
 
 
 def clipped(batch: MicroBatch, token_losses_BS: Tensor, mask_BS: Tensor) -> Tensor:
-    """Return the mean over each sequence of clipped-ratio loss plus divergence: [B]."""
+    """Return [B]: mean of clipped-ratio loss plus divergence over each sequence's loss tokens."""
     difference_BS = batch["old_losses"].to(token_losses_BS.dtype) - token_losses_BS
     ratio_BS = difference_BS.exp()
     advantage_B1 = batch["advantages"].to(token_losses_BS.dtype)[:, None]

@@ -233,7 +233,7 @@ def _require_framework(arguments: argparse.Namespace) -> None:
 
 
 def _rows(first: Choice) -> str:
-    """Return a note on the multiple of rows to which training pads chunks on each device."""
+    """Return a note: training pads the rows of each device to a multiple; "" if that is 1."""
     of_device = first.multiple // (first.layout.tp * first.layout.cp)
     return f"; rows of a device padded to multiples of {of_device}" if of_device > 1 else ""
 

@@ -75,7 +75,7 @@ def _row(job: TunedJob, each: Capacity) -> list[str]:
 
 
 def _verdict(jobs: list[TunedJob], fits: list[Capacity], context: int) -> str:
-    """Return text on the fewest devices for the model states, and for ``context`` tokens too."""
+    """Return text: the fewest devices for the states, and for a document of ``context`` tokens."""
     held = [job for job, each in zip(jobs, fits, strict=True) if each.best is not None]
     if not held:
         return (

@@ -61,7 +61,7 @@ class TunedJob:
         return list(layouts(self.model, self.devices, self.node_devices, documents, wanted))
 
     def cost_for(self, layout: Layout) -> Cost:
-        """Return the cost model of a layout with equal numbers of layers.
+        """Return the cost model of a layout whose stages differ by at most one layer.
 
         Raises:
             ValueError: if the layout cannot run.

@@ -91,7 +91,7 @@ def _timeline(choice: Choice | None, title: str) -> Timeline | None:
 def _try(
     job: TunedJob, choice: Choice, planner: str, lengths: Sequence[int], options: Options
 ) -> Choice | None:
-    """Plan one batch in the layout of ``choice`` with ``planner``; return None if no plan fits."""
+    """Plan ``lengths`` by ``planner`` in the layout of ``choice``; return None if no plan fits."""
     elastic = planner == ELASTIC and choice.planner == ELASTIC
     cost = job.cost_for(choice.layout)
     layers = choice.layers if elastic else cost.layout.layers
@@ -119,7 +119,7 @@ def _gains(
     options: Options,
     workers: Workers,
 ) -> list[GainPoint]:
-    """Return the gain over planner packing at contexts ``context``, ``context`` / 2, ..., 4096."""
+    """Return the gain over packing at ``context``, ``context`` / 2, ... (up to 6, down to 4096)."""
     contexts = sorted({max(1, context >> n) for n in range(_CONTEXTS)})
     contexts = [each for each in contexts if each >= min(_LEAST_CONTEXT, context)]
     overlapped = any(each.planner == OVERLAPPED for each in result.choices)

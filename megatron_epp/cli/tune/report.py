@@ -46,7 +46,7 @@ def tuning_lines(
     mfu: Sequence[float | None],
     parts: Mapping[int, Sequence[Mapping[str, float]]],
 ) -> str:
-    """Return the search as text.
+    """Return a text about the result of the search.
 
     Args:
         result: result of the search.
@@ -54,7 +54,7 @@ def tuning_lines(
         machines: description of the devices.
         rows: the choices shown.
         mfu: MFU of each of ``rows``; None if the device's peak is unknown.
-        parts: for some rows, by row index: peak bytes of each rank, by category.
+        parts: for some rows, by index in ``rows``: for each rank, bytes at its peak by category.
     """
     lines = [*survey_verdict(result), "", f"lengths  {batches}", f"machine  {machines}", ""]
     text = "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)
@@ -201,7 +201,7 @@ def _with_spare_memory(choices: Sequence[Choice]) -> str:
 
 
 def _why(choices: Sequence[Choice]) -> list[str]:
-    """Return how much slower the next two layouts are, and the main reason for each."""
+    """Return how much slower the next two layouts of the same planner are, and the main reasons."""
     first = choices[0]
     others = [c for c in choices[1:] if c.layout != first.layout and c.planner == first.planner]
     lines = []
@@ -222,7 +222,7 @@ def _why(choices: Sequence[Choice]) -> list[str]:
 
 
 def spread(played: Sequence[Choice]) -> str:
-    """Return a table of minimum, median and maximum over successive iterations."""
+    """Return a table of minimum, median and maximum over ``played``, one item per iteration."""
     rows = []
     for name, values in (
         ("seconds", [each.seconds for each in played]),

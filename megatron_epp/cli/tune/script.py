@@ -105,7 +105,7 @@ def launch_flags(job: TunedJob, choice: Choice, documents: int, context: int) ->
 
     Args:
         job: devices and model.
-        choice: choice that the flags launch.
+        choice: layout and planner that the flags select.
         documents: number of documents of a global batch.
         context: tokens of the longest document.
     """
@@ -130,7 +130,10 @@ def require_sayable(model: Model, config: HubConfig | None) -> None:
 
 
 def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
-    """Return the flags of the degrees and, except for a HybridModel, of uneven stages."""
+    """Return the flags of the parallel sizes and of uneven stages.
+
+    Flags of stages are omitted for a HybridModel, and if ``choice`` has a placement.
+    """
     layout = choice.layout
     flags = [["--tensor-model-parallel-size", str(layout.tp)]]
     if layout.tp > 1:
