@@ -256,7 +256,7 @@ def _loss_masks(
     """Return the loss mask of every document: float32, one value per input.
 
     In all batches, the mask is 0 for random labels. In a quarter of the batches, it is also 0 in
-    every second turn of a conversation, so that some slices and some ranks have no loss. In another
+    every second turn of a conversation; some slices and some ranks then have no loss. In another
     quarter, only document 0's replica has labels with a loss, and one of its chunks has none.
     """
     lengths = step.lengths

@@ -36,7 +36,7 @@ class TrainerReference(Reference):
         return max(abs(self._loss(parts) - loss) / self.unit for loss, parts in pairs)
 
     def _loss(self, parts: Sequence[tuple[float, float]]) -> float:
-        """Return the loss per token of all ranks; infinite if their count is of other tokens."""
+        """Return the loss per token of all ranks; infinite if the count shows other tokens."""
         total, counted = map(sum, zip(*parts, strict=True))
         return total / self.tokens if counted == self.tokens else float("inf")
 

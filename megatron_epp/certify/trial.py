@@ -82,7 +82,7 @@ class DescribedModelFlags:
 
     @staticmethod
     def flags(name: str, like: str | None, pp: int) -> list[str]:
-        """Return Megatron's flags for model ``name`` (model_type ``like`` if given), ``pp`` stages.
+        """Return Megatron's flags for ``name`` on ``pp`` stages; ``like`` replaces its model_type.
 
         Raises:
             ValueError: if flags cannot express the model.

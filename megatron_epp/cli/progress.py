@@ -72,7 +72,7 @@ class Workers:
                 each.terminate()
 
     def watched(self, what: str) -> Callable[[Callable[..., Any], Sequence[tuple]], Iterator[Any]]:
-        """Return a runner with a progress bar: of several tasks, or of the effort of a single task.
+        """Return a runner with a progress bar over several tasks, or the effort of a single task.
 
         ``what`` is the label of the bar of several tasks.
         """

@@ -43,7 +43,7 @@ class AcceptedStep:
         predicted_peak_bytes: predicted peak of each pipeline rank, as the maximum over the
             replicas; empty if the plans have no prediction.
         splits_backward: whether the plan of any replica splits backward into I and W.
-        planning: record of the planning; each number is the maximum over all ranks.
+        planning: how the step was planned; each number is the maximum over all ranks.
     """
 
     part: StepPart

@@ -49,8 +49,8 @@ class CostMonitor:
         may_refit: whether this job measured the cost model itself, and may therefore replace it.
         on_these_devices: function that takes a cost model of the resumed run. It returns this model
             with the slowness of ranks that was measured when this job started.
-        keep_speeds: function that is called on all ranks after a rank became slow or recovered,
-            with the slowness (relative op time) of every rank of every replica.
+        keep_speeds: function that is called on all ranks after a rank became slow or recovered. Its
+            argument is the slowness (relative op time) of every rank of every replica.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ class Fallbacks:
         return "".join(f"{line}\n" for _, line in ordered)
 
     def of(self, iteration: int, place: Place = None) -> str | None:
-        """Return the fallback planner's name if one planned ``iteration`` for ``place``, or None.
+        """Return the fallback planner that planned ``iteration`` for ``place``; None if none did.
 
         ``place`` is (replica, number of replicas); None for all replicas.
         """

@@ -160,7 +160,7 @@ class Observer:
             )
 
     def _of_chunks(self, step: AcceptedStep) -> tuple[float, ...]:
-        """Return the predicted peaks without model states, because measured peaks have none."""
+        """Return the predicted peaks without model states, which measured peaks do not include."""
         predicted = step.predicted_peak_bytes
         if not (predicted and isinstance(self.steps, PredictingSource)):
             return predicted

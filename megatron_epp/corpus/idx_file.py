@@ -86,7 +86,7 @@ def examine(prefix: str) -> CorpusFiles:
 def read_index(index: Path) -> CorpusFiles:
     """Read and check an index, and the size of the ``.bin`` next to it if there is one.
 
-    Time is linear in the size of the index; memory is limited to one block of it.
+    Time is linear in the size of the index; at most one block of the index is in memory.
 
     Raises:
         ValueError: the file is not an index, is damaged, or describes another ``.bin``.

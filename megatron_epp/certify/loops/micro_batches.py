@@ -142,7 +142,7 @@ def _micro_batch(
 
 
 def _begin_alike(batch: MicroBatch, random: Random) -> None:
-    """Overwrite a random number of first tokens and labels of samples by an earlier sample's."""
+    """Copy a random number of first tokens and labels to each sample from an earlier sample."""
     for sample in range(1, len(batch["lengths"])):
         other = random.randrange(sample)
         most = min(batch["lengths"][sample], batch["lengths"][other])
