@@ -75,7 +75,7 @@ def profile(
         model: sizes of the model.
         device: rates of the device.
         b1_divisor: divisor of the published seconds per chunk (b1 of FlexSP). They were measured
-            with gathers across nodes, but these pipelines gather within a node. With the default,
+            with gathers across nodes, but pipeline stages gather within a node. With the default,
             gathers and all-to-all take the fraction of the time that InfiniPipe reports.
         head_seconds: whether the LM head on the last stage takes time. Default: false with
             published constants, whose seconds per token (a2) include the LM head; otherwise true.
@@ -296,7 +296,7 @@ def _layer(
         linear: forward seconds per token.
         attention: forward seconds per query-key pair.
         launch: forward seconds per chunk.
-        gather: seconds of ZeRO 3's gathers and scatters in F and B.
+        gather: seconds per chunk of ZeRO 3's gathers and scatters, in F and B together.
         kept: bytes per token saved from F to B.
         weight_inputs: bytes per token saved from I to W.
         light: forward seconds per token of kernels other than products and attention.

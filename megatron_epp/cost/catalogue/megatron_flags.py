@@ -40,7 +40,7 @@ class ModelFlags(NamedTuple):
 
     @property
     def entry(self) -> str:
-        """Module that trains a model with these flags."""
+        """Name of the Python module that trains a model with these flags."""
         return f"megatron_epp.pretrain_{'hybrid' if self.hybrid else 'gpt'}"
 
     @property

@@ -130,7 +130,10 @@ def scores() -> Scores:
 
 
 def error(name: str, measured: float, predicted: float) -> float:
-    """Return how much longer or larger ``predicted`` is than ``measured``, as a fraction."""
+    """Return how much longer or larger ``predicted`` is than ``measured``, as a fraction.
+
+    ``name`` is the name of the measured number. Rates are inverted before they are compared.
+    """
     ratio = measured / predicted if name in RATES else predicted / measured
     return ratio - 1
 
