@@ -75,7 +75,7 @@ def profile(
         model: sizes of the model.
         device: rates of the device.
         b1_divisor: divisor of the published seconds per chunk (b1 of FlexSP). They were measured
-            with gathers across nodes, but these pipelines gather within a node. With the default,
+            with gathers across nodes, but pipeline stages gather within a node. With the default,
             gathers and all-to-all take the fraction of the time that InfiniPipe reports.
         head_seconds: whether the LM head on the last stage takes time. Default: false with
             published constants, whose seconds per token (a2) include the LM head; otherwise true.
@@ -154,7 +154,7 @@ def profile(
 
 
 def _rates_by_size(device: Device) -> dict[int, float]:
-    """Return all-to-all bytes per second by group size, copies within a device included."""
+    """Return all-to-all bytes per second by group size, slowed by copies in a device's memory."""
     if not device.memory_efficiency:
         return dict(device.group_bytes_per_second)
     network = Network.of(TOPOLOGIES["nodes"], device)
@@ -163,7 +163,7 @@ def _rates_by_size(device: Device) -> dict[int, float]:
 
 
 def head_block_tokens(words: int) -> int:
-    """Return the rows per block of a fused LM head with ``words`` vocabulary entries."""
+    """Return the tokens per block of a fused LM head with ``words`` vocabulary entries."""
     fitting = (rows for rows in HEAD_BLOCK_TOKENS if rows * words <= HEAD_BLOCK_LOGITS)
     return next(fitting, HEAD_BLOCK_TOKENS[-1])
 
@@ -187,13 +187,13 @@ def _published_coefficients(
 
 
 def _kv_read_seconds(layer: Layer, device: Device) -> dict[Kind, float]:
-    """Return the seconds per token of context to read its K and V.
+    """Return the seconds to read K and V of the context, per context token, by kind of op.
 
     Backward reads K and V again, and writes, reads and accumulates their gradients. Blocks of
-    queries share K and V through the cache. K and V are therefore read from memory about once,
-    independent of the slice's length. This fits FlashAttention-3's table
-    (tests/cost/test_published_attention.py). With a sliding window the seconds per pair include
-    this time.
+    queries share K and V through the GPU's cache. K and V are therefore read from memory about
+    once, independent of the slice's length. This assumption fits FlashAttention-3's table
+    (tests/cost/test_published_attention.py). With a sliding window the result is empty, because
+    the seconds per pair include this time.
     """
     rate, carried = device.memory_bytes_per_second, layer.carried.channels
     if not rate or layer.window or not carried:
@@ -203,7 +203,7 @@ def _kv_read_seconds(layer: Layer, device: Device) -> dict[Kind, float]:
 
 
 def _without_weights(forward: float, backward: float) -> dict[Kind, float]:
-    """Return the seconds by kind of op of work without weights: I has all of B's, W has none."""
+    """Return seconds by kind of op, for work without weights: I takes as long as B, W takes 0."""
     ops = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
     return dict(zip(ops, (forward, backward, backward, 0.0), strict=True))
 
@@ -267,7 +267,7 @@ def _weight_seconds(parameters: int, device: Device) -> dict[Kind, float]:
 def _column_seconds(
     layer: Layer, work: Work, device: Device, attention: float
 ) -> dict[Kind, float]:
-    """Return the seconds per unit of an additional column.
+    """Return the seconds per unit of the additional column with this ``work``, by kind of op.
 
     ``attention`` is the layer's forward seconds per query-key pair.
     """
@@ -296,7 +296,7 @@ def _layer(
         linear: forward seconds per token.
         attention: forward seconds per query-key pair.
         launch: forward seconds per chunk.
-        gather: seconds of ZeRO 3's gathers and scatters in F and B.
+        gather: seconds per chunk of ZeRO 3's gathers and scatters, in F and B together.
         kept: bytes per token saved from F to B.
         weight_inputs: bytes per token saved from I to W.
         light: forward seconds per token of kernels other than products and attention.
@@ -374,7 +374,8 @@ def _published_rates(
     """Return (forward seconds per token, per pair, gather seconds) of one layer on one device.
 
     A document of s tokens has s * (s + 1) / 2 pairs, so a1 * s^2 = 2 * a1 * pairs - a1 * s. The
-    linear coefficient is reduced accordingly, so that eq. 1 holds exactly.
+    linear coefficient a2 is reduced by a1, so that the seconds are exactly a1 * s^2 + a2 * s, as in
+    eq. 1 of InfiniPipe.
     """
     millisecond = 1e-3 / layers
     a1 = published.a1_ms_per_square_token * millisecond

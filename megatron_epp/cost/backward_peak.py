@@ -14,7 +14,7 @@ from megatron_epp.ir import KEEP, OFFLOAD, Kind, Plan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRun:
-    """Consecutive layers of one kind and recompute mode in the backward of every stage and chunk.
+    """Run of layers of one kind and recompute mode in backward, for every stage and chunk.
 
     Attributes:
         count: [stages, chunks], number of layers.
@@ -70,15 +70,15 @@ class BackwardPeak:
         return part
 
     def bytes_of(self, runs: Iterable[LayerRun]) -> np.ndarray:
-        """Return the additional bytes of the peak: [stages, chunks].
+        """Return the peak minus bytes that are counted elsewhere: [stages, chunks].
 
-        The result does not include the bytes that the chunk holds from F to B, the K and V
-        gradients that a last slice makes, the bytes that I saves for W, or the largest workspace of
-        a layer.
+        Counted elsewhere are the bytes that the chunk holds from F to B and the bytes that I saves
+        for W. The K and V gradients that a last slice makes and the largest workspace of a layer
+        are also counted elsewhere.
 
         Without recompute the result is at most 0: the last layer frees its activations before the
         first layer makes its gradients, and I replaces activations by weight inputs layer by layer.
-        The result is below 0 if the layer with the largest workspace is not the last layer.
+        It is then below 0 if the layer with the largest workspace is not the last layer.
 
         Args:
             runs: layers in the order of backward.
@@ -101,10 +101,11 @@ class BackwardPeak:
 
 
 def runs_of_counts(memory: ChunkMemory, loads: Loads, counts: Counts) -> list[LayerRun]:
-    """Return the runs of ``counts`` [stages, chunks] of layers by kind and mode, last layers first.
+    """Return the layers of all stages and chunks as runs, last layers first.
 
-    The layers of a kind are in the order of ``counts``. Layers that save everything are last. For
-    the place of offloaded layers see :func:`_offloaded`.
+    ``counts`` contains the number of layers by (kind, recompute mode): [stages, chunks]. The first
+    layers of a kind have the mode of its first entry in ``counts``, and so on. Layers that save
+    everything are last. For the place of offloaded layers see :func:`_offloaded`.
     """
     if memory.layout.kinds.number > 1:
         return list(_layer_by_layer(memory, loads, counts))
@@ -173,7 +174,8 @@ def _offloaded(memory: ChunkMemory, counts: Counts) -> Iterator[LayerRun]:
 def _layer_by_layer(memory: ChunkMemory, loads: Loads, counts: Counts) -> Iterator[LayerRun]:
     """Yield all offloaded layers, then the other layers of every stage one by one, last first.
 
-    The layers of a kind are in the order of ``counts``; layers that save everything are last.
+    The first layers of a kind have the mode of its first entry in ``counts``, and so on. Layers
+    that save everything are last in the stage.
     """
     yield from _offloaded(memory, counts)
     number, chunk = memory.layout.kinds.number, np.arange(loads.chunks)

@@ -52,9 +52,9 @@ def named_cost(
     """Return the cost of a model on devices; both are given by name or file.
 
     Devices may differ by pipeline rank, as in ``h100-80g*4,a100-80g*4``. Each device has its own
-    rates and budget. A message takes as long as on the slower of its two devices; the latency is
-    the largest of all devices. If devices differ, constants that papers published are not used, and
-    reading K and V takes time only if the memory rate of every device is known.
+    rates and budget. A message takes as long as on the slower of its two devices; its latency
+    is the largest of all devices. If devices differ, constants that papers published are not used.
+    Reading K and V then takes time only if the memory rate of every device is known.
 
     Args:
         model_name: name or file of a model, or the model itself.
@@ -66,7 +66,7 @@ def named_cost(
         zero: ZeRO stage; default: 3 for gpt-7b, gpt-13b and gpt-30b, otherwise 1.
         memory_budget_gib: budget of each device in GiB; default: budget_gib of the device.
         layers: number of layers of each stage; default: as :func:`even_layers`.
-        ep: expert-parallel size; default: the greatest common divisor of tp * cp and the experts.
+        ep: expert-parallel size; default: gcd of tp * cp and the number of experts, or 1.
         layer_kinds: kind of each layer, by its name in ``profile``; default: the model's kinds.
         profile: measured profile; default: the analytic profile.
         topology: name or file of a topology for an analytic profile; a measured profile contains
@@ -186,9 +186,10 @@ def _require_one_sort(devices: Sequence[Device]) -> None:
 
 
 def _of_all(name: str, profiles: Sequence[Profile]) -> Profile:
-    """Return one profile for all devices: bytes of the first device, and the largest latency.
+    """Return one profile for all devices, with their largest latency and lowest host rate.
 
-    Offload is not available if the rate to host memory is unknown for one of the devices.
+    Other coefficients, such as bytes, are those of the first device. Offload is not
+    available if the rate to host memory is unknown for one of the devices.
     """
     first = profiles[0]
     sort = "cpu:" if is_of_cpu(first) else ""
@@ -215,7 +216,8 @@ def expert_degree(ep: int | None, tp: int, cp: int, experts: int | None, dp: int
             above tp * cp shards experts over all devices of several replicas.
         tp: tensor-parallel size.
         cp: context-parallel size.
-        experts: number of experts of a layer; None: unknown.
+        experts: number of experts of a layer; 0: the default is 1; None: the number is unknown,
+            and the default is tp * cp.
         dp: data-parallel size.
 
     Raises:

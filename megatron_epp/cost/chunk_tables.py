@@ -8,9 +8,11 @@ both directions at once:
 
     seconds[s, c] = max(seconds without copies, offloaded[s, c] * saved_bytes[c] / host rate)
 
-This assumes that offloaded layers are distributed evenly (ir.recompute.offload_among). As in
+Here offloaded[s, c] is the number of offloaded layers, and saved_bytes[c] are the bytes of one of
+them. This assumes that offloaded layers are distributed evenly (ir.recompute.offload_among). As in
 Transformer Engine's CPU offloading, at most two of them are on the device at a time, one in use and
-one being copied. Both count during the whole op, because a layer is copied back before it runs.
+one being copied. The bytes of both count during the whole op, because a layer is copied back
+before it runs.
 Host memory is counted separately (cost.host_memory). The time that an op waits for a copy counts as
 communication.
 """
@@ -57,7 +59,7 @@ class ChunkTables:
         loads: loads of the chunks.
         forward_only: whether plans are forward-only. Such plans save nothing: the activations of
             one layer exist at a time. Activations of embedding and LM head count during all of F.
-        kinds: kinds of ops that run layers in the tables; default: F, B, I and W.
+        kinds: kinds of ops of layers that the tables contain; default: F, B, I and W.
     """
 
     def __init__(
@@ -75,10 +77,10 @@ class ChunkTables:
         self.backwards = tuple(kind for kind in BACKWARDS if kind in self.kinds)
 
     def of_counts(self, counts: Counts) -> Table:
-        """Return the table for ``counts`` [stages, chunks] of layers by (kind, recompute mode).
+        """Return the table for ``counts``: layers [stages, chunks] by (kind, recompute mode).
 
-        Within a stage, the layers of one kind are assumed to be in the order of ``counts``. Layers
-        that save everything are last; offloaded layers may be anywhere.
+        The modes of a stage's layers of one kind are assumed to have the order of the entries in
+        ``counts``. Layers that save everything are last; offloaded layers may be anywhere.
         """
         return self.of_runs(counts, runs_of_counts(self.memory, self.loads, counts))
 
@@ -121,7 +123,7 @@ class ChunkTables:
         )
 
     def parts(self) -> "list[ChunkTables]":
-        """Return the ChunkTables of each part of joined loads, without computing them again."""
+        """Return a ChunkTables for each part of joined loads, with values copied from this one."""
         tables, at, document = [], 0, 0
         for loads in self.loads.parts:
             chunks = slice(at, at + loads.chunks)
@@ -149,7 +151,7 @@ class ChunkTables:
 
     @cached_property
     def _workspace(self) -> dict[Kind, np.ndarray]:
-        """[stages, chunks] bytes by op kind, without recompute; every table replaces those of F."""
+        """Workspaces [stages, chunks] by op kind, without recompute; of_runs replaces that of F."""
         of_layers = {kind: self.memory.workspace_bytes(kind, self.loads) for kind in self.kinds}
         return of_layers | dict(self.ends.head_workspace_bytes(self.loads))
 
@@ -193,7 +195,7 @@ class ChunkTables:
         comm: dict[Kind, np.ndarray],
         workspace: dict[Kind, np.ndarray],
     ) -> None:
-        """Add the copies of ``offloaded`` [stages, chunks] layers of each kind to every op."""
+        """Add to every op the copies of ``offloaded`` layers, [stages, chunks] by layer kind."""
         memory, loads = self.memory, self.loads
         copies = sum(count * memory.copy_seconds(loads, kind) for kind, count in offloaded.items())
         in_flight = np.minimum(np.sum(list(offloaded.values()), axis=0), IN_FLIGHT)

@@ -1,4 +1,4 @@
-"""Columns: the quantities of a chunk of which the seconds of an op are a linear function.
+"""Columns: quantities of a chunk; the seconds of an op are a linear function of them.
 
 Every layer has the columns tokens, query-key pairs and 1. A layer kind adds columns as subclasses
 of :class:`Column` and lists them in :attr:`Part.COLUMNS <megatron_epp.cost.kinds.base.Part>`. A
@@ -100,7 +100,7 @@ CONTEXT, DIAGONAL = ContextTokens(), DiagonalPairs()
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Columns of a layout: tokens, pairs and 1 at TOKENS, PAIRS and CHUNKS, then ``extra``.
+    """Columns of a layout: tokens (index TOKENS), pairs (PAIRS) and 1 (CHUNKS), then ``extra``.
 
     Attributes:
         windows: columns of sliding windows, narrowest first.
@@ -140,7 +140,7 @@ class Columns:
         return loads.features[self.extra]
 
     def batch_features(self, lengths: np.ndarray, chunks: float) -> np.ndarray:
-        """Return [columns]: sums over uncut documents of ``lengths``, in ``chunks`` chunks."""
+        """Return column sums of uncut documents of ``lengths`` in ``chunks`` chunks: [columns]."""
         lengths = np.asarray(lengths, dtype=np.float64)
         begins = np.zeros_like(lengths)
         sums = [lengths.sum(), (lengths * (lengths + 1) / 2).sum(), chunks]

@@ -16,9 +16,10 @@ def tensor_seconds(layout: StageLayout, bytes_per_token: float) -> float:
 
 
 def all_to_all_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
-    """Return the seconds per token to exchange rows for heads in a CP group in a layer's forward.
+    """Return the seconds per token of all-to-alls in a CP group, in a layer's forward.
 
-    The exchanges are all-to-alls of Q, K, V and the output of attention (eq. 3 of InfiniPipe).
+    They exchange rows for heads in attention: Q, K, V and the output are sharded by rows (tokens)
+    on one side, and by heads on the other (eq. 3 of InfiniPipe).
     """
     if layout.cp == 1 or not of.all_to_all_bytes_per_token:
         return 0.0
@@ -30,7 +31,7 @@ def all_to_all_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
 
 
 def expert_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
-    """Return the seconds per token to send it to its experts and back in a layer's forward."""
+    """Return the seconds per token to send tokens to experts and back in a layer's forward."""
     if layout.ep == 1 or not of.expert_bytes_per_token:
         return 0.0
     moved = of.expert_bytes_per_token / (layout.cp * layout.tp)

@@ -120,9 +120,9 @@ class Cost:
         return {}
 
     def of_replicas(self, first: int, count: int = 1) -> "Cost":
-        """Return the cost of ``count`` replicas from number ``first`` on.
+        """Return one cost for ``count`` replicas, starting with replica ``first``.
 
-        Each rank has its slowest device of these replicas. Equal replicas have this cost itself.
+        Each rank has its slowest device of these replicas. Equal replicas have the cost ``self``.
         """
         slowness = self.layout.profile.replica_slowness
         if not slowness:
@@ -132,7 +132,7 @@ class Cost:
         return self._on_ranks(tuple(map(max, zip(*rows, strict=True))))
 
     def of_fastest_replica(self) -> "Cost":
-        """Return the cost of a replica with the fastest device of all replicas on each rank."""
+        """Return the cost of an imaginary replica: each rank has its fastest device of all."""
         slowness, ranks = self.layout.profile.replica_slowness, self.layout.placement.ranks
         if not slowness:
             return self
@@ -187,7 +187,7 @@ class Cost:
         return self.tables(loads, plan.forward_only).of_runs(counts, runs)
 
     def table_of(self, loads: Loads, counts: Counts, forward_only: bool = False) -> Table:
-        """Return the table for ``counts`` of layers by kind and mode; see ChunkTables.of_counts."""
+        """Return the table for ``counts`` of layers, as :meth:`ChunkTables.of_counts` does."""
         return self.tables(loads, forward_only).of_counts(counts)
 
     def tables(

@@ -38,7 +38,7 @@ class Ends:
         self.times = layout.predictions
 
     def parameters(self) -> np.ndarray:
-        """Return [stages] weights of embedding and LM head, before tensor-parallel sharding.
+        """Return the number of weights of embedding and LM head, before TP sharding: [stages].
 
         With multi-token prediction the last stage also has a copy of the embedding.
         """
@@ -49,7 +49,7 @@ class Ends:
         return held
 
     def add_seconds(self, kind: Kind, per_SF: np.ndarray) -> None:
-        """Add embedding and LM head's seconds in an op ``kind`` to ``per_SF`` [stages, columns]."""
+        """Add the seconds of embedding and LM head in ``kind`` to ``per_SF`` [stages, columns]."""
         per_SF[0] += self.layout.row(self.profile.first_seconds[kind])
 
     def head_seconds(self) -> Mapping[Kind, np.ndarray]:
@@ -103,13 +103,13 @@ class HeadOnLastStage(Ends):
     """LM head on the last stage alone, as part of its F, B, I and W."""
 
     def parameters(self) -> np.ndarray:
-        """Return [stages] weights of embedding and LM head."""
+        """Return the number of weights of embedding and LM head: [stages]."""
         held = super().parameters()
         held[-1] += self.profile.last_parameters
         return held
 
     def add_seconds(self, kind: Kind, per_SF: np.ndarray) -> None:
-        """Add embedding and LM head's seconds in an op ``kind`` to ``per_SF`` [stages, columns]."""
+        """Add the seconds of embedding and LM head in ``kind`` to ``per_SF`` [stages, columns]."""
         super().add_seconds(kind, per_SF)
         per_SF[-1] += self.times * self.layout.row(self.profile.last_seconds[kind])
 
@@ -139,7 +139,7 @@ class HeadOnAllStages(Ends):
     """LM head sharded over all stages: each stage has 1/stages of the vocabulary and runs H, G."""
 
     def parameters(self) -> np.ndarray:
-        """Return [stages] weights of embedding and LM head."""
+        """Return the number of weights of embedding and LM head: [stages]."""
         each = self.profile.last_parameters / self.layout.stages
         return super().parameters() + np.full(self.layout.stages, each)
 
@@ -171,10 +171,10 @@ class HeadOnAllStages(Ends):
         return dict.fromkeys(OF_HEAD, gathered)
 
     def _head_held_bytes(self, loads: Loads) -> np.ndarray:
-        """Return the bytes of the model's output, later of its gradient, on the last stage.
+        """Return the bytes of the model's output on the last stage; its gradient replaces it later.
 
         If a profile was measured with a fused LM head, ``last_bytes`` include the final norm's
-        input and this gradient; the larger of ``last_bytes`` and the output is used.
+        input and the output's gradient; the larger of ``last_bytes`` and the output is used.
         """
         output = self._hidden(loads)
         if not self._holds_logits:
@@ -188,16 +188,16 @@ class HeadOnAllStages(Ends):
         return self.profile.last_bytes.per_token > 0 and not self.profile.last_workspace_tokens
 
     def _hidden(self, loads: Loads) -> np.ndarray:
-        """Return the bytes of the hidden states from which tokens are predicted: [chunks]."""
+        """Return the bytes of the hidden states that all runs of the LM head read: [chunks]."""
         return self.times * self.layout.bytes_of(self.layout.hidden_bytes, loads)
 
     def head_link_seconds(self, loads: Loads, forward_only: bool) -> Mapping[Payload, np.ndarray]:
         """Return the seconds that a message of H occupies each link: [stages, chunks].
 
-        The last row is the link from the last stage to the first. Between stages a message has
-        three parts of equal size: the hidden state, the softmax-weighted sum of vocabulary rows,
-        and the labels' vocabulary rows. The last stage has the hidden state and receives only the
-        rows. Forward-only plans send no rows. The two softmax statistics per token are not counted.
+        The last entry is the link from the last stage to the first. Other messages have three equal
+        parts: the hidden state, and, unless plans are forward-only, the softmax-weighted sum of
+        vocabulary rows and the labels' vocabulary rows. The last stage has the hidden state and
+        receives only the other two parts. The two softmax statistics per token are not counted.
         """
         link = np.outer(self.times * self.layout.links_per_token, loads.tokens)
         link[:-2] *= 1 if forward_only else 3
@@ -216,8 +216,8 @@ class HeadOnAllStages(Ends):
     def _head_workspace(self, kind: Kind, loads: Loads) -> np.ndarray:
         """Return the bytes while H or G runs, on each stage: [stages, chunks].
 
-        H and G hold logits of a block of tokens. H also holds two received rows per token and two
-        to send. G also holds the gradient of the stage's shard of the weight.
+        H and G hold logits of a block of tokens. H also holds four vocabulary rows per token (two
+        received, two to send). G also holds the gradient of the stage's shard of the weight.
         """
         profile, layout, stages = self.profile, self.layout, self.layout.stages
         if kind in profile.head_workspace_bytes:

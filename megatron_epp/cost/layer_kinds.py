@@ -48,7 +48,7 @@ class StageKinds:
 
     @cached_property
     def _before(self) -> np.ndarray:
-        """[K, stages, n + 1]: layers of each kind among the first 0, 1, ..., n of a stage."""
+        """[K, stages, n + 1]: number of layers of each kind among a stage's first 0, 1, ..., n."""
         most = max(len(word) for word in self.words)
         before = np.zeros((self.number, len(self.words), most + 1))
         for stage, word in enumerate(self.words):
@@ -93,12 +93,12 @@ class StageKinds:
         return self._before[:, stage, stop] - self._before[:, stage, start]
 
     def first(self, mode: str, layers: np.ndarray) -> Counts:
-        """Return the counts if the first ``layers`` [stages, chunks] of a stage have ``mode``."""
+        """Return counts of each stage's first ``layers`` [stages, chunks], all with ``mode``."""
         of_kinds = enumerate(self.from_front(np.zeros_like(layers), layers))
         return {(kind, mode): grid for kind, grid in of_kinds if grid.any()}
 
     def of_plan(self, plan: Plan) -> dict[Choice, np.ndarray]:
-        """Return [stages, chunks] numbers of layers of ``plan`` by (kind, recompute mode)."""
+        """Return the number of layers of ``plan`` by (kind, recompute mode): [stages, chunks]."""
         seen: dict[tuple[int, str], dict[Choice, int]] = {}
         counts: dict[Choice, np.ndarray] = {}
         for stage, choices in enumerate(plan.recompute):

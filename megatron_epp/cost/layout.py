@@ -162,7 +162,7 @@ class StageLayout:
 
     @cached_property
     def device_layouts(self) -> tuple[tuple[Self, ...], np.ndarray]:
-        """Layouts, one for each device type, and [stages] the index of each stage's layout."""
+        """One layout for each device type, and the index of each stage's layout: [stages]."""
         different = tuple(dict.fromkeys(map(id, self.unlike_devices)))
         known = {id(each): each for each in self.unlike_devices}
         layouts = tuple(
@@ -266,7 +266,7 @@ class StageLayout:
         return Columns.of(known)
 
     def row(self, seconds: Seconds, of: LayerCoefficients | None = None) -> np.ndarray:
-        """Return ``seconds`` as [columns]; if ``of`` has a window, only pairs within it count."""
+        """Return ``seconds`` as [columns]; if ``of`` has a window, pairs are those in it."""
         # The constant per chunk, mostly kernel launches, is not divided by the number of devices.
         row = np.zeros(self.columns.width)
         row[TOKENS], row[CHUNKS] = seconds.per_token / self.shards, seconds.per_chunk
@@ -282,7 +282,7 @@ class StageLayout:
         return row
 
     def bytes_of(self, per: Bytes, loads: Loads) -> np.ndarray:
-        """Return [chunks]: bytes of ``loads`` on one device, given bytes ``per`` token."""
+        """Return the bytes of chunks on one device: [chunks]; ``per`` has the bytes per token."""
         keeps = self.profile.stores_last_slice
         loose, kept = loads.loose_tokens(keeps), loads.cached_tokens(keeps)
         return (per.per_token * loose + per.per_cut_token * kept) / self.shards

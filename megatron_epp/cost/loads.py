@@ -20,12 +20,12 @@ from megatron_epp.ir import (
 
 @dataclass(frozen=True, slots=True)
 class LocalSpans:
-    """Spans that single context-parallel ranks compute alone, and their rows in chunks.
+    """Spans that single context-parallel ranks compute alone, and their tokens in each chunk.
 
     Attributes:
         rank: rank of every span; ALL_RANKS if the span is sharded over all ranks.
         ranks: context-parallel size.
-        tokens: [C], rows of each chunk that ranks do not exchange: ``ranks`` times the largest
+        tokens: [C], tokens of each chunk that need no CP all-to-all: ``ranks`` times the largest
             number of tokens that a rank computes alone.
     """
 
@@ -120,7 +120,7 @@ class Loads:
         return np.bincount(chunk, weights=amount, minlength=self.chunks)
 
     def tail_tokens(self, window: int) -> np.ndarray:
-        """Return [D] tokens of each cut document that later slices attend to with a window.
+        """Return how many tokens of each cut document later slices attend to with ``window``: [D].
 
         The last ``window - 1`` tokens of a slice count, or all tokens of a shorter slice; last
         slices do not count. With window 0, later slices attend to all of their context.
@@ -132,7 +132,7 @@ class Loads:
         return np.bincount(self.document[boundary], weights=tails, minlength=len(self.lengths))
 
     def cached_tokens(self, stores_last_slice: bool) -> np.ndarray:
-        """Return [C] tokens whose K and V are in their document's buffer and not saved elsewhere.
+        """Return how many tokens of each chunk have K and V only in a document's buffer: [C].
 
         They are the tokens of slices that are alone in their chunk. Last slices count only with
         ``stores_last_slice``. All other K and V are saved with their chunk.
@@ -145,7 +145,7 @@ class Loads:
 
     @cached_property
     def _kept(self) -> tuple[np.ndarray, np.ndarray]:
-        """Two arrays of :meth:`cached_tokens`: without last slices, and with last slices."""
+        """Results of :meth:`cached_tokens` without last slices, and with last slices."""
         alone = self.tokens == self.cut_tokens
         slices = self.later >= 0, self.document >= 0
         but_last, with_last = (np.where(at & alone, self.cut_tokens, 0.0) for at in slices)
@@ -198,7 +198,7 @@ class JoinedLoads(Loads):
 
 
 def join_loads(loads: Sequence[Loads]) -> JoinedLoads:
-    """Return ``loads`` concatenated; in each of them only cut documents may have cached K and V."""
+    """Return ``loads`` concatenated; each must cache K and V of cut documents only."""
     chunks = np.cumsum([0] + [each.chunks for each in loads])
     documents = np.cumsum([0] + [len(each.lengths) for each in loads])
 
@@ -259,7 +259,7 @@ class TreeLoads(Loads):
     read: np.ndarray = field(kw_only=True)
 
     def tail_tokens(self, window: int) -> np.ndarray:
-        """Return [D] tokens of each document that later spans attend to with a window."""
+        """Return how many tokens of each document later spans attend to with ``window``: [D]."""
         if not window:
             return self.context_tokens
         slices = (np.diff((0, *boundaries)) for boundaries in self.boundaries_of)
@@ -276,7 +276,7 @@ class TreeLoads(Loads):
 
     @property
     def context_tokens(self) -> np.ndarray:
-        """[D] tokens of each document that later spans or other documents attend to."""
+        """[D]: how many tokens of each document later spans or other documents attend to."""
         return np.array([max(each, default=0) for each in self.boundaries_of], np.float64)
 
 
@@ -346,7 +346,7 @@ def plan_loads(
     Args:
         chunks: chunks of the plan.
         documents: tokens of each document.
-        slices: slices of the chunks; None: computed from them.
+        slices: slices of the chunks; None: computed from the chunks and documents.
         ranks: context-parallel size.
         multiple: chunks are padded to a multiple of this many tokens.
 

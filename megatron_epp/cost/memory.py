@@ -80,16 +80,16 @@ class ChunkMemory:
         return held
 
     def _routed(self, of: LayerCoefficients, loads: Loads) -> np.ndarray:
-        """Return [chunks]: bytes of a layer's experts on the fullest device above an even share.
+        """Return the bytes of a layer's experts on the fullest device minus the mean: [chunks].
 
-        All bytes that recompute of the MLP frees count as bytes of the experts.
+        All bytes that a layer with a recomputed MLP does not save count as bytes of the experts.
         """
         kept, without_mlp = of.saved_bytes[KEEP], of.saved_bytes["m"]
         inside = self.layout.bytes_of(kept, loads) - self.layout.bytes_of(without_mlp, loads)
         return (self.layout.profile.routing - 1) * np.maximum(inside, 0.0)
 
     def _is_routed(self, of: LayerCoefficients) -> bool:
-        """Return whether a device gets more than an even share of tokens for the kind's experts."""
+        """Return whether some device gets more than the mean number of tokens for the experts."""
         return self.layout.profile.routing > 1 and self.layout.ep > 1 and of.expert_parameters > 0
 
     def activation_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:
@@ -142,7 +142,7 @@ class ChunkMemory:
     # --- while an op runs ------------------------------------------------------------------------
 
     def workspace_bytes(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """Return the additional bytes while the op runs, without recompute: [stages, chunks]."""
+        """Return the additional bytes while ``kind`` runs, without recompute: [stages, chunks]."""
         layout = self.layout
         rows = [
             layout.workspace_of(each.workspace_bytes[kind], loads) for each in layout.coefficients
@@ -193,7 +193,7 @@ class ChunkMemory:
         return saved / rates[:, None]
 
     def offloaded_workspace(self, op: Kind, loads: Loads, kind: int) -> np.ndarray:
-        """Return the bytes of one offloaded layer on the device while ``op`` runs: [chunks]."""
+        """Return the bytes that one offloaded layer adds on the device during ``op``: [chunks]."""
         layer = self.saved_bytes((kind, KEEP), loads)
         if op is Kind.INPUT:
             # Weight inputs of all layers count from the start of I, this layer's included.

@@ -70,7 +70,7 @@ class Seconds(_Coefficients):
 
 @dataclass(frozen=True, slots=True)
 class Bytes(_Coefficients):
-    """Bytes of some tensors per token, and per token of a slice whose K and V are cached.
+    """Bytes of some tensors: per token, and per token whose K and V are cached (cut token).
 
     These two differ because the K and V that later slices attend to are in a buffer of the
     document, not in these tensors.
@@ -80,7 +80,7 @@ class Bytes(_Coefficients):
     per_cut_token: float = 0.0
 
     def __call__(self, tokens: float, cut_tokens: float) -> float:
-        """Return the bytes of a chunk of ``tokens``; of these ``cut_tokens`` have cached K, V."""
+        """Return the bytes of a chunk; ``cut_tokens`` of its ``tokens`` have cached K and V."""
         return self.per_token * (tokens - cut_tokens) + self.per_cut_token * cut_tokens
 
 
@@ -165,7 +165,7 @@ class LayerCoefficients:
             rows before a convolution. They do not depend on the slice's length.
         border_gradient_bytes: bytes of the gradients of this state.
         weight_input_bytes: bytes held from I to W.
-        workspace_bytes: by kind of op, bytes during the op, for any number of layers.
+        workspace_bytes: by kind of op, bytes during the op, however many layers there are.
         forward_workspace_bytes: by recompute mode, used instead of workspace_bytes[F] if a layer of
             the chunk has that mode. Only measured modes are present.
         recompute_workspace_bytes: by recompute mode, bytes of one layer that B or I recomputes.
@@ -184,9 +184,9 @@ class LayerCoefficients:
         expert_bytes_per_token: bytes that a forward sends to experts and back within an EP group,
             summed over its devices; backward exchanges as much.
         expert_parameters: parameters sharded by EP.
-        exchange_seconds: by kind of op, measured seconds per token, part of layer_seconds, to
-            exchange rows for heads over CP ranks. Single-rank documents do not need this exchange.
-            Exchanges that were not measured are in all_to_all_bytes_per_token.
+        exchange_seconds: by kind of op, measured seconds per token of all-to-alls over CP ranks
+            (rows for heads), which layer_seconds include. Single-rank documents do not need them.
+            For all-to-alls that were not measured, see all_to_all_bytes_per_token.
         weight_seconds: by kind of op, seconds per chunk to read weights once and write a weight's
             gradient; sharded by TP.
         expert_weight_seconds: like weight_seconds, for the weights of all experts; sharded by EP.
@@ -260,8 +260,8 @@ class Profile(LayerCoefficients):
         last_workspace_bytes: by kind of op, additional bytes of the last stage while an op runs.
         last_workspace_tokens: maximum number of a chunk's tokens to which the bytes per token of
             last_workspace_bytes apply; 0: all.
-        head_seconds: seconds of H and G if one stage has the whole vocabulary, except for the
-            constant per chunk, which is that of each stage. Defaults come from last_seconds.
+        head_seconds: seconds of H and G if one stage has the whole vocabulary. Sharding does not
+            reduce the constant per chunk of a stage. Defaults come from last_seconds.
         head_workspace_bytes: bytes while H or G runs if one stage has the whole vocabulary.
             Defaults come from last_bytes or last_workspace_bytes.
         all_to_all_bytes_per_second: rate of an all-to-all by size of the CP or EP group.
@@ -281,8 +281,8 @@ class Profile(LayerCoefficients):
         other_kinds: coefficients of the other kinds, by name.
         rank_slowness: for each pipeline rank, seconds of an op relative to those of this profile,
             which describes the fastest device; empty: all ranks are equal.
-        replica_slowness: like rank_slowness, but of every replica, one after the other; empty: they
-            are equal. Otherwise ``rank_slowness`` has the largest value of each rank.
+        replica_slowness: like rank_slowness, for one replica after the other; empty: all replicas
+            are equal. If not empty, ``rank_slowness`` has each rank's largest of these values.
     """
 
     provenance: Provenance
@@ -601,7 +601,7 @@ def _read(what: type, value: Any, where: str) -> dict[str, Any]:
 
 
 def _with_host(profile: Profile, where: str) -> Profile:
-    """Return a profile of version 4 with the host time of its device from the catalogue added.
+    """Return a profile of version 4 with the catalogue's host seconds for its device.
 
     Weight reads and latencies are not added: constants of version 4 include them.
     """

@@ -78,8 +78,8 @@ class Device:
         launch_seconds: seconds per layer and chunk in forward; backward takes twice as long.
         group_bytes_per_second: all-to-all rate of one device by group size. Groups of up to
             ``node_devices`` devices are in one node. If memory_efficiency is set, rates are those
-            of the wire, for bytes that leave a device; otherwise they include copies.
-        link_bytes_per_second: rate of a node to an adjacent stage, in one direction.
+            of the wire, for bytes that leave a device; otherwise they include memory copies.
+        link_bytes_per_second: rate of a node's link to an adjacent stage, in one direction.
         link_latency_seconds: latency of one message.
         node_devices: devices of a node, which share its link.
         host_bytes_per_second: rate between one device and host memory in one direction, while the
@@ -230,7 +230,7 @@ def gpu_name(memory_bytes: int, capability: int) -> str:
 
 
 def device_like(text: str, memory_bytes: float = math.inf) -> Device | None:
-    """Return the device with the name ``text``, or with a chip in ``text``; None if unknown.
+    """Return the device with the name ``text``, or whose chip ``text`` names; None if unknown.
 
     ``NVIDIA H100 80GB HBM3``, as torch calls this GPU, gives ``h100-80g``. If several devices have
     the chip, the device with the largest budget up to ``memory_bytes`` is returned.

@@ -1,7 +1,7 @@
 """Model types of Hugging Face's config.json whose layer kinds are supported.
 
-A key that is missing in a file has the default of transformers' class. Properties for which files
-have no key are properties of the family.
+A key that is missing in a file has the default of transformers' class. Properties for which
+config.json has no key are fields of :class:`ModelFamily`.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class ModelFamily:
         sigmoid: whether the router's scores are sigmoids, with a bias for each expert.
         dsa: whether an indexer selects attention's keys.
         positions: rope, none, or learned_absolute.
-        unsaid: properties of all such models that have no Megatron flag.
+        unsaid: properties of all models of this type for which Megatron has no flag.
     """
 
     keys: Mapping[str, Any] = field(default_factory=dict)

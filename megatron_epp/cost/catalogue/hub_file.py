@@ -93,7 +93,7 @@ class HubConfig:
         return taken
 
     def size(self, key: str, rule: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """Return the integer at ``key``, or the integer that all entries of the list there equal.
+        """Return the integer at ``key``; a list of equal integers counts as one integer.
 
         Args:
             key: name of the key.
@@ -151,7 +151,7 @@ class HubConfig:
         return value
 
     def by_layer(self, key: str, layers: int, kind: type) -> list | None:
-        """Return the list at ``key`` with an entry for each of ``layers``; None if missing."""
+        """Return the list of ``layers`` entries at ``key``; None if the key is missing."""
         value = self.keys.get(key)
         if value is None:
             return None
@@ -164,7 +164,7 @@ class HubConfig:
 
 
 def _renamed(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``keys`` with aliases renamed; a value under the new name itself has priority."""
+    """Return ``keys`` with aliases renamed; if the new name is also a key, its value is used."""
     result = {_RENAMED[key]: value for key, value in keys.items() if key in _RENAMED}
     return result | {key: value for key, value in keys.items() if key not in _RENAMED}
 
@@ -216,7 +216,7 @@ def read_description(name: str, path: Path) -> Any:
 
 
 def hub_config(name: str, value: Mapping[str, Any], like: str | None = None) -> HubConfig:
-    """Return the model that a config.json, parsed as ``value``, describes.
+    """Return the HubConfig for a config.json that was parsed as ``value``.
 
     Args:
         name: file, folder or repository, as the user named it.
@@ -268,6 +268,8 @@ def _text_part(where: str, value: Mapping[str, Any]) -> tuple[Mapping[str, Any],
 
 def _known_type(where: str, stated: Any, asked: bool) -> str:
     """Return the key in FAMILIES for the model type ``stated``.
+
+    ``asked`` is whether the type comes from --like; errors name the flag or the file accordingly.
 
     Raises:
         ValueError: the model type has no family.

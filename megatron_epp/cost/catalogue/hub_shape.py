@@ -122,7 +122,7 @@ def _dense_hidden(config: HubConfig) -> int:
 
 
 def mixers_of_layers(config: HubConfig) -> list[str]:
-    """Return the attention range of every layer's mixer: FULL, WINDOW or LINEAR."""
+    """Return the type of every layer's mixer: FULL, WINDOW or LINEAR attention."""
     layers = _layers(config)
     named = config.by_layer("layer_types", layers, str)
     if named is not None:
@@ -162,7 +162,7 @@ def _full_every(config: HubConfig) -> int:
 
 
 def _mixer(config: HubConfig, sees: str) -> dict[str, Any]:
-    """Return the sizes of a layer's mixer."""
+    """Return the sizes of a layer's mixer; ``sees`` is its type: FULL, WINDOW or LINEAR."""
     if sees == LINEAR:
         return {
             "attention": False,
@@ -206,7 +206,7 @@ def _mamba(config: HubConfig, heads: str, groups: str, keys: str, values: str) -
 
 
 def _inner(config: HubConfig, heads: int) -> int | None:
-    """Return the channels of a head, given ``mamba_d_ssm`` of all heads; None without this key."""
+    """Return the channels per head, ``mamba_d_ssm`` / ``heads``; None without ``mamba_d_ssm``."""
     every = config.value("mamba_d_ssm")
     return None if every is None else config.size("mamba_d_ssm") // heads
 

@@ -11,7 +11,7 @@ from megatron_epp.ir.errors import quoted
 
 
 def json_value(value: Any) -> Any:
-    """Return ``value`` as a JSON value; keys of an Enum become their values."""
+    """Return ``value`` as a JSON value; mapping keys that are Enum members become their values."""
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
         return {field.name: json_value(getattr(value, field.name)) for field in fields}
@@ -30,7 +30,7 @@ class Limits:
     Attributes:
         least: lower bound of every number in the value.
         most: upper bound of every number in the value.
-        keys: keys of a mapping, by their texts in JSON.
+        keys: valid keys of a mapping, by the text that stands for each of them in JSON.
         some: whether a mapping may lack some of these keys.
     """
 

@@ -40,7 +40,7 @@ class ModelFlags(NamedTuple):
 
     @property
     def entry(self) -> str:
-        """Module that trains a model with these flags."""
+        """Name of the Python module that trains a model with these flags."""
         return f"megatron_epp.pretrain_{'hybrid' if self.hybrid else 'gpt'}"
 
     @property
@@ -314,7 +314,7 @@ class _Style:
         return groups + self._scaling(rope)
 
     def _rope_parameters(self) -> Mapping[str, Any]:
-        """Return the RoPE scaling; if it differs by layer kind, the first in the file."""
+        """Return the RoPE scaling; if it differs by layer kind, that of the file's first kind."""
         key = "rope_parameters" if self.config.value("rope_parameters") else "rope_scaling"
         rope = self.config.mapping(key)
         kinds = [each for each in rope.values() if isinstance(each, Mapping)]

@@ -107,7 +107,7 @@ class Model:
 
     @property
     def shapes(self) -> dict[str, Layer]:
-        """One layer of every kind by name, in the order of their first layers."""
+        """One layer of every kind by name; kinds are in the order in which they first occur."""
         if not self.kinds:
             return {LAYER_KIND: Layer(self, LayerShape())}
         return {kind: Layer(self, self.kinds[kind]) for kind in dict.fromkeys(self.layer_kinds)}
@@ -138,7 +138,7 @@ class Model:
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that process a token; of experts, those to which the token is routed."""
+        """Parameters that process a token; only experts to which the token is routed count."""
         shapes, word = self.shapes, self.layer_kinds or (LAYER_KIND,) * self.layers
         unused = {
             kind: each.routed.parameters - each.routed.active for kind, each in shapes.items()
@@ -167,7 +167,7 @@ class Model:
 
     @property
     def vocabulary_parameters(self) -> int:
-        """Parameters of the embedding; the LM head has as many. A tied LM head counts as a copy."""
+        """Parameters of the embedding; profiles count as many for an LM head, tied or not."""
         return self.vocabulary * self.hidden
 
 
@@ -205,7 +205,7 @@ def _deepseek_v3() -> Model:
 def _of_symbols(symbols: str, **kinds: str) -> str:
     """Return the pattern of layers whose kinds are given by symbols, as in a HybridModel.
 
-    In ``kinds``, ``a`` stands for ``*`` and ``m`` for ``-``.
+    ``kinds`` contains the kind of each symbol. There, ``a`` stands for ``*`` and ``m`` for ``-``.
     """
     return format_kinds([kinds[symbol] for symbol in symbols.replace("*", "a").replace("-", "m")])
 

@@ -5,8 +5,8 @@ them. ``public_scores.json`` contains the analytic model's prediction of each me
 (``scripts/bench/public.py`` writes it). Two properties of a row follow from rules that were fixed
 before any constant of the model was fitted:
 
-comparable   bf16, kernels of 2024 or later, no communication inside a layer overlapped with
-             computation (between replicas it may be), and a device of the catalogue
+comparable   bf16, kernels of 2024 or later, a device of the catalogue; communication inside a layer
+             does not overlap computation (communication between replicas may)
 held out     every third row of each table, starting with the second: no constant is fitted to it
 """
 
@@ -130,7 +130,10 @@ def scores() -> Scores:
 
 
 def error(name: str, measured: float, predicted: float) -> float:
-    """Return how much longer or larger ``predicted`` is than ``measured``, as a fraction."""
+    """Return how much longer or larger ``predicted`` is than ``measured``, as a fraction.
+
+    ``name`` is the name of the measured number. Rates are inverted before they are compared.
+    """
     ratio = measured / predicted if name in RATES else predicted / measured
     return ratio - 1
 

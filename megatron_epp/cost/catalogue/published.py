@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PublishedRates:
-    """FlexSP's a1, a2 (eq. 1, on one device) and b1 (per chunk) of the full model."""
+    """FlexSP's a1, a2 (InfiniPipe's eq. 1, on one device) and b1 (per chunk) of the full model."""
 
     a1_ms_per_square_token: float
     a2_ms_per_token: float

@@ -3,10 +3,11 @@
     seconds of F     ~ layers * (tokens, pairs, 1) . layer   + first * (tokens, 1) . first
                                                              + last  * (tokens, 1) . last
     seconds of B, I  ~ the same                              + count(mode) * (tokens, pairs, 1)
-    held bytes       ~ count(mode) * (whole tokens, cut tokens) + first * (...) + last * (...)
+    held bytes       ~ count(mode) * (other tokens, cut tokens) + first * (...) + last * (...)
 
-With several layer kinds, seconds are the sum of such terms for every kind. Pairs are counted within
-the window of a kind, and additional columns of a kind are additional terms.
+Cut tokens are those whose K and V are cached. With several layer kinds, seconds are the sum of such
+terms for every kind. Pairs are counted within the window of a kind, and additional columns of a
+kind are additional terms.
 
 A coefficient without measurements keeps its value in the template, the profile before the fit. If
 only B was measured, I and W get the template's fractions of B. If only I and W were measured, B
@@ -44,7 +45,7 @@ class Sample:
         last: number of runs of the LM head: on the last stage one per predicted token, on other
             stages 0.
         tokens: tokens of the chunk.
-        pairs: query-key pairs; within the window if all layers are of one kind.
+        pairs: query-key pairs; within the window, unless ``columns`` contains those pairs.
         cut_tokens: tokens whose K and V are cached for later slices (Loads.cached_tokens).
         value: seconds or bytes.
         kinds: kind of each layer of the stage; empty: the profile has only one kind.
@@ -87,7 +88,7 @@ class Sample:
         return dict(self.columns).get(column, 0)
 
     def load(self, window: int) -> tuple[float, float, int]:
-        """Return (tokens, pairs, 1) for a layer with this ``window``."""
+        """Return (tokens, pairs, 1) of the chunk for a layer with this ``window`` (0: none)."""
         pairs = dict(self.columns).get(WindowPairs(window), self.pairs) if window else self.pairs
         return self.tokens, pairs, 1
 
@@ -151,7 +152,7 @@ _TOKENS_FRACTION = 1e-3
 
 
 def _no_token_is_free(seconds: Seconds, tokens: int) -> Seconds:
-    """Return ``seconds`` with some time per token, so that no token is free.
+    """Return ``seconds``, with a small time per token if tokens and pairs take no time.
 
     With very small layers on a busy host only the constant per chunk is visible. Planners divide by
     the time of tokens, and profiles in which tokens take no time are refused. ``tokens`` is the
@@ -175,7 +176,7 @@ class FitColumns:
     Attributes:
         op: kind of op.
         coefficients: template's coefficients of each layer kind, by name.
-        modes: (layer kind, mode) of the recompute in the samples.
+        modes: (layer kind, recompute mode) of all recomputed layers in the samples.
     """
 
     op: Kind
@@ -225,7 +226,7 @@ class FitColumns:
         return row
 
     def again(self, profile: Profile, sample: Sample) -> float:
-        """Return the seconds of full recompute in additional columns; these are not fitted."""
+        """Return the seconds of full recompute due to additional columns; these are not fitted."""
         if self.op not in BACKWARDS:
             return 0.0
         return sum(
@@ -379,9 +380,10 @@ def line_above(points: Sequence[tuple[float, float]], goes_on: bool = False) -> 
     """Return (slope, constant), each at least 0, of a line with no point (x, y) above it.
 
     The line bounds memory peaks. A peak is the maximum over several moments. Every moment needs
-    constant bytes and bytes proportional to x. Such a curve is convex: its last segment is
-    steepest. With ``goes_on`` the line also covers x far beyond the last point, where another
-    moment may be the peak. The slope of that moment is at most y / x of the last point.
+    constant bytes and bytes proportional to x. The peak as a function of x is therefore convex: its
+    last segment is steepest. With ``goes_on`` the line also covers x far beyond the last point,
+    where another moment may be the peak. The slope of that moment is at most y / x of the last
+    point.
     """
     highest: dict[float, float] = {}
     for x, y in points:
@@ -395,7 +397,7 @@ def line_above(points: Sequence[tuple[float, float]], goes_on: bool = False) -> 
 
 
 def _seen(fitted: Bytes, rows: Sequence[Sample], before: Bytes) -> Bytes:
-    """Return ``fitted``; a number for tokens (uncut, cut) that no row has comes from ``before``."""
+    """Return ``fitted``; if no row has cut (or other) tokens, their bytes come from ``before``."""
     has_uncut = any(row.tokens > row.cut_tokens for row in rows)
     cut = any(row.cut_tokens for row in rows)
     return Bytes(

@@ -52,7 +52,7 @@ class Conditions:
 def measured_profile(
     of_kinds: Mapping[str, Sequence[Readings]], model: Model, origin: Provenance, where: Conditions
 ) -> Profile:
-    """Return the profile of all layer kinds, on the fastest pipeline rank if ranks differ.
+    """Return the profile of all layer kinds; it describes the fastest pipeline rank of all.
 
     Args:
         of_kinds: readings of all ranks by layer kind, the first kind first.
@@ -151,7 +151,7 @@ def _fitted(
 
 
 def _exchange_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
-    """Return the seconds per token to exchange rows for heads, by op kind; empty if unmeasured."""
+    """Return the seconds per token of all-to-alls (rows for heads) by op; empty if unmeasured."""
     rows = [reading for readings in every for reading in readings.exchange]
     if not rows:
         return {}
@@ -170,7 +170,7 @@ def _host_seconds(every: Sequence[Readings]) -> dict[Kind, float]:
 
 
 def _alike(coefficient: Bytes) -> Bytes:
-    """Return ``coefficient`` with as many bytes per cut token as per other token."""
+    """Return ``coefficient`` with its bytes per token used for cut tokens, too."""
     return Bytes(coefficient.per_token, coefficient.per_token)
 
 
@@ -186,7 +186,7 @@ def workspaces(
     Returns:
         Four mappings: a layer's workspaces by kind of op; additional workspaces of the last stage
         by kind of op; bytes of a recomputed layer by mode; and a layer's forward workspaces by
-        mode, for modes whose workspace differs from a saved layer's.
+        mode, for modes whose workspace differs from that of a layer that saves everything.
     """
 
     def of(kind: Kind, mode: str, end: bool) -> list[Peak]:

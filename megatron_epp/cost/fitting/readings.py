@@ -56,7 +56,7 @@ class Readings:
         split: measurements of full and split backwards.
         exchange: (tokens, additional seconds of F, additional seconds of B) of one layer with
             sharded documents, compared with single-rank documents.
-        host: (seconds of F, seconds of B) of a GPU's host to issue a layer; empty on a CPU.
+        host: (seconds of F, seconds of B) that a GPU's host takes to issue a layer; empty on a CPU.
         host_rate: bytes per second to host memory.
         stores_last_slice: whether the layer's attention also caches K and V of last slices.
         replica: index of the pipeline's replica.

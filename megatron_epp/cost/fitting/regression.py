@@ -92,12 +92,12 @@ def fit(
 
 
 def _held_out(rows_RN: np.ndarray) -> np.ndarray:
-    """Return which rows to hold out: [rows], one of four while more rows than coefficients remain.
+    """Return a mask [rows] of the rows to hold out: at most one of every four.
 
-    A row is held out only if the other rows still determine every coefficient. For example, some
-    row with each recompute mode must remain. In an orthonormal basis of the rows' span, all rows
-    together have information 1 in every direction. Every direction must keep at least the fraction
-    _STILL_DETERMINED of it.
+    More rows than coefficients always remain. A row is held out only if the other rows still
+    determine every coefficient. For example, some row with each recompute mode must remain. In an
+    orthonormal basis of the rows' span, all rows together have information 1 in every direction.
+    The remaining rows must have at least information _STILL_DETERMINED in every direction.
     """
     scale_N = np.linalg.norm(rows_RN, axis=0)
     basis_RK, singular_K, _ = np.linalg.svd(

@@ -22,9 +22,9 @@ def pipeline_ranks(of_kinds: Mapping[str, Sequence[Readings]]) -> int:
 def measured_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float, ...]:
     """Return every rank's seconds relative to the fastest rank, replica by replica.
 
-    The result is empty if ranks differ by less than DIFFER. Ranks are compared on the layer kinds
-    that several ranks have, by the median over F and B of their chunks. A rank that has no kind in
-    common with other ranks is assumed to have their average speed.
+    The result is empty if ranks differ by less than DIFFER. Ranks with the same layer kind are
+    compared by the median over F and B of the chunks that all of them measured. A rank that has
+    no kind in common with other ranks is assumed to have their average speed.
     """
     replicas = 1 + max(one.replica for every in of_kinds.values() for one in every)
     in_pipeline = pipeline_ranks(of_kinds)
@@ -46,7 +46,7 @@ def measured_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float
 
 
 def _offsets(every: Sequence[Readings], in_pipeline: int) -> dict[int, float]:
-    """Return by rank of all replicas the log seconds of one kind's layers, relative to the mean."""
+    """Return the log seconds of one layer kind by rank of all replicas, relative to their mean."""
     seen: dict[int, dict[tuple, list[float]]] = {}
     for one in every:
         rank = one.replica * in_pipeline + one.rank

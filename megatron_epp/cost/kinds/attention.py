@@ -91,18 +91,18 @@ class AttentionPart(Part):
         return CarryOver(self.key_hidden + self.value_hidden, heads=self.model.kv_heads)
 
     def stored(self, modules: tuple[str, ...]) -> int:
-        """Return the channels of K and V, which the cut document's buffer holds."""
+        """Return the channels of K and V, which are in the buffer of a slice's document."""
         return self.carried.channels
 
     @property
     def recomputed(self) -> dict[str, RecomputedModule]:
-        """Modules that can be recomputed; core attention's flash kernels save almost no tensors."""
+        """Modules that can be recomputed; flash kernels of core attention save almost nothing."""
         norm = RecomputedModule(self.model.hidden, light=True)
         return {"core_attn": RecomputedModule(pairs=True), "layernorm": norm}
 
     @property
     def exchanged(self) -> int:
-        """Channels exchanged for heads within a CP group: Q, K, V, output (eq. 3 of InfiniPipe)."""
+        """Channels of all-to-alls in a CP group: Q, K, V and output (eq. 3 of InfiniPipe)."""
         return self.heads_hidden + self.output_hidden
 
     @property

@@ -74,7 +74,7 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class Sizes:
-    """Base class of the sizes in a layer's shape that one sublayer uses, with their checks."""
+    """Base class for one sublayer's sizes, which are fields of a layer's shape; it checks them."""
 
     def require(self) -> None:
         """Raise a ValueError if the sizes are inconsistent."""
@@ -170,8 +170,8 @@ class RoutedExperts:
 
     Attributes:
         parameters: parameters of all experts.
-        active: parameters of the experts of one token.
-        copies: number of experts of one token.
+        active: parameters of the experts to which one token is routed.
+        copies: number of experts to which one token is routed.
         exchanged: channels of all copies of a token that are sent to experts' devices (one way).
         permuted: channels that a separate kernel moves to sort tokens by expert.
         narrow_flops: additional forward flops per token for slow products of narrow experts.
@@ -186,7 +186,7 @@ class RoutedExperts:
 
 
 class Part:
-    """Base class of sublayers; an instance is the sublayer of a layer of ``shape`` in ``model``."""
+    """Base class of sublayers; an instance belongs to a layer with ``shape`` of ``model``."""
 
     MIXER: ClassVar[bool]  # whether it moves information between tokens
     WORD: ClassVar[str]  # its word in the name of a kind
@@ -208,7 +208,7 @@ class Part:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, those of the norm included and those of routed experts excluded."""
+        """Number of parameters, with those of the norm, but without those of routed experts."""
         return 0
 
     @property
@@ -252,7 +252,7 @@ class Part:
         return MOVED * self.saved
 
     def stored(self, modules: tuple[str, ...]) -> int:
-        """Return the ``saved`` channels in the K/V buffer if backward recomputes ``modules``."""
+        """Return how many ``saved`` channels the K/V buffer holds if B recomputes ``modules``."""
         return 0
 
     @property

@@ -1,7 +1,7 @@
 """DeepSeek sparse attention (DSA): an indexer scores all pairs, and attention uses the top-k keys.
 
 Attention runs on latents. Queries and the single key of all heads are latents with a rotary part.
-Later slices need this key and the indexer's key, and use both directly.
+Later slices need this key and the indexer's key, and do not project either of them again.
 """
 
 from collections.abc import Mapping
@@ -106,20 +106,20 @@ class DSAPart(MLAPart):
 
     @property
     def flops_per_pair(self) -> float:
-        """Forward flops per pair of the indexer; with ``taught_on_all`` also QK' for its loss."""
+        """Forward flops of the indexer per pair; ``taught_on_all`` adds QK' for its loss."""
         scores = self._index_hidden + self.shape.index_heads
         return 2.0 * (scores + self._absorbed * self.shape.taught_on_all)
 
     @property
     def work(self) -> Mapping[Column, Work]:
-        """Attention to the keys that the indexer selects for each query."""
+        """Work of attention per pair of a query and a key that the indexer selects for it."""
         flops = 2.0 * (self._absorbed + self._attended)
         chosen = WindowPairs(self.shape.chosen_keys)
         return {chosen: Work(flops, ATTENTION_BACKWARD, attention=True)}
 
     @property
     def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """Bytes of a block of rows and its context; in backward also gradients of the context."""
+        """Bytes of context keys and of tensors, query block by keys; B adds key gradients."""
         channels, (forward, backward) = self.carried.channels, CHOICE_TENSORS
         block = float(GRADIENT_BYTES * CHOICE_BLOCK)  # in float32, too
         gradients = float((ELEMENT_BYTES + GRADIENT_BYTES) * channels)
@@ -137,7 +137,7 @@ class DSAPart(MLAPart):
         return 2 * self.model.hidden + latents + of_queries + self._key + outputs + index
 
     def stored(self, modules: tuple[str, ...]) -> int:
-        """Return the channels of the keys, which the cut document's buffer holds."""
+        """Return the channels of both keys, which are in the buffer of a slice's document."""
         return self.carried.channels
 
     @property

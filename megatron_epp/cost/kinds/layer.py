@@ -1,7 +1,7 @@
 """Layer: the shape that defines its kind, and the sums over its sublayers.
 
 :data:`PARTS` is the registry of sublayers. A new layer kind needs a class in this registry, and a
-class with its sizes as a base class of :class:`LayerShape`. Nothing else in the cost model depends
+class of its sizes from which :class:`LayerShape` inherits. Nothing else in the cost model depends
 on the existing sublayers.
 """
 
@@ -144,7 +144,7 @@ class Layer:
 
     @property
     def modes(self) -> str:
-        """Recompute modes that only layers with these sublayers have."""
+        """Recompute modes that this layer's sublayers add to those of all layers."""
         return "".join(part.MODES for part in self.parts)
 
     @property
@@ -189,7 +189,7 @@ class Layer:
 
     @cached_property
     def work(self) -> Mapping[Column, Work]:
-        """Work per unit of each additional column; each column is of one sublayer."""
+        """Work per unit of each additional column; no two sublayers have the same column."""
         return {column: work for part in self.parts for column, work in part.work.items()}
 
     @property

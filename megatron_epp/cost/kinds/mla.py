@@ -105,14 +105,14 @@ class MLAPart(AttentionPart):
 
     @property
     def work(self) -> Mapping[Column, Work]:
-        """Projection of K and V from the latents of the context, in forward and in backward."""
+        """Work per context token to project K and V from latents of the context, in F and in B."""
         if not self.shape.carries_latents:
             return {}
         return {CONTEXT: Work(2.0 * self._expansion_parameters, backward=3.0)}
 
     @property
     def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """Bytes of a block of context K and V; in backward also gradients of K, V and latents."""
+        """Bytes of K and V of a block of the context; B adds gradients of K, V and latents."""
         if not self.shape.carries_latents:
             return {}
         block = CONTEXT_BLOCK * float(ELEMENT_BYTES * self.carried.expanded)

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): projection and norms that an MTP layer adds to its layers."""
+"""Multi-token prediction (MTP): projection and norms around the layers of an MTP layer."""
 
 from dataclasses import dataclass
 

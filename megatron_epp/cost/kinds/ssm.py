@@ -148,8 +148,8 @@ class MambaPart(_SSMPart):
     def scan_flops(self) -> float:
         """Forward flops per token of the scan.
 
-        They cover keys and values within a block (half of its pairs), outputs from the state, and
-        updates of the state.
+        They cover products with keys and values within a block (half of its pairs), outputs from
+        the state, and updates of the state.
         """
         within = BLOCK * (self.keys + self.inner)
         return within + 4.0 * self.inner * self.shape.state_keys

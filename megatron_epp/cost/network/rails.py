@@ -3,7 +3,7 @@
 A rail ring uses two of a node's ports in a dimension (row or column) of the grid. A Hamiltonian
 decomposition (Walecki's construction) gives each pair of n nodes a direct link on exactly one of
 the rings. There are (n - 1) / 2 rings if n is odd. If n is even, there are (n - 2) / 2 rings and a
-perfect matching, whose pairs get both ports of one more rail:
+perfect matching. One more rail joins the two nodes of each matched pair with both of their ports:
 
     n = 5:  4 0 1 3 2    4 1 2 0 3       two rings; each of the 10 pairs is adjacent in one of them
 
@@ -105,7 +105,7 @@ class Dimension:
         return self.bytes_per_second / 2 / (stride if self.wiring == TORUS else 1)
 
     def _detour(self, members: int, stride: int) -> int:
-        """Return the factor by which paths are longer than on a ring of the members alone."""
+        """Return how many times longer paths are than on a ring that joins only the members."""
         if self.wiring == RINGS:
             return 1
         closed = members * stride == self.nodes
@@ -146,10 +146,10 @@ def dimensions_of(nodes: int, wiring: str, rails: int, bytes_per_second: float) 
 
 
 def members_in(sizes: Sequence[int], members: int, stride: int) -> list[tuple[int, int]]:
-    """Return (members, distance between them) of a group in every dimension.
+    """Return, for every dimension, (a group's members in it, distance between two of them).
 
     Args:
-        sizes: nodes of each dimension, the one that varies fastest first.
+        sizes: number of nodes of each dimension, starting with the dimension that varies fastest.
         members: number of nodes in the group.
         stride: distance between members in the order of the nodes.
 
@@ -177,7 +177,8 @@ def all_to_all_rate(dimensions: Sequence[Dimension], places: Sequence[tuple[int,
     """Return the bytes per second that a node sends to other nodes of its group in an all-to-all.
 
     Bytes traverse one dimension after the other. A link of a dimension carries the bytes of its row
-    or column (``pair_seconds``), times the number of members in the other dimensions.
+    or column (``pair_seconds``), times the number of members in the other dimensions. ``places``
+    come from :func:`members_in`.
     """
     total = prod(members for members, _ in places)
     return (total - 1) / max(
@@ -193,7 +194,7 @@ def ring_rate(dimensions: Sequence[Dimension], places: Sequence[tuple[int, int]]
     With two dimensions of n and m members, one part of the bytes is exchanged in the first
     dimension, then 1 / n of it in the second. The other part is exchanged in the opposite order.
     The total, 1 - 1 / (n m) of all bytes, is divided over the dimensions in proportion to their
-    rates, as far as these two orders allow.
+    rates, as far as these two orders allow. ``places`` come from :func:`members_in`.
     """
     rate, total = 0.0, 1
     for dimension, (members, stride) in zip(dimensions, places, strict=True):

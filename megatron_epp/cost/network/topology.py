@@ -304,7 +304,7 @@ class Network:
         """Return the bytes per second between two stages, summed over their ``devices``.
 
         Stages are the outermost dimension of ranks. Adjacent stages are therefore in one node only
-        if it contains all stages of all replicas.
+        if that node contains all stages of all replicas.
         """
         if devices * replicas * stages <= self.node_devices:
             return devices * at_most(self.ring_bytes_per_second, 2)
