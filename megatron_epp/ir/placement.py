@@ -71,7 +71,7 @@ class Placement:
 
     @property
     def is_even(self) -> bool:
-        """Whether stage i is on rank i."""
+        """Whether every stage i is on rank i."""
         return self.place == tuple(range(self.stages))
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ def picture(stages: dict[int, list[str]], ranks: int) -> str:
 
 
 def named_placement(text: str, ranks: int) -> Placement | None:
-    """Return the placement named ``text`` for a pipeline of ``ranks``; None if it is not a name.
+    """Return the placement named ``text`` for ``ranks`` pipeline ranks; None if not a name.
 
     Raises:
         PlanError: the number in the name is invalid.

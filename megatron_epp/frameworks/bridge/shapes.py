@@ -21,7 +21,7 @@ RELIES_ON = (
 
 
 def bridge_reader(caller: Caller) -> Reader | None:
-    """Return the reader of Megatron-Bridge's micro-batches."""
+    """Return a function that computes the shape of Megatron-Bridge's micro-batches."""
 
     def read(micro_batch: Any) -> MicrobatchShape | None:
         samples, rows = micro_batch["tokens"].shape
