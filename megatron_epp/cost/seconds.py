@@ -258,7 +258,7 @@ def _all_to_all(layout: StageLayout) -> np.ndarray:
 
 
 def _weights_row(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> np.ndarray:
-    """Return [columns]: seconds per chunk to read and update the weights of one layer's op."""
+    """Return [columns]: a layer op's seconds per chunk to read weights and write gradients."""
     row = np.zeros(layout.columns.width)
     row[CHUNKS] = of.weight_seconds.get(kind, 0.0) * layout.profile.tp / layout.tp
     row[CHUNKS] += of.expert_weight_seconds.get(kind, 0.0) / layout.ep

@@ -27,10 +27,10 @@ def ops_of_chunk(plan: Plan) -> tuple[tuple[Kind, ...], ...]:
 def needs_of(plan: Plan, rules: Rules | None = None, slices: Slices | None = None) -> NeedsOf:
     """Return a function that yields the needs of an op of ``plan``.
 
-    A need of the rule table applies to an op if its stage is in ``need.at``, and if the stage and
-    the chunk that would meet the need exist: stage 0 has no previous stage, a first slice no
-    earlier chunk. If several documents continue a chunk, its backward has one need for each of
-    their chunks. Needs do not depend on the ranks of the stages.
+    A need of the rule table applies to an op whose stage is in ``need.at``. The stage and the chunk
+    that would meet the need must exist: stage 0 has no previous stage, a first slice no earlier
+    chunk. If several documents continue a chunk, its backward has one need for each of their
+    chunks. Needs do not depend on the ranks of the stages.
 
     Args:
         plan: plan of the ops.

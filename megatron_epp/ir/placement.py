@@ -1,6 +1,6 @@
 """Placements: which pipeline rank computes which stages of the model.
 
-A placement is a name, listed here with the ranks of stages 0, 1, ..., or the text of a file:
+A placement is given by a name (below, with the ranks of stages 0, 1, ...) or by a file:
 
 even             0 1 2 3             stage i on rank i
 interleaved 2    0 1 2 3 0 1 2 3

@@ -503,7 +503,7 @@ class _Reader:
         raise PlanError(f"plan line {number} ({quoted(' '.join(words))}): {what}")
 
     def words(self, key: str) -> list[str] | None:
-        """Read the next line and return its words after ``key``; None if it begins differently."""
+        """Read the next line if it begins with ``key``; return the words after ``key``, or None."""
         if self.line is None or self.line[1][0] != key:
             return None
         self.last, self.line = self.line, next(self.rest, None)

@@ -145,7 +145,7 @@ def store_for(plan: Plan, slices: Slices, stores_last_slice: bool) -> Store:
 
 
 def let_go(state: ChunkState, layer: int) -> None:
-    """Free the K/V of ``layer`` that no later span reads, in a forward-only pass."""
+    """Free, in a forward-only pass, the K/V of ``layer`` that no later span attends to."""
     store = state.store
     for rows in () if state.training else state.rows:
         if store.readers:

@@ -73,7 +73,7 @@ class SlimeSamples(TokenSamples):
 
     @property
     def _has_entropies(self) -> bool:
-        """Whether the current call needs entropies; forward-only passes are in evaluation mode."""
+        """Whether the call needs entropies; in evaluation, only with ``use_rollout_entropy``."""
         training = in_training(self._model) and self._args.loss_type == "policy_loss"
         return training or bool(getattr(self._args, "use_rollout_entropy", False))
 

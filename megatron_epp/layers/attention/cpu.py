@@ -38,7 +38,7 @@ class PartsAttention:
 
     Args:
         scale: scale of the logits.
-        before: window: the number of earlier tokens that a query sees; None for all.
+        before: number of earlier tokens that a query sees (window); None for all.
         sinks: function that returns the logits [H] of the heads' sinks, or None without sinks.
     """
 

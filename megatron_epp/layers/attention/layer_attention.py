@@ -49,7 +49,7 @@ class Attention(Protocol):
         """Return the attention of a layer with a window or sinks.
 
         Args:
-            before: window: the number of earlier tokens that a query sees; None for all.
+            before: number of earlier tokens that a query sees (window); None for all.
             sinks: function that returns the logits [H] of the heads' sinks, or None without sinks.
 
         Raises:

@@ -62,7 +62,7 @@ def require_right(
         dtype: dtype of the tensors.
         device: device of the tensors.
         value_size: head size of values; 0 means ``head_size``.
-        before: window: the number of earlier tokens that a query sees; None for all.
+        before: number of earlier tokens that a query sees (window); None for all.
         sinks: whether there are sinks.
 
     Raises:
@@ -128,7 +128,7 @@ def errors(
         scale: scale of the logits.
         dtype: dtype of the tensors.
         device: device of the tensors.
-        before: window: the number of earlier tokens that a query sees; None for all.
+        before: number of earlier tokens that a query sees (window); None for all.
         sinks: whether there are sinks.
     """
     size, value = sizes

@@ -49,7 +49,7 @@ class TransformerEngineKernel:
         head_size: head size, or (head size of keys, head size of values).
         scale: scale of the logits.
         around: function that returns a context manager; each call of the module runs in one.
-        before: window: the number of earlier tokens that a query sees; None for all.
+        before: number of earlier tokens that a query sees (window); None for all.
         sinks: whether the layers have sinks.
 
     Raises:

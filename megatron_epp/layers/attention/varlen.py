@@ -119,7 +119,7 @@ class Kernel(Protocol):
         """Return the kernel of layers with a window or sinks.
 
         Args:
-            before: window: the number of earlier tokens that a query sees; None for all.
+            before: number of earlier tokens that a query sees (window); None for all.
             sinks: whether the layers have sinks.
 
         Raises:
@@ -202,7 +202,7 @@ class VarlenAttention:
     Args:
         kernel: kernel for this rank's heads.
         uncut: kernel for all heads of the tensor-parallel rank; None to use ``kernel``.
-        before: window: the number of earlier tokens that a query sees; None for all.
+        before: number of earlier tokens that a query sees (window); None for all.
         sinks: function that returns the logits [H] of the heads' sinks, or None without sinks.
     """
 
