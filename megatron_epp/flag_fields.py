@@ -15,12 +15,12 @@ def flag(
     word: tuple[str, Callable[[str], Any]] | None = None,
     **how: Any,
 ) -> Any:
-    """Return a dataclass field with a flag, named ``--`` and the name of the field with hyphens.
+    """Return a dataclass field for a flag; the flag of field ``some_name`` is ``--some-name``.
 
     Args:
         default: default value.
-        help_: help text, or a function that returns the text, if its imports take long.
-        word: (metavar, type) of the flag, if the type of the field cannot parse its value.
+        help_: help text, or a function that returns it (to delay slow imports).
+        word: (metavar, type) of the flag, if the field's type cannot parse the flag's value.
         how: further arguments of ``add_argument``; also ``short``, a short form such as ``-o``, and
             ``positional``, True for a positional argument.
     """

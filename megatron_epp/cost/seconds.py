@@ -3,12 +3,12 @@
     seconds[s, c] = per(kind)[s] . (tokens[c], pairs[c], 1, additional columns)
 
 For a chunk with single-rank documents, tokens and pairs are those of the slowest rank
-(:class:`~megatron_epp.cost.loads.Loads`), and only rows of sharded documents are exchanged between
+(:class:`~megatron_epp.cost.loads.Loads`). Only tokens of sharded documents are exchanged between
 ranks. The coefficients of a stage are sums over its layers, which may be of several kinds with
 additional columns (:mod:`megatron_epp.cost.columns`).
 
-A recomputed layer costs one layer's forward (eq. 11). A gather per chunk costs time with ZeRO 3
-only.
+Full recompute of a layer costs the layer's forward (eq. 11 of InfiniPipe). Gathering the parameters
+for every chunk costs time with ZeRO 3 only.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,7 +41,7 @@ HOST_AGAIN, HOST_AGAIN_PART = 1.15, 0.4
 
 @dataclass(frozen=True, eq=False)  # no slots, because its arrays are cached
 class OpSeconds:
-    """Seconds of the ops of ``layout``; ``ends`` are its embedding and LM head."""
+    """Seconds of the ops of ``layout``; ``ends`` are the embedding and the LM head."""
 
     layout: StageLayout
     ends: Ends
@@ -65,14 +65,14 @@ class OpSeconds:
         return self._computation[kind] + self._communication[kind]
 
     def communication(self, kind: Kind, loads: Loads) -> np.ndarray:
-        """Return [stages, chunks]: exposed communication, which :meth:`of` includes."""
+        """Return [stages, chunks]: seconds of exposed communication, which :meth:`of` includes."""
         exposed = weighted_features(self.layout, self.communication_per(kind), loads)
         if loads.local is None or kind not in _EXCHANGING:
             return exposed
         return exposed - _unexchanged(self.layout.stagewise(_all_to_all), loads)
 
     def communication_per(self, kind: Kind) -> np.ndarray:
-        """Return [stages, columns]: communication, which :meth:`per` includes."""
+        """Return [stages, columns]: seconds of communication, which :meth:`per` includes."""
         return self._communication[kind]
 
     @cached_property
@@ -111,13 +111,13 @@ class OpSeconds:
 
     @cached_property
     def _by_device(self) -> Mapping[int, "OpSeconds"]:
-        """OpSeconds of each layout in :attr:`StageLayout.device_layouts`, by the layout's id."""
+        """OpSeconds of each layout in :attr:`StageLayout.device_layouts`, by ``id(layout)``."""
         return {id(each): OpSeconds(each, ends_of(each)) for each in self.layout.device_layouts[0]}
 
     def _of_devices(
         self, of: Callable[["OpSeconds", Kind], np.ndarray]
     ) -> Mapping[Kind, np.ndarray]:
-        """Return [stages, ...] by kind of op; each row comes from the device of its stage."""
+        """Return [stages, ...] by kind of op; ``of`` computes each row for the stage's device."""
         return {
             kind: self.layout.stagewise(lambda each, kind=kind: of(self._by_device[id(each)], kind))  # type: ignore[misc]
             for kind in (*OF_LAYERS, *OF_HEAD)
@@ -143,7 +143,7 @@ class OpSeconds:
     ) -> np.ndarray:
         """Return [stages, chunks]: the seconds that ``recompute`` adds to a B.
 
-        B takes the longer of the host's and the device's seconds, with and without recompute.
+        The seconds of B are the maximum of the host's and the device's, also with recompute.
 
         Args:
             counts: [stages, chunks], number of layers by (kind, recompute mode).
@@ -167,7 +167,7 @@ class OpSeconds:
     def _exchange(self, of: LayerCoefficients, kind: Kind) -> float:
         """Return the seconds per token of the all-to-alls over CP ranks in one layer's op.
 
-        They are the predicted seconds plus the seconds that were measured as part of the layer.
+        These are the predicted seconds plus the measured seconds, a part of ``layer_seconds``.
         """
         if self.layout.cp == 1 or kind not in _EXCHANGING:
             return 0.0
@@ -178,7 +178,7 @@ class OpSeconds:
     def exchange_per_token(self) -> Mapping[Kind, np.ndarray]:
         """Seconds per token of the all-to-alls over CP ranks: [stages] by kind of op.
 
-        Documents that one rank computes alone do not need this exchange.
+        Single-rank documents do not need these all-to-alls.
         """
         if self.layout.unlike_devices:
             return self._of_devices(lambda each, kind: each.exchange_per_token[kind])
@@ -245,20 +245,20 @@ class OpSeconds:
 
 
 def _unexchanged(per_token: np.ndarray, loads: Loads) -> np.ndarray | float:
-    """Return [stages, chunks]: seconds of exchanges that single-rank documents do not need."""
+    """Return [stages, chunks]: seconds that single-rank documents save by exchanging no rows."""
     if loads.local is None:
         return 0.0
     return np.outer(per_token, loads.local.tokens)
 
 
 def _all_to_all(layout: StageLayout) -> np.ndarray:
-    """Return [stages]: seconds per token to exchange rows for heads in all layers' forwards."""
+    """Return [stages]: seconds per token to exchange rows for heads in the stage's forward."""
     rows = [np.array([all_to_all_seconds(layout, each)]) for each in layout.coefficients]
     return layout.over_stages(rows)[:, 0]
 
 
 def _weights_row(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> np.ndarray:
-    """Return [columns]: seconds per chunk to read and update the weights of one layer's op."""
+    """Return [columns]: a layer op's seconds per chunk to read weights and write gradients."""
     row = np.zeros(layout.columns.width)
     row[CHUNKS] = of.weight_seconds.get(kind, 0.0) * layout.profile.tp / layout.tp
     row[CHUNKS] += of.expert_weight_seconds.get(kind, 0.0) / layout.ep

@@ -44,9 +44,9 @@ class Caller:
     cp: int
 
     def brings(self, name: str) -> Any:
-        """Return the variable ``name`` of the forward step or of a function that it wraps, or None.
+        """Return the first value of ``name`` in the forward step and the functions that it wraps.
 
-        Name "self" means the object of a bound method; other names are variables in a closure.
+        "self" means the object of a bound method; other names are closure variables. Default: None.
         """
         for function in _layers(self.forward_step):
             if name == "self" and hasattr(function, "__self__"):
@@ -60,8 +60,8 @@ class Caller:
     def aligned(self) -> int:
         """Multiple to which most frameworks pad the rows of a document.
 
-        Each context-parallel rank has two parts of a document, and its tensor-parallel ranks divide
-        the rows of each part.
+        Each context-parallel rank has two parts of a document; the tensor-parallel ranks divide the
+        rows of each part.
         """
         return self.tp * (2 * self.cp if self.cp > 1 else 1)
 
@@ -78,8 +78,8 @@ class Framework:
     Attributes:
         name: Name in messages.
         packages: Packages whose modules define the framework's forward steps.
-        reader: Function from a Caller to the reader of its micro-batches (None: unknown layout).
-        fields: Entries of a micro-batch that the reader uses, named in messages.
+        reader: Returns the caller's Reader, which computes micro-batch shapes (None: unknown).
+        fields: Entries of a micro-batch that the Reader uses, named in messages.
     """
 
     name: str
@@ -97,7 +97,7 @@ def written_in(forward_step: Any) -> tuple[str, ...]:
 
 
 def _layers(function: Any) -> Iterator[Any]:
-    """Yield ``function`` and the functions that it wraps, as a partial or through its closure."""
+    """Yield ``function`` and, from outer to inner, the functions in its partials and closures."""
     for _ in range(8):  # a wrapper may close over itself
         yield function
         inner = function.func if isinstance(function, functools.partial) else None

@@ -1,4 +1,4 @@
-"""Settings of ``tune --for NAME``: a choice in the format of a framework."""
+"""Settings that ``tune --for NAME`` prints: a job in the format of a framework."""
 
 import dataclasses
 
@@ -24,10 +24,10 @@ def require_framework(name: str) -> None:
 
 
 def settings_of(framework: str, job: StockSettings) -> list[str]:
-    """Return the lines for ``framework``: flags, overrides, or fields of a recipe.
+    """Return ``job`` as lines for ``framework``: flags, overrides, or fields of a recipe.
 
     Raises:
-        ValueError: The framework cannot express the choice.
+        ValueError: The framework has no settings for the layers of the job's stages.
     """
     unit = 2 * job.layout.cp * job.layout.tp  # every rank has two parts of a document
     job = dataclasses.replace(job, tokens=-(-job.tokens // unit) * unit)

@@ -1,8 +1,8 @@
 """Settings of a job that Megatron's own schedule runs: degrees, layers, recompute, tokens.
 
 The frameworks of ``tune --for`` run Megatron's own schedule with packed unsliced documents (in
-scheduling mode, micro-batches may run in any order). The settings come from the fastest such
-choice in the layout search, and include the recompute of its plans.
+scheduling mode, micro-batches may run in any order). The settings come from the fastest choice that
+the layout search finds for this schedule. They include the recompute in the plans of this choice.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ class StockSettings:
     """A job that Megatron's own schedule runs.
 
     Attributes:
-        layout: Degrees of the job.
+        layout: Parallelism degrees of the job.
         layers: Layers of every stage.
         recomputed: Largest number of layers that a stage recomputes for a micro-batch.
         tokens: Tokens of a micro-batch, summed over its context-parallel ranks.
@@ -78,7 +78,7 @@ def stock_choice(
 
 
 def degrees(job: StockSettings) -> Iterator[tuple[str, str]]:
-    """Yield (name in TransformerConfig, value) of every degree."""
+    """Yield (name in TransformerConfig, value) of every parallelism degree of ``job``."""
     layout = job.layout
     yield "tensor_model_parallel_size", str(layout.tp)
     yield "pipeline_model_parallel_size", str(layout.pp)
@@ -97,7 +97,7 @@ def recompute(layers: int) -> Iterator[tuple[str, str]]:
 
 
 def megatron_flags(job: StockSettings) -> Iterator[str]:
-    """Yield Megatron's own flags."""
+    """Yield the flags of Megatron-LM for ``job``, such as ``--context-parallel-size 2``."""
     for name, value in (*degrees(job), *recompute(job.recomputed)):
         yield f"--{name.replace('_', '-')} {value}"
     if job.layout.tp > 1:

@@ -121,7 +121,7 @@ def walk(
 
 
 def _lacking(needs: NeedsOf, done: Done, stage: int, op: Op) -> Lacking | None:
-    """Return the first unmet need of ``op``, and the stage and ops that would meet it; or None."""
+    """Return ``op``'s first unmet need, and the stage and ops that would meet it, or None."""
     for need, where, ops in needs(stage, op):
         there = done[where]
         for other in ops:
@@ -133,7 +133,7 @@ def _lacking(needs: NeedsOf, done: Done, stage: int, op: Op) -> Lacking | None:
 
 
 def _stuck(plan: Plan, needs: NeedsOf, at: list[int], lacking: list[Lacking | None]) -> NoReturn:
-    """Raise an error that names what each rank lacks; None in ``lacking``: the rank is finished."""
+    """Raise an error that names what each rank lacks; ``lacking`` is None for finished ranks."""
     waits, marks = {}, {}
     for rank, lack in enumerate(lacking):
         if lack is None:

@@ -46,7 +46,7 @@ class Chunk:
 
     @property
     def sharded_tokens(self) -> int:
-        """Tokens of the spans that are sharded over all context-parallel ranks."""
+        """Number of tokens in the spans that are sharded over all context-parallel ranks."""
         return sum(span.tokens for span in self.spans if not span.local)
 
     def local_tokens(self, ranks: int) -> list[int]:
@@ -60,7 +60,7 @@ class Chunk:
     def rows(self, ranks: int) -> int:
         """Return the rows of the chunk, summed over ``ranks`` context-parallel ranks.
 
-        Every rank counts as many rows as the fullest rank. Other padding is not counted.
+        Every rank counts as many single-rank tokens as the fullest rank. No other padding counts.
         """
         if ranks == 1 or not self.has_local:
             return self.tokens
@@ -68,7 +68,7 @@ class Chunk:
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs of the chunk's attention, keys of shared prefixes excluded."""
+        """Number of query-key pairs of the chunk's attention, without keys of shared prefixes."""
         return sum(span.pairs for span in self.spans)
 
     def __str__(self) -> str:

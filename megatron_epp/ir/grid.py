@@ -21,8 +21,8 @@ def stuck_grid(
 ) -> str:
     """Return a drawing, as text, of the orders of ranks that are stuck after ``at[rank]`` ops.
 
-    Every op takes one step, the latest step before the ops that depend on it. The ops at which the
-    ranks are stuck share a column and are marked by ``>``.
+    Every op that ran takes one step, as late as the rank's next op and the ops that need it allow.
+    The ops at which the ranks are stuck share a column and are marked by ``>``.
 
     Args:
         plan: plan of the orders.
@@ -63,7 +63,7 @@ def stuck_grid(
 def _steps(
     orders: Sequence[Sequence[tuple[int, Op]]], needs: NeedsOf, at: Sequence[int]
 ) -> list[list[int]]:
-    """Return by rank the step of each op that ran: the last step before ops that depend on it."""
+    """Return by rank the step of each op that ran: as late as the later ops of all ranks allow."""
     done: set[tuple[int, Op]] = set()
     # (rank, (stage, op), the ops that it depends on).
     ran: list[tuple[int, tuple[int, Op], list[tuple[int, Op]]]] = []

@@ -18,7 +18,7 @@ def rules_of(plan: Plan) -> Rules:
 
 
 def ops_of_chunk(plan: Plan) -> tuple[tuple[Kind, ...], ...]:
-    """Return sets of op kinds; every stage runs one of the sets for every chunk of ``plan``."""
+    """Return alternative sets of op kinds; a stage runs one set for each chunk of ``plan``."""
     kinds = rules_of(plan)
     sets = (tuple(kind for kind in each if kind in kinds) for each in CHUNK_OPS)
     return tuple(dict.fromkeys(sets))
@@ -27,10 +27,10 @@ def ops_of_chunk(plan: Plan) -> tuple[tuple[Kind, ...], ...]:
 def needs_of(plan: Plan, rules: Rules | None = None, slices: Slices | None = None) -> NeedsOf:
     """Return a function that yields the needs of an op of ``plan``.
 
-    An op has a need of the rule table only if its stage is in ``need.at``, the pipeline has the
-    stage that meets the need, and a chunk has the slice that the need refers to. If several
-    documents continue a chunk, its backward has one need for each of their chunks. Needs do not
-    depend on the ranks of the stages.
+    A need of the rule table applies to an op whose stage is in ``need.at``. The stage and the chunk
+    that would meet the need must exist: stage 0 has no previous stage, a first slice no earlier
+    chunk. If several documents continue a chunk, its backward has one need for each of their
+    chunks. Needs do not depend on the ranks of the stages.
 
     Args:
         plan: plan of the ops.

@@ -87,7 +87,7 @@ _STAGE_OP = re.compile(rf"([{''.join(_CODES)}])({NUMBER})\.({NUMBER})")
 
 @dataclass(frozen=True, slots=True, order=False)
 class Op:
-    """Op of ``kind`` (one of COMPUTE) on ``chunk``; its stage is the one whose order has it."""
+    """Op of ``kind`` (one of COMPUTE) on ``chunk``; the order that lists the op gives the stage."""
 
     kind: Kind
     chunk: int
@@ -209,7 +209,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """Start of the ``irecv`` of ``message`` at its target; it takes no time and is not recorded."""
+    """Start of the target's ``irecv`` of ``message``, which takes no time and is not recorded."""
 
     message: Message
 

@@ -1,6 +1,6 @@
 """Placements: which pipeline rank computes which stages of the model.
 
-A placement is a name, listed here with the ranks of stages 0, 1, ..., or the text of a file:
+A placement is given by a name (below, with the ranks of stages 0, 1, ...) or by a file:
 
 even             0 1 2 3             stage i on rank i
 interleaved 2    0 1 2 3 0 1 2 3
@@ -71,7 +71,7 @@ class Placement:
 
     @property
     def is_even(self) -> bool:
-        """Whether stage i is on rank i."""
+        """Whether every stage i is on rank i."""
         return self.place == tuple(range(self.stages))
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ def picture(stages: dict[int, list[str]], ranks: int) -> str:
 
 
 def named_placement(text: str, ranks: int) -> Placement | None:
-    """Return the placement named ``text`` for a pipeline of ``ranks``; None if it is not a name.
+    """Return the placement named ``text`` for ``ranks`` pipeline ranks; None if not a name.
 
     Raises:
         PlanError: the number in the name is invalid.

@@ -80,7 +80,7 @@ class Prediction:
 
     Attributes:
         seconds: time of the iteration in seconds.
-        peak_gib: peak GiB of each rank; like the memory budget, without model states on CPUs.
+        peak_gib: peak GiB of each rank; on CPUs without model states, like the memory budget.
         planner: name of the planner.
     """
 
@@ -308,7 +308,7 @@ class Plan:
         return sum(prefix.tokens for prefix in self.prefix_of(document))
 
     def pairs(self, chunk: int) -> int:
-        """Return the query-key pairs of a chunk's attention, keys of prefixes included."""
+        """Return the number of query-key pairs of a chunk's attention, with keys of prefixes."""
         spans = self.chunks[chunk].spans if self.prefixes else ()
         before = sum(self.offset(span.document) * span.tokens for span in spans)
         return self.chunks[chunk].pairs + before
@@ -404,9 +404,9 @@ def checked_prefixes(documents: tuple[int, ...], prefixes: Prefixes) -> Prefixes
     """Return ``prefixes``, or () if no document has one.
 
     Raises:
-        PlanError: a prefix is not the start of another document, a document continues itself, or
-            the numbers of documents that each document continues, directly or not, add up to more
-            than MOST_CONTINUED.
+        PlanError: ``prefixes`` has another length; a prefix is not the start of another document; a
+            document continues itself; or there are more than MOST_CONTINUED pairs of a document
+            and another that it continues, directly or through others.
     """
     if all(prefix is None for prefix in prefixes):
         return ()
@@ -503,7 +503,7 @@ class _Reader:
         raise PlanError(f"plan line {number} ({quoted(' '.join(words))}): {what}")
 
     def words(self, key: str) -> list[str] | None:
-        """Read the next line and return its words after ``key``; None if it begins differently."""
+        """Read the next line if it begins with ``key``; return the words after ``key``, or None."""
         if self.line is None or self.line[1][0] != key:
             return None
         self.last, self.line = self.line, next(self.rest, None)
@@ -537,7 +537,7 @@ class _Reader:
         return tuple(map(self.number, words))
 
     def choices(self, chunks: int, words: list[str]) -> tuple[str, ...]:
-        """Return a stage's recompute modes for every chunk; equal ``words`` share one string."""
+        """Return a stage's recompute modes for every chunk; equal words give the same object."""
         if len(words) != chunks:
             raise PlanError(f"{len(words)} choices for {chunks} chunks")
         for word in dict.fromkeys(words):

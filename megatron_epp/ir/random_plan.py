@@ -56,8 +56,8 @@ def arbitrary_plan(
         replicas: data-parallel size.
         vocabulary_parallel: whether the LM head is sharded over the stages (ops H and G).
         place: rank of each stage; empty if stage i is on rank i.
-        never_cut: whether to cut no document. Otherwise about half of the documents of 8 tokens or
-            more are cut into two to five slices. Ignored if a document has a prefix.
+        never_cut: whether all documents stay uncut. Otherwise about half of the documents of 8
+            tokens or more are cut into two to five slices. Ignored if a document has a prefix.
         alone: whether each document is alone in one chunk, uncut. Ignored if a document has a
             prefix.
         prefixes: the span that each document continues, or None; empty if no document has a prefix.
@@ -90,7 +90,8 @@ def arbitrary_plan(
 def placed(plan: Plan, place: Sequence[int], stages: Sequence[int]) -> Plan:
     """Return ``plan`` with stage s on rank ``place[s]``.
 
-    ``stages`` lists the stage of every op of the plan, in an order in which the ops can run.
+    ``stages`` lists the stage of every op, in an order in which all ops can run. Each rank runs its
+    ops in this order.
     """
     if len(set(place)) in (0, plan.stages):
         return replace(plan, place=tuple(place))
@@ -128,7 +129,7 @@ def arbitrary_block(
         replicas: data-parallel size; default: the size of the group.
         vocabulary_parallel: whether the LM head is sharded over the stages (ops H and G).
         place: rank of each stage; empty if stage i is on rank i.
-        never_cut: whether to cut no document.
+        never_cut: whether all documents stay uncut.
     """
     drawn = [_in_order(arbitrary_chunks(each, random, never_cut=never_cut)) for each in lengths]
     count = max(1, max(map(len, drawn)) + random.randint(0, 1))
@@ -236,7 +237,7 @@ def arbitrary_chunks(
         lengths: tokens of each document.
         random: source of random numbers.
         first: number of the first document.
-        never_cut: whether to cut no document.
+        never_cut: whether all documents stay uncut.
         packed: probability that an uncut document joins an existing chunk of fewer than four spans,
             if there is one.
     """
@@ -298,7 +299,7 @@ def tree_chunks(
     """Return random chunks of documents, some of which continue other documents.
 
     Documents are cut where another document continues them, and also at random tokens. Each span
-    joins the chunk with the tokens before it, another chunk that can run after that chunk, or a new
+    goes to a new chunk, the chunk with the tokens before it, or a chunk that can run after that
     chunk.
 
     Args:
@@ -377,7 +378,7 @@ def _parents_first(prefixes: Prefixes) -> list[int]:
 
 
 def by_stage(plan: Plan, walked: Sequence[tuple[int, Op]]) -> tuple[tuple[Op, ...], ...]:
-    """Return the order of every stage of ``plan``; ``walked`` lists its ops as (stage, op)."""
+    """Return the order of every stage of ``plan``; ``walked`` lists all ops as (stage, op)."""
     return tuple(
         tuple(op for where, op in walked if where == stage) for stage in range(plan.stages)
     )
@@ -396,7 +397,7 @@ def random_walk(
         plan: plan without orders.
         random: source of random numbers.
         split_backward: probability that a backward is split into I and W.
-        besides: function of (stage, op, finished ops by stage); an op runs only if it returns true.
+        besides: additional condition for an op: function of (stage, op, finished ops by stage).
         vocabulary_parallel: whether the plan has ops H and G.
     """
     # Not rules_of(plan): a plan without orders has no backward, so it counts as forward-only.

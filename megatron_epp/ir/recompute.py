@@ -35,8 +35,8 @@ _RUN = re.compile(rf"([1-9][0-9]{{0,3}})([{MODES}])")
 def offload_among(choice: str, count: int) -> str:
     """Return the modes ``choice`` (one letter per layer) with ``count`` offloaded layers inserted.
 
-    Offloaded layers are at even distances, from layer 0 on. The copy of one of them can then
-    overlap with the computation of the layers up to the next one.
+    Offloaded layers are at even distances, from layer 0 on. The copy of an offloaded layer can
+    then overlap with the computation of all layers up to the next offloaded layer.
     """
     layers, others = len(choice) + count, iter(choice)
     return "".join(

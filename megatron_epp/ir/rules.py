@@ -2,9 +2,9 @@
 
 The checker, the random plans, the simulator and the pictures read this table. Lowering turns every
 need that another stage meets into a message, and the executor runs the lowered programs. For speed,
-the planner's compiled loops (planner/order/compiled) contain a copy of the needs. The plans of
-these loops are checked and simulated with the table, and tests compare the times
-(tests/planner/test_placed_schedules.py).
+the planner's compiled loops (planner/order/compiled) contain a copy of the needs. The plans from
+these loops are checked and simulated with the table. Tests require that the loops and the simulator
+compute the same times (tests/planner/test_placed_schedules.py).
 
 ``c`` is the chunk of the op and ``s`` the stage of the op. ``earlier`` is the chunk with the
 preceding slice of the same document, or with the end of the prefix that the document continues.
@@ -43,9 +43,9 @@ layer has one buffer for the K/V of a cut document. The forward of the first sli
 buffer; the backward of the first slice, which runs last, frees it. The gradients of K and V exist
 from the backward of the last slice on. Documents that are not cut cache nothing. The bytes of an
 item count from the start of the op that makes it to the end of the op that frees it. A document
-that other documents continue is cached like a cut document. For such a document, (last) means one
-of the chunks that attend to it: the chunk whose backward runs first on the stage, or in evaluation
-the chunk whose forward runs last.
+that other documents continue is cached like a cut document. Several chunks may attend to it. (last)
+then means the chunk of these whose backward runs first on the stage, or in evaluation the chunk
+whose forward runs last.
 
 In a forward-only plan (evaluation), F saves no activations, and F of a document's last slice frees
 the document's K/V. With vocabulary parallelism the plan also has H, which saves nothing. The field
@@ -62,7 +62,7 @@ from megatron_epp.ir.op import BACKWARDS, OF_HEAD, Kind, Payload
 
 
 class PlanTrait(Flag):
-    """Traits of a plan; a row of the rule table applies to plans with all its ``only`` traits."""
+    """Traits of a plan; a rule-table row applies to plans that have all traits in ``row.only``."""
 
     TRAINING = auto()
     EVALUATION = auto()  # forward-only
@@ -74,7 +74,7 @@ TRAINING, EVALUATION, VOCABULARY = PlanTrait
 
 
 class Relation(Enum):
-    """Relation of the chunk in a row of the rule table to the chunk of the op."""
+    """Chunk that a row of the rule table refers to, relative to the chunk of the op."""
 
     SAME = 0
     EARLIER = 1  # the chunk with the preceding slice, if there is one
@@ -138,7 +138,7 @@ class Need:
         chunk: chunk of the provider, relative to the op's chunk.
         why: what the op receives from the provider, for error messages.
         at: stages whose ops have the need.
-        only: traits that a plan must have for the need to exist.
+        only: traits that a plan must have for the need to apply.
     """
 
     kinds: tuple[Kind, ...]
@@ -182,7 +182,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Rule-table rows of one kind of op, which only plans with the traits ``only`` contain."""
+    """Rule-table rows of one kind of op; only plans with all traits in ``only`` have such ops."""
 
     needs: tuple[Need, ...]
     makes: tuple[Effect, ...]
@@ -285,6 +285,6 @@ def held(table: Rules, traits: PlanTrait) -> Rules:
 
 @cache
 def rules_for(vocabulary_parallel: bool, forward_only: bool = False) -> Rules:
-    """Return the rule table of plans with these traits."""
+    """Return the rule table of plans with or without vocabulary parallelism and backwards."""
     traits = EVALUATION if forward_only else TRAINING
     return held(RULES, traits | VOCABULARY if vocabulary_parallel else traits)

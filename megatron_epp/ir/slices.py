@@ -18,9 +18,9 @@ class CachedDocument:
     Attributes:
         document: number of the document.
         first: chunk with the first slice of the document.
-        readers: chunks that attend to the cached K and V. Chunks with later slices of the document
-            come first, in order. Chunks of documents that continue it, directly or through another
-            document, follow. They may include ``first``.
+        readers: chunks that attend to the cached K and V: first those with later slices of the
+            document, in order, then those of documents that continue it, directly or through
+            another document. Chunk ``first`` may be among the latter.
         boundaries: tokens at which later slices or documents that continue this one begin.
     """
 
@@ -38,7 +38,7 @@ class Slices:
         document: ``document[c]`` is the document whose slice is in chunk c; -1 without a slice.
         earlier: ``earlier[c]`` is the chunk with the preceding slice of the same document, or with
             the end of the document's prefix; -1 if there is none.
-        later: ``later[c]`` is the chunk with the following slice of the same document, or -1.
+        later: ``later[c]`` is the chunk with the next slice of the same document; -1 if none.
         children: ``children[c]`` lists the chunks whose ``earlier`` is c. There are several if
             several documents continue chunk c, so the chunks form a forest.
         kept: documents whose K and V are cached, by ascending number.

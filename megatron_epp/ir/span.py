@@ -52,7 +52,7 @@ class Span:
 
     @property
     def pairs(self) -> int:
-        """Query-key pairs of causal attention: token i of the document attends to i + 1 tokens."""
+        """Number of query-key pairs: token i of the document attends to i + 1 tokens (causal)."""
         return (self.stop * (self.stop + 1) - self.start * (self.start + 1)) // 2
 
     def __str__(self) -> str:

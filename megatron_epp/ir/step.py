@@ -163,7 +163,7 @@ class StepPart:
         plans: plan of each replica; document d of ``plans[i]`` is document ``assignments[i][d]`` of
             the global batch.
         division: digest of the assignment of documents to all replicas of the job; empty if the
-            whole step is known.
+            whole step is known, as in :meth:`Step.part`.
     """
 
     assignments: tuple[tuple[int, ...], ...]
@@ -242,7 +242,7 @@ def _text(
 
 
 def _read(text: str) -> tuple[tuple[Plan, ...], list[str]]:
-    """Return the plans in ``text``, at least one, and the lines before the first plan."""
+    """Return the plans in ``text`` (at least one), and the lines before the first plan."""
     lines = lines_of(text)
     starts = [number for number, line in enumerate(lines) if _PLAN.fullmatch(line)]
     if not starts:

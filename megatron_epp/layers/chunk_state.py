@@ -37,7 +37,7 @@ class Rows:
 
     @property
     def context(self) -> tuple[tuple[int, int], ...]:
-        """Earlier tokens that the span attends to: pairs (document, number of its first tokens).
+        """Earlier tokens that the span attends to: (d, n) means the first n tokens of document d.
 
         The documents of the prefix come first. The last pair is the span's own document, unless
         the span begins its document.
@@ -63,10 +63,10 @@ class ChunkState:
             without MoE or training.
         local: state of the documents that this rank computes alone, whose rows follow the sharded
             rows; None if no rank has such documents.
-        local_documents: documents of the chunk that run on a single rank, over all ranks, in the
+        local_documents: single-rank documents of the chunk, of all context-parallel ranks, in the
             chunk's order.
-        repeated: index of the running layer minus the index of its module's first run, if the
-            module runs as several layers; else 0.
+        repeated: if one module runs as several layers, the index of the current layer minus the
+            index of the first of these layers; else 0.
     """
 
     chunk: int
@@ -83,11 +83,11 @@ class ChunkState:
     _cached: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def layer(self, installed: int) -> int:
-        """Return ``installed``, the index of a module's first run, plus :attr:`repeated`."""
+        """Return the index of the current layer; ``installed`` is the first layer of its module."""
         return installed + self.repeated
 
     def again(self, layers: int) -> "ChunkState":
-        """Return a copy for a run of a repeated layer, ``layers`` layers after its first run.
+        """Return a copy for a later layer of a repeated module, ``layers`` layers after the first.
 
         Both states share the results of :meth:`once`.
         """
@@ -145,7 +145,7 @@ def store_for(plan: Plan, slices: Slices, stores_last_slice: bool) -> Store:
 
 
 def let_go(state: ChunkState, layer: int) -> None:
-    """Free the K/V of ``layer`` that no later span reads, in a forward-only pass."""
+    """Free, in a forward-only pass, the K/V of ``layer`` that no later span attends to."""
     store = state.store
     for rows in () if state.training else state.rows:
         if store.readers:

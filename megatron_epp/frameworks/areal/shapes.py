@@ -27,7 +27,7 @@ RELIES_ON = (
 
 
 def areal_reader(caller: Caller) -> Reader | None:
-    """Return the reader of AReaL's micro-batches."""
+    """Return a function that computes the shape of AReaL's micro-batches."""
     side_by_side = getattr(caller.brings("self"), "use_padded_seq", False)
 
     def read(micro_batch: Any) -> MicrobatchShape | None:

@@ -7,7 +7,7 @@ from megatron_epp.planner.choose.partition import layout_text
 
 
 def bridge_settings(job: StockSettings) -> Iterator[str]:
-    """Yield the assignments for ``job``."""
+    """Yield assignments to fields of a recipe for ``job``."""
     for name, value in degrees(job):
         yield f"cfg.model.{name} = {value}"
     if job.layout.tp > 1:

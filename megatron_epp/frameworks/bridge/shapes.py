@@ -1,4 +1,4 @@
-"""Shapes of Megatron-Bridge's micro-batches: mappings with tokens [B, S] and packed boundaries.
+"""Shapes of Megatron-Bridge's micro-batches: mappings of tokens [B, S] and document boundaries.
 
 ``megatron/bridge/training/gpt_step.py`` uses two names for the boundaries. The array with the older
 name, ``cu_seqlens``, is padded with -1.
@@ -21,7 +21,7 @@ RELIES_ON = (
 
 
 def bridge_reader(caller: Caller) -> Reader | None:
-    """Return the reader of Megatron-Bridge's micro-batches."""
+    """Return a function that computes the shape of Megatron-Bridge's micro-batches."""
 
     def read(micro_batch: Any) -> MicrobatchShape | None:
         samples, rows = micro_batch["tokens"].shape

@@ -19,7 +19,7 @@ RELIES_ON = (
 
 
 def nemo_rl_reader(caller: Caller) -> Reader | None:
-    """Return the reader of NeMo-RL's micro-batches."""
+    """Return a function that computes the shape of NeMo-RL's micro-batches."""
 
     def read(micro_batch: Any) -> MicrobatchShape | None:
         samples, rows = micro_batch.input_ids.shape

@@ -18,7 +18,7 @@ RELIES_ON = tuple(
 
 
 def roll_reader(caller: Caller) -> Reader | None:
-    """Return the reader of ROLL's micro-batches."""
+    """Return a function that computes the shape of ROLL's micro-batches."""
     packed = getattr(caller.brings("self"), "use_sequence_packing", False)
     each = math.lcm(16, caller.aligned)
 

@@ -26,7 +26,7 @@ RELIES_ON = (
 
 
 def skyrl_reader(caller: Caller) -> Reader | None:
-    """Return the reader of a call of SkyRL; None if the layout of rows is unknown."""
+    """Return a function from SkyRL's micro-batch to its shape; None if padding is unknown."""
     wrapper = caller.brings("self")
     if wrapper is None:
         return None
@@ -51,7 +51,7 @@ def skyrl_reader(caller: Caller) -> Reader | None:
 
 
 def _fp8_multiple(caller: Caller) -> int | None:
-    """Return the multiple of rows in fp8; None if it is unknown (the recipe is ``auto``)."""
+    """Return the multiple to which rows are padded in fp8; None if unknown (recipe ``auto``)."""
     if installed_release("skyrl") < (0, 4):
         return 16 * caller.cp
     recipe = getattr(caller.config, "fp8_recipe", None)

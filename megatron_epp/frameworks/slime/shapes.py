@@ -21,7 +21,7 @@ RELIES_ON = (
 
 
 def slime_reader(caller: Caller) -> Reader | None:
-    """Return the reader of a call of slime or miles; None if the call's arguments are unknown."""
+    """Return a function from a micro-batch to its shape; None if slime's args are unknown."""
     args = caller.brings("args")
     if args is None:
         return None

@@ -1,7 +1,7 @@
 """Slicing mode in slime: slices compute log-probabilities, and slime computes its losses.
 
 slime's forward step packs samples and computes losses from logits. The adapter's forward step
-computes slices instead, without logits. slime's forward step then provides slime's loss function.
+computes slices instead, without logits. slime's forward step only returns slime's loss function.
 The loss function receives log-probabilities in place of the result of
 ``calculate_log_probs_and_entropy`` (slime's ``loss.py``). Policy, value and supervised losses and
 log-probability passes are therefore slime's own.
@@ -73,7 +73,7 @@ class SlimeSamples(TokenSamples):
 
     @property
     def _has_entropies(self) -> bool:
-        """Whether the current call needs entropies; forward-only passes are in evaluation mode."""
+        """Whether the call needs entropies; in evaluation, only with ``use_rollout_entropy``."""
         training = in_training(self._model) and self._args.loss_type == "policy_loss"
         return training or bool(getattr(self._args, "use_rollout_entropy", False))
 
@@ -81,9 +81,9 @@ class SlimeSamples(TokenSamples):
 def before_train_step(
     args: Any, rollout_id: int, step_id: int, model: Any, optimizer: Any, scheduler: Any
 ) -> None:
-    """Attach the model (slime's --custom-megatron-before-train-step-hook-path).
+    """Patch the model to compute slices (slime's --custom-megatron-before-train-step-hook-path).
 
-    After this call, the model computes slices. slime calls this hook with these arguments:
+    The first call patches; later calls change nothing. slime calls this hook with these arguments:
 
     Args:
         args: slime's arguments.
@@ -97,7 +97,7 @@ def before_train_step(
 
 
 def before_log_probs(args: Any, model: Any, store_prefix: str) -> None:
-    """Attach the model for forward-only passes (--custom-megatron-before-log-prob-hook-path)."""
+    """Patch the model for forward-only passes (--custom-megatron-before-log-prob-hook-path)."""
     _attach(args, model)
 
 
@@ -146,7 +146,7 @@ def _values(data_iterator: Any, model: Any) -> tuple[Any, None]:
 
 
 def _called_with(function: Any, log_probs_T: Tensor, entropies_T: Tensor | None) -> Any:
-    """Call slime's loss ``function`` (a partial) with log-probabilities instead of logits."""
+    """Call the partial ``function``, slime's loss, with log-probabilities instead of logits."""
 
     def called_with(
         logits: Tensor,

@@ -1,4 +1,4 @@
-"""Shapes of ms-swift's micro-batches: mappings with input_ids [1, T] or [B, S], padded.
+"""Shapes of ms-swift's micro-batches: mappings with padded input_ids [1, T] or [B, S].
 
 A packed document begins where a position is 0 (``swift/megatron/trainers/utils.py``,
 prepare_batch).
@@ -20,7 +20,7 @@ RELIES_ON = (
 
 
 def swift_reader(caller: Caller) -> Reader | None:
-    """Return the reader of ms-swift's micro-batches."""
+    """Return a function that computes the shape of ms-swift's micro-batches."""
 
     def read(micro_batch: Any) -> MicrobatchShape | None:
         samples, rows = micro_batch["input_ids"].shape

@@ -48,7 +48,7 @@ class SwiftPacks:
         self.share_from = share_from
 
     def lengths(self, micro_batch: Any) -> Sequence[int]:
-        """Return the tokens of every document."""
+        """Return the number of tokens of every document."""
         return tuple(stop - start for start, stop in documents_of(_with_boundaries(micro_batch)))
 
     def prefixes(self, micro_batch: Any) -> PrefixForest:
@@ -68,7 +68,7 @@ class SwiftPacks:
         """Return the forward step of slices.
 
         Raises:
-            ValueError: The forward step is of another trainer, or slices do not support the
+            ValueError: The forward step is not MegatronTrainer's, or slices do not support the
                 trainer's arguments.
         """
         trainer = getattr(forward_step, "__self__", None)

@@ -1,4 +1,4 @@
-"""Shapes of verl's micro-batches: TensorDicts of nested tokens, made THD or BSHD by its engine.
+"""Shapes of verl's micro-batches: TensorDicts of nested tokens that become THD or BSHD rows.
 
 The rules are those of ``verl/models/mcore/util.py`` (preprocess_thd_engine,
 preprocess_bshd_engine).
@@ -21,7 +21,7 @@ RELIES_ON = (
 
 
 def verl_reader(caller: Caller) -> Reader | None:
-    """Return the reader of a call of verl's engine; None if the layout of rows is unknown."""
+    """Return a function from verl's micro-batch to its shape; None if the layout is unknown."""
     settings = getattr(caller.brings("self"), "engine_config", None)
     if settings is None or getattr(settings, "dynamic_context_parallel", False):
         return None  # ranks of one pipeline have different micro-batches

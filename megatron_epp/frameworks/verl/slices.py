@@ -1,4 +1,4 @@
-"""Slicing mode in verl: an adapter of its nested micro-batches, and an engine for its registry.
+"""Slicing mode in verl: an adapter of nested micro-batches, and an engine in verl's registry.
 
 verl's forward step packs samples and computes log-probabilities from logits. The adapter's forward
 step computes slices instead, without logits. The adapter passes log-probabilities and entropies of
@@ -49,12 +49,12 @@ class VerlSamples(TokenSamples):
         self._pads_to_rows = installed_release("verl") >= (0, 9, 1)
 
     def after(self, samples: Sequence[Tensor], number: int) -> int:
-        """Return the label of a sample's last token, as verl shifts labels along a pack.
+        """Return the label that verl gives to the last token of sample ``number`` of a pack.
 
         The label is padding (0) if verl pads the sample. Otherwise it is the first token of the
         next sample or, with context parallelism, of the same sample. With context parallelism, verl
-        pads samples to a multiple of tokens; before release 0.9.1, it pads only samples that are
-        shorter than this multiple.
+        pads samples to a multiple of 2 x TP x CP tokens; before release 0.9.1, it pads only samples
+        that are shorter.
         """
         length = len(samples[number])
         if self._context_ranks > 1:

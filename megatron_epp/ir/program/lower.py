@@ -26,7 +26,7 @@ def lower(plan: Plan, rules: Rules | None = None) -> tuple[Program, ...]:
 
     A SEND comes directly after the op that produces its tensor. The receiver posts the message
     (POST) after all its ops that precede the message in the sequence. The receiver waits for the
-    tensor (RECV) before the op that needs the tensor. Both ends of a link issue its messages in the
+    tensor (RECV) before the op that needs the tensor. Both ends issue the messages of a link in the
     same order, so neither tags nor a handshake for shapes are needed. A receiver that needs a later
     message first waits for all earlier messages of the link.
 
@@ -36,8 +36,8 @@ def lower(plan: Plan, rules: Rules | None = None) -> tuple[Program, ...]:
     issued (tests/ir/queue_check.py).
 
     The rule table determines the messages: one for every need that another rank meets. Between
-    stages of one rank a HAND passes the tensor on, directly after the op that produces it. If a
-    rank has several stages, the ops of all programs name their stage (``StageOp``).
+    stages of one rank a HAND item (``HandOver``), directly after the op that produces the tensor,
+    replaces the message. If a rank has several stages, all ops name their stage (``StageOp``).
 
     Args:
         plan: plan to lower.
@@ -65,7 +65,7 @@ def _programs(
     rules: Rules | None,
     block: Sequence[Plan] = (),
 ) -> list[list[Item]]:
-    """Return one program per pipeline rank; it is empty if the rank is not in ``ranks``."""
+    """Return one program per pipeline rank; programs of ranks outside ``ranks`` are empty."""
     programs: list[list[Item]] = [[] for _ in range(plan.ranks)]
     rank_of, shares_ranks = plan.rank_of, plan.shares_ranks
     wanted: dict[tuple[int, Op], list[Message]] = {}  # by consumer
@@ -105,7 +105,7 @@ def _programs(
 def _messages(plan: Plan, rules: Rules | None) -> Iterator[tuple[Message, Op, Op]]:
     """Yield (message, op that produces it, op that needs it) for every need between stages.
 
-    Needs between stages of one rank are included.
+    The two stages may be on the same rank.
     """
     needs, backwards, rank_of = needs_of(plan, rules), backward_of(plan), plan.rank_of
     for stage, order in enumerate(plan.orders):

@@ -80,7 +80,7 @@ def _compare(lockstep: int, block: tuple[Plan, ...], plan: Plan) -> None:
 
 
 def _parted(line: str, block: tuple[Plan, ...], rank: int, at: int) -> NoReturn:
-    """Raise a PlanError: ``line``, then aligned ops of each replica; ``>`` marks index ``at``."""
+    """Raise a PlanError with ``line`` and a grid of the replicas' ops; ``>`` marks op ``at``."""
     first = max(0, at - COLUMNS // 2)
     orders = [[plan.op_name(*place) for place in plan.rank_orders[rank]] for plan in block]
     stop = max(min(first + COLUMNS, len(order)) for order in orders)

@@ -38,7 +38,7 @@ class PartsAttention:
 
     Args:
         scale: scale of the logits.
-        before: number of tokens before a query that the query sees; None for all.
+        before: number of earlier tokens that a query sees (window); None for all.
         sinks: function that returns the logits [H] of the heads' sinks, or None without sinks.
     """
 
@@ -80,7 +80,7 @@ class ChunkAttention(torch.autograd.Function):
     gradients that later slices added to the store. After the backward of a document's first slice,
     the document's buffer is freed.
 
-    T rows of the chunk, H query heads, G key heads, D head size (V and output may have another).
+    T rows of the chunk, H query heads, G key heads, D head size (v and output may differ).
     """
 
     @staticmethod
@@ -190,7 +190,7 @@ def _recomputed(ctx: Any) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Seeing:
-    """Scale, window (``before`` tokens before a query, or all) and sinks of a layer's attention."""
+    """Scale, window (``before`` earlier tokens, or all) and sinks of a layer's attention."""
 
     scale: float
     before: int | None
@@ -204,7 +204,7 @@ class _Seeing:
 def _window(
     q: Tensor, k: Tensor, v: Tensor, state: ChunkState, layer: int, rows: Rows, seeing: _Seeing
 ) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of a span in a sliding-window layer."""
+    """Return output and log-sum-exp of a span that sees itself and context, within a window."""
     assert seeing.before is not None
     context = seeing.tails(state, layer, rows).context()
     if context is None and len(q) <= seeing.before + 1:
@@ -249,7 +249,7 @@ def _window_backward(
 def _attend_rows(
     q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, seeing: _Seeing
 ) -> tuple[Tensor, Tensor]:
-    """Return output [T, H, D] and log-sum-exp [T, H] of attention to context and own rows."""
+    """Return output [T, H, D] and log-sum-exp [T, H] of all spans, each with its context."""
     out_THD = q_THD.new_empty(*q_THD.shape[:2], v_TGD.shape[2])
     lse_dtype = torch.promote_types(q_THD.dtype, torch.float32)
     lse_TH = torch.empty(q_THD.shape[:2], dtype=lse_dtype, device=q_THD.device)

@@ -2,8 +2,8 @@
 
 T query rows, S key rows, H query heads, G key heads (H a multiple of G), D head size, V head size
 of values. The kernel supports one head size, so the smaller of D and V is padded with zero
-channels. ``causal`` requires T = S: the kernel aligns the mask at the top left, which is then the
-same as at the bottom right.
+channels. The kernel aligns a causal mask at the top left. ``causal`` requires T = S, for which this
+is the same as alignment at the bottom right.
 
 Without a mask, queries are independent. The H / G query heads of a key head are then passed as one
 head with H / G times as many queries. From 768 queries on, the kernel processes larger blocks (256
@@ -42,7 +42,7 @@ def attend_backward(
     """Return the gradients of q, k and v, from output and log-sum-exp over *all* keys of each row.
 
     ``k_SGD`` may be a part of the keys that the rows attended to. Probabilities are computed with
-    ``lse_HT``, so the gradients of q from all parts of the keys add up.
+    ``lse_HT``, so the gradient of q is the sum of the results for all parts.
 
     Args:
         grad_THV: gradient of the output.

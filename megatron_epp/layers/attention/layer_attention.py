@@ -26,7 +26,7 @@ class Attention(Protocol):
 
     @property
     def all_heads(self) -> "Attention":
-        """Attention over all heads of the tensor-parallel rank, for documents on one CP rank."""
+        """Attention over all heads of the tensor-parallel rank; single-rank documents need it."""
 
     def __call__(
         self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, state: ChunkState, layer: int, drop: bool
@@ -49,7 +49,7 @@ class Attention(Protocol):
         """Return the attention of a layer with a window or sinks.
 
         Args:
-            before: number of tokens before a query that the query sees; None for all.
+            before: number of earlier tokens that a query sees (window); None for all.
             sinks: function that returns the logits [H] of the heads' sinks, or None without sinks.
 
         Raises:

@@ -26,7 +26,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, RecomputeHandle | None
 
 
 def sharded_rows(state: ChunkState, ulysses: Ulysses) -> int:
-    """Return the number of this rank's rows of sharded documents, which precede its other rows."""
+    """Return the number of rows of sharded documents on this rank, which precede all others."""
     return state.tokens // ulysses.group.size()
 
 
@@ -93,7 +93,7 @@ def attend_parts(
 
 
 class _JoinedRecompute:
-    """Recompute handle of an output with rows of sharded documents and of documents on one rank."""
+    """Recompute handle of an output: first rows of sharded, then of single-rank documents."""
 
     def __init__(self, sharded: RecomputeHandle, local: RecomputeHandle):
         self._sharded_rows, self._local = sharded, local

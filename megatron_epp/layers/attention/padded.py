@@ -18,7 +18,7 @@ from megatron_epp.layers.attention.varlen import Kernel, Operands
 
 
 class PaddedKernel:
-    """Kernel whose tensors are padded.
+    """Kernel that pads tensors for another kernel.
 
     Args:
         kernel: kernel for the padded sizes.

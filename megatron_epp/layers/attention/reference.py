@@ -21,7 +21,7 @@ class ReferenceKernel:
         self.scale, self.before = scale, before
 
     def of_layers(self, before: int | None, sinks: bool) -> "ReferenceKernel":
-        """Return the kernel for a window of ``before`` tokens; each call passes its sinks."""
+        """Return the kernel for a window of ``before`` tokens; every call passes the sinks."""
         return type(self)(self.scale, before)
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:

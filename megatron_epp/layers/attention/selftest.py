@@ -62,7 +62,7 @@ def require_right(
         dtype: dtype of the tensors.
         device: device of the tensors.
         value_size: head size of values; 0 means ``head_size``.
-        before: number of tokens before a query that the query sees; None for all.
+        before: number of earlier tokens that a query sees (window); None for all.
         sinks: whether there are sinks.
 
     Raises:
@@ -88,7 +88,7 @@ def require_right(
 
 
 def _calls(before: int | None) -> dict[str, tuple[tuple[int, int], ...]]:
-    """Return the calls to test; with a window, slices have more keys than the window."""
+    """Return by name each call's documents (queries, keys); slices have more keys than a window."""
     if before is None:
         return CALLS
     long = min(before, MOST_WINDOW) + 64
@@ -116,7 +116,8 @@ def errors(
 
     Each list has the errors of the output and of the gradients of q, k, v and the sinks. An error
     is the 2-norm of the difference from the float64 result, relative to the 2-norm of this result.
-    For sinks it is relative to the 2-norm of the summands, because these may cancel.
+    The gradient of a sink is a sum; its error is relative to the 2-norm of the summands, because
+    these may cancel.
 
     Args:
         kernel: the kernel.
@@ -127,7 +128,7 @@ def errors(
         scale: scale of the logits.
         dtype: dtype of the tensors.
         device: device of the tensors.
-        before: number of tokens before a query that the query sees; None for all.
+        before: number of earlier tokens that a query sees (window); None for all.
         sinks: whether there are sinks.
     """
     size, value = sizes

@@ -76,7 +76,7 @@ class SliceTails:
         store: the K/V cache.
         layer: number of the layer in the stage.
         rows: rows of the slice.
-        before: number of tokens before a query that the query sees.
+        before: number of earlier tokens that a query sees (window).
     """
 
     store: Store

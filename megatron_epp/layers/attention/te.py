@@ -1,4 +1,4 @@
-"""Attention by Transformer Engine's DotProductAttention, the fastest kernels on its GPUs.
+"""Attention by Transformer Engine's DotProductAttention, the fastest kernels on supported GPUs.
 
 For slices, these points matter; a mistake raises no error (checked in version 2.20):
 
@@ -6,14 +6,14 @@ For slices, these points matter; a mistake raises no error (checked in version 2
   aligned at the top left.
 - Queries, keys and values start at the beginning of their storage. The module infers their layout
   from pointers and offsets, and refuses or misreads a view into the middle of a buffer.
-- The module's context parallelism does not support this mask, so it is off. Instead, rows are
+- The module's context parallelism is off, because it does not support this mask. Instead, rows are
   exchanged for heads before and after the module (layers/attention/ulysses.py).
 - A window is aligned like the mask. The module has sinks as a parameter; here each call sets the
   module's sinks to those of the call's layer.
 
 The module's autograd saves q, k and v, which this package already saves or caches. A hook therefore
-drops these tensors and supplies them in backward. Other saved tensors go through the surrounding
-hooks.
+drops these tensors and supplies them in backward. Other saved tensors go through the saved-tensor
+hooks that the caller has set.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,8 +48,8 @@ class TransformerEngineKernel:
         groups: number of key heads of a call.
         head_size: head size, or (head size of keys, head size of values).
         scale: scale of the logits.
-        around: function that returns a context manager in which a call of the module runs.
-        before: number of tokens before a query that the query sees; None for all.
+        around: function that returns a context manager; each call of the module runs in one.
+        before: number of earlier tokens that a query sees (window); None for all.
         sinks: whether the layers have sinks.
 
     Raises:
@@ -115,7 +115,7 @@ class TransformerEngineKernel:
         return self._of_layers[like]
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
-        """Return the output [T, H, D], and the backward's state other than the operands."""
+        """Return the output [T, H, D] and the state for :meth:`backward`, without the operands."""
         call = self._bucketed(call)
         calls = self._calls.setdefault(alike(call, backward), KernelCalls())
         if DIRECT and calls.forward is not None and (calls.backward is not None or not backward):
@@ -285,7 +285,7 @@ class _Sources:
         self._hooks = SavedTensorHooks()  # made before the graph's own hooks
 
     def pack(self, tensor: Tensor) -> Any:
-        """Return the index of an input tensor; pass other tensors to the surrounding hooks."""
+        """Return the index of an input tensor; pass other tensors to the caller's hooks."""
         index = self._places.get(tensor.data_ptr())
         is_input = index is not None and tensor.shape == self._shapes[index]
         return index if is_input else self._hooks.pack(tensor)
@@ -295,7 +295,7 @@ class _Sources:
 
 
 class _Run:
-    """Autograd graph of one module call without the input tensors; ``output`` refers to it."""
+    """Autograd graph of one module call, reached from ``output``; it holds no input tensors."""
 
     def __init__(self, output: Tensor, sources: _Sources):
         self._output: Tensor | None = output

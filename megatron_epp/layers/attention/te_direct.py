@@ -31,7 +31,7 @@ class KernelCalls:
         forward: arguments of the forward by name, without :func:`own_arguments`; None if they are
             not recorded.
         backward: arguments of the backward; None if they are not recorded.
-        refused: whether direct calls are never made, because their results could be wrong.
+        refused: whether direct calls are ruled out, because their results could be wrong.
         sinks: shape and dtype in which the kernel gets the sinks.
     """
 
@@ -41,7 +41,7 @@ class KernelCalls:
     sinks: tuple[tuple[int, ...], torch.dtype] | None = None
 
     def others(self, recorded: list[dict[str, Any]], call: Operands) -> dict[str, Any] | None:
-        """Return the arguments of the single ``recorded`` call that do not belong to ``call``.
+        """Return the arguments of the one call in ``recorded``, without :func:`own_arguments`.
 
         If a direct call would not be equivalent, set :attr:`refused` and return None.
         """
@@ -60,7 +60,7 @@ class KernelCalls:
 
 @dataclass(slots=True)
 class FusedFunctions:
-    """Functions ``fused_attn_fwd`` and ``fused_attn_bwd`` of ``module``, looked up in each call."""
+    """Functions ``fused_attn_fwd`` and ``fused_attn_bwd``, read from ``module`` at each call."""
 
     module: ModuleType
     names: tuple[str, str] = ("fused_attn_fwd", "fused_attn_bwd")
@@ -80,7 +80,7 @@ class FusedFunctions:
 
     @contextmanager
     def recorded(self, which: int, calls: list[dict[str, Any]]) -> Iterator[None]:
-        """Append the arguments of every forward (``which`` 0) or backward (1) to ``calls``."""
+        """Append arguments of forwards (``which`` 0) or backwards (1) to ``calls`` in a context."""
         name = self.names[which]
         original: Callable[..., Any] = getattr(self.module, name)
 
@@ -96,7 +96,7 @@ class FusedFunctions:
 
 
 def own_arguments(call: Operands) -> dict[str, Any]:
-    """Return the arguments of the fused kernel that belong to ``call``, forward and backward."""
+    """Return the tensors and lengths of ``call``, by their names in the fused functions."""
     lengths = call.cu_seqlens
     return {
         "q": call.q_THD,

@@ -1,4 +1,4 @@
-"""Attention over some heads and all rows with context parallelism (DeepSpeed Ulysses).
+"""DeepSpeed Ulysses: with context parallelism, each rank attends over all rows with some heads.
 
 The tokens of a chunk are sharded over N context-parallel ranks, but attention needs all tokens of a
 document. An all-to-all before the attention and an all-to-all after it exchange rows for heads:
@@ -44,7 +44,7 @@ class Ulysses:
     group: dist.ProcessGroup
 
     def to_heads(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor) -> tuple[Tensor, ...]:
-        """Exchange this rank's rows of q, k and v for its heads of all rows (all-to-all).
+        """Exchange this rank's rows of q, k and v for all rows of this rank's heads (all-to-all).
 
         Return q [T, H/N, D], and k and v [T, max(1, G/N), D].
         """
@@ -147,7 +147,7 @@ def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]
 
 
 class RowsRecompute:
-    """Recompute handle of an attention output that also repeats the all-to-all.
+    """Recompute handle of an attention output; it repeats the attention and the all-to-all.
 
     All ranks have equal handles and use them in the same order, the order of the backward.
     """

@@ -15,8 +15,8 @@ documents this is the ordinary mask.
 A slice's K/V are written after its context in the store, where the kernel reads both without
 concatenation. The last slice's K/V, which no later slice attends to, are stored too: the buffers
 have capacity for full documents (``stores_last_slice``). A sliding-window layer stores tails
-(tails.py): a slice's call gets a copy of the tail before the slice and of the slice's rows. Both
-ends of a window are aligned like the mask.
+(tails.py): a slice's call gets a copy of the tail before the slice and of the slice's rows. Windows
+are aligned at the bottom right, like the mask.
 
 T rows of the chunk, S keys of a call, H query heads, G key heads, D head size.
 """
@@ -119,7 +119,7 @@ class Kernel(Protocol):
         """Return the kernel of layers with a window or sinks.
 
         Args:
-            before: number of tokens before a query that the query sees; None for all.
+            before: number of earlier tokens that a query sees (window); None for all.
             sinks: whether the layers have sinks.
 
         Raises:
@@ -201,8 +201,8 @@ class VarlenAttention:
 
     Args:
         kernel: kernel for this rank's heads.
-        uncut: kernel for all heads of the tensor-parallel rank; None if it is ``kernel``.
-        before: number of tokens before a query that the query sees; None for all.
+        uncut: kernel for all heads of the tensor-parallel rank; None to use ``kernel``.
+        before: number of earlier tokens that a query sees (window); None for all.
         sinks: function that returns the logits [H] of the heads' sinks, or None without sinks.
     """
 
@@ -223,7 +223,7 @@ class VarlenAttention:
 
     @property
     def all_heads(self) -> "VarlenAttention":
-        """Attention over all heads of the tensor-parallel rank, for documents on one CP rank."""
+        """Attention over all heads of the tensor-parallel rank; single-rank documents need it."""
         if self._all_heads is None:
             return self
         return VarlenAttention(self._all_heads, None, self.before, self.sinks)
@@ -257,7 +257,7 @@ class VarlenAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Seeing:
-    """Kernel of a layer, and the number of tokens before a query that the query sees (or None)."""
+    """Kernel of a layer, and the number of earlier tokens that a query sees (None for all)."""
 
     kernel: Kernel
     before: int | None
@@ -323,7 +323,7 @@ def _each_tensor(change: Callable[[Any], Any], needed: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Attention of one layer on one chunk; lists ``kept`` have the kernel's state per piece."""
+    """Attention of one layer on one chunk; ``kept`` lists the kernel's state of each piece."""
 
     seeing: _Seeing
     state: ChunkState

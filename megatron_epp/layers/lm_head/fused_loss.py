@@ -3,7 +3,7 @@
     F   hidden -> logits -> losses, and at once logits -> gradient of hidden     block by block
     B   returns that gradient
 
-The gradient of a token's loss is known before any backward: it is the token's weight in the sum.
+The gradient with respect to a token's loss, its weight in the total, is known before any backward.
 From F to B a chunk then saves one hidden state per token instead of logits over the vocabulary,
 without additional arithmetic. Gradients of the LM head's weight accumulate during F.
 
@@ -38,8 +38,8 @@ def fused_backward(
 
     Args:
         hidden_t1H: hidden states of this rank's rows.
-        weights_1T: weight of every token's loss in the sum.
-        losses: function from hidden states [n, 1, H] and the slice of their rows to losses [1, n].
+        weights_1T: weight of every token's loss in the total loss.
+        losses: function of (hidden states [n, 1, H], slice of these rows); returns losses [1, n].
         block: number of rows whose logits are alive at a time.
         gather: function that all-gathers rows [t, 1, H] to [T, 1, H]; None if t = T.
         scatter: function that reduce-scatters gradients [T, 1, H] to [t, 1, H]; None if t = T.

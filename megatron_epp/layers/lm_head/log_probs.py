@@ -41,7 +41,7 @@ def block_log_probs(
 
     Args:
         hidden_tH: hidden states of this rank's rows.
-        weight_VH: parameter that gets the gradients; ``words`` has the parameter's data.
+        weight_VH: parameter that gets the gradients; its data are ``words.weight_VH``.
         labels_T: labels of the rows of all ranks of the group.
         words: this rank's vocabulary rows.
         temperature_T: divisor of each row's logits; None for 1.

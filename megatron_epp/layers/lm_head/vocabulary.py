@@ -3,8 +3,8 @@
     H   logits of the rank's vocabulary rows, merged into the statistics of earlier stages
     G   weight gradient of the rank's vocabulary rows, after H of the last stage
 
-H sends the state of an online softmax for each row: the log-sum-exp so far, the mean weight row
-under the softmax so far, and the label's logit and weight row (both 0 until a rank has that
+H sends the state of an online softmax for each row: the log-sum-exp so far, the softmax-weighted
+mean of the weight rows so far, and the label's logit and weight row (both 0 until a rank has that
 vocabulary row). After the last vocabulary row
 
     loss = lse - label's logit        gradient of hidden = mean - label's row
@@ -40,8 +40,8 @@ class OutputWeightShard:
         block: number of chunk rows whose logits are alive at a time.
         group: tensor-parallel ranks, over which the vocabulary is sharded; None for a single rank.
         scattered: whether the chunk's rows are sharded over ``group`` too (sequence parallelism).
-        hold: function that returns a token. The memory meter counts a block's logits, which
-            autograd does not save, as long as the token lives.
+        hold: function from a block's logits to an object. The memory meter counts the logits, which
+            autograd does not save, as long as the object lives.
     """
 
     weight_VH: Tensor
@@ -120,7 +120,7 @@ class Statistics:
     Attributes:
         lse_t: log-sum-exp of the logits of these vocabulary rows.
         logit_t: logit of the label; 0 if these vocabulary rows do not include the label.
-        rows: weight rows for the gradient; None without a gradient.
+        rows: weight rows that the gradient needs; None if no gradient is computed.
     """
 
     lse_t: Tensor
@@ -271,7 +271,7 @@ def softmax_mass(lse_t: Tensor, of_t: Tensor, like_tH: Tensor) -> Tensor:
 
 
 def row_blocks(total: int, size: int) -> Iterator[slice]:
-    """Yield slices of ``size`` rows that cover ``total`` rows."""
+    """Yield slices of ``size`` rows that cover ``total`` rows; the last may be shorter."""
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))
 
@@ -281,7 +281,7 @@ def row_blocks(total: int, size: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Layout of a message of ``wide`` tensors [rows, hidden] and ``narrow`` statistics [rows].
+    """Layout of a message; counts of ``wide`` tensors [rows, hidden], ``narrow`` statistics [rows].
 
     Wide tensors have dtype ``dtype``. The bits of a statistic are stored in elements of ``dtype``.
     """
