@@ -48,9 +48,9 @@ class Call:
         lengths: number of rows of each sequence.
         document: document of the last sequence; -1 if its final state is not stored.
         before: index of the slice boundary of document ``of`` at which the first sequence begins;
-            None if a document begins there, ``WITHIN`` if the slice begins in an earlier call.
+            None if a document begins there, ``WITHIN`` if the span begins in an earlier call.
         after: index of the slice boundary of ``document`` at which the last sequence ends; None if
-            no slice follows there, ``WITHIN`` if the slice continues in a later call.
+            no slice follows there, ``WITHIN`` if the span continues in a later call.
         of: document of the boundary ``before``.
     """
 
@@ -118,7 +118,8 @@ def _pieces(state: ChunkState, most: int) -> Iterator[Call]:
 def _boundaries(state: ChunkState, rows: Rows) -> tuple[int | None, int | None]:
     """Return the indices of the slice boundaries at which the span of ``rows`` begins and ends.
 
-    The first boundary may be a boundary of another document, which the span's document continues.
+    An index is None if no slice precedes or follows the span. The first boundary may be a boundary
+    of another document, which the span's document continues.
     """
     if not (rows.cut or rows.prefix):
         return None, None

@@ -101,8 +101,8 @@ def _pairs(shape: Shape, layer: Layer) -> int:
 def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
     """Return the chunks and recompute modes to measure.
 
-    The chunks are multiples of a base size of tokens: the largest power of 2, at least 64 and at
-    most 8192 and ``context``, for which all measurements take at most ``flops`` floating-point
+    The chunks are multiples of a base size of tokens. It is the largest power of 2 from 64 to
+    8192, at most ``context``, for which all measurements take at most ``flops`` floating-point
     operations.
     """
 

@@ -361,9 +361,8 @@ TABLE: tuple[Limit, ...] = (
 def limit_for(place: Literal["epp", "slices", "calls", "no_gpu"], asked_of: Any) -> str | None:
     """Return the error message for the first feature in ``asked_of`` that ``place`` does not run.
 
-    The type of ``asked_of`` depends on ``place``: args for ``epp`` and ``no_gpu``, the model of a
-    training loop for ``slices``, and a call of a training loop for ``calls``. The result is
-    None if there is no such feature.
+    ``asked_of`` is args for ``epp`` and ``no_gpu``, a training loop's model for ``slices``,
+    and a training loop's call for ``calls``. The result is None if there is no such feature.
     """
     for limit in TABLE:
         asked = getattr(limit, place)

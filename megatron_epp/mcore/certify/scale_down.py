@@ -76,7 +76,7 @@ def heads(query: int, key: int, tp: int, cp: int = 1) -> tuple[int, int]:
 
     The ratio is at most 8, unless ``tp`` ranks that share key/value heads need a larger ratio. If
     no small numbers can be split over the context-parallel ranks, the function keeps the number of
-    key/value heads, and a later check refuses the model.
+    key/value heads. A later check then refuses the model.
 
     Args:
         query: Number of query heads of the user's model.

@@ -88,9 +88,9 @@ def search_digest(wanted: Namespace, folder: str) -> str:
 def layout_kept_ahead(wanted: Namespace, devices: int) -> ChosenLayout | None:
     """Return the layout that the resumed run has saved for ``devices`` ranks, if it is valid.
 
-    The result is None in three cases: there is no such layout, the search's inputs have changed
-    since it was saved, or the checkpoint cannot be loaded with this layout. If the file cannot be
-    read, the function prints a line and returns None.
+    The result is None in three cases: there is no such layout, the search's inputs have changed, or
+    the checkpoint cannot be loaded with it. If the file cannot be read, the function prints a line
+    and returns None.
 
     Raises:
         ValueError: The checkpoint's saved choices are damaged.
