@@ -6,11 +6,12 @@
 
 U = [U_K | U_V] is the up-projection. For the chunk's rows, the caller has computed K and V. The
 context is processed in blocks; K and V of only one block are alive at a time, in forward and
-backward. The outputs over own rows and blocks are merged by their log-sum-exp, as in cpu.py.
+backward. The outputs of attention to the slice's own rows and to each block are merged by their
+log-sum-exp, as in cpu.py.
 
-    forward     out, lse = own rows; for block in context: merge with attend(q, K, V)
-    backward    for block in context: dK, dV -> dU += [dK | dV]^T latent; to the store
-                [dK | dV] U and the sum of dK's rotary part over heads
+    forward     out, lse = attend to own rows; for block in context: merge with attend(q, K, V)
+    backward    for block in context: compute dK, dV; dU += [dK | dV]^T latent;
+                add [dK | dV] U and the sum of dK's rotary part over heads to the store's gradients
 
 With tensor parallelism, each rank has some of the heads. The gradients of latents then include only
 this rank's heads, and the caller reduces them over the ranks.
@@ -74,9 +75,9 @@ class LatentKVAttention:
 
         Args:
             q_THD: queries [T, H, D].
-            k_THD: keys [T, H, D].
-            v_THV: values [T, H, V].
-            latent_kv: tensors from which K and V are computed.
+            k_THD: keys [T, H, D] of the chunk's rows.
+            v_THV: values [T, H, V] of the chunk's rows.
+            latent_kv: latents and keys to store for later slices; up-projection of the context.
             state: state of the chunk.
             layer: number of the layer in the stage.
             drop: whether the output is dropped after its use, and recomputed for the backward.
@@ -181,7 +182,7 @@ def _recomputed(ctx: Any) -> tuple[Tensor, Tensor]:
 def _attend_rows(
     q_THD: Tensor, k_THD: Tensor, v_THV: Tensor, weight_NR: Tensor, ctx: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return output [T, H, V] and log-sum-exp [T, H] of attention to context and own rows."""
+    """Return output [T, H, V] and log-sum-exp [T, H]; a span attends to its context and itself."""
     state: ChunkState = ctx.state
     out_THV = q_THD.new_empty(*q_THD.shape[:2], v_THV.shape[2])
     dtype = torch.promote_types(q_THD.dtype, torch.float32)

@@ -116,7 +116,7 @@ def _band(tile: _Tile, before: int, dtype: torch.dtype) -> Tensor:
 def _mask(queries: int, keys: int, before: int, dtype: torch.dtype) -> Tensor:
     """Return [queries, keys]: 0 if a query sees a key, else -inf.
 
-    The last query sees the last key.
+    Query i sees key i + keys - queries, and the ``before`` keys before this key.
     """
     seen = torch.ones(queries, keys, dtype=torch.bool)
     seen = seen.tril(keys - queries).triu(keys - queries - before)

@@ -19,14 +19,14 @@ from megatron_epp.layers.chunk_state import ChunkState
 
 
 class CurrentChunk:
-    """Holder of the running chunk's ``state``; None outside of a layer, and without a plan."""
+    """Holder of the running chunk's ``state``, which is None outside layers or without a plan."""
 
     def __init__(self) -> None:
         self.state: ChunkState | None = None
 
     @contextmanager
     def during(self, state: ChunkState | None) -> Iterator[None]:
-        """Set the state within the context."""
+        """Set ``state`` within the context; restore the earlier state at its end."""
         before, self.state = self.state, state
         try:
             yield
@@ -54,7 +54,7 @@ def note_in_layer(
 
 @contextmanager
 def taken_along(mlp: nn.Module, current_chunk: CurrentChunk) -> Iterator[None]:
-    """Make recompute of ``mlp`` use the forward's state; the caller wraps ``mlp`` in here."""
+    """Make recompute of ``mlp`` use its forward's state; wrap ``mlp`` within this context."""
     original = mlp.forward
 
     def inner(x: Tensor, *, chunk_state: ChunkState | None, **others: Any) -> Any:

@@ -2,7 +2,7 @@
 
 The auxiliary loss of document d in one layer equals Megatron's loss of a micro-batch with d alone:
 
-    coeff * E / (k * T_d^2) * sum_i count_i(d) * sum_t score_ti        weighted by its T_d tokens
+    coeff * E / (k * T_d^2) * sum_i count_i(d) * sum_t score_ti        times T_d in the sum over d
 
 A slice contains a part of a document's tokens; a pack contains several documents. The gradient
 depends on other tokens through the counts only: d/d score_ti = coeff * E / (k * T_d) * count_i(d).
@@ -10,7 +10,7 @@ The counts are complete after the forward of the document's last slice, before a
 runs backward. So the forward counts tokens, and the backward of an identity on the logits adds the
 gradient.
 
-    F   slice 0: count     F   slice 1: count     B   slice 1: all-reduce, add     B   slice 0
+    F   slice 0: count     F   slice 1: count     B   slice 1: all-reduce, add     B   slice 0: add
 
 t rows of a rank, E experts, k experts of a token, T_d tokens of document d
 """
@@ -39,7 +39,7 @@ class Balancing:
         z_coefficient: coefficient of the squared log-sum-exp of a token's logits; 0 for none.
         place: index of this rank among the ranks that shard a chunk's rows, in row order.
         places: number of ranks that shard a chunk's rows.
-        splits: number of consecutive ranks that shard the rows of one context-parallel rank.
+        splits: number of consecutive (sequence-parallel) ranks that shard the rows of one CP rank.
         group: group of all ``places`` ranks; None for a single rank.
     """
 
@@ -54,7 +54,7 @@ class Balancing:
 
     @property
     def coefficient(self) -> float:
-        """Sum of the coefficients of all auxiliary losses, which are equal per document."""
+        """Sum of the auxiliary losses' coefficients; for one document, these losses are equal."""
         return sum(coefficient for _, coefficient in self.auxiliary)
 
 
@@ -66,7 +66,7 @@ class Pools:
 
     Attributes:
         of: index of the pool of every document.
-        shares: for each pool, factor on its auxiliary losses, which are also weighted by tokens.
+        shares: for each pool, factor on its auxiliary losses; another factor is its token count.
         token_fractions: for each pool, factor on the z-losses of its tokens.
     """
 
@@ -211,9 +211,9 @@ class RouterStats:
     def _sum_over_ranks(self, state: ChunkState) -> None:
         """All-reduce the token counts of the chunk's pools, and add auxiliary losses to the log.
 
-        One all-reduce covers all layers, and the chunk's pools that are not yet reduced. It runs in
-        the backward of a document's last slice, in the first layer that needs the counts. The
-        logged losses are this rank's parts: reduced counts times the scores of this rank's rows.
+        One all-reduce covers all layers and all pools of the chunk that are not yet reduced. It
+        runs in the backward of a document's last slice, in the first layer that needs the counts.
+        The logged losses are this rank's parts: reduced counts times scores of this rank's rows.
         """
         documents = [rows.span.document for rows in state.rows] + list(state.local_documents)
         pools = dict.fromkeys(self.pools.of[document] for document in documents)
@@ -238,7 +238,7 @@ class RouterStats:
         return self._once("inverse", [1 / tokens for tokens in self.tokens], like)
 
     def _once(self, name: str, of_pools: Sequence[float], like: Tensor) -> Tensor:
-        """Return cached factors [D + 1] on the device of ``like``; the last, for padding, is 0."""
+        """Return ``of_pools`` and 0 for padding: [D + 1] on the device of ``like``, cached."""
         if name not in self._of_pools:
             dtype = torch.promote_types(like.dtype, torch.float32)
             factors = torch.tensor([*of_pools, 0.0], dtype=dtype)
@@ -284,9 +284,9 @@ class RouterStats:
     # -------------------------------------------------------------- for the log
 
     def losses(self) -> dict[str, Tensor]:
-        """Return this rank's part of every router loss: a tensor [layers] by name in the log.
+        """Return this rank's part of every router loss: name in the log -> tensor [layers].
 
-        The losses are summed over this replica's documents, and exclude their coefficients.
+        The losses are sums over this replica's documents, not multiplied by their coefficients.
         """
         losses: dict[str, Tensor] = {}
         if self._auxiliary_L is not None:

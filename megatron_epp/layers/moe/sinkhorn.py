@@ -6,8 +6,9 @@
 
 Megatron computes d0 and d1 over all rows of a micro-batch on one rank
 (core/transformer/moe/moe_utils.py, ``sinkhorn``). Here they are computed for each document of a
-chunk, over the document's rows on all ranks. The Sinkhorn iteration ends for each document
-individually. The result equals Megatron's result on one rank with one document per micro-batch.
+chunk, over the document's rows on all ranks. The Sinkhorn iteration of a document ends when
+this document has converged. The result equals Megatron's result on one rank with one document per
+micro-batch.
 
 t rows of a rank, T rows of a chunk, D documents of a chunk, E experts
 """
@@ -28,8 +29,8 @@ TOLERANCE, LEAST = 1e-4, 1e-8
 def balanced_weights(logits_tE: Tensor, state: ChunkState, rules: Balancing) -> Tensor:
     """Return Sinkhorn weights of this rank's rows: float32 [t, E].
 
-    The chunk's documents must be unsliced. The logits are all-gathered over the ranks over which
-    the rows are sharded. Collective.
+    The chunk's documents must be unsliced. Collective: the logits are all-gathered over the
+    ranks that shard the chunk's rows.
     """
     assert state.local is None, "documents are spread over all ranks"
     logits_tE = logits_tE.detach().to(torch.float32)
@@ -42,7 +43,7 @@ def balanced_weights(logits_tE: Tensor, state: ChunkState, rules: Balancing) -> 
 
 
 def _owners(state: ChunkState) -> Tensor:
-    """Return the chunk's document index of each row, int64 [T]; D for padding."""
+    """Return the document of each row as an index within the chunk: int64 [T]; D for padding."""
     owners_T = numpy.full(state.tokens, len(state.rows), dtype=numpy.int64)
     for place, rows in enumerate(state.rows):
         owners_T[rows.start : rows.stop] = place

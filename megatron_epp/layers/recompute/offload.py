@@ -34,7 +34,7 @@ def offloading(
 
 
 def entrance(received: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a leaf without data that receives the gradient, and the hidden states to compute on.
+    """Return (leaf, hidden states); the leaf receives their gradient, and has no data.
 
     A stage saves the leaf until B. If ``received`` were the leaf, its data would stay on the device
     although the first layer is offloaded.

@@ -48,7 +48,7 @@ class AttentionRecompute:
         return self._result
 
     def taken(self) -> tuple[Tensor, Any]:
-        """Return the result in the node's backward, and break the reference cycle with the node."""
+        """Return the result to the node's backward; break the reference cycle with the node."""
         result, self._node.recompute = self.result(), None
         self._node = self._run = self._result = None
         return result
@@ -149,7 +149,7 @@ def saving_handles(
 
 
 class _Recompute:
-    """Repeated run of ``function`` in backward, with its autograd graph."""
+    """Second run of ``function``, in backward; this run records an autograd graph."""
 
     def __init__(self, function: Callable[..., tuple[Tensor, ...]]):
         self.function = function

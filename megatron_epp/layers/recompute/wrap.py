@@ -32,7 +32,7 @@ def wrap_layer(
 ) -> Callable[..., tuple[Tensor, Any]]:
     """Wrap the forward of layer ``index`` of the stage, to recompute or offload it as planned.
 
-    Recompute finds the chunk's K/V in the store, which does not change.
+    Recompute does not change the K/V store, because the store already has the chunk's K/V.
 
     Args:
         forward: ``forward(hidden_states=..., **others)`` of the layer.

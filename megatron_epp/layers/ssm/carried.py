@@ -48,9 +48,9 @@ class Call:
         lengths: number of rows of each sequence.
         document: document of the last sequence; -1 if its final state is not stored.
         before: index of the slice boundary of document ``of`` at which the first sequence begins;
-            None if it begins a document, ``WITHIN`` if an earlier call has rows of its slice.
+            None if a document begins there, ``WITHIN`` if the span begins in an earlier call.
         after: index of the slice boundary of ``document`` at which the last sequence ends; None if
-            no slice follows it, ``WITHIN`` if a later call has rows of its slice.
+            no slice follows there, ``WITHIN`` if the span continues in a later call.
         of: document of the boundary ``before``.
     """
 
@@ -116,9 +116,10 @@ def _pieces(state: ChunkState, most: int) -> Iterator[Call]:
 
 
 def _boundaries(state: ChunkState, rows: Rows) -> tuple[int | None, int | None]:
-    """Return the indices of the slice boundaries at which the span begins and ends.
+    """Return the indices of the slice boundaries at which the span of ``rows`` begins and ends.
 
-    The first may be a boundary of another document, which the span's document continues.
+    An index is None if no slice precedes or follows the span. The first boundary may be a boundary
+    of another document, which the span's document continues.
     """
     if not (rows.cut or rows.prefix):
         return None, None
@@ -292,7 +293,7 @@ class CarriedStates:
     def _once(
         self, what: str, number: int, front: int, device: torch.device, make: Callable[[], Tensor]
     ) -> Tensor:
-        """Return ``make()`` on the device; computed in the chunk's first layer, then cached."""
+        """Return ``make()`` on the device, cached per chunk, ``what``, ``number`` and ``front``."""
         name = f"{what} of call {number} of {self.most} rows, behind {front}"
         return self.state.once(name, lambda: on_device(make(), device))
 
@@ -323,7 +324,7 @@ class _Take(torch.autograd.Function):
 
 
 def _seen(state: ChunkState, layer: int, call: Call) -> None:
-    """Free the states that ``call`` was the last to read, in forward-only passes."""
+    """Free the states before ``call`` if no later call reads them, in forward-only passes."""
     store, document = state.store, call.of
     if state.training:
         return

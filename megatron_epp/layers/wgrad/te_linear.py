@@ -11,7 +11,7 @@ The module's own store is a queue, which requires ops W in the order of ops I, a
 hooks bypass autograd. Each deferred forward therefore gets a store that adds an autograd root to a
 :class:`~megatron_epp.layers.wgrad.linear.DeferredWeightGrads`, as for other linears.
 
-During this forward, the weight is replaced by another leaf with the same data. Otherwise autograd
+In a deferred forward, the weight is replaced by another leaf with the same data. Otherwise autograd
 would reach the weight in op I without a gradient, and run the hooks that must run in op W.
 """
 
@@ -63,8 +63,8 @@ def deferred_forward(
 class _DeferringStore:
     """Replacement of ``module.wgrad_store`` during one forward and its backward.
 
-    ``leaves`` replace parameters of the module: the weight, and the bias if the weight gradient's
-    product also computes the bias gradient. Otherwise autograd computes the bias gradient.
+    ``leaves`` replace the module's weight and, if the product for the weight gradient also computes
+    the bias gradient, the bias. If the product does not, autograd computes the bias gradient.
     """
 
     def __init__(self, module: Any, deferred: DeferredWeightGrads):

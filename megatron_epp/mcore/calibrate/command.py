@@ -234,7 +234,7 @@ def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> No
 
 
 def _layers(flags: Sequence[str], pp: int) -> tuple[int, list[str]]:
-    """Return the number of layers in ``flags``, and flags for ``pp`` times that number."""
+    """Return the number of layers in ``flags``, and the flags with ``pp`` times that number."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--num-layers", type=int)
     parser.add_argument(*_PATTERN)

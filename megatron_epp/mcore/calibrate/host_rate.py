@@ -40,7 +40,7 @@ def host_rate(probe: Probe, groups: Groups) -> float:
 
 
 def _ends(host: HostStore, nbytes: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of equally large blocks (host memory, device memory), ``nbytes`` per side."""
+    """Return pairs (host block, device block) of equal size; the host blocks sum to ``nbytes``."""
     blocks = host.allocate(nbytes)
     assert blocks is not None, "no pinned memory to measure copies with"
     here = torch.zeros(nbytes, dtype=torch.uint8, device=host.device)

@@ -55,7 +55,7 @@ _CONTEXT_FRACTION = 1 / 16  # limit of the longest context, as a fraction of the
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A chunk to measure, with token counts as multiples of a base size, and a recompute mode."""
+    """A chunk to measure: token counts as multiples of a base size, and a recompute mode."""
 
     tokens: float
     context: float = 0.0
@@ -101,8 +101,9 @@ def _pairs(shape: Shape, layer: Layer) -> int:
 def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
     """Return the chunks and recompute modes to measure.
 
-    The chunks are multiples of a base size of tokens: the largest power of 2 from 64 to 8192 for
-    which all measurements take at most ``flops`` floating-point operations.
+    The chunks are multiples of a base size of tokens. It is the largest power of 2 from 64 to
+    8192, at most ``context``, for which all measurements take at most ``flops`` floating-point
+    operations.
     """
 
     def scaled(base: int) -> list[tuple[Shape, str]]:
@@ -255,7 +256,7 @@ def _measure_bytes(
 def _measure_layer_bytes(
     probe: Probe, readings: Readings, tokens: int, fits_line: bool, layer: Layer
 ) -> None:
-    """Measure a layer's bytes; with ``fits_line``, the fit uses the bytes held from F to B."""
+    """Measure a layer's peak bytes; with ``fits_line``, also its bytes held from F to B."""
     for mode in modes_of(layer):
         for cut in (False, True):
             shape = Shape(tokens, cut=cut)
@@ -301,7 +302,7 @@ def _contexts(probe: Probe, context: int) -> tuple[int, ...]:
 
 
 def _ends(probe: Probe, shape: Shape, weigh: bool) -> Iterator[tuple[Measurement, bool, bool]]:
-    """Measure the stage's embedding and LM head; yield (measurement, has embedding, has head)."""
+    """Measure the stage's embedding and head; yield (measurement, with embedding, with head)."""
     if probe.first:
         yield probe.embedding(shape, weigh), True, False
     if probe.last:
@@ -318,8 +319,8 @@ def _measure_seconds(
 ) -> None:
     """Measure the seconds of ``layer`` with ``probe``, and add them to ``readings``.
 
-    ``probe`` is None if this stage has no layer of that kind. While other ranks measure, a CPU rank
-    keeps its core busy with layers of the probe ``company``.
+    ``probe`` is None if this stage has no layer of the kind of ``layer``. While other ranks
+    measure, a CPU rank keeps its core busy with layers of the probe ``company``.
     """
     runs: dict[tuple[Shape, str], list[Measurement]] = {}
     if probe is not None:
@@ -372,7 +373,7 @@ def _measure_end_seconds(
 ) -> None:
     """Measure the seconds of embedding and LM head, in rounds of small and large chunks.
 
-    An LM head takes as long as many layers. Every round runs all sizes, so that a temporary
+    The LM head takes the time of many layers. Every round runs all sizes, so that a temporary
     disturbance affects all sizes and does not look like a cost per chunk.
     """
     largest = max(shape.tokens for shape, _ in shapes)

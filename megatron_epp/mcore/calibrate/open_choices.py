@@ -1,6 +1,6 @@
-"""Values for flags of layer kinds that are ``auto`` (KindModule.CHOICES), after the model is built.
+"""Choice of values for layer kinds' flags that are ``auto``, made after the model is built.
 
-``choice`` below is such a flag with its possible values.
+In this module, a ``choice`` (from KindModule.CHOICES) is such a flag with its possible values.
 """
 
 import copy
@@ -27,11 +27,11 @@ Chooser = Callable[[OpenChoice, Any, tuple[int, ...]], str]
 
 
 def cheaper(choice: OpenChoice, args: Any, layers: tuple[int, ...]) -> str:
-    """Return the value of ``choice`` whose plan is the shortest by the analytic cost model.
+    """Return the value of ``choice`` whose plan takes the least time by the analytic cost model.
 
     The function plans one document of the maximum length (--seq-length) with each value. ``layers``
-    are the numbers of layers of the stages. If there is a cost-model file (--epp-cost-model, or
-    next to the resumed checkpoint), the function returns the value with which it was measured.
+    are the numbers of layers of the stages. If a cost-model file exists (--epp-cost-model, or next
+    to the resumed checkpoint), the function returns the value with which that file was measured.
     """
     from megatron_epp.planner import Options, planner_of
 

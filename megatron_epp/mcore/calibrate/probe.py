@@ -193,7 +193,7 @@ class Probe:
     def most_context(self, fraction: float) -> int:
         """Return the number of context tokens that fill ``fraction`` of the GPU's memory.
 
-        The bytes of a token are one layer's K and V (in the store and in a kernel) and gradients.
+        A token takes one layer's K and V twice (in the store and in a kernel), and gradients once.
         """
         total = torch.cuda.get_device_properties(self.device).total_memory
         channels = sum(map(math.prod, _kept_shapes(self.layer, 1)))
@@ -423,7 +423,7 @@ def _kept_shapes(layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
 
 
 class _Scale:
-    """Bytes that ``meter`` counts, minus the bytes that the K/V ``store`` allocated meanwhile."""
+    """Bytes that ``meter`` counts, minus the growth of the K/V ``store`` since construction."""
 
     def __init__(self, meter: Meter, store: Store):
         self.meter, self.store = meter, store

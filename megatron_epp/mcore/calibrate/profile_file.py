@@ -73,7 +73,7 @@ def provenance_of(args: Any) -> Provenance:
 
 
 def _of_kinds(args: Any) -> list[str]:
-    """Return the provenance's words on layer kinds, such as how experts exchange tokens."""
+    """Return texts on layer kinds for the provenance, such as how experts exchange tokens."""
     from megatron_epp.mcore.kinds.registry import LAYER_KINDS
     from megatron_epp.mcore.model.shape import model_shape
 
@@ -130,9 +130,10 @@ def require(profile: Profile, wanted: Provenance, where: str) -> Profile:
 def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profile:
     """Return the profile of this job. Collective: every rank passes its wrapped model.
 
-    With --epp-cost-model, the function reads that file, or returns the analytic profile. Otherwise
-    it reads the file next to the resumed checkpoint, with which earlier iterations were planned. If
-    that file is missing or unsuitable, the function measures a profile and saves it in --save.
+    With --epp-cost-model FILE, the function reads the file; with --epp-cost-model analytic, it
+    returns the analytic profile. Otherwise it reads the file next to the resumed checkpoint, with
+    which earlier iterations were planned. If that file is missing or unsuitable, the function
+    measures a profile and saves it in --save.
 
     Args:
         args: Megatron's arguments.

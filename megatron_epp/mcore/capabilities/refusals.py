@@ -35,7 +35,7 @@ def require_equal_stages(args: argparse.Namespace) -> None:
 
 
 def require_parts(args: argparse.Namespace) -> None:
-    """Raise a ValueError if sizes of layers in ``args``, before validation, are inconsistent."""
+    """Raise a ValueError if a layer kind's flags in unvalidated ``args`` are inconsistent."""
     for part in LAYER_KINDS:
         part.require(args, args.tensor_model_parallel_size)
 

@@ -1,9 +1,9 @@
 """Table of unsupported features: where each feature does not run, and what to do instead.
 
 docs/reference/refused_flags.md and the answers of support.md are generated from this table. Layer
-kinds add their limits (mcore/kinds/). Some flags have no effect under a plan, and replaced.py
-resets them if the command line sets them. If a checkpoint's arguments or a script set them, rows of
-this table refuse them.
+kinds add their limits (mcore/kinds/). Some flags have no effect under a plan. If the command
+line sets such a flag, replaced.py resets it. If a checkpoint's arguments or a script set it, a row
+of this table refuses it.
 """
 
 import re
@@ -36,8 +36,8 @@ def _needs_gpu(
 ) -> Reason:
     """Return a function that takes args and returns why ``flag`` needs a GPU, or None.
 
-    The function returns None if the flag is not given, or if its value is in ``runs``. ``setting``
-    is the attribute of args that holds the value, by default the flag's name.
+    The returned function has the result None if the flag is not given, or if its value is in
+    ``runs``. ``setting`` is the attribute of args that holds the value, by default the flag's name.
     """
 
     def reason(args: Any) -> str | None:
@@ -60,7 +60,10 @@ def _gpu_only(flag: str, instead: str = "leave the flag out", *runs: Any) -> Lim
 
 
 def _needs_engine(flag: str, *others: Any, **named: Any) -> Reason:
-    """Return a function like :func:`_needs_gpu`; None if the CPU emulates Transformer Engine."""
+    """Return a function like that of :func:`_needs_gpu`, for flags that need Transformer Engine.
+
+    The function also returns None if the CPU emulates Transformer Engine.
+    """
     reason = _needs_gpu(flag, *others, **named)
     return lambda args: None if reference_switch.is_wanted() else reason(args)
 
@@ -78,7 +81,7 @@ def _positions(model: Any) -> str | None:
 
 
 def _follows_length(model: Any) -> str | None:
-    """Return a reason if rotary embeddings depend on the sequence length of a call (ms-swift)."""
+    """Return a reason if rotary embeddings depend on a forward's length (ms-swift), else None."""
     scaling = getattr(model.config, "rope_scaling", None)
     kind = scaling.get("rope_type") if isinstance(scaling, dict) else None
     if kind not in ("dynamic", "longrope"):
@@ -99,8 +102,9 @@ def _fully_sharded(call: Any) -> str | None:
 def _groups_by_size(call: Any) -> str | None:
     """Return a reason if the size of context-parallel groups varies by micro-batch, else None.
 
-    Such groups span replicas, so the plan of one replica cannot order their collectives. In
-    frameworks that shard micro-batches themselves (verl), only Megatron's process groups show this.
+    Such groups span replicas, so the plan of one replica cannot order their collectives. If
+    frameworks shard micro-batches themselves (verl), Megatron's configuration does not show this
+    feature, but Megatron's process groups do.
     """
     from megatron.core import parallel_state as mpu
 
@@ -357,8 +361,8 @@ TABLE: tuple[Limit, ...] = (
 def limit_for(place: Literal["epp", "slices", "calls", "no_gpu"], asked_of: Any) -> str | None:
     """Return the error message for the first feature in ``asked_of`` that ``place`` does not run.
 
-    The type of ``asked_of`` depends on ``place``: args, or a model or a call of a training loop.
-    The result is None if there is no such feature.
+    ``asked_of`` is args for ``epp`` and ``no_gpu``, a training loop's model for ``slices``,
+    and a training loop's call for ``calls``. The result is None if there is no such feature.
     """
     for limit in TABLE:
         asked = getattr(limit, place)

@@ -123,7 +123,7 @@ def adapt(model: Any, rank: int) -> Any:
 
 
 def gradient(parameter: Any, name: str) -> Tensor:
-    """Return the gradient in the attribute ``name`` of ``parameter``, or zeros if it is frozen."""
+    """Return the attribute ``name`` (a gradient) of ``parameter``; zeros for a frozen parameter."""
     if not parameter.requires_grad:
         return torch.zeros_like(parameter.data)
     return getattr(parameter, name)

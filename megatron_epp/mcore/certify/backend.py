@@ -42,8 +42,8 @@ def choose_engine(trial: Trial) -> str:
 def make_server(role: Role, until_the_end: ExitStack) -> Any:
     """Return the object that this process serves: the reference model, or a rank under test.
 
-    Megatron's trainer and external training loops have different classes for both. The stack
-    ``until_the_end`` gets the contexts that must stay open until the process ends.
+    The classes of both objects differ between Megatron's trainer and external training loops. The
+    stack ``until_the_end`` gets the contexts that must stay open until the process ends.
     """
     from megatron_epp.mcore.patching import cpu_host, cuda_host, patch_points
 

@@ -61,8 +61,8 @@ def kept_layers(
     """Return the indices of the full model's layers that the small model keeps.
 
     If possible, a stage keeps at least one layer of every kind that it has. Otherwise, the function
-    selects the stage's most frequent kind first. It then repeatedly selects the kind with the most
-    property values that no selected layer of the stage has.
+    selects the stage's most frequent kind first. Each next kind is the one with the
+    most property values that the selected layers of the stage lack.
 
     Args:
         kinds: Kind of every layer: a tuple of the properties in which layers differ.

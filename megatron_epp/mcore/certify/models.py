@@ -73,7 +73,7 @@ def begin(args: Namespace, seed: int) -> None:
 
 
 def reference_model(args: Namespace, by_engine: bool) -> Any:
-    """Return Megatron's model, after adding features that its local layers lack.
+    """Build Megatron's model, add features that its local layers lack, and return the model.
 
     See kinds/local_layers.py and kinds/moe/biases.py. With ``by_engine``, the model has the
     checkpoint keys of Transformer Engine's layers.
@@ -133,7 +133,7 @@ def elastic_models(
 ) -> list[Any]:
     """Return this rank's stage modules, wrapped in DDP and configured as in Megatron's ``train``.
 
-    See training/training.py:3530.
+    See Megatron's training/training.py:3530.
 
     Args:
         args: Megatron's args.

@@ -182,11 +182,11 @@ class Rank:
             )
 
     def problems(self, drawn: Any, messages: list[MessageRecord]) -> list[str]:
-        """Return a line for each difference between the plan and messages or offloaded bytes."""
+        """Return a line for each difference of messages or offloaded bytes from the plan."""
         return self._unplanned(drawn.step, messages) + self._not_offloaded(drawn.step)
 
     def results(self, trained: Any, evaluated: Any) -> tuple[Any, ...]:
-        """Return the values of the fields that ``RESULT`` adds to RankResult."""
+        """Return the values of the fields that class ``RESULT`` adds to its base RankResult."""
         return trained, evaluated, self.routing.taken(self.mtp_loss)
 
     def run(self, drawn: Any, forward_only: bool) -> Any:
@@ -288,7 +288,7 @@ class Rank:
         return planned
 
     def _numbers(self, message: Message, plan: Plan) -> int:
-        """Return the number of elements per row of a message in training.
+        """Return the number of elements that a message in training has for each row of its chunk.
 
         With vocabulary parallelism, messages can include float32 statistics: 2 bf16 elements each.
         """

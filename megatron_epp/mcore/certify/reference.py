@@ -65,7 +65,7 @@ class ReferenceModel:
         return self.trial.models[turn % len(self.trial.models)]
 
     def prepare(self, turn: int) -> ModelSetup:
-        """Read the flags, build the reference model, and return the setup for the ranks.
+        """Read the flags of model ``turn``, build the reference model, and return the ranks' setup.
 
         Raises:
             ValueError: A flag is refused or not supported.
@@ -210,7 +210,7 @@ class ReferenceModel:
         return losses, self.gradients(model, sums)
 
     def gradients(self, model: Any, sums: "Sums") -> Gradients:
-        """Return the full model's gradients by checkpoint key, after the routers' last updates."""
+        """Update routers' biases as in training; return the full gradients by checkpoint key."""
         if model is self.model:
             self.routing.note_counts()
         config = get_model_config(model)

@@ -51,8 +51,8 @@ def _of_pattern(args: Namespace, pattern: str, stages: int) -> Namespace:
 def fewer(counts: Sequence[int]) -> list[int]:
     """Return a small number of layers (0 to 3) for every stage, given the full numbers.
 
-    Stages with different full numbers get different small numbers if 3 is enough. Empty stages stay
-    empty.
+    Stages with different full numbers get different small numbers if at most 3 different
+    full numbers occur. Empty stages stay empty.
     """
     sizes = sorted({count for count in counts if count})
     if len(sizes) == 1:
@@ -63,8 +63,8 @@ def fewer(counts: Sequence[int]) -> list[int]:
 def step_of(args: Namespace, tp: int) -> int:
     """Return a number that must divide the rows and columns of a rank's shard of a matrix.
 
-    In fp8, GEMMs require a divisor. If matrices are sharded, the number is the size of a block with
-    one scale, so that shards have the same scales as the full matrix.
+    Only fp8 GEMMs require multiples, so the number is 1 without fp8. If matrices are sharded, it is
+    the size of a block with one scale, so that shards have the same scales as the full matrix.
     """
     if not getattr(args, "fp8", None) or args.transformer_impl == "local":
         return 1
@@ -74,8 +74,9 @@ def step_of(args: Namespace, tp: int) -> int:
 def heads(query: int, key: int, tp: int, cp: int = 1) -> tuple[int, int]:
     """Return small numbers of (query heads, key/value heads) in the ratio of the user's model.
 
-    The ratio is at most 8. If the context-parallel ranks cannot divide the heads, the function
-    keeps the number of key/value heads, and a later check refuses the model.
+    The ratio is at most 8, unless ``tp`` ranks that share key/value heads need a larger ratio. If
+    no small numbers can be split over the context-parallel ranks, the function keeps the number of
+    key/value heads. A later check then refuses the model.
 
     Args:
         query: Number of query heads of the user's model.

@@ -57,7 +57,7 @@ def _in_place_of_parameters(model: nn.Module, tensor_of: Callable[[Any], Tensor]
     """Replace each parameter of ``model`` by a parameter with ``tensor_of(parameter)`` as data.
 
     The context restores the original parameters at its end. It replaces parameters and not their
-    data: if its dtype changed, a parameter would lose the hooks that reduce its gradient.
+    data, because a change of dtype would remove the hooks that reduce the gradients.
     """
     others: dict[nn.Parameter, nn.Parameter] = {}
     for parameter in model.parameters():

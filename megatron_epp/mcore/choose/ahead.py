@@ -2,8 +2,8 @@
 
 Rank 0 starts a process (search_process.py) that searches layouts for the job after the loss of 1, 2
 or 4 nodes. Rank 0 saves the layouts next to the checkpoint, with a digest of the search's inputs.
-A restart uses a saved layout only if its own inputs have the same digest. Its own search would then
-choose the same layout.
+A restart uses a saved layout only if the inputs at the restart have the same digest. A search at
+the restart would then choose the same layout.
 """
 
 import atexit
@@ -88,9 +88,9 @@ def search_digest(wanted: Namespace, folder: str) -> str:
 def layout_kept_ahead(wanted: Namespace, devices: int) -> ChosenLayout | None:
     """Return the layout that the resumed run has saved for ``devices`` ranks, if it is valid.
 
-    The result is None in three cases: there is no such layout, the inputs of its search differ from
-    this start's inputs, or the checkpoint cannot be loaded with this layout. If the file cannot be
-    read, the function prints a line and returns None.
+    The result is None in three cases: there is no such layout, the search's inputs have changed, or
+    the checkpoint cannot be loaded with it. If the file cannot be read, the function prints a line
+    and returns None.
 
     Raises:
         ValueError: The checkpoint's saved choices are damaged.
@@ -128,7 +128,7 @@ class SearchAhead:
         """Prepare the search, which :meth:`look` starts.
 
         Args:
-            args: Megatron's validated arguments, with the layout of this start.
+            args: Megatron's validated arguments, with the layout that this run uses.
             words: The user's command line.
             now: Clock in seconds. By this clock, searches start at least 60 seconds apart.
         """

@@ -1,9 +1,10 @@
 """Choice of vocabulary parallelism, layers per stage and placement if their flags are ``auto``.
 
-Every rank chooses the values before Megatron builds the model, by plans of the first batches
-(planner/choose). The inputs are the document lengths in the ``.idx`` files and a cost model: the
-file --epp-cost-model, or analytic coefficients of this device. All ranks read the same inputs and
-compute the same choice. A run that resumes uses the choices saved with its checkpoint (kept.py).
+Every rank chooses the values before Megatron builds the model, by the simulated times of plans of
+the first batches (planner/choose). The inputs are the document lengths in the ``.idx`` files and a
+cost model: the file --epp-cost-model, or analytic coefficients of this device. All ranks read the
+same inputs and compute the same choice. A run that resumes uses the choices saved with its
+checkpoint (kept.py).
 """
 
 import argparse
@@ -258,7 +259,8 @@ def choose_placement(args: Any) -> tuple[Placement | None, str | None]:
 def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str]:
     """Return the layers per stage with the shortest simulated time, and a text with the reason.
 
-    With --epp-placement auto, the function also chooses the rank of each stage.
+    With --epp-placement auto, the function also chooses the rank of each stage; plans in --epp-plan
+    then determine both. ``even`` are the layers per stage without this choice (``even_layers``).
     """
     from megatron_epp.planner.choose.choice import partition_of, placement_of
 

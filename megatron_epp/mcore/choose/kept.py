@@ -87,8 +87,8 @@ def kept_layout(args: Any) -> dict[str, Any] | None:
 def keeps_layout(args: Any) -> bool:
     """Return whether this run has the layout and the device speeds of the run that it resumes.
 
-    Without --epp-layouts, the result is True, because the flags set the layout. Then the saved
-    choices must suit the flags.
+    Without --epp-layouts, the result is True, because the flags set the layout. The saved
+    choices must then suit the flags.
     """
     chosen, kept = getattr(args, LAYOUT_KEY, None), kept_layout(args)
     degrees = ("tp", "pp", "cp", "ep")
@@ -115,7 +115,7 @@ def kept_vocabulary(args: Any) -> bool:
 def kept_blend(args: Any) -> str:
     """Return the unit of the resumed run's corpus weights: tokens or documents.
 
-    If the run saved no choice, the unit is documents for a run with --epp, and tokens for Megatron.
+    If the run saved no choice, the unit is documents if it used --epp, and tokens if not.
 
     Raises:
         ValueError: The file is damaged.

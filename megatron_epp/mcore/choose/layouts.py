@@ -73,7 +73,7 @@ class ChosenLayout:
         seconds: Predicted seconds of an iteration; 0 if lengths or costs are unknown.
         speeds: Slowness of each rank, in torchrun's order: seconds relative to the fastest rank.
             Empty if unknown.
-        order: torchrun's rank of each rank of the job, spares last. Empty for torchrun's order.
+        order: For each rank of the job, its rank in torchrun; spares last. Empty if both agree.
     """
 
     layout: AllowedLayout
@@ -100,7 +100,7 @@ class ChosenLayout:
 
     @property
     def in_order(self) -> tuple[int, ...]:
-        """Ranks by torchrun's numbers, in the order of the job, also if ``order`` is empty."""
+        """For each rank of the job, its rank in torchrun; the same rank if ``order`` is empty."""
         return self.order or tuple(range(self.devices))
 
     @property
@@ -119,7 +119,7 @@ class ChosenLayout:
         return tuple(worst[place] for place in sorted(worst))
 
     def line(self, path: str, how: str = "") -> str:
-        """Return the line that rank 0 prints.
+        """Return the line that rank 0 prints about this choice.
 
         ``path`` is the value of --epp-layouts, and ``how`` is a text at the end of the line.
         """
@@ -155,7 +155,7 @@ class ChosenLayout:
         return cls(AllowedLayout(**of_layout, layers=layers), **entries)
 
     def watch(self, parser: ArgumentParser) -> ArgumentParser:
-        """Make ``parser`` replace the degrees and layers that it parses by this layout's."""
+        """Make ``parser`` set this layout's degrees and layers in its args; record the layout."""
         parse = parser.parse_args
 
         def parse_args(words: Sequence[str] | None = None, namespace: Any = None) -> Any:
@@ -174,8 +174,8 @@ class ChosenLayout:
 def read_layouts(path: str) -> tuple[AllowedLayout, ...]:
     """Return the layouts of a file, one per line: ``tp 2 pp 4 cp 1 ep 1 layers 7 8 8 7``.
 
-    A degree that is missing in a line is 1, except that ``pp`` follows from ``layers``, which come
-    last. ``#`` begins a comment.
+    A degree that is missing in a line is 1. With ``layers``, a missing ``pp`` is their number of
+    stages. ``layers`` come last in a line. ``#`` begins a comment.
 
     Raises:
         ValueError: A line is not a layout (the message contains the line number), or the number of

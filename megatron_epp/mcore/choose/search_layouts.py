@@ -1,6 +1,6 @@
 """Search of the fastest layout for a job's devices, for ``--epp-layouts auto``.
 
-The search compares layouts like ``megatron_epp tune``, with this job's flags, documents and cost
+Like ``megatron_epp tune``, the search compares layouts, but by this job's flags, documents and cost
 model. All layouts have the expert-parallel degree of the flags, because optimizer states of experts
 cannot be loaded with another degree.
 """
@@ -67,7 +67,7 @@ class _LayoutSearch:
         self.batches = first_batches(args)
 
     def allowed(self, layout: Layout) -> AllowedLayout:
-        """Return ``layout`` as an AllowedLayout, with layers per stage if they are uneven."""
+        """Return ``layout`` as AllowedLayout; ``layers`` is empty if ``pp`` divides the layers."""
         uneven = self.layers % layout.pp > 0
         layers = even_layers(self.layers, layout.pp) if uneven else ()
         return AllowedLayout(layout.tp, layout.pp, layout.cp, self.ep, tuple(layers))

@@ -37,7 +37,7 @@ SPARE_POLL_SECONDS, SPARE_PATIENCE_SECONDS = 0.5, 1800.0
 
 
 def choose_allowed_layout() -> ChosenLayout | None:
-    """Return the layout of this start; None without --epp-layouts.
+    """Return the layout with which the job starts; None without --epp or --epp-layouts.
 
     Every rank calls this function. It sets the environment variable ``RANK`` to the rank's index in
     the job's order of ranks. On ranks that train, it sets ``WORLD_SIZE`` to the number of ranks
@@ -83,7 +83,9 @@ def choose_allowed_layout() -> ChosenLayout | None:
 
 
 def chosen_by_rank_0(wanted: Namespace, devices: int) -> tuple[ChosenLayout, str]:
-    """Return the layout of this start, and a text to print on the layout's origin, or "".
+    """Return the layout with which the job starts, and a note for rank 0's printed line, or "".
+
+    The note says that the layout comes from a search during an earlier run (ahead.py).
 
     Raises:
         ValueError: The file of layouts is not valid, or no layout fits.

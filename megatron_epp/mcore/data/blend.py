@@ -31,10 +31,10 @@ class DocumentBuilder(BlendedMegatronDatasetBuilder):
 
 
 def _weighs_tokens(parts: list, weights: list, size: int | None, config: DocumentConfig) -> bool:
-    """Return whether the user gives weights, and the weights are fractions of tokens.
+    """Return whether the user gives weights, which are fractions of tokens, and ``size`` is given.
 
-    Without weights given by the user, Megatron weights each corpus by its number of documents. This
-    mixes the tokens of all corpora evenly.
+    Without weights given by the user, Megatron weights each corpus by its number of documents. The
+    corpora are then used up at the same rate.
     """
     blend = config.blend or config.blend_per_split[parts[0].index_split.value]
     return config.blend_by == TOKENS and size is not None and blend[1] is not None

@@ -36,8 +36,8 @@ class ChunkBatch:
         labels: Int64, on the last stage.
         loss_mask: Float32, on the last stage; 0 on padding.
         params: Parameters of the chunk for Megatron's layers.
-        means: Float64 [D, t], on the last stage: weights with which each document's mean MTP loss
-            sums its token losses.
+        means: Float64 [D, t], on the last stage: weights of the token losses in the mean MTP
+            losses of their documents, for the log.
         documents: Number of documents that begin in these rows.
         known_gradient: Gradient of every token's loss, if LM head and loss are fused
             (lm_head.fused_head).
@@ -83,7 +83,7 @@ class ChunkBatchBuilder:
         stage: Index of the stage.
         row_shard: Sharding of a chunk's rows over ranks.
         device: Device of the tensors.
-        predictions: Number of tokens to predict for each row. None: only the next token.
+        predictions: Number of MTP modules, and their loss weight. None: only the next token.
     """
 
     def __init__(

@@ -2,8 +2,9 @@
 
 A line is a JSON object with ``messages``, a list of {role, content}. As in Megatron's SFTDataset, a
 line may contain several conversations, and each conversation begins with a system message. Each
-conversation becomes a document. Megatron's SFTTokenizer returns the document's tokens and targets
-(tokens with a loss) in a chat format. Padding tokens and messages of weight 0 have no targets.
+conversation becomes a document. In a chat format, Megatron's SFTTokenizer returns the document's
+tokens, and marks the targets (tokens with a loss). Padding tokens and messages of weight 0 have no
+targets.
 
     messages   system  user  assistant  user  assistant
     targets                  ^^^^^^^^^        ^^^^^^^^^     in a format with masks
@@ -234,7 +235,7 @@ def encode_line(
         chat_format: The tokenizer's chat format.
 
     Raises:
-        ValueError: ``encode`` raises an error; this error's text contains file and line number.
+        ValueError: ``encode`` raises an error; file and line number are added to the message.
     """
     number, messages = numbered
     try:
@@ -250,7 +251,7 @@ def write_encoded(
     prefix: Path,
     beat: Callable[[], None] = lambda: None,
 ) -> TokenizedChats:
-    """Write the corpus ``prefix.bin/.idx`` and the files of its loss masks; on errors, no file.
+    """Write the corpus ``prefix.bin/.idx`` and the files of its loss masks; write none on errors.
 
     Args:
         lines: Result of ``encode_line`` for each line of ``source``.

@@ -67,7 +67,7 @@ class DocumentConfig(GPTDatasetConfig):
     ``sequence_length`` is the context, the largest number of inputs of a document.
 
     Raises:
-        ValueError: The policy, ``blend_by`` or the context is invalid.
+        ValueError: ``overlong``, ``blend_by`` or ``sequence_length`` is invalid.
     """
 
     overlong: str = "truncate"
@@ -257,7 +257,7 @@ class DocumentDataset(MegatronDataset):
         """Return labels (int64) and loss mask (float32) of an item's inputs [start, stop).
 
         The last label is token ``stop`` of the document, the token after the span. If the corpus
-        has a loss mask, the result is multiplied by the corpus's mask.
+        has a loss mask, the returned mask is multiplied by it.
 
         Raises:
             ValueError: See :meth:`tokens`.

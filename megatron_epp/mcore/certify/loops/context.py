@@ -31,7 +31,7 @@ Parts = Sequence[Tensor]  # the rows of every rank
 
 
 def context_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """Run the model on this rank's shard, as the loop's ``forward_step_func``."""
+    """Run the model on this rank's shard; this is the ``forward_step_func`` of the loop."""
     batch = next(data_iterator)
     local = _on_this_rank(batch)
     params = None

@@ -198,7 +198,7 @@ def _on_device(batch: MicroBatch) -> MicroBatch:
 
 
 def _virtual_parts(args: Any) -> Any:
-    """Return ``args`` that make Megatron build a placed pipeline as an interleaved pipeline."""
+    """Return ``args`` with which Megatron builds a pipeline with a placement as interleaved."""
     if not (place := place_of(args)):
         return args
     ranks, own = args.pipeline_model_parallel_size, copy.copy(args)

@@ -1,7 +1,7 @@
-"""Models that imitate classes of frameworks other than GPTModel, to test ``attach``.
+"""Models that imitate frameworks' model classes other than GPTModel, to test ``attach``.
 
 subclass    a subclass of GPTModel that does not call get_rotary_seq_len of its rotary
-            embedding; it selects rows of the rotary table by position id
+            embedding; the subclass selects rows of the rotary table by position id
 encoder     a language model that adds the output of a pixel encoder to its token embeddings;
             every token has pixels, and the encoder runs once on each full document
 """
@@ -48,7 +48,7 @@ class TurnedByPositions(GPTModel):
 
 
 class WithEncoder(MegatronModule):
-    """Language model with an encoder of each token's pixels, [1, L, PIXELS], before its layers."""
+    """Language model that adds encoded pixels [1, L, PIXELS] to the embeddings of its tokens."""
 
     def __init__(self, language_model: Any):
         super().__init__(language_model.config)

@@ -36,7 +36,7 @@ class ReferenceLoop(ReferenceModel):
     """Megatron's model in one process, with the loop's losses and Megatron's loss scaling."""
 
     def prepare(self, turn: int) -> ModelSetup:
-        """Build the reference model, and return the setup and loop settings for the ranks."""
+        """Build reference model number ``turn``; return the ranks' setup and loop settings."""
         degrees = self.trial.degrees
         raw = parsed(self.flags(turn), degrees.pp)
         if vocabulary_parallel(raw):
@@ -123,8 +123,8 @@ class ReferenceLoop(ReferenceModel):
     ) -> tuple[tuple[float, float], ...]:
         """Return upper bounds of the rounding errors of losses, one pair per micro-batch.
 
-        A pair bounds the errors of loss value and loss sum if the errors of all tokens add up.
-        ``own`` are token losses in the certified dtype, and ``exact`` in float64.
+        A pair is (bound for the loss value, bound for the loss sum) if all tokens' errors add up.
+        ``own`` are token losses in the certified dtype; ``exact`` are these losses in float64.
         """
         units = []
         for expected_BS, result_BS, batch in zip(exact, own, batches, strict=True):
@@ -142,8 +142,8 @@ class ReferenceLoop(ReferenceModel):
     def _mean(self, batch: MicroBatch, outputs_BS: torch.Tensor) -> torch.Tensor:
         """Return the mean loss that Megatron's schedules compute from a sum and a token count.
 
-        If every context-parallel rank returns the sum and count of its own tokens, each rank has a
-        mean, and the result is the mean over the ranks.
+        Every context-parallel rank returns the sum and count of its own tokens, and so has its own
+        mean. The result is the mean of all ranks' means.
         """
         samples, ranks = batch.get("side by side", batch), self.frame.parts
         mask_BS = samples["loss_mask"].to(outputs_BS.dtype)
