@@ -221,7 +221,7 @@ def _may_report(lost: bool = False) -> tuple[bool, bool]:
 
     Rank 0 prints its error. If rank 0 has no error, the first rank with an error prints it. If the
     store does not answer, because the process that serves it is stopped, each rank prints its own.
-    ``lost`` is whether another rank is lost, possibly rank 0 with the store that it serves.
+    ``lost`` is whether another rank is lost. If that is rank 0, its store may be lost as well.
     """
     rank, ranks = rank_of()
     if ranks <= 1:
