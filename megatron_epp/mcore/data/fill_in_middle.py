@@ -1,6 +1,6 @@
 """Documents rewritten for fill-in-the-middle training (``--fim-data``) by Megatron's GPTFIMDataset.
 
-    original     a b c d e f g h    prefix a b, middle c d e, suffix f g h: drawn by characters
+    original     a b c d e f g h    prefix a b, middle c d e, suffix f g h (random boundaries)
     PSM          P a b S f g h M    P, S, M: --fim-prefix-token, --fim-suffix-token,
     SPM          P S f g h M a b             --fim-middle-token
 
@@ -35,7 +35,7 @@ def fim_fields(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class FillInMiddle:
-    """Function that rewrites a document for fill-in-the-middle, for ``DocumentConfig.rewrite``.
+    """Callable that rewrites a document for fill-in-the-middle, for ``DocumentConfig.rewrite``.
 
     Args:
         config: Megatron's dataset configuration, with the FIM rates and special tokens.
@@ -56,7 +56,7 @@ class FillInMiddle:
     def of(
         cls, args: argparse.Namespace, fields: dict[str, Any], words: int | None
     ) -> "FillInMiddle":
-        """Return the function for Megatron's ``args`` and the ``fields`` of GPTDatasetConfig."""
+        """Return the callable for Megatron's ``args``; ``fields`` are those of GPTDatasetConfig."""
         return cls(GPTFIMDatasetConfig(**fields, **fim_fields(args)), words)
 
     def __call__(self, tokens: numpy.ndarray, item: int) -> numpy.ndarray:

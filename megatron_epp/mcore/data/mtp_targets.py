@@ -48,15 +48,15 @@ class Predictions:
 
 
 class TargetRows:
-    """Labels and loss weights for t = ``count`` rows of this rank; :meth:`fill` sets them by span.
+    """Labels and loss weights for t = ``count`` rows of this rank, set by :meth:`fill` per span.
 
     Attributes:
         labels: [1 + D, t] int64.
         weights: [1 + D, t] float32 (float64 with MTP): weights of the labels' losses. They are 0 on
-            padding and for labels without a loss. MTP weights average the MTP losses of a document
-            and multiply the mean by the document's number of next-token targets, as Megatron does
-            with one document per micro-batch.
-        means: [D, t] float64: weights that average the MTP losses of a document, for the log.
+            padding and for labels without a loss. As in Megatron with one document per micro-batch,
+            a document's weighted losses of an MTP module sum to: their mean * ``scale`` / D * the
+            document's number of next-token targets.
+        means: [D, t] float64: weights with which these losses sum to their mean, for the log.
         documents: Number of documents that begin in these rows.
     """
 
@@ -77,7 +77,7 @@ class TargetRows:
         length: int,
         counts: Callable[[], numpy.ndarray],
     ) -> None:
-        """Set labels and weights of ``rows`` for the inputs ``span`` of a document.
+        """Set labels and weights in ``rows``, which contain the inputs ``span`` of a document.
 
         Args:
             rows: Slice of this rank's rows.

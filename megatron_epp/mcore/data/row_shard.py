@@ -104,7 +104,7 @@ class RowShard:
         return self.rows(chunk) // self.parts
 
     def local(self, rows: int) -> slice:
-        """Return the slice of this context-parallel rank in the ``rows`` padded rows of a chunk."""
+        """Return this context-parallel rank's slice of a chunk that has ``rows`` padded rows."""
         count = rows // self.parts
         return slice(self.part * count, (self.part + 1) * count)
 

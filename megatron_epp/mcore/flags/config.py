@@ -48,7 +48,7 @@ AUTO, LATENTS, EXPANDED = MLA_KEEPS = ("auto", "latents", "expanded")
 class Config:
     """The user's settings of elastic pipelines.
 
-    In Megatron's args, the values have plain types, so that checkpoints can save the values.
+    Megatron's args hold the values as plain types, such as lists, so checkpoints can save them.
     """
 
     TITLE: ClassVar = "elastic pipeline parallelism"
@@ -211,12 +211,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def placement_by_time(args: Any) -> bool:
-    """Return whether the planner chooses the ranks of the stages, and also their layers."""
+    """Return whether the planner chooses the ranks of the stages, and then their layers, too."""
     return getattr(args, "epp_placement", None) == PLACEMENT_AUTO
 
 
 def layers_by_time(args: Any) -> bool:
-    """Return whether the planner chooses the layers of the stages, with or without the ranks."""
+    """Return whether the planner chooses the layers of the stages, alone or with the ranks."""
     return getattr(args, "epp_partition", None) == PARTITION_AUTO or placement_by_time(args)
 
 
@@ -230,9 +230,10 @@ def _fix_help(parser: argparse.ArgumentParser) -> None:
 
 
 def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:
-    """Return defaults of Megatron's flags for a job with ``--epp``; ``wanted`` are parsed flags.
+    """Return the defaults that Megatron's flags have with ``--epp``, by name.
 
-    With these defaults, Megatron counts each document as a micro-batch, so a global batch contains
+    The defaults depend on ``wanted``, the flags as parsed without them. With these defaults,
+    Megatron counts each document as a micro-batch. So a global batch contains
     --global-batch-size documents. The loss is the mean over the tokens of the global batch.
     """
     defaults = {

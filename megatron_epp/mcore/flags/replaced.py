@@ -1,6 +1,6 @@
 """Megatron's flags that have no effect under a plan: --epp resets these flags with a warning.
 
-Flags in scripts for Megatron's schedules select methods that save memory and fill the pipeline.
+Scripts for Megatron's schedules contain flags for methods to save memory and fill the pipeline.
 With --epp, the plan of each iteration determines both, and the loss is the same. So the parser
 resets such a flag to a value without effect, before Megatron's own checks. Rank 0 prints one
 warning that names the flags and their replacements. Flags that would change results are refused
@@ -29,8 +29,8 @@ class ReplacedFlags:
         names: Attributes of the parsed args, separated by blanks. Names that this version of
             Megatron does not have are skipped.
         by: Text for the warning, which says what replaces the flags.
-        neutral: Function from the parsed ``args`` to a dict of values without effect. For names
-            that are not in the dict, this value is the parser's default.
+        neutral: Function (args) -> values without effect, by name. A name that is not in the
+            result is reset to the parser's default.
         same: Function that returns whether results are equal without the flags. If not, the parser
             keeps the flags, and the table of unsupported features refuses them.
         default_too: Whether the parser's default values are also reset, with a warning.
@@ -156,7 +156,7 @@ def take_out(
     words: Sequence[str],
     rows: Sequence[ReplacedFlags],
 ) -> None:
-    """Reset flags in ``args``, and add a text on each flag to the attribute named ``TAKEN``.
+    """Reset flags in ``args``, and append a text on each flag to the list ``args.epp_replaced``.
 
     Args:
         args: The parsed flags.
@@ -187,7 +187,10 @@ def take_out(
 
 
 def _as_typed(options: Sequence[str], value: Any, typed: Container[str]) -> str:
-    """Return the name of a flag as the user typed it, with the value unless it is a bool."""
+    """Return a flag in the user's spelling, followed by its value unless that is a bool.
+
+    ``options`` are the spellings of the flag; ``typed`` are the flags on the command line.
+    """
     name = next((option for option in options if option in typed), options[0])
     if isinstance(value, bool):
         return name

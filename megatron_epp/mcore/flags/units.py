@@ -1,8 +1,8 @@
 """Units of Megatron's flags that count samples; with ``--epp``, a sample is a document.
 
 A sample of Megatron's own datasets has --seq-length tokens, but documents have different lengths.
-docs/guides/data.md contains the same table, and a test compares both tables. If a job uses flags
-that count samples, the job prints a line at its start.
+docs/guides/data.md contains the table ``UNITS`` too, and a test compares both. If a job uses flags
+that count samples, the job prints :func:`units_line` at its start.
 """
 
 from typing import Any

@@ -1,1 +1,1 @@
-"""Layer patterns of Megatron's HybridModel; each layer is an attention, an MLP or another mixer."""
+"""Layer patterns of Megatron's HybridModel: a layer is one sublayer (attention, MLP, SSM, ...)."""

@@ -1,8 +1,8 @@
 """The layer pattern of Megatron's HybridModel (--hybrid-layer-pattern).
 
-The pattern has one symbol per layer and ``|`` between pipeline stages. A layer is an attention, an
-MLP or another mixer. Without ``|``, all stages have equal numbers of layers. Exceptions are stages
-with --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers.
+The pattern has one symbol per layer and ``|`` between pipeline stages. A layer is one sublayer:
+attention, MLP, MoE or SSM. Without ``|``, all stages have equal numbers of layers. Exceptions are
+stages with --decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers.
 
     *-*-|*E*-      stage 0: attention, MLP, attention, MLP
                    stage 1: attention, MoE, attention, MLP
@@ -95,7 +95,7 @@ def layers_of_stages(args: Namespace) -> tuple[int, ...]:
 
 
 def joined(segments: Sequence[str]) -> str:
-    """Join ``segments``, the layer symbols of each stage, with ``|`` to a pattern."""
+    """Return a pattern: ``segments``, the layer symbols of each stage, with ``|`` between them."""
     return BOUNDARY.join(segments)
 
 

@@ -1,7 +1,7 @@
 """Segments of interleaved pipelines, which --epp joins to one segment per stage.
 
 Megatron's layouts may have several segments per rank, assigned in round-robin order. With --epp, a
-rank gets the same number of consecutive segments, and computes them as one stage.
+rank gets as many segments, but consecutive ones, and computes them as one stage.
 
     Et|tt|tt|tL on two ranks      becomes Ettt|tttL
 """

@@ -20,8 +20,8 @@ _TORCH, _DCP = "mp_rank_*", ".metadata"  # other formats
 def folders_of(args: Any) -> dict[str, Path]:
     """Return flag -> checkpoint folder for all folders that a job reads at its start.
 
-    The result omits folders of ``--non-persistent-ckpt-type local``, because each rank has another
-    folder.
+    The result omits folders of ``--non-persistent-ckpt-type local``, because each rank has a
+    different folder.
     """
     load = getattr(args, "load", None)
     folders = {} if load is None or "://" in load else {f"--load {load}": Path(load)}

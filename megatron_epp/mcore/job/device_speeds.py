@@ -1,4 +1,4 @@
-"""Speeds of a job's devices, saved next to the checkpoint by host and local rank.
+"""Speeds of a job's devices, saved next to the checkpoint for each host and local rank.
 
 A job without a cost model measures the speeds of its ranks at its start, and every job updates the
 speeds during training. A job that resumes with --epp-layouts orders its ranks by the saved speeds.

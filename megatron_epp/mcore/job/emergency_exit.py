@@ -53,7 +53,7 @@ class Saves:
         )
 
     def pending(self) -> bool:
-        """Return whether the ranks have not yet finalised some asynchronous save."""
+        """Return whether asynchronous saves exist that the ranks still have to finalise."""
         queue = _of_megatron("async_utils", "_async_calls_queue")
         return queue is not None and queue.get_num_unfinalized_calls() > 0
 
@@ -68,9 +68,9 @@ class Saves:
             handler._signal_received = True
 
     def wait(self) -> None:
-        """Wait until no checkpoint is being written: at most 60 s or 3 times the last save's time.
+        """Wait until no checkpoint is being written, or until a time limit is reached.
 
-        The longer of both limits applies.
+        The limit is 60 s, or 3 times the seconds of the last save if this is longer.
         """
         self.look()
         end = time.monotonic() + max(LEAST_SECONDS, TIMES_THE_LAST * self.last_seconds)

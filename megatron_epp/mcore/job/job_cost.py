@@ -139,8 +139,8 @@ def make_planning(
 def training_levers(text: str, args: Any) -> frozenset[str]:
     """Return the levers that ``text``, the value of --epp-levers, selects in this job.
 
-    The values ``default`` and ``all`` omit levers that the job cannot use. They also omit the split
-    backward of Transformer Engine's linears, which the user must name (planner/options.py).
+    The values ``default`` and ``all`` omit levers that the job cannot use. With linears of
+    Transformer Engine, they also omit the split backward ``wsplit`` (planner/options.py).
 
     Raises:
         ValueError: ``text`` names a lever that the job cannot use.
@@ -183,7 +183,7 @@ def unusable_levers(args: Any) -> dict[str, str]:
 
 
 def analytic(args: Any) -> Profile:
-    """Return the cost coefficients of --epp-cost-model analytic, by model shape and device name."""
+    """Compute the coefficients of --epp-cost-model analytic from model shape and device name."""
     early = fused_head(args)
     profile = analytic_profile(
         model_shape(args),
@@ -206,8 +206,8 @@ def on_these_devices(args: Any, profile: Profile) -> Profile:
     """Return ``profile`` with the slowness of this job's devices, if the slowness is known.
 
     If the profile contains a slowness for another number of ranks, the function removes it, and all
-    ranks count as equally fast. Without --epp-layouts, the function does not change a file that the
-    user gives with --epp-cost-model.
+    ranks count as equally fast. However, the function removes a slowness
+    from a profile of --epp-cost-model only with --epp-layouts.
     """
     ranks, replicas = args.pipeline_model_parallel_size, args.data_parallel_size
     slowness = (getattr(args, LAYOUT_KEY, None) or {}).get(SLOWNESS)
@@ -294,8 +294,8 @@ def training_states(args: Any) -> States:
 def device_name() -> str:
     """Return the name of this process's device in the catalogue of devices.
 
-    The function looks up the name of the chip. If the catalogue does not contain the chip with at
-    most this memory size, the function looks up the memory size and the compute capability.
+    The function looks up the chip, among devices whose memory budget fits into this device. If the
+    catalogue has none, the function looks up the memory size and the compute capability.
     """
     if not cpu_host.has_gpu():
         return "cpu"
@@ -381,8 +381,8 @@ def saved_budgets(args: Any, rank_of: Sequence[int]) -> tuple[float, ...] | None
     """Return the memory budget in bytes of each pipeline rank, as saved by the resumed run.
 
     The result is None if the run saved no budgets, or if it had another number of stages.
-    ``rank_of`` lists the pipeline rank of every stage. The file has one budget per stage, the
-    budget of the stage's pipeline rank.
+    ``rank_of`` lists the pipeline rank of every stage. The file repeats the budget of a
+    pipeline rank for each of its stages.
 
     Raises:
         ValueError: The file is damaged.

@@ -94,8 +94,8 @@ def refused_by_megatron(error: BaseException) -> ValueError | None:
 
     Megatron checks many flags only when it builds a component. So an exception counts as a refusal
     if an assert or raise statement of Megatron raises it before training. Exceptions in calls from
-    this package do not count, because this package could be wrong. SystemExit with status 0 counts,
-    because Megatron raises it if it cannot read a checkpoint.
+    this package do not count, because this package could be wrong. SystemExit with status 0 counts
+    if Megatron raises it for an unreadable checkpoint, unless --exit-on-missing-checkpoint is set.
     """
     frames = traceback.extract_tb(error.__traceback__)
     modules = [str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(error.__traceback__)]
@@ -221,7 +221,7 @@ def _may_report(lost: bool = False) -> tuple[bool, bool]:
 
     Rank 0 prints its error. If rank 0 has no error, the first rank with an error prints it. If the
     store does not answer, because the process that serves it is stopped, each rank prints its own.
-    ``lost`` is whether another rank is lost, possibly rank 0 with the store that it serves.
+    ``lost`` is whether another rank is lost. If that is rank 0, its store may be lost as well.
     """
     rank, ranks = rank_of()
     if ranks <= 1:

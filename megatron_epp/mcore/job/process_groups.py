@@ -30,16 +30,16 @@ def make_groups(
 ) -> Groups:
     """Create the process groups. Collective over the world, after Megatron's groups exist.
 
-    The groups have Megatron's timeout. The control group (CPU) and one group per direction of
-    messages contain all ranks of the job. Within a message group, NCCL creates a communicator for
+    The groups have Megatron's timeout. The control group (CPU) and one group per kind of
+    message contain all ranks of the job. Within a message group, NCCL creates a communicator for
     each pair of ranks that communicate. With several replicas, the ranks that share a plan also
     have a CPU group.
 
     Args:
         device: Device of this rank.
         place: Pipeline rank of every stage; empty if stage i is on rank i.
-        check: Function that gets the control group before the other groups exist. It compares the
-            values from which each rank derives the groups.
+        check: Function (control group) that compares, over all ranks, the values from which each
+            rank derives the groups. It is called before the other groups are created.
     """
     # Imported here: external training loops use this module with another trainer.
     from megatron.training import get_args
@@ -88,8 +88,8 @@ def block_group(
         timeout: Timeout of the group.
 
     Returns:
-        The group, the index in the group of the rank that plans, and the number of ranks on this
-        host that plan.
+        The group; the planning rank, as an index in the group; and the number of planning ranks
+        on this host, but at least 1.
     """
     every: list[Any] = [None] * control.size()
     dist.all_gather_object(every, (socket.gethostname(), number), group=control)
@@ -140,7 +140,7 @@ def trainer_groups(args: Any) -> Iterator[dist.ProcessGroup]:
 def message_groups(
     device: torch.device, timeout: timedelta, of_head: bool = False, place: Sequence[int] = ()
 ) -> dict[Payload, dist.ProcessGroup]:
-    """Create one group of all ranks per direction of messages. Collective over the world.
+    """Create one group of all ranks for each kind of message. Collective over the world.
 
     The function also initialises every link between stages. With one pipeline rank, it creates no
     groups.
@@ -152,10 +152,10 @@ def message_groups(
         place: Pipeline rank of every stage; empty if stage i is on rank i.
 
     Returns:
-        The groups by direction.
+        The groups by kind of message (payload).
 
     Raises:
-        ValueError: The way in which torch.distributed was initialised would block pipelines.
+        ValueError: torch.distributed was initialised with a device_id, which would block pipelines.
     """
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     groups: dict[Payload, dist.ProcessGroup] = {}
@@ -198,7 +198,7 @@ def initialise_communicators(group: dist.ProcessGroup, device: torch.device) -> 
 
     NCCL may wait for the device and for all ranks of the group when it creates a communicator. In
     an iteration with posted receives, this wait could block. NCCL also needs memory for the
-    communicator, which torch has reserved at the end of an iteration.
+    communicator, but at the end of an iteration torch has reserved this memory.
     """
     if group.size() > 1:
         dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -2,8 +2,9 @@
 
 ``LayerKind`` reads flags and configurations before Megatron is imported, so its subclasses import
 Megatron only inside methods. ``KindModule`` patches Megatron's modules. By default, the methods
-change nothing. Two other classes belong to a kind: its cost in :mod:`megatron_epp.cost.kinds`, and
-its certificate, a subclass of :class:`.certificate_base.LayerCertificate`.
+change nothing, or raise NotImplementedError. Two other classes belong to a kind: its cost in
+:mod:`megatron_epp.cost.kinds`, and its certificate, a subclass of
+:class:`.certificate_base.LayerCertificate`.
 """
 
 from __future__ import annotations
@@ -78,11 +79,11 @@ class LayerKind:
         return 1
 
     def heads(self, config: Any, context: int) -> Heads | None:
-        """Return the attention heads per rank with ``context`` context-parallel ranks, or None."""
+        """Return a rank's heads with ``context`` context-parallel ranks; None if there are none."""
         return None
 
     def layers_see(self, config: Any) -> Sequence[tuple[int | None, bool]]:
-        """Return (tokens of the window or None, has sinks) for each attention variant."""
+        """Return the distinct pairs (window in tokens or None, has sinks) of attention layers."""
         return ()
 
     # -------------------------------------------------------------- flags
@@ -106,11 +107,11 @@ class LayerKind:
         return False
 
     def unshared(self, holder: Any) -> str:
-        """Return the feature of this kind with which documents cannot share prefixes; else ""."""
+        """Return a text on what in this kind rules out shared prefixes; "" if nothing does."""
         return ""
 
     def replays(self, config: Any) -> bool:
-        """Return whether later passes replay recorded routing, so ops must keep their order."""
+        """Return whether later passes replay the recorded routing; ops then keep their order."""
         return False
 
     # -------------------------------------------------------------- ranks
@@ -172,7 +173,7 @@ class LayerPlace:
 
 
 class KindModule:
-    """Patches of Megatron's modules for one layer kind.
+    """Functions that patch Megatron's modules for one layer kind.
 
     Attributes:
         KIND: Properties of the layer kind.
@@ -218,7 +219,7 @@ class KindModule:
         return None
 
     def fix_local(self, layer: Any, config: Any) -> None:
-        """Complete ``layer``, the submodules of one of Megatron's local layers, in place."""
+        """Add features that Megatron lacks to ``layer``, a local layer's submodules, in place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Base class of a layer kind in certificates, which compare a small model with a reference."""
+"""Base class that adapts certificates (comparisons with a reference model) to a layer kind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class LayerCertificate:
-    """Layer kind in certificates; by default, the methods change nothing.
+    """Adaptation of certificates to a layer kind; by default, the methods change nothing.
 
     Attributes:
         KIND: Properties of the layer kind.
@@ -43,7 +43,7 @@ class LayerCertificate:
         return {}
 
     def without_ties(self, small: Mapping[str, Any]) -> dict[str, Any]:
-        """Return changes to ``small`` after which rounding affects no discrete choice (top-k)."""
+        """Return changes to the flags ``small`` that make top-k independent of rounding errors."""
         return {}
 
     def small_words(self, args: Any) -> list[str]:
@@ -58,12 +58,12 @@ class LayerCertificate:
         return True
 
     def shrink_blocks(self) -> None:
-        """Reduce the block sizes of this package's layers, so that the small model has several."""
+        """Reduce block sizes of this package's layers, so that small models have several blocks."""
 
     # -------------------------------------------------------------- the reference model
 
     def fix_reference(self, layer: Any, by_engine: bool) -> None:
-        """Fix errors of ``layer``; ``by_engine`` also sets Transformer Engine's checkpoint keys."""
+        """Fix errors of ``layer``; if ``by_engine``, set Transformer Engine's checkpoint keys."""
 
     def make_double(self, args: Any) -> None:
         """Patch computations that Megatron casts to float32, so that they run in float64."""

@@ -1,4 +1,4 @@
-"""Registry of the layer kinds in certificates."""
+"""Registry of the objects that adapt certificates to layer kinds."""
 
 from megatron_epp.mcore.kinds.certificate_base import LayerCertificate
 from megatron_epp.mcore.kinds.dsa.certificate import DSACertificate

@@ -49,7 +49,7 @@ def any_of(*names: str, harmless: tuple[Any, ...] = ()) -> Callable[[Any], bool]
 
 
 def settings(before: str = "", **words: str) -> Reason:
-    """Return a function that describes the first of the settings ``words`` that is set.
+    """Return a function that returns a description of the first setting in ``words`` that is set.
 
     The returned function takes a model or a call of an external training loop, and reads its
     ``config``. It returns None if no setting is set.
@@ -69,10 +69,10 @@ def settings(before: str = "", **words: str) -> Reason:
 
 
 def not_computed(**words: str) -> Reason:
-    """Return :func:`settings` of ``words`` with the text "slices do not compute" before each."""
+    """Return the function of :func:`settings`; descriptions begin with "slices do not compute"."""
     return settings("slices do not compute ", **words)
 
 
 def of_config(asked: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    """Return a function that applies the test ``asked`` to the configuration of a loop's model."""
+    """Return a function that takes a loop's model and applies the test ``asked`` to its config."""
     return lambda model: bool(asked(model.config))

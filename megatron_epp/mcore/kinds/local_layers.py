@@ -1,4 +1,4 @@
-"""Megatron's local modules on CPU-only hosts, with features of Transformer Engine's modules added.
+"""Megatron's local modules on CPU-only hosts, extended by features of Transformer Engine's modules.
 
     context parallelism        Megatron's local attention refuses it; here, elastic attention
                                replaces the forward, so the check is disabled
@@ -145,9 +145,9 @@ def norm_as_engines(layer: Any) -> None:
 
 
 def local_attention_of(layer: Any, mla: bool) -> Any:
-    """Return the submodules of the local attention in ``layer``.
+    """Return the submodules of ``layer``'s local attention: MLA if ``mla``, else other attention.
 
-    Return None if the attention is not local, or if ``mla`` does not match its class.
+    Return None if ``layer`` has no such local attention.
     """
     own = layer.self_attention
     submodules = getattr(own, "submodules", None)

@@ -55,7 +55,7 @@ def kinds_of_layer(layer: Any) -> tuple[KindModule, ...]:
 
 
 def timed_modules(layer: Any) -> Mapping[str, tuple[Any, ...]]:
-    """Return the modules of ``layer`` that are timed, by their names in selective recompute."""
+    """Return name in selective recompute -> modules of ``layer``, for the modules to time."""
     modules: dict[str, tuple[Any, ...]] = {}
     for kind in kinds_of_layer(layer):
         for name, attribute in kind.KIND.TIMED.items():

@@ -21,9 +21,9 @@ class PositionedRotary(nn.Module):
         rotary: Megatron's rotary embedding.
         context: Number of rows of the table.
         fused: Whether a fused kernel applies the embedding.
-        computed: The current chunk, set before the forward of a model that may not call
-            :meth:`get_rotary_seq_len`. Such a model gets the full table from :meth:`forward`;
-            :meth:`replaced` then replaces the table rows before the layers read them.
+        computed: The current chunk. The loop sets it before a model's forward, which may not call
+            :meth:`get_rotary_seq_len`. :meth:`forward` then returns the full table, and
+            :meth:`replaced` selects the chunk's rows before the layers read them.
     """
 
     def __init__(self, rotary: Any, context: int, fused: bool):

@@ -61,7 +61,7 @@ SYMBOLS = {part.SYMBOL: part.NAME for part in LAYER_KINDS if part.SYMBOL}
 
 
 def kind_sizes(args: Any, there: Collection[LayerKind]) -> dict[str, Any]:
-    """Return the fields of LayerShape for a layer with the kinds ``there``."""
+    """Return the fields of LayerShape for a layer that consists of the kinds ``there``."""
     sizes: dict[str, Any] = {}
     for part in LAYER_KINDS:
         sizes |= part.sizes(args) if part in there else part.ABSENT
@@ -79,7 +79,7 @@ def expert_ranks_of(args: Any) -> int:
 
 
 def priced_flags(args: Any) -> dict[str, Any]:
-    """Return the flags of layer kinds that are arguments of ``cost.analytic.profile``, by name."""
+    """Return arguments of ``cost.analytic.profile``, by name: the flags of layer kinds it takes."""
     return {name: getattr(args, name) for kind in LAYER_KINDS for name in kind.PRICED_FLAGS}
 
 
@@ -105,7 +105,7 @@ def lockstep_of(args: Any) -> int:
 
 
 def modes_of_kinds(args: Any) -> str:
-    """Return the letters of the recompute modes that only the model's layer kinds have."""
+    """Return the letters of the recompute modes that the model's layer kinds add to the others."""
     there = (part.PRICED for part in LAYER_KINDS if any(part.layers(args)))
     return "".join(priced.MODES for priced in there if priced is not None)
 
@@ -176,5 +176,5 @@ def heads_of(config: Any, context: int | None = None) -> Heads:
 
 
 def layers_see(config: Any) -> Sequence[tuple[int | None, bool]]:
-    """Return (tokens of the window or None, has sinks) for each attention variant."""
+    """Return the distinct pairs (window in tokens or None, has sinks) of attention layers."""
     return next(filter(None, (part.layers_see(config) for part in LAYER_KINDS)))

@@ -24,8 +24,8 @@ CPU_BLOCK_TOKENS = 1024
 def fused_head(args: Any) -> bool:
     """Return whether the backward of the LM head may run in F.
 
-    The result is False if hooks start the overlapped gradient reduction during the stage's last
-    backward. That backward must then also compute the output layer's gradient.
+    The result is False if DDP's hooks start an overlapped gradient reduction in the stage's last
+    backward, because this backward must then also compute the output layer's gradient.
     """
     hooks_reduce = args.pipeline_model_parallel_size == 1 or not args.align_grad_reduce
     return not (args.overlap_grad_reduce and hooks_reduce)
@@ -52,7 +52,7 @@ class FusedHead:
     """Fused LM head and loss: an ``output_processor`` of GPTModel.forward.
 
     The call runs the backward of the head and returns the losses: [1, T], or [1 + D, T] with D MTP
-    modules. ``weights_1T`` is the gradient of every loss, in the same shape. With sequence
+    modules. ``weights_1T``, of the same shape, is the gradient with respect to them. With sequence
     parallelism, the call all-gathers the rows once before the head, so that blocks of rows match
     blocks of labels. It reduce-scatters the gradients of the rows once.
     """
@@ -108,10 +108,10 @@ def _predictions(
     config: Any,
     **others: Any,
 ) -> Iterator[tuple[Tensor, Losses]]:
-    """Yield (hidden states, function from hidden states and a slice of rows to their losses).
+    """Yield a pair (hidden states, loss function) for the decoder, then for each MTP module.
 
-    The first pair belongs to the decoder, and the next pairs belong to the MTP modules. With
-    --mtp-detach-heads, MTP losses do not train the output layer.
+    The loss function takes hidden states and a slice of rows, and returns the losses of these rows.
+    With --mtp-detach-heads, MTP losses do not train the output layer.
     """
 
     def losses(depth: int, weight: Tensor | None, hidden_t1H: Tensor, rows: slice) -> Tensor:

@@ -83,7 +83,7 @@ class ShardedHead:
             kept.clear()
 
     def learn(self, chunk: int, labels_1T: Tensor, weights_1T: Tensor) -> None:
-        """Save the labels and loss weights of a chunk for H and G, in F."""
+        """Save the labels and loss weights of a chunk during F, for the later H and G."""
         self._labels[chunk], self._weights[chunk] = map(self._in_order, (labels_1T, weights_1T))
 
     def _in_order(self, of_each_DT: Tensor) -> Tensor:

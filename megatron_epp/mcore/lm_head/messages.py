@@ -12,18 +12,18 @@ from megatron_epp.layers.lm_head.vocabulary import Packing
 class MessageShapes:
     """Shapes of the messages of ``plan``.
 
-    ``rows(chunk)`` returns the number of rows of a chunk that this rank sends.
-
-    With vocabulary parallelism, a message with a gradient also contains the log-sum-exp over the
-    vocabulary of every row. There are also messages of H, which contain:
+    ``rows(chunk)`` returns the number of rows of a chunk that this rank sends. With vocabulary
+    parallelism, a message with a gradient also contains the log-sum-exp over the vocabulary of
+    every row. There are also messages of H, which contain:
 
         to stage 0            the last stage's hidden states
         to stages between     these hidden states, mean and label rows of the weight, two statistics
         to the last stage     mean and label rows of the weight, two statistics
 
-    The statistics are the log-sum-exp and the label's logit. In forward-only passes, messages of H
-    contain no rows of the weight. With MTP, each row has several ``predictions``. Messages of H are
-    then larger by this factor, and a message with a gradient has one log-sum-exp per prediction.
+    The mean row is the softmax-weighted mean of the weight's rows. The statistics are the
+    log-sum-exp and the label's logit. In forward-only passes, messages of H contain no rows of the
+    weight. With MTP, each row has several ``predictions``. Messages of H are then larger by this
+    factor, and a message with a gradient has one log-sum-exp per prediction.
     """
 
     def __init__(

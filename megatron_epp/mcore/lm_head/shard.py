@@ -83,7 +83,7 @@ class VocabularyShard(nn.Module):
     def forward(self, hidden_tH: Tensor, labels_T: Tensor, gradient: bool) -> Statistics:
         """Return the statistics of the logits over this shard's vocabulary rows.
 
-        With ``gradient``, the statistics also include rows of the weight (mean and label row).
+        With ``gradient``, they include the softmax-weighted mean row and label row of the weight.
         """
         return statistics(hidden_tH, labels_T, self.words, gradient)
 

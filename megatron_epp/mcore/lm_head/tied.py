@@ -58,7 +58,7 @@ def tie(models: Sequence[Any], device: torch.device) -> None:
 def _tie_state_dict(
     model: Any, state: dict[str, Any], output_key: str, embedding_key: str, metadata: dict
 ) -> None:
-    """Tie shards and embedding in a state dict, in place of LanguageModule's method."""
+    """Set the tied weights in ``state``; replaces tie_embeddings_and_output_weights_state_dict."""
     shard: VocabularyShard = model.output_layer
     group = metadata.get("dp_cp_group")
     if group is None:
@@ -133,7 +133,7 @@ def add_up_tied_gradients(models: Sequence[Any]) -> None:
 
 
 def _vocabulary_rows_of(total: Tensor, place: Sequence[int], number: int) -> dict[int, Tensor]:
-    """Return stage -> rows of ``total`` for stage ``number`` (from 0) of each pipeline rank."""
+    """Return stage -> its rows of ``total``, for each pipeline rank's stage of index ``number``."""
     parts, seen, rows_of = total.chunk(len(place)), [0] * (1 + max(place)), {}
     for stage, rank in enumerate(place):
         if seen[rank] == number:

@@ -46,8 +46,8 @@ class Adapter(Protocol):
     The gradients with respect to ``outputs`` and the token counts are then summed over the
     context-parallel ranks.
 
-    A forward step that returns logits, or that builds its micro-batches from the drawn data,
-    cannot draw slices. The adapter of such a loop has the function
+    If the forward step returns logits, or builds its micro-batches from the data that it draws,
+    it cannot draw slices from its iterator. The adapter of such a loop has the function
 
         sliced(forward_step, model) -> the forward step that computes slices instead
 
@@ -84,9 +84,9 @@ class Adapter(Protocol):
 
         Args:
             micro_batch: The micro-batch.
-            outputs: Outputs of the forward step for each document: [L, ...], with the outputs of
-                all slices concatenated.
-            non_loss_data: Whether the result may be any value; the schedule then collects it.
+            outputs: The forward step's outputs of each document, all slices concatenated: [L, ...].
+            non_loss_data: Whether the loop collects results other than losses. The result may then
+                be any value, which the schedule appends to its results.
 
         Returns:
             (loss, report) or (loss, tokens, report), as Megatron's schedules accept.
@@ -124,7 +124,7 @@ def refuse_asked(whose: str, who: str, asked: Mapping[str, bool]) -> None:
 
     Args:
         whose: Name of the framework, used in the message.
-        who: Subject and verb of the message; the option's description follows.
+        who: Subject and verb of the message, such as "it asks"; "for" and the option follow.
         asked: Maps the description of each option to whether the option is set.
     """
     if what := next((what for what, wanted in asked.items() if wanted), None):

@@ -19,7 +19,7 @@ def derived_symbols(kind: type[LayerKind]) -> str:
 
 
 def _undivided(model: Any) -> str | None:
-    """Return the reason why heads do not divide over context-parallel ranks; None if they do."""
+    """Return the reason why context-parallel ranks cannot shard the heads; None if they can."""
     config = model.config
     heads, groups = config.num_attention_heads, config.num_query_groups or 0
     tensor, context = config.tensor_model_parallel_size, config.context_parallel_size

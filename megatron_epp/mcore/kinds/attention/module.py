@@ -133,7 +133,7 @@ def attention_of(place: LayerPlace) -> tuple[Attention, Attention, Ulysses | Non
 def _of_layer(
     config: Any, number: int, core_attention: Any, attention: Attention, ranks: Any
 ) -> Attention:
-    """Return ``attention`` with the window of layer ``number`` and the sinks of this rank's heads.
+    """Return ``attention`` for layer ``number`` with its window and the sinks of this rank's heads.
 
     The sinks remain parameters of ``core_attention``.
     """

@@ -54,7 +54,7 @@ class DSACertificate(MLACertificate):
         }
 
     def without_ties(self, small: Any) -> dict[str, Any]:
-        """Return a top-k of all keys, because rounding may decide between nearly equal scores."""
+        """Return a top-k that chooses all keys: rounding may decide between nearly equal scores."""
         return {"dsa_indexer_topk": small["seq_length"]} if "dsa_indexer_topk" in small else {}
 
     @override

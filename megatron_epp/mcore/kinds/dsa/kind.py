@@ -23,7 +23,7 @@ def asks_for_dsa(args: Any) -> bool:
 
 
 def _where(asked: Any) -> Any:
-    """Return the test ``asked`` restricted to models with DSA layers."""
+    """Return a test that is true for ``args`` with DSA layers that also pass the test ``asked``."""
     return lambda args: asks_for_dsa(args) and bool(asked(args))
 
 

@@ -74,7 +74,7 @@ class _Absorbed:
 
 
 class DSALayer(MLALayer):
-    """Patches that let ``around``, Megatron's AbsorbedMLASelfAttention, compute chunks."""
+    """Replacement of methods of ``around``, an AbsorbedMLASelfAttention of Megatron, for chunks."""
 
     def __init__(self, around: Any, attention: Attention, *others: Any):
         super().__init__(around, attention, *others)
@@ -114,7 +114,7 @@ class DSALayer(MLALayer):
         key_T1D = torch.cat((latent_tR[:, None], rotary_t1P), -1)
 
         def heads(queries_sL: Tensor) -> tuple[Tensor, ...]:
-            """Return Q and a view of the up-projection; autograd sums the gradients of both."""
+            """Return Q and a view of the up-projection; autograd sums the weight's gradients."""
             weight_NR = self.around.linear_kv_up_proj.weight
             return self._queries_of(queries_sL, weight_NR, table, factor), weight_NR.view_as(
                 weight_NR
@@ -155,7 +155,7 @@ class DSALayer(MLALayer):
         packed_seq_params: Any = None,
         **others: Any,
     ) -> Tensor:
-        """Return the output [T, H V]; the indexer reads the input ``x`` and Q's latent ``qr``."""
+        """Return [T, H V]; the indexer reads ``others``: layer input ``x`` and Q latent ``qr``."""
         state: ChunkState | None = getattr(packed_seq_params, "state", None)
         if state is None:
             inputs = query_THD, key_T1D, value, attention_mask

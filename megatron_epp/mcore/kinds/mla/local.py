@@ -18,7 +18,7 @@ from megatron_epp.mcore.kinds.local_layers import NORM_OF_MLP, local_attention_o
 
 
 def fix_local_mla(layer: Any, config: Any) -> None:
-    """Complete the local MLA in ``layer``, the submodules of one layer, in place."""
+    """Patch the local MLA in ``layer``, the submodules of one layer, in place."""
     attention = local_attention_of(layer, mla=True)
     if attention is None:
         return
@@ -37,8 +37,8 @@ def fix_local_mla(layer: Any, config: Any) -> None:
 class _LocalMLAAttention(DotProductAttention):
     """Attention with Q and K heads of ``k_channels`` and V heads of ``v_channels``.
 
-    Of the two, Megatron's attention needs only ``v_channels``, for the shape of its output. Both
-    are None in a first module, which Megatron builds and then drops.
+    Megatron's attention reads only ``v_channels``, for the shape of its output. ``k_channels`` and
+    ``v_channels`` are None in a module that Megatron first builds and then drops.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ r"""Multi-latent attention (MLA) on chunks, with Megatron's projections.
 
 Every layer has its own rotary embedding and scale. ``project`` replaces
 ``get_query_key_value_tensors`` and computes Q, K and V with Megatron's modules. ``attend`` replaces
-``_run_core_attention``, before which Megatron would pad V to the size of Q.
+``_run_core_attention``, in which Megatron would pad V to the size of Q.
 
 For later slices of a document, a slice caches either K and V, or two tensors that all heads share:
 the latent after its norm, which is the input of the kv up-projection, and the rotary key.
@@ -73,7 +73,7 @@ def install_mla(place: LayerPlace, kind: "type[MLALayer]") -> None:
 class MLALayer:
     """MLA on chunks in layer ``layer`` of the stage; ``around`` is Megatron's MLASelfAttention.
 
-    ``local`` attends to documents of one rank alone; documents have at most ``context`` tokens.
+    ``local`` is the attention of single-rank documents; documents have up to ``context`` tokens.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class MLALayer:
         self.wrap_readers()
 
     def wrap_readers(self, *more_readers: Any) -> None:
-        """Wrap linears whose inputs may be recomputed, and correct ``q_layernorm``'s gradient."""
+        """Wrap linears (and ``more_readers``) for recompute; correct ``q_layernorm``'s gradient."""
         around = self.around
         # All linears that read the input norm; only the last linear takes the norm's handle.
         if around.config.q_lora_rank is None:
@@ -148,7 +148,7 @@ class MLALayer:
         rotary_t1P = self._rotated(key_tP[:, None], table, factor)
 
         def heads(queries_sL: Tensor, latent_sR: Tensor, rotary_t1P: Tensor) -> tuple[Tensor, ...]:
-            """Return Q, K, V and, if a latent is expanded, a view of the up-projection."""
+            """Return Q, K, V; to expand earlier slices' latents, also a view of the weight."""
             qkv = self._heads(queries_sL, latent_sR, rotary_t1P, table, factor)
             exchanged = qkv if self.ulysses is None else attention_parts(self.ulysses, *qkv, state)
             weight = self.around.linear_kv_up_proj.weight if expands else None
@@ -284,7 +284,7 @@ class MLALayer:
     ) -> LatentKV:
         """Return the latents of the chunk's rows and the up-projection of this rank's heads.
 
-        The backward of the gather sums the latents' gradients over the heads of all ranks.
+        In the backward, the latents' gradients are summed over the heads of all ranks.
         """
         if self._tensor > 1:
             if self.around.config.sequence_parallel:
@@ -346,7 +346,7 @@ class LatentCacheChoice:
         return {} if reason is None else {LATENTS: reason}
 
     def measured_with(self, coefficients: Iterable[LayerCoefficients]) -> str:
-        """Return ``LATENTS`` if a measured layer replicates its cache, else ``EXPANDED``."""
+        """Return ``LATENTS`` if each rank caches all state of a measured layer; else EXPANDED."""
         return LATENTS if any(each.kv_replicated for each in coefficients) else EXPANDED
 
     def settle(self, attention: Any, value: str) -> None:

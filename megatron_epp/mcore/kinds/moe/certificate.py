@@ -27,8 +27,8 @@ class MoECertificate(LayerCertificate):
 
     The small model has at least 8 experts, unless the full model has fewer. A token chooses at most
     4 experts. The small model has groups of experts, shared experts and latents if the full model
-    has them. The ratios of the widths of experts, shared experts and latents to the hidden size are
-    rounded, and reduced to 4 if they are larger.
+    has them. Experts, shared experts and latents have the full model's ratios of width to hidden
+    size, but at most 4. Their widths are rounded.
     """
 
     KIND = MoEKind()
@@ -70,7 +70,7 @@ class MoECertificate(LayerCertificate):
         return changed
 
     def without_ties(self, small: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a top-k of all experts, because rounding may decide between similar scores."""
+        """Return a top-k that chooses all experts: rounding may decide between similar scores."""
         changed = {"moe_router_topk": small["num_experts"]} if small.get("num_experts") else {}
         if groups := small.get("moe_router_num_groups"):
             changed["moe_router_group_topk"] = groups

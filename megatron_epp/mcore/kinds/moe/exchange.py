@@ -4,9 +4,10 @@ HybridEP requires an equal number of rows, a multiple of 64, on all ranks that s
 and buffers for the largest number (token_dispatcher.py and fused_a2a.py in core/transformer/moe/).
 The other backend, DeepEP, accepts any number of rows per rank.
 
-The plans of an iteration determine both numbers. Chunk i of each replica in lockstep is padded to
-the largest chunk i of these replicas. Padding rows are sent to no expert. Buffers are allocated
-before the iteration, because they must not grow while the backward still needs handles to them.
+The plans of an iteration determine each chunk's number of rows and the largest number. Chunk i of
+each replica in lockstep is padded to the largest chunk i of these replicas. Padding rows are sent
+to no expert. Buffers are allocated before the iteration, because they must not grow while the
+backward still needs handles to them.
 For inputs that are not chunks, Megatron's own all-reduce finds the number of rows.
 """
 

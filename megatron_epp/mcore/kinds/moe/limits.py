@@ -26,7 +26,7 @@ def _if_experts(asked: Callable[[Any], Any]) -> Callable[[Any], bool]:
 
 
 def _both(asked: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the fields of a Limit with the test ``asked`` for --epp and for slices in loops."""
+    """Return a Limit's fields ``epp`` and ``slices``: ``asked`` tests args, or a model's config."""
     return {"epp": asked, "slices": of_config(asked)}
 
 
@@ -74,7 +74,7 @@ def _cannot_exchange(holder: Any) -> bool:
 def _exchanges_alike(args: Any) -> bool:
     """Return whether alltoall replaces the dispatcher of ``args``, which cannot run chunks.
 
-    Such a dispatcher is flex, if it cannot run, or allgather over replicas in lockstep. allgather
+    These are flex (see :func:`_cannot_flex`), and allgather over replicas in lockstep. allgather
     requires equal row counts on all ranks, but the chunks of replicas differ.
     """
     gathers = getattr(args, "moe_token_dispatcher_type", None) == "allgather"

@@ -65,7 +65,7 @@ class LatentMoELayer(MoELayer):
 
 
 def fix_latent_experts(mlp: Any) -> Any:
-    """Return the builder ``mlp`` of a layer's MLP, with LatentMoELayer instead of MoELayer."""
+    """Return ``mlp``, a layer's MLP builder, changed to build LatentMoELayer for MoELayer."""
     if getattr(mlp, "func", None) is not MoELayer:
         return mlp
     return partial(LatentMoELayer, *mlp.args, **mlp.keywords)

@@ -56,7 +56,7 @@ def moe_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
 
 
 class ChunkRouter:
-    """Patch of Megatron's ``router`` that computes losses and token counts per document.
+    """Methods with which Megatron's ``router`` computes losses and token counts per document.
 
     The constructor replaces ``apply_z_loss``, ``is_aux_loss_enabled``, ``_apply_expert_bias`` and
     ``sinkhorn_load_balancing`` of the router.
@@ -150,7 +150,7 @@ class ChunkRouter:
 
 
 def _if_masked(padding_mask: Tensor | None) -> dict[str, Tensor]:
-    """Return the mask as a keyword argument; none if it is None, as in Megatron before 0.19."""
+    """Return the keyword argument ``padding_mask``, but {} if it is None (Megatron before 0.19)."""
     return {} if padding_mask is None else {"padding_mask": padding_mask}
 
 
@@ -220,7 +220,7 @@ def router_stats_for(
 
 
 def pools_of(lengths: Sequence[Sequence[int]], config: Any, rules: Balancing) -> Pools:
-    """Return the pools of documents over which slices balance the load of experts.
+    """Return the pools: sets of documents over which the load of experts is balanced together.
 
     With these pools, the losses equal Megatron's losses of whole micro-batches without padding.
     ``lengths`` are the document lengths in tokens of each micro-batch.

@@ -22,7 +22,7 @@ def _tied_over_stages(args: Any) -> bool:
 
 
 def _elsewhere(args: Any) -> bool:
-    """Return whether a layout puts MTP layers on an earlier stage, or without decoder layers."""
+    """Return whether MTP layers are on earlier stages of a layout, or alone on the last stage."""
     layout = getattr(args, "pipeline_model_parallel_layout", None)
     if not mtp_depths(args) or layout is None:
         return False

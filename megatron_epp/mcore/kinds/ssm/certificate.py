@@ -16,7 +16,7 @@ class SSMCertificate(LayerCertificate):
     """Certificate of SSM and linear-attention layers.
 
     The small model has fewer heads, groups and channels of states. It has at most 4 heads per
-    group, or more if context-parallel ranks could not divide them otherwise.
+    group, or more if 4 per group cannot be sharded over the context-parallel ranks.
     """
 
     KIND: SSMKind
@@ -36,7 +36,7 @@ class SSMCertificate(LayerCertificate):
         return self.KIND.words(args)
 
     def small_heads(self, args: Any, tp: int) -> tuple[int, int]:
-        """Return small numbers (heads, groups) that tensor- and context-parallel ranks divide."""
+        """Return small numbers (heads, groups) that can be sharded over the TP and CP ranks."""
         self.KIND.require(args, tp)
         heads, groups = self.KIND.counts(args)
         cp = args.context_parallel_size

@@ -83,8 +83,8 @@ def tune_once(kernel: Any) -> None:
 def _blocks_on_host(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a replacement of ``original`` that computes the table of blocks on the host.
 
-    It reads the sequences' lengths from an attribute of the boundaries tensor. The table is
-    computed once for all layers of a chunk.
+    The replacement reads the sequences' lengths from an attribute of ``cu_seqlens``, and computes
+    the table once for all layers of a chunk.
     """
 
     @wraps(original)

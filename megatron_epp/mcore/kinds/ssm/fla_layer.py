@@ -26,7 +26,7 @@ class FlaLayer:
     Attributes:
         convolutions: Attributes of the layer that are ShortConvolutions, in the order of calls.
         package: Package from which the layer imports its rule.
-        rule: Name in the package of the rule, the function that computes the recurrence.
+        rule: Name in ``package`` of the function that computes the recurrence.
     """
 
     convolutions: tuple[str, ...]

@@ -187,7 +187,7 @@ class GatedDeltaNetKind(SSMKind):
 
 
 class KDAKind(LayerKind):
-    """Kimi delta attention of external frameworks' layer specs; Megatron has no flag for it."""
+    """Kimi delta attention in layer specs of external frameworks; Megatron has no flag for it."""
 
     NAME, SLOT = "Kimi's delta attention", "self_attention"
 

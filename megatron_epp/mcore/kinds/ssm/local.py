@@ -1,7 +1,7 @@
 """Specs of SSM and linear-attention layers with Megatron's local modules.
 
-Megatron has specs of these layers only with Transformer Engine's modules, whose checkpoint keys are
-kept here.
+Megatron has specs of these layers only with Transformer Engine's modules. The specs of this module
+have the same checkpoint keys.
 """
 
 from typing import Any

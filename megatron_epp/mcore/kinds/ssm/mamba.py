@@ -56,7 +56,7 @@ class MambaScan:
         mixer._ssm_training = self._train
 
     def _before(self, rows_t1C: Tensor, packed_seq_params: Any = None) -> Tensor:
-        """Return a chunk's rows unchanged, because Megatron's exchange assumes zigzag order."""
+        """Return a chunk's rows unchanged: Megatron's all-to-all assumes zigzag order."""
         if isinstance(packed_seq_params, ChunkParams):
             return rows_t1C
         return self.exchange(rows_t1C, packed_seq_params)
@@ -134,7 +134,10 @@ class MambaScan:
 
 
 def _standing(front: Tensor, rows_TC: Tensor, inner: int) -> Tensor:
-    """Return rows [W-1, C] with ``front`` as input of the convolution and time steps of zero."""
+    """Return rows [W-1, C] to add before a slice, if the convolution has W taps.
+
+    ``front`` is the rows' input of the convolution, and their time steps are zero.
+    """
     gate = front.new_zeros(len(front), inner)
     heads = rows_TC.shape[1] - inner - front.shape[1]
     return torch.cat((gate, front, front.new_full((len(front), heads), NO_TIME)), 1)
