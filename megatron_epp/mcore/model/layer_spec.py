@@ -1,4 +1,4 @@
-"""Model configurations of Megatron's trainer, completed by features that local layers lack."""
+"""Configuration of the model in Megatron's trainer, and features that its local layers lack."""
 
 import copy
 from functools import partial

@@ -141,7 +141,7 @@ class Deferral:
         output_dtype: torch.dtype | None = None,  # since 0.20
         **others: Any,
     ) -> Any:
-        """Return the output, or NotImplemented if ``module`` must use its own multiplication."""
+        """Return the output, or NotImplemented if ``module`` must multiply without deferral."""
         deferred = (
             weight is module.weight
             and weight.requires_grad

@@ -45,7 +45,7 @@ class PartGroup:
 
 
 class PartLayout(PipelineParallelLayerLayout):
-    """Layout of all stages whose methods always return the values of one fixed stage."""
+    """Layout of all stages; layer number and offset are always those of the stage ``stage``."""
 
     def __init__(self, text: str, stages: int, stage: int):
         super().__init__(text, stages)
@@ -129,7 +129,7 @@ def _as_rank(stage: int, stages: int) -> Iterator[None]:
 def place_parts(description: Any, args: Any) -> None:
     """Make Megatron's trainer build the stages that ``args`` place on this rank.
 
-    ``description`` is the ModelConfig; the hooks of this module run before its other hooks. If
+    The function adds hooks to ``description``, the ModelConfig, that run before its other hooks. If
     ``args`` contain no placement, the function does nothing.
     """
     if not place_of(args):

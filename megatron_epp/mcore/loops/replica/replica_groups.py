@@ -54,9 +54,9 @@ def meets_other_replicas(config: Any) -> bool:
 
 
 def initialise_communicator(groups: Groups, device: torch.device, config: Any) -> None:
-    """Initialise the communicators of all groups of a call. Collective over the world.
+    """Initialise the communicators of all groups that a call uses. Collective over the world.
 
-    No rank blocks, because all ranks initialise the groups in one order, before any receive.
+    No rank blocks, because all ranks initialise the groups in the same order, before any receive.
 
     Args:
         groups: Groups of this replica.
