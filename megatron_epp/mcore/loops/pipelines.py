@@ -194,8 +194,8 @@ class Pipelines:
             ranks: Number of pipeline ranks.
 
         Raises:
-            ValueError: torch.distributed was initialised in a way that blocks pipelines, or ranks
-                have different numbers of model chunks.
+            ValueError: torch.distributed was initialised with a ``device_id``, or ranks have
+                different numbers of model chunks.
             LoopFailed: A rank cannot set up its stages.
         """
         group = None if ranks == 1 else mpu.get_pipeline_model_parallel_group()
@@ -249,7 +249,7 @@ class Pipelines:
     def _programs_of(self, group: Any, config: Any) -> ProgramRunner:
         """Return the program runner for Megatron's pipeline ``group``, and cache it.
 
-        Its process groups are initialised again if a framework has rebuilt their communicators.
+        The runner's process groups are initialised again if a framework rebuilt the communicators.
         """
         device, communicators = this_device(), self._initialised
         programs = self._programs[1] if self._programs and self._programs[0] is group else None
@@ -296,5 +296,5 @@ def _layers_and_vocabulary(wrapped: Any) -> tuple[int, int]:
 
 
 def _by_stage(of_ranks: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the values of all stages in pipeline order, from the lists of values of each rank."""
+    """Return the values of all stages in pipeline order; ``of_ranks`` lists the values by rank."""
     return [of_rank[part] for part in range(len(of_ranks[0])) for of_rank in of_ranks]

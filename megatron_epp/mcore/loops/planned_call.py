@@ -353,8 +353,8 @@ class PlannedCall:
     ) -> None:
         """Exchange success or failure with all ranks of the replica; raise if any rank failed.
 
-        ``begun`` is true if this rank could create its stages. If no rank could do so, the call has
-        changed nothing, and Megatron's schedule can run it. ``seconds`` is the time of this rank's
+        ``begun`` is true if this rank could create its stages. If no rank could do so, nothing has
+        changed, and Megatron's schedule can run the call. ``seconds`` is the time of this rank's
         ops, or 0 if not measured. ``refusal`` is the message of an error in the loop's input.
         """
         pipeline = self.pipeline

@@ -140,7 +140,7 @@ def _no_scores() -> Iterator[None]:
     Unfused attention stores all scores, which exceed the memory with long contexts. The planner
     would react with ever smaller chunks. In this context, the environment variable
     NVTE_UNFUSED_ATTN is 0. Transformer Engine then raises an error if no other attention is
-    available. Only its calls run in this context; Megatron, which builds the model, expects 1.
+    available. Only its calls run in this context: Megatron expects 1 when it builds a model.
     """
     before = os.environ.get(_UNFUSED)
     os.environ[_UNFUSED] = "0"

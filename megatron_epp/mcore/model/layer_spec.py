@@ -1,4 +1,4 @@
-"""Configuration of the model in Megatron's trainer, and features that its local layers lack."""
+"""Model configuration of Megatron's trainer, and features that Megatron's local layers lack."""
 
 import copy
 from functools import partial

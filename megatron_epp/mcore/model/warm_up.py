@@ -166,5 +166,5 @@ def _run(attention: VarlenAttention, heads: Heads, call: WarmUpCall, device: tor
 
 
 def _assigned(tokens: int, documents: int) -> list[int]:
-    """Return ``documents`` lengths with the sum ``tokens``, which differ by at most one."""
+    """Return ``documents`` lengths that sum to ``tokens`` and differ by at most 1."""
     return [tokens // documents + (number < tokens % documents) for number in range(documents)]

@@ -348,7 +348,7 @@ def SEQUENCE_PARALLEL_NORM(
 def EXPERT_EXCHANGE(
     original: Callable[..., Any], tensor: Any, as_numpy: bool = False, record_stream: bool = False
 ) -> Any:
-    """Convert split sizes to a NumPy array also if the tensor is on the CPU."""
+    """Convert split sizes to a NumPy array, even if the tensor is on the CPU."""
     if torch.is_tensor(tensor) and as_numpy:
         return tensor.cpu().numpy()
     return original(tensor, as_numpy, record_stream)

@@ -2,7 +2,7 @@
 
 Megatron builds each stage module as if the pipeline were longer and had one rank per stage:
 
-    place 1 0 0 1 on two ranks: rank 0 builds the modules of ranks 1 and 2 of four
+    placement 1 0 0 1 on two ranks: rank 0 builds the modules of ranks 1 and 2 of four
 
 Each stage module has its own configuration, layout and pipeline group, which describe the longer
 pipeline. From these, Megatron derives the module's layers, their numbers, embedding, final norm and
@@ -61,7 +61,7 @@ class PartLayout(PipelineParallelLayerLayout):
 
 
 class _Parts:
-    """Mixin for Megatron's model builders, which builds all stage modules of a rank.
+    """Mixin with which Megatron's model builders build all stage modules of a rank.
 
     ``build_model`` builds the rank's first stage module, and ``other_stages`` builds the rest.
     """

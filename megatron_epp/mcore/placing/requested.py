@@ -76,7 +76,9 @@ def asked_placement(args: Namespace, ranks: int) -> Placement | None:
 
 
 def layers_of_placement(placement: Placement, layers: int) -> tuple[int, ...]:
-    """Return the layers per stage: those of the placement, or else nearly equal numbers.
+    """Return the number of layers of every stage.
+
+    If the placement contains no layers, the numbers of the stages differ by at most 1.
 
     Raises:
         ValueError: The placement's layers do not sum to ``layers``, the number of layers of the

@@ -229,7 +229,7 @@ class CallChunks:
 
     @property
     def losses(self) -> np.ndarray:
-        """Whether the loss follows a chunk's forward [chunks]: it is the last of its group."""
+        """Whether each chunk is the last of its group, so the loss follows its forward [chunks]."""
         return np.arange(self.chunking.count) == self.chunking.last_of_group
 
     def arranged(self, order: Sequence[int]) -> "CallChunks":

@@ -28,7 +28,7 @@ class RankStatus:
     """Status that a rank sends to the other ranks of the replica.
 
     Attributes:
-        value: Result of the rank, if any.
+        value: Data for the other ranks, such as the shapes that this rank has read; or None.
         refusal: Message of an error in the loop's input; all ranks raise it as LoopRefusal.
         error: Message of any other error; all ranks raise it as LoopFailed.
     """

@@ -85,7 +85,7 @@ def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
         the world; messages address their sender and receiver by global rank.
 
     Raises:
-        ValueError: torch.distributed was initialised in a way that blocks pipelines.
+        ValueError: torch.distributed was initialised with a ``device_id``; pipelines would block.
     """
     if dist.distributed_c10d._get_default_group().bound_device_id is not None:
         raise ValueError("torch.distributed initialised with a device_id")
