@@ -23,7 +23,7 @@ from megatron_epp.sim.in_step import in_step
 
 @dataclass(frozen=True, slots=True)
 class BlockLoads(Loads):
-    """Tokens and query-key pairs of a block's chunks, and of the chunks of each of its replicas.
+    """Tokens and query-key pairs of each chunk: of the block, and of every replica in the block.
 
     A block is a lockstep group of replicas (planner.chunks.block). ``members`` contains the loads
     of each replica, whose chunk k runs at the same time as chunk k of the block.
@@ -33,7 +33,7 @@ class BlockLoads(Loads):
 
 
 class BlockTables:
-    """Tables of a lockstep group's chunks: seconds of the slowest replica, bytes that fit all.
+    """Tables of a lockstep group's chunks: seconds of the slowest replica, largest bytes of all.
 
     Args:
         cost: cost model, including the stages and parallel degrees.
@@ -77,7 +77,7 @@ def tables_of(
 
 
 def block_seconds(cost: Cost, kind: Kind, loads: Loads) -> np.ndarray:
-    """Return [stages, chunks] seconds of an op kind.
+    """Return the seconds of an op kind as an array [stages, chunks].
 
     If ``loads`` are of a lockstep group, the seconds are those of the slowest replica.
     """
@@ -87,7 +87,7 @@ def block_seconds(cost: Cost, kind: Kind, loads: Loads) -> np.ndarray:
 
 
 def _of_groups(item: Item, of_members: Sequence[np.ndarray], loads: BlockLoads) -> np.ndarray:
-    """Return [stages, groups] the maximum over the replicas of the bytes of a group's documents.
+    """Return the bytes of each group's documents on the replica with the most: [stages, groups].
 
     K/V bytes of a replica's documents in a group are added up. K/V gradients count only for the
     largest document, because the documents run their backwards one after the other.

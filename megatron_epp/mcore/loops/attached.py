@@ -1,4 +1,4 @@
-"""Patches with which a loop's model computes slices while the schedule runs a chunk.
+"""Patches of a loop's model, which computes slices while the schedule of this package runs a chunk.
 
 At all other times, such as in generation or under another schedule, the model uses Megatron's
 positions and attention.
@@ -42,9 +42,9 @@ class AttachedModel:
         context: Maximum number of tokens of a document.
         stores_last_slice: Whether the attention requires that the K and V of a document's last
             slice are stored.
-        head_again: Whether the LM head is recomputed in the backward of a slice whose loss is
-            computed after later slices. Its logits are then not saved.
-        memory: Limit of the activations' bytes, within which plans choose the recomputed layers. If
+        head_again: Whether backward recomputes the LM head of all chunks of a micro-batch except
+            the last, after which the loss is computed. Their logits are then not saved.
+        memory: Limit of the activations' bytes. Plans then choose which layers are recomputed. If
             None, the loop's own flags choose the recomputed layers.
     """
 
@@ -82,7 +82,7 @@ class AttachedModel:
 
     @property
     def has_front(self) -> bool:
-        """Whether the adapter has ``inputs``, for modules that need a document unsliced."""
+        """Whether the adapter has a method ``inputs``, for modules that need full documents."""
         return hasattr(self.adapter, "inputs")
 
     @contextmanager
@@ -94,7 +94,7 @@ class AttachedModel:
         Args:
             chunk: The chunk's parameters for the layers.
             head_again: Whether to recompute the LM head. Requires ``self.head_again``, too.
-            front: Inputs from the modules before the layers, which ran on full documents.
+            front: Inputs of the layers, if the modules before them ran on full documents.
         """
         self._chunk, self._front = chunk, front
         self._again = head_again and self.head_again
@@ -105,10 +105,10 @@ class AttachedModel:
             self._chunk, self._front, self._again = None, None, False
 
     def reached_with(self, model: Any, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Run ``model`` on ``inputs`` up to :attr:`part`; return the arguments of its forward.
+        """Run ``model`` on ``inputs`` until it calls :attr:`part`; return the call's arguments.
 
         Raises:
-            ValueError: The forward does not reach the layers.
+            ValueError: The forward of ``model`` does not call :attr:`part`.
         """
         self._catching = True
         try:
@@ -124,7 +124,7 @@ class AttachedModel:
 
     @contextmanager
     def recomputing(self, modes: str) -> Iterator[None]:
-        """Set the recompute modes of the layers in this context, for a whole micro-batch.
+        """Set the layers' recompute modes in this context, in which a whole micro-batch runs.
 
         Layers with the mode of full recompute are recomputed; other modes have no effect. Requires
         a ``memory`` limit.
@@ -207,7 +207,7 @@ class AttachedModel:
     def _rotated(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return the decoder's forward with the rotary rows of the chunk's positions.
 
-        Some models pass the first rows of the rotary table to the decoder; they are replaced.
+        Some models pass the table's first rows; the returned forward replaces these rows.
         """
         signature = inspect.signature(forward)
 
@@ -312,8 +312,8 @@ def attach_to(
         model_chunks: The model, or a list with only this model.
         adapter: Splits the loop's micro-batches into documents.
         attention: Attention implementation, with the values of --epp-attention.
-        head_again: Whether to recompute the LM head of slices whose loss is computed after later
-            slices.
+        head_again: Whether backward recomputes the LM head of all chunks of a micro-batch except
+            the last, after which the loss is computed.
         memory_gib: Limit of the activations in GiB; None applies the loop's recompute flags.
 
     Returns:

@@ -109,7 +109,7 @@ def megatron_only(call: LoopCall, stages: int) -> str | None:
 
 
 def _chunks_megatron_only(call: LoopCall, ranks: int) -> str | None:
-    """Return the reason why no plan can run a call with several model chunks; None if one can."""
+    """Return why no plan can run a call with several model chunks; None if a plan can run it."""
     if ranks == 1:
         return "several model chunks without a pipeline"
     if any(attached(model) is not None for model in call.models):
@@ -133,7 +133,7 @@ def process_groups(call: LoopCall) -> Any:
 
 
 def default_groups() -> ProcessGroupCollection:
-    """Return Megatron's default process groups, for versions before 0.19."""
+    """Return the default process groups on Megatron before 0.19, which cannot build them itself."""
     groups = ProcessGroupCollection()
     groups.tp = mpu.get_tensor_model_parallel_group()
     groups.cp = mpu.get_context_parallel_group()

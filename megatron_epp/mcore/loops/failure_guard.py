@@ -25,7 +25,7 @@ class FailureGuard:
         zeros: Function that returns a message of zeros for a chunk.
         first: Whether this is the first stage.
         last: Whether this is the last stage.
-        vote: All-reduce of whether all shapes were read correctly; None if no vote is needed.
+        vote: Vote of the ranks on whether all shapes were read correctly; None: no vote.
         last_op: The stage's last op that accumulates gradients; this op waits for the vote.
 
     Attributes:
@@ -54,7 +54,7 @@ class FailureGuard:
         return self._begun
 
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
-        """Run F of ``chunk``, count it for the vote, and return the hidden states to send."""
+        """Run F of ``chunk`` and return the hidden states to send; the vote counts this forward."""
         sent = self._do(
             lambda: self._compute.forward(chunk, received), None if self._last else chunk
         )
@@ -96,7 +96,7 @@ class FailureGuard:
             self._vote.cast()
 
     def _hear(self, op: Op) -> None:
-        """Fail before ``last_op`` if a rank of the replica has misread a shape."""
+        """Wait for the vote if ``op`` is ``last_op``; fail if a rank has misread a shape."""
         if self._vote is None or op != self._last_op or self.error is not None:
             return
         if not self._vote.passed:

@@ -1,4 +1,4 @@
-"""Row counts of micro-batches, read by the rules of the calling framework.
+"""Readers of the shapes of micro-batches, by the rules of the framework that calls the schedule.
 
 The readers in megatron_epp.frameworks implement the micro-batch layout of each framework, which may
 change with the framework's version. Therefore Megatron's own schedule runs the first calls, and the
@@ -90,7 +90,7 @@ class ShapeWitness:
         return result
 
     def unlike(self, expected: list[tuple[int, ...]], reader: FrameworkReader) -> str | None:
-        """Return a message about the first shape that differs from ``expected``; else None."""
+        """Return a message on the first recorded shape unlike ``expected``; None if all agree."""
         for number, predicted in enumerate(expected):
             came = self.seen[number] if number < len(self.seen) else None
             if predicted != came:

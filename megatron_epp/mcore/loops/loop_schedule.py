@@ -40,7 +40,7 @@ class LoopSchedule:
 
         After an unexpected failure before the first op, Megatron's schedule runs this call and all
         later calls. After a misread shape, Megatron's schedule repeats the call. Errors of the
-        forward step, of ``lengths`` and of slices are raised.
+        forward step, of ``lengths`` and of calls with an attached model are raised.
         """
         if self._gave_up:
             return self.stock[kind](**keywords)

@@ -38,7 +38,7 @@ class MicroBatchStage(ModelStage):
     ``cp_size`` is the number of context-parallel ranks. ``shape(chunk)`` is the expected shape of a
     message to the next stage; another shape raises a WrongShape. In an interleaved pipeline, the
     model of ``call`` is model chunk ``vp_stage`` of the rank, and ``config`` is its configuration.
-    ``data[chunk]`` is the chunk's part of Megatron's forward_data_store.
+    ``data[chunk]`` contains the chunk's entries of Megatron's forward_data_store.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class MicroBatchStage(ModelStage):
         return self._attached.recomputing(self._recompute[chunk])
 
     def in_callers_order(self) -> list[Any]:
-        """Return Megatron's forward_data_store by micro-batch; [] except on the last stage."""
+        """Return the last stage's forward_data_store in the loop's order; [] on other stages."""
         return [item for chunk in sorted(self.data) for item in self.data[chunk]]
 
 

@@ -36,14 +36,14 @@ class MicroBatches:
 
     @property
     def drawn(self) -> bool:
-        """Whether ``next`` was called on the source; read it again with :meth:`from_the_start`."""
+        """Whether ``next`` has drawn micro-batches; :meth:`from_the_start` yields them again."""
         return bool(self._drawn)
 
     def item(self, number: int) -> Any:
         """Return micro-batch ``number``, which stays cached until :meth:`let_go`.
 
         All micro-batches up to ``number`` are drawn from the source and cached. For a source with
-        an offset, nothing is drawn: the result is a reader at the micro-batch's offset.
+        an offset, nothing is drawn. The result then reads the source at the micro-batch's offset.
 
         Raises:
             ValueError: The source ends before this micro-batch.
@@ -76,7 +76,7 @@ class MicroBatches:
         return _Again(self) if self._drawn else self.source
 
     def finish(self) -> None:
-        """Set ``source.offset`` to its value after a call of Megatron's schedule.
+        """Advance ``source.offset`` past the call's micro-batches, as Megatron's schedule would.
 
         A source without an offset does not change.
         """
@@ -117,7 +117,7 @@ class SingleMicrobatch:
 
 
 class _SingleRead(SingleMicrobatch):
-    """SingleMicrobatch of a source with an offset; other attributes are read from the source."""
+    """Single micro-batch of a source with an offset; has the attributes of the source, too."""
 
     def get_next(self, *keys: Any, **named: Any) -> Any:
         self._once()
@@ -128,7 +128,7 @@ class _SingleRead(SingleMicrobatch):
 
 
 class _Reader:
-    """Reader of a source at a fixed offset; ``get_next`` may be called any number of times."""
+    """Source fixed to one offset; every call of ``get_next`` reads the same micro-batch."""
 
     def __init__(self, source: Any, place: int):
         self._source, self._place = source, place

@@ -1,4 +1,4 @@
-"""Shapes of a call's micro-batches, read from the micro-batches or returned by the loop.
+"""Shapes of a call's micro-batches, read from the micro-batches or returned by the loop's function.
 
 Megatron's stages exchange the shape of every message before the message is sent. Here all shapes
 are known before the first op. They follow from the call's arguments if sequences are padded to one
@@ -54,11 +54,12 @@ def measured(micro_batch: Any, by: ShapeFunction | None, number: int) -> Microba
 
     Args:
         micro_batch: The micro-batch.
-        by: The loop's own function or a framework's reader; None selects :func:`shape_of`.
+        by: Function that returns the shape: the loop's own ``lengths``, or a framework's reader.
+            None selects :func:`shape_of`.
         number: Number of the micro-batch, used in messages.
 
     Raises:
-        ValueError: ``by`` returns neither a shape, a positive number of rows, nor None.
+        ValueError: ``by`` returns another value than a shape, a positive number of rows, or None.
     """
     if on_ranks_of_its_own(micro_batch):
         return None

@@ -58,7 +58,7 @@ class ModelPipeline:
     Attributes:
         group: Megatron's pipeline group for which ``programs`` was created; Megatron may later
             replace its groups.
-        programs: Runs this rank's programs over the process groups of this package.
+        programs: Runner of this rank's programs, with the process groups of this package.
         rank: Pipeline rank of this process, which is also the index of its first stage.
         layers: Number of layers of every stage.
         rates_SK3: Coefficients of every stage's seconds (planner/calls/stage_seconds.py).
@@ -68,12 +68,12 @@ class ModelPipeline:
         track_record: Comparison of predicted with measured seconds.
         token_bytes: Estimated bytes of a token's activations from forward to backward, for each
             stage; only the ratios between stages are meaningful.
-        had_bytes: Maximum bytes that Megatron's own order has required on a stage in a call so far.
+        had_bytes: Largest estimate so far of the bytes that Megatron's order needs on a stage.
         split_refused: Reason why no stage may split backwards; None if all stages can.
         unlike: Reason why the shapes of the framework's micro-batches are not read; None if they
             may be read.
-        witnessed: One set of message shapes for each call that Megatron's schedule has run to check
-            the reader.
+        witnessed: Set of message shapes of each call that checked the reader. Megatron's schedule
+            runs these calls.
         in_lockstep: Whether ops communicate with ops of other replicas. Plans then must not depend
             on the lengths of this replica.
     """
@@ -139,7 +139,7 @@ class ModelPipeline:
 
         Args:
             call: The call.
-            wanted: Options that the user allows.
+            wanted: Options in the settings; the result allows no further changes.
             tokens: Number of tokens of each micro-batch.
         """
         if not call.forward_only and self.stages > 1 and not self.interleaved:
@@ -194,8 +194,8 @@ class Pipelines:
             ranks: Number of pipeline ranks.
 
         Raises:
-            ValueError: torch.distributed was initialised in a way that blocks pipelines, or ranks
-                have different numbers of model chunks.
+            ValueError: torch.distributed was initialised with a ``device_id``, or ranks have
+                different numbers of model chunks.
             LoopFailed: A rank cannot set up its stages.
         """
         group = None if ranks == 1 else mpu.get_pipeline_model_parallel_group()
@@ -249,7 +249,7 @@ class Pipelines:
     def _programs_of(self, group: Any, config: Any) -> ProgramRunner:
         """Return the program runner for Megatron's pipeline ``group``, and cache it.
 
-        Its process groups are initialised again if a framework has rebuilt their communicators.
+        The runner's process groups are initialised again if a framework rebuilt the communicators.
         """
         device, communicators = this_device(), self._initialised
         programs = self._programs[1] if self._programs and self._programs[0] is group else None
@@ -296,5 +296,5 @@ def _layers_and_vocabulary(wrapped: Any) -> tuple[int, int]:
 
 
 def _by_stage(of_ranks: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the values of all stages in pipeline order, from the lists of values of each rank."""
+    """Return the values of all stages in pipeline order; ``of_ranks`` lists the values by rank."""
     return [of_rank[part] for part in range(len(of_ranks[0])) for of_rank in of_ranks]

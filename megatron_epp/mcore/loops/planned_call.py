@@ -97,8 +97,8 @@ class MessageExtents:
 class PlannedCall:
     """One call of the schedule function by an external training loop, executed by a plan.
 
-    ``count`` returns the number of the call. After an error, Megatron's own schedule runs the call
-    only while ``committed`` is false. It is always true for an attached model. For other models, it
+    ``count()`` returns the number of this call. After an error, Megatron's own schedule runs the
+    call if ``committed`` is false. ``committed`` is always true for an attached model. Otherwise it
     becomes true before the first op or in :meth:`_show`, and false again if no rank could begin.
     """
 
@@ -124,17 +124,17 @@ class PlannedCall:
             self._state.restore()
 
     def with_batches_from_the_start(self, keywords: dict[str, Any]) -> dict[str, Any]:
-        """Return ``keywords`` with data iterators that yield already drawn micro-batches again."""
+        """Return ``keywords`` with data iterators that yield all micro-batches, even drawn ones."""
         if not any(batches.drawn for batches in self.batches):
             return keywords
         iterators = [batches.from_the_start() for batches in self.batches]
         return {**keywords, "data_iterator": iterators if len(iterators) > 1 else iterators[0]}
 
     def result(self, keywords: dict[str, Any], pipelined: Callable[..., Any]) -> list[Any] | None:
-        """Run the call and return Megatron's forward_data_store; None if it cannot be planned.
+        """Run the call and return Megatron's forward_data_store; None if no plan can run it.
 
-        In training, gradients are finalised. ``pipelined`` is Megatron's own schedule; it runs a
-        framework's first calls. Raises MisreadCall, LoopRefusal, LoopFailed, or the loop's errors.
+        In training, gradients are finalised. Megatron's own schedule, ``pipelined``, runs the first
+        calls of a framework. Raises MisreadCall, LoopRefusal, LoopFailed, or the loop's errors.
         """
         call, pipeline, config = self.call, self.pipeline, self.call.config
         slicing = self.model is not None and self.model.slicing
@@ -204,10 +204,10 @@ class PlannedCall:
         keywords: dict[str, Any],
         pipelined: Callable[..., Any],
     ) -> list[Any]:
-        """Run the call with Megatron's own schedule, and compare its shapes with ``extents``.
+        """Run the call with Megatron's own schedule, and compare output shapes with ``extents``.
 
-        The first calls run this way: two calls if their shapes differ, else three. If the shapes
-        are not as expected, ``pipeline.unlike`` is set.
+        A framework's first calls run this way: two if message shapes vary, else three. If an output
+        has another shape than expected, ``pipeline.unlike`` is set.
         """
         pipeline = self.pipeline
         pipeline.current_op.enter(
@@ -353,8 +353,8 @@ class PlannedCall:
     ) -> None:
         """Exchange success or failure with all ranks of the replica; raise if any rank failed.
 
-        ``begun`` is true if this rank could create its stages. If no rank could do so, the call has
-        changed nothing, and Megatron's schedule can run it. ``seconds`` is the time of this rank's
+        ``begun`` is true if this rank could create its stages. If no rank could do so, nothing has
+        changed, and Megatron's schedule can run the call. ``seconds`` is the time of this rank's
         ops, or 0 if not measured. ``refusal`` is the message of an error in the loop's input.
         """
         pipeline = self.pipeline

@@ -37,7 +37,7 @@ class SliceStage(ModelStage):
 
     ``forests[micro-batch]`` contains the documents with their shared prefixes; every node of a
     forest is a document of the plan. ``row_shard`` is this rank's shard of a chunk's rows over
-    ``groups.cp``. ``data[micro-batch]`` is its part of Megatron's forward_data_store.
+    ``groups.cp``. ``data[micro-batch]`` contains its entries of Megatron's forward_data_store.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class SliceStage(ModelStage):
         return self.attached.reached_with(self.model, inputs)
 
     def _drawn(self, chunk: int) -> Any:
-        """Return an iterator that yields the chunk's rows; the source if it is not readable."""
+        """Return an iterator over the chunk's rows; ``source`` if this rank cannot read it."""
         if not self.batches.readable:
             return self.batches.source
         number = self._group[chunk]
@@ -193,7 +193,7 @@ class SliceStage(ModelStage):
             start += span.tokens
 
     def _loss(self, number: int) -> None:
-        """Compute the loss of a micro-batch, and its gradient, after all its forwards."""
+        """Compute the loss of micro-batch ``number``, and its gradient, after the last F."""
         documents, call = self._documents[number], self.call
         outputs_of = []
         for document in documents:
@@ -285,7 +285,7 @@ class SliceStage(ModelStage):
             self._front.clear()
 
     def in_callers_order(self) -> list[Any]:
-        """Return Megatron's forward_data_store in the loop's order; empty unless the last stage."""
+        """Return the last stage's forward_data_store in the loop's order; [] on other stages."""
         return [item for number in sorted(self.data) for item in self.data[number]]
 
 

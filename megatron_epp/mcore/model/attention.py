@@ -1,4 +1,4 @@
-"""Choice of this rank's attention kernels, by flag and by a test on the device."""
+"""Choice of this rank's attention kernels: --epp-attention, and tests of kernels on the device."""
 
 import logging
 import os
@@ -138,9 +138,9 @@ def _no_scores() -> Iterator[None]:
     """Forbid Transformer Engine's unfused attention in this context.
 
     Unfused attention stores all scores, which exceed the memory with long contexts. The planner
-    would react with ever smaller chunks. In this context, Transformer Engine raises an error if no
-    other attention is available. Only calls of Transformer Engine run in this context, because
-    Megatron expects the environment variable to be 1 when it builds a model.
+    would react with ever smaller chunks. In this context, the environment variable
+    NVTE_UNFUSED_ATTN is 0. Transformer Engine then raises an error if no other attention is
+    available. Only its calls run in this context: Megatron expects 1 when it builds a model.
     """
     before = os.environ.get(_UNFUSED)
     os.environ[_UNFUSED] = "0"

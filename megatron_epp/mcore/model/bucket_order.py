@@ -1,8 +1,8 @@
 """Order in which gradients are reported to DDP when the last op of a stage is a W or G.
 
-Megatron's DDP starts the reduction of a bucket when each of its parameters has been reported ready
-as often as in the first iteration: once, by the hooks of the last backward. All replicas must start
-their buckets in the same order, but the last op is a B in some replicas' plans and a W in others.
+Megatron's DDP starts the reduction of a bucket when all its parameters are reported ready, each as
+often as in the first iteration: once, by hooks in the last backward. All replicas must start their
+buckets in the same order, but the last op is a B in some replicas' plans and a W in others.
 If the last op is a W, two ops complete the gradients:
 
     ... I3 W0 I2 W3 W2        I2: last gradients of norms, biases, embeddings
@@ -78,7 +78,7 @@ class ReadyOrder:
 
         Args:
             deferred: Weight gradients of the last W, which this method computes. None in the last
-                G, which has already reported the parameters ``first``.
+                G; in that case, the parameters ``first`` must already be reported.
         """
         if deferred is None:
             deferred = DeferredWeightGrads()

@@ -28,7 +28,7 @@ def install_in_model(
     """Patch ``model`` to compute chunks.
 
     The function patches layers, rotary embedding, MTP, and Transformer Engine's linears in place.
-    It also prepares the log entries of the layer kinds.
+    It also creates the entries in Megatron's log that each layer kind needs on every stage.
 
     Args:
         model: A stage module, not wrapped.
@@ -69,8 +69,8 @@ def install_in_model(
 def _from_here_on(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the forward of a stage's first layer so that its input requires gradients.
 
-    The output of a frozen embedding does not require gradients. Recomputed layers, and K and V that
-    get gradients from later slices, would then have no graph.
+    The output of a frozen embedding does not require gradients. With such an input, recomputed
+    layers would have no graph. Nor would K and V, to which later slices pass gradients.
     """
 
     @wraps(forward)

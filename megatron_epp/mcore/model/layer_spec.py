@@ -1,4 +1,4 @@
-"""Model configurations of Megatron's trainer, completed by features that local layers lack."""
+"""Model configuration of Megatron's trainer, and features that Megatron's local layers lack."""
 
 import copy
 from functools import partial

@@ -48,9 +48,9 @@ def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
 def mtp_shapes(args: Any) -> tuple[LayerShape, ...]:
     """Return the LayerShape of each layer of the MTP modules.
 
-    An MTP module has the layers of its pattern, or one layer like the decoder's last layer. The
-    sliding window of that layer follows its number, which restarts at 1 in MTP modules, as in
-    Megatron.
+    An MTP module has the layers of its pattern, or one layer like the decoder's last layer. Layer
+    numbers restart at 1 in MTP modules, as in Megatron. The layer number determines whether the
+    layer has a sliding window.
     """
     depths = getattr(args, "mtp_num_layers", None) or 0
     if not depths:

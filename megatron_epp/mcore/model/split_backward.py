@@ -36,7 +36,7 @@ _LINEARS = (ColumnParallelLinear, RowParallelLinear)
 def early_modules(model: Any, early: bool) -> tuple[nn.Module, ...]:
     """Return the modules whose backward runs in F, which therefore defer no gradients.
 
-    ``early`` is whether the LM head is fused. If so, the result is the output layer, else ().
+    ``early`` is whether the LM head is fused. If true, return the output layer, otherwise ().
     """
     return (get_attr_wrapped_model(model, "output_layer"),) if early else ()
 
@@ -141,7 +141,7 @@ class Deferral:
         output_dtype: torch.dtype | None = None,  # since 0.20
         **others: Any,
     ) -> Any:
-        """Return the output, or NotImplemented if ``module`` must use its own multiplication."""
+        """Return the output, or NotImplemented if ``module`` must multiply without deferral."""
         deferred = (
             weight is module.weight
             and weight.requires_grad

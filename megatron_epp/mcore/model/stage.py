@@ -102,7 +102,7 @@ class ModelStage:
 
     @property
     def balanced_together(self) -> Sequence[Sequence[int]] | None:
-        """Document lengths of each pool for load balancing; None: one pool per document."""
+        """Document lengths of each joint MoE auxiliary loss; None: one loss per document."""
         return None
 
     def _stats_of_routers(self, plan: Plan) -> RouterStats | None:
@@ -148,7 +148,7 @@ class ModelStage:
         self._abandoned = True
 
     def _reduce_anyway(self) -> None:
-        """Start the reductions that abandoned ops would start, because other replicas wait."""
+        """Start the reductions that abandoned ops did not start: other replicas wait for them."""
         groups = (
             *getattr(self.model, "bucket_groups", ()),
             *getattr(self.model, "expert_parallel_bucket_groups", ()),
@@ -300,15 +300,15 @@ class ModelStage:
 
     @property
     def _hooks_reduce(self) -> bool:
-        """Whether DDP's hooks start the reductions; with grad_sync_func, only on stage 0."""
+        """Whether DDP's hooks start the reductions: if grad_sync_func is None, or on stage 0."""
         return self.config.grad_sync_func is None or self.stage == 0
 
     @contextmanager
     def _reducing(self, op: Op) -> Iterator[ReadyOrder | None]:
-        """Enable DDP's hooks if ``op``, which runs in this context, is the last with gradients.
+        """Enable DDP's hooks if this context runs the stage's last ``op`` that computes gradients.
 
-        After the last op, start the reductions of stages that wait for this stage. Yield the
-        recorded order that the op must report, or None.
+        After that op, start the reductions of stages that wait for this stage. Yield the recorder
+        whose order ``op`` must report to DDP, or None.
         """
         last, waits = op == self._last_gradients, self._waits
         if last and self._hooks_reduce and not waits:
@@ -320,7 +320,7 @@ class ModelStage:
                 other._ready.finish()
 
     def _wake(self, reports: bool = True) -> None:
-        """Enable DDP's hooks; if ``reports``, also report parameters with gradients from G."""
+        """Enable DDP's hooks; if ``reports``, also report the parameters in ``_of_head``."""
         self._no_sync.close()
         for weight in self._of_head if reports else ():
             self._report_ready(weight)

@@ -26,7 +26,7 @@ PACKED, PACKS_TO = (DOCUMENTS, 2 * DOCUMENTS, 4 * DOCUMENTS), 32768
 
 
 def buckets(most: int) -> list[int]:
-    """Return the largest size of each bucket below ``most`` tokens, followed by ``most``."""
+    """Return the upper limits of all buckets smaller than ``most`` tokens, then ``most``."""
     sizes, size = [], FIRST
     while size < most:
         sizes.append(size)
@@ -166,5 +166,5 @@ def _run(attention: VarlenAttention, heads: Heads, call: WarmUpCall, device: tor
 
 
 def _assigned(tokens: int, documents: int) -> list[int]:
-    """Return the lengths of ``documents`` documents that sum to ``tokens``, almost equal."""
+    """Return ``documents`` lengths that sum to ``tokens`` and differ by at most 1."""
     return [tokens // documents + (number < tokens % documents) for number in range(documents)]

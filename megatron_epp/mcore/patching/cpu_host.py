@@ -64,7 +64,7 @@ _MARK = "_megatron_epp_cpu_host"
 
 
 def has_gpu() -> bool:
-    """Return whether torch can use a CUDA GPU; the replacements do not change the result."""
+    """Return whether torch can use a CUDA GPU, even after :func:`install_cpu_host`."""
     return torch.cuda.is_available()
 
 
@@ -166,8 +166,8 @@ def _refuse_unseen_gpus() -> None:
 def cpu_defaults() -> dict[str, Any]:
     """Return the defaults of a CPU-only host for Megatron's arguments, by destination.
 
-    The user need not type these flags. The table of capabilities refuses flags that contradict
-    them.
+    The user need not type these flags. A flag that contradicts them is refused
+    (capabilities/table.py).
     """
     return {destination: value for destination, (value, _) in _defaults().items()}
 
@@ -501,7 +501,7 @@ def _keep_random_state_in_data_loaders() -> None:
 
 
 class _NotOnThisHost(logging.Filter):
-    """Filter that drops log records about a missing GPU or a changed CPU random state."""
+    """Filter that drops log records on a missing GPU, and on CPU random states in GPU contexts."""
 
     REMARKS = ("CPU RNG state changed within GPU RNG context", "No CUDA runtime is found")
 

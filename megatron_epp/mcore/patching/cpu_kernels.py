@@ -66,7 +66,7 @@ class RMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x`` normalised over groups of channels, in float32, and cast to its dtype."""
+        """Normalise ``x`` over groups of channels in float32; the result has the dtype of ``x``."""
         groups = x.float().unflatten(-1, (-1, self.group_size))
         normed = F.rms_norm(groups, (self.group_size,), eps=self.eps).flatten(-2)
         return (normed * self.weight.float()).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Environment of a host with GPUs, set before CUDA starts in a process that runs elastic pipelines.
+"""Environment variables of a process with ``--epp`` on a GPU, set before the process starts CUDA.
 
     CUDA_DEVICE_MAX_CONNECTIONS  32   number of hardware queues. With one queue, a device runs work
                                       in the order of issue, so ops wait for earlier messages whose
@@ -72,7 +72,8 @@ def prepare(flags: Sequence[str]) -> None:
     ``flags`` are the program's flags. Without --epp, or without a GPU, the function does nothing.
 
     Raises:
-        ValueError: This host has fewer GPUs than ranks, or the margin is not a number.
+        ValueError: This host has fewer GPUs than ranks, NVTE_EXT_MARGIN_SM is not a whole number,
+            or EPP_SHARE_GPUS is neither 0 nor 1.
     """
     if "--epp" not in flags:
         return
@@ -122,7 +123,10 @@ def prepare(flags: Sequence[str]) -> None:
 
 
 def own_cudnn() -> dict[str, str]:
-    """Return {CUDNN_HOME: folder of the Python package of cuDNN}; {} if the user sets a folder."""
+    """Return {CUDNN_HOME: folder of cuDNN's Python package}.
+
+    The result is {} without this package, or if CUDNN_HOME or CUDNN_PATH is already set.
+    """
     if any(name in os.environ for name in CUDNN):
         return {}
     try:
@@ -137,7 +141,7 @@ def shares_gpus() -> bool:
     """Return whether the user lets several ranks of this host share a GPU.
 
     Raises:
-        ValueError: The variable is neither 0 nor 1.
+        ValueError: EPP_SHARE_GPUS is neither 0 nor 1.
     """
     value = os.environ.get(SHARE, "0")
     if value not in ("0", "1"):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def share_gloo_device() -> None:
-    """Make later gloo groups use the first group's device, unless the caller passes options."""
+    """Make later gloo groups use the first group's device, unless they are created with options."""
     group: Any = dist.ProcessGroupGloo
     original = group.__init__
     first: list[Any] = []

@@ -38,7 +38,7 @@ MEANT: dict[str, tuple[dict[str, Any], str]] = {
 
 
 class _Meant(argparse.Action):
-    """Action that sets the flag's values, and overrides flags that precede it."""
+    """Action that sets the arguments ``meant``; only later flags can override these values."""
 
     def __init__(self, option_strings: list[str], dest: str, meant: dict[str, Any], **others: Any):
         super().__init__(option_strings, dest, nargs=0, default=False, **others)

@@ -234,7 +234,7 @@ def _torch_steps(optimizer: Any) -> bool:
     "with torch's Adam it asserts a step, which an optimizer about to be loaded has not",
 )
 def OPTIMIZER_STATE(original: Callable[..., Any], self: Any) -> Any:
-    """Return the optimizer's state; before the first step, with a step of 0."""
+    """Return the optimizer's state; if no step was done, the state contains step 0."""
     if not _torch_steps(self) or any("step" in state for state in self.optimizer.state.values()):
         return original(self)
     # The original reads the step from the parameters' states. Before the first step there are no
@@ -274,7 +274,7 @@ def OPTIMIZER_LOAD(original: Callable[..., Any], self: Any, state_dict: Any) -> 
 def OPTIMIZER_SHARD(
     original: Callable[..., None], self: Any, model_param: Any, tensors: dict[str, Any]
 ) -> None:
-    """Set a main parameter and its optimizer states, without a new step and without autograd."""
+    """Set a main parameter and its optimizer states, except Adam's step, without autograd."""
     # load_state_dict has set the step from the parameter groups. The shard contains the template's
     # step of 0, or none. The original ignores a value that is not a tensor.
     if _torch_steps(self):
@@ -348,7 +348,7 @@ def SEQUENCE_PARALLEL_NORM(
 def EXPERT_EXCHANGE(
     original: Callable[..., Any], tensor: Any, as_numpy: bool = False, record_stream: bool = False
 ) -> Any:
-    """Convert split sizes to a NumPy array also if the tensor is on the CPU."""
+    """Convert split sizes to a NumPy array, even if the tensor is on the CPU."""
     if torch.is_tensor(tensor) and as_numpy:
         return tensor.cpu().numpy()
     return original(tensor, as_numpy, record_stream)
@@ -361,7 +361,7 @@ def EXPERT_EXCHANGE(
     "it describes layers that predict further tokens anew, and not as the model's others",
 )
 def MTP_LAYERS(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the spec of MTP layers, completed like the model's other layers."""
+    """Return the spec of MTP layers, with the features added to the model's other layers."""
     spec = original(config, *args, **kwargs)
     # Set by the code that completes the specs of the model's other layers
     # (mcore/model/layer_spec.py).

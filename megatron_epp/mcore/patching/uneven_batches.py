@@ -114,7 +114,7 @@ class SampleCount:
     """Comparison of Megatron's count of consumed samples with the number of documents read."""
 
     def __init__(self) -> None:
-        """Start without a source; the first :meth:`check` sets the expected difference."""
+        """Start without a source; the first :meth:`check` stores the difference of both counts."""
         self._source: Any = None
         self._ahead = 0
 
@@ -122,7 +122,7 @@ class SampleCount:
         """Check both counts at the start of an iteration of uneven batches.
 
         Args:
-            source: The source of global batches; a new source resets the expected difference.
+            source: The source of global batches; a new source resets the stored difference.
             began: Number of documents read from ``source`` before this iteration.
             counted: Megatron's count of consumed samples.
 

@@ -2,7 +2,7 @@
 
 Megatron builds each stage module as if the pipeline were longer and had one rank per stage:
 
-    place 1 0 0 1 on two ranks: rank 0 builds the modules of ranks 1 and 2 of four
+    placement 1 0 0 1 on two ranks: rank 0 builds the modules of ranks 1 and 2 of four
 
 Each stage module has its own configuration, layout and pipeline group, which describe the longer
 pipeline. From these, Megatron derives the module's layers, their numbers, embedding, final norm and
@@ -45,7 +45,7 @@ class PartGroup:
 
 
 class PartLayout(PipelineParallelLayerLayout):
-    """Layout of all stages whose methods always return the values of one fixed stage."""
+    """Layout of all stages; layer number and offset are always those of the stage ``stage``."""
 
     def __init__(self, text: str, stages: int, stage: int):
         super().__init__(text, stages)
@@ -61,7 +61,7 @@ class PartLayout(PipelineParallelLayerLayout):
 
 
 class _Parts:
-    """Mixin for Megatron's model builders, which builds all stage modules of a rank.
+    """Mixin with which Megatron's model builders build all stage modules of a rank.
 
     ``build_model`` builds the rank's first stage module, and ``other_stages`` builds the rest.
     """
@@ -129,7 +129,7 @@ def _as_rank(stage: int, stages: int) -> Iterator[None]:
 def place_parts(description: Any, args: Any) -> None:
     """Make Megatron's trainer build the stages that ``args`` place on this rank.
 
-    ``description`` is the ModelConfig; the hooks of this module run before its other hooks. If
+    The function adds hooks to ``description``, the ModelConfig, that run before its other hooks. If
     ``args`` contain no placement, the function does nothing.
     """
     if not place_of(args):

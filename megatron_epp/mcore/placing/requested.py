@@ -76,7 +76,9 @@ def asked_placement(args: Namespace, ranks: int) -> Placement | None:
 
 
 def layers_of_placement(placement: Placement, layers: int) -> tuple[int, ...]:
-    """Return the number of layers of every stage, by the placement or as even as possible.
+    """Return the number of layers of every stage.
+
+    If the placement contains no layers, the numbers of the stages differ by at most 1.
 
     Raises:
         ValueError: The placement's layers do not sum to ``layers``, the number of layers of the
@@ -101,8 +103,8 @@ def placed_values(
 ) -> dict[str, Any]:
     """Return the values of Megatron's args for a placement.
 
-    The layout or pattern assigns each rank the layers of all its stages, for Megatron's checks. The
-    lists of stages are omitted if stage i lies on rank i.
+    For Megatron's checks, the layout or pattern assigns each rank the layers of all its stages. The
+    rank and the layers of every stage are added, unless stage i lies on rank i.
 
     Args:
         placement: The rank of every stage.

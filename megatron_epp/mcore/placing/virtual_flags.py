@@ -27,7 +27,7 @@ _LAYOUT = "pipeline_model_parallel_layout"
 def watch_virtual_stages(parser: ArgumentParser) -> ArgumentParser:
     """Make ``parser`` translate Megatron's flags of interleaved pipelines; return ``parser``.
 
-    If --epp-placement is ``flags``, the parser does so before other flags are checked.
+    The parser translates them if --epp-placement is ``flags``, before other flags are checked.
     """
     parse = parser.parse_args
 

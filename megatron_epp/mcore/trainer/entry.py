@@ -47,7 +47,7 @@ def main(
     Args:
         program_start: Time when the program started, in seconds since the epoch.
         hooks: Components of the trainer with --epp (:class:`TrainerHooks`).
-        datasets: Data provider without --epp, in place of Megatron's.
+        datasets: Data provider that replaces Megatron's own in jobs without --epp.
         hybrid: Whether the model is a HybridModel; otherwise it is a GPTModel.
 
     Example:
@@ -75,7 +75,7 @@ def train(
     Args:
         program_start: Time when the program started, in seconds since the epoch.
         hooks: Components of the trainer with --epp (:class:`TrainerHooks`).
-        datasets: Data provider without --epp, in place of Megatron's.
+        datasets: Data provider that replaces Megatron's own in jobs without --epp.
         hybrid: Whether the model is a HybridModel; otherwise it is a GPTModel.
 
     Raises:

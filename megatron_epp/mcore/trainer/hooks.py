@@ -68,7 +68,7 @@ def make_steps(place: JobContext, model: Any) -> StepSource:
 def limit_bytes(config: Config) -> float:
     """Return --epp-memory-limit-gib in bytes; infinity without the flag.
 
-    On a CPU-only host, an op fails as out of memory if the chunks hold more bytes.
+    On a CPU-only host, an op fails as out of memory if the chunks hold more than these bytes.
     """
     limit = config.epp_memory_limit_gib
     return math.inf if limit is None else limit * GIB

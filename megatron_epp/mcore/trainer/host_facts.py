@@ -42,7 +42,7 @@ def require_same_facts(args: Any, group: dist.ProcessGroup) -> None:
 
 
 def facts_of(args: Any) -> dict[str, str]:
-    """Return a text for each flag that names a file or checkpoint, by flag and path.
+    """Return {flag and its path: text} for each flag that names a file or checkpoint.
 
     The text contains a digest of the files, or the checkpoint's iteration.
     """

@@ -197,7 +197,7 @@ class Job:
             require_same(seen, groups.control, "one folder that all hosts share")
 
     def _watch(self, groups: Groups) -> None:
-        """Start the reports of this rank's current op, at termination and when an op hangs."""
+        """Make this rank report its current op when the rank is terminated or an op hangs."""
         report_when_terminated(self._current_op, dist.get_rank())
         Watcher(
             self._current_op,
@@ -287,7 +287,7 @@ class Job:
         )
 
     def _search_ahead(self) -> Callable[[bool], None] | None:
-        """Return rank 0's function that searches layouts for fewer devices; None if unused."""
+        """Return rank 0's function to search layouts on fewer devices; None without a search."""
         args = self.args
         layouts = getattr(args, LAYOUT_KEY, None) is not None and args.epp_search_ahead
         if not (layouts and args.save and dist.get_rank() == 0):

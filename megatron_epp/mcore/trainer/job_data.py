@@ -47,7 +47,7 @@ class JobData:
     """Documents of training, validation and test.
 
     Attributes:
-        chats: Chat file -> path prefix of the corpus converted from it.
+        chats: Path prefix of the converted corpus of each chat file, by chat file.
         truncated_documents: Number of training documents that were truncated to the context.
     """
 

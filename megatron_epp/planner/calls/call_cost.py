@@ -59,7 +59,7 @@ class ActivationBudget:
     Attributes:
         budget_bytes: bytes per device.
         profile: cost coefficients of the model.
-        scale: bytes per element of the model's parameters, divided by those of the profile.
+        scale: bytes per element of the model's parameters / bytes per element in the profile.
         tp: number of tensor-parallel ranks of a stage.
     """
 
@@ -79,15 +79,15 @@ class ActivationBudget:
     def cost(self, layers: Sequence[int]) -> Cost:
         """Return the cost model of stages with ``layers[s]`` layers on stage s.
 
-        The cost model uses the profile's bytes per element, so budgets are divided by ``scale``.
+        It counts the profile's bytes per element, so its budget is ``budget_bytes / scale``.
         """
         budgets = (self.budget_bytes / self.scale,) * len(layers)
         return Cost(StageLayout(self.profile, tuple(layers), tp=self.tp), budgets)
 
     def too_little(self, of: str, tokens: int) -> PlanError:
-        """Return the error to raise if no order of ops fits the budget.
+        """Return the error for the case that no order of ops fits the budget.
 
-        The message names the chunks (``of``), and the ``tokens`` of the longest micro-batch.
+        The message names the kind of chunks, ``of``, and the longest micro-batch's ``tokens``.
         """
         return PlanError(
             f"attach(memory_gib={self.budget_bytes / GIB:.6g}): no order of {of} holds so little, "
@@ -97,9 +97,9 @@ class ActivationBudget:
 
 
 def guessed_rates(config: Any, layers: int, vocabulary: int, active: int = 1) -> np.ndarray:
-    """Return estimated [op kinds, 3] seconds of a stage per token, per query-key pair and per op.
+    """Return the estimated seconds of a stage per token, per query-key pair and per op.
 
-    All estimates may be wrong by the same factor.
+    The shape is [op kinds, 3]. All estimates may be wrong by the same factor.
 
     Args:
         config: configuration of Megatron's model.
@@ -164,7 +164,7 @@ def _profile(config: Any, vocabulary: int, active: int = 1) -> Profile:
 def features(
     tokens: Sequence[float] | np.ndarray, pairs: Sequence[float] | np.ndarray
 ) -> np.ndarray:
-    """Return [3, chunks]: tokens, query-key pairs and 1. Seconds are linear in these features."""
+    """Return the rows tokens, query-key pairs and ones [3, chunks]; seconds are linear in them."""
     return np.stack([np.asarray(tokens, float), np.asarray(pairs, float), np.ones(len(tokens))])
 
 
@@ -188,7 +188,7 @@ class CallChunks:
 
     @classmethod
     def of(cls, groups: Groups, documents: Sequence[int], prefixes: Prefixes = ()) -> "CallChunks":
-        """Build the chunks; groups[g][c] lists the spans (document, start, stop) of a chunk."""
+        """Build the chunks; groups[g][c] lists chunk c's spans (document, start, stop)."""
         chunks = [chunk for group in groups for chunk in group]
         rows = [(number, *span) for number, chunk in enumerate(chunks) for span in chunk]
         chunk, document, start, stop = np.array(rows, np.int64).T
@@ -229,7 +229,7 @@ class CallChunks:
 
     @property
     def losses(self) -> np.ndarray:
-        """For each chunk, whether a loss follows the chunk's forward."""
+        """Whether each chunk is the last of its group, so the loss follows its forward [chunks]."""
         return np.arange(self.chunking.count) == self.chunking.last_of_group
 
     def arranged(self, order: Sequence[int]) -> "CallChunks":
@@ -248,7 +248,7 @@ def token_table(
 ) -> Table:
     """Return the seconds and bytes of a call's ops for measured rates [stages, op kinds, 3].
 
-    A token of stage s holds ``token_bytes[s]`` bytes; by default, one.
+    On stage s, a token holds ``token_bytes[s]`` bytes, by default 1.
     """
     stages, loads = len(rates_SK3), call.loads
     tokens = np.outer(token_bytes or (1.0,) * stages, loads.tokens)

@@ -24,12 +24,12 @@ class CallOptions:
         reorder: whether micro-batches may run in another order.
         split: whether backwards may be split into I and W.
         headroom: additional memory, as a fraction of the memory that Megatron's 1F1B holds.
-        token_bytes: [stages] relative bytes per token; () if all stages are equal.
-        had_bytes: maximum that 1F1B held on any rank in earlier calls, in units of ``token_bytes``.
-        correction: ratio of measured to predicted seconds of planned orders, divided by the same
-            ratio of the caller's order (track_record).
-        memory: budget in bytes; layers are recomputed until a plan fits. None: ``headroom`` limits
-            the tokens held, and no layer is recomputed.
+        token_bytes: relative bytes per token of each stage; () if all stages are equal.
+        had_bytes: maximum that 1F1B held on any rank in a call so far, in units of ``token_bytes``.
+        correction: a / b, where a is the ratio of measured to predicted seconds for planned orders,
+            and b the same ratio for the caller's order (track_record).
+        memory: budget in bytes; layers are recomputed until a plan fits. If None, ``headroom``
+            limits the tokens held, and no layer is recomputed.
     """
 
     reorder: bool = True
@@ -49,10 +49,10 @@ class CallOptions:
 
         All ranks have equal memory. Every rank may therefore hold as much as 1F1B held on the
         fullest rank in this or an earlier call, plus the headroom. The first budget is ``held``.
-        The other budgets are fixed multiples of its maximum: more headroom only adds budgets.
+        The others are fixed multiples of the maximum of ``held``: more headroom only adds budgets.
 
         Args:
-            held: [ranks] bytes that Megatron's 1F1B holds in this call.
+            held: Bytes [ranks] that Megatron's 1F1B holds in this call.
         """
         yield held
         most = max(float(held.max()), self.had_bytes) * (1 + self.headroom)
@@ -68,7 +68,7 @@ class CallOptions:
 def bytes_of_1f1b(
     tokens: Sequence[int], stages: int, token_bytes: Sequence[float] = ()
 ) -> np.ndarray:
-    """Return [stages] the maximum memory that Megatron's 1F1B holds in the caller's order.
+    """Return the maximum memory of each stage in Megatron's 1F1B, in the caller's order [stages].
 
     Stage s of n stages holds at most n - s micro-batches. The result is the largest sum of n - s
     consecutive micro-batches, in tokens, or in bytes if ``token_bytes`` [stages] is given.

@@ -98,7 +98,7 @@ def sliced_plan(
 def _fits(
     lengths: Sequence[int], layers: Sequence[int], rates_SK3: np.ndarray, options: CallOptions
 ) -> bool:
-    """Return whether a single stage can hold one unsliced micro-batch without recompute."""
+    """Return whether one unsliced micro-batch fits a single stage's memory without recompute."""
     assert options.memory is not None
     spans = [(number, 0, length) for number, length in enumerate(lengths)]
     alone = CallChunks.of([[spans]], lengths)
@@ -115,7 +115,10 @@ def _fastest(
     options: CallOptions,
     forward_only: bool,
 ) -> Plan:
-    """Return the fastest plan over several ``cuttings``; the first one slices no micro-batch."""
+    """Return the fastest plan over ``cuttings``, whose first item slices no micro-batch.
+
+    Without ``options.memory``, another order must gain enough to replace the caller's order.
+    """
     uncut, stages = cuttings[0], len(layers)
     unbounded = problem_of_call(uncut, token_table(uncut, rates_SK3), np.full(stages, np.inf))
     called = call_order(unbounded, uncut.sizes)
@@ -156,7 +159,7 @@ def _training(
 ) -> Plan | None:
     """Return the fastest training plan that fits, or None if no order of ops fits.
 
-    The limit is ``options.memory``, or the last of ``budgets`` if it is None.
+    The limit is ``options.memory``; if this is None, the last of ``budgets``.
     """
     free = options.split, options.reorder, ops
     again = None
@@ -207,7 +210,7 @@ def _plan(
     by: str,
     again: np.ndarray | None = None,
 ) -> Plan:
-    """Return the plan with these ``orders``; ``again`` [stages, chunks] layers are recomputed."""
+    """Return the plan with ``orders``; ``again`` counts recomputed layers [stages, chunks]."""
     counts = np.zeros((len(layers), call.chunking.count)) if again is None else again
     return replace(
         call.plan(layers),

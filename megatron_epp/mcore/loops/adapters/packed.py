@@ -8,8 +8,8 @@ Entries of a micro-batch:
 input_ids, labels, ...                 [1, T]
 packed_seq_params                      boundaries of documents
 cu_seqlens_q or cu_seqlens             boundaries of documents, if packed_seq_params is missing
-cu_seqlens_q_padded                    boundaries of documents that include padding; the padding
-                                       is not computed
+cu_seqlens_q_padded                    boundaries of documents with their padding; no outputs are
+                                       computed for padding
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ class PackedDocuments(Samples):
             [1, T, ...], in which the outputs of padding are 0.
         keys: Names of the entries [1, T, ...] that forward steps draw; missing entries are skipped.
         share_from: Minimum tokens of a shared prefix, which is computed once; 0 disables sharing.
-        loss_keys: Keys that may differ in a shared prefix, because only the loss reads them.
+        loss_keys: Names of entries that may differ in a shared prefix: only the loss reads them.
     """
 
     def __init__(

@@ -31,11 +31,11 @@ class Samples:
     S tokens.
 
     Attributes:
-        loss_of: The loop's loss function for [B, S]; by default Megatron's sum over unmasked
-            tokens.
+        loss_of: The loop's loss function of a micro-batch and the outputs [B, S, ...]; by default
+            :func:`masked_sum`.
         keys: Names of the entries that forward steps draw; missing entries are skipped.
         share_from: Minimum tokens of a shared prefix, which is computed once; 0 disables sharing.
-        loss_keys: Keys that may differ in a shared prefix, because only the loss reads them.
+        loss_keys: Names of entries that may differ in a shared prefix: only the loss reads them.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Samples:
         return tuple(max(1, int((places * (row != 0)).max())) for row in mask)
 
     def prefixes(self, micro_batch: Mapping[str, Any]) -> PrefixForest:
-        """Return the samples with the shared prefixes found by comparing the samples."""
+        """Compare the samples, and return them with their shared prefixes."""
         return shared_prefixes_of(self, micro_batch, self.share_from)
 
     def rows(

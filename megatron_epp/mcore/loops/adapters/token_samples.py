@@ -37,11 +37,11 @@ class TokenSamples:
         return tuple(map(len, self._tokens_of(micro_batch)))
 
     def prefixes(self, micro_batch: Any) -> PrefixForest:
-        """Return the samples with the shared prefixes found by comparing the samples."""
+        """Compare the samples, and return them with their shared prefixes."""
         return shared_prefixes_of(self, micro_batch, self.share_from)
 
     def after(self, samples: Sequence[Tensor], number: int) -> int:
-        """Return the label of the last token of sample ``number``, which no loss reads: 0."""
+        """Return 0, the label of the last token of sample ``number``; no loss reads this label."""
         return 0
 
     def rows(
@@ -62,8 +62,8 @@ def log_prob_step(temperature: float, entropy: bool) -> Callable[..., Any]:
     The forward step returns log-probabilities [1, t], or log-probabilities and entropies [1, t, 2].
 
     Args:
-        temperature: Divisor of the logits. If the drawn rows include ``temperature``, its values
-            are used instead.
+        temperature: Divisor of the logits. If the data iterator yields an entry ``temperature``,
+            the values of this entry are used instead.
         entropy: Whether to compute the entropies of the vocabulary distributions, too.
     """
 

@@ -28,7 +28,7 @@ class RankStatus:
     """Status that a rank sends to the other ranks of the replica.
 
     Attributes:
-        value: Result of the rank, if any.
+        value: Data for the other ranks, such as the shapes that this rank has read; or None.
         refusal: Message of an error in the loop's input; all ranks raise it as LoopRefusal.
         error: Message of any other error; all ranks raise it as LoopFailed.
     """
@@ -46,8 +46,8 @@ def error_text(error: Exception) -> str:
 def refused_by(error: Exception) -> str:
     """Return the message with which a rank refuses its micro-batches because of ``error``.
 
-    If ``error`` is not a ValueError, the message begins with its type. Such an exception is raised
-    by a function of the loop, such as ``lengths`` or an adapter.
+    If ``error`` is not a ValueError, the message begins with the error's type. Errors of other
+    types come from a function of the loop, such as ``lengths`` or an adapter.
     """
     return str(error) if isinstance(error, ValueError) else error_text(error)
 

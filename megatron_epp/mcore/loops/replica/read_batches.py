@@ -83,7 +83,9 @@ def read_documents(
         The documents of each micro-batch with their shared prefixes.
 
     Raises:
-        ValueError: No rank has a data iterator, or one of the errors of :func:`read_shapes`.
+        RanksDiffer: Ranks read different documents; raised on every rank.
+        LoopRefusal: As in :func:`read_shapes`.
+        ValueError: No rank has a data iterator.
     """
     forests = _agreed(
         call,

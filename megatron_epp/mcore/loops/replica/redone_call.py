@@ -1,4 +1,4 @@
-"""Repetition of a call with misread micro-batches by Megatron's schedule.
+"""Repetition, by Megatron's schedule, of a call whose micro-batches were misread.
 
 The readers of a framework's micro-batches may be wrong for another version of the framework. If a
 stage's output then has another shape than expected, the job does not end. Every rank of the replica
@@ -74,7 +74,7 @@ class CallState:
 
 
 class ShapeVote:
-    """All-reduce of whether every output of a replica had the expected shape.
+    """Vote of a replica's ranks, by all-reduce, on whether all outputs had the expected shapes.
 
     Each rank starts the all-reduce after its last forward, and waits for the result before its last
     backward. The last backward starts the reduction of gradients over replicas, which cannot be
@@ -85,7 +85,7 @@ class ShapeVote:
     """
 
     def __init__(self, control: dist.ProcessGroup, forwards: int):
-        """Create a vote over the CPU group ``control``, after ``forwards`` forwards per rank."""
+        """Create a vote over the CPU group ``control``; each rank runs ``forwards`` forwards."""
         self._control, self._left = control, forwards
         self._work: Any = None
         self._wrong = torch.zeros(1, dtype=torch.int32, device="cpu")

@@ -54,9 +54,9 @@ def meets_other_replicas(config: Any) -> bool:
 
 
 def initialise_communicator(groups: Groups, device: torch.device, config: Any) -> None:
-    """Initialise the communicators of all groups of a call. Collective over the world.
+    """Initialise the communicators of all groups that a call uses. Collective over the world.
 
-    No rank blocks, because all ranks initialise the groups in one order, before any receive.
+    No rank blocks, because all ranks initialise the groups in the same order, before any receive.
 
     Args:
         groups: Groups of this replica.
@@ -85,7 +85,7 @@ def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
         the world; messages address their sender and receiver by global rank.
 
     Raises:
-        ValueError: torch.distributed was initialised in a way that blocks pipelines.
+        ValueError: torch.distributed was initialised with a ``device_id``; pipelines would block.
     """
     if dist.distributed_c10d._get_default_group().bound_device_id is not None:
         raise ValueError("torch.distributed initialised with a device_id")
