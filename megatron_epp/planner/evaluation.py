@@ -93,7 +93,7 @@ def _order(count: int, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
 def _turns(kinds: np.ndarray, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
     """Return [ranks, ops] the stage of each op, and the op's index in the stage's order.
 
-    ``kinds`` [stages, ops] has equal rows. Each stage runs an op one step after the previous stage.
+    ``kinds`` [stages, ops] has equal rows. A stage runs each op one step after the stage before it.
     """
     stages, ops = kinds.shape
     rows = []

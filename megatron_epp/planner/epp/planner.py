@@ -151,9 +151,10 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDr
     Likewise, a plan with offloading must be faster than a plan without. Offloading is tried only if
     an earlier plan had to recompute for lack of memory.
 
-    Plans with single-rank documents are searched first. If the best plan is faster than the lower
-    bound of all plans that shard every document, the search ends. Otherwise plans that shard every
-    document are searched too, until such a plan is slower by the factor FAR_SLOWER.
+    Plans with single-rank documents are searched first. If the best of them is faster than the
+    lower bound of all plans that shard every document, the search ends, unless layers may move.
+    Else plans that shard every document are searched too. This second search ends at a set of
+    levers whose best plan takes FAR_SLOWER times as long as the best plan of the very first set.
     """
     # The paper's memory model charges the memory held from I to W, whether backwards are split or
     # not.

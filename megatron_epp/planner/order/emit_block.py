@@ -77,7 +77,7 @@ def _member_plan(
 
 
 def tables_in_step(members: tuple[MemberPlan, ...], draft: Draft, cost: Cost) -> tuple[Table, ...]:
-    """Return, for every replica, a table of its own bytes and the slowest replica's seconds."""
+    """Return a table per replica: with its own bytes, but the seconds of the slowest replica."""
     counts = with_unrecomputed(cost, draft.counts, draft.chunking.count)
     return in_step([cost.table_of(member.loads, counts) for member in members])
 

@@ -1,8 +1,8 @@
 """In-flight limit of 1F1B: the number of forwards that a stage runs before each of its backwards.
 
 On a stage with d stages after it, k + d + N forwards precede backward k = 0, 1, ... N is the number
-of chunks of the pipeline's longest document (InfiniPipe eq. 7). The limit is d more than on the
-last stage, so the numbers of the last stage determine those of all stages.
+of chunks of the pipeline's longest document (InfiniPipe eq. 7). These numbers are d more than on
+the last stage, so the limit of the last stage determines the limits of all stages.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def shrinking_in_flight(sizes: np.ndarray, stages: int) -> np.ndarray:
 def filling_forwards(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
     """Return [ranks] the number of forwards of a warm-up if ranks have several stages.
 
-    The number is that of the largest group's forwards on all stages of the rank, plus two for every
+    It is the number of forwards of the largest group on all stages of the rank, plus two for every
     stage of later ranks.
 
     Args:
@@ -86,6 +86,6 @@ def group_by_group(sizes: np.ndarray, stages: int) -> np.ndarray:
 
 
 def _staged(last: np.ndarray, count: int, stages: int) -> np.ndarray:
-    """Return [stages, chunks] the in-flight limits, from ``last`` [chunks] of the last stage."""
+    """Return all in-flight limits [stages, chunks], from the last stage's ``last`` [chunks]."""
     after = np.arange(stages)[::-1]
     return np.minimum(count, last[None] + after[:, None])

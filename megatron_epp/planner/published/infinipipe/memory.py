@@ -42,7 +42,7 @@ def paper_freed(cost: Cost, loads: Loads) -> np.ndarray:
 
 
 def _held(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
-    """Return [chunks] bytes of one layer's activations, plus cached K and V if it is a slice."""
+    """Return [chunks] bytes of one layer: its activations, and for slices its cached K and V."""
     tokens = loads.tokens / cost.layout.shards
     carries = loads.document >= 0  # 1 - I_k, as the text defines it
     kept = of.saved_bytes[KEEP].per_token
@@ -82,7 +82,7 @@ def papers_ledger(
         cost: cost model, including the stages and parallel degrees.
         loads: tokens and query-key pairs of the chunks.
         counts: number of layers by layer kind and recompute mode. A layer with a selective mode
-            frees the difference between the bytes that KEEP and the mode save.
+            frees the bytes that it saves with KEEP, minus the bytes that it saves with the mode.
     """
     moves = paper_moves(cost, loads)
     for (kind, mode), grid in counts.items():
