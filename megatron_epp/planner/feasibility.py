@@ -26,9 +26,9 @@ _SLICES = (1, 2, 4, 16)
 
 
 def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
-    """Return [stages] the peak bytes, without model states, if one document runs alone.
+    """Return the peak bytes [stages], without model states, if one document runs alone.
 
-    All layers are recomputed. All forwards run first, then all backwards.
+    All layers are recomputed. The forwards of all ``slices`` run first, then all backwards.
     """
     slices = max(1, min(slices, int(tokens)))
     edges = np.floor(np.linspace(0, tokens, slices + 1))

@@ -70,7 +70,7 @@ def lower_bound_seconds(
 
 
 def least_seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
-    """Return [stages, features] seconds per token, pair, etc.; without all-to-all if ``local``."""
+    """Return seconds per token, pair, etc. [stages, features]; without all-to-all if ``local``."""
     per = cost.seconds.per(kind)
     if local:
         per = per.copy()

@@ -121,7 +121,7 @@ def balance_blocks(
 def block_slowness(
     lengths: Sequence[int], cost: Cost, blocks: int, lockstep: int
 ) -> np.ndarray | None:
-    """Return [blocks] the time of each block's slowest rank, relative to the fastest block.
+    """Return the time [blocks] of each block's slowest rank, relative to the fastest block.
 
     A block is a lockstep group of replicas. Return None if all replicas have equal devices. Raise a
     ValueError if the cost model was measured on another number of replicas.
@@ -326,7 +326,7 @@ def _parts(
 def plan_block(planner: str, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
     """Plan the documents of one replica or of one lockstep group.
 
-    A lockstep group of n replicas gets n times the effort of one replica.
+    A lockstep group of n replicas gets n times the effort of one replica, up to MOST_EFFORT.
 
     Args:
         planner: name of the planner.
@@ -417,8 +417,8 @@ def _planned(
 ) -> tuple[Assignments, list[PlannedBlock]]:
     """Return the documents of every lockstep group, and the groups' plans.
 
-    If there are at most BALANCED_TWICE groups, documents are assigned twice, the second time with
-    the times of the first plans. The better division is returned.
+    If there are at most BALANCED_TWICE groups, and their times differ, documents are assigned again
+    with the times of the first plans. The better division is returned.
     """
     width = options.lockstep
     units = replicas // width

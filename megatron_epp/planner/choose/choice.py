@@ -301,7 +301,7 @@ def placement_of(
 
 
 def placed_cost(cost: Cost, name: str) -> Cost | None:
-    """Return ``cost`` with placement ``name``, layers divided equally; None with too few layers."""
+    """Return ``cost`` with placement ``name``, layers divided evenly; None if they are too few."""
     placement = named_placement(name, cost.layout.placement.ranks)
     assert placement is not None
     if placement.stages > sum(cost.layout.layers) - cost.layout.pinned_layers + 1:
@@ -318,7 +318,7 @@ def placement_name(place: tuple[int, ...]) -> str:
 def with_placement(cost: Cost, placement: Placement) -> Cost:
     """Return ``cost`` with the stages of ``placement`` in place of one stage per rank.
 
-    Every stage has equally many layers, unless ``placement`` sets the layers per stage.
+    Decoder layers are divided evenly over the stages, unless ``placement`` sets them per stage.
 
     Raises:
         ValueError: if there are more stages than layers.

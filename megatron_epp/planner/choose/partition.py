@@ -28,13 +28,13 @@ def layer_costs(cost: Cost) -> Cost:
 
 
 def layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
-    """Return [layers] seconds of forward plus backward for ``features`` (tokens, pairs, ...)."""
+    """Return the seconds [layers] of F plus B for ``features`` (tokens, pairs, ...)."""
     single = layer_costs(cost)
     return (single.seconds.per(Kind.FORWARD) + single.seconds.per(Kind.BACKWARD)) @ features
 
 
 def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
-    """Return [stages, layers] seconds of each layer (:func:`layer_seconds`) on a stage's device."""
+    """Return :func:`layer_seconds` of each layer on each stage's device: [stages, layers]."""
     if not cost.layout.unlike_devices:
         seconds = layer_seconds(cost, features)
         return np.broadcast_to(seconds, (cost.layout.stages, len(seconds)))

@@ -1,7 +1,7 @@
-"""Packing of tails and short documents into buckets: InfiniPipe's Alg. 1, or longest first.
+"""Packing of tails and short documents into buckets: Alg. 1, longest first, or first fit.
 
-A tail is the last slice of a sliced document. With both methods, a bucket (a chunk) holds at most
-one tail.
+Alg. 1 is that of InfiniPipe. A tail is the last slice of a sliced document. With each of the
+methods, a bucket (a chunk) holds at most one tail.
 """
 
 import numpy as np

@@ -278,7 +278,7 @@ def ideal_chunks(total_seconds: float, rates: Rates, stages: int) -> float:
 
     n chunks cost n * chunk_seconds plus (stages - 1) * total_seconds / n for warm-up and cool-down.
     If the host time is modelled, several n are tried. The time is then that of n + stages - 1 equal
-    chunks, in which each op takes at least its host time, however small the chunks are.
+    chunks. Each op takes at least its host time, which more chunks do not shorten.
     """
     most = min(
         MOST_CHUNKS_PER_STAGE * stages,

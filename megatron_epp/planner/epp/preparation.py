@@ -300,7 +300,7 @@ class Preparation:
 
 
 def _within(work: ScheduleProblem, least: np.ndarray) -> np.ndarray:
-    """Return [stages] whether ``work`` fits in memory with the in-flight limit ``least``.
+    """Return for each stage whether ``work`` fits in memory with the in-flight limit ``least``.
 
     With several stages per rank, the list scheduler lowers the limit where memory requires it.
     """

@@ -48,7 +48,7 @@ class Search(Player):
     """Search for the best plan of one batch on one machine.
 
     ``shared`` contains chunkings of an earlier search with the same batch, machine, headroom and
-    levers (except `wsplit`). The search charges their effort again, so sharing changes no result.
+    levers (except `wsplit`). The search spends their effort again, so sharing changes no result.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def _message(kind, s, stages, head):
 
 @njit()
 def _arrivals(stages, count, head):
-    """Return [payloads, stages, chunks] initial arrival times of inputs: 0 or infinite."""
+    """Return initial arrival times [payloads, stages, chunks] of inputs: 0 or infinite."""
     arrival = np.full((3 if head else 2, stages, count), np.inf)
     arrival[ACTIVATION, 0, :] = 0.0
     if not head:

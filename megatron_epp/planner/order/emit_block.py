@@ -107,7 +107,7 @@ def emit_block(
 
 
 def block_peaks(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
-    """Return [ranks] the maximum over the replicas of simulated peak bytes, with model states.
+    """Return simulated peak bytes [ranks], with model states: the maximum over the replicas.
 
     Args:
         batch: the documents, sorted by length.

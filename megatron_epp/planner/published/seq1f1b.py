@@ -1,4 +1,4 @@
-"""Schedule of Seq1F1B as defined by InfiniPipe's baseline: fixed-size chunks, static recompute.
+"""Schedule of Seq1F1B as in InfiniPipe's baseline: chunks of fixed size, static recompute.
 
 The original Seq1F1B slices every sequence into the same number of slices, which does not suit
 varying lengths. InfiniPipe's baseline slices and packs to a fixed size. For each batch, simulation

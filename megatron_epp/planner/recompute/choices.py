@@ -66,7 +66,7 @@ def _price(low: tuple[float, float, str], high: tuple[float, float, str]) -> flo
 
 
 def freed_bytes(cost: Cost, loads: Loads, steps: str, kind: int = 0) -> np.ndarray:
-    """Return [steps, stages, chunks] the bytes that each step to the next mode frees per layer.
+    """Return the bytes that each step to the next mode frees per layer: [steps, stages, chunks].
 
     Args:
         cost: cost model, including the stages and parallel degrees.

@@ -157,7 +157,7 @@ def _rows(least, backward_order, slot_of, moves, freed, budget, wanted):
 def within(
     least: np.ndarray, backward_order: np.ndarray, moves: np.ndarray, budget: np.ndarray
 ) -> np.ndarray:
-    """Return [stages] whether the order of F and B that ``least`` defines fits in memory.
+    """Return for each stage whether the order of F and B that ``least`` defines fits in memory.
 
     Arguments are those of :func:`memory_rows`.
     """
@@ -185,7 +185,7 @@ def solve_order(
     *,
     integer: bool = True,
 ) -> np.ndarray | None:
-    """Return [steps, slots] the number of layers to recompute in the order ``least``.
+    """Return the number [steps, slots] of layers to recompute in the order that ``least`` defines.
 
     Args:
         solver: the solver.
