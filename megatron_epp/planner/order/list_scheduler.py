@@ -47,7 +47,7 @@ class Policy:
         split: whether to run I and W instead of B.
         held_seconds: W and G get priority if more than these seconds of W and G wait on the rank.
         patience: a W or G fills a gap only if at most this fraction of its time would extend
-            beyond the arrival of the rank's next input.
+            beyond the rank's next input.
         deep: whether to prefer the F of a rank's last stage to the F of its first stage.
     """
 

@@ -20,7 +20,7 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
 
     The result maps (layer kind, OFFLOAD) to a number [stages, chunks]. Layers of the first kind are
     chosen first: the choice is arbitrary, because every byte takes equally long to copy. If a
-    chunk offloads only one or two layers, all of them are on the device while the chunk's ops run
+    chunk offloads only one or two layers, these are on the device while its ops run
     (ir.IN_FLIGHT), and on the host otherwise.
     """
     kinds = (Kind.FORWARD, *BACKWARDS)
