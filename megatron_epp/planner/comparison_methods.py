@@ -1,4 +1,4 @@
-"""Optional plug-in: methods without a pipeline that the command ``compare`` shows, too.
+"""Optional plug-in: methods without a pipeline, as additional rows of the command ``compare``.
 
 The methods are in ``scripts/bench`` of a checkout, and not in the installed wheel.
 """

@@ -138,8 +138,8 @@ class _Dealing:
         def first(samples: int) -> int:
             """Return the replica with the least seconds that can take ``samples`` more, or -1.
 
-            If the remaining samples just suffice to give every empty replica one, only empty
-            replicas are considered.
+            If there are no more samples left than empty replicas, only empty replicas are
+            considered.
             """
             empty = [replica for replica, assignment in enumerate(assignments) if not assignment]
             able = empty if left <= len(empty) else range(self.replicas)

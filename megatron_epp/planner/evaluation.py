@@ -72,7 +72,7 @@ def evaluation_plans(
 
 
 def _order(count: int, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
-    """Return [stages, ops] the op kinds and the chunks of a forward-only order, one for all stages.
+    """Return the op kinds and the chunks [stages, ops] of a forward-only order, equal for stages.
 
     With vocabulary parallelism, the H of chunk c follows the F of chunk c + stages. In the meantime
     the last stage's output for chunk c is computed and sent to all stages.
@@ -91,9 +91,9 @@ def _order(count: int, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _turns(kinds: np.ndarray, cost: Cost) -> tuple[np.ndarray, np.ndarray]:
-    """Return [ranks, ops] the stage of each op, and the op's index in the stage's order.
+    """Return the stage of each op of a rank, and the op's index in the stage's order: [ranks, ops].
 
-    ``kinds`` [stages, ops] has equal rows. Each stage runs an op one step after the previous stage.
+    ``kinds`` [stages, ops] has equal rows. A stage runs each op one step after the stage before it.
     """
     stages, ops = kinds.shape
     rows = []

@@ -26,9 +26,9 @@ _SLICES = (1, 2, 4, 16)
 
 
 def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
-    """Return [stages] the peak bytes, without model states, if one document runs alone.
+    """Return the peak bytes [stages], without model states, if one document runs alone.
 
-    All layers are recomputed. All forwards run first, then all backwards.
+    All layers are recomputed. The forwards of all ``slices`` run first, then all backwards.
     """
     slices = max(1, min(slices, int(tokens)))
     edges = np.floor(np.linspace(0, tokens, slices + 1))
@@ -63,7 +63,7 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
 
 
 def most_tokens(cost: Cost) -> int:
-    """Return the maximum number of tokens of a chunk of unsliced documents that fits every rank.
+    """Return the number of tokens up to which a chunk of unsliced documents fits every rank.
 
     The chunk's backward recomputes all layers.
     """
@@ -83,7 +83,7 @@ def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
     its layers.
 
     Raises:
-        PlanError: if the document does not fit; names the document and the stage.
+        PlanError: if the document does not fit. The message names the document and the stage.
     """
     longest = max(range(len(documents)), key=lambda d: documents[d])
     tokens = documents[longest]

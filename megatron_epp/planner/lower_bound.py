@@ -20,7 +20,7 @@ def lower_bound_seconds(
 
     The bound is the work of the busiest stage, plus the time before its first input and after its
     last gradient. Every stage computes every token and pair once, including communication inside
-    ops, and has the constant time of at least one chunk. Before a stage can start, a chunk of at
+    ops, and spends the constant time of at least one chunk. Before a stage can start, a chunk of at
     least one token must pass through the previous stages. At the end, a gradient must pass back
     through them. Each stage has one bound for split and one for unsplit backwards; the smaller one
     counts. No stage waits for a W, so a W can run while the last gradient passes back.
@@ -70,7 +70,7 @@ def lower_bound_seconds(
 
 
 def least_seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
-    """Return [stages, features] seconds per token, pair, etc.; without all-to-all if ``local``."""
+    """Return seconds per token, pair, etc. [stages, features]; without all-to-all if ``local``."""
     per = cost.seconds.per(kind)
     if local:
         per = per.copy()

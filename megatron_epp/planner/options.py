@@ -54,8 +54,8 @@ class Options:
         effort: amount of search; 0: take the first good plan; None: depends on the batch
             (:func:`with_effort`).
         open_layers: whether the planner may change the number of layers per stage (lever `uneven`).
-        lockstep: number of replicas that share experts and one op template (a block, see
-            ir.program.op_template); 1: every replica is planned individually.
+        lockstep: number of replicas of a lockstep group, which share experts and an op template
+            (ir.program.op_template); 1: every replica is planned individually.
         whole: whether documents must not be sliced, for example because routers compare all tokens
             of a document.
     """
@@ -83,7 +83,7 @@ class Options:
 
 
 def with_effort(options: Options, documents: int, seconds: float) -> Options:
-    """Return ``options`` with an effort: the given one, or else one that depends on the batch.
+    """Return ``options`` with an effort that depends on the batch, unless ``effort`` is set.
 
     Args:
         options: planner options, such as levers and effort.

@@ -13,9 +13,9 @@ CHUNKS_PER_STAGE = 4  # typical for plans of a pipeline
 def gpu_row_multiple(
     batches: Sequence[Sequence[int]], stages: int, replicas: int, ranks: int
 ) -> int:
-    """Return the row multiple: on GPUs, a rank pads its rows of a chunk to a multiple of it.
+    """Return the row multiple, to which a rank rounds up its rows of a chunk on GPUs.
 
-    On average, padding adds half of this number to a rank's rows.
+    On average, this padding adds half of the multiple to a rank's rows.
 
     Args:
         batches: document lengths of some batches; () if unknown.

@@ -141,7 +141,7 @@ PACKED, STOCK, OVERLAPPED = "packing", "packing-best", "packing-overlap"
 
 
 def planner_and_cost(name: str, cost: Cost) -> tuple[str, Cost]:
-    """Return the planner's name for row ``name`` of ``compare`` or ``tune``, and its cost model."""
+    """Return the planner's name and the cost model of row ``name`` of ``compare`` or ``tune``."""
     if name != OVERLAPPED:
         return name, cost
     # The buffers of the tensor-parallel overlap have one shape for the run (cost/overlap.py).

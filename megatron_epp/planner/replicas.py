@@ -48,8 +48,9 @@ def balance_replicas(
         lengths: document lengths of the batch.
         cost: cost model, including the stages and parallel degrees.
         replicas: number of replicas.
-        overhead: for every replica, seconds of its plan in addition to the work of its documents.
-        least: minimum number of documents of a replica.
+        overhead: for every replica, the seconds of its plan that are not work of its documents.
+        least: minimum number of documents of a replica. The longest documents are first assigned
+            round-robin, until every replica has this number.
         seconds: seconds of work of every document; default: the work if documents are sharded over
             all context-parallel ranks.
         most: maximum number of documents of a replica; None for no limit.
@@ -107,7 +108,7 @@ def balance_blocks(
         cost: cost model, including the stages and parallel degrees.
         blocks: number of blocks.
         lockstep: number of replicas of a block.
-        overhead: for every block, seconds of its plan in addition to the work of its documents.
+        overhead: for every block, the seconds of its plan that are not work of its documents.
         seconds: seconds of work of every document.
     """
     slowness = block_slowness(lengths, cost, blocks, lockstep)
@@ -120,7 +121,7 @@ def balance_blocks(
 def block_slowness(
     lengths: Sequence[int], cost: Cost, blocks: int, lockstep: int
 ) -> np.ndarray | None:
-    """Return [blocks] the time of each block's slowest rank, relative to the fastest block.
+    """Return the time [blocks] of each block's slowest rank, relative to the fastest block.
 
     A block is a lockstep group of replicas. Return None if all replicas have equal devices. Raise a
     ValueError if the cost model was measured on another number of replicas.
@@ -176,10 +177,11 @@ def plan_step(
 ) -> PlannedStep:
     """Assign documents to replicas by time, and plan each replica.
 
-    All replicas have the same layers per stage. If ``options.open_layers`` and the replicas' plans
-    differ in layers, the layers of the slowest replica and those of ``cost`` are compared.
-    Replicas in lockstep (``options.lockstep``) are planned together: documents are balanced over
-    lockstep groups, and within a group so that chunks that run at the same time take equally long.
+    All replicas get the same layers per stage. With ``options.open_layers``, their first plans may
+    differ in layers. All replicas are then planned again, with the slowest replica's layers and
+    with those of ``cost``, and the faster step is returned. Replicas in lockstep
+    (``options.lockstep``) are planned together: documents are balanced over lockstep groups. Within
+    a group, chunks that run at the same time should take equally long.
 
     Args:
         lengths: document lengths of the global batch.
@@ -236,8 +238,8 @@ def plan_part(
         planner: name of the planner.
         replicas: number of replicas of the job.
         replica: index of the replica.
-        stands_in_for: planner that the other replicas use; it determines the division of documents.
-            None: ``planner``.
+        stands_in_for: name of the planner of the other replicas, if this replica uses ``planner``
+            instead; it determines the division of documents. None: ``planner``.
     """
     block = replica // options.lockstep
     others, units = stands_in_for or planner, replicas // options.lockstep
@@ -259,7 +261,7 @@ def plan_part(
 def divide_documents(
     lengths: Sequence[int], cost: Cost, options: Options, replicas: int, planner: str
 ) -> Assignments:
-    """Return the indices of the documents of every lockstep group, or else of every replica.
+    """Return the document indices of every lockstep group (one replica if not in lockstep).
 
     The result depends only on the arguments, so that every planner process computes the same
     division. For few replicas, :func:`_planned` refines the division.
@@ -304,8 +306,8 @@ def _parts(
 ) -> list[StepPart]:
     """Return the step parts (documents and plans of replicas) of some lockstep groups.
 
-    Keys of ``blocks`` are indices of lockstep groups. A value contains, for each replica of the
-    group, its documents as indices within the group, and its plan.
+    Keys of ``blocks`` are indices of lockstep groups. A value contains the documents of each
+    replica of the group, as indices into the group's documents, and the plan of each replica.
     """
     division = hashlib.sha256(repr(assigned).encode()).hexdigest()[:16]
     return [
@@ -324,7 +326,7 @@ def _parts(
 def plan_block(planner: str, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
     """Plan the documents of one replica or of one lockstep group.
 
-    A lockstep group of n replicas gets n times the effort of one replica.
+    A lockstep group of n replicas gets n times the effort of one replica, up to MOST_EFFORT.
 
     Args:
         planner: name of the planner.
@@ -388,7 +390,7 @@ def _with_layers(
     planner: str,
     run: Runner,
 ) -> tuple[Assignments, list[PlannedBlock]]:
-    """Return the best assignment and plans over ``costs`` with different layers per stage."""
+    """Return the best assignment and plans for any of ``costs``, which differ in their layers."""
     closed = dataclasses.replace(options, open_layers=False)
     results, reasons = [], []
     for cost in costs:
@@ -415,8 +417,8 @@ def _planned(
 ) -> tuple[Assignments, list[PlannedBlock]]:
     """Return the documents of every lockstep group, and the groups' plans.
 
-    If there are at most BALANCED_TWICE groups, documents are assigned twice, the second time with
-    the times of the first plans. The better division is returned.
+    If there are at most BALANCED_TWICE groups, and their times differ, documents are assigned again
+    with the times of the first plans. The better division is returned.
     """
     width = options.lockstep
     units = replicas // width

@@ -66,9 +66,10 @@ def _chunks(
 ) -> Iterator[tuple[tuple[int, int, int], ...]]:
     """Yield the chunks of one micro-batch, each of about ``target`` seconds.
 
-    The micro-batch contains the documents ``first``, ``first + 1``, ... Unsliced documents are
-    packed, the longest first, into the least loaded chunk. Packs run before slices, because the
-    backward of a slice waits for one more forward than the backward of a pack.
+    A chunk is a tuple of spans (document, start, stop). The micro-batch contains the documents
+    ``first``, ``first + 1``, ... Unsliced documents are packed, the longest first, into the least
+    loaded chunk. Packs run before slices, because the backward of a slice waits for one more
+    forward than the backward of a pack.
     """
     slices: list[tuple[tuple[int, int, int], ...]] = []
     packs: list[tuple[float, list[tuple[int, int, int]]]] = []

@@ -50,7 +50,8 @@ def problem_of_call(call: CallChunks, table: Table, budget: np.ndarray) -> Sched
 def arranged(problem: ScheduleProblem, order: Sequence[int], sizes: np.ndarray) -> ScheduleProblem:
     """Return ``problem`` with its groups (micro-batches) in ``order``.
 
-    The bytes of a chunk do not change, because they already include dependencies between slices.
+    ``sizes`` contains the number of chunks of every group. The seconds and bytes of a chunk do not
+    change, because dependencies between slices stay within a group.
     """
     chunks, ops = chunks_in(order, sizes), problem.ops
     starts = starts_of(sizes[list(order)])
@@ -96,7 +97,7 @@ class OrderedGroups:
 
 
 def call_order(problem: ScheduleProblem, sizes: np.ndarray) -> OrderedGroups:
-    """Return 1F1B in the caller's order; with one stage, every group (micro-batch) runs alone."""
+    """Return 1F1B in the caller's order; a single stage runs one group (micro-batch) at a time."""
     limit = (shrinking_in_flight if problem.stages > 1 else group_by_group)(sizes, problem.stages)
     played = list_schedule(problem, strict(limit))
     return OrderedGroups(tuple(range(len(sizes))), problem, PolicyParams(strict=True), played)
@@ -110,7 +111,7 @@ def best_order(
     ops: int = MOST_OPS,
     budgets: Iterable[np.ndarray] = (),
 ) -> OrderedGroups | None:
-    """Return the fastest order found within the budget, or None if none fits.
+    """Return the fastest order found that fits in the memory budget, or None if none fits.
 
     Args:
         problem: the scheduling problem in the caller's order.
@@ -118,8 +119,8 @@ def best_order(
         split: whether backwards may be split into I and W.
         reorder: whether groups may run in another order.
         ops: number of ops that the search may simulate.
-        budgets: rising budgets [stages] to search with, in place of the problem's own budget. The
-            last one is the limit.
+        budgets: ascending memory budgets [stages], which are searched in turn. The result fits in
+            the last one. If empty, the problem's own budget is used.
     """
     # ``few`` policies compare orders; ``every`` policy is tried on the best order.
     few = [PolicyParams(strict=True), PolicyParams(strict=False)]
@@ -151,8 +152,8 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
         problem: the scheduling problem in the caller's order.
         sizes: number of chunks of every group (micro-batch).
         left: number of ops that may still be simulated.
-        policies_for: function of (problem, sizes) with the groups in a certain order. It returns a
-            function that maps an element of ``by`` (see :meth:`play`) to a policy.
+        policies_for: called with the problem and the sizes for one order of the groups. It returns
+            a function that converts an element of ``by`` (see :meth:`play`) to a policy.
     """
 
     def __init__(
@@ -168,9 +169,9 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
         self.policy: Chosen | None = None  # policy of the best order
 
     def within(self, budgets: Iterable[np.ndarray]) -> Iterator[None]:
-        """Set each of the rising ``budgets`` in turn; the caller searches after each yield.
+        """Set each of the ascending ``budgets`` in turn; the caller searches after each yield.
 
-        Every budget may simulate the same number of ops. The best order of a smaller budget stays
+        Each of these searches may simulate ``left`` ops. The best order of a smaller budget stays
         ``best`` until a faster order is found. Without ``budgets``, the problem's budget is used.
         """
         ops = self.left
@@ -179,7 +180,7 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
             yield
 
     def play(self, order: Sequence[int], by: Sequence[Chosen]) -> bool:
-        """Simulate ``order`` with each policy of ``by``; return whether ``best`` has improved."""
+        """Simulate ``order`` with the policies of ``by``; return whether ``best`` has improved."""
         better = False
         problem = arranged(self.problem, order, self.sizes)
         policy_in = self.policies_for(problem, self.sizes[list(order)])

@@ -1,7 +1,7 @@
 """Plan of an external training loop's call if ranks have several stages.
 
-The plan uses Megatron's interleaved order, or the ZB-V order if stages form a V. A faster order
-replaces this order if it fits in the memory of this order's fullest rank, plus headroom.
+The default is Megatron's interleaved order, or the ZB-V order if stages form a V. A faster order
+replaces the default if no rank needs more memory than the default's fullest rank, plus headroom.
 """
 
 from collections.abc import Sequence

@@ -55,7 +55,7 @@ class RecomputeFit:
             ops: number of ops that the search may simulate.
 
         Returns:
-            The order, and [stages, chunks] the number of recomputed layers.
+            The order, and the number [stages, chunks] of recomputed layers.
         """
         choices = list(self._choices())
         best = None
@@ -87,7 +87,7 @@ class RecomputeFit:
     def _without_needless(
         self, ordered: OrderedGroups, again: np.ndarray
     ) -> tuple[OrderedGroups, np.ndarray]:
-        """Return the order with the least recompute that it requires, unless that is slower."""
+        """Return the order with only the recompute that it requires, unless this is slower."""
         call, kinds = self.call.arranged(ordered.order), ordered.schedule.kinds
         before = np.cumsum(kinds == F, axis=1)[kinds == B].reshape(self.cost.layout.stages, -1)
         kept = self._problem(call, np.zeros_like(again))
@@ -109,7 +109,7 @@ class RecomputeFit:
     def _least(
         self, call: CallChunks, kept: ScheduleProblem, limit: np.ndarray
     ) -> np.ndarray | None:
-        """Return [stages, chunks] the least number of layers to recompute for an in-flight limit.
+        """Return the least number [stages, chunks] of layers to recompute for an in-flight limit.
 
         Return None if the chunks do not fit even with all layers recomputed.
         """

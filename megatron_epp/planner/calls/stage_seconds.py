@@ -4,9 +4,9 @@
 
 This module fits the coefficients ``token``, ``pair`` and ``op`` to the times of training calls, so
 measurements take no extra time. The first call is ignored, because it includes one-time work.
-Estimates may be wrong by one factor for all micro-batches: such a factor does not change the choice
-of an order. If recent calls did not run an op kind (such as B, if all backwards are split), its
-last coefficients stay. They are scaled by the slowdown of the forwards since that measurement.
+If the estimates for all micro-batches are wrong by one common factor, the chosen order is right.
+If recent calls did not run an op kind (such as B, if all backwards are split), its last measured
+coefficients are used. They are scaled by the slowdown of the forwards since that measurement.
 """
 
 from collections import deque

@@ -1,11 +1,12 @@
 """Correction of a planned order's predicted gain, from measured times of calls.
 
-    correction = (measured / predicted, planned orders) / (measured / predicted, caller's order)
+    correction = ratio of planned orders / ratio of the caller's order
+    ratio      = measured / predicted seconds
 
 Predictions omit the time between ops, and other processes may slow the machine down. A slowdown of
 both planned orders and the caller's order cancels out. A planned order runs only if its predicted
-gain exceeds the correction. After many calls with a planned order, the caller's order is tried
-again, and vice versa.
+seconds, times the correction, are less than 1 - PAYS_FROM of those of the caller's order. After
+many calls with a planned order, the caller's order is tried again, and vice versa.
 """
 
 from collections import deque
@@ -52,9 +53,9 @@ class TrackRecord:
 
     @property
     def correction(self) -> float:
-        """Factor from 1 to ``MOST`` on the predicted seconds of a planned order, rounded to steps.
+        """Factor (1 to ``MOST``, in steps) on the predicted seconds of a planned order.
 
-        As long as no call in the caller's order is measured, its prediction counts as exact.
+        Until a call in the caller's order is measured, that order's predictions count as exact.
         """
         if not self._planned:
             return 1.0

@@ -5,9 +5,10 @@
       |---- 2 --- 4
       `---- 3
 
-Document d continues document parents[d], its prefix. A prefix is computed once and counts once. A
-chunk continues at most one other chunk. A subtree that fits into a chunk is not divided: it goes
-into the chunk of its prefix if that has capacity, else into a chunk with sibling subtrees.
+Document d continues document parents[d], its prefix. A prefix is computed once, so its time
+counts once. A chunk continues at most one other chunk. A subtree that fits into a chunk is not
+divided: it goes into the chunk of its prefix if this chunk has capacity, else into a chunk with
+sibling subtrees.
 """
 
 from collections.abc import Sequence
@@ -124,7 +125,7 @@ def tree_seconds(lengths: Sequence[int], parents: Parents, rates: Rates) -> Tree
 
 
 def require_parents(lengths: Sequence[int], parents: Parents) -> None:
-    """Raise a ValueError if a parent is missing, or is not an earlier document or -1."""
+    """Raise a ValueError unless every document has an earlier document, or -1, as its parent."""
     if len(parents) != len(lengths):
         raise ValueError(f"{len(parents)} parents of {len(lengths)} documents; expected one each")
     for document, parent in enumerate(parents):

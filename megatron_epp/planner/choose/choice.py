@@ -46,7 +46,7 @@ OFF, ON = "off", "on"
 
 @dataclass(frozen=True, slots=True)
 class RunChoice[K: Hashable]:
-    """The fastest candidate (partition, placement or kind of LM head) and the times of all.
+    """The fastest candidate (partition, placement or kind of LM head), and all candidates' times.
 
     Attributes:
         cost: cost model with the chosen candidate.
@@ -93,8 +93,8 @@ def fastest[K: Hashable](
 ) -> RunChoice[K]:
     """Return the fastest of ``candidates``: (name or layers, cost model, total seconds).
 
-    A candidate other than the first must save the fraction ``pays`` of the first candidate's time.
-    The seconds are None if a batch does not fit.
+    Another candidate replaces the first only if it saves more than the fraction ``pays`` of the
+    first candidate's time. The seconds are None if a batch does not fit.
     """
     first, *others = candidates
     key, cost, least = first
@@ -156,7 +156,7 @@ def unlike_seconds(
     planner: str,
     by_time: bool = False,
 ) -> float | None:
-    """Return the total seconds of low-effort plans for all batches, if replicas differ in speed.
+    """Return the total seconds of low-effort plans for all batches and replicas of unlike speed.
 
     Documents are assigned by the speeds of the replicas. Of every set of equal replicas, only the
     replica with the most work is planned. The time of a batch is that of its slowest plan. If
@@ -301,7 +301,7 @@ def placement_of(
 
 
 def placed_cost(cost: Cost, name: str) -> Cost | None:
-    """Return ``cost`` with the placement ``name`` and even layers; None if layers are too few."""
+    """Return ``cost`` with placement ``name``, layers divided evenly; None if they are too few."""
     placement = named_placement(name, cost.layout.placement.ranks)
     assert placement is not None
     if placement.stages > sum(cost.layout.layers) - cost.layout.pinned_layers + 1:
@@ -318,7 +318,7 @@ def placement_name(place: tuple[int, ...]) -> str:
 def with_placement(cost: Cost, placement: Placement) -> Cost:
     """Return ``cost`` with the stages of ``placement`` in place of one stage per rank.
 
-    Every stage has equally many layers, unless ``placement`` sets the layers per stage.
+    Decoder layers are divided evenly over the stages, unless ``placement`` sets them per stage.
 
     Raises:
         ValueError: if there are more stages than layers.

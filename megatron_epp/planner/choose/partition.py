@@ -28,13 +28,13 @@ def layer_costs(cost: Cost) -> Cost:
 
 
 def layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
-    """Return [layers] seconds of forward plus backward for ``features`` (tokens, pairs, ...)."""
+    """Return the seconds [layers] of F plus B for ``features`` (tokens, pairs, ...)."""
     single = layer_costs(cost)
     return (single.seconds.per(Kind.FORWARD) + single.seconds.per(Kind.BACKWARD)) @ features
 
 
 def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
-    """Return [stages, layers] seconds of each layer (:func:`layer_seconds`) on a stage's device."""
+    """Return :func:`layer_seconds` of each layer on each stage's device: [stages, layers]."""
     if not cost.layout.unlike_devices:
         seconds = layer_seconds(cost, features)
         return np.broadcast_to(seconds, (cost.layout.stages, len(seconds)))
@@ -43,7 +43,7 @@ def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
 
 
 def expected_features(cost: Cost, batches: Sequence[Sequence[int]]) -> np.ndarray:
-    """Return [features] of the cost model (tokens, pairs, ...): the mean over ``batches``."""
+    """Return the features [features] of ``cost`` (tokens, pairs, ...): mean over ``batches``."""
     chunks = float(LIKELY_CHUNKS * cost.layout.stages)
     every = [cost.layout.columns.batch_features(np.array(lengths), chunks) for lengths in batches]
     return np.mean(every, axis=0)
@@ -97,7 +97,7 @@ def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
 
 
 def _before(seconds: np.ndarray) -> np.ndarray:
-    """Return [stages, layers + 1] the total seconds of all layers before each layer."""
+    """Return the total seconds [stages, layers + 1] of all layers before each layer."""
     return np.concatenate((np.zeros((len(seconds), 1)), np.cumsum(seconds, axis=1)), axis=1)
 
 
@@ -105,7 +105,8 @@ def _fastest_on_ranks(cost: Cost, seconds: np.ndarray) -> tuple[int, ...] | None
     """Return layers per stage that minimise the slowest rank's time, then squared stage times.
 
     The search starts from the layers of ``cost``. It repeats the best move of one layer between
-    any two stages while that helps. ``seconds`` [stages, layers] are those of a layer on a stage.
+    any two stages while that helps. ``seconds`` [stages, layers]: seconds of a layer on a stage.
+    Return None if the model states do not fit.
     """
     before, each = _before(seconds), np.arange(cost.layout.stages)
     on = np.array(cost.layout.placement.place)

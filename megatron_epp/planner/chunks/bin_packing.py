@@ -1,7 +1,7 @@
-"""Packing of tails and short documents into buckets: InfiniPipe's Alg. 1, or longest first.
+"""Packing of tails and short documents into buckets: Alg. 1, longest first, or first fit.
 
-A tail is the last slice of a sliced document. With both methods, a bucket (a chunk) holds at most
-one tail.
+Alg. 1 is that of InfiniPipe. A tail is the last slice of a sliced document. With each of the
+methods, a bucket (a chunk) holds at most one tail.
 """
 
 import numpy as np
@@ -16,8 +16,9 @@ def alg1(
     """Return the bucket of every tail and every short document, and the number of buckets.
 
     Source: InfiniPipe's Alg. 1, lines 3 to 13, in its section on the sequence processor. Tail t
-    opens bucket t. Short documents, longest first, then go to the feasible bucket with the smallest
-    time per token. If no bucket has time left, the time limit is raised.
+    opens bucket t. Short documents, longest first, then go to the bucket with the smallest time per
+    token, among those within both limits. If no bucket has enough tokens left, a new one is opened.
+    If only the time limit prevents a choice, this limit is raised.
 
     Args:
         cuts: tails (last slices of sliced documents) and short documents.
@@ -88,8 +89,8 @@ def longest_first(
     Args:
         cuts: tails (last slices of sliced documents) and short documents.
         rates: seconds per token, query-key pair and chunk.
-        bins: wanted number of bins. The result has at least one bin per tail, and more bins if a
-            document exceeds the token limit of every bin.
+        bins: wanted number of bins, at least one per tail. If a document fits in no bin, a bin is
+            added. Bins that stay empty are removed.
         most_tokens: maximum number of tokens of a bin.
         loaded_seconds: initial seconds of the last bins, so that these get fewer documents.
     """

@@ -29,8 +29,8 @@ from megatron_epp.sim.jit import njit
 class BlockChunking(Chunking):
     """Chunks of a lockstep group of replicas; ``members`` are the chunkings of its replicas.
 
-    Chunk k of all members runs at the same time. The arrays of chunk k are those of the slowest
-    member; its number of tokens is the maximum. A group of several chunks counts as one document.
+    Chunk k of all members runs at the same time. Its array entries are those of the slowest
+    member, but token counts are maxima. In ``document``, a group of several chunks is one document.
     """
 
     members: tuple[Chunking, ...]
@@ -58,9 +58,9 @@ class BlockChunking(Chunking):
 
 
 def folded(chunking: Chunking, width: int, rates: Rates) -> Chunking:
-    """Assign chunks with the documents of a lockstep group to its ``width`` replicas.
+    """Distribute the chunks of a lockstep group over its ``width`` replicas.
 
-    Return the chunking of the group. If ``width`` is 1, it is ``chunking`` itself.
+    Return the chunking of the group, or ``chunking`` itself if ``width`` is 1.
     """
     if width == 1:
         return chunking
@@ -157,9 +157,9 @@ def build_block(
 
 @njit()
 def _fill(seconds, tokens, short_seconds, short_tokens, most_tokens):
-    """Return the place (chunk of a replica) of every short document, the least loaded that fits.
+    """Return the place (chunk of a replica) of every short document, and whether all fit.
 
-    The second value is False if some document fits in no place.
+    A document goes to the place with the least seconds, among those with enough tokens left.
     """
     place = np.empty(len(short_seconds), dtype=np.int64)
     for q in range(len(short_seconds)):

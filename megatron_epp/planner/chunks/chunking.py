@@ -135,7 +135,7 @@ class Chunking:
 
 
 def starts_of(sizes: np.ndarray) -> np.ndarray:
-    """Return [groups + 1] the first chunk of each group, then the number of chunks."""
+    """Return an array [groups + 1]: the first chunk of each group, then the number of chunks."""
     return np.concatenate(([0], sizes.cumsum()))
 
 
@@ -151,7 +151,7 @@ def backward_order(starts: np.ndarray) -> np.ndarray:
 
 
 def assemble(cuts: Cuts, bucket: np.ndarray, buckets: int, rates: Rates) -> Chunking:
-    """Return the chunks of slices and buckets: sliced documents, then packs, each longest first.
+    """Build chunks from slices and buckets: sliced documents, then packs, both longest first.
 
     Args:
         cuts: slices, tails (last slices) and short documents.

@@ -1,4 +1,4 @@
-"""Chunks of one fixed size: documents are sliced at multiples of it, and the rest is packed."""
+"""Chunks of one fixed size: long documents are sliced, tails and short ones packed."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ SIZES = 12
 
 
 def sizes(context: int, multiple: int) -> Iterator[int]:
-    """Yield the chunk sizes to try, in tokens, from the context down to about 1024."""
+    """Yield chunk sizes to try, multiples of ``multiple`` tokens, from context to about 1024."""
     seen = set()
     for power in range(SIZES):
         size = max(multiple, round(context / STEP**power / multiple) * multiple)

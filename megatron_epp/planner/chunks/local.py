@@ -6,8 +6,8 @@
 If one rank can compute a document within about a chunk's time, it does so alone. These documents
 go, longest first, to the chunk and rank with the least seconds so far. Longer documents are sliced
 and sharded over all ranks. All ranks of a chunk are padded to the rows of the fullest rank, and the
-chunk takes as long as its slowest rank. In packs without sharded documents, the contents of ranks
-are therefore sorted by rows, so that contents with similar rows share a chunk.
+chunk takes as long as its slowest rank. In packs without sharded documents, the sets of documents
+per rank are therefore sorted by rows: a chunk combines sets with similar numbers of rows.
 """
 
 import dataclasses
@@ -77,8 +77,8 @@ def local_chunks(
         first: index of the first document that one rank computes.
         target_seconds: time of a chunk.
         cut: time of a slice as a fraction of a chunk's time.
-        missing: fraction of a chunk's time by which each of the last packs is smaller.
-        extra_bins: number of packs more than even filling requires; may be negative.
+        missing: for each of the last packs, the fraction of a chunk's time that it lacks.
+        extra_bins: packs more than the number that even filling requires; may be negative.
         rates: seconds per token, query-key pair and chunk.
         most_tokens: maximum number of tokens of a chunk.
         multiple: number of tokens; slice boundaries are multiples of it.

@@ -32,16 +32,16 @@ class ChunkingParams:
     Attributes:
         chunks: approximate number of chunks.
         cut: time of a slice as a fraction of a chunk's time.
-        extra_bins: number of packs more than even filling requires; may be negative.
-        front: index into TAPERS, the sizes of small packs, for the first packs.
-        back: index into TAPERS for the last packs.
+        extra_bins: packs more than the number that even filling requires; may be negative.
+        front: TAPERS[front] contains the sizes of the small packs at the start.
+        back: TAPERS[back] contains the sizes of the small packs at the end.
         reverse: whether the shortest documents come first.
-        bare: whether recompute is chosen for only one document in flight at a time. The memory
-            budget then delays other forwards.
-        local: a document runs on one context-parallel rank if one rank computes it within this
+        bare: whether to recompute only as much as one document in flight at a time requires. Other
+            forwards then wait for memory.
+        local: maximum time of a document that one context-parallel rank computes alone, as a
             fraction of a chunk's time (:mod:`.local`); 0: all documents are sharded.
-        ramp: number of first packs that grow by a constant factor, instead of ``front``; 0 for
-            none.
+        ramp: number of packs at the start whose sizes grow by a constant factor, instead of
+            ``front``; 0: ``front`` applies.
     """
 
     chunks: float
@@ -131,7 +131,7 @@ def build_chunks(
 
 
 def forward_turns(params: ChunkingParams, groups: int, tails: int) -> np.ndarray:
-    """Return the groups in forward order; groups before ``tails`` are sliced documents."""
+    """Return the groups in forward order; the first ``tails`` groups are sliced documents."""
     small_ones, order = len(params.ramp_fractions), np.arange(groups)
     if params.reverse:
         order = order[::-1]

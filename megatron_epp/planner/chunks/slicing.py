@@ -1,7 +1,7 @@
 """Slicing of documents into slices of equal time.
 
 A late slice attends to more tokens, so it has fewer tokens than an early slice of equal time.
-Documents are sorted, longest first, so that a plan does not depend on their order.
+Documents are sorted, longest first, so that a plan does not depend on the order of the batch.
 """
 
 from collections.abc import Callable
@@ -29,8 +29,8 @@ class Rates:
         column_seconds: (column, seconds per unit); a column is another quantity of the cost model.
         exchange_seconds: part of ``token_seconds`` for all-to-all between context-parallel ranks.
             A document that one rank computes alone does not need this part.
-        host_ops: for forward and for backward, (the op's fraction of a chunk's seconds, host
-            seconds to issue the op); () if the host time is not modelled.
+        host_ops: a pair each for F and B: the op's fraction of a chunk's seconds, and the host's
+            seconds to issue the op; () if the host time is not modelled.
     """
 
     token_seconds: float
@@ -43,7 +43,7 @@ class Rates:
 
     @property
     def host_seconds(self) -> float:
-        """Seconds of a chunk below which its ops are shorter than the host's time to issue them."""
+        """Least seconds of a chunk whose ops all take at least the host's time to issue them."""
         return max((host / fraction for fraction, host in self.host_ops), default=0.0)
 
     def seconds(self, tokens, pairs):
@@ -101,7 +101,7 @@ class Rates:
         return taken
 
     def reach(self, seconds: np.ndarray) -> np.ndarray:
-        """Return the length of a document that takes ``seconds`` (window_document_seconds)."""
+        """Return the length of a document whose :meth:`window_document_seconds` are ``seconds``."""
         half = self.pair_seconds / 2 + sum(each for _, each in self.window_seconds) / 2
         tokens = _root(half, self.token_seconds + half, seconds)
         # Beyond a window the seconds of its layers grow linearly, so the parabola changes.
@@ -124,8 +124,8 @@ def _root(half: float, linear: float, seconds: np.ndarray) -> np.ndarray:
 def equal_points(length: int, slices: int, rates: Rates, multiple: int = 1) -> np.ndarray:
     """Return slices + 1 positions that bound slices of equal time, from 0 to ``length``.
 
-    Inner boundaries are multiples of ``multiple``, so that padding is added once per document. If
-    the document is too short, it has fewer slices.
+    Inner boundaries are multiples of ``multiple``, so that only one slice per document, the last
+    one, is padded. If the document is too short, it has fewer slices.
 
     Args:
         length: tokens of the document.
@@ -231,7 +231,10 @@ Cutter = Callable[[np.ndarray, float, Rates, int, int], Cuts]
 
 
 def remembered(cutter: Cutter = cut_each) -> Cutter:
-    """Return ``cutter`` with a cache; every call must pass the n longest documents of one batch."""
+    """Return ``cutter`` with a cache, which distinguishes calls by document count and target.
+
+    Every call must therefore pass the longest documents of the same batch, however many.
+    """
     known: dict[tuple[int, float], Cuts] = {}
 
     def cut(
@@ -274,8 +277,8 @@ def ideal_chunks(total_seconds: float, rates: Rates, stages: int) -> float:
     """Return the number of equal chunks, up to a limit, that minimises the iteration's time.
 
     n chunks cost n * chunk_seconds plus (stages - 1) * total_seconds / n for warm-up and cool-down.
-    If the host time is modelled, several numbers n are compared by the time of n + stages - 1 ops.
-    Each op then takes at least its host time, which more chunks do not shorten.
+    If the host time is modelled, several n are tried. The time is then that of n + stages - 1 equal
+    chunks. Each op takes at least its host time, which more chunks do not shorten.
     """
     most = min(
         MOST_CHUNKS_PER_STAGE * stages,

@@ -16,11 +16,11 @@ LEAST = 0.25  # lower end of the bisection, as a fraction of the best plan's mem
 
 
 def least_memory(search: Search, fastest: Candidate) -> Candidate:
-    """Return the plan with the lowest peak memory that is at most ``TIE`` slower than ``fastest``.
+    """Return the plan of lowest peak memory, at most 1 + ``TIE`` times as slow as ``fastest``.
 
     If ``fastest`` does not fit, return ``fastest``. Candidates are all plans that ``search`` has
     simulated. Bisection then finds the smallest budget within which the best candidate's chunks
-    and policy give a plan of about the same time.
+    and policy give a plan that is at most as slow.
     """
     if fastest.over_bytes > 0:
         return fastest

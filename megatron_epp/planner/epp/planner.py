@@ -151,9 +151,10 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDr
     Likewise, a plan with offloading must be faster than a plan without. Offloading is tried only if
     an earlier plan had to recompute for lack of memory.
 
-    Plans with single-rank documents are searched first. If the best plan is faster than the lower
-    bound of all plans that shard every document, the search ends. Otherwise plans that shard every
-    document are searched too, until such a plan is slower by the factor FAR_SLOWER.
+    Plans with single-rank documents are searched first. If the best of them is faster than the
+    lower bound of all plans that shard every document, the search ends, unless layers may move.
+    Else plans that shard every document are searched too. This second search ends at a set of
+    levers whose best plan takes FAR_SLOWER times as long as the best plan of the first set.
     """
     # The paper's memory model charges the memory held from I to W, whether backwards are split or
     # not.
@@ -232,8 +233,9 @@ def _persistent(
     """Return the best draft of the search, which gets more effort if memory is tight.
 
     Memory is tight if the draft recomputes layers or if no draft fits. The effort then rises, up to
-    EFFORT, until the draft takes at most FAR times the lower bound. With little effort, a search
-    can miss every chunking that fits well. Its draft is then several times too slow.
+    EFFORT, until the draft takes at most FAR times the lower bound (lever `persist`). With little
+    effort, a search can miss every chunking that fits well, and find only a draft that is several
+    times too slow.
     """
     best = _own(batch, cost, options, tables)
     if "persist" not in options.levers:

@@ -48,7 +48,7 @@ class Candidate:
 
 
 class Player(Preparation):
-    """Preparation of chunkings, and their simulation with policies, charged to the effort."""
+    """Preparation of chunkings and their simulation with policies; both spend effort."""
 
     @property
     def split(self) -> bool:
@@ -104,7 +104,7 @@ class Player(Preparation):
         return best
 
     def _spend_policies(self, prepared: PreparedChunking) -> None:
-        """Charge the effort of :meth:`best_policy` with tight memory, without simulating."""
+        """Spend the effort of :meth:`best_policy` for tight memory, without a simulation."""
         for number, policy in enumerate(self._policies(tight=True)):
             if number and self.effort.spent:
                 break
@@ -119,7 +119,7 @@ class Player(Preparation):
         return chosen
 
     def unbounded(self, kept: PreparedChunking, name: str) -> Candidate:
-        """Return the best schedule for unlimited memory; the result counts as not fitting."""
+        """Return the best schedule for unlimited memory, with ``over_bytes`` set to infinite."""
         ample = np.full_like(kept.work.headroom_bytes, np.inf)
         work = dataclasses.replace(kept.work, headroom_bytes=ample)
         ample_kept, left = dataclasses.replace(kept, work=work), self.effort.left

@@ -86,7 +86,7 @@ class PreparedChunking:
         work: the scheduling problem for ``counts``.
         min_in_flight: [stages, chunks] least number of forwards before each backward
             (planner.order.warmup), or [ranks, backwards] if ranks have several stages.
-        pipelines: number of pipelines that run one after another.
+        pipelines: number of successive pipelines over which the chunks are distributed.
     """
 
     chunking: Chunking
@@ -107,8 +107,8 @@ class Preparation:
 
     Args:
         halves: whether to compute seconds and bytes of I and W, too.
-        headroom_bytes: [ranks] bytes available besides the model states; None: up to the budget.
-        host: host memory available to offloading; None: the host budget.
+        headroom_bytes: [ranks] bytes for chunks; None: memory budget minus model states.
+        host: limit of host memory for offloading; None: the host budget of ``cost``.
     """
 
     def __init__(
@@ -162,10 +162,10 @@ class Preparation:
         hopeless: Callable[[PreparedChunking], bool] = lambda kept: False,
         problems: ChunkProblems | None = None,
     ) -> PreparedChunking | None:
-        """Prepare a chunking with the least recompute for its in-flight limit, or return None.
+        """Prepare a chunking with the least recompute that lets its in-flight limit fit in memory.
 
-        If no recompute suffices, the limit is lowered to one document at a time. If that does not
-        suffice either, all layers are recomputed.
+        If no recompute suffices, lever `window` lowers the limit to one document at a time. If that
+        does not suffice either, all layers are recomputed.
 
         Args:
             chunking: the chunks.
@@ -250,7 +250,7 @@ class Preparation:
     def _fewest_layers(
         self, problems: ChunkProblems, offloaded: Counts, least: np.ndarray
     ) -> Counts | None:
-        """Return the fewest layers (same number everywhere) to recompute; None if none fits."""
+        """Return the least number of layers to recompute everywhere; None if no number fits."""
         left = left_layers(self.cost, offloaded, problems.chunking.count)
         low, high = 1, max(self.cost.layout.layers)
         counts: Counts | None = None
@@ -264,7 +264,7 @@ class Preparation:
         return counts
 
     def first_layers(self, left: list[np.ndarray], mode: str, layers: int) -> Counts:
-        """Return counts: ``mode`` for ``layers`` layers a stage, at most ``left[k]`` of kind k."""
+        """Return counts: ``layers`` layers a stage with ``mode``, at most ``left[k]`` of kind k."""
         first = np.minimum(np.sum(left, axis=0), layers)
         by_kind = self.cost.layout.kinds.from_front(np.zeros_like(first), first)
         return {(k, mode): np.minimum(by_kind[k], grid) for k, grid in enumerate(left)}
@@ -300,7 +300,7 @@ class Preparation:
 
 
 def _within(work: ScheduleProblem, least: np.ndarray) -> np.ndarray:
-    """Return [stages] whether ``work`` fits in memory with the in-flight limit ``least``.
+    """Return for each stage whether ``work`` fits in memory with the in-flight limit ``least``.
 
     With several stages per rank, the list scheduler lowers the limit where memory requires it.
     """

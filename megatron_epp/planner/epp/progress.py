@@ -21,7 +21,7 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 def report_effort(spent: float = 0.0, expected: float = 0.0) -> None:
-    """Report the ops that a search has spent, and more ops that searches may spend."""
+    """Report the ops that a search just spent, and additional ops that may be spent later."""
     watcher = _watcher.get()
     if watcher is not None:
         watcher(spent, expected)

@@ -48,7 +48,7 @@ class Search(Player):
     """Search for the best plan of one batch on one machine.
 
     ``shared`` contains chunkings of an earlier search with the same batch, machine, headroom and
-    levers (except `wsplit`). The search charges their effort again, so sharing changes no result.
+    levers (except `wsplit`). The search spends their effort again, so sharing changes no result.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Search(Player):
         )
 
     def _alg1(self) -> Candidate:
-        """Return the best candidate by InfiniPipe's Alg. 1; simulation or equation 13 chooses K."""
+        """Return the best candidate by Alg. 1 of InfiniPipe; simulation or its eq. 13 chooses K."""
         options = [
             (prepared, note)
             for chunking, note in alg1_chunkings(self.batch, self.cost, self.options, self.rates)
@@ -245,7 +245,7 @@ class Search(Player):
         return min(self.known.items(), key=lambda entry: entry[1].rank)
 
     def _climb(self, effort_left: float) -> None:
-        """Improve the grid's best parameters: move to the best neighbour as long as that helps."""
+        """Move each of the CLIMBERS best parameters to its best neighbour, while that helps."""
         ranked = sorted(self.known, key=lambda params: self.known[params].rank)
         for params in ranked[:CLIMBERS]:
             at: ChunkingParams | None = params

@@ -20,10 +20,10 @@ def uniform_recompute(
 ) -> Iterator[Candidate]:
     """Yield variants of ``best`` and ``others`` with uniform recompute.
 
-    All stages and chunks recompute the same number of layers, but no offloaded layers. The number
-    is the least with which the candidate fits in memory, either with its in-flight limit or with
-    its own order of ops. Smaller numbers are tried too; forwards may then wait for memory. The
-    iterator ends when no effort is left.
+    All stages and chunks recompute the same number of layers. Offloaded layers are not recomputed.
+    The number is the least with which a candidate fits in memory: once for its in-flight limit,
+    once for its own order of ops. Smaller numbers are tried too; forwards may then wait for memory.
+    The iterator ends when no effort is left.
     """
     for candidate in (best, *others):
         steps = "".join(modes[1:] for modes in player.ladders(candidate.prepared.loads))

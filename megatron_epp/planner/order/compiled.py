@@ -48,7 +48,7 @@ def _message(kind, s, stages, head):
 
 @njit()
 def _arrivals(stages, count, head):
-    """Return [payloads, stages, chunks] initial arrival times of inputs: 0 or infinite."""
+    """Return initial arrival times [payloads, stages, chunks] of inputs: 0 or infinite."""
     arrival = np.full((3 if head else 2, stages, count), np.inf)
     arrival[ACTIVATION, 0, :] = 0.0
     if not head:
@@ -58,7 +58,7 @@ def _arrivals(stages, count, head):
 
 @njit()
 def _rise(moves, split, head):
-    """Return [stages] an upper bound on :func:`_drain_peak`, for any chunks in flight.
+    """Return an upper bound [stages] on :func:`_drain_peak` that holds for any chunks in flight.
 
     If every backward frees at least the bytes that it allocates, backwards raise memory by at most
     the bytes that one of them allocates. Otherwise the bound is infinite.
@@ -84,7 +84,7 @@ def _rise(moves, split, head):
 def _first_to_wake(wake, firsts, stale):
     """Return the rank with the earliest ``wake`` time.
 
-    ``firsts`` caches this rank for each block of ranks; ``stale`` blocks are updated.
+    ``firsts`` caches the earliest rank of each block of ranks; blocks marked ``stale`` are updated.
     """
     r = 0
     for b in range(len(firsts)):
@@ -112,7 +112,7 @@ class Problem(NamedTuple):
         budget: memory budget of every rank in bytes.
         rank_of: int64, rank of every stage.
         by_rank: stages sorted by rank.
-        placed: whether stage s may be on another rank than rank s.
+        placed: whether any stage s may be on a rank other than s.
     """
 
     seconds: np.ndarray
@@ -361,7 +361,7 @@ def _choice(can, problem, limits, state, r, now):
 def _forced_forward(state, rank_of, deep):
     """Return the first stage whose next F has its input, or -1 if there is none.
 
-    With ``deep``, return the last such stage on the rank of this first stage.
+    With ``deep``, return the last stage on the same rank whose next F has its input.
     """
     first, arrival = -1, state.arrival
     for s in range(len(rank_of)):
@@ -421,7 +421,7 @@ def _run(kind, s, problem, limits, state, now):
 
 @njit(**INLINED)
 def _send(kind, s, c, done, problem, limits, state):
-    """Send an op's output to the op that needs it; return the rank that may wake earlier."""
+    """Send an op's output to the op that needs it; return the rank that may now start earlier."""
     r = problem.rank_of[s]
     payload, row, to = _message(kind, s, len(state.stages), limits.head)
     if to < 0:
@@ -495,9 +495,10 @@ def schedule_with(problem, limits):
 
 @njit()
 def strict_orders(limit, backward_order, last_of_group):
-    """Return [stages, ops] op kinds and chunks: backward k of stage s after limit[s, k] forwards.
+    """Return the op kinds and the chunks, both [stages, ops], of the orders that ``limit`` fixes.
 
-    The third value is False if a backward precedes a forward that it requires.
+    Backward k of stage s follows limit[s, k] forwards. The third value is False if a backward
+    precedes a forward that it requires.
     """
     stages, count = limit.shape
     kinds = np.empty((stages, 2 * count), dtype=np.int8)

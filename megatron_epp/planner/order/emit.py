@@ -72,7 +72,7 @@ class Draft:
         note: description of how the plan was found.
         stages: [ranks, ops] stage of each op, if ranks have several stages. ``kinds`` and
             ``chunks`` are then [ranks, ops].
-        packing_tokens: length to which documents are packed, if it was chosen; else 0.
+        packing_tokens: packing length in tokens that the planner chose; 0 if it chose none.
     """
 
     chunking: Chunking
@@ -108,8 +108,8 @@ def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
 def merge_iw(schedule: Schedule, work: ScheduleProblem) -> np.ndarray:
     """Return the op kinds, with B in place of adjacent I and W of stage 0 if B is not slower.
 
-    No stage waits for the gradient of the first stage's input, so a B delays no other op, and it
-    holds no memory for a W. On other stages, an I sends its gradient before its W runs.
+    No stage waits for the gradient of the first stage's input, so a B delays no other op. Unlike an
+    I, a B holds no memory for a W. On other stages, an I sends its gradient before its W runs.
     """
     rank = work.place[0] if work.place else 0
     ran, of, stages = schedule.kinds[rank], schedule.chunks[rank], schedule.stages[rank]
@@ -201,10 +201,10 @@ def orders_of_ranks(
 
 
 def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...], ...]:
-    """Return the recompute modes of every stage and chunk, as a string with a letter per layer.
+    """Return a string for every stage and chunk, with one letter (recompute mode) per layer.
 
     For every layer kind, layers with the modes of ``counts`` precede saved layers. Offloaded layers
-    are distributed evenly among all of them.
+    are distributed evenly among all layers of the kind.
     """
     rows = []
     for stage, word in enumerate(cost.layout.kinds.words):
@@ -226,7 +226,7 @@ def _recompute(counts: Counts, cost: Cost, chunks: int) -> tuple[tuple[str, ...]
 
 
 def _woven(word: Sequence[int], modes: Sequence[str]) -> str:
-    """Return the recompute modes of all layers in the stage's order; ``word`` has their kinds."""
+    """Merge the modes of each layer kind into a stage's order; layer i has the kind word[i]."""
     waiting = [iter(each) for each in modes]
     return "".join(next(waiting[kind]) for kind in word)
 

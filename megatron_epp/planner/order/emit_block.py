@@ -77,7 +77,7 @@ def _member_plan(
 
 
 def tables_in_step(members: tuple[MemberPlan, ...], draft: Draft, cost: Cost) -> tuple[Table, ...]:
-    """Return, for every replica, a table of its own bytes and the slowest replica's seconds."""
+    """Return a table per replica: with its own bytes, but the seconds of the slowest replica."""
     counts = with_unrecomputed(cost, draft.counts, draft.chunking.count)
     return in_step([cost.table_of(member.loads, counts) for member in members])
 
@@ -107,7 +107,7 @@ def emit_block(
 
 
 def block_peaks(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
-    """Return [ranks] the maximum over the replicas of simulated peak bytes, with model states.
+    """Return simulated peak bytes [ranks], with model states: the maximum over the replicas.
 
     Args:
         batch: the documents, sorted by length.

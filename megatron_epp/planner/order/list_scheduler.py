@@ -36,18 +36,18 @@ HEAD_PATIENCE = 0.6
 class Policy:
     """Preferences of each rank; numbers of forwards and backwards are totals of its stages.
 
-    A policy with least = first = most is strict: without split backwards, it fixes the order of
-    ops, so memory is only measured and delays no op. With unsplit backwards, HELD_HEADS and
-    HEAD_PATIENCE apply to G in place of ``held_seconds`` and ``patience``.
+    A policy with least = first = most is strict. With unsplit backwards, it fixes the order of ops:
+    memory is measured, but delays no op. Any policy with unsplit backwards uses HELD_HEADS and
+    HEAD_PATIENCE for G, in place of ``held_seconds`` and ``patience``.
 
     Attributes:
         least: [ranks, k] number of forwards that must precede backward k of the rank.
-        first: [ranks, k] after k backwards, F has priority over B up to this number of forwards.
+        first: [ranks, k] after k backwards, F precedes B until this number of forwards has run.
         most: [ranks, k] after k backwards, the rank may run at most this number of forwards.
         split: whether to run I and W instead of B.
         held_seconds: W and G get priority if more than these seconds of W and G wait on the rank.
-        patience: a W or G starts only if at most this fraction of its time extends beyond the
-            arrival of the next awaited input.
+        patience: a W or G fills a gap only if at most this fraction of its time would extend
+            beyond the rank's next input.
         deep: whether to prefer the F of a rank's last stage to the F of its first stage.
     """
 
@@ -70,7 +70,7 @@ class Schedule:
         over_bytes: maximum over the ranks of the bytes above the budget, at least 0.
         kinds: [ranks, ops] codes of kinds (ir.KIND_CODE).
         chunks: [ranks, ops] chunks.
-        stages: [ranks, ops] stages; no columns if stage i is on rank i.
+        stages: [ranks, ops] stages; shape [ranks, 0] if stage i is on rank i.
         start: [ranks, ops] start times in seconds.
         stop: [ranks, ops] end times in seconds.
     """

@@ -24,9 +24,9 @@ class PolicyParams:
     Attributes:
         strict: whether to keep the in-flight limit; otherwise only memory limits the forwards.
         split: whether to run I and W instead of B.
-        held: maximum time of the W that wait on a rank, as a multiple of one W's mean time.
+        held: maximum time of a rank's waiting W and G, in mean times of one W plus one G.
         patience: see :class:`Policy`.
-        lead: number of forwards before a backward in addition to the in-flight limit.
+        lead: F has priority over B up to the in-flight limit plus this number.
         warm: factor on the in-flight limit if ranks have several stages.
         deep: see :class:`Policy`; used if ranks have several stages.
     """

@@ -31,7 +31,7 @@ _OPS_OF_CHUNK = (Kind.FORWARD, Kind.BACKWARD)
 
 
 def rates_of(cost: Cost) -> Rates:
-    """Return the seconds of F plus B per token, pair and chunk on a mean stage, with LM head."""
+    """Return the seconds of F plus B, with LM head, per token, pair, chunk: mean over stages."""
     per = cost.seconds.per(Kind.FORWARD) + cost.seconds.per(Kind.BACKWARD)
     per = per + cost.seconds.per(Kind.HEAD) + cost.seconds.per(Kind.HEAD_WEIGHT)
     mean, layout = per.mean(axis=0).tolist(), cost.layout
@@ -133,8 +133,8 @@ class ScheduleProblem:
     def of_in_flight(self) -> tuple[np.ndarray, np.ndarray]:
         """``moved_bytes`` and ``headroom_bytes`` for methods that only simulate F and B.
 
-        Bytes held from H to G count from F to B. The maximum memory that an H or G requires while
-        it runs is subtracted from the headroom.
+        Bytes held from H to G count as if held from F to B. The maximum memory that an H or G
+        requires while it runs is subtracted from the headroom.
         """
         moves = self.ops.moved_bytes
         if not self.vocabulary_parallel:
@@ -150,12 +150,12 @@ class ScheduleProblem:
 
 
 def with_unrecomputed(cost: Cost, counts: Counts, chunks: int) -> Counts:
-    """Return ``counts``, in which all remaining layers have the mode that saves activations."""
+    """Return ``counts``, plus mode KEEP (save activations) for all layers without a mode."""
     return {**counts, **every_layer(KEEP, left_layers(cost, counts, chunks))}
 
 
 def left_layers(cost: Cost, counts: Counts, chunks: int) -> list[np.ndarray]:
-    """Return, per layer kind, [stages, chunks] layers that have no recompute mode in ``counts``."""
+    """Return, per layer kind, the number [stages, chunks] of layers without mode in ``counts``."""
     left = [np.tile(layers[:, None], (1, chunks)) for layers in cost.layout.kinds.counts]
     for (kind, _), grid in counts.items():
         left[kind] = left[kind] - grid
@@ -163,7 +163,7 @@ def left_layers(cost: Cost, counts: Counts, chunks: int) -> list[np.ndarray]:
 
 
 def every_layer(mode: str, left: list[np.ndarray]) -> Counts:
-    """Return counts in which ``left[k]`` [stages, chunks] layers of kind k have ``mode``."""
+    """Return counts with ``mode`` for ``left[k]`` layers [stages, chunks] of each kind k."""
     return {(kind, mode): grid for kind, grid in enumerate(left)}
 
 

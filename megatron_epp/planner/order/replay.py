@@ -19,7 +19,7 @@ from megatron_epp.sim.rule_arrays import needs_for
 
 
 def replayed(work: ScheduleProblem, schedule: Schedule) -> Schedule:
-    """Return ``schedule`` with the times and peaks of its orders in ``work`` (same chunks)."""
+    """Return ``schedule`` in the same order, with the times and peaks of ``work`` (same chunks)."""
     seconds, peaks, start, stop = (
         _of_ranks(work, schedule)
         if work.place

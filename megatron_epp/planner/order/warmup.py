@@ -1,8 +1,8 @@
 """In-flight limit of 1F1B: the number of forwards that a stage runs before each of its backwards.
 
 On a stage with d stages after it, k + d + N forwards precede backward k = 0, 1, ... N is the number
-of chunks of the pipeline's longest document (InfiniPipe eq. 7). The limit is d more than on the
-last stage, so the numbers of the last stage determine those of all stages.
+of chunks of the pipeline's longest document (InfiniPipe eq. 7). These numbers are d more than on
+the last stage, so the limit of the last stage determines the limits of all stages.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ import numpy as np
 
 
 def constant(sizes: np.ndarray, stages: int) -> np.ndarray:
-    """Return [stages, chunks] the number of forwards before each backward of one pipeline.
+    """Return the number [stages, chunks] of forwards before each backward of one pipeline.
 
     ``sizes`` contains the number of chunks of every group (sliced document or pack), in order. The
     number of forwards in flight stays constant.
@@ -21,7 +21,7 @@ def constant(sizes: np.ndarray, stages: int) -> np.ndarray:
 
 
 def pipelines(sizes: np.ndarray, cuts: list[int], stages: int) -> np.ndarray:
-    """Return [stages, chunks] the number of forwards before each backward of several pipelines.
+    """Return the number [stages, chunks] of forwards before each backward of several pipelines.
 
     Pipelines run one after another. Every pipeline has its own in-flight limit. ``sizes`` contains
     the number of chunks of every group, and ``cuts`` the groups at which a new pipeline begins.
@@ -34,7 +34,7 @@ def pipelines(sizes: np.ndarray, cuts: list[int], stages: int) -> np.ndarray:
 
 
 def shrinking_in_flight(sizes: np.ndarray, stages: int) -> np.ndarray:
-    """Return [stages, chunks] the number of forwards before each backward, for a falling limit.
+    """Return the number [stages, chunks] of forwards before each backward, for a falling limit.
 
     The in-flight limit depends on the longest remaining document. If documents are sorted longest
     first, the last stage's limit falls to 1 after the sliced documents, and memory falls with it.
@@ -46,9 +46,9 @@ def shrinking_in_flight(sizes: np.ndarray, stages: int) -> np.ndarray:
 
 
 def filling_forwards(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
-    """Return [ranks] the number of forwards of a warm-up if ranks have several stages.
+    """Return the number [ranks] of forwards of a warm-up if ranks have several stages.
 
-    The number is that of the largest group's forwards on all stages of the rank, plus two for every
+    It is the number of forwards of the largest group on all stages of the rank, plus two for every
     stage of later ranks.
 
     Args:
@@ -62,7 +62,7 @@ def filling_forwards(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
 
 
 def placed_window(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
-    """Return [ranks, backwards] a rank's number of forwards (all stages) before each backward.
+    """Return a rank's number of forwards (all stages) before each backward: [ranks, backwards].
 
     Arguments are those of :func:`filling_forwards`.
     """
@@ -71,12 +71,12 @@ def placed_window(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
 
 
 def interleaved_warm_up(ranks: int, stages: int) -> np.ndarray:
-    """Return [ranks] the number of warm-up forwards of Megatron's interleaved schedule."""
+    """Return the number [ranks] of warm-up forwards of Megatron's interleaved schedule."""
     return 2 * (ranks - 1 - np.arange(ranks)) + stages - ranks
 
 
 def group_by_group(sizes: np.ndarray, stages: int) -> np.ndarray:
-    """Return [stages, chunks] the least number of forwards before each backward.
+    """Return the least number [stages, chunks] of forwards before each backward.
 
     The number follows from dependencies: all forwards of a group (sliced document or pack) must
     precede the group's backwards.
@@ -86,6 +86,6 @@ def group_by_group(sizes: np.ndarray, stages: int) -> np.ndarray:
 
 
 def _staged(last: np.ndarray, count: int, stages: int) -> np.ndarray:
-    """Return [stages, chunks] the in-flight limits, from ``last`` [chunks] of the last stage."""
+    """Return all in-flight limits [stages, chunks], from the last stage's ``last`` [chunks]."""
     after = np.arange(stages)[::-1]
     return np.minimum(count, last[None] + after[:, None])

@@ -1,4 +1,4 @@
-"""Schedule of ChunkFlow: chunks of one size, and the last K of a document save activations.
+"""Schedule of ChunkFlow: chunks of one size; a document's last K chunks save activations.
 
 The earlier chunks of a sliced document recompute all their layers in backward. This implementation
 saves the input of every layer. As in the paper, size and K come from a small grid. For each batch,
@@ -37,7 +37,7 @@ def draft(
         batch: the documents, sorted by length.
         cost: cost model, including the stages and parallel degrees.
         options: planner options, such as levers and effort.
-        below: time limit in seconds. The caller needs a draft only if it is faster.
+        below: seconds of an iteration; the caller needs only a draft that takes less.
 
     Returns:
         The draft, or None if lower bounds show that no draft is faster than ``below``.
@@ -64,7 +64,7 @@ def draft(
 
 
 def discarded(cost: Cost, chunking: Chunking, kept: int) -> Counts:
-    """Return recompute counts: all layers of all but the last ``kept`` chunks of a document."""
+    """Return counts that recompute all layers, except in a document's last ``kept`` chunks."""
     early = chunking.last_of_group - np.arange(chunking.count) >= kept
     grid = np.outer(np.array(cost.layout.layers, dtype=np.float64), early)
     return cost.layout.kinds.first(FULL, grid)

@@ -26,7 +26,7 @@ def draft(
         batch: the documents, sorted by length.
         cost: cost model, including the stages and parallel degrees.
         options: planner options, such as levers and effort.
-        below: time limit in seconds. The caller needs a draft only if it is faster.
+        below: seconds of an iteration; the caller needs only a draft that takes less.
 
     Returns:
         The draft, or None if lower bounds show that no draft is faster than ``below``.
@@ -42,13 +42,13 @@ def draft(
 def held_policies(cost: Cost, chunks: int, warm: np.ndarray, split: bool) -> Iterator[NotedPolicy]:
     """Yield two policies with ``warm`` forwards in flight, each with a description.
 
-    The first policy never has more forwards in flight. The second policy runs more forwards if
-    no other op can run.
+    The first policy never exceeds this number. The second policy runs more forwards if no other op
+    can run.
 
     Args:
         cost: cost model, including the stages and parallel degrees.
         chunks: number of chunks.
-        warm: [ranks] number of forwards.
+        warm: [ranks] number of forwards in flight.
         split: whether backwards are split.
     """
     for strict, how in ((True, ""), (False, ", forwards where nothing else can run")):

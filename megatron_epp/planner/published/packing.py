@@ -36,7 +36,7 @@ def draft(
         batch: the documents, sorted by length.
         cost: cost model, including the stages and parallel degrees.
         options: planner options, such as levers and effort.
-        below: time limit in seconds. The caller needs a draft only if it is faster.
+        below: seconds of an iteration; the caller needs only a draft that takes less.
 
     Returns:
         The draft, or None if lower bounds show that no draft is faster than ``below``.

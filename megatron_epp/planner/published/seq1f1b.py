@@ -1,4 +1,4 @@
-"""Schedule of Seq1F1B as defined by InfiniPipe's baseline: fixed-size chunks, static recompute.
+"""Schedule of Seq1F1B as in InfiniPipe's baseline: chunks of fixed size, static recompute.
 
 The original Seq1F1B slices every sequence into the same number of slices, which does not suit
 varying lengths. InfiniPipe's baseline slices and packs to a fixed size. For each batch, simulation
@@ -27,7 +27,7 @@ def draft(
         batch: the documents, sorted by length.
         cost: cost model, including the stages and parallel degrees.
         options: planner options, such as levers and effort.
-        below: time limit in seconds. The caller needs a draft only if it is faster.
+        below: seconds of an iteration; the caller needs only a draft that takes less.
 
     Returns:
         The draft, or None if lower bounds show that no draft is faster than ``below``.

@@ -30,9 +30,9 @@ def full_layers(cost: Cost) -> Ladders:
 def ladder(cost: Cost, loads: Loads, modes: Iterable[str] = SELECTIVE, kind: int = 0) -> str:
     """Return the useful recompute modes of a layer kind (a "ladder"), one letter per mode.
 
-    The first mode saves all activations, and the last one recomputes the layer. Each step from mode
-    to mode frees bytes for fewer recompute seconds per byte than the next step. The modes are the
-    lower convex hull of recompute seconds over freed bytes.
+    The first mode saves all activations, and the last one recomputes the layer. Each step to the
+    next mode costs fewer recompute seconds per freed byte than the following step. The modes are
+    the lower convex hull of recompute seconds over freed bytes.
 
     Args:
         cost: cost model, including the stages and parallel degrees.
@@ -66,7 +66,7 @@ def _price(low: tuple[float, float, str], high: tuple[float, float, str]) -> flo
 
 
 def freed_bytes(cost: Cost, loads: Loads, steps: str, kind: int = 0) -> np.ndarray:
-    """Return [steps, stages, chunks] the bytes that each step to the next mode frees per layer.
+    """Return the bytes that each step to the next mode frees per layer: [steps, stages, chunks].
 
     Args:
         cost: cost model, including the stages and parallel degrees.
@@ -101,7 +101,7 @@ def diagonal_counts(
         least: [stages, chunks] number of forwards before each backward.
         integer: whether to solve the integer program instead of its relaxation.
         steps: recompute modes of every layer kind (:func:`ladder`); default: save or recompute.
-        headroom_bytes: [stages] bytes available besides the model states; default: of ``kept``.
+        headroom_bytes: [stages] bytes available besides the model states; default: as in ``kept``.
         layers: per layer kind, [stages, chunks] number of layers that are not offloaded; default:
             all layers.
     """

@@ -33,7 +33,7 @@ def trimmed[T](
         play: function that simulates given counts and returns a candidate; None if no effort is
             left.
         rank: function that returns the sort key of a candidate.
-        slots: [stages, chunks] index of the diagonal.
+        slots: [stages, chunks] index of the diagonal of each stage and chunk.
     """
     start = counts_of(best)
     for counts in (_scaled(start, scale) for scale in SCALES):

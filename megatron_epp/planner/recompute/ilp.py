@@ -22,10 +22,10 @@ MIP_NODES = 400
 
 @dataclass(frozen=True, slots=True)
 class MemoryRows:
-    """Constraints freed @ layers >= missing_bytes, with one row per op that would exceed memory.
+    """Constraints freed @ layers >= missing_bytes, with one row per backward that lacks memory.
 
-    Row r has the entries starts[r] to starts[r + 1] - 1 of ``slot`` (columns) and ``freed`` (bytes
-    per layer). A step is a change of a layer to a recompute mode that frees more bytes. Column
+    Row r consists of the entries starts[r] to starts[r + 1] - 1 of ``slot`` (columns) and ``freed``
+    (bytes per layer). A step changes a layer to a recompute mode that frees more bytes. Column
     step * slots + slot is the number of layers of a slot that take the step.
     """
 
@@ -52,6 +52,8 @@ def memory_rows(
 ) -> MemoryRows:
     """Return the memory constraints of the order of F and B that ``least`` defines.
 
+    The row of a backward limits the highest memory since the stage's previous backward.
+
     Args:
         least: [stages, chunks] number of forwards before each backward (planner.order.warmup).
         backward_order: chunks in the order of their backwards.
@@ -73,10 +75,10 @@ def memory_rows(
 
 @njit()
 def _missing(least, backward_order, moves, saved, budget):
-    """Return [stages, chunks] bytes above the budget, and the maximum number of chunks in flight.
+    """Return bytes above the budget [stages, chunks], and the maximum number of chunks in flight.
 
-    The value of a backward is the maximum since the stage's previous backward. It is negative if
-    memory is left. ``saved`` [stages, chunks] are the bytes that recompute frees.
+    Entry [s, k] is the maximum from backward k - 1 to backward k of stage s. It is negative if
+    memory is left. ``saved`` [stages, chunks] contains the bytes that recompute frees.
     """
     stages, count = saved.shape
     missing = np.empty((stages, count))
@@ -155,7 +157,7 @@ def _rows(least, backward_order, slot_of, moves, freed, budget, wanted):
 def within(
     least: np.ndarray, backward_order: np.ndarray, moves: np.ndarray, budget: np.ndarray
 ) -> np.ndarray:
-    """Return [stages] whether the order of F and B that ``least`` defines fits in memory.
+    """Return for each stage whether the order of F and B that ``least`` defines fits in memory.
 
     Arguments are those of :func:`memory_rows`.
     """
@@ -183,7 +185,7 @@ def solve_order(
     *,
     integer: bool = True,
 ) -> np.ndarray | None:
-    """Return [steps, slots] the number of layers to recompute in the order ``least``.
+    """Return the number [steps, slots] of layers to recompute in the order that ``least`` defines.
 
     Args:
         solver: the solver.
@@ -197,7 +199,8 @@ def solve_order(
         integer: whether to solve the integer program (2% gap) or its relaxation, rounded up.
 
     Returns:
-        The number of layers, or None if the order does not fit even with the maximum.
+        The number of layers, or None if the order does not fit even with ``most`` layers. After
+        ROW_ROUNDS attempts, the order may still exceed the memory of a stage.
     """
     steps, stages, count = freed.shape
     slots = count + stages - 1
@@ -227,7 +230,7 @@ def solve_order(
 
 
 def _want_worst(wanted: np.ndarray, missing: np.ndarray) -> None:
-    """Mark in ``wanted`` the worst backward of every section of backwards that lacks memory."""
+    """Mark in ``wanted`` the worst of every few consecutive backwards, if it lacks memory."""
     stages, count = missing.shape
     width = max(1, count // FIRST_ROWS)
     for begin in range(0, count, width):
@@ -336,7 +339,7 @@ def _enough(rows: MemoryRows, layers: np.ndarray) -> bool:
 def reduce_diagonals(
     choose: Callable[..., np.ndarray], layers: np.ndarray, backward_order: np.ndarray
 ) -> np.ndarray:
-    """Return [slots]: ``choose`` (e.g. nanmax) of ``layers`` [stages, chunks] on each diagonal."""
+    """Return, per slot, ``choose`` (e.g. nanmax) of ``layers`` [stages, chunks] on its diagonal."""
     stages, count = layers.shape
     on = np.full((stages, count + stages - 1), np.nan)
     for stage in range(stages):
@@ -346,7 +349,7 @@ def reduce_diagonals(
 
 
 def broadcast_diagonals(layers: np.ndarray, backward_order: np.ndarray, stages: int) -> np.ndarray:
-    """Return [stages, chunks] the number of layers, equal on each diagonal slot (eq. 16)."""
+    """Return ``layers`` [slots] as an array [stages, chunks], equal on each diagonal (eq. 16)."""
     count = len(backward_order)
     slot = np.empty(count, dtype=np.int64)
     slot[backward_order] = np.arange(count)

@@ -19,9 +19,9 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
     """Return the maximum number of layers whose copies completely overlap with F, B and I.
 
     The result maps (layer kind, OFFLOAD) to a number [stages, chunks]. Layers of the first kind are
-    chosen first, because every byte takes equally long to copy. If only one or two layers of a
-    chunk are offloaded, all of them are on the device while the chunk's ops run (ir.IN_FLIGHT), and
-    on the host otherwise.
+    chosen first: the choice is arbitrary, because every byte takes equally long to copy. If a
+    chunk offloads only one or two layers, these are on the device while its ops run
+    (ir.IN_FLIGHT), and on the host otherwise.
     """
     kinds = (Kind.FORWARD, *BACKWARDS)
     seconds = np.min([cost.seconds.of(kind, loads) for kind in kinds], axis=0)
@@ -38,8 +38,8 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
 class HostHeadroom:
     """Limit of host memory for each stage's offloaded layers, in bytes.
 
-    ``at_once``: whether the offloaded layers of all chunks must fit together. Every order of ops
-    then fits.
+    ``at_once``: whether the offloaded layers of all chunks must fit at the same time, so that every
+    order of ops fits.
     """
 
     budget_bytes: float = math.inf
@@ -84,7 +84,7 @@ class HostHeadroom:
 def layers_offloaded(
     cost: Cost, loads: Loads, host: HostHeadroom, least: np.ndarray, backward: np.ndarray
 ) -> dict[Choice, np.ndarray]:
-    """Return, for each layer kind, [stages, chunks] the number of layers to offload.
+    """Return, for each layer kind, the number [stages, chunks] of layers to offload.
 
     The number is that of :func:`hidden_layers`, or less if a stage's layers exceed host memory.
     Host memory is divided equally between layer kinds, and between a rank's stages.
@@ -116,7 +116,7 @@ FRACTIONS = tuple(k / 20 for k in range(20, -1, -1))  # of the layers whose copi
 def _host_peak(moved: np.ndarray, least: np.ndarray, backward: np.ndarray) -> float:
     """Return the peak bytes of host memory of one stage under an in-flight limit.
 
-    Bytes ``moved`` [chunks] leave the device in F and return in B.
+    In F, ``moved`` [chunks] bytes are copied to the host; in B, they return to the device.
     """
     out = np.concatenate(([0.0], np.cumsum(moved)))
     back = np.concatenate(([0.0], np.cumsum(moved[backward])))[:-1]

@@ -45,7 +45,7 @@ class ScoredDraft:
 def better(best: ScoredDraft | None, bound_seconds: float, below: float) -> bool:
     """Return whether a plan with lower bound ``bound_seconds`` may be faster than ``best``.
 
-    The bound must also be less than ``below`` seconds.
+    The result is also False if the bound is not less than ``below`` seconds.
     """
     return bound_seconds < below and (
         best is None or best.over_bytes > 0 or bound_seconds < best.seconds
@@ -58,10 +58,11 @@ def strict(least: np.ndarray) -> Policy:
 
 
 def one_f_one_b(least: np.ndarray, sizes: np.ndarray, cost: Cost) -> list[NotedPolicy]:
-    """Return a policy for 1F1B with the in-flight limit ``least`` (forwards before each backward).
+    """Return the 1F1B policies to try, with descriptions.
 
-    If ranks have several stages, return policies with several warm-ups instead. ``sizes`` contains
-    the number of chunks of every group (sliced document or pack).
+    With one stage per rank, the only policy has the in-flight limit ``least`` (forwards before each
+    backward). Else the policies have several warm-ups. ``sizes`` contains the number of chunks of
+    every group (sliced document or pack).
     """
     if cost.layout.place:
         return list(warm_up_policies(cost.layout.place, sizes, (False,)))
@@ -71,7 +72,7 @@ def one_f_one_b(least: np.ndarray, sizes: np.ndarray, cost: Cost) -> list[NotedP
 def best_schedule(
     problems: ChunkProblems, counts: Counts, policies: Sequence[NotedPolicy]
 ) -> tuple[Schedule, str]:
-    """Simulate policies or orders; return the best schedule and the description of its policy."""
+    """Simulate policies or given schedules; return the best schedule and its description."""
     work = problems.of(counts)
     played = (
         (replayed(work, how) if isinstance(how, Schedule) else list_schedule(work, how), said)
@@ -121,7 +122,7 @@ def uniform_draft(
         options: planner options, such as levers and effort.
         note: description of the chunking.
         modes: recompute modes; the first mode with which the draft fits is used.
-        below: time limit in seconds. The caller needs a draft only if it is faster.
+        below: seconds of an iteration; the caller needs only a draft that takes less.
 
     Returns:
         The draft, or None if a lower bound shows that it is not faster than ``below``.

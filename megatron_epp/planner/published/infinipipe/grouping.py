@@ -93,7 +93,7 @@ class RecomputeIlps:
         return np.inf if layers is None else self.layer_seconds * float(layers.sum())
 
     def counts(self, cuts: Sequence[int], headroom_bytes: np.ndarray) -> Counts | None:
-        """Return the recompute counts; the second and later pipelines begin at groups ``cuts``.
+        """Return the recompute counts; ``cuts``: first groups of the second and later pipelines.
 
         Return None if the pipelines do not fit in ``headroom_bytes``.
         """
@@ -115,17 +115,17 @@ def group(
     """Assign documents to pipelines by eq. 14.
 
     A group is a sliced document or a pack. Groups are in descending order of their slice counts. A
-    pipeline is therefore a run of consecutive groups, and only boundaries at which the count falls
-    are tried.
+    pipeline is therefore a run of consecutive groups. Only groups with fewer slices than
+    the previous group are tried as first groups of pipelines.
 
     Args:
         ilps: recompute programs of the chunking.
         delta: warm-up of a pipeline in seconds.
-        below: time limit in seconds. The caller needs a result only if it is faster.
+        below: seconds of warm-ups and recompute; the caller needs only a result that takes less.
 
     Returns:
         The groups at which another pipeline begins, and the seconds of all warm-ups and recompute.
-        None if nothing fits in memory or takes less than ``below``.
+        None if nothing fits in memory; may also be None if nothing takes less than ``below``.
     """
     sizes = ilps.chunking.sizes
     boundaries = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]

@@ -30,7 +30,7 @@ def paper_moves(cost: Cost, loads: Loads) -> np.ndarray:
 
 
 def paper_freed(cost: Cost, loads: Loads) -> np.ndarray:
-    """Return [stages, chunks] F[k], the bytes that one recomputed layer frees.
+    """Return F[k], the bytes [stages, chunks] that one recomputed layer frees.
 
     A slice's K and V are not freed, because later slices attend to them (eq. 9).
     """
@@ -42,7 +42,7 @@ def paper_freed(cost: Cost, loads: Loads) -> np.ndarray:
 
 
 def _held(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
-    """Return [chunks] bytes of one layer's activations, plus cached K and V if it is a slice."""
+    """Return the bytes [chunks] of one layer: activations, and for slices also cached K and V."""
     tokens = loads.tokens / cost.layout.shards
     carries = loads.document >= 0  # 1 - I_k, as the text defines it
     kept = of.saved_bytes[KEEP].per_token
@@ -54,13 +54,13 @@ def _held(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
 
 
 def _cached_kv(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
-    """Return [chunks] K/V bytes of one layer: of all tokens, or of a sliding window's tokens."""
+    """Return the K/V bytes [chunks] of one layer: for all tokens, or those in a sliding window."""
     tokens = np.minimum(loads.tokens, of.window - 1) if of.window else loads.tokens
     return of.kv_bytes_per_token * tokens / cost.memory.kv_shards(of)
 
 
 def _freed(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
-    """Return [chunks] bytes that one recomputed layer frees."""
+    """Return the bytes [chunks] that one recomputed layer frees."""
     # The K and V of a slice are not freed. However, a window caches a copy of its last tokens, and
     # MLA caches latents, which are not saved activations.
     carries = (loads.document >= 0) & (not (of.window or of.kv_replicated))
@@ -82,7 +82,7 @@ def papers_ledger(
         cost: cost model, including the stages and parallel degrees.
         loads: tokens and query-key pairs of the chunks.
         counts: number of layers by layer kind and recompute mode. A layer with a selective mode
-            frees the difference between the bytes that KEEP and the mode save.
+            frees the bytes that it saves with KEEP, minus the bytes that it saves with the mode.
     """
     moves = paper_moves(cost, loads)
     for (kind, mode), grid in counts.items():

@@ -1,10 +1,10 @@
 """InfiniPipe as published: Alg. 1, search over K, grouping into pipelines, diagonal program.
 
-The paper is ambiguous in one point. T_m of Alg. 1 can mean the tokens of the first slice, or the
-tokens of short documents that take as long as a slice. Both readings are tried. Eq. 13 predicts the
-time of each reading and each K, and the best prediction is chosen without simulation. The search
-solves the relaxed program and rounds up. The chosen pipelines are solved as integer programs with
-the paper's gap of 2%.
+K is the number of slices of the longest document. The paper is ambiguous in one point. T_m of
+Alg. 1 can mean the tokens of the first slice, or the tokens of short documents that take as long as
+a slice. Both readings are tried. Eq. 13 predicts the time of each reading and each K, and the best
+prediction is chosen without simulation. The search solves the relaxed program and rounds up. The
+chosen pipelines are solved as integer programs with the paper's gap of 2%.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -68,8 +68,8 @@ class GroupedChunking:
     Attributes:
         ilps: recompute programs of the chunking.
         cuts: groups at which another pipeline begins.
-        seconds: time predicted by eq. 13, plus the work. The work depends on K, because every chunk
-            has a constant time.
+        seconds: time of warm-ups and recompute by eq. 13, plus the time of all chunks. The latter
+            depends on K, because every chunk has a constant time.
         note: description of the chunking.
     """
 
@@ -111,7 +111,7 @@ def draft_below(
         batch: the documents, sorted by length.
         cost: cost model, including the stages and parallel degrees.
         options: planner options, such as levers and effort.
-        below: time limit in seconds. The caller needs a draft only if it is faster.
+        below: seconds of an iteration; the caller needs only a draft that takes less.
         method: ablation of InfiniPipe's method; None: the method itself.
     """
     method = method or Method(chunkings)
@@ -256,7 +256,7 @@ def _play(
     cost: Cost,
     options: Options,
 ) -> tuple[ScoredDraft, np.ndarray]:
-    """Return the simulated draft, and [stages] its exact peak bytes without model states."""
+    """Return the simulated draft, and its exact peak bytes [stages] without model states."""
     loads = loads_of(chunking, batch.lengths, cost.multiple)
     in_flight_limit = pipelines(chunking.sizes, list(cuts), cost.layout.stages)
     work = ChunkProblems(cost, chunking, loads, split=False).of(counts)
