@@ -17,7 +17,7 @@ def moe_permute_fwd(
     input: Tensor, dtype: Any, indices: Tensor, num_out_tokens: int, workspace: list[Tensor],
     max_expanded_token_num: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """Return ``num_out_tokens`` rows sorted by expert, then by token."""
+    """Return ``num_out_tokens`` (0: all) rows by expert, then token; ``row_id_map``; workspace."""
     kernel = "moe_permute_fwd"
     dense(kernel, "the input", input)
     expect(indices.dtype == torch.int32, kernel, f"indices of {indices.dtype}")
