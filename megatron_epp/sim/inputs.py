@@ -123,8 +123,8 @@ def moved_bytes(
         ties: order of the slices of each document.
         rules: rule table of the plan.
         orders: order of ops of every stage. If documents branch, it determines which chunk is the
-            last to attend to a document. None: forwards run in the order of ``ties.kept``, and
-            backwards in reverse.
+            last to attend to a document. None: forwards run in the order of the readers in
+            ``ties.kept``, and backwards in reverse.
         recomputed: True: only bytes that depend on recompute; False: only bytes that do not depend
             on it; None: both. The two parts add up exactly, because bytes are whole numbers.
     """

@@ -46,7 +46,7 @@ def moe_unpermute_fwd(
 def moe_permute_bwd(
     input: Tensor, dtype: Any, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int
 ) -> Tensor:
-    """Return the gradient of the input: the sum of each token's rows."""
+    """Return the gradient of the input: the sum of each token's rows, as in the unpermutation."""
     return moe_unpermute_fwd(input, dtype, row_id_map, prob, num_tokens, topK)
 
 

@@ -129,10 +129,10 @@ def te_general_grouped_gemm(
     single_output: bool, pre_gelu_out: Sequence[Tensor], grad: bool, workspace: Sequence[Tensor],
     workspace_size: int, accumulate: bool, use_split_accumulator: bool, math_sm_count: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute a group of products, and return the biases.
+    """Compute a group of products, and return the list ``bias``.
 
     With ``single_output``, D has one tensor with the rows of all products. Outputs are written to
-    D, and gradients of biases to ``bias``.
+    D. With ``grad``, the gradients of biases are written to ``bias``.
     """
     kernel = "te_general_grouped_gemm"
     expect(D is not None, kernel, "outputs that are not given are not written here")
