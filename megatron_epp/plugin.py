@@ -1,4 +1,4 @@
-"""Module for frameworks that only import the modules of entry points (``verl.plugins``)."""
+"""Entry point for frameworks (``verl.plugins``) that import the module and call no function."""
 
 from megatron_epp.autoload import start
 

@@ -8,7 +8,7 @@ _STARTED = time.time()
 def run() -> None:
     """Train a GPT by Megatron's flags.
 
-    Imports are local, because Megatron's checkpoint writers import this file again.
+    Imports are local, because Megatron's checkpoint writer processes import this file again.
     """
     from megatron_epp.mcore.trainer.launcher import end_with_launcher
 

@@ -1,9 +1,9 @@
-"""Runner of a script with scheduling mode: ``python -m megatron_epp.run SCRIPT [ARGUMENTS]``.
+"""Command to run a script in scheduling mode: ``python -m megatron_epp.run SCRIPT [ARGUMENTS]``.
 
     torchrun --nproc-per-node 8 -m megatron_epp.run pretrain_gpt.py ARGUMENTS
     python -m megatron_epp.run -m PACKAGE.MODULE ARGUMENTS
 
-MEGATRON_EPP=0 runs the script unchanged. Processes that the script starts elsewhere, such as Ray's
+MEGATRON_EPP=0 runs the script unchanged. Other processes that the script starts, such as Ray's
 workers, need the variable MEGATRON_EPP=1: see docs/guides/frameworks.md.
 """
 

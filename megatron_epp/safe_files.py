@@ -14,7 +14,8 @@ def read_bounded(path: str | Path, most_bytes: int, expected: str) -> bytes:
     """Return the bytes of the file at ``path``.
 
     A named pipe in a folder is refused, because opening it blocks until another process writes. The
-    pipe of a shell's ``<(command)`` is not in a folder, and is read.
+    pipe of a shell's ``<(command)`` is not in a folder, and is read. ``expected`` describes the
+    expected contents, for error messages.
 
     Raises:
         ValueError: if the file is longer than ``most_bytes`` (such as an endless device), or is a
@@ -36,10 +37,10 @@ def read_at_most(file: BinaryIO, most_bytes: int, expected: str) -> bytes:
 
 
 def bounded_lines(path: str | Path, expected: str) -> Iterator[tuple[int, bytes]]:
-    """Yield (number from 1, bytes) of every line of a file, which may have any length.
+    """Yield (number from 1, bytes) of every line of a file; the file may have any length.
 
     Raises:
-        ValueError: if a line is longer than ``MOST_TEXT_BYTES``.
+        ValueError: if a line is longer than ``MOST_TEXT_BYTES``; the message contains ``expected``.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MOST_TEXT_BYTES + 1), b""), 1):

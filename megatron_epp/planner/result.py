@@ -51,7 +51,7 @@ class PlannerResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedReplica(PlannerResult):
-    """Plan of one replica, checked and simulated to the end of the last op of all stages."""
+    """Plan of one replica, checked and simulated until the last op of all stages has ended."""
 
     plan: Plan
 

@@ -17,7 +17,7 @@ class HostClock:
         return time.perf_counter() - self._began
 
     def wait(self, mark: float) -> None:
-        """Return immediately, because the host has passed ``mark``."""
+        """Return immediately, because ``mark`` is a time in the past."""
 
     def seconds(self, mark: float) -> float:
         """Return the seconds from ``start`` to ``mark``."""

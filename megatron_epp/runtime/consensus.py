@@ -100,9 +100,9 @@ def largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
 
 
 def digest_bounds(text: str) -> tuple[float, ...]:
-    """Return two pieces of the digest of ``text``, and their negatives.
+    """Return two 32-bit pieces of the digest of ``text``, and then the negatives of both.
 
-    After an all-reduce by maximum, :func:`same_digests` returns whether all texts are equal.
+    If ranks all-reduce these numbers by maximum, :func:`same_digests` can compare all texts.
     """
     pieces = [float(piece) for piece in struct.unpack("<2I", digest(text.encode())[:8])]
     return (*pieces, *(-piece for piece in pieces))

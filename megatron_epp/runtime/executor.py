@@ -41,8 +41,8 @@ LEAD_OPS = 2
 class Compute(Protocol):
     """Interface of the model of a stage: one method per op kind.
 
-    Tensors have the planned shapes of their messages. With vocabulary parallelism, the output of
-    the last stage's ``forward`` goes to the first stage's ``head``. The output of each ``head``
+    Arguments and results are messages with planned shapes. With vocabulary parallelism, the output
+    of the last stage's ``forward`` goes to the first stage's ``head``. The output of each ``head``
     goes to the ``head`` of the next stage.
     """
 
@@ -166,7 +166,7 @@ class Failure:
         op: the op.
         stage: stage of the op.
         rank: pipeline rank of the op.
-        held_bytes: peak of the bytes held for chunks in the op, capped at the limit.
+        held_bytes: peak of the bytes held for chunks in the op, at most the meter's limit.
         reason: first line of the error.
     """
 
@@ -316,7 +316,7 @@ class Executor:
     def _run(self, op: Op | Transfer) -> str | None:
         """Run ``op``; return the reason if it ran out of memory, else None.
 
-        The return frees the error, its frames, and the tensors that the frames hold.
+        The result is a text, because an error would keep its frames and their tensors in memory.
         """
         try:
             self._do[op.kind](op)
@@ -327,10 +327,10 @@ class Executor:
         return None if isinstance(op, Transfer) or self.failure is not None else self._over()
 
     def _no_memory(self, where: str, error: MemoryError | RuntimeError) -> str:
-        """Return the first line of ``error``, after the peers have failed at ``where`` too.
+        """Return the first line of ``error`` if all peers fail in the op ``where``, too.
 
         Raises:
-            OutOfMemory: if a peer did not fail at ``where``.
+            OutOfMemory: if a peer did not fail in this op.
         """
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if self.peers is not None and not self.peers.all_failed(where):
@@ -342,7 +342,7 @@ class Executor:
         return reason
 
     def _over(self) -> str | None:
-        """Return the reason if the op exceeded the memory limit here or on a peer, else None."""
+        """Return the reason if this rank or a peer exceeded its memory limit in the op, or None."""
         reason = None
         try:
             self.meter.check()

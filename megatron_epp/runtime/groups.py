@@ -26,7 +26,7 @@ class Groups:
         leads: whether this rank reports for the tensor- and context-parallel ranks of its stage.
         timeout: time after which a rank that waits for another fails.
         peers: ranks that compute every op together: tensor- and context-parallel ranks of the
-            stage, in all replicas of a lockstep group (block). None if there is only one such rank.
+            stage, in all replicas of a lockstep group (block). None if this rank is the only one.
         lockstep: number of replicas of a block, over which a layer's experts are sharded.
         block: CPU group of the ranks of this replica's block; None if the world is one block.
         planner: rank in :attr:`planned_together` that runs the planner processes.

@@ -7,11 +7,11 @@
                                                                [ 0 <-         ]
 
 In this example layers 0 and 2 are offloaded and layer 1 is not. At most two offloaded layers are on
-the device at a time, one in use and one in transfer (ir.IN_FLIGHT), at any speed of the copies. Let
+the device at a time, one in use and one in transfer (ir.IN_FLIGHT), however slow copies are. Let
 n count offloaded layers. In forward, layer n starts after layer n - 2 has been copied out. In
 backward, layer n - 1 is copied back while layer n computes. On a GPU, each direction has a stream,
 and host memory is pinned; streams wait for events, and the host never waits. On CPU-only hosts,
-copies are synchronous; the same bytes are held at the same ops.
+copies are synchronous; every op holds the same bytes as on a GPU.
 
 Each storage of a layer is copied once, even if several views of it were saved. Storages that are
 not the layer's own (parameters, cached K/V, tensors shared by all layers) stay on the device.
@@ -117,8 +117,8 @@ class OffloadedLayer:
         store: the host store.
         chunk: number of the chunk.
         shared: function that returns whether a tensor's storage belongs to several layers.
-        before: offloaded layer before this layer in the chunk, which the backward needs after this
-            layer; None if this layer is the first.
+        before: the chunk's preceding offloaded layer, whose tensors backward needs next after those
+            of this layer; None if this layer is the first.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Cache of K/V of sliced documents, and of the gradients that later slices add to them."""
+"""Cache of the K/V of sliced documents, and the sums of the K/V gradients from later slices."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from torch import Tensor
 class _Cached:
     """K/V of one document in one layer, and their gradients.
 
-    C is the number of rows of the buffer or of the context, G the number of heads, D the head size
-    (which may differ between K and V). With MLA, latents and rotated keys may take the place of K
-    and V (layers/mla.py).
+    C is the number of rows of the buffer (gradients may have the context's rows only), G of heads,
+    D the head size (which may differ between K and V). With MLA, latents and rotated keys may take
+    the place of K and V (layers/mla.py).
     """
 
     key_CGD: Tensor
@@ -41,14 +41,14 @@ class Store:
     the reference model rounds the sum over all slices only once. A buffer is freed when the first
     slice's backward has read its gradients, or by ``release`` in forward-only passes.
 
-    If several documents continue one document, their gradients for it may arrive in any order. In
-    forward-only passes, a document is freed after its last reader. A sliding-window layer caches
-    fewer rows, whose indices are not token positions (layers/attention/tails.py).
+    If several documents continue one document, they add gradients to its K/V in any order. In
+    forward-only passes, a document is freed after the last span attends to it. A sliding-window
+    layer caches fewer rows, whose indices are not token positions (layers/attention/tails.py).
 
     Args:
         context_tokens: per document, the number of tokens that later slices attend to: all tokens
             before its last slice.
-        cached_tokens: per document, the number of rows of the buffer, which includes the last slice
+        cached_tokens: per document, the number of rows of the buffer. The last slice has rows, too,
             if kernels read its K/V from the buffer. Default: ``context_tokens``.
         boundaries: per document, the ends of all slices but the last; they select the rows of
             sliding-window layers.
@@ -243,7 +243,7 @@ class Store:
 
 
 class StageStores:
-    """K/V caches of all stages of a rank, with a common interface."""
+    """K/V caches of all stages of a rank, to count and free as if they were one :class:`Store`."""
 
     def __init__(self, stores: Sequence[Store]):
         self.stores = tuple(stores)

@@ -12,10 +12,10 @@ from megatron_epp.ir import Message, Payload
 
 
 def message_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Return the device to which tensors of ``device`` are copied for messages over ``group``.
+    """Return the device of the buffers with which ``group`` transfers tensors of ``device``.
 
-    gloo sends host memory. It is slow for GPU tensors, but allows several ranks to share a GPU,
-    which NCCL refuses.
+    gloo sends only host memory. gloo is thus slow for GPU tensors, but allows several ranks to
+    share a GPU, which NCCL refuses.
     """
     if device.type != "cpu" and group._get_backend(device).name() == "gloo":
         return torch.device("cpu")
@@ -58,7 +58,8 @@ def connect(
         place: pipeline rank of every stage; () if stage i is on rank i.
 
     Raises:
-        ValueError: if the groups serialize messages of different links.
+        ValueError: if torch.distributed was initialised with a ``device_id``. All messages of a
+            group then wait for one another, even on different links.
     """
     if dist.group.WORLD is not None and dist.group.WORLD.bound_device_id is not None:
         raise ValueError(

@@ -1,6 +1,6 @@
 """Trimming of glibc's heap on CPU-only hosts, where varying chunk sizes fragment it.
 
-glibc keeps tensors in one heap, where freed memory fits only smaller tensors. The resident memory
+glibc keeps tensors in one heap, where freed memory cannot hold a larger tensor. The resident memory
 of a process therefore grows with the number of ops: it reached 13 GiB within three iterations of
 128 documents of up to 16K tokens, while chunks held at most 3.4 GiB.
 """
@@ -19,8 +19,8 @@ class HostHeap:
 
     The heap is trimmed when resident memory reaches twice the peak memory in use, and exceeds the
     peak by at least ``step_bytes``. The peak is estimated as the largest resident memory after a
-    trim, plus the largest increase in an op. A trim takes 0.1 s and causes page faults, but trims
-    are rare after the largest ops.
+    trim, plus the largest increase in an op. A trim takes 0.1 s and causes page faults, but after
+    the largest ops have run once, trims are rare.
 
     Args:
         step_bytes: minimum excess of resident memory over the peak for a trim.
@@ -42,7 +42,7 @@ class HostHeap:
         self._most_in_op = 0
 
     def begin(self) -> None:
-        """Begin a program: memory allocated since the last op does not count for the next op."""
+        """Begin a program: the memory increase of its first op is measured from now on."""
         self._before = self._resident()
 
     def settle(self) -> bool:
@@ -68,14 +68,14 @@ def keep_large_blocks() -> bool:
 
     By default glibc requests the memory of every tensor above 32 MiB, and of every growth of the
     heap, from the kernel. The kernel clears these pages. That takes a fifth of the time of chunks
-    of 32K tokens, and no time for small chunks. The cost of a token would depend on the chunk size.
+    of 32K tokens, and no time for small chunks. The time per token then depends on the chunk size.
     """
     setting = _of_libc("mallopt", ctypes.c_int, ctypes.c_int)
     return setting is not None and bool(setting(_MMAP_MAX, 0) and setting(_TRIM_THRESHOLD, -1))
 
 
 def _resident_bytes() -> Callable[[], int]:
-    """Return a function that reads resident bytes from /proc/self/statm; 0 without that file."""
+    """Return a function that returns resident bytes; without /proc/self/statm it returns 0."""
     page_bytes = os.sysconf("SC_PAGE_SIZE")
 
     def resident() -> int:

@@ -50,7 +50,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def free_cached_memory():
-    """Free the unused blocks of the CUDA caching allocator, so that other sizes fit."""
+    """Return unused blocks of the CUDA caching allocator to CUDA, to make space for other sizes."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -159,7 +159,7 @@ class SavedBytesMeter:
 
 
 def active_bytes(figure: str) -> int:
-    """Return the "current" bytes in use of the CUDA allocator, or their "peak" since a reset.
+    """Return the CUDA allocator's bytes in use; ``figure``: "current", or "peak" since a reset.
 
     The bytes include blocks of freed tensors that a stream may still use, such as those of a
     message. torch.cuda's own functions exclude these blocks, and flatten about 110 statistics to

@@ -19,8 +19,8 @@ def done_by_rank_zero(
 ) -> str:
     """Run ``work(beat)`` on rank 0, and return its result on every rank. Collective.
 
-    ``work`` must call ``beat()`` often, which sends a heartbeat to the other ranks. A rank fails if
-    it receives no heartbeat within the group's timeout.
+    ``beat()`` sends a heartbeat to the other ranks, and ``work`` must call it often. A rank fails
+    if it receives no heartbeat within the group's timeout.
 
     Args:
         work: function that rank 0 runs; it returns a text.

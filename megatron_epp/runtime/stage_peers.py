@@ -3,10 +3,10 @@
     rank 0   F2 ... all-reduce ... done        rank 1   F2 ... out of memory: never joins
 
 The ops issue collectives over these ranks, so a rank that leaves an op early blocks the other
-ranks. The iteration can be repeated in two cases. First, a memory limit is checked after the op,
-when the ranks can exchange the results of the check. Second, all ranks may run out of memory at the
-same place of an op, and no rank blocks. This case is usual, because the ranks hold tensors of equal
-sizes. If only some ranks fail within an op, the job must end.
+ranks. The iteration can be repeated in two cases. In the first, an op exceeds a memory limit, which
+is checked after the op. The ranks then exchange the results of the check. In the second, all ranks
+run out of memory at the same place of an op, and no rank blocks. The second case is usual, because
+the ranks hold tensors of equal sizes. If only some ranks fail within an op, the job must end.
 """
 
 import time
@@ -27,7 +27,7 @@ class Peers:
 
     Args:
         group: group of these ranks.
-        busy: groups of the ops' collectives; ``all_failed`` compares the numbers of collectives.
+        busy: groups over which the ops issue collectives, whose numbers ``all_failed`` compares.
         device: device of the tensors that are all-reduced over ``group``.
     """
 

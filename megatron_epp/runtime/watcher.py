@@ -119,7 +119,7 @@ class Watcher:
         return f"{line}; its device waits for {transfer}: {self._explained(transfer)}"
 
     def _explained(self, transfer: Transfer) -> str:
-        """Return a text with the rank that did not send or take a message, and the message's op."""
+        """Return which rank ``transfer`` waits for, and which op makes the message, as text."""
         message = transfer.message
         maker = {Payload.ACTIVATION: "F", Payload.GRADIENT: "B (or I)", Payload.HEAD: "H"}
         if message.payload is Payload.HEAD and message.target == 0:

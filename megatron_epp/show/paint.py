@@ -69,7 +69,7 @@ def draw_timeline(timeline: Timeline, width: float | None = None) -> Drawing:
 
     Args:
         timeline: run to draw.
-        width: width in pixels; default: enough for the numbers of most ops, at most ``WIDEST``.
+        width: width in pixels; default: enough for chunk numbers on 80% of bars, or ``WIDEST``.
     """
     return _drawing([timeline], width)
 
@@ -219,7 +219,7 @@ def _fits(text: str, width: float, row: float) -> bool:
 
 
 def _fitting(timeline: Timeline, axis: _Axis, row: float, first: int) -> int:
-    """Return the number of bars that have space for the op's name without ``first`` characters."""
+    """Return the number of bars with space for the op's name from character ``first`` on."""
     return sum(
         _fits(timeline.name(r)[first:], axis.x(r.stop) - axis.x(r.start), row)
         for r in timeline.records

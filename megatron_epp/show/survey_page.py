@@ -22,12 +22,12 @@ _WIDTH, _LEFT, _RIGHT, _SMALL = 1000.0, 70.0, 20.0, 12.0
 
 @dataclass(frozen=True, slots=True)
 class GainPoint:
-    """Time of an iteration with packed whole documents, divided by its time with the plan.
+    """Gain of plans: iteration time with packed whole documents / iteration time with the plan.
 
     Attributes:
         context: maximum number of tokens of a document.
-        same: ratio if both run in the layout of the chosen row; None if one of them does not fit.
-        best: ratio if each runs in its own best layout; None if one of them does not fit.
+        same: gain in the layout of the chosen row; None if packed documents or the plan do not fit.
+        best: gain if each of the two runs in its own best layout; None if one of them does not fit.
     """
 
     context: int

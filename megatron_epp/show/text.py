@@ -89,7 +89,10 @@ class _Row:
 
 
 def _columns(timeline: Timeline, headroom: int) -> int:
-    """Return the number of columns of the time axis: enough for most labels, at most 12 blocks."""
+    """Return the number of columns of the time axis: a multiple of ``headroom``, a block's width.
+
+    The axis has space for 90% of the labels, but at most 12 blocks one below the other.
+    """
     if not timeline.seconds:
         return headroom
     needs = sorted(

@@ -114,10 +114,11 @@ def run(orders: Orders, arrays: OpArrays, needs: np.ndarray) -> Run:
         orders: ops of all ranks.
         arrays: seconds and bytes of the ops.
         needs: int64 [rows, 6], one row per dependency between ops (rule_arrays.needs_array).
-            Columns: kind of the op that waits; kinds of the ops it waits for, as bits; difference
-            of their stages; code of the Relation of their chunks; payload of the message from
-            another stage; stages that have the dependency. Rows whose kinds ``arrays`` does not
-            contain, such as I and W if backwards are not split, are ignored.
+            An op w waits for ops p. Columns: kind of w; kinds of p, as bits; stage of p minus stage
+            of w, or ``FROM_LAST``; code of the Relation of p's chunk to w's chunk; code of the
+            payload that p sends if it is on another stage; code of the stages of w that have the
+            dependency. Rows for a kind of w that ``arrays`` does not contain, such as I and W if
+            backwards are not split, are ignored.
     """
     # Compiled code does not check bounds: such a kind would index past the arrays.
     needs = needs[needs[:, NEED_KIND] < len(arrays.seconds)]
@@ -139,7 +140,7 @@ def _lists(mask):
 
 @njit()
 def _relatives(earlier):
-    """Return (related, child, sibling); chunk c continues chunk ``earlier[c]``, or none if -1.
+    """Return (related, child, sibling); chunk c continues chunk ``earlier[c]`` (-1: no chunk).
 
     ``related[r, c]`` is the number of chunks in relation r to chunk c. The chunks that continue c
     (several if documents branch) form a linked list. It starts at ``child[c]``, and the chunk after
@@ -162,10 +163,10 @@ def _relatives(earlier):
 
 @njit()
 def _rows_by_kind(needs, codes):
-    """Return rows of ``needs`` (dependencies) by op kind: (own, owns, met, mets).
+    """Return row numbers of ``needs`` (dependencies) by op kind: (own, owns, met, mets).
 
-    Ops of kind k wait by the rows own[k, :owns[k]]. Other ops wait for ops of kind k by the rows
-    met[k, :mets[k]].
+    Rows own[k, :owns[k]] are the dependencies of ops of kind k on other ops. Rows met[k, :mets[k]]
+    are the dependencies of other ops on ops of kind k.
     """
     mask = np.zeros((2, codes, len(needs)), np.bool_)
     for row in range(len(needs)):
@@ -179,7 +180,7 @@ def _rows_by_kind(needs, codes):
 
 @njit()
 def _missing(orders, needs, own, owns, met_on, related):
-    """Return [ops] the number of ops that each op waits for, and how many are on another rank."""
+    """Return how many ops each op waits for, as [ops], and the total number on another rank."""
     kinds, chunks, op_stage, rank_of = orders.kind, orders.chunk, orders.stage, orders.rank_of
     missing = np.zeros(len(kinds), np.int64)
     remote = 0
@@ -199,7 +200,7 @@ def _missing(orders, needs, own, owns, met_on, related):
 
 @njit()
 def _places(needs, stages):
-    """Return met_on[row, stage] and wanted_on[row, stage], both stages or -1.
+    """Return (met_on, wanted_on), both [rows, stages]: the other stage of each dependency, or -1.
 
     A row is a dependency. An op on ``stage`` waits for an op on stage met_on[row, stage]. An op on
     stage wanted_on[row, stage] waits for an op on ``stage``. -1: there is no such dependency.
@@ -226,7 +227,7 @@ def _places(needs, stages):
 
 @njit()
 def run_arrays(orders, arrays, needs):
-    """Simulate ``orders``; return the fields of :class:`Run` as a tuple, also for compiled code.
+    """Simulate ``orders``; return the fields of :class:`Run` as a tuple, also to compiled callers.
 
     The loop only reads local arrays. If it passed tuples of arrays to functions, numba would count
     references for every op, which took two thirds of the time.

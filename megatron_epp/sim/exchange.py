@@ -95,7 +95,7 @@ def messages(plan: Plan, table: Table, played: Simulation) -> Messages:
 
 
 def alone_seconds(cost: Cost) -> tuple[np.ndarray, np.ndarray]:
-    """Return [stages] seconds of the reduce-scatter, and of the all-gather, without overlap."""
+    """Return the seconds of the reduce-scatter and the all-gather per stage, without overlap."""
     layout = cost.layout
     nothing = np.zeros(layout.stages)
     if layout.zero != 1 or layout.network is None:

@@ -10,7 +10,7 @@ from megatron_epp.ir import BACKWARDS, Table
 
 
 def in_step(tables: Sequence[Table]) -> tuple[Table, ...]:
-    """Return the tables of replicas in lockstep, in which each op takes the slowest one's seconds.
+    """Return the tables of replicas in lockstep, with each op's seconds on the slowest replica.
 
     The reason is that the ranks of a lockstep group synchronise within their ops. A single table is
     returned unchanged.

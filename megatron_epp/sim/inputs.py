@@ -123,8 +123,8 @@ def moved_bytes(
         ties: order of the slices of each document.
         rules: rule table of the plan.
         orders: order of ops of every stage. If documents branch, it determines which chunk is the
-            last to attend to a document. None: forwards run in the order of ``ties.kept``, and
-            backwards in reverse.
+            last to attend to a document. None: forwards run in the order of the readers in
+            ``ties.kept``, and backwards in reverse.
         recomputed: True: only bytes that depend on recompute; False: only bytes that do not depend
             on it; None: both. The two parts add up exactly, because bytes are whole numbers.
     """
@@ -171,10 +171,9 @@ class _Owners(NamedTuple):
     Attributes:
         document: [D], index of the document.
         first: [D], chunk with the first slice.
-        last_forward: [stages, D], of the chunks that attend to the document, the one whose forward
-            runs last.
-        last_backward: [stages, D], of the chunks that attend to the document, the one whose
-            backward runs first.
+        last_forward: [stages, D], chunk of each stage's last forward that attends to the document.
+        last_backward: [stages, D], chunk of each stage's first backward that adds to the gradients
+            of the document's K and V.
     """
 
     document: np.ndarray
@@ -184,7 +183,7 @@ class _Owners(NamedTuple):
 
 
 def _owners(ties: Ties, stages: int, orders: Sequence[Sequence[Op]] | None) -> _Owners:
-    """Return the chunks that allocate and free cached K and V; ``orders``: :func:`moved_bytes`."""
+    """Return the chunks that allocate and free K and V; ``orders`` is as in :func:`moved_bytes`."""
     if ties.kept is None:
         document, later = np.asarray(ties.document, np.int64), np.asarray(ties.later, np.int64)
         first = np.flatnonzero((document >= 0) & (np.asarray(ties.earlier) < 0))

@@ -1,4 +1,4 @@
-"""Transformer Engine on CPUs: its own Python layers over a reference of its kernels in torch.
+"""Transformer Engine on CPUs: its Python layers run over a reference of its kernels in torch.
 
 Transformer Engine's layers are Python around one compiled module, ``transformer_engine_torch``.
 This package replaces that module with the functions that training calls, each written as its
@@ -15,8 +15,8 @@ formula:
     reference_switch    environment variable that selects the package
 
 The functions compute in the operands' dtype as kernels do: they sum in float32 and round once at
-the end. They also support float64, which kernels do not. They show errors of callers: wrong values,
-shapes, strides and counts. They do not reproduce times, memory use or races.
+the end. They also support float64, which kernels do not. They reveal errors of their callers: wrong
+values, shapes, strides and counts. They do not reproduce times, memory use or races.
 
 The functions follow the documentation of Transformer Engine 2.20.2 and the calls of its layers.
 """

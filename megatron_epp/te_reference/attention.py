@@ -95,7 +95,7 @@ class _Call:
     keys: Sequence[tuple[int, int]]
 
     def rows(self, tensor: Tensor, document: int, of_keys: bool) -> Tensor:
-        """Return a view [T, H, D] of a document's rows."""
+        """Return a view [T, H, D] of a document's query rows, or of its key rows if ``of_keys``."""
         first, count = (self.keys if of_keys else self.queries)[document]
         if self.form == Format.NVTE_THD:
             return tensor[first : first + count]

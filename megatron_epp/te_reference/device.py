@@ -23,7 +23,7 @@ DEVICES = {
 
 
 class CompiledKernel:
-    """Replacement of a kernel compiled from source, which is neither compiled nor run."""
+    """Replacement of a kernel that ``torch.cuda._compile_kernel`` compiles; calls do nothing."""
 
     def __init__(self, source: str, name: str):
         self.name = name

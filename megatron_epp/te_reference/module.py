@@ -37,7 +37,7 @@ class KernelReference(types.ModuleType):
 
 
 class CommOverlapHelper:
-    """Placeholder for the overlap of communication with matrix products, which has no reference."""
+    """Placeholder for overlap of communication with matrix products, which is not implemented."""
 
     def __init__(self, *args: Any, **others: Any):
         raise NotImplementedError(f"te_reference: {type(self).__name__} is not written")

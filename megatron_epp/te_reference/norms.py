@@ -59,7 +59,10 @@ def layernorm_fwd(
 def _gradients(
     kernel: str, dz: Any, x: Tensor, normed: Tensor, scale_T: Tensor, weight: Tensor, mean: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of input, weight and bias; ``normed`` is the output before the weight."""
+    """Return the gradients of input, weight and bias.
+
+    ``normed`` is the normalised input before the weight; ``mean``: whether a mean was subtracted.
+    """
     grad = wide(dense(kernel, "the gradient", dz))
     expect(grad.shape == x.shape, kernel, f"a gradient of {tuple(grad.shape)}")
     expect(

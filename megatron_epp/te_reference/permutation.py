@@ -17,7 +17,7 @@ def moe_permute_fwd(
     input: Tensor, dtype: Any, indices: Tensor, num_out_tokens: int, workspace: list[Tensor],
     max_expanded_token_num: int,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """Return ``num_out_tokens`` rows sorted by expert, then by token."""
+    """Return ``num_out_tokens`` (0: all) rows by expert, then token; ``row_id_map``; workspace."""
     kernel = "moe_permute_fwd"
     dense(kernel, "the input", input)
     expect(indices.dtype == torch.int32, kernel, f"indices of {indices.dtype}")
@@ -46,7 +46,7 @@ def moe_unpermute_fwd(
 def moe_permute_bwd(
     input: Tensor, dtype: Any, row_id_map: Tensor, prob: Tensor, num_tokens: int, topK: int
 ) -> Tensor:
-    """Return the gradient of the input: the sum of each token's rows."""
+    """Return the gradient of the input: the sum of each token's rows, as in the unpermutation."""
     return moe_unpermute_fwd(input, dtype, row_id_map, prob, num_tokens, topK)
 
 

@@ -1,6 +1,7 @@
 """Matrix products with the kernels' epilogues: bias, GELU, accumulation; also in groups.
 
-In torch's notation, D = B A; flags transA and transB transpose a factor first.
+In torch's notation, D = B @ A; with transA or transB, this factor is transposed first. In the
+table, ' marks a transposed factor.
 
     forward            [T, K] x [N, K]'         A weight, transposed     D [T, N]
     gradient of input  [T, N] x [N, K]          A weight                 D [T, K]
@@ -39,8 +40,9 @@ def generic_gemm(
 ) -> list[Tensor | None]:  # fmt: skip
     """Return [D, gradient of the bias, input of the GELU, None].
 
-    With ``grad``, a bias is not added; it requests the gradient of the bias, the sum of B's rows.
-    ``gelu`` then multiplies D by the derivative of GELU at ``gelu_in``.
+    With ``grad``, ``bias`` is not added. If ``bias`` is not None, its gradient is returned, which
+    is the sum of B's rows. With ``grad`` and ``gelu``, D is multiplied by the derivative of GELU at
+    ``gelu_in``.
     """
     kernel = "generic_gemm"
     no_quantizer(kernel, quantizer)
@@ -127,10 +129,10 @@ def te_general_grouped_gemm(
     single_output: bool, pre_gelu_out: Sequence[Tensor], grad: bool, workspace: Sequence[Tensor],
     workspace_size: int, accumulate: bool, use_split_accumulator: bool, math_sm_count: int,
 ) -> list[Tensor]:  # fmt: skip
-    """Compute a group of products, and return the biases.
+    """Compute a group of products, and return the list ``bias``.
 
     With ``single_output``, D has one tensor with the rows of all products. Outputs are written to
-    D, and gradients of biases to ``bias``.
+    D. With ``grad``, the gradients of biases are written to ``bias``.
     """
     kernel = "te_general_grouped_gemm"
     expect(D is not None, kernel, "outputs that are not given are not written here")

@@ -46,6 +46,6 @@ def require_reference(device: str = DEVICE) -> str:
 
 
 def in_words() -> str:
-    """Return the line with which reports say that a run used the reference."""
+    """Return the line that reports of a run print if the run used the reference."""
     device = os.environ[VARIABLE]
     return f"Transformer Engine's layers over a reference of its kernels ({VARIABLE}={device})"

@@ -1,7 +1,7 @@
 """Rotary embeddings of [S, B, H, D], [B, S, H, D] or packed [T, H, D].
 
-Channels beyond the table of angles are unchanged. Positions in a sequence start at 0, or at its
-value in ``start_positions``. On C context-parallel ranks, a sequence has 2 C parts: rank r has
+Channels beyond the table of angles are unchanged. The first position of sequence i is 0, or
+``start_positions[i]``. On C context-parallel ranks, a sequence has 2 C parts: rank r has
 part r, and then part 2 C - 1 - r.
 """
 

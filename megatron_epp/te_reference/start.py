@@ -107,8 +107,9 @@ def _nothing(name: str) -> types.ModuleType:
 def _import() -> None:
     """Import Transformer Engine without its libraries.
 
-    The package's ``common`` module opens the libraries unless the package is being built. The
-    layers call ``common`` to load the compiled module.
+    The package's ``common`` module opens the libraries when it is imported, except in builds of
+    the package, which set NVTE_PROJECT_BUILDING; this function sets it, too. The layers call
+    ``common`` to load the compiled module; this call is replaced by one that does nothing.
     """
     building = "NVTE_PROJECT_BUILDING"
     before = os.environ.get(building)
@@ -149,16 +150,16 @@ def _allow_modules() -> None:
 
 
 def _allow_blocks() -> None:
-    """Allow fp8 in blocks, which requires a torch built with CUDA 12.9 or later."""
+    """Allow fp8 in blocks, which Transformer Engine refuses if torch's CUDA is older than 12.9."""
     quantization: Any = importlib.import_module(f"{PACKAGE}.pytorch.quantization")
     quantization._FP8_BLOCK_SCALING_SUPPORT = True, ""
 
 
 def _widen() -> None:
-    """Add float64 to the tables of dtypes.
+    """Add float64 to Transformer Engine's tables of dtypes.
 
-    Attention kernels are selected as for bf16, and sinks stay in float64, although Transformer
-    Engine would convert them to float32.
+    For float64, attention kernels are selected as for bf16. Sinks stay in float64, although
+    Transformer Engine would convert them to float32.
     """
     constants: Any = importlib.import_module(f"{PACKAGE}.pytorch.constants")
     constants.TE_DType[_WIDE] = constants.TE_DType_To_Torch[_WIDE] = _WIDE

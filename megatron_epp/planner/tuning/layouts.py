@@ -29,8 +29,8 @@ class Layout:
 class JobRequest:
     """Parallel degrees that the user fixed; None: the degree is free.
 
-    If ``ep`` is fixed, :func:`layouts` only yields layouts with ``ep`` 0, and the caller sets the
-    fixed value.
+    If ``ep`` is fixed, :func:`layouts` only yields layouts with ``ep`` 0, for which its caller uses
+    the fixed value.
     """
 
     tp: int | None = None
@@ -60,7 +60,8 @@ def layouts(
     Tensor parallelism stays inside a node; its degree tp divides the numbers of K/V groups and of
     MLP columns. With context parallelism, tp * cp divides the number of heads. Every stage has at
     least one layer, and all replicas have the same number of documents. Experts are sharded within
-    a replica's stage, or over several replicas if ``ep`` then divides the number of experts.
+    a replica's stage (``ep`` 0). Unless the user fixed ``ep``, further layouts shard experts over r
+    replicas, if r divides dp and ``ep`` = tp * cp * r divides the number of experts.
 
     Args:
         model: sizes of the model.

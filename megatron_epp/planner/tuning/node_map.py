@@ -32,8 +32,8 @@ class _Rows:
     """Rows and columns selected from a grid of nodes; ``live`` marks the nodes that work.
 
     Another live node of the same row replaces a selected node that has failed. The last row has
-    ``last`` live nodes, which may be fewer than the columns. If ``transposed``, the rows are
-    columns of the grid.
+    ``last`` live nodes that can be used, perhaps fewer than other rows. If ``transposed``, the
+    rows are columns of the grid.
     """
 
     live: np.ndarray
@@ -43,7 +43,7 @@ class _Rows:
     transposed: bool = False
 
     def held(self, width: int, together: int) -> int:
-        """Return the number of nodes in rows of ``width``, in blocks of ``together`` nodes."""
+        """Return how many nodes rows of ``width`` can hold, in full blocks of ``together``."""
         last = min(self.last, width)
         if together <= width:
             last -= last % together
@@ -76,9 +76,9 @@ class _Rows:
         """Return the load of the busiest link if every two nodes of a column exchange one byte.
 
         The load is bytes over bandwidth, relative to a direct link in a column; it is 1 without
-        failed nodes. A replacement may be in another grid column. Its traffic then takes two links,
-        split evenly over the live corner nodes. If both corner nodes have failed, the traffic is
-        split evenly over all routes of three links.
+        failed nodes. A replacement may be in another grid column. Its traffic then takes two links
+        through a node in the row of one end and the column of the other end. Two such live nodes
+        share the traffic; without any, it is split evenly over all routes of three links.
         """
         places, live = self._upright(nodes, width), self.live
         load: defaultdict[Link, float] = defaultdict(float)
@@ -274,7 +274,7 @@ def _usable_rows(topology: Topology, aside: bool) -> tuple[_Rows, ...]:
 
 
 def _ends(grid: HoledGrid) -> set[Place]:
-    """Return nodes, chosen greedily, such that every failed link has one of them at an end."""
+    """Return a greedily chosen set of nodes with an end of every failed link between live nodes."""
     failed = set(grid.failed_nodes)
     links = [link for link in grid.failed_links if not failed.intersection(link)]
     ends: set[Place] = set()
@@ -290,7 +290,11 @@ Ways = Iterator[tuple[list[int], list[int], int]]
 
 
 def _standing_in(live: np.ndarray) -> Ways:
-    """Yield, for every width, rows with enough live nodes, and the columns with most live nodes."""
+    """Yield, for every width, the rows with at least that many live nodes, and as many columns.
+
+    The columns are those with the most live nodes. If some rows have fewer live nodes than the
+    width, the fullest of these rows is the last row.
+    """
     counts = live.sum(axis=1)
     for width in range(int(counts.max()), 0, -1):
         chosen = np.flatnonzero(counts >= width)
@@ -307,8 +311,8 @@ def _standing_in(live: np.ndarray) -> Ways:
 def _passing_by(live: np.ndarray) -> Ways:
     """Yield selections of rows and columns without failed nodes.
 
-    Each selection leaves out one more of the rows with the most failed nodes, and then all columns
-    that still have a failed node.
+    Selection n leaves out the n rows with the most failed nodes (n = 0, 1, ...), and all columns in
+    which another row has a failed node.
     """
     holes = (~live).sum(axis=1)
     order = np.argsort(-holes, kind="stable")

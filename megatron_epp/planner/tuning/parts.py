@@ -42,8 +42,8 @@ def states_parts(cost: Cost) -> list[dict[str, float]]:
 def memory_parts(plan: Plan, cost: Cost) -> list[dict[str, float]]:
     """Return, for every rank, the bytes of each category of ``PARTS`` at the rank's memory peak.
 
-    The bytes of a rank add up to the peak. The plan is simulated once per category, with the same
-    times, and with only the bytes of this category.
+    The bytes of a rank add up to the peak. For each category, the plan is simulated again with
+    unchanged op times, and with only the bytes of this category.
     """
     cost = cost.with_vocabulary(plan.vocabulary_parallel)
     table = cost.table(plan)

@@ -1,8 +1,8 @@
 """Search over layouts (parallel degrees of a job), in four steps.
 
     bound    lower bound of each layout: no layer partition and no schedule is faster
-    glance   first feasible plan of one batch, most promising layouts first. Layouts whose bound
-             exceeds the worst wanted result are left out
+    glance   first feasible plan of one batch, most promising layouts first. For n wanted results,
+             layouts whose bound exceeds the n-th best time so far are left out
     sketch   plans of that batch with little effort, for layouts whose first plan is nearly best
     finals   the best sketches, planned on all batches with the full effort. Other layouts rank
              after them, with the seconds of their first batch scaled to all batches
@@ -180,8 +180,8 @@ class Survey:
     """Result of :func:`survey`.
 
     Attributes:
-        choices: predicted choices; those planned on all batches are first, and each part is sorted
-            by ascending time.
+        choices: predicted choices, sorted by descending number of planned batches, and then by
+            ascending time.
         refused: layouts that cannot run, with the reason.
         bounded: layouts excluded by their lower bound.
         stopped: whether the search was interrupted; the other fields then contain the results so
@@ -215,15 +215,15 @@ def survey(
     Args:
         layouts: layouts to try.
         batches: document lengths of every batch; the first batch decides between layouts.
-        cost_for: function that returns the cost model of a layout with even layers. It raises a
-            ValueError if the layout cannot run.
+        cost_for: function that returns the cost model of a layout with its layers divided
+            evenly over the stages. It raises a ValueError if the layout cannot run.
         options: planner options, such as levers and effort.
         top: number of choices wanted.
-        partition: whether to try layers per stage balanced by time.
+        partition: whether to also try numbers of layers per stage that balance the stages' time.
         vocabulary: vocabulary parallelism of the ``epp`` planner: off, on, or auto (if faster).
         placement: whether to try several stages per rank for the best layouts.
-        stock: name of the planner for Megatron's own schedule. If this planner packs to the best
-            length, plans with Megatron's overlaps are made, too.
+        stock: name of the planner for Megatron's own schedule. With the default ``STOCK``, plans
+            with Megatron's own overlap are made, too, for layouts in which Megatron can overlap.
         progress: function that wraps an iterable in a progress bar.
         run: function that maps a function over tasks, for example in worker processes.
     """
@@ -413,7 +413,7 @@ def _best_of(choices: Sequence[Choice]) -> list[Choice]:
     """Return the best choice of every layout and planner.
 
     A choice with offloading, vocabulary parallelism or several stages per rank is the best only if
-    it saves a minimum fraction of the time.
+    it saves a minimum fraction of the time of the best choice without this option.
     """
     best: dict[tuple, Choice] = {}
     for choice in sorted(choices, key=lambda c: (bool(c.place), c.vocabulary_parallel, c.offload)):
@@ -444,8 +444,8 @@ def _variants(
 ) -> list[tuple[tuple[int, ...], bool, bool]]:
     """Return (layers, offload, vocabulary parallel) of the variants to plan with the full effort.
 
-    Variants have the layers of ``choice`` or even layers. Offloading is tried if ``choice``
-    recomputes layers.
+    Variants have the layers per stage of ``choice`` or of ``cost``. With ``offload``, offloading is
+    tried if recompute takes more than the fraction ``TIGHT`` of the time of ``choice``.
     """
     layers = dict.fromkeys((choice.layers, cost.layout.layers))
     variants = [(e, False, cut) for cut in _cuts(cost, choice.planner, vocabulary) for e in layers]
@@ -473,10 +473,10 @@ def _placements(
 def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:
     """Return a lower bound on the time of any plan, for any layer partition.
 
-    The bound is the maximum of three times. The first two are a mean stage's time for a replica's
-    part of the batch, and for the longest document. The third is the time of the fastest layer,
-    multiplied by the number of layers that some stage must have. If documents may run on one
-    context-parallel rank, all-to-all is not counted.
+    The bound is the maximum of three times. The first two are means over stages: of the time for
+    1 / dp of the batch, and of the time for the longest document. The third is the time of the
+    fastest layer, multiplied by layers / stages (rounded up), which some stage must have. If
+    documents may run on one context-parallel rank, all-to-all is not counted.
     """
     local = "local" in options.levers and can_be_local(cost, options)
     kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
@@ -510,7 +510,7 @@ def _estimate(bound: float, cost: Cost) -> float:
 
 
 def partitions(cost: Cost, lengths: Sequence[int], by_time: bool) -> list[tuple[int, ...]]:
-    """Return the partitions to try: even, and balanced by time if that is a different one."""
+    """Return the layers per stage to try: as in ``cost``, and balanced by time if that differs."""
     if not by_time or cost.layout.stages == 1:
         return [cost.layout.layers]
     fastest = fastest_layers(cost, expected_features(cost, [heaviest(lengths, cost)]))
@@ -533,7 +533,7 @@ def choice_of(
 
     Args:
         layout: parallel degrees.
-        even: cost model of the layout with even layers.
+        even: cost model of the layout with layers divided evenly over the stages.
         layers: number of layers of every stage.
         batches: document lengths of every batch.
         options: planner options, such as levers and effort.
@@ -559,7 +559,7 @@ def choice_of(
     fullest = max((planned for planned, _, _ in results), key=lambda each: max(each.peak_bytes))
 
     def mean(values: Iterable[float]) -> float:
-        """Return the mean over the batches, weighted by their time."""
+        """Return the mean of one value per batch, weighted by the times of the batches."""
         return float(np.average(list(values), weights=seconds))
 
     return Choice(

@@ -1,9 +1,9 @@
 """FP8 with one scale per tensor: the format's maximum divided by the tensor's maximum magnitude.
 
-    x [T, K]    data [T, K]    transpose [K, T], if products read only rows    1 / scale [1]
+    x [T, K]    data [T, K]    transpose [K, T], for GPUs that read only rows    1 / scale [1]
 
 A quantizer with current scaling computes the tensor's maximum, over a group of ranks if requested.
-A ``Float8Quantizer``, which casts parts of weights, already has the scale. A transpose that is
+A ``Float8Quantizer``, which casts parts of weights, uses its given scale. A transpose that is
 marked as stale is not read.
 """
 
@@ -30,7 +30,7 @@ def _named(of: Any, name: str) -> bool:
 
 
 def scale_of(amax: Tensor, largest: float, power_of_two: bool, epsilon: float = 0.0) -> Tensor:
-    """Return the scale in float32; 1 if ``amax`` is zero or not finite."""
+    """Return ``largest`` / max(``amax``, ``epsilon``) in float32; 1 for divisors 0, inf and NaN."""
     largest_value = amax.float().clamp(min=epsilon)
     none = (largest_value == 0) | ~largest_value.isfinite()
     scale = (largest / largest_value.masked_fill(none, largest)).clamp(
@@ -73,7 +73,7 @@ def quantize_per_tensor(kernel: str, x: Tensor, quantizer: Any, output: Any) -> 
 def _largest_of(amax: Tensor, group: Any) -> Tensor:
     """Return the maximum of ``amax`` over the ranks of ``group``.
 
-    Like the kernel, this function does not call functions of torch.distributed.
+    Like the compiled kernel, this function bypasses the Python functions of torch.distributed.
     """
     reduced = torch.ops._c10d_functional.all_reduce(amax.view(1), "max", group.group_name)
     return torch.ops._c10d_functional.wait_tensor(reduced)[0]

@@ -34,21 +34,21 @@ def multi_tensor_compute_scale_and_scale_inv(
     chunk_size: int, noop_flag: Tensor, lists: Lists, max_fp8: float, force_pow_2_scales: bool,
     amax_epsilon: float,
 ) -> None:  # fmt: skip
-    """Compute scales and their inverses from the largest magnitudes."""
+    """Compute scales and inverses; ``lists`` are largest magnitudes, scales and inverse scales."""
     for amax, scale, scale_inv in zip(*lists, strict=True):
         scale.copy_(scale_of(amax, max_fp8, force_pow_2_scales, amax_epsilon))
         scale_inv.copy_(1 / scale)
 
 
 def multi_tensor_compute_scale_inv_e8m0(chunk_size: int, noop_flag: Any, lists: Lists) -> None:
-    """Compute MXFP8 exponents from the largest magnitudes."""
+    """Compute MXFP8 scale exponents; ``lists`` are largest magnitudes and exponents, by blocks."""
     for amax, scale_inv in zip(*lists, strict=True):
         exponents = exponents_of(wide(amax), torch.finfo(torch.float8_e4m3fn).max)
         scale_inv.copy_((exponents + MX_BIAS).view(scale_inv.shape))
 
 
 def _placed(kernel: str, part: Tensor, rows: int, columns: int, start: int) -> Tensor:
-    """Return [rows, columns] with ``part`` from flat index ``start`` on, and zeros elsewhere."""
+    """Return a tensor [rows, columns]: ``part`` from flat index ``start`` on, zeros elsewhere."""
     values = wide(dense(kernel, "the part", part)).double().flatten()
     fits = start >= 0 and start + len(values) <= rows * columns
     expect(fits, kernel, f"{len(values)} numbers from {start} on, of {rows} x {columns}")

@@ -58,7 +58,7 @@ class _Layout:
 
 
 def _layout(of: Any, columnwise: bool) -> _Layout:
-    """Return the layout of the quantised tensor ``of``, or of the tensors of a quantizer ``of``."""
+    """Return the layout of quantised tensor ``of``, or of tensors that quantizer ``of`` makes."""
     two_dimensional = getattr(of, "_is_2D_scaled", None)
     if type(of).__name__ == "Float8BlockQuantizer":
         two_dimensional = of.block_scaling_dim == 2
@@ -116,7 +116,10 @@ def create_empty_quantized_tensor(
 
 
 def quantize(tensor: Any, quantizer: Any, output: Any = None, noop: Any = None) -> Any:
-    """Return ``tensor`` quantised by ``quantizer``, in the directions that it requests."""
+    """Return ``tensor`` quantised by rows, by columns or both, as ``quantizer`` requests.
+
+    If ``output`` is not None, it receives the result. ``noop`` must be None.
+    """
     kernel = "quantize"
     expect(noop is None, kernel, "a flag that says whether to run is not written")
     x = dense(kernel, "the tensor", tensor)
