@@ -149,7 +149,7 @@ class Need:
     only: PlanTrait = ANY_PLAN
 
     def met_on(self, stage: int, stages: int) -> int:
-        """Return the stage that meets this need of an op on ``stage``; -1 if there is no need."""
+        """Return the provider's stage for an op on ``stage``; -1 if such an op has no such need."""
         where = stage + self.stage if isinstance(self.stage, int) else stages - 1
         return where if self.at.holds(stage, stages) and 0 <= where < stages else -1
 

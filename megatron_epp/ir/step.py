@@ -258,7 +258,10 @@ def _read(text: str) -> tuple[tuple[Plan, ...], list[str]]:
 
 
 def _assignments(head: list[str], first: int) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Return the assignments in ``head``, for replicas from ``first`` on, and the lockstep size."""
+    """Return the assignments of documents in ``head``, and the size of a lockstep group.
+
+    The first assignment must be that of replica ``first``, and the others must follow in order.
+    """
     rest, lockstep = head, 1
     if rest and rest[0].split()[0] == "lockstep":
         line, *rest = rest

@@ -1,1 +1,1 @@
-"""Pictures of plans and of measured iterations: text, SVG, PNG, HTML, traces and tables."""
+"""Pictures of plans and iterations: text, SVG, PNG, HTML, traces and tables."""

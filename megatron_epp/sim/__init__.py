@@ -1,1 +1,1 @@
-"""Simulator: computes start and stop of every op of a plan, and the bytes on every rank."""
+"""Simulator: start and stop of every op of a plan, and the bytes on every rank."""

@@ -34,7 +34,7 @@ class PositionedRotary(nn.Module):
 
     @property
     def inv_freq(self) -> Tensor:
-        """Inverse frequencies of Megatron's rotary embedding; models of frameworks read them."""
+        """Inverse frequencies of Megatron's rotary embedding, which frameworks' models read."""
         return self.rotary.inv_freq
 
     def get_rotary_seq_len(self, *args: Any) -> int:

@@ -311,8 +311,8 @@ def _standing_in(live: np.ndarray) -> Ways:
 def _passing_by(live: np.ndarray) -> Ways:
     """Yield selections of rows and columns without failed nodes.
 
-    Selection n leaves out the n rows with the most failed nodes (n = 0, 1, ...), and all columns in
-    which another row has a failed node.
+    Selection n (n = 0, 1, ...) omits the n rows with the most failed nodes. It also omits each
+    column that has a failed node in a remaining row.
     """
     holes = (~live).sum(axis=1)
     order = np.argsort(-holes, kind="stable")
