@@ -214,10 +214,11 @@ class CarriedStates:
         return self._taken.pop(number)[0]
 
     def after(self, number: int, rows_LC: Tensor) -> None:
-        """Save the last input rows of a convolution (all but one of its taps) for the next call.
+        """Save the last (kernel width - 1) input rows of a convolution, for the next call.
 
-        ``number`` is the call's number. ``rows_LC`` includes the rows of :meth:`front`. A layer with several convolutions calls this
-        method once for each. If no slice follows the call, nothing is recorded.
+        ``number`` is the number of this call. ``rows_LC`` includes the rows of :meth:`front`. A
+        layer with several convolutions calls this method once for each. If no slice follows the
+        call, nothing is recorded.
         """
         call, wanted = self.calls[number], self.taps - 1
         if call.after is None:
