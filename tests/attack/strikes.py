@@ -111,7 +111,7 @@ def _send(process: int, number: int) -> None:
 
 
 def listen() -> None:
-    """Have a thread cut this process off when it gets one of the signals.
+    """Have a thread cut this process off when it gets one of the signals, and print that it did.
 
     To be called before any other thread is there: the signals end a process in which one thread
     does not block them.
@@ -121,15 +121,16 @@ def listen() -> None:
 
     def wait() -> None:
         while True:
-            cut_off(signal.sigwait(numbers))
+            number = signal.sigwait(numbers)
+            cut_off(number)
+            if number == SILENCE:
+                os.write(1, f"\nsilenced: {os.getpid()}\n".encode())
 
     threading.Thread(target=wait, name="strikes", daemon=True).start()
 
 
 def cut_off(number: int) -> None:
     """Close or silence all of this process's connections to the network, and where it listens."""
-    if number == SILENCE:
-        os.write(1, f"\nsilenced: {os.getpid()}\n".encode())
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
