@@ -159,10 +159,12 @@ class Nodes:
         """Return whether nothing but a person, or a machine's watchdog, goes on here: this node's
         agent has been stopped, or waits for what the network drops, and no rank runs; or all ranks
         have been stopped."""
-        agent, stopped = self.agents[node].pid, [_is_stopped(rank) for rank in self.ranks()]
+        stopped = [_is_stopped(rank) for rank in self.ranks()]
+        if not all(stopped):
+            return False
+        agent = self.agents[node].pid
         everyone = len(stopped) == self.launch.processes * len(self.agents) > 0
-        waits = _is_stopped(agent) or f"\nsilenced: {agent}\n" in self.said
-        return all(stopped) and (waits or everyone)
+        return everyone or _is_stopped(agent) or f"\nsilenced: {agent}\n" in self.said
 
     def has_ended(self, node: int) -> bool:
         """Return whether nothing of a node lives any more."""

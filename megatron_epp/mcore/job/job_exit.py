@@ -178,7 +178,7 @@ def refuse_and_exit(error: BaseException) -> NoReturn:
             print(f"megatron_epp: error: {for_terminal(str(error))}{where}", file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
-        if status == BAD_INPUT and not alone:
+        if status == BAD_INPUT:
             _finish_saves()
     finally:
         end_now(status)
