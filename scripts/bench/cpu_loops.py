@@ -44,7 +44,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,9 +60,21 @@ STOCK, OURS = "stock", ("level0", "level1")
 TORCH = ("torch-1f1b", "torch-interleaved")
 CASES = ("sft", "agent")
 WARM_UP = 3  # calls of each; ours plan from the third on, when the second has been measured
-HIDDEN, LAYERS, HEADS, GROUPS, WORDS = 128, 8, 4, 2, 2048
+LAYERS, WORDS = 8, 2048
 LONGEST = {"sft": 2048, "agent": 3072}
 TOLERANCE = 1e-4  # of losses and gradients in float32, other kernels and orders
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Size of the model; there are as many groups as half of the heads."""
+
+    hidden: int = 128
+    layers: int = LAYERS
+    heads: int = 4
+
+
+SIZE = Size()
 
 
 def lengths_of(case: str, batch: int) -> list[int]:
@@ -300,7 +312,9 @@ class TorchSchedule:
     It runs this rank's model if ``same_model``, else two models with half of the layers each.
     """
 
-    def __init__(self, name: str, rank: int, ranks: int, model: Any, longest: int):
+    def __init__(
+        self, name: str, rank: int, ranks: int, model: Any, longest: int, size: Size = SIZE
+    ):
         import torch
         from torch_schedules import GlooStage, rank_of_stages
 
@@ -319,9 +333,10 @@ class TorchSchedule:
             def __init__(self, stage: int):
                 super().__init__()
                 self.stage, self.number = stage, 0
-                ends = {"first": stage == 0, "last": stage == last, "layers": LAYERS // 2}
+                ends = stage == 0, stage == last
+                half = replace(size, layers=size.layers // 2)
                 self.model = (
-                    model if schedule.same_model else build_model(ranks, rank, longest, **ends)
+                    model if schedule.same_model else build_model(ranks, rank, longest, half, *ends)
                 )
 
             def forward(self, x: Any) -> Any:
@@ -330,14 +345,13 @@ class TorchSchedule:
                 labels = batch["labels"] if self.stage == last else None
                 if self.stage:
                     self.model.set_input_tensor(x[:length])
-                places = torch.arange(length)[None]
-                out = self.model(batch["tokens"], places, None, labels=labels)
+                out = outputs_of(self.model, batch, labels)
                 pad = torch.nn.functional.pad
                 if labels is not None:
                     return pad(out[0], (0, longest - length))[None]
                 return pad(out, (0, 0, 0, 0, 0, longest - length))
 
-        tokens, hidden = torch.zeros(1, longest).long(), torch.zeros(longest, 1, HIDDEN)
+        tokens, hidden = torch.zeros(1, longest).long(), torch.zeros(longest, 1, size.hidden)
         self.stages = [
             GlooStage(
                 *(Padded(stage), stage, len(place), torch.device("cpu")),
@@ -379,7 +393,7 @@ def build_model(
     stages: int,
     stage: int,
     context: int,
-    layers: int = LAYERS,
+    size: Size = SIZE,
     first: bool | None = None,
     last: bool | None = None,
 ) -> Any:
@@ -390,10 +404,10 @@ def build_model(
     from torch.nn import functional
 
     config = TransformerConfig(
-        num_layers=layers,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        num_query_groups=GROUPS,
+        num_layers=size.layers,
+        hidden_size=size.hidden,
+        num_attention_heads=size.heads,
+        num_query_groups=size.heads // 2,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         add_bias_linear=False,
@@ -419,7 +433,15 @@ def build_model(
     )
 
     def flash(query: Any, key: Any, value: Any, *masks: Any, **others: Any) -> Any:
-        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        packed = others.get("packed_seq_params")
+        if packed is None:
+            return attend(query, key, value)
+        sizes = packed.cu_seqlens_q.diff().tolist()
+        parts = zip(*(each[:, None].split(sizes) for each in (query, key, value)), strict=True)
+        return torch.cat([attend(*document) for document in parts])
+
+    def attend(*document: Any) -> Any:  # query, key, value [T, 1, heads, channels]
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in document)
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -466,12 +488,17 @@ def made_up(lengths: list[int]) -> list[dict]:
 
 
 def forward_step(data_iterator: Any, model: Any) -> Any:
+    batch = next(data_iterator)
+    output = outputs_of(model, batch, batch["labels"])
+    return output, lambda losses: token_loss(batch, losses)
+
+
+def outputs_of(model: Any, batch: dict, labels: Any) -> Any:
     import torch
 
-    batch = next(data_iterator)
     places = torch.arange(batch["tokens"].shape[1])[None]
-    output = model(batch["tokens"], places, None, labels=batch["labels"])
-    return output, lambda losses: token_loss(batch, losses)
+    packed = {name: batch[name] for name in ("packed_seq_params",) if name in batch}
+    return model(batch["tokens"], places, None, labels=labels, **packed)
 
 
 def token_loss(batch: dict, losses: Any, non_loss_data: bool = False) -> Any:

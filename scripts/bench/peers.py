@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Elastic pipelines compared with torch's and Megatron's schedules, on gloo processes that sleep.
+"""Elastic pipelines compared with torch's and Megatron's schedules, on gloo processes.
 
     scripts/bench/peers.py --state peers.jsonl [--cells 4096x32x2 ...] [--rounds 5] [-o RESULT.md]
 
-A cell is a context, the number of documents of a batch, and a number of pipeline stages. Every op
+A cell is a context, the number of documents of a batch, and a number of pipeline stages. In cells
+that end with `c`, ops compute a small model (`computing_cells.py`). In the other cells, every op
 sleeps for the seconds that the cost model predicts, scaled so that a step of `epp` takes
 --step-seconds. Messages, autograd graphs and orders are real, so two cores can stand for as many
 devices as there are stages. Each round runs these variants, in another order:
@@ -30,6 +31,7 @@ longest; padding takes no compute time.
 import argparse
 import dataclasses
 import json
+import math
 import os
 import pickle
 import statistics
@@ -40,6 +42,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import computing_cells
 import numpy as np
 import torch
 from headline import ROOT, heading, host, write
@@ -64,6 +67,7 @@ CELLS = tuple(
     for context in (4096, 16384, 32768)
     for documents in (8, 32, 128)
 )
+COMPUTING = ("4096x32x2c", "16384x8x2c", "32768x8x2c")
 WIDTH = 8  # channels of a message
 SPLIT = ("zb", "zbv")
 AMPLE = 1e15  # bytes
@@ -499,10 +503,12 @@ def takes(name: str, micro_batches: int, ranks: int) -> bool:
 
 def run_cell(arguments: argparse.Namespace, cell: str, done: Sequence[dict]) -> list[dict]:
     """Run the rounds of ``cell`` that are not in ``done``, and return their results."""
-    context, documents, stages = map(int, cell.split("x"))
+    context, documents, stages = degrees_of(cell)
+    if cell.endswith("c"):
+        return run_computing_cell(arguments, cell, done)
     variants = variants_of(arguments, context, documents, stages)
     works = variants.works
-    missing = [n for n in range(arguments.rounds) if not has_round(done, cell, n, works)]
+    missing = missing_rounds(arguments, cell, done, {work.name for work in works})
     if not missing:
         return []
     factor = arguments.step_seconds / variants.planned["epp"]["simulated"]
@@ -524,9 +530,47 @@ def run_cell(arguments: argparse.Namespace, cell: str, done: Sequence[dict]) -> 
     return results
 
 
-def has_round(done: Sequence[dict], cell: str, number: int, works: Sequence[Work]) -> bool:
-    names = {each["variant"] for each in done if (each["cell"], each["round"]) == (cell, number)}
-    return names >= {work.name for work in works}
+def run_computing_cell(
+    arguments: argparse.Namespace, cell: str, done: Sequence[dict]
+) -> list[dict]:
+    missing = missing_rounds(arguments, cell, done, {STOCK})
+    if not missing:
+        return []
+    context, documents, stages = degrees_of(cell)
+    lengths = open_corpus(arguments.lengths, context).batch(arguments.batch, documents)
+    cost = cost_of(arguments, stages)
+
+    def packed_to(tokens: int) -> computing_cells.MicroBatches:
+        plan = PLANNERS["packing"](lengths, cost, Options(context=tokens)).plan
+        return tuple(tuple(span.document for span in chunk.spans) for chunk in plan.chunks)
+
+    packings = computing_cells.packings_of(lengths, context, packed_to)
+    given = computing_cells.Cell(context, tuple(lengths), tuple(missing), packings)
+    with tempfile.TemporaryDirectory(prefix="peers-") as folder:
+        torch.multiprocessing.spawn(
+            computing_cells.process, (stages, folder, given, takes), nprocs=stages
+        )
+        lines = (Path(folder) / "results").read_text().splitlines()
+    facts = {"cell": cell, "factor": 1.0, "tokens": sum(lengths)}
+    return [facts | json.loads(line) for line in lines]
+
+
+def degrees_of(cell: str) -> tuple[int, int, int]:
+    """Return context, documents and stages of a cell."""
+    context, documents, stages = map(int, cell.removesuffix("c").split("x"))
+    return context, documents, stages
+
+
+def missing_rounds(
+    arguments: argparse.Namespace, cell: str, done: Sequence[dict], names: set[str]
+) -> list[int]:
+    """Return the rounds of ``cell`` in which a variant of ``names`` is not in ``done``."""
+    return [
+        number
+        for number in range(arguments.rounds)
+        if not names
+        <= {each["variant"] for each in done if (each["cell"], each["round"]) == (cell, number)}
+    ]
 
 
 HEADERS = ("variant", "tokens/s", "ratio", "least", "most", "simulated", "GiB")
@@ -542,24 +586,27 @@ def rows_of(results: Sequence[dict]) -> list[list[str]]:
     for name, rounds in by_variant.items():
         both = rounds.keys() & stock.keys()
         ratios = sorted(stock[number]["seconds"] / rounds[number]["seconds"] for number in both)
-        one, baseline = next(iter(rounds.values())), next(iter(stock.values()))
-        rate = statistics.median(e["tokens"] * e["factor"] / e["seconds"] for e in rounds.values())
-        numbers = (
-            *(statistics.median(ratios), ratios[0], ratios[-1]),
-            baseline["simulated"] / one["simulated"],
+        simulated = statistics.median(
+            stock[number]["simulated"] / rounds[number]["simulated"] for number in both
         )
-        peak = f"{one['peak'] / GIB:.1f}"
-        rows.append([name, f"{rate:.0f}", *(f"{number:.2f}" for number in numbers), peak])
+        rate = statistics.median(e["tokens"] * e["factor"] / e["seconds"] for e in rounds.values())
+        numbers = [f"{n:.2f}" for n in (statistics.median(ratios), ratios[0], ratios[-1])]
+        numbers.append("-" if math.isnan(simulated) else f"{simulated:.2f}")
+        peak = max(each["peak"] for each in rounds.values()) / GIB
+        rows.append([name, f"{rate:.0f}", *numbers, f"{peak:.1f}" if peak > 1 else f"{peak:.3f}"])
     return sorted(rows, key=lambda row: -float(row[2]))
 
 
 def title(results: Sequence[dict]) -> str:
     """Return the title of a cell, with the largest gain that plans can have."""
-    context, documents, stages = results[0]["cell"].split("x")
-    stock = next(each for each in results if each["variant"] == STOCK)
+    cell = results[0]["cell"]
+    context, documents, stages = degrees_of(cell)
+    how = "ops compute, " if cell.endswith("c") else ""
+    stock = [each for each in results if each["variant"] == STOCK]
+    bound = statistics.median(each["simulated"] / each["bound"] for each in stock)
     return (
-        f"{int(context) // 1024}K, {documents} documents, {stages} stages: bound "
-        f"{stock['simulated'] / stock['bound']:.2f} (simulated), "
+        f"{context // 1024}K, {documents} documents, {stages} stages: {how}bound {bound:.2f} "
+        "(simulated), "
         f"{len({each['round'] for each in results})} rounds"
     )
 
@@ -567,7 +614,8 @@ def title(results: Sequence[dict]) -> str:
 LEGEND = f"""\
 tokens/s: of the unscaled step. ratio: seconds of {STOCK} over this row's, round by round, median,
 least and most; simulated: the same by the simulator. GiB: activations of the fullest rank, by the
-simulator, of the order that ran."""
+simulator, of the order that ran. Where ops compute, `bound` and `simulated` are replays of the
+measured ops without messages, and GiB is what autograd saved, measured."""
 
 
 def main() -> None:
@@ -577,7 +625,9 @@ def main() -> None:
     parser.add_argument(
         "--state", type=Path, required=True, help="results of every call, as JSON lines"
     )
-    parser.add_argument("--cells", nargs="+", default=CELLS, metavar="CONTEXTxDOCUMENTSxSTAGES")
+    parser.add_argument(
+        "--cells", nargs="+", default=CELLS + COMPUTING, metavar="CONTEXTxDOCUMENTSxSTAGES"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=0, help="number of the batch")
     parser.add_argument("--lengths", default="wlb", help="as of compare")
