@@ -8,7 +8,6 @@ the first round.
 
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 import cpu_loops
 from cpu_loops import Size
+from pipeline_ranks import join_pipeline
 
 from megatron_epp.planner.published.packing_best import packing_lengths
 
@@ -95,20 +95,9 @@ def packings_of(
 
 def process(rank: int, ranks: int, folder: str, cell: Cell, takes: Callable[..., bool]) -> None:
     """Run one rank; rank 0 writes a line of JSON for every call."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    from megatron_epp.mcore.patching import cpu_host
-
-    cpu_host.install_cpu_host()
-    import torch
+    join_pipeline(rank, ranks, folder)
     import torch.distributed as dist
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    torch.set_num_threads(1)
-    meeting = (Path(folder) / "meeting").as_uri()
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
-    model_parallel_cuda_manual_seed(1)
     calls = Calls(rank, ranks, cell)
     calls.choose_packing()
     names = [name for name in VARIANTS if calls.runs(name, takes)]
@@ -220,13 +209,16 @@ class Calls:
 
         variant = VARIANTS[name]
         micro_batches = self.micro_batches[variant.micro_batches]
-        run = self._step(name, variant)
+        run = {
+            TORCH: self._by_torch,
+            MEGATRON: self._by_megatron,
+            EXECUTOR: self._by_executor,
+        }[variant.by]
         self.sliced.slicing = variant.sliced
         self.model.zero_grad(set_to_none=True)
-        self.stock_ops.clear()
         dist.barrier()
         began = time.perf_counter()
-        losses, peak, ops = run(micro_batches)
+        losses, peak, ops = run(name, micro_batches)
         seconds = time.perf_counter() - began
         every: list[Any] = [None] * self.ranks
         dist.all_gather_object(every, (seconds, peak, ops))
@@ -242,52 +234,29 @@ class Calls:
         halves = variant.schedule == "interleaved"  # models of its own
         return Call(told, [] if halves else cpu_loops.outcome(self.model, losses))
 
-    def _step(self, name: str, variant: Variant) -> Callable[[list[dict]], tuple[Any, int, list]]:
-        """Return the function that runs micro-batches: losses, peak bytes and ops of this rank."""
-        from megatron_epp.autoload import PIPELINE
-        from megatron_epp.ir import COMPUTE
-        from megatron_epp.runtime.kv_store import Store
-        from megatron_epp.runtime.memory_meter import SavedBytesMeter
-
-        if variant.by == TORCH and name not in self.schedules:
-            longest = max(b["tokens"].shape[1] for b in self.micro_batches[variant.micro_batches])
+    def _by_torch(self, name: str, micro_batches: list[dict]) -> tuple[list[dict], int, list]:
+        if name not in self.schedules:
+            longest = max(batch["tokens"].shape[1] for batch in micro_batches)
             self.schedules[name] = cpu_loops.TorchSchedule(
-                f"torch-{variant.schedule}", self.rank, self.ranks, self.model, longest, SIZE
+                f"torch-{VARIANTS[name].schedule}",
+                *(self.rank, self.ranks, self.model, longest, SIZE),
             )
-        elif variant.by == EXECUTOR and name not in self.schedules:
-            self.schedules[name] = self._planner(variant)
+        return *self.schedules[name].step(micro_batches), []
 
-        def keywords(micro_batches: list[dict]) -> dict[str, Any]:
-            return {
-                "forward_step_func": cpu_loops.forward_step,
-                "data_iterator": iter(micro_batches),
-                "model": [self.model],
-                "num_microbatches": len(micro_batches),
-                "seq_length": 1,
-                "micro_batch_size": 1,
-            }
+    def _by_megatron(self, name: str, micro_batches: list[dict]) -> tuple[list[dict], int, list]:
+        arguments = cpu_loops.call_arguments(self.model, micro_batches)
+        self.stock_ops.clear()
+        return *cpu_loops.stock_call(self.stock, self.model, arguments), list(self.stock_ops)
 
-        def torchs(micro_batches: list[dict]) -> tuple[Any, int, list]:
-            return *self.schedules[name].step(micro_batches), []
+    def _by_executor(self, name: str, micro_batches: list[dict]) -> tuple[list[dict], int, list]:
+        from megatron_epp.autoload import PIPELINE
 
-        def megatrons(micro_batches: list[dict]) -> tuple[Any, int, list]:
-            meter = SavedBytesMeter(self.model.parameters())
-            with meter.watch(Store({})):
-                losses = self.stock[PIPELINE](**keywords(micro_batches))
-            meter.op_peak()
-            return losses, meter.peak_bytes, list(self.stock_ops)
-
-        def executors(micro_batches: list[dict]) -> tuple[Any, int, list]:
-            losses = self.schedules[name](PIPELINE, keywords(micro_batches))
-            done = self.ran.pop()
-            ops = [
-                (str(r.op.kind.value), r.op.chunk, r.seconds)
-                for r in done.records
-                if r.op.kind in COMPUTE
-            ]
-            return losses, done.peak_bytes, ops
-
-        return {TORCH: torchs, MEGATRON: megatrons, EXECUTOR: executors}[variant.by]
+        if name not in self.schedules:
+            self.schedules[name] = self._planner(VARIANTS[name])
+        arguments = cpu_loops.call_arguments(self.model, micro_batches)
+        losses = self.schedules[name](PIPELINE, arguments)
+        done = self.ran.pop()
+        return losses, done.peak_bytes, cpu_loops.ops_of(done)
 
     def _planner(self, variant: Variant) -> Any:
         """Return the schedule of this project for ``variant``.
@@ -297,7 +266,6 @@ class Calls:
         from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
         from megatron_epp.mcore.loops.settings import Settings
         from megatron_epp.planner.calls.call_options import CallOptions
-        from megatron_epp.runtime.memory_meter import SavedBytesMeter
 
         own, packed = (
             self._tokens_held(self.micro_batches[kind]) for kind in (variant.micro_batches, PACKED)
@@ -306,9 +274,7 @@ class Calls:
             reorder=variant.planned, split=variant.planned, headroom=max(0.0, packed / own - 1)
         )
         settings = Settings(
-            options=options,
-            observe=self.ran.append,
-            make_meter=lambda model: SavedBytesMeter(model.parameters()),
+            options=options, observe=self.ran.append, make_meter=cpu_loops.saved_bytes
         )
         return LoopSchedule(settings, self.stock)
 

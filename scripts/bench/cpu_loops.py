@@ -51,6 +51,7 @@ from typing import Any
 from unittest.mock import patch
 
 from headline import ROOT, heading, host, write
+from pipeline_ranks import join_pipeline
 
 sys.path.insert(0, str(ROOT))
 
@@ -97,17 +98,10 @@ def lengths_of(case: str, batch: int) -> list[int]:
 
 def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: str) -> None:
     """Run one stage; with ``shared`` cores, time ops in processor seconds of the thread."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    from megatron_epp.autoload import PIPELINE
-    from megatron_epp.mcore.patching import cpu_host
-
-    cpu_host.install_cpu_host()
-    import torch
+    join_pipeline(rank, stages, folder)
     import torch.distributed as dist
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from megatron_epp.ir import COMPUTE
+    from megatron_epp.autoload import PIPELINE
     from megatron_epp.mcore.loops.adapters.packed import PackedDocuments
     from megatron_epp.mcore.loops.attached import attach_to
     from megatron_epp.mcore.loops.install import Installation
@@ -115,10 +109,7 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
     from megatron_epp.mcore.loops.settings import Settings
     from megatron_epp.planner.calls.track_record import TrackRecord
     from megatron_epp.runtime import clock
-    from megatron_epp.runtime.kv_store import Store
-    from megatron_epp.runtime.memory_meter import SavedBytesMeter
 
-    torch.set_num_threads(1)
     now = time.thread_time if shared else time.perf_counter
     saw, judged = TrackRecord.saw, []
     if shared:
@@ -128,10 +119,6 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
         )
         patch.object(TrackRecord, "saw", note).start()
         patch.object(clock, "time", SimpleNamespace(perf_counter=now)).start()
-    meeting = (Path(folder) / "meeting").as_uri()
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=stages)
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=stages)
-    model_parallel_cuda_manual_seed(1)
     longest = LONGEST[case] if case in CASES else int(case.split("x")[0])
     model = build_model(stages, rank, longest)
     torchs = {
@@ -140,9 +127,7 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
         if name in TORCH
     }
     ran: list[Any] = []
-    settings = Settings(
-        observe=ran.append, make_meter=lambda model: SavedBytesMeter(model.parameters())
-    )
+    settings = Settings(observe=ran.append, make_meter=saved_bytes)
     level0 = Installation(settings).schedule
     stock = level0.stock
     # Each learns its own seconds.
@@ -158,25 +143,14 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
         for turn in range(len(variants) * (chosen.repeats if batch >= 0 else 1)):
             variant = variants[(batch + turn) % len(variants)]
             sliced.slicing = variant == "level1"
-            keywords = {
-                "forward_step_func": forward_step,
-                "data_iterator": iter(micro_batches),
-                "model": [model],
-                "num_microbatches": len(micro_batches),
-                "seq_length": 1,
-                "micro_batch_size": 1,
-            }
+            keywords = call_arguments(model, micro_batches)
             model.zero_grad(set_to_none=True)
             stock_ops.clear()
             dist.barrier()
             began = time.perf_counter()
             if variant == STOCK:
-                meter = SavedBytesMeter(model.parameters())
-                with meter.watch(Store({})):
-                    losses = stock[PIPELINE](**keywords)
-                meter.op_peak()
-                peak, chunks, ops = meter.peak_bytes, str(len(micro_batches)), list(stock_ops)
-                by = STOCK
+                losses, peak = stock_call(stock, model, keywords)
+                chunks, ops, by = str(len(micro_batches)), list(stock_ops), STOCK
             elif variant in TORCH:
                 losses, peak = torchs[variant].step(micro_batches)
                 chunks, ops, by = str(len(micro_batches)), [], "torch"
@@ -185,11 +159,7 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
                 done = ran[-1]
                 peak, chunks = done.peak_bytes, " ".join(map(str, done.plan.chunks))
                 by = done.plan.predicted.planner
-                ops = [
-                    (str(r.op.kind.value), r.op.chunk, r.seconds)
-                    for r in done.records
-                    if r.op.kind in COMPUTE
-                ]
+                ops = ops_of(done)
             seconds = time.perf_counter() - began
             if variant not in TORCH or torchs[variant].same_model:
                 made[variant] = outcome(model, losses)
@@ -450,6 +420,50 @@ def build_model(
     return model
 
 
+def call_arguments(model: Any, micro_batches: Sequence[dict]) -> dict[str, Any]:
+    """Return the arguments of Megatron's schedule function for one call."""
+    return {
+        "forward_step_func": forward_step,
+        "data_iterator": iter(micro_batches),
+        "model": [model],
+        "num_microbatches": len(micro_batches),
+        "seq_length": 1,
+        "micro_batch_size": 1,
+    }
+
+
+def saved_bytes(model: Any) -> Any:
+    """Return a meter of the bytes that autograd saves, except parameters."""
+    from megatron_epp.runtime.memory_meter import SavedBytesMeter
+
+    return SavedBytesMeter(model.parameters())
+
+
+def stock_call(
+    stock: dict[str, Any], model: Any, arguments: dict[str, Any]
+) -> tuple[list[dict], int]:
+    """Run one call by Megatron's own schedule; return its losses and peak bytes."""
+    from megatron_epp.autoload import PIPELINE
+    from megatron_epp.runtime.kv_store import Store
+
+    meter = saved_bytes(model)
+    with meter.watch(Store({})):
+        losses = stock[PIPELINE](**arguments)
+    meter.op_peak()
+    return losses, meter.peak_bytes
+
+
+def ops_of(done: Any) -> list[tuple[str, int, float]]:
+    """Return (kind, chunk, seconds) of the ops that computed in the call with record ``done``."""
+    from megatron_epp.ir import COMPUTE
+
+    return [
+        (str(each.op.kind.value), each.op.chunk, each.seconds)
+        for each in done.records
+        if each.op.kind in COMPUTE
+    ]
+
+
 def watch_stock(now: Any) -> list[tuple[str, int, float]]:
     """Return a list that collects (kind, number, seconds) of the steps of Megatron's schedule."""
     from megatron.core.pipeline_parallel import schedules
@@ -497,8 +511,8 @@ def outputs_of(model: Any, batch: dict, labels: Any) -> Any:
     import torch
 
     places = torch.arange(batch["tokens"].shape[1])[None]
-    packed = {name: batch[name] for name in ("packed_seq_params",) if name in batch}
-    return model(batch["tokens"], places, None, labels=labels, **packed)
+    packed = batch.get("packed_seq_params")
+    return model(batch["tokens"], places, None, labels=labels, packed_seq_params=packed)
 
 
 def token_loss(batch: dict, losses: Any, non_loss_data: bool = False) -> Any:

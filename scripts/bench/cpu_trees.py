@@ -21,7 +21,6 @@ Every call must have stock's loss and gradients.
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from typing import Any
 import cpu_loops
 import numpy as np
 from headline import heading, host, write
+from pipeline_ranks import join_pipeline
 from trees import Group, answers_to, trajectory
 
 VARIANTS = ("stock", "slices", "trees")
@@ -112,36 +112,21 @@ def bound_seconds(
 
 def work(rank: int, cases: list, chosen: Any, folder: str) -> None:
     """Run one stage of all cases and variants."""
-    os.environ["OMP_NUM_THREADS"] = "1"
-    from megatron_epp.autoload import PIPELINE
-    from megatron_epp.mcore.patching import cpu_host
-
-    cpu_host.install_cpu_host()
-    import torch
+    join_pipeline(rank, chosen.pp, folder)
     import torch.distributed as dist
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+    from megatron_epp.autoload import PIPELINE
     from megatron_epp.mcore.loops.adapters.packed import PackedDocuments
     from megatron_epp.mcore.loops.attached import attach_to
     from megatron_epp.mcore.loops.install import Installation
     from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
     from megatron_epp.mcore.loops.settings import Settings
-    from megatron_epp.runtime.kv_store import Store
-    from megatron_epp.runtime.memory_meter import SavedBytesMeter
 
-    torch.set_num_threads(1)
-    meeting = (Path(folder) / "meeting").as_uri()
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=chosen.pp)
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=chosen.pp)
-    model_parallel_cuda_manual_seed(1)
     longest = max(max(group.whole) for _, groups in cases for group in groups)
     model = cpu_loops.build_model(chosen.pp, rank, longest)
     model.config.calculate_per_token_loss = True  # whatever a micro-batch is
     ran: list[Any] = []
-    settings = Settings(
-        observe=ran.append, make_meter=lambda model: SavedBytesMeter(model.parameters())
-    )
+    settings = Settings(observe=ran.append, make_meter=cpu_loops.saved_bytes)
     installation = Installation(settings)
     stock = installation.schedule.stock
     schedules = {variant: LoopSchedule(settings, stock) for variant in VARIANTS[1:]}
@@ -157,24 +142,13 @@ def work(rank: int, cases: list, chosen: Any, folder: str) -> None:
         batches = apart if variant == "stock" else [in_a_row(group) for group in groups]
         sliced.slicing = variant != "stock"
         sliced.adapter = adapters.get(variant, sliced.adapter)
-        keywords = {
-            "forward_step_func": cpu_loops.forward_step,
-            "data_iterator": iter(batches),
-            "model": [model],
-            "num_microbatches": len(batches),
-            "seq_length": 1,
-            "micro_batch_size": 1,
-        }
+        keywords = cpu_loops.call_arguments(model, batches)
         model.zero_grad(set_to_none=True)
         stock_ops.clear()
         dist.barrier()
         began = time.perf_counter()
         if variant == "stock":
-            meter = SavedBytesMeter(model.parameters())
-            with meter.watch(Store({})):
-                losses = stock[PIPELINE](**keywords)
-            meter.op_peak()
-            peak = meter.peak_bytes
+            losses, peak = cpu_loops.stock_call(stock, model, keywords)
         else:
             losses = schedules[variant](PIPELINE, keywords)
             peak = ran[-1].peak_bytes

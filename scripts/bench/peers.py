@@ -32,7 +32,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import pickle
 import statistics
 import sys
@@ -46,6 +45,7 @@ import computing_cells
 import numpy as np
 import torch
 from headline import ROOT, heading, host, write
+from pipeline_ranks import join_pipeline
 from torch_schedules import SCHEDULES, GlooStage, make_schedule, rank_of_stages
 
 sys.path.insert(0, str(ROOT))
@@ -305,21 +305,12 @@ def megatron_step(work: Work, rank: int, ranks: int) -> Callable[[], list[Ran]]:
 
 def process(rank: int, ranks: int, folder: str, rounds: Sequence[int]) -> None:
     """Run one rank: every variant of the cell in turn, in each of ``rounds``."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    from megatron_epp.mcore.patching import cpu_host
-
-    cpu_host.install_cpu_host()
+    join_pipeline(rank, ranks, folder)
     import torch.distributed as dist
-    from megatron.core import parallel_state
 
     from megatron_epp.ir import Payload
     from megatron_epp.runtime.link import connect
 
-    torch.set_num_threads(1)
-    meeting = (Path(folder) / "meeting").as_uri()
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
     groups = {payload: dist.new_group() for payload in Payload}
     connect(groups, rank, ranks, torch.device("cpu"))
     works: list[Work] = pickle.loads((Path(folder) / "works").read_bytes())
@@ -472,7 +463,7 @@ def variants_of(
             found[name + memory] = PLANNERS["epp"](lengths, cost, how), cost
     works = [planned_work(name, *each) for name, each in found.items()]
     single = [(d,) for d in range(documents)]
-    packed = [tuple(s.document for s in chunk.spans) for chunk in found[STOCK][0].plan.chunks]
+    packed = documents_of(found[STOCK][0].plan)
     given = [Given("megatron 1f1b docs", single, lengths, ample)]
     for name, (_, placement) in SCHEDULES.items():
         cost = ample if placement is None else placed_cost(ample, placement)
@@ -492,6 +483,11 @@ def variants_of(
         found["epp"][0].lower_bound_seconds,
         sum(lengths),
     )
+
+
+def documents_of(plan: Plan) -> computing_cells.MicroBatches:
+    """Return the documents of every chunk."""
+    return tuple(tuple(span.document for span in chunk.spans) for chunk in plan.chunks)
 
 
 def takes(name: str, micro_batches: int, ranks: int) -> bool:
@@ -541,8 +537,7 @@ def run_computing_cell(
     cost = cost_of(arguments, stages)
 
     def packed_to(tokens: int) -> computing_cells.MicroBatches:
-        plan = PLANNERS["packing"](lengths, cost, Options(context=tokens)).plan
-        return tuple(tuple(span.document for span in chunk.spans) for chunk in plan.chunks)
+        return documents_of(PLANNERS["packing"](lengths, cost, Options(context=tokens)).plan)
 
     packings = computing_cells.packings_of(lengths, context, packed_to)
     given = computing_cells.Cell(context, tuple(lengths), tuple(missing), packings)
