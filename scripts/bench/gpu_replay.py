@@ -122,13 +122,16 @@ def rows(planned: dict[str, Any], records: dict[str, list[Any]], cost: Any) -> l
     return made_rows
 
 
-def keep(folder: str | None, planned: dict[str, Any], records: dict[str, list[Any]]) -> None:
-    """Write the plans, and the seconds of every op, to ``folder`` for inspection."""
+def keep(
+    folder: str | None, planned: dict[str, Any], records: dict[str, list[Any]], cost: Any
+) -> None:
+    """Write the plans, the seconds of every op, and the measured profile to ``folder``."""
     if folder is None:
         return
     from megatron_epp.ir import format_records
 
     Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, "profile.json").write_text(cost.layout.profile.to_json(), encoding="utf-8")
     for name, made in planned.items():
         Path(folder, f"{name}.plan").write_text(str(made.plan), encoding="utf-8")
         everything = [record for stage in records[name] for record in stage]
@@ -154,7 +157,8 @@ def main() -> None:
     parser.add_argument("--link-gb-per-second", type=float, default=50.0)
     parser.add_argument("--link-latency-us", type=float, default=20.0)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--keep", metavar="FOLDER", help="plans and records of every planner")
+    parser.add_argument("--keep", metavar="FOLDER",
+                        help="plans and records of every planner, and the profile")  # fmt: skip
     arguments, others = parser.parse_known_args()
     total = arguments.layers or shapes.MODELS[arguments.model][0]
     if arguments.pp < 1 or total % arguments.pp:
@@ -165,7 +169,7 @@ def main() -> None:
     planned = plans_of(alone, cost, arguments)
     records = replayed(alone, planned, layers, arguments.repeats)
     table = rows(planned, records, cost)
-    keep(arguments.keep, planned, records)
+    keep(arguments.keep, planned, records, cost)
     from megatron_epp.show.table import markdown, text_table
 
     what = (

@@ -57,6 +57,23 @@ def test_a_fit_is_judged_on_rows_it_has_not_seen() -> None:
     assert fit(features[:4], clean[:4]).quality.tested == 0
 
 
+def test_a_measurement_that_cannot_be_is_named() -> None:
+    with pytest.raises(ValueError, match="^seconds of F: measurement 3 of 4 is -2, its"):
+        fit([[1.0]] * 4, [1.0, 1.0, -2.0, 1.0], what="seconds of F")
+
+
+def test_bytes_below_zero_are_not_used(caplog) -> None:
+    """What an allocator counts when earlier tensors go during a forward."""
+    good = [Sample("k", False, False, tokens, 0, 0, 700.0 * tokens) for tokens in (128, 256, 512)]
+    wrong = [Sample("f", False, False, tokens, 0, 0, -64.0 * tokens) for tokens in (128, 256)]
+    fitted = fit_profile(TEMPLATE, WHERE, seconds={}, held_bytes=[*good, *wrong]).profile
+    assert fitted.saved_bytes["k"].per_token == pytest.approx(700)
+    assert fitted.saved_bytes["f"] == TEMPLATE.saved_bytes["f"]
+    assert "held bytes: 2 of 5 measurements are at most 0" in caplog.text
+    nothing = fit_profile(TEMPLATE, WHERE, seconds={}, held_bytes=wrong).profile
+    assert nothing.saved_bytes == TEMPLATE.saved_bytes
+
+
 def test_no_sort_of_rows_is_held_out_whole() -> None:
     """Every fourth row of a regular grid is one sort, of which a fit without it knows nothing."""
     sorts = np.tile(np.eye(4), (2, 1)) * np.repeat([128.0, 256.0], 4)[:, None]
@@ -82,7 +99,7 @@ def test_a_fit_survives_outliers() -> None:
     ("features", "values"), [([[1.0]], [0.0]), ([[np.nan]], [1.0]), ([[1.0]], []), ([], [])]
 )
 def test_rows_that_cannot_be_fitted(features: list, values: list) -> None:
-    with pytest.raises(ValueError, match="measurements"):
+    with pytest.raises(ValueError, match=r"seconds: measurement 1 of 1|\d measurements of \d rows"):
         fit(features, values)
 
 

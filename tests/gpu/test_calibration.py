@@ -30,11 +30,15 @@ def test_large_chunks_take_what_small_ones_foretell(alone) -> None:
         runs = [probe.layers(large, KEEP) for _ in range(6)][1:]
         issued = [probe.timed_by(IssueClock(probe.now)).layers(small, KEEP) for _ in range(6)][1:]
         device = [probe.layers(small, KEEP) for _ in range(6)][1:]
+        busy = probe.after_work(Shape(8192, pieces=2))
+        worked = [busy.layers(large, KEEP) for _ in range(6)][1:]
     for kind, name in ((Kind.FORWARD, "forward_seconds"), (Kind.BACKWARD, "backward_seconds")):
         measured = median(getattr(run, name) for run in runs)
         predicted = profile.op_seconds(kind, large.spans)
         print(f"{kind.value}: {1e3 * measured:.3f} ms, predicted {1e3 * predicted:.3f}")
         assert predicted == pytest.approx(measured, rel=0.25)
+        # A device that has worked is as fast or slower, by what its power limit takes.
+        assert 0.95 < median(getattr(run, name) for run in worked) / measured < 1.4
         assert median(getattr(run, name) for run in device) < profile.host_seconds[kind]
         host = median(getattr(run, name) for run in issued)
         assert profile.host_seconds[kind] == pytest.approx(host, rel=0.5)

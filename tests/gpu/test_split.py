@@ -85,3 +85,32 @@ def test_what_i_leaves_is_what_w_adds(alone, engine) -> None:
     assert all(float(weight.main_grad.norm()) == 0 for weight in weights)
     probe.layers(Shape(256), "k", split=True)
     assert all(float(weight.main_grad.norm()) > 0 for weight in weights)
+
+
+def test_work_before_timed_ops_defers_nothing(alone, engine) -> None:
+    """Its layers run whole, while the timed ones are split and while ends run without layers."""
+    from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
+    from megatron_epp.mcore.calibrate.clocks import NoClock
+    from megatron_epp.mcore.calibrate.probe import Shape
+    from megatron_epp.mcore.model.split_backward import Deferral
+    from scripts.bench.single_stage import build_stage, probe_alone
+
+    class Working(NoClock):
+        def __init__(self, work):
+            self.start = work
+
+    model = build_stage(alone, 1, True, True)
+    probe = probe_alone(alone, model)
+    working = probe.timed_by(Working(probe.work(Shape(128))))
+    weights = [
+        module.weight for module in Deferral(model).engines if module is not probe.model.output_layer
+    ]
+    assert len(weights) >= 4
+    for timed in (
+        lambda: working.layers(Shape(256), "k", split=True),
+        lambda: working.ends(Shape(256)),
+    ):
+        model.zero_grad_buffer()
+        with patch.object(DeferredWeightGrads, "accumulate_all", lambda self: None):
+            timed()
+        assert all(float(weight.main_grad.norm()) > 0 for weight in weights)

@@ -40,7 +40,10 @@ RULES = {
 
 
 class MadeUpLayers:
-    """A stage with both ends, whose layers take what RULES say. ``runs`` counts layers by kind."""
+    """A stage with both ends, whose layers take what RULES say. ``runs`` counts layers by kind.
+
+    On a rested device (``pace`` below 1) everything takes less.
+    """
 
     first, last, head_tokens, stores_last_slice = True, True, 0, False
     fused_head, computes_alone = True, False
@@ -50,19 +53,25 @@ class MadeUpLayers:
         params_dtype=torch.float32,
     )  # fmt: skip
 
-    def __init__(self, word: tuple[str, ...], at: int = 0, runs: list[str] | None = None):
-        self.word, self.at = word, at
+    def __init__(
+        self, word: tuple[str, ...], at: int = 0, runs: list[str] | None = None, pace: float = 0.8
+    ):
+        self.word, self.at, self.pace = word, at, pace
         self.runs: list[str] = [] if runs is None else runs
         self.modules = {"mlp": (None,), "layernorm": (None, None)}
 
     def of_layer(self, at: int) -> "MadeUpLayers":
-        return MadeUpLayers(self.word, at, self.runs)
+        return type(self)(self.word, at, self.runs)
+
+    def after_work(self, shape: Shape) -> "MadeUpLayers":
+        return type(self)(self.word, self.at, self.runs, 1.0)
 
     def layers(self, shape: Shape, letters: str, weigh: bool = False, split: bool = False):
         kind = self.word[self.at]
         self.runs.append(kind)
         token, pair, chunk, window, held = RULES[kind]
         seconds = token * shape.tokens + pair * shape.pairs_within(window) + chunk
+        seconds, token = seconds * self.pace, token * self.pace
         again = seconds if letters == FULL else 0.0
         kept = 64.0 if letters == FULL else held
         return Measurement(
@@ -71,13 +80,17 @@ class MadeUpLayers:
         )  # fmt: skip
 
     def embedding(self, shape: Shape, weigh: bool = False) -> Measurement:
-        return Measurement(1e-7 * shape.tokens, 2e-7 * shape.tokens, shape.tokens)
+        return Measurement(
+            self.pace * 1e-7 * shape.tokens, self.pace * 2e-7 * shape.tokens, shape.tokens
+        )
 
     def ends(self, shape: Shape, weigh: bool = False, split: bool = False) -> Measurement:
-        return Measurement(5e-7 * shape.tokens, 1e-6 * shape.tokens, 8 * shape.tokens)
+        return Measurement(
+            self.pace * 5e-7 * shape.tokens, self.pace * 1e-6 * shape.tokens, 8 * shape.tokens
+        )
 
     def module_seconds(self, shape: Shape, module) -> float:
-        return 1e-7 * shape.tokens * (1 + len(self.word[self.at]))
+        return self.pace * 1e-7 * shape.tokens * (1 + len(self.word[self.at]))
 
 
 @pytest.fixture(scope="module")
@@ -161,9 +174,6 @@ class OnGpu(MadeUpLayers):
 
     device, issued = torch.device("cuda"), False
 
-    def of_layer(self, at: int) -> "OnGpu":
-        return OnGpu(self.word, at, self.runs)
-
     def now(self) -> float:
         return 0.0
 
@@ -180,7 +190,7 @@ class OnGpu(MadeUpLayers):
         if self.issued:
             return replace(made, forward_seconds=3e-3, backward_seconds=4e-3)
         _, pair, *_ = RULES[self.word[self.at]]
-        twice = 2 * pair * DIAGONAL.of(shape.spans)
+        twice = self.pace * 2 * pair * DIAGONAL.of(shape.spans)
         return replace(made, backward_seconds=made.backward_seconds + twice)
 
 

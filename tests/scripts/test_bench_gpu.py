@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.cost.catalogue.devices import GIB
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layout import StageLayout
+from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Plan, parse_records
+from megatron_epp.sim.play import play
 from tests.mcore.runs import train
 from tests.programs import python
 
@@ -51,11 +56,14 @@ def test_an_iteration_is_put_together(tmp_path) -> None:
     assert done.status == 0, done.output
     ((packing, epp),) = tables(output.read_text())
     assert (packing[0], epp[0]) == ("packing", "epp") and packing[5] == "1.00"
+    profile = Profile.from_json((kept / "profile.json").read_text())
+    cost = Cost(StageLayout(profile, (2, 2)), (0.01 * GIB,) * 2)
     for row in (packing, epp):
         replayed, peak, promised = float(row[2]), float(row[8]), float(row[9])
         plan = Plan.parse((kept / f"{row[0]}.plan").read_text())
         records = parse_records((kept / f"{row[0]}.timed").read_text())
         assert int(row[1]) == len(plan.chunks)
+        assert float(row[3]) == pytest.approx(play(plan, cost.table(plan)).seconds, rel=1e-3)
         assert peak == pytest.approx(promised, rel=0.05)
         # No iteration is shorter than its busiest stage.
         busy = [

@@ -15,6 +15,7 @@ gets the template's ratio of B to I + W.
 """
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,6 +32,8 @@ from megatron_epp.cost.profile import (
     layer_coefficients,
 )
 from megatron_epp.ir import BACKWARDS, FULL, KEEP, Kind
+
+logger = logging.getLogger(__name__)
 
 _HALVES = (Kind.INPUT, Kind.WEIGHT)
 
@@ -141,9 +144,10 @@ def fit_profile(
     if held_bytes:
         fields |= _fit_held(template, held_bytes, quality)
     if link_seconds:
-        result = fit([(tokens, 1.0) for tokens, _ in link_seconds], [s for _, s in link_seconds])
+        what, loads = "link seconds", [(tokens, 1.0) for tokens, _ in link_seconds]
+        result = fit(loads, [seconds for _, seconds in link_seconds], what=what)
         fields["link_seconds_per_token"], fields["link_latency_seconds"] = result.coefficients
-        quality["link seconds"] = result.quality
+        quality[what] = result.quality
     return FitResult(dataclasses.replace(template, **fields), quality)
 
 
@@ -272,8 +276,9 @@ def _fit_seconds(
         # 0.
         values = [max(row.value - columns.again(template, row), 0.1 * row.value) for row in rows]
         prior = columns.coefficients_row(template) if near else None
-        result = fit([columns.row(row) for row in rows], values, prior)
-        quality[f"seconds of {op.value}"] = result.quality
+        what = f"seconds of {op.value}"
+        result = fit([columns.row(row) for row in rows], values, prior, what)
+        quality[what] = result.quality
         numbers = iter(result.coefficients)
         most = max(row.tokens for row in rows)
         for kind, coefficients in columns.coefficients.items():
@@ -349,7 +354,18 @@ def _pair(sample: Sample) -> tuple[float, float]:
     return float(sample.tokens - sample.cut_tokens), float(sample.cut_tokens)
 
 
-def _fit_held(template: Profile, samples: Sequence[Sample], quality: dict[str, Quality]) -> dict:
+def _fit_held(template: Profile, every: Sequence[Sample], quality: dict[str, Quality]) -> dict:
+    # An allocator's difference is below 0 if earlier tensors were freed during the forward.
+    samples = [sample for sample in every if sample.value > 0]
+    if len(samples) < len(every):
+        logger.warning(
+            "held bytes: %d of %d measurements are at most 0; these are not used, and bytes without "
+            "other measurements are those of the analytic model",
+            len(every) - len(samples),
+            len(every),
+        )
+    if not samples:
+        return {}
     modes = tuple(mode for mode in MODES if any(mode in row.choice for row in samples))
     rows = []
     for sample in samples:
@@ -357,8 +373,9 @@ def _fit_held(template: Profile, samples: Sequence[Sample], quality: dict[str, Q
         for end in (sample.first, sample.last):
             row += [end * tokens for tokens in _pair(sample)]
         rows.append(row)
-    result = fit(rows, [sample.value for sample in samples])
-    quality["held bytes"] = result.quality
+    what = "held bytes"
+    result = fit(rows, [sample.value for sample in samples], what=what)
+    quality[what] = result.quality
     numbers = iter(result.coefficients)
     saved = dict(template.saved_bytes)
     for mode in modes:

@@ -46,6 +46,7 @@ def fit(
     features: Sequence[Sequence[float]],
     measured: Sequence[float],
     prior: Sequence[float] | None = None,
+    what: str = "seconds",
 ) -> Fit:
     """Fit coefficients with features @ coefficients ~ measured.
 
@@ -59,6 +60,7 @@ def fit(
         measured: [rows], each above 0.
         prior: [n], expected coefficients up to a common factor. Coefficients that the rows do not
             separate stay near ``prior``. None: the sum of such coefficients is divided arbitrarily.
+        what: name of the measured quantity, for error messages.
 
     Raises:
         ValueError: the numbers of rows differ, or a measurement is not a finite number above 0.
@@ -67,8 +69,13 @@ def fit(
     values_R = np.asarray(measured, np.float64)
     if rows_RN.ndim != 2 or not len(rows_RN) or len(rows_RN) != len(values_R):
         raise ValueError(f"{len(values_R)} measurements of {len(rows_RN)} rows: expected as many")
-    if not (np.isfinite(rows_RN).all() and np.isfinite(values_R).all() and (values_R > 0).all()):
-        raise ValueError("measurements: expected finite numbers above 0")
+    wrong_R = ~(np.isfinite(rows_RN).all(1) & np.isfinite(values_R) & (values_R > 0))
+    if wrong_R.any():
+        row = int(wrong_R.argmax())
+        raise ValueError(
+            f"{what}: measurement {row + 1} of {len(values_R)} is {values_R[row]:g}, its quantities "
+            f"{rows_RN[row].tolist()}; expected finite numbers and a measurement above 0"
+        )
     prior_N = None
     if prior is not None:
         prior_N = np.asarray(prior, np.float64)

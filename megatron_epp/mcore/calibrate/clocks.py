@@ -14,8 +14,8 @@ import torch
 
 from megatron_epp.runtime.clock import CudaClock
 
-# Seconds that a device spins before the timed ops, while its host issues their kernels. The host
-# needs up to 5 ms to issue a layer's backward with recompute.
+# Seconds that a device works or spins before the timed ops, while its host issues their kernels. The
+# host needs up to 5 ms to issue a layer's backward with recompute.
 _HEAD_START = 8e-3
 _CYCLES_PER_SECOND = 2e9  # upper bound of a multiprocessor's clock rate
 
@@ -51,6 +51,17 @@ class WallClock:
         return self._now() - start
 
 
+class NoClock:
+    """Clock that neither waits nor measures: all seconds are 0."""
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def seconds(self, start: None) -> float:
+        """Return 0."""
+        return 0.0
+
+
 class IssueClock(WallClock):
     """Clock of the time until the host's calls return; the device is idle when the clock starts.
 
@@ -69,19 +80,42 @@ class IssueClock(WallClock):
 
 
 class DeviceClock:
-    """Clock of the CUDA device's computing time, without the host's time to issue kernels."""
+    """Clock of the CUDA device's computing time, without the host's time to issue kernels.
 
-    def __init__(self, now: Callable[[], float]):
-        """Create a clock; ``now`` is a function that waits for the device."""
-        self._now = now
+    A device at its power limit lowers its clock rate within about 10 ms of work, and raises it
+    again within 20 ms of rest. A layer on a rested H200 takes 12 to 17% less time than in training.
+    With ``work``, the device therefore works before the timed ops.
+    """
+
+    def __init__(self, now: Callable[[], float], work: Callable[[], Any] | None = None):
+        """Create a clock.
+
+        Args:
+            now: Function that waits for the device.
+            work: Function that issues work for the device, to run before timed ops. None: the
+                device spins for some milliseconds instead.
+        """
+        self._now, self._work = now, work
+        self._spin = _HEAD_START if work is None else max(0.0, _HEAD_START - self._lead(work))
+
+    def _lead(self, work: Callable[[], Any]) -> float:
+        """Return the seconds that the device still works after its host has issued ``work``."""
+        work()  # one-time costs
+        self._now()
+        work()
+        issued = time.perf_counter()
+        self._now()
+        return time.perf_counter() - issued
 
     def start(self) -> CudaClock:
-        """Start timing after a few milliseconds of idle spinning on the device.
+        """Start timing after the device has worked, or has been spinning, for some milliseconds.
 
-        During the spinning, the host issues the kernels to time.
+        Meanwhile, the host issues the kernels to time.
         """
         self._now()
-        torch.cuda._sleep(int(_HEAD_START * _CYCLES_PER_SECOND))
+        if self._work is not None:
+            self._work()
+        torch.cuda._sleep(int(self._spin * _CYCLES_PER_SECOND))
         events = CudaClock()
         events.start()
         return events

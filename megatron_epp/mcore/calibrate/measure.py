@@ -174,19 +174,20 @@ def calibrate(
         there = layer if kind_probe is not None else None
         _measure_bytes(kind_probe or probe, readings, context, there, ends=first)
         shapes = grid(layer, context, flops)
-        _measure_seconds(kind_probe, probe, groups, shapes, readings, layer)
+        large = max(shape.tokens for shape, _ in shapes) // 2
+        busy = None if kind_probe is None else kind_probe.after_work(Shape(large))
+        _measure_seconds(busy, probe, groups, shapes, readings, layer)
         if first:
-            _measure_end_seconds(probe, groups, shapes, readings)
-        if kind_probe is not None:
-            _measure_modules(kind_probe, shapes, readings)
+            _measure_end_seconds(probe.after_work(Shape(large)), groups, shapes, readings)
+        if kind_probe is not None and busy is not None:
+            _measure_modules(busy, shapes, readings)
             readings.host += _host_seconds(kind_probe, shapes[0][0])
             readings.stores_last_slice = kind_probe.stores_last_slice
         dist.barrier(groups.control)
-        if split_backward and kind_probe is not None:
-            large = max(shape.tokens for shape, _ in shapes) // 2
-            readings.split += measure_split(kind_probe, large, _sizes(probe, context)[-2:])
+        if split_backward and kind_probe is not None and busy is not None:
+            readings.split += measure_split(kind_probe, busy, large, _sizes(probe, context)[-2:])
         if probe.config.context_parallel_size > 1:
-            _measure_exchange(kind_probe, groups, shapes, readings)
+            _measure_exchange(busy, groups, shapes, readings)
         if first:
             _measure_links(probe, groups, readings)
             readings.host_rate = host_rate(probe, groups)

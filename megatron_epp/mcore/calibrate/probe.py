@@ -21,7 +21,7 @@ from megatron_epp.ir import KEEP, Span
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.recompute.wrap import hidden_of
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
-from megatron_epp.mcore.calibrate.clocks import Clock, DeviceClock, WallClock
+from megatron_epp.mcore.calibrate.clocks import Clock, DeviceClock, NoClock, WallClock
 from megatron_epp.mcore.data.chunk_batches import ChunkBatch
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.data.row_shard import RowShard
@@ -133,6 +133,7 @@ class Probe:
     ):
         self.model, self.forward_step, self.context = model, forward_step, context
         self.at = 0
+        self._kept_layers: Sequence[Any] | None = None  # instead of the model's own
         self.fused_head, self.head_tokens = head_tokens is not None, head_tokens or 0
         self.config = model.config
         self.device, self.row_shard = device, row_shard
@@ -158,10 +159,31 @@ class Probe:
         other.clock = clock
         return other
 
+    def after_work(self, shape: Shape) -> "Probe":
+        """Return a copy of the probe that times ops on a GPU as busy as in training.
+
+        Before the timed ops, the GPU runs a layer on a chunk of ``shape``. Do not measure bytes
+        with the copy, because they would include those of that layer. On a CPU, the copy does not
+        differ.
+        """
+        if self.device.type == "cpu" or not self._layers:
+            return self
+        return self.timed_by(DeviceClock(self.now, self.work(shape)))
+
+    def work(self, shape: Shape) -> Callable[[], Any]:
+        """Return a function that runs forward and backward of a layer, and waits for nothing."""
+        untimed = self.timed_by(NoClock())
+        untimed._kept_layers = list(self._layers)  # also while the model has none (ends)
+        return lambda: untimed.layers(shape, KEEP)
+
     @property
     def layer(self) -> Any:
         """Megatron's module of the stage's layer ``at``, the first layer that the probe runs."""
-        return layers_of(self.model)[self.at]
+        return self._layers[self.at]
+
+    @property
+    def _layers(self) -> Sequence[Any]:
+        return layers_of(self.model) if self._kept_layers is None else self._kept_layers
 
     @property
     def first(self) -> bool:
@@ -216,7 +238,7 @@ class Probe:
         store, params = self._chunk(shape, modes)
         hidden = self._hidden(shape)
         rotary = self._rotary(params)
-        every = layers_of(self.model)
+        every = self._layers
         # The input projection of an MTP module counts with the module's first layer.
         entered = {depth.first: depth for depth in mtp_layers_of(self.model)}
         tokens = self._integers(shape.tokens)
@@ -285,9 +307,10 @@ class Probe:
     ) -> Measurement:
         scale = self._scale(store, weigh)
         deferred = DeferredWeightGrads()
-        with scale.watching(), self._deferring(deferred) if split else nullcontext():
-            start = self.clock.start()
-            output = forward()
+        with scale.watching():
+            start = self.clock.start()  # may run layers, whose weight gradients nothing defers
+            with self._deferring(deferred) if split else nullcontext():
+                output = forward()
             forward_seconds = self.clock.seconds(start)
             held, forward_peak = scale.held(), scale.peak()
             gradient = torch.ones_like(output)
@@ -344,7 +367,7 @@ class Probe:
         everything = shape.context + shape.tokens
         store = Store({0: everything if shape.cut else shape.context}, {0: everything})
         for layer in range(self.at, self.at + len(modes)):
-            kept = _kept_shapes(layers_of(self.model)[layer], shape.context)
+            kept = _kept_shapes(self._layers[layer], shape.context)
             if shape.context and kept:
                 key, value = map(self._normal, kept)
                 # An SSM state has one row per slice boundary: before and after this slice.

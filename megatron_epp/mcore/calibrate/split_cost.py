@@ -10,13 +10,16 @@ from megatron_epp.mcore.calibrate.probe import Probe, Shape
 SPLIT_REPEATS = 4  # the result is the median, as for unsplit backwards
 
 
-def measure_split(probe: Probe, tokens: int, weighed: Sequence[int]) -> list[SplitSeconds]:
+def measure_split(
+    probe: Probe, busy: Probe, tokens: int, weighed: Sequence[int]
+) -> list[SplitSeconds]:
     """Return measurements of split backwards on one rank.
 
-    The function measures seconds for chunks up to ``tokens``, a large size for this device. It
-    measures bytes for chunks of ``weighed`` tokens.
+    The function measures seconds with ``busy`` (:meth:`.probe.Probe.after_work`) for chunks up to
+    ``tokens``, a large size for this device. It measures bytes with ``probe`` for chunks of
+    ``weighed`` tokens.
     """
-    return [*_bytes(probe, weighed), *_seconds(probe, tokens)]
+    return [*_bytes(probe, weighed), *_seconds(busy, tokens)]
 
 
 def _bytes(probe: Probe, weighed: Sequence[int]) -> Iterator[SplitSeconds]:
