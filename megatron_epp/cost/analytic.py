@@ -246,6 +246,11 @@ def _coefficients(
         weight_seconds=_weight_seconds(layer.parameters, device),
         expert_weight_seconds=_weight_seconds(layer.expert_parameters, device),
         host_seconds=device.host_seconds,
+        expert_host_seconds={
+            op: layer.routed.issue * seconds
+            for op, seconds in device.host_seconds.items()
+            if layer.routed.issue
+        },
     )
 
 

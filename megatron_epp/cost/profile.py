@@ -192,6 +192,8 @@ class LayerCoefficients:
         expert_weight_seconds: like weight_seconds, for the weights of all experts; sharded by EP.
         host_seconds: by kind of op, seconds of the host to issue one layer's op, a lower bound of
             the op's seconds.
+        expert_host_seconds: by kind of op, seconds of the host to issue the products of all experts
+            of a layer, in addition to host_seconds; sharded by EP.
         tensor_gathers: number of gathers and scatters in a forward within a TP group; backward has
             as many.
         expert_copies: number of experts that a token is routed to.
@@ -224,6 +226,7 @@ class LayerCoefficients:
     weight_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
     expert_weight_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
     host_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
+    expert_host_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
     tensor_gathers: float = 0.0
     expert_copies: float = 0.0
 
@@ -521,12 +524,13 @@ _LATER: Mapping[str, Any] = {
     "weight_seconds": {},
     "expert_weight_seconds": {},
     "host_seconds": {},
+    "expert_host_seconds": {},
     "tensor_gathers": 0.0,
     "expert_copies": 0.0,
     "token_dispatcher": ALLTOALL,
 }
 _SOME_KEYS = re.compile(
-    "(context|exchange|head|forward|chosen|weight|expert_weight|host)_.*"
+    "(context|exchange|head|forward|chosen|weight|expert_weight|host|expert_host)_.*"
 )  # mappings that need not have all keys
 # Largest value of a coefficient by the end of its name. It is far above any machine, and small
 # enough for sums over a batch to stay finite. _MOST applies to rates, parameters and others.

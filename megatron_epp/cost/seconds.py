@@ -133,7 +133,7 @@ class OpSeconds:
         none = np.zeros(self.layout.stages)
         return dict.fromkeys(Kind, none) | {
             kind: self.layout.over_stages(
-                [np.array([each.host_seconds.get(kind, 0.0)]) for each in self.layout.coefficients]
+                [np.array([_host(self.layout, each, kind)]) for each in self.layout.coefficients]
             )[:, 0]
             for kind in OF_LAYERS
         }
@@ -157,8 +157,8 @@ class OpSeconds:
         for (kind, mode), count in counts.items():
             fraction = HOST_AGAIN if mode == FULL else HOST_AGAIN_PART
             if mode not in (KEEP, OFFLOAD):
-                of = self.layout.coefficients[kind].host_seconds.get(Kind.FORWARD, 0.0)
-                again += fraction * of * count
+                forward = _host(self.layout, self.layout.coefficients[kind], Kind.FORWARD)
+                again += fraction * forward * count
         both = np.maximum(device + recompute, host + again)
         return np.maximum(both - np.maximum(device, host), 0.0)
 
@@ -255,6 +255,11 @@ def _all_to_all(layout: StageLayout) -> np.ndarray:
     """Return [stages]: seconds per token to exchange rows for heads in the stage's forward."""
     rows = [np.array([all_to_all_seconds(layout, each)]) for each in layout.coefficients]
     return layout.over_stages(rows)[:, 0]
+
+
+def _host(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> float:
+    """Return the seconds of the host to issue one layer's op, with those of this rank's experts."""
+    return of.host_seconds.get(kind, 0.0) + of.expert_host_seconds.get(kind, 0.0) / layout.ep
 
 
 def _weights_row(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> np.ndarray:

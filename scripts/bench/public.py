@@ -287,7 +287,6 @@ _SIZES = (
 REASONS: Mapping[str, str] = {
     **{f"megatron-moe-layer {row}": _ALONE for row in (4, 6)},
     "modelzoo-qwen3 4": _SIZES,
-    "modelzoo-qwen3 5": f"{_SIZES}; 1,024 tokens a rank",
     "modelzoo-qwen3 6": "its source calls it not tuned",
     "bridge-qwen3-30b 6": "the exchange alone takes more at the links' full rate: a part of it "
     "must be hidden",

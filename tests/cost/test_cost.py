@@ -17,7 +17,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import stage_kinds
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import Loads
-from megatron_epp.cost.profile import LAYER_KIND
+from megatron_epp.cost.profile import LAYER_KIND, LayerCoefficients
 from megatron_epp.ir import FULL, KEEP, OF_LAYERS, Chunk, Item, Kind, Plan, Span
 from megatron_epp.sim.play import play
 from tests.cost.simple_device import SIMPLE
@@ -243,14 +243,19 @@ def on_layers(cost: Cost, plan: Plan) -> Cost:
     )
 
 
+def issue(of: LayerCoefficients, kind: Kind) -> float:
+    """What a layer's host takes, with all experts on one rank."""
+    return of.host_seconds.get(kind, 0.0) + of.expert_host_seconds.get(kind, 0.0)
+
+
 def recomputed(cost: Cost, choice: str, load: Loads, chunk: int, device: float) -> float:
     """What recompute adds to a backward of so many seconds on the device: the host issues those
     layers again, too, and the longer of both counts."""
-    of_host = cost.layout.profile.host_seconds
+    made = cost.layout.profile
     again = sum(cost.seconds.recompute((0, mode), load)[chunk] for mode in choice if mode != "o")
     issued = {"k": 0.0, "o": 0.0, "f": 1.15}
-    more = sum(issued.get(mode, 0.4) for mode in choice) * of_host.get(F, 0.0)
-    floor = len(choice) * of_host.get(B, 0.0)
+    more = sum(issued.get(mode, 0.4) for mode in choice) * issue(made, F)
+    floor = len(choice) * issue(made, B)
     return max(device + again, floor + more) - max(device, floor)
 
 
@@ -291,7 +296,7 @@ def test_a_table_is_a_sum_over_layers(cost: Cost, plan: Plan) -> None:
                     ) / spread + part.per_chunk
                 choice = plan.recompute[stage][c]
                 device[kind] = seconds + plain.comm_seconds[kind][stage][c]
-                floor = layers * made.host_seconds.get(kind, 0.0)
+                floor = layers * issue(made, kind)
                 seconds = alone = max(device[kind], floor)
                 if kind in (B, I):
                     alone += recomputed(cost, choice, load, c, device[B])

@@ -143,6 +143,7 @@ def _fitted(
         tensor_gathers=0.0,
         exchange_seconds=_exchange_seconds(every),
         host_seconds=_host_seconds(every),
+        expert_host_seconds={},
         host_bytes_per_second=min(readings.host_rate for readings in every),
         link_seconds_per_token=profile.link_seconds_per_token if best_link else 0.0,
         link_latency_seconds=profile.link_latency_seconds if best_link else 0.0,

@@ -175,6 +175,7 @@ class RoutedExperts:
         exchanged: channels of all copies of a token that are sent to experts' devices (one way).
         permuted: channels that a separate kernel moves to sort tokens by expert.
         narrow_flops: additional forward flops per token for slow products of narrow experts.
+        issue: host time to issue the products of all experts, in units of a dense layer's.
     """
 
     parameters: int = 0
@@ -183,6 +184,7 @@ class RoutedExperts:
     exchanged: int = 0
     permuted: float = 0.0
     narrow_flops: float = 0.0
+    issue: float = 0.0
 
 
 class Part:

@@ -111,7 +111,7 @@ def _assumes_host_time(cost: Cost) -> bool:
 
 def _with_hosts(cost: Cost, factor: float) -> Cost:
     """Return ``cost`` with the host time multiplied by ``factor``."""
-    return cost.with_coefficients_times({"host_seconds": factor})
+    return cost.with_coefficients_times({"host_seconds": factor, "expert_host_seconds": factor})
 
 
 def _seconds_by_host(batch: SortedBatch, scored: ScoredDraft, options: Options) -> np.ndarray:
