@@ -56,7 +56,7 @@ FAR = 1.05
 # fast, 2.0% if the assumption is right, and 7.2% for hosts half as fast. A search for the assumed
 # time alone loses 23% for hosts half as fast. No factor from 0.5 to 2 is better for all jobs:
 # their batches have 3 to 17 chunks, and no number between.
-HEDGES = (1.6, 0.85)
+HEDGES = (1.45, 0.85)
 HOSTS = (0.5, 1.0, 2.0)
 DEPENDS = 1.01  # ratio of a plan's times with the slowest and the fastest of these hosts
 # Skip the split-backward search of a variant that is more than 1% slower with unsplit backwards.
