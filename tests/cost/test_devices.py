@@ -126,7 +126,7 @@ def test_no_partition_is_faster(text: str) -> None:
 def test_plan_and_simulate_follow(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Slow ranks get fewer layers, and that plan is faster than even layers on these devices.
 
-    Half as many documents take the hosts of the even layers' ranks longer than their devices."""
+    With half as many documents, hosts determine the time of even layers."""
     batch = [{"16": "32"}.get(word, word) for word in BATCH]
 
     def planned(*more: str) -> tuple[Plan, dict]:

@@ -58,7 +58,7 @@ def test_a_fit_is_judged_on_rows_it_has_not_seen() -> None:
 
 
 def test_a_measurement_that_cannot_be_is_named() -> None:
-    with pytest.raises(ValueError, match="^seconds of F: measurement 3 of 4 is -2, its"):
+    with pytest.raises(ValueError, match=r"^seconds of F: measurement 3 of 4 is -2, its"):
         fit([[1.0]] * 4, [1.0, 1.0, -2.0, 1.0], what="seconds of F")
 
 

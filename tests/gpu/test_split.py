@@ -103,7 +103,9 @@ def test_work_before_timed_ops_defers_nothing(alone, engine) -> None:
     probe = probe_alone(alone, model)
     working = probe.timed_by(Working(probe.work(Shape(128))))
     weights = [
-        module.weight for module in Deferral(model).engines if module is not probe.model.output_layer
+        module.weight
+        for module in Deferral(model).engines
+        if module is not probe.model.output_layer
     ]
     assert len(weights) >= 4
     for timed in (

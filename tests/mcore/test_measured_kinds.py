@@ -23,7 +23,7 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
-from megatron_epp.mcore.calibrate import measure  # noqa: E402
+from megatron_epp.mcore.calibrate import clocks, measure  # noqa: E402
 from megatron_epp.mcore.calibrate.clocks import IssueClock  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import calibrate  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Measurement, Shape  # noqa: E402
@@ -219,6 +219,41 @@ def test_on_a_gpu_pairs_inside_a_slice_are_told_from_those_with_its_context(grou
     columns = profile.column_seconds[DIAGONAL]
     assert columns[Kind.INPUT] == columns[Kind.BACKWARD] and columns[Kind.WEIGHT] == 0
     assert Profile.from_json(profile.to_json()) == profile
+
+
+@pytest.mark.parametrize(("lead", "spins"), [(3e-3, 5e-3), (20e-3, 0.0)])
+def test_a_device_works_before_what_is_timed(lead: float, spins: float, monkeypatch) -> None:
+    """And spins only for as long as its host needs a longer head start than the work gives."""
+    happened: list[str] = []
+    clock = [0.0]
+
+    class Events:
+        def start(self) -> None:
+            happened.append("begin")
+
+        def mark(self) -> str:
+            return "end"
+
+        def seconds(self, mark: str) -> float:
+            return 1.5
+
+    def now() -> float:
+        clock[0] += lead if happened[-1:] == ["work"] else 0.0
+        happened.append("wait")
+        return clock[0]
+
+    def sleep(cycles: int) -> None:
+        happened.append("spin")
+        assert cycles == pytest.approx(2e9 * spins, abs=1)
+
+    monkeypatch.setattr(clocks.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(clocks.torch.cuda, "_sleep", sleep)
+    monkeypatch.setattr(clocks, "CudaClock", Events)
+    timer = clocks.DeviceClock(now, lambda: happened.append("work"))
+    assert happened == ["work", "wait", "work", "wait"]  # the first for what happens only once
+    happened.clear()
+    assert timer.seconds(timer.start()) == 1.5
+    assert happened == ["wait", "work", "spin", "begin", "wait"]
 
 
 def test_slower_ranks_are_found_and_the_fastest_is_what_is_kept(groups, monkeypatch) -> None:

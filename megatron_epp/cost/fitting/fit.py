@@ -359,8 +359,8 @@ def _fit_held(template: Profile, every: Sequence[Sample], quality: dict[str, Qua
     samples = [sample for sample in every if sample.value > 0]
     if len(samples) < len(every):
         logger.warning(
-            "held bytes: %d of %d measurements are at most 0; these are not used, and bytes without "
-            "other measurements are those of the analytic model",
+            "held bytes: %d of %d measurements are at most 0; these are not used, and bytes "
+            "without other measurements are those of the analytic model",
             len(every) - len(samples),
             len(every),
         )

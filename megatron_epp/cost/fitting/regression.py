@@ -73,8 +73,8 @@ def fit(
     if wrong_R.any():
         row = int(wrong_R.argmax())
         raise ValueError(
-            f"{what}: measurement {row + 1} of {len(values_R)} is {values_R[row]:g}, its quantities "
-            f"{rows_RN[row].tolist()}; expected finite numbers and a measurement above 0"
+            f"{what}: measurement {row + 1} of {len(values_R)} is {values_R[row]:g}, its "
+            f"quantities {rows_RN[row].tolist()}; expected finite numbers and a measurement above 0"
         )
     prior_N = None
     if prior is not None:

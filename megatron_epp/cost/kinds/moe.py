@@ -10,8 +10,8 @@ from megatron_epp.cost.kinds.mlp import MLPPart, MLPSizes
 # excess falls with the square of the channels. Fitted to `vllm-experts-h200` and the step times of
 # Qwen3.
 NARROW_EXPERT = 500.0
-# Host time to issue the products of one expert, as a fraction of that of a dense layer. A layer with
-# 128 experts takes 4.7 times as long forward and 6.1 times backward
+# Host time to issue the products of one expert, as a fraction of that of a dense layer. The host
+# of a layer with 128 experts takes 4.7 times as long forward and 6.1 times as long backward
 # (scripts/bench/results/2026-11-27-h200.md).
 HOST_OF_EXPERT = 0.034
 

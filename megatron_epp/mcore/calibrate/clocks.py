@@ -14,8 +14,8 @@ import torch
 
 from megatron_epp.runtime.clock import CudaClock
 
-# Seconds that a device works or spins before the timed ops, while its host issues their kernels. The
-# host needs up to 5 ms to issue a layer's backward with recompute.
+# Seconds that a device works or spins before the timed ops, while its host issues their kernels.
+# The host needs up to 5 ms to issue a layer's backward with recompute.
 _HEAD_START = 8e-3
 _CYCLES_PER_SECOND = 2e9  # upper bound of a multiprocessor's clock rate
 

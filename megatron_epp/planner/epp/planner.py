@@ -49,14 +49,11 @@ TIGHTENED_MORE = 1.02
 # lower bound. With an effort of 16, iterations of 512 documents of 13B on devices of 40 GiB took
 # 0.2% less time (0.9% with vocabulary parallelism), but planning took two to four times as long.
 FAR = 1.05
-# Factors on the assumed host time with which plans are searched. The second search follows only if
-# the time of the first plan depends on the host. Of both plans, that one is chosen whose largest
-# loss against the other is smaller, if hosts take HOSTS times as long as assumed. On the even jobs
-# of scripts/bench/study_jobs.py, plans then lose at most 5.8% against plans for hosts twice as
-# fast, 2.0% if the assumption is right, and 7.2% for hosts half as fast. A search for the assumed
-# time alone loses 23% for hosts half as fast. No factor from 0.5 to 2 is better for all jobs:
-# their batches have 3 to 17 chunks, and no number between.
-HEDGES = (1.45, 0.85)
+# Factors on the assumed host time with which plans are searched, as long as the time of a plan
+# depends on the host (with an effort of 0 only the first). Of these plans, that one is chosen whose
+# largest loss against the others is least, if hosts take HOSTS times as long as assumed. Chosen on
+# the even jobs of scripts/bench/study_jobs.py; its results say what plans lose.
+HEDGES = (1.6, 1.45, 0.85)
 HOSTS = (0.5, 1.0, 2.0)
 DEPENDS = 1.01  # ratio of a plan's times with the slowest and the fastest of these hosts
 # Skip the split-backward search of a variant that is more than 1% slower with unsplit backwards.
@@ -80,13 +77,17 @@ class SharedChunkings(
 def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     """Return the fastest plan of the batch that the search finds within the memory budget.
 
+    With the lever `hedge` and an analytic cost model, the function searches with several host
+    times. If hosts are slower than assumed, too many chunks cost much time; if hosts are faster,
+    too few chunks cost some time. The function returns the plan that loses least in the worst case.
+
     Raises:
         PlanError: if no plan of the batch fits.
     """
     if "hedge" not in options.levers or not _assumes_host_time(cost):
         return _fastest(batch, cost, options)
     found: list[tuple[ScoredDraft, np.ndarray]] = []
-    for factor in HEDGES:
+    for factor in HEDGES if options.search_effort else HEDGES[:1]:
         try:
             best = _fastest(batch, _with_hosts(cost, factor), options)
         except PlanError:  # memory is so tight that one search finds a plan and another does not
