@@ -1,4 +1,4 @@
-"""Lever `hedge`: of the plans for several host times, the one that loses least on the worst host."""
+"""Lever `hedge`: of plans for several host times, the one that loses least on the worst host."""
 
 import numpy as np
 import pytest
