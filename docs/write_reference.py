@@ -133,7 +133,7 @@ def flags_page() -> str:
         "[flags of the commands](commands.md) and "
         "[which of Megatron's flags are refused or ignored](refused_flags.md). What each default "
         "gains, simulated: "
-        "[plan defaults](../../scripts/bench/results/2026-11-26-plan-defaults.md).\n",
+        "[plan defaults](../../scripts/bench/results/2026-11-27-plan-defaults.md).\n",
     ]
     for title, names in GROUPS.items():
         rows = flag_table(actions[name] for name in names.split() if name in actions)

@@ -1,8 +1,12 @@
-"""Row counts of chunks for HybridEP, a backend of Megatron's flex token dispatcher.
+"""Megatron's token dispatchers on chunks: freed tensors, and row counts for HybridEP.
 
-HybridEP requires an equal number of rows, a multiple of 64, on all ranks that share the experts,
-and buffers for the largest number (token_dispatcher.py and fused_a2a.py in core/transformer/moe/).
-The other backend, DeepEP, accepts any number of rows per rank.
+A dispatcher references tensors of the last chunk, and with their autograd graph the input of the
+layer and its gradient. These would stay allocated until the layer's next chunk.
+
+HybridEP, a backend of the flex dispatcher, requires an equal number of rows, a multiple of 64, on
+all ranks that share the experts, and buffers for the largest number (token_dispatcher.py and
+fused_a2a.py in core/transformer/moe/). The other backend, DeepEP, accepts any number of rows per
+rank.
 
 The plans of an iteration determine each chunk's number of rows and the largest number. Chunk i of
 each replica in lockstep is padded to the largest chunk i of these replicas. Padding rows are sent
@@ -13,6 +17,7 @@ For inputs that are not chunks, Megatron's own all-reduce finds the number of ro
 
 import copy
 from collections.abc import Iterator, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -34,10 +39,21 @@ _HELD = (
 
 
 def install_exchange(experts: Any, current_chunk: CurrentChunk) -> None:
-    """Patch HybridEP's token dispatch to pad chunks to the row counts of :func:`reserve_rows`.
+    """Patch the token dispatch of an MoE layer.
 
-    The ranks then need no all-reduce to find the number of rows. Other dispatchers do not change.
+    At the end of a forward, the dispatcher frees what it references. HybridEP pads chunks to the
+    row counts of :func:`reserve_rows`, so that the ranks need no all-reduce to find the number.
     """
+    dispatcher = experts.token_dispatcher
+    combine = dispatcher.combine_postprocess
+
+    @wraps(combine)
+    def combine_postprocess(*arguments: Any) -> Tensor:
+        output = combine(*arguments)
+        drop_exchanged(experts)
+        return output
+
+    dispatcher.combine_postprocess = combine_postprocess
     manager = _manager(experts)
     if manager is None or not hasattr(manager, "_padded_num_tokens"):  # only HybridEP's has it
         return

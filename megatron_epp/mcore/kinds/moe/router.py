@@ -371,6 +371,6 @@ def routing_tensors(model: Any) -> list[Tensor]:
 
 
 def drop_routing(model: Any) -> None:
-    """Free the tensors of the last chunk that Megatron's token dispatchers still reference."""
+    """Free what Megatron's token dispatchers reference of a chunk whose forward has failed."""
     for _, layer in moe_layers(model):
         drop_exchanged(layer)
