@@ -117,13 +117,12 @@ def _with_hosts(cost: Cost, factor: float) -> Cost:
 
 def _seconds_by_host(batch: SortedBatch, scored: ScoredDraft, options: Options) -> np.ndarray:
     """Return the simulated seconds [HOSTS] of a draft with each of the factors HOSTS."""
-    taken = []
-    for factor in HOSTS:
-        cost = _with_hosts(scored.cost, factor)
-        members = member_plans(batch, scored.draft, cost, options)
-        tables = tables_in_step(members, scored.draft, cost)
-        taken.append(play(members[0].plan, tables[0]).seconds)
-    return np.array(taken)
+    members = member_plans(batch, scored.draft, scored.cost, options)
+    tables = (
+        tables_in_step(members, scored.draft, _with_hosts(scored.cost, factor))[0]
+        for factor in HOSTS
+    )
+    return np.array([play(members[0].plan, table).seconds for table in tables])
 
 
 def _fastest(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
