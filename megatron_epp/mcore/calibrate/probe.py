@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,7 +134,6 @@ class Probe:
     ):
         self.model, self.forward_step, self.context = model, forward_step, context
         self.at = 0
-        self._kept_layers: Sequence[Any] | None = None  # instead of the model's own
         self.fused_head, self.head_tokens = head_tokens is not None, head_tokens or 0
         self.config = model.config
         self.device, self.row_shard = device, row_shard
@@ -143,7 +143,8 @@ class Probe:
         self._has_core = device.type == "cpu" and torch.get_num_threads() == 1 and ranks <= cores
         self._others = torch.zeros(_CACHE_BYTES if device.type == "cpu" else 0, dtype=torch.uint8)
         self._random = torch.Generator(device).manual_seed(20250921)
-        self.clock: Clock = WallClock(self.now, self._fill_caches)
+        # Before timed ops, other data fill the CPU caches, as in training.
+        self.clock: Clock = WallClock(self.now, lambda: self._others.add_(1))
         if device.type == "cuda":
             self.clock = DeviceClock(self.now)
 
@@ -160,30 +161,19 @@ class Probe:
         return other
 
     def after_work(self, shape: Shape) -> "Probe":
-        """Return a copy of the probe that times ops on a GPU as busy as in training.
+        """Return a copy that times ops on a GPU as busy as in training; it measures no bytes.
 
-        Before the timed ops, the GPU runs a layer on a chunk of ``shape``. Do not measure bytes
-        with the copy, because they would include those of that layer. On a CPU, the copy does not
-        differ.
+        Before the timed ops, the GPU runs a layer on a chunk of ``shape``.
         """
-        if self.device.type == "cpu" or not self._layers:
+        if self.device.type == "cpu" or not layers_of(self.model):
             return self
-        return self.timed_by(DeviceClock(self.now, self.work(shape)))
-
-    def work(self, shape: Shape) -> Callable[[], Any]:
-        """Return a function that runs forward and backward of a layer, and waits for nothing."""
-        untimed = self.timed_by(NoClock())
-        untimed._kept_layers = list(self._layers)  # also while the model has none (ends)
-        return lambda: untimed.layers(shape, KEEP)
+        work = partial(self.timed_by(NoClock()).layers, shape, KEEP)
+        return self.timed_by(DeviceClock(self.now, work))
 
     @property
     def layer(self) -> Any:
         """Megatron's module of the stage's layer ``at``, the first layer that the probe runs."""
-        return self._layers[self.at]
-
-    @property
-    def _layers(self) -> Sequence[Any]:
-        return layers_of(self.model) if self._kept_layers is None else self._kept_layers
+        return layers_of(self.model)[self.at]
 
     @property
     def first(self) -> bool:
@@ -238,7 +228,7 @@ class Probe:
         store, params = self._chunk(shape, modes)
         hidden = self._hidden(shape)
         rotary = self._rotary(params)
-        every = self._layers
+        every = layers_of(self.model)
         # The input projection of an MTP module counts with the module's first layer.
         entered = {depth.first: depth for depth in mtp_layers_of(self.model)}
         tokens = self._integers(shape.tokens)
@@ -276,11 +266,11 @@ class Probe:
         self.model.set_input_tensor([received])
 
         def forward() -> Tensor:
-            output, loss_of = self.forward_step(iter((batch,)), self.model)
-            return loss_of(output)[0] if self.last else output
+            with _without_layers(self.model.decoder):
+                output, loss_of = self.forward_step(iter((batch,)), self.model)
+                return loss_of(output)[0] if self.last else output
 
-        with self._without_layers():
-            return self._pass(forward, store, weigh, split)
+        return self._pass(forward, store, weigh, split)
 
     def embedding(self, shape: Shape, weigh: bool = False) -> Measurement:
         """Measure the embedding."""
@@ -334,11 +324,6 @@ class Probe:
             weight_input_bytes=waiting if split else 0,
         )
 
-    def _fill_caches(self):
-        """Evict data from the CPU caches, as other layers and chunks do in training."""
-        if self.device.type == "cpu":
-            self._others.add_(1)
-
     @contextmanager
     def _deferring(self, deferred: DeferredWeightGrads) -> Iterator[None]:
         besides = (self.model.output_layer,) if self.last and self.fused_head else ()
@@ -367,7 +352,7 @@ class Probe:
         everything = shape.context + shape.tokens
         store = Store({0: everything if shape.cut else shape.context}, {0: everything})
         for layer in range(self.at, self.at + len(modes)):
-            kept = _kept_shapes(self._layers[layer], shape.context)
+            kept = _kept_shapes(layers_of(self.model)[layer], shape.context)
             if shape.context and kept:
                 key, value = map(self._normal, kept)
                 # An SSM state has one row per slice boundary: before and after this slice.
@@ -416,15 +401,6 @@ class Probe:
         table = rotary(rotary.get_rotary_seq_len(params), packed_seq=True)
         return table[0] if isinstance(table, tuple) else table
 
-    @contextmanager
-    def _without_layers(self) -> Iterator[None]:
-        decoder = self.model.decoder
-        layers, decoder.layers = decoder.layers, torch.nn.ModuleList()
-        try:
-            yield
-        finally:
-            decoder.layers = layers
-
     def now(self) -> float:
         """Return the time in seconds, after the device has completed all earlier work.
 
@@ -443,6 +419,15 @@ def _kept_shapes(layer: Any, context: int) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of the tensors that ``layer`` stores for ``context`` tokens."""
     kept = (kind.kept_shapes(layer, context) for kind in kinds_of_layer(layer))
     return tuple(shape for each in kept for shape in each.shapes)
+
+
+@contextmanager
+def _without_layers(decoder: Any) -> Iterator[None]:
+    layers, decoder.layers = decoder.layers, torch.nn.ModuleList()
+    try:
+        yield
+    finally:
+        decoder.layers = layers
 
 
 class _Scale:

@@ -85,23 +85,34 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
         PlanError: if no plan of the batch fits.
     """
     if "hedge" not in options.levers or not _assumes_host_time(cost):
+        _report_expected(cost, options)
         return _fastest(batch, cost, options)
-    found: list[tuple[ScoredDraft, np.ndarray]] = []
-    for factor in HEDGES if options.search_effort else HEDGES[:1]:
+    factors = HEDGES if options.search_effort else HEDGES[:1]
+    _report_expected(cost, options, len(factors))
+    drafts: list[tuple[ScoredDraft, np.ndarray]] = []
+    for number, factor in enumerate(factors, 1):
         try:
             best = _fastest(batch, _with_hosts(cost, factor), options)
-        except PlanError:  # memory is so tight that one search finds a plan and another does not
-            if found:
+        except PlanError:  # memory is so tight that one search has a plan and another does not
+            if drafts:
                 break
             raise
         best = dataclasses.replace(best, cost=cost.replace(layers=best.cost.layout.layers))
         seconds = _seconds_by_host(batch, best, options)
-        found.append((best, seconds))
+        drafts.append((best, seconds))
         if seconds.max() < DEPENDS * seconds.min():
+            _report_expected(cost, options, number - len(factors))
             break
-    least = np.min([seconds for _, seconds in found], axis=0)
-    best, seconds = min(found, key=lambda each: (each[1] / least).max())
+    least = np.min([seconds for _, seconds in drafts], axis=0)
+    best, seconds = min(drafts, key=lambda each: (each[1] / least).max())
     return dataclasses.replace(best, seconds=float(seconds[HOSTS.index(1.0)]))
+
+
+def _report_expected(cost: Cost, options: Options, times: int = 1) -> None:
+    """Report the effort of ``times`` additional searches; a negative number cancels searches."""
+    searches = len(_sets(options.levers, cost)) * (2 if _may_be_local(cost, options) else 1)
+    expected = searches * options.search_effort * OPS_PER_EFFORT
+    progress.report_effort(expected=times * expected)
 
 
 def _assumes_host_time(cost: Cost) -> bool:
@@ -149,7 +160,9 @@ def _fastest(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     ):
         # Memory is tight and a published schedule beats our search, which missed chunkings that fit
         # well.
-        more = _searched(batch, cost, dataclasses.replace(options, effort=MANY_EFFORT))
+        many = dataclasses.replace(options, effort=MANY_EFFORT)
+        _report_expected(cost, many)
+        more = _searched(batch, cost, many)
         best = min([best, *more], key=lambda candidate: candidate.rank)
     if best.over_bytes > 0:
         peaks = block_peaks(batch, best.draft, best.cost, options).astype(np.int64)
@@ -192,10 +205,7 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDr
     # not.
     tables = SharedChunkings("wsplit" in options.levers or "exact" not in options.levers)
     sharded_only = dataclasses.replace(options, levers=options.levers - {"local"})
-    may_be_local = "local" in options.levers and can_be_local(cost, options)
-    searches = len(_sets(options.levers, cost)) * (2 if may_be_local else 1)
-    progress.report_effort(expected=searches * options.search_effort * OPS_PER_EFFORT)
-    if not may_be_local:
+    if not _may_be_local(cost, options):
         return [scored for each in _by_set(batch, cost, sharded_only, tables) for scored in each]
     local = list(_by_set(batch, cost, options, tables))
     every = [scored for each in local for scored in each]
@@ -223,6 +233,10 @@ def _by_set(
         even, *moved = _even_and_moved(batch, cost, chosen, tables)
         tight = tight or even is None or bool(even.draft.counts)
         yield [scored for scored in (even, *moved) if scored is not None]
+
+
+def _may_be_local(cost: Cost, options: Options) -> bool:
+    return "local" in options.levers and can_be_local(cost, options)
 
 
 def can_be_local(cost: Cost, options: Options) -> bool:
