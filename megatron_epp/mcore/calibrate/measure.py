@@ -33,7 +33,8 @@ from megatron_epp.runtime.link import receive_now, send_now
 logger = logging.getLogger(__name__)
 
 # Limit of a calibration's work on one rank. On a CPU core with 110 Gflop/s in float32 (a server of
-# 2023) it takes about nine seconds; on a GPU about three seconds.
+# 2023) it takes about nine seconds; on a GPU about three seconds, and twice that for the work that
+# comes before timed ops.
 CPU_FLOPS = 1e12
 CPU_SLOWER_IN_HALVES = 20  # slow-down of a CPU without bf16 units
 GPU_FLOPS = 1.5e15
