@@ -288,7 +288,7 @@ def _document_seconds(
     If planner `epp` will probably assign a document to one context-parallel rank, the document's
     seconds do not include all-to-all.
     """
-    local = planner == "epp" and "local" in options.levers and can_be_local(cost, options)
+    local = planner == "epp" and can_be_local(cost, options)
     if units <= BALANCED_TWICE or not local:
         return None
     rates, inputs = rates_of(cost), np.asarray(lengths, dtype=np.int64)

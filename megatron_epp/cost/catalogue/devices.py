@@ -190,7 +190,7 @@ _HOST: dict[str, Any] = {"host_forward_seconds": 2.1e-3, "host_backward_seconds"
 _FAST: dict[str, Any] = {**_HOST, "gather_latency_seconds": _LATENCY, "memory_efficiency": 0.8}
 # Kernels that only move bytes reach half the data sheet's rate on Blackwell: fitted to the rows of
 # `simumax-b200`, dense and MoE, that are not held out. With 0.8, their MoE steps are 11% too fast.
-_FASTER = _FAST | {"memory_efficiency": 0.5}
+_BLACKWELL = _FAST | {"memory_efficiency": 0.5}
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
@@ -200,8 +200,12 @@ DEVICES: Mapping[str, Device] = {
         Device("h200-141g", 130.0, *_HOPPER, 4.8e12, _HOPPER_RINGS, peak_flops=989e12, **_FAST),
         Device("h800-80g", 74.0, *_H800, 3.35e12, _H800_RINGS, peak_flops=989e12, **_FAST),
         Device("h20-96g", 89.0, *_H20, 4.0e12, _HOPPER_RINGS, peak_flops=148e12, **_FAST),
-        Device("b200-180g", 166.0, *_B200, 8e12, _BLACKWELL_RINGS, peak_flops=2250e12, **_FASTER),
-        Device("gb200-186g", 172.0, *_GB200, 8e12, _BLACKWELL_RINGS, peak_flops=2450e12, **_FASTER),
+        Device(
+            "b200-180g", 166.0, *_B200, 8e12, _BLACKWELL_RINGS, peak_flops=2250e12, **_BLACKWELL
+        ),
+        Device(
+            "gb200-186g", 172.0, *_GB200, 8e12, _BLACKWELL_RINGS, peak_flops=2450e12, **_BLACKWELL
+        ),
         Device("l40s-48g", 44.0, *_L40S, 0.864e12, _PCIE_RINGS, peak_flops=362e12, **_FAST),
         # One core packs K and V for its kernels and accumulates their gradients. For a token of 256
         # channels this took 6 to 8 us; at this rate it is 7 us.

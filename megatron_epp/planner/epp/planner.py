@@ -98,19 +98,21 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
                 break
             raise
         best = dataclasses.replace(best, cost=cost.replace(layers=best.cost.layout.layers))
+        if len(factors) == 1:
+            return best
         seconds = _seconds_by_host(batch, best, options)
         drafts.append((best, seconds))
         if seconds.max() < DEPENDS * seconds.min():
             _report_expected(cost, options, number - len(factors))
             break
     least = np.min([seconds for _, seconds in drafts], axis=0)
-    best, seconds = min(drafts, key=lambda each: (each[1] / least).max())
-    return dataclasses.replace(best, seconds=float(seconds[HOSTS.index(1.0)]))
+    best, _ = min(drafts, key=lambda each: (each[1] / least).max())
+    return best
 
 
 def _report_expected(cost: Cost, options: Options, times: int = 1) -> None:
     """Report the effort of ``times`` additional searches; a negative number cancels searches."""
-    searches = len(_sets(options.levers, cost)) * (2 if _may_be_local(cost, options) else 1)
+    searches = len(_sets(options.levers, cost)) * (2 if can_be_local(cost, options) else 1)
     expected = searches * options.search_effort * OPS_PER_EFFORT
     progress.report_effort(expected=times * expected)
 
@@ -205,7 +207,7 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDr
     # not.
     tables = SharedChunkings("wsplit" in options.levers or "exact" not in options.levers)
     sharded_only = dataclasses.replace(options, levers=options.levers - {"local"})
-    if not _may_be_local(cost, options):
+    if not can_be_local(cost, options):
         return [scored for each in _by_set(batch, cost, sharded_only, tables) for scored in each]
     local = list(_by_set(batch, cost, options, tables))
     every = [scored for each in local for scored in each]
@@ -235,16 +237,15 @@ def _by_set(
         yield [scored for scored in (even, *moved) if scored is not None]
 
 
-def _may_be_local(cost: Cost, options: Options) -> bool:
-    return "local" in options.levers and can_be_local(cost, options)
-
-
 def can_be_local(cost: Cost, options: Options) -> bool:
     """Return whether it can save time to compute a document on one context-parallel rank.
 
-    The result is False for replicas in lockstep, which shard all documents.
+    The result is False without the lever `local`, and for replicas in lockstep, which shard all
+    documents.
     """
-    return options.lockstep == 1 and bool(cost.seconds.exchange_per_token[Kind.FORWARD].any())
+    if "local" not in options.levers or options.lockstep > 1:
+        return False
+    return bool(cost.seconds.exchange_per_token[Kind.FORWARD].any())
 
 
 def _sets(levers: frozenset[str], cost: Cost) -> list[frozenset[str]]:

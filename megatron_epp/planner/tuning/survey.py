@@ -478,7 +478,7 @@ def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:
     fastest layer, multiplied by layers / stages (rounded up), which some stage must have. If
     documents may run on one context-parallel rank, all-to-all is not counted.
     """
-    local = "local" in options.levers and can_be_local(cost, options)
+    local = can_be_local(cost, options)
     kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
     forward, back, *halves = (least_seconds_per(cost, kind, local) for kind in kinds)
     per = (forward + back).mean(axis=0)
