@@ -1,4 +1,4 @@
-"""Writes or compares the golden plans of ``tests/golden``: 49 batches through the command line.
+"""Writes or compares the golden plans of ``tests/golden``: 50 batches through the command line.
 
     python tests/planner/golden_plans.py           # names the plans that changed, exit status 1
     python tests/planner/golden_plans.py --write   # rewrites them, to be reviewed as a diff
@@ -22,30 +22,28 @@ _GPT = "--model gpt-13b --device a100-80g"
 _SPLIT = "--levers default,wsplit"  # not by default on GPUs
 _LINES = (
     f"wlb 0 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 {_SPLIT}",
-    f"prolong 1 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 {_SPLIT}",
-    f"wikipedia 2 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 {_SPLIT}",
-    f"wlb 3 {_GPT} --pp 8 --cp 4 --context 98304 --global-batch-size 48 {_SPLIT}",
-    f"wlb 4 {_GPT} --pp 2 --cp 8 --context 32768 --global-batch-size 64 --levers default,-wsplit",
-    f"prolong 5 {_GPT} --pp 4 --cp 4 --context 65536 --global-batch-size 32 --levers none",
-    f"wlb 6 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --zero 1 {_SPLIT}",
-    f"wlb 7 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --memory-budget-gib 30"
-    f" {_SPLIT}",
-    f"wlb 8 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 {_SPLIT} --multiple 128",
-    f"wlb 9 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 {_SPLIT} --effort 1",
+    f"prolong 1 {_LLAMA} --pp 4 --cp 8 --context 98304 --global-batch-size 64 {_SPLIT}",
+    f"wikipedia 2 {_LLAMA} --pp 4 --cp 8 --context 65536 --global-batch-size 64",
+    f"wlb 3 {_LLAMA} --pp 8 --cp 4 --context 98304 --global-batch-size 48 {_SPLIT}",
+    f"wlb 4 {_GPT} --pp 2 --cp 8 --context 32768 --global-batch-size 64",
+    f"prolong 5 {_LLAMA} --pp 4 --cp 4 --context 65536 --global-batch-size 32 --levers none",
+    f"wlb 6 {_LLAMA} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --zero 1",
+    f"wlb 7 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --memory-budget-gib 30",
+    f"wlb 8 {_LLAMA} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --multiple 128",
+    f"wlb 9 {_LLAMA} --pp 4 --cp 8 --context 65536 --global-batch-size 64 {_SPLIT} --effort 1",
     f"wlb 0 {_LLAMA} --pp 4 --cp 8 --context 131072 --global-batch-size 64 {_SPLIT}",
-    f"prolong 1 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 64 {_SPLIT}",
+    f"prolong 1 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 64",
     f"wikipedia 2 {_LLAMA} --pp 4 --tp 4 --context 32768 --global-batch-size 64 {_SPLIT}",
-    f"wlb 3 {_LLAMA} --pp 2 --tp 8 --context 65536 --global-batch-size 32 {_SPLIT}",
+    f"wlb 3 {_LLAMA} --pp 2 --tp 8 --context 65536 --global-batch-size 32",
     f"wlb 4 {_LLAMA} --pp 8 --tp 4 --context 65536 --global-batch-size 64 {_SPLIT}",
-    f"wlb 5 {_LLAMA} --pp 1 --tp 8 --context 32768 --global-batch-size 32 {_SPLIT}",
+    f"wlb 5 {_LLAMA} --pp 1 --tp 8 --context 32768 --global-batch-size 32",
     f"wlb 6 {_LLAMA} --pp 4 --tp 8 --dp 2 --context 65536 --global-batch-size 64 {_SPLIT}",
-    f"wikipedia 7 {_LLAMA} --pp 2 --tp 8 --dp 4 --context 16384 --global-batch-size 64 {_SPLIT}",
+    f"wikipedia 7 {_LLAMA} --pp 2 --tp 8 --dp 4 --context 16384 --global-batch-size 64",
     f"wlb 8 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 32 {_SPLIT}"
     " --layers 9 8 8 7",
     f"wlb 9 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 32 --levers all"
     " --layers 9 8 8 7",
-    f"wlb 10 {_LLAMA} --pp 4 --tp 4 --context 65536 --global-batch-size 32 {_SPLIT}"
-    " --overlong drop",
+    f"wlb 10 {_LLAMA} --pp 4 --tp 4 --context 65536 --global-batch-size 32 --overlong drop",
     f"wlb 11 {_LLAMA} --pp 4 --tp 4 --context 16384 --global-batch-size 32 {_SPLIT}"
     " --overlong split",
     f"wlb 12 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 64 --forward-only",
@@ -53,13 +51,13 @@ _LINES = (
     "wlb 0 --model gpt-7b --device a100-40g --pp 4 --cp 8 --context 98304 --global-batch-size 64"
     f" {_SPLIT}",
     "prolong 1 --model gpt-30b --device a100-80g --pp 8 --cp 4 --context 65536"
-    f" --global-batch-size 64 {_SPLIT}",
+    " --global-batch-size 64",
     "wlb 2 --model llama3-70b --device h200-141g --pp 8 --tp 8 --context 131072"
     f" --global-batch-size 32 {_SPLIT}",
     "wlb 3 --model llama3-70b --device h100-80g --pp 8 --tp 8 --cp 2 --context 65536"
-    f" --global-batch-size 32 {_SPLIT}",
+    " --global-batch-size 32",
     f"wlb 0 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --planner infinipipe",
-    f"prolong 1 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --planner infinipipe",
+    f"prolong 1 {_LLAMA} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --planner infinipipe",
     f"wlb 2 {_LLAMA} --pp 4 --tp 8 --dp 2 --context 65536 --global-batch-size 64"
     " --planner infinipipe",
     f"wlb 3 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --planner packing",
@@ -67,85 +65,44 @@ _LINES = (
     " --planner packing",
     f"wlb 5 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --planner seq1f1b",
     f"prolong 6 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 32 --planner seq1f1b",
-    f"wlb 7 {_GPT} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --planner chunkflow",
+    f"wlb 7 {_LLAMA} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --planner chunkflow",
     f"wikipedia 8 {_LLAMA} --pp 8 --tp 4 --context 32768 --global-batch-size 64"
     " --planner chunkflow",
-    f"wlb 20 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 128 {_SPLIT} --effort 0",
-    f"wlb 21 {_GPT} --pp 3 --cp 8 --context 49152 --global-batch-size 64 --levers"
-    " chunks,bins,window,search --layers 14 13 13",
-    f"wikipedia 22 {_GPT} --pp 4 --cp 8 --context 196608 --global-batch-size 64"
+    f"wlb 20 {_LLAMA} --pp 4 --cp 8 --context 98304 --global-batch-size 128 {_SPLIT} --effort 0",
+    f"wlb 21 {_LLAMA} --pp 3 --cp 8 --context 49152 --global-batch-size 64 --layers 11 11 10",
+    f"wikipedia 22 {_LLAMA} --pp 4 --cp 8 --context 196608 --global-batch-size 64"
     f" {_SPLIT},-selective,-trim",
-    f"wlb 23 {_LLAMA} --pp 4 --cp 8 --context 65536 --global-batch-size 128 --effort 1 --levers"
-    " chunks,bins,window,trim,selective,exact,search,local",
-)
-# Interleaved and V placements, with ample and with tight memory, planned by `epp`: the predicted
-# seconds of each are in its file. Without the lever `lean`, which gives time away for memory.
-_PLACED = (
+    f"wlb 23 {_LLAMA} --pp 4 --cp 8 --context 65536 --global-batch-size 128 --effort 1",
+    # Interleaved and V placements, with ample and with tight memory, planned by ``epp``.
     f"wlb 0 {_LLAMA} --pp 2 --tp 8 --placement interleaved 2 --context 65536"
-    " --global-batch-size 32 --vocab-parallel off",
+    f" --global-batch-size 32 {_SPLIT}",
     f"wlb 1 {_LLAMA} --pp 2 --tp 8 --placement v --context 65536 --global-batch-size 32"
-    " --vocab-parallel off --memory-budget-gib 11",
+    f" --memory-budget-gib 11 {_SPLIT}",
     f"prolong 2 {_GPT} --pp 4 --cp 8 --placement v --context 65536 --global-batch-size 32"
-    " --vocab-parallel off",
+    f" {_SPLIT}",
     f"wikipedia 3 {_LLAMA} --pp 4 --tp 8 --placement interleaved 2 --context 32768"
-    " --global-batch-size 64 --vocab-parallel off",
+    " --global-batch-size 64",
     "wlb 4 --model gpt-7b --device a100-40g --pp 4 --cp 8 --placement interleaved 2"
-    " --context 98304 --global-batch-size 64 --vocab-parallel off --memory-budget-gib 14",
+    f" --context 98304 --global-batch-size 64 --memory-budget-gib 14 {_SPLIT}",
     "wlb 5 --model llama3-70b --device h200-141g --pp 4 --tp 8 --placement v --context 65536"
-    " --global-batch-size 16 --vocab-parallel off",
+    " --global-batch-size 16",
     f"wlb 6 {_LLAMA} --pp 4 --tp 4 --cp 2 --placement v --context 65536 --global-batch-size 32"
-    " --vocab-parallel on",
+    f" --vocab-parallel on {_SPLIT}",
     f"prolong 7 {_LLAMA} --pp 2 --tp 8 --dp 2 --placement interleaved 2 --context 65536"
-    " --global-batch-size 32 --vocab-parallel on --memory-budget-gib 10",
+    f" --global-batch-size 32 --vocab-parallel off --memory-budget-gib 10 {_SPLIT}",
     f"wikipedia 8 {_LLAMA} --pp 4 --tp 8 --dp 2 --placement interleaved 2 --context 32768"
-    " --global-batch-size 32 --vocab-parallel off --planner packing-best",
+    " --global-batch-size 32 --planner packing-best",
 )
-
-
-# The assumptions that these plans were first made with, and the levers of that day: later defaults
-# changed what is predicted for the named devices, and the texts stay as they were.
-_THEN = ("--logits-held", "--no-kv-read", "--topology", "flat", "--vocab-parallel", "off")
-_UNPADDED = ("--multiple", "1")
-_EFFORT = ("--effort", "4")  # the default of then, where a line names none
-_LATER = ",-lean,-persist,-local,-hedge"
-
-
-def _levers_of_then(words: list[str]) -> list[str]:
-    """``default`` and ``all`` without the levers that came later."""
-    return [
-        word + _LATER if before == "--levers" and word.split(",")[0] in ("default", "all") else word
-        for before, word in zip(["", *words], words, strict=False)
-    ]
 
 
 def cases() -> Iterator[tuple[Path, list[str]]]:
     """The file of every golden plan, and the command line that makes it."""
     for number, line in enumerate(_LINES):
-        lengths, batch, *others = line.split()
+        lengths, batch, *options = line.split()
+        placed = "-placed" if "--placement" in options else ""
         yield (
-            FOLDER / f"{number:02}-{lengths}.plan",
-            [
-                *("plan", "--lengths", lengths, "--batch", batch, *_UNPADDED, *_EFFORT),
-                *_levers_of_then(others),
-                *_THEN,
-            ],
-        )
-    for number, line in enumerate(_PLACED, len(_LINES)):
-        lengths, batch, *others = line.split()
-        yield (
-            FOLDER / f"{number:02}-{lengths}-placed.plan",
-            [
-                "plan",
-                "--lengths",
-                lengths,
-                "--batch",
-                batch,
-                "--levers",
-                "default,wsplit,-lean,-hedge",
-                *_UNPADDED,
-                *_EFFORT,
-                *others,
-            ],
+            FOLDER / f"{number:02}-{lengths}{placed}.plan",
+            ["plan", "--lengths", lengths, "--batch", batch, *options],
         )
 
 
