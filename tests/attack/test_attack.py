@@ -7,6 +7,8 @@ from tests.attack.commands import Ended, run
 from tests.attack.damaged_files import damaged
 from tests.attack.jobs import Job, Logged, require_same
 
+pytestmark = pytest.mark.everything
+
 
 # Slow: twice as many.
 @pytest.mark.parametrize("every", [2, pytest.param(1, marks=pytest.mark.slow)])

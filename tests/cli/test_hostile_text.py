@@ -18,6 +18,8 @@ from megatron_epp.ir.errors import for_terminal, quoted, shortened
 from megatron_epp.ir.placement import placement_of_file
 from tests.cli.commands import printed, refused
 
+pytestmark = pytest.mark.everything
+
 LENGTHS = (8000, 6000, 3000, 2500, 1500, 900, 500, 300)
 MACHINE = ("--model", "gpt-7b", "--device", "a100-80g", "--pp", 2)
 PLAN = """\

@@ -51,6 +51,8 @@ from tests.device.memory import CUDA  # noqa: E402
 from tests.device.pipeline import ROWS, WIDTH, drawn  # noqa: E402
 from tests.device.queues import HALVES, HERE, ORDERS, Order, World, half_of  # noqa: E402
 
+pytestmark = pytest.mark.everything
+
 LAYERS, WORDS, RATE, BLOCK = 2, 5, 0.01, 5
 
 

@@ -27,6 +27,8 @@ from tests.device.pipeline import Stage, drawn, drawn_letters, reference, shape_
 from tests.device.queues import HALVES, ORDERS, Order, Stuck, World, half_of
 from tests.plans import two_ahead
 
+pytestmark = pytest.mark.everything
+
 PARTS = ("link", "executor", "clock", "host_store", "ulysses", "linear")
 _WAIT = "self._store.copies.wait(self._moved)"
 

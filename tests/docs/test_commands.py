@@ -16,6 +16,8 @@ from megatron_epp.__main__ import main
 from megatron_epp.cli.options import DOING, parse
 from tests.corpus.test_idx_file import write_pair
 
+pytestmark = pytest.mark.everything
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = ("python", ".venv/bin/python", "bash", "torchrun", "export", "git")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.programs import ROOT, loaded
+from tests.programs import ROOT, loaded, python
 from tests.test_words import TEXTS, pattern
 
 hooks = loaded(ROOT / "docs" / "mkdocs_hooks.py")
@@ -58,6 +58,15 @@ def test_links_lead_to_files_of_the_checkout() -> None:
         "docs/nowhere.md",
         "docs/guides/x.svg",
     ]
+
+
+@pytest.mark.everything
+def test_mkdocs_builds_the_site_without_a_warning(tmp_path: Path) -> None:
+    done = python(
+        "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path, NO_MKDOCS_2_WARNING="1"
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Add a planner" in (tmp_path / "contributing" / "index.html").read_text()
 
 
 def test_every_page_is_linked_from_another_one() -> None:

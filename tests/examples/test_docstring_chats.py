@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.programs import loaded
+
+pytestmark = pytest.mark.everything
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "docstring_chats.py"
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.programs import BASH, run, stand_in
 
+pytestmark = pytest.mark.everything
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "integrations"
 SAYS = 'echo "$(basename "$0") $MEGATRON_EPP $*"'
 

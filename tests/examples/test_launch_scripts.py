@@ -8,6 +8,8 @@ import pytest
 from tests.mcore.runs import ROOT, Run, train, trained
 from tests.programs import BASH, run, stand_in
 
+pytestmark = pytest.mark.everything
+
 # What two cores can train; later flags win over the script's.
 SMALL = """
     --num-layers 4 --hidden-size 32 --ffn-hidden-size 88 --num-attention-heads 4

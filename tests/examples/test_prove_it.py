@@ -2,8 +2,12 @@
 
 import re
 
+import pytest
+
 from tests.examples.forked import run_forked
 from tests.programs import ROOT, python
+
+pytestmark = pytest.mark.everything
 
 EXAMPLE = ROOT / "examples" / "prove_it.py"
 

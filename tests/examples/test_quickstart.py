@@ -7,6 +7,8 @@ import pytest
 
 from tests.programs import BASH, ROOT, run
 
+pytestmark = pytest.mark.everything
+
 SCRIPT = ROOT / "examples" / "quickstart.sh"
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from megatron_epp.show.shapes import Label, Path
 
+pytestmark = pytest.mark.everything
+
 SCRIPT = FilePath(__file__).parents[2] / "examples" / "quickstart_curve.py"
 draw_curves = runpy.run_path(str(SCRIPT))["draw_curves"]
 

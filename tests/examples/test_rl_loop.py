@@ -3,7 +3,11 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.examples.forked import run_forked
+
+pytestmark = pytest.mark.everything
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rl_loop.py"
 

@@ -22,6 +22,8 @@ from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.command import certify_training
 from tests.mcore.fault_injection import FAULTS, names
 
+pytestmark = pytest.mark.everything
+
 TABLE = FAULTS / "executor.py"
 WAYS = names(TABLE)
 HOST = ("leave layers where they are", "lay one layer aside at a time")

@@ -34,6 +34,8 @@ from tests.mcore.models import (
     WINDOWS,
 )
 
+pytestmark = pytest.mark.everything
+
 # ------------------------------------------------------------------ without faults
 
 SPARSE_LOSS = "--dsa-indexer-use-sparse-loss"

@@ -26,6 +26,8 @@ from tests.mcore.fault_injection import FAULTS, first_seed, inject, names, requi
 from tests.mcore.runs import flags, train, write_corpus
 from tests.mcore.test_refusals import Wanted
 
+pytestmark = pytest.mark.everything
+
 
 def test_rows_are_padded_and_every_rank_has_its_own() -> None:
     shares = [RowShard(parts=3, part=part, splits=2) for part in range(3)]

@@ -15,6 +15,8 @@ from megatron_epp.runtime.executor import LinkLost
 from tests.mcore.runs import ROOT
 from tests.mcore.test_ending import runs
 
+pytestmark = pytest.mark.everything
+
 
 class Timer:
     """As Megatron's timer around a save looks."""

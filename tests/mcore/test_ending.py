@@ -25,6 +25,8 @@ from tests.mcore.runs import (
 )
 from tests.waiting import until
 
+pytestmark = pytest.mark.everything
+
 REFUSE = """
 import os, subprocess, sys, time
 from pathlib import Path

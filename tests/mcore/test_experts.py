@@ -30,6 +30,8 @@ from tests.mcore.resumes import (
 )
 from tests.mcore.runs import flags, trained
 
+pytestmark = pytest.mark.everything
+
 DEEPSEEK = (
     f"{LLAMA} --num-layers 4 --num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 352 "
     "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "

@@ -20,6 +20,8 @@ from megatron_epp.ir import PlanError, Step
 from megatron_epp.planner import Options, plan_part, plan_step
 from tests.mcore.runs import flags, trained, write_corpus
 
+pytestmark = pytest.mark.everything
+
 LENGTHS = [97, 3, 40, 120, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 110, 33, 8, 61, 11]
 
 

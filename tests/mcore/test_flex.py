@@ -12,6 +12,8 @@ from megatron_epp.mcore.kinds.moe import limits
 from megatron_epp.mcore.kinds.moe.kind import MoEKind
 from tests.mcore.runs import flags, trained, write_corpus
 
+pytestmark = pytest.mark.everything
+
 PROGRAM = (str(Path(__file__).with_name("with_deep_ep.py")),)
 # A token goes to one expert: whatever brings it there and back, nothing is added up.
 SPREAD = {

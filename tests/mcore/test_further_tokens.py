@@ -16,6 +16,8 @@ from megatron_epp.mcore.data.mtp_targets import (
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS
 from tests.mcore.runs import flags, train, write_corpus
 
+pytestmark = pytest.mark.everything
+
 # ------------------------------------------------------------------ rows
 
 TOKENS = numpy.array([3, 1, 4, 1, 5, 9, 2])

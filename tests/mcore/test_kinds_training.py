@@ -8,6 +8,8 @@ from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import KEEP, Kind, Step
 from tests.mcore.runs import PROGRAM, Run, flags, trained
 
+pytestmark = pytest.mark.everything
+
 HYBRID_PROGRAM = ("-m", "megatron_epp.pretrain_hybrid")
 
 LENGTHS = [900, 40, 700, 60, 300, 20, 1000, 512, 33, 90, 17, 250, 600, 5, 121, 800, 64, 450]

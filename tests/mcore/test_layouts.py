@@ -15,6 +15,8 @@ from megatron_epp.mcore.flags.config import LAYOUT_KEY
 from tests.mcore.runs import Run, flags, train, trained, write_corpus
 from tests.mcore.test_uneven_batches import DOUBLE, exact
 
+pytestmark = pytest.mark.everything
+
 # On nodes of one device; the last iteration waits for the search of layouts for fewer of them.
 SEARCHING = (str(Path(__file__).with_name("searching.py")),)
 

@@ -4,6 +4,8 @@ import pytest
 
 from tests.mcore.runs import trained
 
+pytestmark = pytest.mark.everything
+
 
 @pytest.mark.parametrize("attention", ["parts", "varlen"])
 def test_a_stage_holds_what_was_promised(attention: str) -> None:

@@ -18,6 +18,8 @@ from tests.mcore.resumes import LENGTHS, OPTIMIZER, logged, require_equal, tenso
 from tests.mcore.runs import Run, flags, train, trained, write_corpus
 from tests.mcore.test_experts import EXPERTS
 
+pytestmark = pytest.mark.everything
+
 TABLE = FAULTS / "lockstep.py"
 MODEL = QWEN3 + "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
 # Latent attention, a dense first layer, shared experts.

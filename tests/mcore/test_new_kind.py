@@ -37,6 +37,8 @@ from tests.ir.edited_copy import PACKAGE, run_with  # noqa: E402
 from tests.mcore.models import V3  # noqa: E402
 from tests.programs import run  # noqa: E402
 
+pytestmark = pytest.mark.everything
+
 CONTRIBUTING = Path(__file__).parents[2] / "CONTRIBUTING.md"
 PRICED = f"""from collections.abc import Mapping
 from dataclasses import dataclass

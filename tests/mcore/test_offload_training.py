@@ -23,6 +23,8 @@ from megatron_epp.ir import Step
 from megatron_epp.planner import Options, plan_step
 from tests.mcore.runs import VOCABULARY, Run, flags, trained, write_corpus
 
+pytestmark = pytest.mark.everything
+
 INPUTS, DOCUMENTS = 128, 6
 MODEL = Model("megatron", 4, 32, 128, 4, 2, 8, VOCABULARY + 1, gated=True)
 

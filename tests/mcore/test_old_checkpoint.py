@@ -64,9 +64,10 @@ PARTITION_FILE = {
     },
 }
 
-pytestmark = pytest.mark.skipif(
-    torch.cuda.is_available(), reason="the recorded losses are those of a CPU"
-)
+pytestmark = [
+    pytest.mark.everything,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the recorded losses are those of a CPU"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tests.mcore.runs import Run, train
+
+pytestmark = pytest.mark.everything
 
 ITERATIONS = 3
 DATA = (

@@ -24,6 +24,8 @@ from tests.mcore.resumes import STOCK_ON_DOCUMENTS, Job
 from tests.mcore.runs import flags, train, trained, write_corpus
 from tests.plans import random_table
 
+pytestmark = pytest.mark.everything
+
 
 def model(flags: str, stages: int, *placement: str) -> tuple[str, ...]:
     words = f"{flags} --num-layers {2 * stages} --epp-placement".split()

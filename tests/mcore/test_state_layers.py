@@ -1,8 +1,12 @@
 """SSM and linear-attention layers under ``--epp``, trained. Certified: test_certify_kinds.py."""
 
+import pytest
+
 from tests.mcore.models import TRAINED_SSM
 from tests.mcore.resumes import Job, require_megatrons_own_numbers
 from tests.mcore.runs import write_corpus
+
+pytestmark = pytest.mark.everything
 
 PROGRAM = ("-m", "megatron_epp.pretrain_hybrid")
 

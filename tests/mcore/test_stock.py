@@ -9,6 +9,8 @@ import torch
 from tests.mcore import runs
 from tests.mcore.resumes import tensors
 
+pytestmark = pytest.mark.everything
+
 # Dropout, so that the random states have to be resumed too; no flag names the CPU, gloo or an
 # evaluation interval. Every parameter is a multiple of 64 elements: between others Megatron saves
 # padding that nobody has written, and it differs from run to run.

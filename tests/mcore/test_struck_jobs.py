@@ -18,6 +18,8 @@ from tests.attack.nodes import losses, printed_losses
 from tests.attack.strikes import Strike
 from tests.mcore.runs import ROOT, flags, train, trained, write_corpus
 
+pytestmark = pytest.mark.everything
+
 PROGRAM = (str(ROOT / "tests" / "attack" / "struck_training.py"),)
 LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
 

@@ -13,6 +13,8 @@ from megatron_epp.mcore.certify.command import main
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import FAULTS, first_seed, inject, names
 
+pytestmark = pytest.mark.everything
+
 TABLE = FAULTS / "trees.py"
 FRAME = Frame(61, (2,), replicas=1, modes=modes_drawn(EXECUTABLE), splits=True, trees=True)
 

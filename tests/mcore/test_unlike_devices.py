@@ -21,6 +21,8 @@ from megatron_epp.mcore.job.device_speeds import SPEEDS_FILE, keep_speeds, read_
 from tests.mcore.runs import flags, trained, write_corpus
 from tests.mcore.test_uneven_batches import exact
 
+pytestmark = pytest.mark.everything
+
 SLOW_RANK = (str(Path(__file__).with_name("slow_rank.py")),)
 
 

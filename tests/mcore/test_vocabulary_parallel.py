@@ -21,6 +21,8 @@ from tests.mcore.certified import certified
 from tests.mcore.fault_injection import FAULTS, inject, names, require_shown
 from tests.mcore.models import HYBRID_MOE
 
+pytestmark = pytest.mark.everything
+
 SPREAD = "--epp-vocab-parallel on"
 TABLE = FAULTS / "vocabulary.py"
 

@@ -78,8 +78,7 @@ _LINES = (
     f" --global-batch-size 32 {_SPLIT}",
     f"wlb 1 {_LLAMA} --pp 2 --tp 8 --placement v --context 65536 --global-batch-size 32"
     f" --memory-budget-gib 11 {_SPLIT}",
-    f"prolong 2 {_GPT} --pp 4 --cp 8 --placement v --context 65536 --global-batch-size 32"
-    f" {_SPLIT}",
+    f"prolong 2 {_GPT} --pp 4 --cp 8 --placement v --context 65536 --global-batch-size 32 {_SPLIT}",
     f"wikipedia 3 {_LLAMA} --pp 4 --tp 8 --placement interleaved 2 --context 32768"
     " --global-batch-size 64",
     "wlb 4 --model gpt-7b --device a100-40g --pp 4 --cp 8 --placement interleaved 2"

@@ -20,6 +20,8 @@ from megatron_epp.planner import (
 from megatron_epp.planner.options import default_levers
 from tests.planner.cases import machine
 
+pytestmark = pytest.mark.everything
+
 MACHINE = ("--model", "gpt-7b", "--device", "a100-80g", "--pp", "4", "--cp", "8")
 MACHINE += ("--multiple", "1")
 LENGTHS = (2676, 16384, 3507, 16384)

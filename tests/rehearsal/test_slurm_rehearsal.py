@@ -4,7 +4,11 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.programs import BASH, run
+
+pytestmark = pytest.mark.everything
 
 SCRIPT = Path(__file__).parents[2] / "tests" / "rehearsal" / "slurm.sh"
 

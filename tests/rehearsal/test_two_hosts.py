@@ -24,6 +24,8 @@ import pytest
 from tests.mcore.runs import ROOT, flags, write_corpus
 from tests.waiting import LAST_RESORT_SECONDS, until
 
+pytestmark = pytest.mark.everything
+
 ADDRESS = {"a": "10.213.7.1", "b": "10.213.7.2"}
 INTERFACE = "epplink"
 # Of the job's groups: what is tested. Ranks have imported before it counts, and wait 3 s for their

@@ -18,6 +18,8 @@ from tests.mcore.runs import flags
 from tests.programs import BASH, ROOT, Done, run, stand_in
 from tests.te_reference.test_certificate import EVERY_DEGREE
 
+pytestmark = pytest.mark.everything
+
 # Notes what it runs; one step fails, one takes for ever.
 PYTHON = """
 echo "$*" >> "$CALLS"

@@ -197,8 +197,16 @@ def test_missing_gpus_are_counted(tmp_path: Path) -> None:
     assert "1 passed, 3 skipped" in done.stdout
 
 
-@pytest.mark.parametrize("script", ["setup_env.sh", "test.sh", "check.sh", "ranges.sh"])
+SHELL_SCRIPTS = [
+    "setup_env.sh", "test.sh", "test_all.sh", "tiers.sh", "check.sh", "ranges.sh"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("script", SHELL_SCRIPTS)
 def test_scripts_parse_and_ci_runs_the_readmes_command(script: str) -> None:
     subprocess.run([BASH, "-n", ROOT / "scripts" / script], check=True)
-    assert "&& bash scripts/test.sh " in (ROOT / ".ci" / "run").read_text()
+    assert (
+        "&& bash scripts/test.sh && exec bash scripts/test_all.sh --rest"
+        in (ROOT / ".ci" / "run").read_text()
+    )
     assert os.access(ROOT / ".ci" / "run", os.X_OK)

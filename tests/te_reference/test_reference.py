@@ -22,6 +22,8 @@ from megatron_epp.te_reference.activations import functions
 from megatron_epp.te_reference.fp8 import primary, quantizers
 from megatron_epp.te_reference.operands import Misread
 
+pytestmark = pytest.mark.everything
+
 WORKSPACE = torch.empty(16, dtype=torch.uint8)
 F64 = torch.float64
 THD = enums.NVTE_QKV_Layout.NVTE_THD_THD_THD

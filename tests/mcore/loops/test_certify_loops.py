@@ -13,6 +13,8 @@ from megatron_epp.mcore.certify.command import certify_training, main
 from tests.mcore.certified import certified, models
 from tests.mcore.fault_injection import inject
 
+pytestmark = pytest.mark.everything
+
 TABLES = Path(__file__).with_name("faults")
 
 

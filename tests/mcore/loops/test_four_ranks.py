@@ -3,11 +3,14 @@
 from random import Random
 
 import numpy as np
+import pytest
 
 from megatron_epp.ir import COMPUTE, lower_rank
 from megatron_epp.planner.calls.call_options import AS_CALLED, CallOptions
 from megatron_epp.planner.calls.call_plan import unsliced_plan
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
+
+pytestmark = pytest.mark.everything
 
 RANKS = 4
 

@@ -13,6 +13,8 @@ from megatron_epp.certify.trial import ENCODER, LLAMA, Trial
 from tests.mcore.fault_injection import inject, names, require_shown
 from tests.mcore.test_trees import FRAME
 
+pytestmark = pytest.mark.everything
+
 FOLDER = Path(__file__).with_name("faults")
 LLAMA_2 = (tuple(f"{LLAMA} --num-layers 2".split()),)
 ENCODERS, RANKS, TREES = (FOLDER / f"{name}.py" for name in ("encoder", "ranks", "trees"))

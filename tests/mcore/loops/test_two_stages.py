@@ -7,6 +7,8 @@ import pytest
 from megatron_epp.autoload import PIPELINE, TARGETS
 from megatron_epp.ir import Plan
 
+pytestmark = pytest.mark.everything
+
 RANKS = 2
 
 
