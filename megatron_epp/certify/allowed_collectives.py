@@ -139,12 +139,6 @@ SCHEDULE = (
         "for auxiliary losses, all layers at once: when a chunk's backward meets documents anew",
     ),
     AllowedCollective(
-        "logits of whole documents",
-        "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
-        callers_of("megatron_epp.layers.moe.sinkhorn.balanced_weights"),
-        "to choose experts by sinkhorn; once per layer run, recomputed ones again",
-    ),
-    AllowedCollective(
         "expert bias",
         "TENSOR_AND_DATA_PARALLEL_GROUP_WITH_CP",
         callers_of("megatron.core.transformer.moe.moe_utils.get_updated_expert_bias"),

@@ -34,7 +34,6 @@ class Frame:
         lockstep: number of replicas that shard experts and so run in lockstep; 1 for none.
         vocabulary_parallel: whether all stages shard the LM head (ops H and G).
         ranks: number of context-parallel ranks of a stage; a document may run on only one rank.
-        whole: whether documents are never sliced and always sharded over all ``ranks``.
         place: pipeline rank of every stage; () if stage i is on rank i.
         trees: whether some documents continue other documents (shared prefixes).
         plans: function from the document lengths of a replica to its plan; None for random plans.
@@ -52,7 +51,6 @@ class Frame:
     lockstep: int = 1
     vocabulary_parallel: bool = False
     ranks: int = 1
-    whole: bool = False
     place: tuple[int, ...] = ()
     trees: bool = False
     plans: Callable[[Sequence[int]], Plan] | None = None
@@ -170,8 +168,7 @@ def draw(seed: int, number: int, frame: Frame) -> RandomBatch:
     least = 0 if frame.documents else 1
     assignments = _assignments(len(lengths), frame.replicas, random, least)
     plans = _plans(lengths, assignments, frame, random, fraction, frame.is_alone(number))
-    local = frame.ranks > 1 and not frame.whole
-    if local and number % 3:  # in every third batch all documents are sharded
+    if frame.ranks > 1 and number % 3:  # in every third batch all documents are sharded
         where = Random(f"{seed} {number} local")
         plans = tuple(with_local(plan, where, frame.ranks) for plan in plans)
     step = Step(assignments, plans, frame.lockstep)
@@ -218,7 +215,6 @@ def _plans(
                 replicas=frame.replicas,
                 vocabulary_parallel=frame.vocabulary_parallel,
                 place=frame.place,
-                never_cut=frame.whole,
                 alone=alone,
                 prefixes=arbitrary_prefixes(each, random, CONTEXT - 1) if frame.trees else (),
             )
@@ -236,7 +232,6 @@ def _plans(
             first=first,
             replicas=frame.replicas,
             place=frame.place,
-            never_cut=frame.whole,
         )
     )
 

@@ -12,16 +12,14 @@ class TrainerReference(Reference):
     """Results of the reference model.
 
     Attributes:
-        loss: loss per token in training.
-        evaluation_loss: loss per token in evaluation.
-        unit: divisor of the errors of ``loss`` and ``evaluation_loss``.
+        loss: loss per token, in training and in evaluation.
+        unit: divisor of the error of ``loss``.
         tokens: sum of the loss masks.
         replicas: number of replicas.
         routed: router statistics.
     """
 
     loss: float
-    evaluation_loss: float
     unit: float
     tokens: int
     replicas: int
@@ -29,11 +27,11 @@ class TrainerReference(Reference):
 
     def loss_error(self, computed: Sequence["TrainerResult"]) -> float:
         """Return the larger error of training and evaluation loss, divided by ``unit``."""
-        pairs = (
-            (self.loss, [one.training_loss for one in computed]),
-            (self.evaluation_loss, [one.evaluation_loss for one in computed]),
+        passes = (
+            [one.training_loss for one in computed],
+            [one.evaluation_loss for one in computed],
         )
-        return max(abs(self._loss(parts) - loss) / self.unit for loss, parts in pairs)
+        return max(abs(self._loss(parts) - self.loss) / self.unit for parts in passes)
 
     def _loss(self, parts: Sequence[tuple[float, float]]) -> float:
         """Return the loss per token of all ranks; infinite if the count shows other tokens."""

@@ -291,9 +291,6 @@ class PlannerFlags:
         "layer's experts, ep / (tp x cp))",
         COUNT,
     )
-    whole: bool = flag(
-        False, "cut no document, as a model needs whose experts are balanced by sinkhorn"
-    )
 
 
 @dataclass

@@ -23,6 +23,10 @@ COMMANDS = {
 }
 # Commands that import torch and Megatron, and parse their own options.
 DOING = {"profile": "calibrate.command", "certify": "certify.command"}
+# Options and commands that were removed -> what to do instead.
+REMOVED = {
+    "--whole": "leave it out: only sinkhorn routing, which was removed too, needed uncut documents",
+}
 
 
 class UsageError(ValueError):
@@ -45,6 +49,7 @@ class Parser(argparse.ArgumentParser):
         command, *others = args
         known = [name for action in self.flags(command) for name in action]
         for word in others:  # first, because a misspelt option is often also missing
+            _refuse_removed(word.split("=")[0], known)
             if word.startswith("--") and word != "--" and word.split("=")[0] not in known:
                 self.error(_unknown(word, known, command))
             if word.startswith("--") and word.endswith("=--"):  # argparse would make it a list
@@ -101,6 +106,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words:
         raise UsageError(f"no command; expected one of {', '.join(COMMANDS)}")
+    _refuse_removed(words[0], list(COMMANDS))
     if not words[0].startswith("-") and words[0] not in COMMANDS:
         raise UsageError(_unknown(words[0], list(COMMANDS), None))
     if words[0] in DOING:
@@ -118,6 +124,11 @@ def machine_flags(words: Sequence[str]) -> argparse.Namespace:
     if unknown:
         raise UsageError(f"unknown option {quoted(unknown[0])}")
     return arguments
+
+
+def _refuse_removed(word: str, known: Sequence[str]) -> None:
+    if word in REMOVED and word not in known:
+        raise UsageError(f"{word} was removed; {REMOVED[word]}")
 
 
 def _unknown(word: str, known: Sequence[str], command: str | None) -> str:

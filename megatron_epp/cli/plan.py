@@ -167,7 +167,6 @@ def options_of(arguments: argparse.Namespace) -> Options:
         levers,
         open_layers=not arguments.layers,
         lockstep=lockstep,
-        whole=arguments.whole,
     )
     if arguments.effort is not None:
         options = dataclasses.replace(options, effort=arguments.effort)

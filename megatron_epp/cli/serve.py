@@ -171,7 +171,7 @@ def answer(request: Mapping[str, Any], cost: Cost, options: Options) -> dict[str
         text = str(plan_part(lengths, cost, options, planner, replicas, replica))
     if text is not None:
         return {"step": text, "predicted": None, "lower_bound_seconds": None}
-    planner_of(planner, options.whole)  # refuses what this job's pipelines cannot run
+    planner_of(planner)  # refuses what this job's pipelines cannot run
     result = outcome(0, lengths, cost, options, planner, replicas)
     facts = result.facts()
     return {

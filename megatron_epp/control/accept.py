@@ -72,8 +72,6 @@ class AcceptedSteps:
         layers: number of layers of each stage.
         current_op: record of this rank's current phase, for the log and the watcher.
         cp: context-parallel size.
-        full_documents: whether training accepts whole documents only, each sharded over all
-            context-parallel ranks.
         placement: pipeline rank of each stage; empty if stage i is on rank i.
     """
 
@@ -84,11 +82,10 @@ class AcceptedSteps:
         layers: tuple[int, ...],
         current_op: CurrentOp,
         cp: int = 1,
-        full_documents: bool = False,
         placement: tuple[int, ...] = (),
     ):
         self.steps, self.groups, self.layers, self.current_op = steps, groups, layers, current_op
-        self.cp, self.whole, self.placement = cp, full_documents, placement
+        self.cp, self.placement = cp, placement
 
     def step(
         self,
@@ -131,7 +128,7 @@ class AcceptedSteps:
         try:
             sourced = self.steps.step(iteration, lengths, forward_only)
             job = self.layers, groups.replica, groups.replicas, groups.lockstep
-            accept(sourced, lengths, forward_only, *job, self.cp, self.whole, self.placement)
+            accept(sourced, lengths, forward_only, *job, self.cp, self.placement)
         except ValueError as refusal:
             verdict = _MISSING if sourced is None else _REFUSED
             reason = str(refusal)
@@ -217,7 +214,6 @@ def accept(
     replicas: int,
     lockstep: int = 1,
     cp: int = 1,
-    full_documents: bool = False,
     placement: tuple[int, ...] = (),
 ) -> None:
     """Check that ``replica`` of this job can run the step on these documents.
@@ -232,7 +228,6 @@ def accept(
         lockstep: number of replicas over which the experts of a layer are sharded; every rank of
             these replicas has the plans of all of them.
         cp: context-parallel size.
-        full_documents: whether training accepts whole documents only.
         placement: pipeline rank of each stage; empty if stage i is on rank i.
 
     Raises:
@@ -273,21 +268,8 @@ def accept(
         for one in part.plans:  # the replicas of a lockstep group all start, or none does
             check(one)
             check_ranks(one, cp)
-            if full_documents and not forward_only:
-                _require_full_documents(one)
     except PlanError as error:
         raise PlanError(f"{source} cannot be run: {error}") from error
-
-
-def _require_full_documents(plan: Plan) -> None:
-    """Raise a PlanError unless every span is a whole document sharded over all CP ranks."""
-    for number, chunk in enumerate(plan.chunks):
-        for span in chunk.spans:
-            if span.local or span.tokens != plan.documents[span.document]:
-                raise PlanError(
-                    f"chunk {number} has {span}, and this model's routers compare all tokens of a "
-                    "document (sinkhorn): expected whole documents, local to no rank"
-                )
 
 
 def _require_lengths(source: str, planned: Sequence[int], lengths: Sequence[int]) -> None:

@@ -107,7 +107,6 @@ class PlannerProcess:
             *(("--effort", str(options.effort)) if options.effort is not None else ()),
             *("--multiple", str(cost.multiple)),
             *(("--lockstep", str(options.lockstep)) if options.lockstep > 1 else ()),
-            *(("--whole",) if options.whole else ()),
         ]
         if math.isfinite(cost.host_budget_bytes):
             self._command += ["--host-memory-gib", repr(cost.host_budget_bytes / GIB)]

@@ -37,7 +37,6 @@ def arbitrary_plan(
     replicas: int = 1,
     vocabulary_parallel: bool = False,
     place: Sequence[int] = (),
-    never_cut: bool = False,
     alone: bool = False,
     prefixes: Prefixes = (),
 ) -> Plan:
@@ -56,18 +55,15 @@ def arbitrary_plan(
         replicas: data-parallel size.
         vocabulary_parallel: whether the LM head is sharded over the stages (ops H and G).
         place: rank of each stage; empty if stage i is on rank i.
-        never_cut: whether all documents stay uncut. Otherwise about half of the documents of 8
-            tokens or more are cut into two to five slices. Ignored if a document has a prefix.
-        alone: whether each document is alone in one chunk, uncut. Ignored if a document has a
-            prefix.
+        alone: whether each document is alone in one chunk, uncut. Otherwise about half of the
+            documents of 8 tokens or more are cut into two to five slices. Ignored if a document has
+            a prefix.
         prefixes: the span that each document continues, or None; empty if no document has a prefix.
     """
     chunks = (
         tree_chunks(lengths, prefixes, random)
         if any(prefix is not None for prefix in prefixes)
-        else arbitrary_chunks(
-            lengths, random, never_cut=never_cut or alone, packed=0.0 if alone else 0.7
-        )
+        else arbitrary_chunks(lengths, random, never_cut=alone, packed=0.0 if alone else 0.7)
         or (Chunk(()),)
     )
     bare = Plan(
@@ -110,7 +106,6 @@ def arbitrary_block(
     replicas: int | None = None,
     vocabulary_parallel: bool = False,
     place: Sequence[int] = (),
-    never_cut: bool = False,
 ) -> tuple[Plan, ...]:
     """Return random plans of a lockstep group: one op template, but different chunks.
 
@@ -129,9 +124,8 @@ def arbitrary_block(
         replicas: data-parallel size; default: the size of the group.
         vocabulary_parallel: whether the LM head is sharded over the stages (ops H and G).
         place: rank of each stage; empty if stage i is on rank i.
-        never_cut: whether all documents stay uncut.
     """
-    drawn = [_in_order(arbitrary_chunks(each, random, never_cut=never_cut)) for each in lengths]
+    drawn = [_in_order(arbitrary_chunks(each, random)) for each in lengths]
     count = max(1, max(map(len, drawn)) + random.randint(0, 1))
     names = random.sample(range(count), count)
     replicas = len(lengths) if replicas is None else replicas

@@ -56,8 +56,6 @@ class Options:
         open_layers: whether the planner may change the number of layers per stage (lever `uneven`).
         lockstep: number of replicas of a lockstep group, which share experts and an op template
             (ir.program.op_template); 1: every replica is planned individually.
-        whole: whether documents must not be sliced, for example because routers compare all tokens
-            of a document.
     """
 
     context: int = 0
@@ -65,7 +63,6 @@ class Options:
     effort: int | None = None
     open_layers: bool = False
     lockstep: int = 1
-    whole: bool = False
 
     @property
     def search_effort(self) -> int:

@@ -52,7 +52,6 @@ class Planner:
         name: name of the planner, such as "epp" or "packing".
         draft: function that returns the plan of a batch as arrays. It returns None only if the
             caller sets a time limit.
-        whole: whether the planner can leave all documents unsliced.
         compared: whether ``compare`` shows the planner by default.
         takes: function that returns whether the planner supports a placement of stages on ranks.
         placements: description of the supported placements, for error messages.
@@ -65,7 +64,6 @@ class Planner:
 
     name: str
     draft: Callable[[SortedBatch, Cost, Options], ScoredDraft | None]
-    whole: bool = False
     compared: bool = True
     takes: Callable[[Place], bool] = _any_place
     placements: str = "any"
@@ -119,16 +117,16 @@ def _with_effort(batch: SortedBatch, cost: Cost, options: Options) -> Options:
 _EVEN = "one stage a rank"
 _INTERLEAVED = f"{_EVEN}, or interleaved N"
 _ROWS = (
-    Planner("epp", epp.draft, whole=True),
+    Planner("epp", epp.draft),
     Planner("infinipipe", infinipipe.draft, takes=_one_stage_a_rank, placements=_EVEN),
     Planner("seq1f1b", seq1f1b.draft),
     Planner("chunkflow", chunkflow.draft),
-    Planner("packing", packing.draft, whole=True),
-    Planner("packing-best", packing_best.draft, whole=True),
-    Planner("1f1b", one_f_one_b.draft, True, False, one_f_one_b.is_interleaved, _INTERLEAVED),
-    Planner("zb-v", zb_v.draft, True, False, zb_v.is_v, "v"),
-    Planner("adaptis", adaptis.draft, True, False),
-    Planner("slimpipe", slimpipe.draft, False, False),
+    Planner("packing", packing.draft),
+    Planner("packing-best", packing_best.draft),
+    Planner("1f1b", one_f_one_b.draft, False, one_f_one_b.is_interleaved, _INTERLEAVED),
+    Planner("zb-v", zb_v.draft, False, zb_v.is_v, "v"),
+    Planner("adaptis", adaptis.draft, False),
+    Planner("slimpipe", slimpipe.draft, False),
 )
 PLANNERS: Mapping[str, Planner] = {row.name: row for row in _ROWS}
 COMPARED = tuple(row.name for row in _ROWS if row.compared)
@@ -148,12 +146,11 @@ def planner_and_cost(name: str, cost: Cost) -> tuple[str, Cost]:
     return (STOCK if overlaps_experts(cost) else PACKED), overlapped(cost)
 
 
-def planner_of(name: str, full_documents: bool = False) -> Planner:
+def planner_of(name: str) -> Planner:
     """Return the planner called ``name``.
 
     Raises:
-        ValueError: if the name is unknown, if it is a baseline without a pipeline plan, or if
-            ``full_documents`` is set and the planner slices documents.
+        ValueError: if the name is unknown, or if it is a baseline without a pipeline plan.
     """
     if name == OVERLAPPED:
         raise ValueError(
@@ -167,9 +164,4 @@ def planner_of(name: str, full_documents: bool = False) -> Planner:
         )
     if name not in PLANNERS:
         raise ValueError(unknown_name("planner", name, PLANNERS))
-    if full_documents and not PLANNERS[name].whole:
-        able = ", ".join(row.name for row in _ROWS if row.whole)
-        raise ValueError(
-            f"planner {name!r} cuts documents, which must stay whole here; expected one of {able}"
-        )
     return PLANNERS[name]

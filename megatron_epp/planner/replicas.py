@@ -337,7 +337,7 @@ def plan_block(planner: str, lengths: Sequence[int], cost: Cost, options: Option
     if options.effort is not None:
         effort = min(options.effort * options.lockstep, MOST_EFFORT)
         options = dataclasses.replace(options, effort=effort)
-    row = planner_of(planner, options.whole)
+    row = planner_of(planner)
     block = row.plan_block(_with_stand_ins(lengths, options), cost, options)
     if len(lengths) >= options.lockstep:
         return block

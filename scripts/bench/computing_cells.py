@@ -52,7 +52,6 @@ class Variant:
 VARIANTS = {
     "packing": Variant(EXECUTOR, TO_THE_CONTEXT),
     "packing-best": Variant(EXECUTOR, PACKED),
-    "whole": Variant(EXECUTOR, DOCUMENTS, planned=True),
     "epp": Variant(EXECUTOR, DOCUMENTS, planned=True, sliced=True),
     "epp packed": Variant(EXECUTOR, PACKED, planned=True, sliced=True),
     "megatron 1f1b docs": Variant(MEGATRON, DOCUMENTS),

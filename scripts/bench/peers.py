@@ -14,11 +14,11 @@ devices as there are stages. Each round runs these variants, in another order:
                     or a packed sequence (packed); the last three have two stages per rank
     megatron 1f1b   forward_backward_pipelining_without_interleaving; a micro-batch is a
                     document, shapes by handshake
-    packing, packing-best, whole, epp, epp v
-                    plans in this project's executor. whole: epp without slices. v: two stages per
-                    rank, in a V. packing packs to the context without a memory budget; the
-                    budget of the others is the memory of packing's fullest rank. ample: without a
-                    budget, like torch's and Megatron's schedules
+    packing, packing-best, epp, epp v
+                    plans in this project's executor. v: two stages per rank, in a V. packing packs
+                    to the context without a memory budget; the budget of the others is the memory
+                    of packing's fullest rank. ample: without a budget, like torch's and Megatron's
+                    schedules
 
 Results of each cell are appended to --state, and an interrupted run continues after them. A row of
 the table is a variant: tokens per second, its ratio to packing-best by round (median, minimum and
@@ -451,16 +451,11 @@ def variants_of(
     costs = {"": ample.replace(device_budget_bytes=(budget,) * stages), " ample": ample}
     found = {"packing": (packing, ample)}
     found[STOCK] = PLANNERS[STOCK](lengths, costs[""], options), costs[""]
-    whole = dataclasses.replace(options, whole=True)
     for memory, even in costs.items():
         in_v = placed_cost(even, "v")
         assert in_v is not None, "there are more layers than stages"
-        for name, cost, how in (
-            ("whole", even, whole),
-            ("epp", even, options),
-            ("epp v", in_v, options),
-        ):
-            found[name + memory] = PLANNERS["epp"](lengths, cost, how), cost
+        for name, cost in (("epp", even), ("epp v", in_v)):
+            found[name + memory] = PLANNERS["epp"](lengths, cost, options), cost
     works = [planned_work(name, *each) for name, each in found.items()]
     single = [(d,) for d in range(documents)]
     packed = documents_of(found[STOCK][0].plan)

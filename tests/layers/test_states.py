@@ -45,15 +45,10 @@ def mamba_by_row(x, dt, A, B, C, state) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs), state
 
 
-def delta_inputs(rows: int, decays: int = 1) -> tuple[Tensor, ...]:
-    """``decays`` of a head."""
+def delta_inputs(rows: int) -> tuple[Tensor, ...]:
     q, k = (F.normalize(drawn(rows, HEADS, KEYS), dim=-1) for _ in range(2))
-    g, beta = -drawn(rows, HEADS, decays).exp(), drawn(rows, HEADS).sigmoid()
+    g, beta = -drawn(rows, HEADS, 1).exp(), drawn(rows, HEADS).sigmoid()
     return q, k, drawn(rows, HEADS, VALUES), g, beta
-
-
-def kimi_inputs(rows: int) -> tuple[Tensor, ...]:
-    return delta_inputs(rows, KEYS)
 
 
 def delta_by_row(q, k, v, g, beta, state) -> tuple[Tensor, Tensor]:
@@ -77,9 +72,8 @@ def delta(q, k, v, g, beta, state) -> tuple[Tensor, Tensor]:
     [
         (selective_scan, mamba_by_row, mamba_inputs, (HEADS, VALUES, KEYS)),
         (delta, delta_by_row, delta_inputs, (HEADS, KEYS, VALUES)),
-        (delta, delta_by_row, kimi_inputs, (HEADS, KEYS, VALUES)),
     ],
-    ids=["mamba", "delta", "kimi"],
+    ids=["mamba", "delta"],
 )
 def test_a_scan_in_blocks_is_the_one_by_row(rows, scan, by_row, inputs, state) -> None:
     torch.manual_seed(rows)

@@ -134,7 +134,7 @@ class Wanted:
         (EXPERTS | {"tensor_model_parallel_size": 2}, "give --sequence-parallel"),
         (
             EXPERTS | {"moe_router_load_balancing_type": "quantile_balancing"},
-            "give aux_loss, seq_aux_loss or sinkhorn",
+            "give aux_loss or seq_aux_loss",
         ),
         (
             EXPERTS | {"moe_router_load_balancing_type": ["aux_loss", "global_aux_loss"]},
@@ -186,7 +186,7 @@ class Wanted:
         ({"micro_batch_size": 4}, "--micro-batch-size"),
         ({"calculate_per_token_loss": False}, "averaged per micro-batch"),
         ({"reset_position_ids": True}, "a document is a sample"),
-        ({"fim_data": True, "sft": True}, "do not look at it"),
+        ({"fim_data": True}, "fill-in-the-middle"),
         ({"perform_rl_step": True}, "rollouts"),
         ({"iterations_to_skip": [3]}, "skipped iterations"),
         ({"multiple_validation_sets": True}, "several validation sets"),

@@ -60,7 +60,7 @@ STARTS: dict[str, dict[str, object]] = {
     "micro-batches of several": {"micro_batch_size": 4},
     "loss averaged": {"no_calculate_per_token_loss": True, "eod_mask_loss": True},
     "documents within": {"reset_position_ids": True},
-    "fill-in-the-middle": {"fim_data": True, "mock_data": True, "data_path": None},
+    "fill-in-the-middle": {"fim_data": True, "fim_rate": 0.9},
     "Megatron's own reinforcement": {"perform_rl_step": True},
     "skipped iterations": {"iterations_to_skip": 3},
     "several validation": {"multiple_validation_sets": True},

@@ -65,7 +65,6 @@ FIELDS = {
         HEAD,
         (*HEAD, "--layers", "8", "8", "8", "8"),
     ),
-    "whole": (("--effort", "0"), ("--effort", "0", "--whole")),
 }
 
 

@@ -194,7 +194,7 @@ def test_a_v_does_not_lose_to_zb_v_within_its_memory() -> None:
     theirs = replayed(problem, papers_order(chunking, in_v.layout.place))
     budget = (float(theirs.peak_bytes.max()),) * 2
     tight = in_v.replace(device_budget_bytes=budget)
-    ours = planner_of("epp")(lengths, tight, dataclasses.replace(options, whole=True))
+    ours = planner_of("epp")(lengths, tight, options)
     assert ours.fits
     assert ours.seconds <= theirs.seconds * (1 + 1e-9)
 

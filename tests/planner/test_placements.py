@@ -140,7 +140,7 @@ def test_tune_weighs_several_stages_on_a_rank() -> None:
     def cost_for(layout: Layout) -> Cost:
         return named_cost("llama3-8b", "h100-80g", pp=layout.pp, tp=layout.tp, logits_held=False)
 
-    how = dataclasses.replace(QUICK, effort=1, whole=True)
+    how = dataclasses.replace(QUICK, effort=1)
     found = [
         survey([layout], [FEW], cost_for, how, placement=wanted).choices for wanted in (False, True)
     ]

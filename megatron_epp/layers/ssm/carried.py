@@ -26,7 +26,6 @@ from torch import Tensor
 
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState, Rows
-from megatron_epp.layers.concatenated import concatenated
 
 # Kernels index the elements of a tensor with 32 bits. Head sizes, blocks and strides multiply what
 # is addressed, so calls stay well below.
@@ -145,8 +144,7 @@ class CarriedStates:
     Args:
         state: state of the chunk.
         layer: number of the layer in the stage.
-        taps: W, the taps of the layer's convolution. If the layer has several convolutions, each
-            has W taps and their channels are concatenated.
+        taps: W, the taps of the layer's convolution.
         channels: number of channels of a row, which limits the rows of a call.
         alone: whether each sequence is a call of its own.
     """
@@ -164,40 +162,28 @@ class CarriedStates:
             if call.after not in (None, WITHIN)
         }
         self._finals: dict[int, Tensor] = {}
-        self._tails: dict[int, list[Tensor]] = {}
+        self._tails: dict[int, Tensor] = {}
         self._within: Tensor | None = None
 
     def of_calls(self, rows: Tensor, dim: int = 0) -> tuple[Tensor, ...]:
         """Split the chunk's ``rows`` along dimension ``dim`` into the rows of each call."""
         return rows.split([call.stop - call.start for call in self.calls], dim)
 
-    def front(self, number: int, rows_LC: Tensor, first: int = 0) -> Tensor | None:
+    def front(self, number: int, rows_LC: Tensor) -> Tensor | None:
         """Return the W - 1 rows [W-1, C] before call ``number``, for a convolution of W taps.
 
         The result is None at the start of a document. If the rows before the call are in another
-        chunk, these rows and the state are read from the store.
-
-        Args:
-            number: index of the call.
-            rows_LC: rows of the call.
-            first: index of the first channel of ``rows_LC`` among all convolved channels.
+        chunk, these rows and the state are read from the store. ``rows_LC`` are the call's rows.
         """
         call = self.calls[number]
         if call.before is None:
             return None
         if call.before == WITHIN:
-            tail = self._tail(number - 1)
-        elif (here := self._leaves.get((call.of, call.before))) is not None:
-            tail = self._tail(here)
-        else:
-            if number not in self._taken:
-                self._taken[number] = _Take.apply(rows_LC, self.state, self.layer, call)
-            tail = self._taken[number][1]
-        return tail[:, first : first + rows_LC.shape[1]]
-
-    def _tail(self, number: int) -> Tensor:
-        """Return the last W - 1 rows of call ``number``, with all channels."""
-        return concatenated(self._tails[number], 1)
+            return self._tails[number - 1]
+        if (here := self._leaves.get((call.of, call.before))) is not None:
+            return self._tails[here]
+        self._taken[number] = _Take.apply(rows_LC, self.state, self.layer, call)
+        return self._taken[number][1]
 
     def initial(self, number: int) -> Tensor | None:
         """Return the initial state of call ``number``; None for zeros. Call ``front`` before."""
@@ -216,9 +202,8 @@ class CarriedStates:
     def after(self, number: int, rows_LC: Tensor) -> None:
         """Save the last (kernel width - 1) input rows of a convolution, for the next call.
 
-        ``number`` is the number of this call. ``rows_LC`` includes the rows of :meth:`front`. A
-        layer with several convolutions calls this method once for each. If no slice follows the
-        call, nothing is recorded.
+        ``number`` is the number of this call. ``rows_LC`` includes the rows of :meth:`front`. If no
+        slice follows the call, nothing is recorded.
         """
         call, wanted = self.calls[number], self.taps - 1
         if call.after is None:
@@ -228,7 +213,7 @@ class CarriedStates:
         if len(rows_LC) < wanted:  # at the start of its document
             nothing = rows_LC.new_zeros(wanted - len(rows_LC), rows_LC.shape[1])
             rows_LC = torch.cat((nothing, rows_LC))
-        self._tails.setdefault(number, []).append(rows_LC[len(rows_LC) - wanted :])
+        self._tails[number] = rows_LC[len(rows_LC) - wanted :]
 
     def leave(self, number: int, outputs: Tensor, final: Tensor | None) -> Tensor:
         """Return ``outputs`` of call ``number``, and save its final state for the next call.
@@ -250,7 +235,7 @@ class CarriedStates:
             self._within = final
             return outputs
         self._finals[number] = final
-        return _Leave.apply(outputs, final, self._tail(number), self.state, self.layer, call)
+        return _Leave.apply(outputs, final, self._tails[number], self.state, self.layer, call)
 
     def wants_final(self, number: int) -> bool:
         """Return whether call ``number`` must return its final state."""

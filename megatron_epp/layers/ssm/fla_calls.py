@@ -20,20 +20,11 @@ from megatron_epp.layers.ssm.carried import CarriedStates
 Convolution = Callable[[Tensor, Any], Tensor]
 
 
-def convolve_calls(
-    rows_TC: Tensor, states: CarriedStates, convolution: Convolution, first: int = 0
-) -> Tensor:
-    """Apply ``convolution`` to the rows of each call, and return the outputs [T, C].
-
-    Args:
-        rows_TC: rows of the chunk.
-        states: states and rows at the boundaries.
-        convolution: the convolution.
-        first: index of the convolution's first channel among the layer's convolved channels.
-    """
+def convolve_calls(rows_TC: Tensor, states: CarriedStates, convolution: Convolution) -> Tensor:
+    """Apply ``convolution`` to the rows of each call, and return the outputs [T, C]."""
     outputs = []
     for number, rows in enumerate(states.of_calls(rows_TC)):
-        front = states.front(number, rows, first)
+        front = states.front(number, rows)
         count = 0 if front is None else len(front)
         if front is not None:
             rows = torch.cat((front, rows))

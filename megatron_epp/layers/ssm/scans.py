@@ -82,7 +82,7 @@ def gated_delta_rule(
     q_LHK: Tensor,
     k_LHK: Tensor,
     v_LHP: Tensor,
-    g_LHk: Tensor,
+    g_LH1: Tensor,
     beta_LH: Tensor,
     scale: float,
     state_HKP: Tensor | None,
@@ -91,20 +91,20 @@ def gated_delta_rule(
 
     S = exp(g) S, then S = S + k beta (v - k'S)', output = scale q'S. Source: Yang, Kautz and
     Hatamizadeh, Gated Delta Networks (2025), eq. 10. Each block solves a triangular system, as in
-    section 3.3. Source of the decay per channel: Kimi Linear (arXiv 2510.26692), eq. 1.
+    section 3.3.
 
     Args:
         q_LHK: queries.
         k_LHK: keys.
         v_LHP: values.
-        g_LHk: log decay per head (k = 1), or per channel (k = K) as in Kimi delta attention.
+        g_LH1: log decay per head.
         beta_LH: write strengths.
         scale: factor on the outputs.
         state_HKP: initial state; None for zeros.
     """
     return _with_rest(
         lambda parts, state: _delta_blocks(parts, scale, state),
-        (q_LHK, k_LHK, v_LHP, g_LHk, beta_LH),
+        (q_LHK, k_LHK, v_LHP, g_LH1, beta_LH),
         state_HKP,
     )
 
@@ -115,21 +115,14 @@ def _delta_blocks(
     # [c, H, Q, .]
     q, k, v, g, beta = (_blocks(part).transpose(1, 2) for part in parts)
     beta = beta[..., None]
-    decayed = g.cumsum(2)  # [c, H, Q, k]
-    within = _decay(decayed.mT).movedim(-3, -1)  # [c, H, Q, Q, k]
-
-    def scored(x: Tensor) -> Tensor:
-        """Return the products of the rows of ``x`` with the keys, times the decay."""
-        if within.shape[-1] == 1:
-            return (x @ k.mT) * within[..., 0]
-        return torch.einsum("chik,chjk,chijk->chij", x, k, within)
-
-    system = (beta * scored(k)).tril(-1)
+    decayed = g.cumsum(2)  # [c, H, Q, 1]
+    within = _decay(decayed[..., 0])  # [c, H, Q, Q]
+    system = (beta * ((k @ k.mT) * within)).tril(-1)
     system = system + torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
     known = torch.cat((beta * v, beta * decayed.exp() * k), -1)
     solved = torch.linalg.solve_triangular(system, known, upper=False, unitriangular=True)
     values, keys = solved.split((v.shape[-1], k.shape[-1]), -1)
-    scores = scored(q)
+    scores = (q @ k.mT) * within
     left = (decayed[..., -1:, :] - decayed).exp() * k
     state = k.new_zeros(*k.shape[1:2], k.shape[-1], v.shape[-1])
     if state_HKP is not None:

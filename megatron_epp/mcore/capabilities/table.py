@@ -286,9 +286,9 @@ TABLE: tuple[Limit, ...] = (
         typed=False,
     ),
     Limit(
-        "fill-in-the-middle of chats and mock data (--fim-data with --sft or --mock-data)",
-        "leave --fim-data out: Megatron's own data sets for these do not look at it",
-        lambda args: getattr(args, "fim_data", False) and (args.sft or args.mock_data),
+        "fill-in-the-middle (--fim-data, and with it --fim-rate, --fim-spm-rate and the others)",
+        "leave it out: write the rewritten documents into the corpus before, or run without --epp",
+        any_of("fim_data"),
     ),
     Limit(
         "Megatron's own reinforcement learning (--perform-rl-step)",

@@ -22,7 +22,6 @@ class PlansOf:
     place: tuple[int, ...]
     vocabulary_parallel: bool
     splits: bool
-    whole: bool
 
     def __call__(self, lengths: Sequence[int]) -> Plan:
         """Return the plan for one replica, whose documents have these ``lengths`` in tokens.
@@ -43,6 +42,6 @@ class PlansOf:
         )
         cost = Cost(layout, (STAGE_BYTES,) * layout.placement.ranks)
         levers = TRAINING_LEVERS - {"local"} - (set() if self.splits else {"wsplit"})
-        options = Options(CONTEXT, levers, whole=self.whole)
+        options = Options(CONTEXT, levers)
         (planned,) = plan_block(self.planner, lengths, cost, options).planned
         return planned.plan

@@ -31,7 +31,6 @@ from megatron_epp.mcore.kinds.registry import (
     lockstep_of,
     modes_of_kinds,
     require_shared,
-    sees_full_documents,
 )
 from megatron_epp.mcore.model.quantisation import per_tensor_scales, quantises
 from megatron_epp.mcore.patching import cpu_host
@@ -109,8 +108,7 @@ class ReferenceModel:
         self.rows = row_block(small.elastic)
         modes = modes_drawn(EXECUTABLE + modes_of_kinds(args))
         splits = all(kind.splits(small.elastic) for kind in LAYER_CERTIFICATES)
-        sharded, full = vocabulary_parallel(small.elastic), sees_full_documents(small.elastic)
-        place = place_of(small.elastic)
+        sharded, place = vocabulary_parallel(small.elastic), place_of(small.elastic)
         # If ranks share a tensor, each rank has a separate scale for its shard.
         shared = degrees.tp * degrees.cp * small.elastic.expert_model_parallel_size > 1
         drawn_here = self.trial.planner is None and not self.trial.trees
@@ -122,7 +120,7 @@ class ReferenceModel:
                     f"--planner {self.trial.planner}: experts over replicas run in lockstep; leave "
                     "it out"
                 )
-            plans = PlansOf(self.trial.planner, small.layers, place, sharded, splits, full)
+            plans = PlansOf(self.trial.planner, small.layers, place, sharded, splits)
             plans([CONTEXT, CONTEXT // 2])  # raises early if the planner refuses these stages
         self.frame = Frame(
             args.padded_vocab_size,
@@ -133,7 +131,6 @@ class ReferenceModel:
             lockstep=lockstep_of(small.elastic),
             vocabulary_parallel=sharded,
             ranks=degrees.cp,
-            whole=full,
             place=place,
             trees=self.trial.trees,
             plans=plans,
@@ -165,8 +162,6 @@ class ReferenceModel:
             losses, gradients = self._of_documents(self.model, drawn)
         routed, loss = self.routing.taken(), sum(float(one.sum()) for one in losses)
         loss /= drawn.loss_tokens
-        # Routers that compare all tokens of a document choose differently in evaluation.
-        evaluation_loss = self._evaluated(drawn) if self.frame.whole else loss
         own, unit = None, abs(loss)
         if self.own is not None and not self.frame.is_alone(number):
             with self._as_own():
@@ -179,24 +174,11 @@ class ReferenceModel:
             own,
             self.quantised,
             loss,
-            evaluation_loss,
             unit,
             drawn.loss_tokens,
             self.trial.degrees.dp,
             routed,
         )
-
-    def _evaluated(self, drawn: RandomBatch) -> float:
-        """Return the loss per token in evaluation mode."""
-        total = 0.0
-        self.model.eval()
-        with self._exactly(), torch.no_grad():
-            for document in range(len(drawn.tokens)):
-                tokens_T, labels_T, mask_T = map(torch.from_numpy, drawn.sequence(document))
-                losses_T = token_losses(self.model, tokens_T[None], labels_T[None], rows=self.rows)
-                total += float((losses_T * mask_T).sum())
-        self.model.train()
-        return total / drawn.loss_tokens
 
     def _of_documents(self, model: Any, drawn: RandomBatch) -> tuple[list[Tensor], Gradients]:
         """Run each document alone; return its masked losses [T], and gradients of the mean loss."""

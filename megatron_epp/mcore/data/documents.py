@@ -22,9 +22,8 @@ number of consumed items.
 
 import argparse
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import numpy
@@ -56,9 +55,6 @@ from megatron_epp.runtime.consensus import agree, digest, gather
 
 logger = logging.getLogger(__name__)
 
-# Cached rewritten documents, because a later slice of them will be read.
-_CACHED_DOCUMENTS = 64
-
 
 @dataclass
 class DocumentConfig(GPTDatasetConfig):
@@ -78,9 +74,6 @@ class DocumentConfig(GPTDatasetConfig):
 
     vocabulary_size: int | None = None
     """Rows of the embedding, including padding; tokens beyond raise an error. None: no check."""
-
-    rewrite: Callable[[numpy.ndarray, int], numpy.ndarray] | None = field(default=None, repr=False)
-    """Function (tokens, item) -> rewritten tokens, equal in number; None: no rewriting."""
 
     indices: dict[tuple[str, Split], DocumentIndex] = field(default_factory=dict, repr=False)
     """Document index of each (corpus, split), filled by :func:`check_corpora`."""
@@ -121,7 +114,6 @@ class DocumentDataset(MegatronDataset):
         if split.masks is not None:
             self._masks = IndexedDataset(split.masks, mmap=config.mmap_bin_files)
         self._orders: dict[int, numpy.ndarray] = {}
-        self._anew = lru_cache(_CACHED_DOCUMENTS)(self._written_anew)
 
     @staticmethod
     def numel_low_level_dataset(
@@ -199,7 +191,7 @@ class DocumentDataset(MegatronDataset):
 
         A document with ``length`` inputs has ``length + 1`` tokens. The inputs of a span [a, b) are
         tokens [a, b), and the labels of the span are tokens [a + 1, b + 1). The method reads only
-        the requested tokens; with ``config.rewrite``, it reads the full document.
+        the requested tokens.
 
         Args:
             item: Index of the sample.
@@ -219,18 +211,6 @@ class DocumentDataset(MegatronDataset):
             )
         if start == stop:
             return numpy.empty(0, numpy.int64)
-        if self.config.rewrite is not None:
-            return self._anew(item)[start:stop]
-        return self._stored(document, start, stop)
-
-    def _written_anew(self, item: int) -> numpy.ndarray:
-        document = int(self.documents([item])[0])
-        assert self.config.rewrite is not None
-        stored = self._stored(document, 0, int(self.index.inputs[document]) + 1)
-        return self.config.rewrite(stored, item)
-
-    def _stored(self, document: int, start: int, stop: int) -> numpy.ndarray:
-        """Return tokens [start, stop) of a document as stored in the corpus: int64."""
         read = self.dataset.get(
             int(self.index.sequences[document]),
             offset=int(self.index.starts[document]) + start,
@@ -356,8 +336,8 @@ def config_from_args(
         blend_by: Unit of a blend's weights: tokens or documents.
 
     Raises:
-        ValueError: No corpus is given, the blend is invalid, a flag skips reading the .idx files,
-            or --fim-data cannot rewrite the documents.
+        ValueError: No corpus is given, the blend is invalid, or a flag skips reading the .idx
+            files.
     """
     for flag in (
         "dataloader_fast_cache_load",
@@ -384,17 +364,11 @@ def config_from_args(
         "reset_attention_mask": False,
         "create_attention_mask": False,
     }
-    rewrite = None
-    if getattr(args, "fim_data", False):
-        from megatron_epp.mcore.data.fill_in_middle import FillInMiddle
-
-        rewrite = FillInMiddle.of(args, fields, vocabulary_size)
     return DocumentConfig(
         **fields,
         overlong=overlong,
         blend_by=blend_by,
         vocabulary_size=vocabulary_size,
-        rewrite=rewrite,
     )
 
 
@@ -433,8 +407,8 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
         sizes: Samples requested for training, validation and test; None is one epoch.
 
     Raises:
-        ValueError: A file is damaged or is not a corpus, a split has no usable document, tokens
-            exceed the vocabulary, or --fim-data would rewrite documents with loss masks.
+        ValueError: A file is damaged or is not a corpus, a split has no usable document, or tokens
+            exceed the vocabulary.
     """
     examined: dict[str, tuple[CorpusFiles, LossMasks | None]] = {}
     for prefix, split, (begin, end), size in _shares(config, sizes):
@@ -445,11 +419,6 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
         if prefix not in examined:
             files = examine(prefix)
             examined[prefix] = files, examine_masks(files)
-            if config.rewrite is not None and examined[prefix][1] is not None:
-                raise ValueError(
-                    f"{prefix}_mask.idx: loss masks of documents that --fim-data writes anew; "
-                    "leave the flag out, or rename the masks"
-                )
             if config.vocabulary_size is not None:
                 examine_vocabulary(files, config.vocabulary_size)
             if files.is_split_into_sentences:

@@ -27,7 +27,7 @@ from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.flags.config import LAYOUT_KEY, SLOWNESS, Config
-from megatron_epp.mcore.kinds.registry import expert_ranks_of, priced_flags, sees_full_documents
+from megatron_epp.mcore.kinds.registry import expert_ranks_of, priced_flags
 from megatron_epp.mcore.lm_head.fused_head import block_tokens, fused_head
 from megatron_epp.mcore.model.quantisation import weight_bytes
 from megatron_epp.mcore.model.shape import model_shape
@@ -74,15 +74,12 @@ def make_planning(
     """
     from megatron_epp.planner import Options, planner_of
 
-    full_documents = sees_full_documents(args)
-    # Raises an error for planners that do not support this job's pipelines.
-    planner = planner_of(config.epp_planner, full_documents)
+    planner = planner_of(config.epp_planner)
     options = Options(
         context=args.seq_length,
         levers=training_levers(config.epp_levers, args),
         effort=config.epp_effort,
         lockstep=groups.lockstep,
-        whole=full_documents,
     )
     named = {word.strip() for word in config.epp_levers.split(",")}
     if "local" in named and (args.context_parallel_size == 1 or groups.lockstep > 1):
@@ -168,15 +165,11 @@ def unusable_levers(args: Any) -> dict[str, str]:
     """Return lever -> reason for each lever that this job's layers cannot use.
 
     Megatron's linears with fused gradient accumulation cannot run W after I
-    (mcore/model/split_backward.py). If routers compare all tokens of a document, every document is
-    sharded over all context-parallel ranks, so lever ``local`` is unusable.
+    (mcore/model/split_backward.py).
     """
-    unusable = {}
     if args.transformer_impl == "local" and args.gradient_accumulation_fusion:
-        unusable["wsplit"] = "fused gradient accumulation runs no I and W"
-    if sees_full_documents(args):
-        unusable["local"] = "sinkhorn compares a document's tokens over all ranks"
-    return unusable
+        return {"wsplit": "fused gradient accumulation runs no I and W"}
+    return {}
 
 
 # ------------------------------------------------------------------ cost

@@ -41,7 +41,6 @@ from megatron_epp.corpus.idx_file import examine
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.data.data_flags import blends_of
 from megatron_epp.mcore.data.documents import dataset_fields
-from megatron_epp.mcore.data.fill_in_middle import fim_fields
 from megatron_epp.mcore.placing.requested import place_of
 from megatron_epp.safe_files import bounded_text
 
@@ -340,7 +339,18 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     }
     if not args.fim_data:
         return GPTDatasetConfig(**fields)
-    return GPTFIMDatasetConfig(**fields, **fim_fields(args))
+    return GPTFIMDatasetConfig(
+        **fields,
+        fim_rate=args.fim_rate,
+        fim_spm_rate=args.fim_spm_rate,
+        fim_extra_tokens={
+            name: getattr(args, f"fim_{name}_token")
+            for name in ("prefix", "middle", "suffix", "pad", "eod")
+        },
+        fim_split_sample=args.fim_split_sample,
+        fim_fragment_rate=args.fim_fragment_rate,
+        fim_no_prefix=args.fim_no_prefix,
+    )
 
 
 # ------------------------------------------------------------------ placement

@@ -102,10 +102,6 @@ class LayerKind:
         """Return the reason why layers with ``symbols`` do not fit ``args``; None if they fit."""
         return None
 
-    def needs_full_documents(self, args: Any) -> bool:
-        """Return whether documents must not be cut, because layers need all tokens at once."""
-        return False
-
     def unshared(self, holder: Any) -> str:
         """Return a text on what in this kind rules out shared prefixes; "" if nothing does."""
         return ""

@@ -16,7 +16,7 @@ from megatron_epp.mcore.kinds.mla.module import MLAModule
 from megatron_epp.mcore.kinds.mlp.module import MLPModule
 from megatron_epp.mcore.kinds.moe.module import MoEModule
 from megatron_epp.mcore.kinds.registry import SYMBOLS
-from megatron_epp.mcore.kinds.ssm.module import GatedDeltaNetModule, KDAModule, MambaModule
+from megatron_epp.mcore.kinds.ssm.module import GatedDeltaNetModule, MambaModule
 
 # Most specific kinds first: of several kinds that support a module, the first is used.
 KIND_MODULES: tuple[KindModule, ...] = (
@@ -27,7 +27,6 @@ KIND_MODULES: tuple[KindModule, ...] = (
     DSAModule(),
     MLAModule(),
     AttentionModule(),
-    KDAModule(),
 )
 # Attributes of Megatron's layers that are modules of a layer kind.
 _SLOTS = ("self_attention", "cross_attention", "mixer", "mlp")

@@ -28,7 +28,7 @@ from megatron_epp.mcore.kinds.mla.kind import MLAKind
 from megatron_epp.mcore.kinds.mlp.kind import MLPKind
 from megatron_epp.mcore.kinds.moe.kind import MoEKind
 from megatron_epp.mcore.kinds.mtp.kind import MTPKind
-from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind, KDAKind, MambaKind
+from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind, MambaKind
 from megatron_epp.mcore.kinds.window.kind import WindowKind
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ LAYER_KINDS: tuple[LayerKind, ...] = (
     DSAKind(),
     MambaKind(),
     GatedDeltaNetKind(),
-    KDAKind(),
     MLPKind(),
     MoEKind(),
     WindowKind(),
@@ -108,11 +107,6 @@ def modes_of_kinds(args: Any) -> str:
     """Return the letters of the recompute modes that the model's layer kinds add to the others."""
     there = (part.PRICED for part in LAYER_KINDS if any(part.layers(args)))
     return "".join(priced.MODES for priced in there if priced is not None)
-
-
-def sees_full_documents(args: Any) -> bool:
-    """Return whether a layer kind of the model needs unsliced documents in training."""
-    return any(part.needs_full_documents(args) for part in LAYER_KINDS)
 
 
 def require_shared(holder: Any, what: str) -> None:

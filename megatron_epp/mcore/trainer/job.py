@@ -29,7 +29,7 @@ from megatron_epp.mcore.job.emergency_exit import end_now
 from megatron_epp.mcore.job.job_cost import host_budget_bytes, on_these_devices
 from megatron_epp.mcore.job.process_groups import make_groups
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
-from megatron_epp.mcore.kinds.registry import heads_of, layers_see, sees_full_documents
+from megatron_epp.mcore.kinds.registry import heads_of, layers_see
 from megatron_epp.mcore.lm_head.fused_head import fused_head
 from megatron_epp.mcore.lm_head.shard import shard_output_layer
 from megatron_epp.mcore.lm_head.tied import tie
@@ -231,7 +231,6 @@ class Job:
             place.layers,
             self._current_op,
             args.context_parallel_size,
-            sees_full_documents(args),
             place.placement,
         )
         self._schedule = ElasticSchedule(

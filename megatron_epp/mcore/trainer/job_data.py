@@ -119,8 +119,6 @@ class JobData:
     ) -> Sequence[DocumentSource | None]:
         context, overlong = args.seq_length, self._overlong
         if self._hooks.items is not None:
-            if args.fim_data:
-                raise ValueError("--fim-data: documents from Python are read as they are")
             return [
                 None
                 if items is None

@@ -141,7 +141,7 @@ def _seconds_by_host(batch: SortedBatch, scored: ScoredDraft, options: Options) 
 def _fastest(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     searched = _searched(batch, cost, options)
     candidates = list(searched)
-    if not options.whole and not cost.layout.place:
+    if not cost.layout.place:
         fitting = [scored.seconds for scored in candidates if scored.over_bytes <= 0]
         theirs = infinipipe.draft_below(batch, cost, options, min(fitting, default=np.inf))
         candidates += [] if theirs is None else [theirs]
@@ -178,11 +178,12 @@ def _others(cost: Cost, options: Options) -> list[Callable[..., ScoredDraft | No
     place, halves = cost.layout.placement.place, "wsplit" in options.levers
     splits = (True, False) if halves else (False,)
     others: list[Callable[..., ScoredDraft | None]] = [
+        seq1f1b.draft,
+        chunkflow.draft,
         packing_best.draft,
         partial(adaptis.draft, splits=splits),
+        slimpipe.draft,
     ]
-    if not options.whole:
-        others = [seq1f1b.draft, chunkflow.draft, *others, slimpipe.draft]
     if one_f_one_b.is_interleaved(place):
         others.append(one_f_one_b.draft)
     if halves and zb_v.is_v(place):

@@ -65,8 +65,6 @@ class Search(Player):
         self.rates = rates_of(cost)
         self.total = float(self.rates.document_seconds(batch.lengths).sum()) / options.lockstep
         self.most = most_tokens(cost)
-        if options.whole:  # if the longest document does not fit, no plan does
-            self.most = max(self.most, int(batch.lengths[0]))
         self.local = LOCAL if "local" in options.levers else 0.0
         self.known: dict[ChunkingParams, Candidate] = {}
         self.shared: PreparedChunkings = {} if shared is None else shared
@@ -148,8 +146,7 @@ class Search(Player):
 
     def run(self) -> Candidate:
         """Run the search and return the best candidate, which may exceed the memory budget."""
-        binned = "bins" in self.levers or self.options.whole
-        candidate = self._grid() if binned else self._alg1()
+        candidate = self._grid() if "bins" in self.levers else self._alg1()
         best, start = self._best_of_many(candidate), None
         while offload.without_offload(best.prepared.counts) and best is not start:
             start = best
@@ -203,8 +200,6 @@ class Search(Player):
         # From the middle outwards, so that a small effort tries the likely numbers.
         outwards = sorted(factors, key=lambda factor: abs(np.log(factor / LIKELY)))
         seeds = [list(self._seeds(max(1.0, ideal * factor))) for factor in outwards]
-        if self.options.whole:
-            seeds = [[dataclasses.replace(each, cut=UNCUT) for each in some] for some in seeds]
         for number, some in enumerate(seeds):
             # Build the chunks of the first number alone, because a small effort ends there. Then
             # build those of more and more numbers together.

@@ -38,7 +38,7 @@ BAD = {
     "two": "attach: a Strange holds several modules with a decoder of Megatron's layers",
     "none": "attach: a Linear holds no module of Megatron's with a decoder of Megatron's layers",
     "heads": "attach: 2 attention heads of a tensor-parallel rank do not divide over 4",
-    "sinkhorn": "attach: slices do not compute balancing by sinkhorn, or by aux_loss beside",
+    "sinkhorn": "attach: slices do not compute balancing that depends on what is computed",
 }
 
 

@@ -9,7 +9,6 @@ from megatron_epp.mcore.kinds.mlp.kind import MLPKind
 from megatron_epp.mcore.kinds.moe.limits import (
     MOE_LIMITS,
     MOE_REPLACED,
-    SINKHORN,
     balancing_types,
     expert_ranks,
     has_experts,
@@ -101,10 +100,6 @@ class MoEKind(LayerKind):
                 f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} experts are "
                 f"spread over {blocks} replicas; expected that to divide the {replicas} of the job"
             )
-
-    @override
-    def needs_full_documents(self, args: Any) -> bool:
-        return has_experts(args) and SINKHORN in balancing_types(args)
 
     @override
     def unfit_pattern(self, args: Any, symbols: str) -> str | None:

@@ -6,8 +6,7 @@ from typing import Any
 from megatron_epp.mcore.flags.replaced import ReplacedFlags
 from megatron_epp.mcore.kinds.limit import Limit, any_of, of_config, settings
 
-SINKHORN = "sinkhorn"
-_PER_DOCUMENT = frozenset({"aux_loss", "seq_aux_loss", SINKHORN, "none"})
+_PER_DOCUMENT = frozenset({"aux_loss", "seq_aux_loss", "none"})
 
 
 def lockstep_width(args: Any) -> int:
@@ -88,8 +87,7 @@ def balancing_types(holder: Any) -> list[str]:
 
 
 def _two_pools(config: Any) -> bool:
-    types = set(balancing_types(config))
-    return has_experts(config) and (SINKHORN in types or {"aux_loss", "seq_aux_loss"} <= types)
+    return has_experts(config) and {"aux_loss", "seq_aux_loss"} <= set(balancing_types(config))
 
 
 MOE_LIMITS = (
@@ -99,7 +97,7 @@ MOE_LIMITS = (
         slices=of_config(lambda config: lockstep_width(config) > 1),
     ),
     Limit(
-        "balancing by sinkhorn, or by aux_loss beside seq_aux_loss, in slices of loops "
+        "balancing by aux_loss beside seq_aux_loss, in slices of loops "
         "(--moe-router-load-balancing-type)",
         "give one of aux_loss, seq_aux_loss and none, or run whole micro-batches "
         "(install_schedule)",
@@ -156,8 +154,8 @@ MOE_LIMITS = (
     ),
     Limit(
         "balancing that depends on what is computed together (--moe-router-load-balancing-type "
-        "global_aux_loss, quantile_balancing)",
-        "give aux_loss, seq_aux_loss or sinkhorn, which are per document here, or none and "
+        "global_aux_loss, quantile_balancing, sinkhorn)",
+        "give aux_loss or seq_aux_loss, which are per document here, or none and "
         "--moe-router-enable-expert-bias",
         **_both(_if_experts(lambda args: not set(balancing_types(args)) <= _PER_DOCUMENT)),
     ),

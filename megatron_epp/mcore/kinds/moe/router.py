@@ -1,6 +1,6 @@
 """Patches of Megatron's routers, whose losses on chunks are computed from router statistics.
 
-Four methods of ``TopKRouter`` (core/transformer/moe/router.py) are replaced on the instance:
+Three methods of ``TopKRouter`` (core/transformer/moe/router.py) are replaced on the instance:
 
     apply_z_loss                Megatron calls it first, with the logits; here it adds all router
                                 losses, per document instead of per chunk
@@ -8,7 +8,6 @@ Four methods of ``TopKRouter`` (core/transformer/moe/router.py) are replaced on 
     is_aux_loss_enabled         returns False on chunks
     _apply_expert_bias          counts the tokens of each expert once per chunk, without padding
                                 (Megatron's method counts padding, and fails with a mask)
-    sinkhorn_load_balancing     balances every document separately (layers/moe/sinkhorn.py)
 
 Weights, checkpoints and the choice of experts do not change. Outside of training iterations, for
 example in calibration and evaluation, a router adds no loss and counts no tokens. In an external
@@ -29,7 +28,6 @@ from torch import Tensor
 from megatron_epp.ir import Plan
 from megatron_epp.layers.moe.current_chunk import CurrentChunk, note_in_layer, taken_along
 from megatron_epp.layers.moe.router_stats import Balancing, Pools, RouterStats
-from megatron_epp.layers.moe.sinkhorn import balanced_weights
 from megatron_epp.layers.recompute.outputs import DroppedOutputs
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_mlp, wrap_norm
 from megatron_epp.mcore.data.chunk_params import state_of
@@ -58,8 +56,8 @@ def moe_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
 class ChunkRouter:
     """Methods with which Megatron's ``router`` computes losses and token counts per document.
 
-    The constructor replaces ``apply_z_loss``, ``is_aux_loss_enabled``, ``_apply_expert_bias`` and
-    ``sinkhorn_load_balancing`` of the router.
+    The constructor replaces ``apply_z_loss``, ``is_aux_loss_enabled`` and ``_apply_expert_bias`` of
+    the router.
 
     Args:
         router: Megatron's router.
@@ -76,8 +74,6 @@ class ChunkRouter:
         original = router.is_aux_loss_enabled
         router.is_aux_loss_enabled = lambda: self._is_outside and original()
         self._count, router._apply_expert_bias = router._apply_expert_bias, self.count
-        self._sinkhorn = router.sinkhorn_load_balancing
-        router.sinkhorn_load_balancing = self.sinkhorn
 
     @property
     def _is_outside(self) -> bool:
@@ -115,26 +111,6 @@ class ChunkRouter:
             return
         valid_t = router_stats.valid(state, routing_map_tE.device)
         router.local_tokens_per_expert += (routing_map_tE & valid_t[:, None]).sum(dim=0)
-
-    def sinkhorn(self, logits_tE: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores [t, E], 0 for experts that are not chosen, and the mask of chosen experts.
-
-        This method replaces ``sinkhorn_load_balancing``. In training, it balances each document
-        separately. In evaluation, Megatron's own method chooses the experts of each token
-        independently.
-        """
-        router_stats, state = self._router_stats()
-        if router_stats is None:
-            return self._sinkhorn(logits_tE)
-        with torch.no_grad():
-            weights_tE = balanced_weights(logits_tE, state, router_stats.balancing)
-            chosen_tK = weights_tE.topk(self.router.topk, dim=1).indices
-        chosen_tE = torch.zeros_like(logits_tE, dtype=torch.bool).scatter(1, chosen_tK, True)
-        if self.router.topk == 1:
-            scores_tE = torch.sigmoid(logits_tE)
-        else:
-            scores_tE = torch.softmax(logits_tE, dim=-1, dtype=torch.float32).type_as(logits_tE)
-        return scores_tE * chosen_tE, chosen_tE
 
     def _scored(self, logits_tE: Tensor) -> tuple[Tensor, Tensor]:
         router = self.router

@@ -1,1 +1,1 @@
-"""SSM and linear-attention layers: Mamba-2, gated delta net, Kimi delta attention."""
+"""SSM and linear-attention layers: Mamba-2, gated delta net."""

@@ -1,4 +1,4 @@
-"""SSM and linear-attention layers in Megatron's flags: Mamba-2, gated delta net, KDA."""
+"""SSM and linear-attention layers in Megatron's flags: Mamba-2, gated delta net."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -184,13 +184,3 @@ class GatedDeltaNetKind(SSMKind):
         if _variant(args) not in self.VARIANTS:
             return {}
         return {"linear_attention_freq": [int(there) for there in mask]}
-
-
-class KDAKind(LayerKind):
-    """Kimi delta attention in layer specs of external frameworks; Megatron has no flag for it."""
-
-    NAME, SLOT = "Kimi's delta attention", "self_attention"
-
-    @override
-    def layers(self, args: Any) -> tuple[bool, ...]:
-        return (False,) * args.num_layers

@@ -6,9 +6,8 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 from megatron_epp.mcore.kinds.base import KeptShapes, KindModule, LayerPlace
-from megatron_epp.mcore.kinds.ssm.fla_layer import KDA, install_fla_layer
 from megatron_epp.mcore.kinds.ssm.gated_delta_net import install_gated_delta_net
-from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind, KDAKind, MambaKind
+from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind, MambaKind
 from megatron_epp.mcore.kinds.ssm.local import (
     local_gated_delta_net,
     local_gated_delta_net_block,
@@ -71,25 +70,3 @@ class GatedDeltaNetModule(KindModule):
         if config.experimental_attention_variant not in self.KIND.VARIANTS:
             return None
         return local_gated_delta_net_block(config, vp_stage)
-
-
-class KDAModule(KindModule):
-    """Kimi delta attention layers of external frameworks."""
-
-    KIND = KDAKind()
-
-    @override
-    def holds(self, module: Any) -> bool:
-        return all(hasattr(module, name) for name in KDA.convolutions)
-
-    @override
-    def install(self, place: LayerPlace) -> None:
-        install_fla_layer(place.layer.self_attention, place.index, KDA)
-
-    @override
-    def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
-        net = layer.self_attention
-        q, k, v = (convolution.weight for convolution in (net.q_conv1d, net.k_conv1d, net.v_conv1d))
-        heads, channels = net.A_log.numel(), len(q) + len(k) + len(v)
-        state = (1, heads, net.dt_bias.numel() // heads, len(v) // heads)
-        return KeptShapes((state, (1, q.shape[-1] - 1, channels)))
