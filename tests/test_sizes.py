@@ -1,10 +1,9 @@
-"""No folder, function or class of the package grows beyond what one person can keep in mind.
+"""No function or class of the package grows beyond what one person can keep in mind.
 
 A class that is long is not made shorter by cutting it into ancestors: their lines count.
 """
 
 import ast
-from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -12,23 +11,23 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "megatron_epp"
-MOST_MODULES, MOST_FUNCTION_LINES, MOST_CLASS_LINES = 16, 120, 300
+MOST_FUNCTION_LINES, MOST_CLASS_LINES = 120, 300
 
 # Functions that may be longer, with the reason.
 LONG_FUNCTIONS = {
     "sim/engine.py:run_arrays": "one compiled loop: what numba would have to pass between parts "
     "is all of its state",
 }
-# Classes that are longer still, with the most that each may count: this list only shrinks.
+# Classes that are longer still: the most lines that each may have, and the reason. No new ones.
 LONG_CLASSES = {
-    "DSAKind": 421,
-    "DSALayer": 368,
-    "DSAPart": 380,
-    "LoopRank": 308,
-    "MicroBatchStage": 392,
-    "ModelStage": 312,
-    "Search": 496,
-    "SliceStage": 563,
+    "DSAKind": (421, "MLAKind and LayerKind are its ancestors"),
+    "DSALayer": (368, "MLALayer and its ancestors"),
+    "DSAPart": (380, "MLAPart and Part are its ancestors"),
+    "LoopRank": (308, "Rank is its ancestor; it goes with certify --loop"),
+    "MicroBatchStage": (392, "ModelStage is its ancestor; it goes with scheduling mode"),
+    "ModelStage": (312, "the operations of Compute share the chunks in flight of a stage"),
+    "Search": (496, "Player is its ancestor; all moves of the hill climbing share its caches"),
+    "SliceStage": (563, "ModelStage is its ancestor; one stage of an external loop's model"),
 }
 
 
@@ -40,14 +39,6 @@ def modules(root: Path) -> dict[str, ast.Module]:
 
 def lines(node: ast.stmt) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
-
-
-def large_folders(root: Path) -> dict[str, int]:
-    """Modules of the folders that have too many, ``__init__`` not counted."""
-    counts = Counter(
-        str(Path(name).parent) for name in modules(root) if Path(name).name != "__init__.py"
-    )
-    return {folder: count for folder, count in counts.items() if count > MOST_MODULES}
 
 
 def functions(node: ast.AST, outer: str = "") -> Iterator[tuple[str, int]]:
@@ -95,10 +86,6 @@ def long_classes(root: Path) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count > MOST_CLASS_LINES}
 
 
-def test_no_folder_has_too_many_modules() -> None:
-    assert large_folders(PACKAGE) == {}
-
-
 def test_no_function_is_too_long() -> None:
     assert long_functions(PACKAGE).keys() == LONG_FUNCTIONS.keys()
 
@@ -106,16 +93,7 @@ def test_no_function_is_too_long() -> None:
 def test_no_class_is_too_long() -> None:
     counts = long_classes(PACKAGE)
     assert counts.keys() == LONG_CLASSES.keys()
-    assert {name: count for name, count in counts.items() if count > LONG_CLASSES[name]} == {}
-
-
-@pytest.mark.parametrize("count", [MOST_MODULES, MOST_MODULES + 1])
-def test_a_large_folder_is_found(tmp_path: Path, count: int) -> None:
-    (tmp_path / "part").mkdir()
-    for number in range(count):
-        (tmp_path / "part" / f"m{number}.py").write_text("")
-    (tmp_path / "part" / "__init__.py").write_text("")
-    assert large_folders(tmp_path) == ({"part": count} if count > MOST_MODULES else {})
+    assert {name: count for name, count in counts.items() if count > LONG_CLASSES[name][0]} == {}
 
 
 @pytest.mark.parametrize("count", [MOST_FUNCTION_LINES, MOST_FUNCTION_LINES + 1])
