@@ -22,7 +22,7 @@ step format "$bin/ruff" format --check .
 step spelling "$bin/codespell" --quiet-level 3 $(git ls-files '*.py' '*.md' '*.sh' '*.toml' '*.txt' 2>/dev/null || echo megatron_epp)
 step types "$bin/mypy" megatron_epp
 step calls calls
-step floors "$bin/python" -m pytest -q tests/test_floors.py tests/test_imports.py
+step imports "$bin/lint-imports" --no-logo --no-cache
 if ((${#failed[@]})); then
     printf 'check: failed: %s\n' "${failed[*]}" >&2
     exit 1

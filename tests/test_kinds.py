@@ -13,8 +13,10 @@ from dataclasses import fields
 import pytest
 
 from megatron_epp.cost.kinds.layer import LayerShape
-from tests.test_floors import PACKAGE, ROOT, imports
+from tests.programs import ROOT
 
+PACKAGE = "megatron_epp"
+FOLDER = ROOT / PACKAGE
 OWN = (
     "cost/kinds/",
     "mcore/kinds/",
@@ -52,6 +54,41 @@ ALLOWED = {
     "cost/catalogue/megatron_flags.py": "writes flags of all kinds, without importing mcore",
     "mcore/certify/routing.py": "a certificate compares what routers leave beside gradients",
 }
+
+
+def imports(source: str, module: str) -> Iterator[tuple[int, str, bool]]:
+    """(line, absolute name, inside a function) of every import; import_module("...") is one."""
+    package = module.split(".")
+
+    def visit(node: ast.AST, lazy: bool) -> Iterator[tuple[int, str, bool]]:
+        match node:
+            case ast.Import(names=names):
+                for name in names:
+                    yield node.lineno, name.name, lazy
+            case ast.ImportFrom(module=origin, names=names, level=level):
+                # A relative import climbs from the folder of the module.
+                base = package[: len(package) - level] if level else []
+                origin_parts = base + (origin.split(".") if origin else [])
+                for name in names:
+                    yield node.lineno, ".".join([*origin_parts, name.name]), lazy
+            case ast.Call(func=func, args=[ast.Constant(value=str(name)), *_]) if getattr(
+                func, "id", getattr(func, "attr", "")
+            ) in {"import_module", "__import__"}:
+                yield node.lineno, name, lazy
+        lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, lazy)
+
+    yield from visit(ast.parse(source), False)
+
+
+def every_source() -> dict[str, str]:
+    return {
+        ".".join([PACKAGE, *file.relative_to(FOLDER).with_suffix("").parts]).removesuffix(
+            ".__init__"
+        ): file.read_text()
+        for file in sorted(FOLDER.rglob("*.py"))
+    }
 
 
 def own_rooms(name: str) -> bool:
@@ -92,8 +129,8 @@ def known_kinds(path: str, source: str) -> Iterator[str]:
 
 def test_nobody_else_knows_a_kind() -> None:
     found = {}
-    for file in sorted(ROOT.rglob("*.py")):
-        path = str(file.relative_to(ROOT))
+    for file in sorted(FOLDER.rglob("*.py")):
+        path = str(file.relative_to(FOLDER))
         if lines := list(known_kinds(path, file.read_text())):
             found[path] = lines
     assert set(found) == set(ALLOWED), "\n".join(line for said in found.values() for line in said)

@@ -27,8 +27,7 @@ from megatron_epp.mcore.choose.kept import CHOICES_FILE, TRACKER
 from megatron_epp.mcore.choose.layouts import AllowedLayout, ChosenLayout
 from megatron_epp.mcore.flags.config import LAYOUT_KEY
 from megatron_epp.mcore.trainer import job
-from tests.test_floors import imports
-from tests.test_imports import every_source
+from tests.test_kinds import every_source, imports
 
 # What searches and orders is imported by starts with --epp-layouts alone.
 LATE = {f"megatron_epp.mcore.choose.{name}" for name in ("ahead", "rank_order", "search_layouts")}

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.test_imports import every_source
+from tests.test_kinds import every_source
 
 # Of Megatron, what old releases lack, or loops of others have no use for.
 NOT_FOR_LEVEL_0 = (
