@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Count lines of Python by folder: code, docstrings, comments, blank lines.
 
-    python scripts/code_lines.py                    # all files of the checkout
-    python scripts/code_lines.py megatron_epp/ir    # some folders or files
+python scripts/code_lines.py                    # all files of the checkout
+python scripts/code_lines.py megatron_epp/ir    # some folders or files
 """
 
 import ast
