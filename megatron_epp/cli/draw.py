@@ -8,13 +8,12 @@ from pathlib import Path
 from megatron_epp.cli import machine, recorded_settings
 from megatron_epp.cli.files import read_plan, read_records, require_run_of, write_file
 from megatron_epp.cli.options import UsageError
-from megatron_epp.ir import Plan, PlanError
+from megatron_epp.ir import Plan
 from megatron_epp.ir.errors import quoted
 from megatron_epp.show.paint import WIDEST, draw_comparison, draw_timeline
 from megatron_epp.show.shapes import Drawing
 from megatron_epp.show.text import text_gantt
 from megatron_epp.show.timeline import Timeline, timeline, timeline_of
-from megatron_epp.show.torch_csv import micro_batches, to_torch_csv
 from megatron_epp.sim.in_step import in_step
 from megatron_epp.sim.play import play
 from megatron_epp.sim.unit_table import unit_table
@@ -39,6 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stdout.write(text_gantt(one, arguments.width, colour=sys.stdout.isatty()))
         return 0
     suffix = Path(arguments.output).suffix.lower()
+    if suffix == ".csv":
+        raise UsageError(
+            f"-o {arguments.output}: the CSV of torch.distributed.pipelining was removed; the plan "
+            "lists the ops of each stage"
+        )
     if suffix not in _WRITERS:
         raise UsageError(
             f"-o {arguments.output}: unknown ending {quoted(suffix or '(none)')}; "
@@ -113,23 +117,10 @@ def _json(runs: Runs, arguments: argparse.Namespace) -> str:
     return to_trace(runs[-1])
 
 
-def _csv(runs: Runs, arguments: argparse.Namespace) -> str:
-    plan = runs[0].plan
-    try:
-        text = to_torch_csv(plan)
-    except PlanError as refusal:
-        raise UsageError(f"-o {arguments.output}: {refusal}") from refusal
-    if (chunks := micro_batches(plan)) != tuple(range(len(chunks))):
-        order = " ".join(map(str, chunks))
-        print(f"{arguments.output}: micro-batches 0, 1, ... are the plan's chunks {order}")
-    return text
-
-
 _WRITERS: dict[str, Callable[[Runs, argparse.Namespace], str | bytes]] = {
     ".svg": _svg,
     ".png": _png,
     ".html": _html,
     ".txt": _text,
     ".json": _json,
-    ".csv": _csv,
 }

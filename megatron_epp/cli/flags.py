@@ -385,8 +385,8 @@ class DrawFlags:
 
     output: str | None = flag(
         None,
-        "x.svg, x.png, x.html, x.txt, x.json (Chrome trace, for ui.perfetto.dev) or x.csv "
-        "(torch.distributed.pipelining); without it, text on stdout",
+        "x.svg, x.png, x.html, x.txt or x.json (Chrome trace, for ui.perfetto.dev); without it, "
+        "text on stdout",
         ("FILE", file_to_write),
         short="-o",
     )

@@ -15,7 +15,7 @@ COMMANDS = {
     "compare": "every planner on the same batches, in a table",
     "tune": "which layout of a job is fastest on a corpus; writes its launch script",
     "simulate": "play a plan on a machine: seconds, bubbles and why they are there, bytes",
-    "draw": "a picture of a plan: text, SVG, PNG, HTML, Perfetto trace, torch's CSV",
+    "draw": "a picture of a plan: text, SVG, PNG, HTML, Perfetto trace",
     "check": "whether a plan computes everything once and never deadlocks",
     "serve": "the planner process of a training job: requests on stdin, plans on stdout",
     "profile": "measure this host or GPU and write a cost-model file",

@@ -45,6 +45,8 @@ _COLOURS = {
     "critical": colours.CRITICAL,
     "memory": colours.MEMORY,
     "fill": colours.MEMORY_FILL,
+    "mark": "#1d5fbf",
+    "other": "#9a5b00",
 }
 
 
@@ -63,19 +65,32 @@ def to_html(timeline: Timeline, *others: Timeline, title: str = "") -> str:
     if any(run.plan.rank_orders != timeline.plan.rank_orders for run in others):
         raise PlanError("these are runs of different plans; expected runs of one plan")
     heading = title or timeline.title or "plan"
-    parts = {name: part(f"page.{name}") for name in ("html", "css", "js")}
     data = json.dumps(_data(runs, heading), separators=(",", ":"), allow_nan=False)
-    return Template(parts["html"]).substitute(
-        title=html.escape(heading),
-        style=f":root {{ {' '.join(f'--{name}: {c};' for name, c in _COLOURS.items())} }}\n"
-        + parts["css"],
-        script=parts["js"],
-        data=data.replace("<", "\\u003c"),  # the data must not close the script element
+    data = data.replace("<", "\\u003c")  # the data must not close the script element
+    body = f'{_part("timeline.html")}<script type="application/json" id="data">{data}</script>'
+    return filled("timeline", heading, body, _part("page.js"))
+
+
+def filled(kind: str, title: str, body: str, script: str) -> str:
+    """Return the text of an HTML page of one file, with the style that all pages share.
+
+    Args:
+        kind: class of the body, by which the style distinguishes pages.
+        title: title, as plain text.
+        body: HTML text of the body.
+        script: JavaScript that runs at the end of the body.
+    """
+    colours_text = " ".join(f"--{name}: {colour};" for name, colour in _COLOURS.items())
+    return Template(_part("page.html")).substitute(
+        kind=kind,
+        title=html.escape(title),
+        style=f":root {{ {colours_text} }}\n{_part('page.css')}",
+        body=body,
+        script=script,
     )
 
 
-def part(name: str) -> str:
-    """Return the text of the file ``name`` in the package megatron_epp.show."""
+def _part(name: str) -> str:
     return resources.files("megatron_epp.show").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -4,20 +4,27 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from string import Template
 
-from megatron_epp.show.page import part
+from megatron_epp.show.page import filled
 from megatron_epp.show.paint import draw_comparison, draw_timeline
 from megatron_epp.show.shapes import Drawing, Label, Path, Rect, Shape, text_width
 from megatron_epp.show.svg import to_svg
 from megatron_epp.show.timeline import Timeline
 from megatron_epp.show.units import GIB, ticks, tokens_text
 
-# CSS variables, which the page's style defines for light and dark mode.
+# CSS variables of the page's style.
 _INK, _QUIET, _LINE, _HOT = "var(--ink)", "var(--quiet)", "var(--line)", "var(--hot)"
 _MARK, _OTHER = "var(--mark)", "var(--other)"
 _PART_COLOURS = ("#4e79a7", "#59a14f", "#9c7fc4", "#f0a030", "#d1605e", "#8c8c8c")
 _WIDTH, _LEFT, _RIGHT, _SMALL = 1000.0, 70.0, 20.0, 12.0
+_COPY = """\
+for (const button of document.querySelectorAll("button[data-copy]")) {
+  button.addEventListener("click", async () => {
+    const text = document.getElementById(button.dataset.copy);
+    try { await navigator.clipboard.writeText(text.textContent); button.textContent = "Copied"; }
+    catch { getSelection().selectAllChildren(text); button.textContent = "Selected: press Ctrl-C"; }
+  });
+}"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +86,14 @@ def to_page(page: SurveyPage) -> str:
     """Return the HTML text of a survey page."""
     sections = (_table(page), _memory(page), _time(page), _gain(page), _histogram(page))
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in page.notes)
-    return Template(part("survey.html")).substitute(
-        title=html.escape(page.title),
-        verdict=_paragraphs(page.verdict),
-        error=_paragraphs(page.error),
-        sections="\n".join(sections) + f"\n<h2>Assumed, left out</h2>\n<ul>{notes}</ul>",
+    body = (
+        f"<main>\n<h1>{html.escape(page.title)}</h1>\n"
+        f'<div class="verdict">{_paragraphs(page.verdict)}</div>\n'
+        f'<div class="quiet">{_paragraphs(page.error)}</div>\n'
+        + "\n".join(sections)
+        + f"\n<h2>Assumed, left out</h2>\n<ul>{notes}</ul>\n</main>"
     )
+    return filled("survey", page.title, body, _COPY)
 
 
 def _paragraphs(lines: Sequence[str]) -> str:
@@ -133,14 +142,13 @@ def _table(page: SurveyPage) -> str:
     )
 
 
-def _figure(title: str, text: str, drawing: Drawing, more: str = "", light: bool = False) -> str:
+def _figure(title: str, text: str, drawing: Drawing, more: str = "") -> str:
     svg = to_svg(drawing).replace(' xmlns="http://www.w3.org/2000/svg"', "", 1)
     named = html.escape(f"{title}. {text}", quote=True)
     svg = svg.replace("<svg ", f'<svg role="img" aria-label="{named}" ', 1)
-    around = '"scroll light"' if light else '"scroll"'
     return (
         f"<h2>{html.escape(title)}</h2>\n<p class='quiet'>{html.escape(text)}</p>{more}"
-        f'\n<div class={around} tabindex="0" role="region" aria-label="{html.escape(title)}">'
+        f'\n<div class="scroll" tabindex="0" role="region" aria-label="{html.escape(title)}">'
         f"{svg}</div>"
     )
 
@@ -206,7 +214,7 @@ def _time(page: SurveyPage) -> str:
     drawing = draw_timeline(there[0], 1400)
     if len(there) == 2:
         drawing = draw_comparison(there[0], there[1], 1400)
-    return _figure("Time line", f"{text}.", drawing, light=True)
+    return _figure("Time line", f"{text}.", drawing)
 
 
 def _gain(page: SurveyPage) -> str:

@@ -213,7 +213,6 @@ def odd_words(material: Material) -> Iterator[Line]:
         ):
             yield Line((*plan, f"{option}={value}"))
     for value in ("x.svg", "x.png", "x.html", "x.txt", "x.json", "x.csv"):
-        # Torch's schedules know no slices, which the plan has.
         yield Line(("draw", good, "-o", value), REFUSED if value == "x.csv" else RUNS)
         yield Line(("draw", good, "-o", f"/nope/{value}"), REFUSED)
     for value in ("x", "x.pdf", ".svg", "", "/dev/full.svg", "x.svg/", ".", "/"):

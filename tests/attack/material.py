@@ -41,7 +41,7 @@ class Material:
         self("device.json").write_text(json.dumps(asdict(DEVICE)))
         profile(MODEL, DEVICE).save(str(self("profile.json")))
         for replicas, name in ((1, "good.plan"), (2, "good.step")):
-            whole = ("--vocab-parallel", "off")  # torch's CSV knows no H and G
+            whole = ("--vocab-parallel", "off")
             self._make(*self.plan_words, *whole, "--dp", replicas, "-o", self(name))
         timed = ("-o", self("good.timed"))
         self._make("simulate", self("good.plan"), *self.machine_words, *timed)

@@ -1,6 +1,5 @@
 """The command line with a plan that places several stages on a rank."""
 
-import csv
 import json
 import re
 from pathlib import Path
@@ -88,16 +87,12 @@ def test_draw(plan: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert len(rows) == 2 and "F0.0" in rows[0] and "B1.1" in rows[1]
     for ending in ("svg", "png", "html", "json"):
         said(capsys, "draw", plan, "-o", tmp_path / f"x.{ending}")
-    (kept := tmp_path / "kept.plan").write_text(re.sub("recompute.*\n", "", plan.read_text()))
-    said(capsys, "draw", kept, "-o", tmp_path / "x.csv")
     svg = (tmp_path / "x.svg").read_text()
     assert "rank 1" in svg and ">F1.0<" in svg and "stage 1</text>" not in svg
     events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == ["rank 0", "rank 1"]
-    with open(tmp_path / "x.csv", newline="") as file:
-        assert [row[0] for row in csv.reader(file)] == ["0F0", "1F0"]
     assert '"ranks":["rank 0","rank 1"]' in (tmp_path / "x.html").read_text()
 
 
