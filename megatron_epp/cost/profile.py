@@ -13,14 +13,12 @@ the first kind, of the embedding and of the LM head; ``other_kinds`` contains th
 
 import dataclasses
 import json
-import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from megatron_epp.cost.catalogue.devices import device_like
 from megatron_epp.cost.catalogue.json_values import Limits, json_value, read_value
 from megatron_epp.cost.catalogue.named import read_json
 from megatron_epp.cost.columns import CONTEXT, Column, DiagonalPairs, WindowPairs
@@ -30,10 +28,7 @@ from megatron_epp.ir import FULL, KEEP, OF_HEAD, OF_LAYERS, SELECTIVE, Kind, Spa
 from megatron_epp.ir.errors import quoted, require_line
 from megatron_epp.safe_files import replace_file
 
-logger = logging.getLogger(__name__)
-
 VERSION = 5
-BEFORE = 4  # still readable; without host time, weight reads and latencies
 ALLTOALL, FLEX = DISPATCHERS = ("alltoall", "flex")  # as Megatron calls them
 ColumnSeconds = Mapping[Column, Mapping[Kind, float]]
 _DEGREE = re.compile(r"[1-9][0-9]{0,6}")
@@ -465,7 +460,7 @@ def _kinds(value: Any) -> dict[str, LayerCoefficients]:
 
 
 def _layer_json(of: LayerCoefficients) -> dict[str, Any]:
-    """Return the fields of ``of`` in the JSON form of profiles of version 4.
+    """Return the fields of ``of`` in the JSON form of profiles.
 
     Top-k pairs and context tokens have separate fields. Other columns are in ``column_seconds``,
     which is omitted if empty.
@@ -476,7 +471,7 @@ def _layer_json(of: LayerCoefficients) -> dict[str, Any]:
     for field in dataclasses.fields(of):
         if field.name != "column_seconds":
             value[field.name] = json_value(getattr(of, field.name))
-        if field.name == "window":  # its place in version 4
+        if field.name == "window":
             value["chosen"] = chosen.size
             value["chosen_seconds"] = json_value(columns.pop(chosen, {}))
             value["context_seconds"] = json_value(columns.pop(CONTEXT, {}))
@@ -513,22 +508,6 @@ _HEAD_NAMES = {kind.value: kind for kind in OF_HEAD}
 _MODE_NAMES = {mode: mode for mode in MODES}
 _SLOWNESS = ("rank_slowness", "replica_slowness")
 _AT_LEAST_1 = ("tp", "cp", "routing", *_SLOWNESS)
-# Fields that older files lack.
-_LATER: Mapping[str, Any] = {
-    "heads": 0.0,
-    "rank_slowness": [],
-    "replica_slowness": [],
-    "chosen": 0,
-    "chosen_seconds": {},
-    "column_seconds": {},
-    "weight_seconds": {},
-    "expert_weight_seconds": {},
-    "host_seconds": {},
-    "expert_host_seconds": {},
-    "tensor_gathers": 0.0,
-    "expert_copies": 0.0,
-    "token_dispatcher": ALLTOALL,
-}
 _SOME_KEYS = re.compile(
     "(context|exchange|head|forward|chosen|weight|expert_weight|host|expert_host)_.*"
 )  # mappings that need not have all keys
@@ -589,7 +568,7 @@ def _read(what: type, value: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}expected an object of coefficients")
     fields = {field.name: field.type for field in dataclasses.fields(what)}
     fields.update(_COLUMN_FIELDS)
-    value = {**{name: item for name, item in _LATER.items() if name in fields}, **value}
+    value = {"column_seconds": {}, **value}
     if unknown := sorted(value.keys() - fields.keys()):
         raise ValueError(f"{where}unknown {quoted(unknown[0])}")
     if lacking := sorted(fields.keys() - value.keys()):
@@ -604,27 +583,10 @@ def _read(what: type, value: Any, where: str) -> dict[str, Any]:
     return values
 
 
-def _with_host(profile: Profile, where: str) -> Profile:
-    """Return a profile of version 4 with the catalogue's host seconds for its device.
-
-    Weight reads and latencies are not added: constants of version 4 include them.
-    """
-    device = device_like(profile.provenance.device)
-    if device is None or not device.host_seconds:
-        return profile
-    logger.warning(
-        "profile file %s: version %d has no host time of a layer; the catalogue's of %s are taken, "
-        "%.3g ms forward and %.3g ms backward",
-        *(where, BEFORE, device.name),
-        *(1e3 * device.host_seconds[kind] for kind in (Kind.FORWARD, Kind.BACKWARD)),
-    )
-    return profile.each_kind(host_seconds=device.host_seconds)
-
-
 def _profile(value: Any, where: str) -> Profile:
     if not isinstance(value, dict) or "profile" not in value:
         raise ValueError(f"profile file {where}: expected an object with 'profile': {VERSION}")
-    if value["profile"] not in (BEFORE, VERSION) or isinstance(value["profile"], bool):
+    if value["profile"] != VERSION:
         raise ValueError(
             f"profile file {where}: version {quoted(value['profile'])}; this program reads "
             f"{VERSION}: measure again with `python -m megatron_epp profile`"
@@ -638,8 +600,6 @@ def _profile(value: Any, where: str) -> Profile:
                 f"token_dispatcher {profile.token_dispatcher!r}: expected one of "
                 f"{', '.join(DISPATCHERS)}"
             )
-        if value["profile"] == BEFORE:
-            profile = _with_host(profile, where)
         if profile.layer_kind in profile.other_kinds:
             raise ValueError(f"other_kinds: {profile.layer_kind} is the name of the first kind")
     except ValueError as error:

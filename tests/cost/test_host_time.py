@@ -1,8 +1,4 @@
-"""An op takes at least what the host needs to issue it, and files of version 4 get that time."""
-
-import dataclasses
-import json
-import logging
+"""An op takes at least what the host needs to issue it."""
 
 import numpy as np
 import pytest
@@ -13,7 +9,6 @@ from megatron_epp.cost.catalogue.devices import DEVICES, device_like
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
-from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import FULL, OF_LAYERS, Chunk, Kind, Span
 from megatron_epp.planner.epp.planner import _with_hosts
 
@@ -80,42 +75,6 @@ def test_recompute_of_a_small_chunk_takes_the_host_as_long_as_was_measured() -> 
     alone = cost.seconds.of(Kind.BACKWARD, load)[STAGE, 0]
     assert alone == pytest.approx(LAYERS * BACKWARD)
     assert alone + added[STAGE, 0] == pytest.approx(LAYERS * 4.1e-3, rel=0.03)
-
-
-def of_version_4(device: str) -> str:
-    """The file of a measured profile as programs before version 5 wrote it."""
-    made = dataclasses.replace(
-        PROFILE, provenance=dataclasses.replace(PROFILE.provenance, device=device)
-    )
-    value = json.loads(made.to_json())
-    later = ("weight_seconds", "expert_weight_seconds", "host_seconds", "expert_host_seconds")
-    for name in (*later, "tensor_gathers", "expert_copies", "token_dispatcher"):
-        value.pop(name, None)
-    return json.dumps(value | {"profile": 4})
-
-
-@pytest.mark.parametrize("device", ["h100-80g", "NVIDIA H100 80GB HBM3"])
-def test_a_file_of_version_4_gets_the_catalogues_host_time(
-    device: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        read = Profile.from_json(of_version_4(device), "old.json")
-    assert read.host_seconds == H100.host_seconds
-    assert not read.weight_seconds and read.token_dispatcher == "alltoall"
-    (line,) = caplog.messages
-    assert line == (
-        "profile file old.json: version 4 has no host time of a layer; the catalogue's of h100-80g "
-        "are taken, 2.1 ms forward and 1.65 ms backward"
-    )
-    assert json.loads(read.to_json())["profile"] == 5
-    assert Profile.from_json(read.to_json()) == read
-
-
-def test_a_file_of_version_4_of_another_device_is_read_as_it_is(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    read = Profile.from_json(of_version_4("cpu: AMD EPYC 7A100, 1 threads a rank"), "old.json")
-    assert not read.host_seconds and not caplog.messages
 
 
 @pytest.mark.parametrize(

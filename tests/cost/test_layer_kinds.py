@@ -662,7 +662,7 @@ def test_profiles_of_several_kinds_go_to_text_and_back(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "error"),
     [
-        ('"profile": 5', '"profile": 3', "version 3; this program reads 5: measure again"),
+        ('"profile": 5', '"profile": 4', "version 4; this program reads 5: measure again"),
         ('"profile": 5', '"version": 3', "expected an object with 'profile': 5"),
         ('"alltoall"', '"allgather"', "token_dispatcher 'allgather': expected"),
         ('"tp": 1', '"tp": 0', "tp: 0: expected a whole number of at least 1"),

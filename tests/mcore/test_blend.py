@@ -27,8 +27,6 @@ def resuming(folder: Path, asked: str = "auto", **changes: object) -> Namespace:
     [
         # Nothing beside the checkpoint: Megatron's own run, whose samples are tokens.
         (None, "auto", "tokens", None),
-        # A run with --epp of before there was the flag.
-        ({"epp_vocab_parallel": "off"}, "auto", "documents", BEGAN),
         ({BLEND_KEY: "documents"}, "auto", "documents", BEGAN),
         ({BLEND_KEY: "tokens"}, "auto", "tokens", None),
         ({BLEND_KEY: "documents"}, "tokens", "tokens", "the run that resumes counted documents: "),
@@ -45,14 +43,15 @@ def test_a_run_that_resumes_counts_what_it_counted(tmp_path: Path, kept, asked, 
 
 
 def test_what_weights_counted_is_said_where_there_are_some(tmp_path: Path) -> None:
-    (tmp_path / CHOICES_FILE).write_text("{}")
+    (tmp_path / CHOICES_FILE).write_text('{"epp_blend": "documents"}')
     args = resuming(tmp_path, data_path=["a", "b", "c"])
     assert choose_blend(args) is None and args.epp_blend == "documents"
     args = resuming(tmp_path, finetune=True)
     assert choose_blend(args) is None and args.epp_blend == "tokens"
-    (tmp_path / CHOICES_FILE).write_text('{"epp_blend": "bytes"}')
-    with pytest.raises(ValueError, match=r'epp-choices\.json: expected "tokens" or "documents"'):
-        choose_blend(resuming(tmp_path))
+    for text in ('{"epp_blend": "bytes"}', "{}"):
+        (tmp_path / CHOICES_FILE).write_text(text)
+        with pytest.raises(ValueError, match=r'epp-choices\.json: expected "tokens" or "documents'):
+            choose_blend(resuming(tmp_path))
 
 
 def test_training_draws_as_the_flag_says_and_goes_on_so(tmp_path: Path) -> None:
@@ -73,9 +72,6 @@ def test_training_draws_as_the_flag_says_and_goes_on_so(tmp_path: Path) -> None:
     output, kept = run(exit_interval=2, epp_blend="documents", **place)
     assert kept[BLEND_KEY] == "documents" and "epp iteration 2: 560 tokens" in output
     assert f"documents and 14.3% of the tokens from {short}" in output
-    # As a run of before there was the flag: it resumes with what it began with.
-    del kept[BLEND_KEY]
-    (tmp_path / "saved" / CHOICES_FILE).write_text(json.dumps(kept))
     output, kept = run(exit_interval=3, load=place["save"], **place)
     assert BEGAN in output and "epp iteration 3: 560 tokens" in output
     assert kept[BLEND_KEY] == "documents"

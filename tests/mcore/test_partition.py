@@ -22,8 +22,6 @@ from megatron_epp.mcore.choose.choices import choose_placement, choose_vocabular
 from megatron_epp.mcore.choose.kept import (
     BLEND_KEY,
     CHOICES_FILE,
-    EARLIER_PARTITION,
-    EARLIER_VOCABULARY,
     kept_placement,
     kept_vocabulary,
 )
@@ -183,7 +181,7 @@ def test_what_auto_cannot_have_is_off_with_one_line(
         Path(name).mkdir()
         Path(name, "latest_checkpointed_iteration.txt").write_text("3")
         if name != "untold":
-            Path(name, EARLIER_VOCABULARY).write_text(f'"{name}"\n')
+            Path(name, CHOICES_FILE).write_text(json.dumps({"epp_vocab_parallel": name}))
     # As if on a device: on a CPU nothing is read.
     monkeypatch.setattr("megatron_epp.planner.choose.choice.is_of_cpu", lambda profile: False)
     words = "--num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 64 "
@@ -286,29 +284,19 @@ PLACED = {PLACE: [1, 0, 0, 1], STAGE_LAYERS: [1, 2, 2, 1]}
 
 
 @pytest.mark.parametrize(
-    ("files", "vocabulary", "place", "layers"),
+    ("choices", "vocabulary", "place", "layers"),
     [
         ({}, False, None, None),
-        ({EARLIER_VOCABULARY: "on", EARLIER_PARTITION: [2, 4]}, True, (0, 1), (2, 4)),
-        ({EARLIER_PARTITION: PLACED}, False, (1, 0, 0, 1), (1, 2, 2, 1)),
-        ({CHOICES_FILE: {"epp_vocab_parallel": "on", **PLACED}}, True, (1, 0, 0, 1), (1, 2, 2, 1)),
+        ({"epp_vocab_parallel": "on", **PLACED}, True, (1, 0, 0, 1), (1, 2, 2, 1)),
         # A run that went on with the layers that its flags say keeps none.
-        (
-            {
-                CHOICES_FILE: {"epp_vocab_parallel": "off"},
-                EARLIER_VOCABULARY: "on",
-                EARLIER_PARTITION: [2, 4],
-            },
-            *(False, (0, 1), (2, 4)),
-        ),
+        ({"epp_vocab_parallel": "off"}, False, None, None),
     ],
 )
-def test_files_of_this_version_and_of_earlier_ones_are_read(
-    files: dict, vocabulary: bool, place: tuple | None, layers: tuple | None, tmp_path: Path
+def test_a_file_of_choices_is_read(
+    choices: dict, vocabulary: bool, place: tuple | None, layers: tuple | None, tmp_path: Path
 ) -> None:
-    """Those of d652579 are "on" or "off", layers by stage, or a placement with layers."""
-    for name, choices in files.items():
-        (tmp_path / name).write_text(json.dumps(choices) + "\n")
+    if choices:
+        (tmp_path / CHOICES_FILE).write_text(json.dumps(choices) + "\n")
     args = wanted(load=str(tmp_path), epp_placement="auto")
     assert kept_vocabulary(args) == vocabulary
     kept = kept_placement(args)
@@ -318,16 +306,17 @@ def test_files_of_this_version_and_of_earlier_ones_are_read(
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
+        ("epp-partition.json", "[2, 4]", "choices of an earlier version; delete the file, and say"),
+        ("epp-vocab-parallel.json", '"on"', "choices of an earlier version; delete the file, and"),
+        (CHOICES_FILE, "[2,", "no choices ("),
+        (CHOICES_FILE, '{"epp_stage_layers": [2, 0]}', "no partition (expected layers by stage)"),
         (
-            EARLIER_PARTITION,
-            "[2,",
-            "delete the file, and say with --pipeline-model-parallel-layout",
+            CHOICES_FILE,
+            '{"epp_stage_layers": [2, 3]}',
+            "layers [2, 3] are not 6 on 2 stages; leave",
         ),
-        (EARLIER_PARTITION, "[2, 0]", "no partition (expected layers by stage); delete"),
-        (EARLIER_PARTITION, "{}", "no partition (expected layers by stage); delete"),
-        (EARLIER_PARTITION, "[2, 3]", "layers [2, 3] are not 6 on 2 stages; leave --epp-partition"),
-        (EARLIER_PARTITION, json.dumps(PLACED), "stages are on ranks 1 0 0 1; expected --epp-pla"),
-        (EARLIER_VOCABULARY, '"perhaps"', 'expected "on" or "off"; delete the file, and say with'),
+        (CHOICES_FILE, json.dumps(PLACED), "stages are on ranks 1 0 0 1; expected --epp-pla"),
+        (CHOICES_FILE, '{"epp_vocab_parallel": "perhaps"}', 'expected "on" or "off"; delete the'),
         (CHOICES_FILE, '{"epp_vocab_parallel": true}', 'expected "on" or "off"; delete the file'),
         (CHOICES_FILE, '"on"', "no choices (expected an object); delete the file"),
         (CHOICES_FILE, "{" * 10**5, "no choices ("),

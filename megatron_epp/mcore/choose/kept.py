@@ -1,8 +1,6 @@
 """Saved choices of a run, in a file next to its checkpoint, for runs that resume.
 
-Checkpoints store weights and optimizer states by stage, so they depend on the choices. Earlier
-versions wrote two files: one for layers and placement, and one for vocabulary parallelism. If the
-current file is missing, the functions read these two files.
+Checkpoints store weights and optimizer states by stage, so they depend on the choices.
 """
 
 import json
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.control.files import write_atomically
-from megatron_epp.corpus.blend import BLENDS, DOCUMENTS, TOKENS
+from megatron_epp.corpus.blend import BLENDS, TOKENS
 from megatron_epp.ir.placement import Placement
 from megatron_epp.mcore.flags.config import LAYOUT_KEY, OFF, ON, SLOWNESS, placement_by_time
 from megatron_epp.mcore.job.checkpoint_folders import TRACKER
@@ -18,9 +16,8 @@ from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 from megatron_epp.safe_files import bounded_text
 
 CHOICES_FILE = "epp-choices.json"  # {"epp_vocab_parallel": ..., "epp_place": ..., ...}
-# Contents of the first: "on" or "off"; of the second: a list of layers per stage, or an object with
-# PLACE and STAGE_LAYERS.
-EARLIER_VOCABULARY, EARLIER_PARTITION = "epp-vocab-parallel.json", "epp-partition.json"
+# Files of versions before CHOICES_FILE, which are refused.
+_EARLIER = ("epp-vocab-parallel.json", "epp-partition.json")
 VOCABULARY_KEY, BLEND_KEY = "epp_vocab_parallel", "epp_blend"
 
 
@@ -78,7 +75,7 @@ def kept_layout(args: Any) -> dict[str, Any] | None:
         ValueError: The file is damaged.
     """
     path, choices = _kept(args, LAYOUT_KEY)
-    layout = None if choices is None else choices.get(LAYOUT_KEY)
+    layout = (choices or {}).get(LAYOUT_KEY)
     if layout is not None and not isinstance(layout, dict):
         raise _damaged(path, "expected an object", LAYOUT_KEY, args)
     return layout
@@ -105,8 +102,8 @@ def kept_vocabulary(args: Any) -> bool:
     Raises:
         ValueError: The file is damaged.
     """
-    path, choices = _kept(args, VOCABULARY_KEY, EARLIER_VOCABULARY)
-    choice = OFF if choices is None else choices.get(VOCABULARY_KEY)
+    path, choices = _kept(args, VOCABULARY_KEY)
+    choice = (choices or {}).get(VOCABULARY_KEY, OFF)
     if choice not in (ON, OFF):
         raise _damaged(path, 'expected "on" or "off"', VOCABULARY_KEY, args)
     return choice == ON
@@ -115,17 +112,16 @@ def kept_vocabulary(args: Any) -> bool:
 def kept_blend(args: Any) -> str:
     """Return the unit of the resumed run's corpus weights: tokens or documents.
 
-    If the run saved no choice, the unit is documents if it used --epp, and tokens if not.
+    Without a file of choices, Megatron's own trainer made the checkpoint, whose unit is tokens.
 
     Raises:
         ValueError: The file is damaged.
     """
     path, choices = _kept(args, BLEND_KEY)
-    if choices is None:
-        return DOCUMENTS if any(path.parent.glob("epp-*")) else TOKENS
-    if choices[BLEND_KEY] not in BLENDS:
+    unit = TOKENS if choices is None else choices.get(BLEND_KEY)
+    if unit not in BLENDS:
         raise _damaged(path, 'expected "tokens" or "documents"', BLEND_KEY, args)
-    return choices[BLEND_KEY]
+    return str(unit)
 
 
 def kept_placement(args: Any) -> Placement | None:
@@ -134,8 +130,8 @@ def kept_placement(args: Any) -> Placement | None:
     Raises:
         ValueError: The file is damaged, or does not fit this job's layers, ranks or flags.
     """
-    path, choices = _kept(args, STAGE_LAYERS, EARLIER_PARTITION)
-    if choices is None:
+    path, choices = _kept(args, STAGE_LAYERS)
+    if choices is None or STAGE_LAYERS not in choices:
         return None
     ranks = args.pipeline_model_parallel_size
     place: Any = choices.get(PLACE, list(range(ranks)))
@@ -159,27 +155,27 @@ def kept_placement(args: Any) -> Placement | None:
     return kept
 
 
-def _kept(args: Any, key: str, earlier: str | None = None) -> tuple[Path, dict[str, Any] | None]:
-    """Return (path, choices) of the file that contains the choice ``key``.
+def _kept(args: Any, key: str) -> tuple[Path, dict[str, Any] | None]:
+    """Return (path, choices) of the file of choices; ``choices`` is None if there is no file.
 
-    ``choices`` is None if no file contains ``key``. ``earlier`` is the name of the file in earlier
-    versions.
+    Raises:
+        ValueError: The file is damaged, or an earlier version wrote the choices. The message names
+            the flag that says ``key`` instead.
     """
-    for name in filter(None, (CHOICES_FILE, earlier)):
-        path = Path(args.load) / name
-        if not path.exists():
-            continue
-        try:
-            choices = json.loads(bounded_text(path, "a run's choices", "replace"))
-            if name == earlier and not isinstance(choices, dict):
-                choices = {key: choices}
-            if not isinstance(choices, dict):
-                raise ValueError("expected an object")
-        except (ValueError, RecursionError) as error:
-            raise _damaged(path, f"no choices ({error})", key, args) from error
-        if key in choices or name == earlier:
-            return path, choices
-    return path, None
+    folder = Path(args.load)
+    path = folder / CHOICES_FILE
+    if not path.exists():
+        for name in _EARLIER:
+            if (folder / name).exists():
+                raise _damaged(folder / name, "choices of an earlier version", key, args)
+        return path, None
+    try:
+        choices = json.loads(bounded_text(path, "a run's choices", "replace"))
+        if not isinstance(choices, dict):
+            raise ValueError("expected an object")
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"no choices ({error})", key, args) from error
+    return path, choices
 
 
 def _damaged(path: Path, what: str, key: str, args: Any) -> ValueError:

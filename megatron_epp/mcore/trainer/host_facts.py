@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from megatron_epp.mcore.choose.kept import (
     CHOICES_FILE,
-    EARLIER_PARTITION,
-    EARLIER_VOCABULARY,
 )
 from megatron_epp.mcore.data.chat_cache import digest_of, tokenizer_files
 from megatron_epp.mcore.job.checkpoint_folders import folders_of, tracked_iteration
@@ -63,8 +61,7 @@ def _checkpoint(folder: Path) -> str:
     latest = tracked_iteration(folder)
     if latest is None:
         return "no checkpoint"
-    choices = [folder / name for name in (CHOICES_FILE, EARLIER_VOCABULARY, EARLIER_PARTITION)]
-    return f"iteration {latest!r}, choices {_content(choices)}"
+    return f"iteration {latest!r}, choices {_content([folder / CHOICES_FILE])}"
 
 
 def _content(paths: Iterable[Path]) -> str:
