@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore.job import job_exit
-from megatron_epp.mcore.job.launch_environment import lone_copies, require_environment
+from megatron_epp.mcore.job.launch_environment import lone_copies, require_interface
 from megatron_epp.mcore.job.read_flags import (
     be_the_only_process,
     rank,
@@ -81,7 +81,7 @@ def train(
     Raises:
         ValueError: The command line, or a file named in it, is not valid.
     """
-    require_environment()
+    require_interface()
     if "RANK" not in os.environ:
         if (line := lone_copies()) is not None:
             print(f"megatron_epp: {line}", file=sys.stderr, flush=True)
