@@ -178,7 +178,7 @@ stage="--device cpu --bf16 --model tiny --repeats 1"
 small=(
     [corpus]="--exclude '*/*' --exclude '[!a-c]*' --sample-mb 0.1 --vocab-size 400 --workers 1 --quiet"
     [kernels]="-k 'alone-bfloat16'"
-    # These tests scripts/test.sh runs, too, all of them: of two files one runs here; of the others it is seen that they are found.
+    # scripts/test_all.sh runs all of these tests, too: of two files one runs here; of the others it is seen that they are found.
     [first-iteration]="--collect-only"
     [gradients]="--collect-only"
     [certify-kernels]="--device cpu --batches 2"
@@ -193,16 +193,13 @@ small=(
     [multi-gpu]="--collect-only"
     [certify]="--device cpu --batches 2 $tiny"
     [held-sms]="--tokens 64 --hidden 64 --ffn 128 --heads 4"
-    [waiting-receive]="--size 64 --elements 64"
     [stock]="$tiny"
     [replay]="$stage --layers 4 --pp 2 --context 256 --documents 6 --budget-gib 0.01 --lengths wikipedia --planners packing epp"
     [example]="$tiny --num-query-groups 2 --epp-cost-model analytic"
     [stage-llama3-8b]="$stage --slices 64 --contexts 0 128 --lengths 128"
     [stage-llama-7b]="$stage --slices 64 --contexts 0 128 --lengths 128"
-    [first-calls]="--heads 4 --groups 2 --size 16 --longest 300"
     [recompilations]="$tiny --epp-cost-model analytic $here"
     [overlaps]="$tiny $here"
-    [heads]="--device cpu --bf16 --model tiny --tokens 64"
     [fp8]="--collect-only"
     [split]="-k i_leaves"
     [offload]="--collect-only"
@@ -259,8 +256,6 @@ add flex 2 300 "exchanges of tokens by DeepEP and HybridEP (where deep_ep is): l
 add certify-tp 4 480 "random plans with two-way tensor parallelism, reductions overlapped" "$certified" \
     "${certify[@]}" --pp 2 --tp 2 --overlap --batches 10
 # Whole iterations, beside stock.
-add waiting-receive 2 150 "how much slower products are beside a receive that waits, by NCCL's thread blocks" 'max_ctas|rror' \
-    "${torchrun[@]}" 2 scripts/gpu/waiting_receive.py
 add stock 1 200 "the same model by Megatron's own schedule" "$lines" "${torchrun[@]}" 1 "${train[@]}" --train-iters 30 \
     --no-gradient-accumulation-fusion
 add example 2 480 "examples/pretrain_gpt_epp.sh as it stands: time and memory, predicted and measured" "$lines" \
@@ -271,18 +266,12 @@ add stage-llama3-8b 1 300 "bytes and seconds predicted against measured, key hea
     "$python" scripts/bench/gpu_stage.py --model llama3-8b --repeats 2 --slices 2048 9001 --contexts 0 32768 98304 --lengths 32768 \
     -o "$results/stage-llama3-8b.md"
 # What a host and its kernels do.
-add queues 1 200 "whether an op runs beside posted receives, by number of queues; what makes the host wait" 'queues:|host w|HANGS|^\{' \
-    "$python" scripts/gpu/queues.py
 add host-lazy 1 60 "what loading kernels when they are first used saves: memory of the context" '^(wrong|context)' \
     env CUDA_MODULE_LOADING=LAZY "$python" scripts/gpu/host.py
 add lazy-loading 2 300 "a pipeline with lazily loaded kernels: does it end?" "$lines" \
     env CUDA_MODULE_LOADING=LAZY "${torchrun[@]}" 2 "${train[@]}" --train-iters 10 --epp --pipeline-model-parallel-size 2
-add first-calls 1 240 "what attention's kernels of a new size cost once (cuDNN's graphs)" '^(te|torch):|rror' \
-    "$python" scripts/gpu/first_calls.py
 add recompilations 1 240 "fusions compiled anew for chunks of new sizes: how often, and whether a limit was hit" 'Recompiling function|recompile_limit|lm loss' \
     env TORCH_LOGS=recompiles "${torchrun[@]}" 1 "${train[@]}" --train-iters 30 --epp
-add heads 1 200 "rows that the head takes at a time; gradients added up in their product" '^(linears|head)|rror' \
-    "$python" scripts/gpu/heads.py --model llama-7b
 # Levers, which are off by default.
 add fp8 1 300 "fp8: weights quantised once an iteration, or held so, slices, what is saved" "$tests" "${test[@]}" tests/gpu/test_fp8.py
 add split 1 200 "I and W of Transformer Engine's linears (lever wsplit, off by default)" "$tests" "${test[@]}" tests/gpu/test_split.py

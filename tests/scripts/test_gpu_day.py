@@ -25,7 +25,7 @@ PYTHON = """
 echo "$*" >> "$CALLS"
 case "$*" in
     *test_gradients.py*) [[ -e $MENDED ]] || { echo "E   wrong by half"; exit 1; } ;;
-    *first_calls.py*) [[ -e $MENDED ]] || sleep 100 ;;
+    *held_sms.py*) [[ -e $MENDED ]] || sleep 100 ;;
     *test_kernels.py*) echo "12 passed in 3 s" ;;
 esac
 """
@@ -63,7 +63,7 @@ def test_a_day_with_one_gpu(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert day.state("kernels") == "ok"
     assert day.state("gradients") == "FAILED with status 1"
-    assert day.state("first-calls") == "OUT OF TIME after 6 s"
+    assert day.state("held-sms") == "OUT OF TIME after 6 s"
     assert day.state("shared-gloo-2-1") == "ok"  # the last for one GPU
     assert day.state("multi-gpu") == "skipped: needs 2 GPUs, there are 1"
     wanted = ("host.py", "test_kernels.py", "--dtype bf16", "test_training.py", "held_sms.py")
@@ -80,7 +80,7 @@ def test_a_day_with_one_gpu(tmp_path: Path) -> None:
     done = day()
     assert done.returncode == 0, done.stdout
     assert len(day.ran.splitlines()) == 2
-    assert day.state("gradients") == day.state("first-calls") == "ok"
+    assert day.state("gradients") == day.state("held-sms") == "ok"
     assert "kernels          ok before" in done.stdout
     # Named steps run again.
     assert day("kernels").returncode == 0
@@ -113,7 +113,7 @@ def test_a_host_that_forgets(tmp_path: Path) -> None:
     assert [word for line in ran for word in line.split() if word.endswith(".py")] == [
         "scripts/prepare_corpus.py",
         "tests/gpu/test_gradients.py",
-        "scripts/gpu/first_calls.py",
+        "scripts/gpu/held_sms.py",
     ]
     assert "    12 passed in 3 s" in (second.results / "README.md").read_text()
     state.write_text("no archive")
