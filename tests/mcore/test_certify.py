@@ -54,6 +54,7 @@ EVERY_DEGREE = {
 }
 
 
+@pytest.mark.everything
 @pytest.mark.parametrize("name", EVERY_DEGREE)
 def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
     trial = EVERY_DEGREE[name]

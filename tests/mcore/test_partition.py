@@ -59,6 +59,7 @@ def of_a_device(path: Path, slowness: tuple[float, ...] = ()) -> Path:
     return path
 
 
+@pytest.mark.everything
 def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
     corpus: Path, tmp_path: Path
 ) -> None:
@@ -114,6 +115,7 @@ HYBRID = {
 STOCK = {"micro-batch-size": 1, "calculate-per-token-loss": True, "dataloader-type": "single"}
 
 
+@pytest.mark.everything
 def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) -> None:
     """Megatron's own schedule begins, on stages that its user has named; the run that goes on with
     its weights chooses stages, and has the output layer over them; Megatron's own ends."""

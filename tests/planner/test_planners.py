@@ -135,6 +135,7 @@ def test_padding_is_charged() -> None:
                 assert span.stop == lengths[span.document] or span.stop % 64 == 0, name
 
 
+@pytest.mark.everything
 @pytest.mark.parametrize("lever", sorted(ALL))
 def test_each_lever_can_be_switched_off(lever) -> None:
     lengths = [30_000, 22_000, 9_000] + [900, 2_500, 4_000] * 8

@@ -45,6 +45,7 @@ def test_layouts_fill_the_devices_and_are_megatrons() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
 
 
+@pytest.mark.everything
 @pytest.mark.parametrize("lengths", ["wlb", pytest.param("wikipedia", marks=pytest.mark.slow)])
 def test_the_first_choice_is_within_two_percent_of_the_best_of_all(lengths: str) -> None:
     """Of 8 devices."""

@@ -13,6 +13,8 @@ sys.path.insert(0, str(ROOT / "scripts" / "upstream"))
 
 import fresh_environments  # noqa: E402
 
+pytestmark = pytest.mark.everything
+
 
 def installed(folder: Path) -> Path:
     """A folder whose entry points are those of pyproject.toml, as pip writes them down."""
