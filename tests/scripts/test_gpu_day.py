@@ -133,18 +133,11 @@ def test_a_step_begins_only_where_there_is_time_for_it(tmp_path: Path) -> None:
     assert day.state("kernels") == "not reached: the minutes were over"
 
 
-def test_no_step_takes_more_than_eight_minutes(tmp_path: Path) -> None:
-    listed = Day(tmp_path, gpus=1)("--list").stdout.splitlines()
-    seconds = [int(line.split(" GPUs,")[1].split()[0]) for line in listed]
-    assert len(seconds) > 25 and max(seconds) <= 480
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (("--hours", "2"), "unknown flag --hours"),
         (("--minutes", "two"), "--minutes two: expected a whole number"),
-        (("--minutes",), "--minutes needs a value"),
         (("nothing",), "no step nothing; there are: host corpus"),
     ],
 )
@@ -194,7 +187,10 @@ def test_a_step_of_one_gpu_has_every_flag_of_the_example(tmp_path: Path) -> None
     """Ranks that share it (shared-nccl-2-1) run a pipeline as the example's; others its shape."""
     example = (ROOT / "examples" / "pretrain_gpt_epp.sh").read_text()
     asked = set(FLAG.findall(example)) - SAID_ELSEWHERE
-    assert re.search(r"^shared-nccl-2-1 +1 GPUs", Day(tmp_path, gpus=1)("--list").stdout, re.M)
+    listed = Day(tmp_path, gpus=1)("--list").stdout
+    assert re.search(r"^shared-nccl-2-1 +1 GPUs", listed, re.M)
+    seconds = [int(line.split(" GPUs,")[1].split()[0]) for line in listed.splitlines()]
+    assert len(seconds) > 25 and max(seconds) <= 480
     shared = {"tensor_model_parallel_size": 1, "sequence_parallel": True, "epp": True, **NCCL}
     words = flags(tmp_path / "corpus", pipeline_model_parallel_size=2, **shared)
     script = (ROOT / "scripts" / "gpu" / "gpu_day.sh").read_text()
