@@ -208,17 +208,6 @@ class CheckedMachineFlags(PlansMachineFlags):
 
 
 @dataclass
-class ServedMachineFlags(MachineFlags):
-    """The machine of ``serve``; the job is running, so no setting may be auto."""
-
-    OMIT: ClassVar = ("partition",)
-
-    vocab_parallel: str | None = flag(
-        "off", "cut the output layer over the stages: on, or off (default)", SWITCH
-    )
-
-
-@dataclass
 class AssumptionFlags:
     """Assumptions of an analytic cost model."""
 
@@ -291,15 +280,6 @@ class PlannerFlags:
         "layer's experts, ep / (tp x cp))",
         COUNT,
     )
-
-
-@dataclass
-class ServedPlannerFlags(PlannerFlags):
-    """The planner's options in ``serve``, where every request names a planner."""
-
-    OMIT: ClassVar = ("planner",)
-
-    multiple: int | None = flag(1, "chunks are padded to a multiple of this (default: 1)", MULTIPLE)
 
 
 @dataclass
@@ -400,13 +380,6 @@ class DrawFlags:
         "2400, for a screen; very short ops show their numbers in a wider one, or in x.html)",
         ("N", whole_number(40, 100_000)),
     )
-
-
-@dataclass
-class ServeFlags:
-    """Settings of ``serve`` that are the same for all requests."""
-
-    context: int = flag(0, "what packing packs to", TOKENS)
 
 
 @dataclass
@@ -561,7 +534,6 @@ FLAGS: dict[str, tuple[type, ...]] = {
     ),
     "draw": (PlanFileFlags, DrawFlags, ReplicaFlags, DrawnMachineFlags, AssumptionFlags),
     "check": (PlanFileFlags, CheckedMachineFlags, AssumptionFlags, JsonFlags),
-    "serve": (ServedMachineFlags, AssumptionFlags, ServedPlannerFlags, ServeFlags),
 }
 
 

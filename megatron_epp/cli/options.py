@@ -17,7 +17,6 @@ COMMANDS = {
     "simulate": "play a plan on a machine: seconds, bubbles and why they are there, bytes",
     "draw": "a picture of a plan: text, SVG, PNG, HTML, Perfetto trace",
     "check": "whether a plan computes everything once and never deadlocks",
-    "serve": "the planner process of a training job: requests on stdin, plans on stdout",
     "profile": "measure this host or GPU and write a cost-model file",
     "certify": "gradients of random plans against the plain model",
 }
@@ -25,6 +24,7 @@ COMMANDS = {
 DOING = {"profile": "calibrate.command", "certify": "certify.command"}
 # Options and commands that were removed -> what to do instead.
 REMOVED = {
+    "serve": "training starts its planner processes itself; for a plan in a file: plan -o FILE",
     "--whole": "leave it out: only sinkhorn routing, which was removed too, needed uncut documents",
 }
 

@@ -205,7 +205,7 @@ class PlannedSteps:
             PlanError: the planner refused the documents, or no plan fits.
         """
         try:
-            text = pool.reply(iteration, lengths, forward_only)["step"]
+            text = pool.reply(iteration, lengths, forward_only).step
         except PlannerRefused as refusal:
             raise PlanError(str(refusal)) from refusal
         return StepPart.parse(text), text

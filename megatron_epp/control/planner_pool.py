@@ -12,9 +12,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_epp.control.planner_process import PlannerProcess
+from megatron_epp.planner.process import Answer
 
 # Number of recent plans and iterations whose times count; safety factor on the planning time.
 REMEMBERED_PLANS = 8
@@ -85,8 +85,6 @@ class PlannerPool:
         if name in self._requests:
             request = self._requests[name]
         else:
-            for process in self.processes:
-                process.collect()
             process = min(self.processes, key=lambda one: one.unanswered)
             if process.unanswered and not forward_only and len(self.processes) < self.ahead:
                 process = self._start()
@@ -94,8 +92,8 @@ class PlannerPool:
         request.process.ask(name, lengths, forward_only)
         return name
 
-    def reply(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> dict[str, Any]:
-        """Wait for the plan of the iteration that training runs now, and return the reply.
+    def reply(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> Answer:
+        """Wait for the plan of the iteration that training runs now, and return the answer.
 
         If the plan was not requested before, this method requests it. Requests for earlier
         iterations are discarded.
@@ -115,7 +113,7 @@ class PlannerPool:
             self._drop(lambda request: request.iteration <= iteration and not request.forward_only)
             self._since = None if forward_only else time.monotonic()
         if not forward_only:
-            self._planning.append(reply["seconds"])
+            self._planning.append(reply.seconds)
         return reply
 
     def took(self, seconds: float) -> None:

@@ -1,28 +1,27 @@
 """Planner process of a trainer, which plans iterations ahead and is restarted if it dies.
 
-It is a subprocess that reads and writes lines of JSON, not a worker of multiprocessing. A trainer
-with a CUDA context cannot be forked, and a spawned worker would import the trainer's main module. A
-subprocess with a command line can also be run and inspected by hand.
+The process runs planner/process.py. It is a subprocess with a pipe, not a worker of
+multiprocessing: a trainer with a CUDA context cannot be forked, and a spawned worker would import
+the trainer's main module.
 """
 
 import atexit
-import json
+import dataclasses
 import logging
-import math
 import os
+import queue
 import select
-import selectors
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
 
-from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.layer_kinds import format_kinds
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.process import Answer, Request, Settings, receive
 
 logger = logging.getLogger(__name__)
 
@@ -59,64 +58,34 @@ class PlannerRefused(PlannerFailed):
 
 
 class PlannerProcess:
-    """Process ``python -m megatron_epp serve``, with requests and replies over pipes.
+    """Planner process, with requests and answers over a pipe.
 
-    :meth:`ask` does not wait; :meth:`reply` waits for one reply. A process that has died is started
-    again with the next request.
+    :meth:`ask` does not wait; :meth:`reply` waits for one answer. A process that has died is
+    started again with the next request.
 
     Args:
         cost: cost model to plan with.
         options: options of the planners.
         planner: name of the planner.
         replicas: data-parallel size.
-        replica: first replica of the lockstep group to plan for; None plans full steps.
+        replica: first replica of the lockstep group to plan for.
 
     Attributes:
         iteration_seconds: duration of a recent iteration, for time-outs; None at first.
     """
 
-    def __init__(
-        self,
-        cost: Cost,
-        options: Any,
-        planner: str,
-        replicas: int,
-        replica: int | None = None,
-    ):
-        self.planner, self.replicas, self.replica = planner, replicas, replica
+    def __init__(self, cost: Cost, options: Options, planner: str, replicas: int, replica: int = 0):
+        # A copy without the tables that costs cache, which would be sent, too.
+        cost = dataclasses.replace(cost, layout=dataclasses.replace(cost.layout))
+        self._settings = Settings(cost, options, planner, replicas, replica)
         self.iteration_seconds: float | None = None
-        # An unnamed file, so that nothing remains however this job ends.
-        self._profile = tempfile.TemporaryFile("w+", encoding="utf-8", prefix="megatron_epp-")  # noqa: SIM115
-        layout = cost.layout
-        self._profile.write(layout.profile.to_json())
-        self._profile.flush()
-        budgets = [repr(budget / GIB) for budget in cost.device_budget_bytes]
-        # The command refuses this lever where it has no effect.
-        idle = {"local"} if layout.cp == 1 or options.lockstep > 1 else set[str]()
-        self._command = [
-            *(sys.executable, "-m", "megatron_epp", "serve"),
-            *("--cost-model", f"/dev/fd/{self._profile.fileno()}", "--zero", str(layout.zero)),
-            *("--pp", str(layout.placement.ranks), "--layers", *map(str, layout.layers)),
-            *(("--placement", "place", *map(str, layout.place)) if layout.place else ()),
-            *("--tp", str(layout.tp), "--cp", str(layout.cp), "--dp", str(layout.dp)),
-            *(("--layer-kinds", format_kinds(layout.layer_kinds)) if layout.layer_kinds else ()),
-            *("--ep", str(layout.ep)),
-            *(("--vocab-parallel", "on") if layout.vocabulary_parallel else ()),
-            *("--memory-budget-gib", *budgets, "--context", str(options.context)),
-            *("--levers", ",".join(sorted(options.levers - idle)) or "none"),
-            *(("--effort", str(options.effort)) if options.effort is not None else ()),
-            *("--multiple", str(cost.multiple)),
-            *(("--lockstep", str(options.lockstep)) if options.lockstep > 1 else ()),
-        ]
-        if math.isfinite(cost.host_budget_bytes):
-            self._command += ["--host-memory-gib", repr(cost.host_budget_bytes / GIB)]
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._received: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
         self._asked: set[str] = set()
         self._unwanted: set[str] = set()
-        self._replies: dict[str, dict[str, Any]] = {}
-        self._read = b""
-        self._readable = selectors.DefaultSelector()
-        self._process = self._start()
+        self._answers: dict[str, Answer] = {}
+        self._start()
         atexit.register(self.close)
 
     def ask(self, name: str, lengths: Sequence[int], forward_only: bool) -> None:
@@ -127,72 +96,53 @@ class PlannerProcess:
         if name in self._asked:
             return
         if self._process is None or self._process.poll() is not None:
-            self._process = self._start()
-        request = {
-            "id": name,
-            "lengths": list(map(int, lengths)),
-            "replicas": self.replicas,
-            "replica": self.replica,
-            "planner": self.planner,
-            "forward_only": forward_only,
-        }
-        try:
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except (BrokenPipeError, OSError):
-            return  # reply() reports it
-        self._asked.add(name)
+            self._start()
+        assert self._pipe is not None
+        with suppress(OSError):  # reply() reports it
+            self._pipe.send(Request(name, list(map(int, lengths)), forward_only))
+            self._asked.add(name)
 
-    def reply(self, name: str) -> dict[str, Any]:
-        """Wait for the reply to the request ``name`` and return it.
+    def reply(self, name: str) -> Answer:
+        """Wait for the answer to the request ``name`` and return it.
 
         Raises:
             PlannerRefused: the planner cannot plan these documents.
-            PlannerFailed: the process has ended, or did not reply within ``patience_seconds``.
+            PlannerFailed: the process has ended, or did not answer within ``patience_seconds``.
         """
         began = time.monotonic()
-        while name not in self._replies:
+        while name not in self._answers:
             if name not in self._asked:
                 self._stop()
                 raise PlannerFailed("the planner process has ended")
-            self._take(self._line(name, began))
-        reply = self._replies.pop(name)
-        if reply["error"] is not None:
-            raise PlannerRefused(reply["error"])
-        return reply
+            self._take(self._next(name, began))
+        answer = self._answers.pop(name)
+        if answer.error:
+            raise PlannerRefused(answer.error)
+        return answer
 
     def forget(self, name: str) -> None:
-        """Drop the request ``name`` or its reply, which will not be used."""
-        self._replies.pop(name, None)
+        """Drop the request ``name`` or its answer, which will not be used."""
+        self._answers.pop(name, None)
         if name in self._asked:
             self._unwanted.add(name)
 
-    def collect(self) -> None:
-        """Read the replies that have arrived, because a full pipe would block the process."""
-        while self._process is not None and self._readable.select(0):
-            assert self._process.stdout is not None
-            data = os.read(self._process.stdout.fileno(), 1 << 20)
-            if not data:
-                return  # the process has ended, which reply() reports
-            self._read += data
-            while b"\n" in self._read:
-                line, _, self._read = self._read.partition(b"\n")
-                self._take(line)
-
-    def _take(self, line: bytes) -> None:
-        """Store the reply in ``line``, unless its request was dropped."""
-        reply = json.loads(line)
-        name = reply["id"]
-        self._asked.discard(name)
-        if name in self._unwanted:
-            self._unwanted.discard(name)
+    def _take(self, answer: Answer | None) -> None:
+        """Store ``answer``, unless its request was dropped; None: the process has ended."""
+        if answer is None:
+            self._stop()
+            raise PlannerFailed("the planner process has ended")
+        self._asked.discard(answer.name)
+        if answer.name in self._unwanted:
+            self._unwanted.discard(answer.name)
         else:
-            self._replies[name] = reply
+            self._answers[answer.name] = answer
 
     @property
     def unanswered(self) -> int:
         """Number of requests that the process has not answered."""
+        with suppress(queue.Empty, PlannerFailed):
+            while self._asked:
+                self._take(self._received.get_nowait())
         return len(self._asked)
 
     @property
@@ -202,75 +152,63 @@ class PlannerProcess:
 
     @property
     def patience_seconds(self) -> float:
-        """Maximum time to wait for a reply, in seconds."""
+        """Maximum time to wait for an answer, in seconds."""
         if self.iteration_seconds is None:
             return MOST_PATIENCE_SECONDS
         patience = PATIENCE_ITERATIONS * self.iteration_seconds
         return min(max(LEAST_PATIENCE_SECONDS, patience), MOST_PATIENCE_SECONDS)
 
-    def _line(self, name: str, began: float) -> bytes:
-        """Return the process's next line. The wait for ``name`` began at ``began`` (monotonic)."""
+    def _next(self, name: str, began: float) -> Answer | None:
+        """Return the next answer. The wait for ``name`` began at ``began`` (monotonic)."""
         patience = self.patience_seconds
-        report_at = began + min(SILENCE_SECONDS, patience)
-        while b"\n" not in self._read:
-            now = time.monotonic()
-            if not self._readable.select(max(0.0, min(report_at, began + patience) - now)):
-                if time.monotonic() < began + patience:
-                    logger.warning(
-                        "%s: training waits for its plan for %.0f s; after %.0f s it goes on "
-                        "without the planner", name.rpartition(" ")[0], report_at - began, patience
-                    )  # fmt: skip
-                    report_at = began + patience
-                    continue
-                self._stop()
-                raise PlannerFailed(f"no plan within {patience:.0f} s")
-            assert self._process is not None and self._process.stdout is not None
-            data = os.read(self._process.stdout.fileno(), 1 << 20)
-            if not data:
-                self._stop()
-                raise PlannerFailed("the planner process has ended")
-            self._read += data
-        line, _, self._read = self._read.partition(b"\n")
-        return line
+        silence = min(SILENCE_SECONDS, patience)
+        for seconds in (silence, patience):
+            with suppress(queue.Empty):
+                return self._received.get(timeout=max(0.0, began + seconds - time.monotonic()))
+            if seconds < patience:
+                logger.warning(
+                    "%s: training waits for its plan for %.0f s; after %.0f s it goes on "
+                    "without the planner", name.rpartition(" ")[0], seconds, patience
+                )  # fmt: skip
+        self._stop()
+        raise PlannerFailed(f"no plan within {patience:.0f} s")
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> None:
+        """Start a process and send the settings."""
         self._stop()
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         package = str(Path(__file__).parents[2])
         path = [package, *filter(None, [environment.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(path)
-        self._profile.seek(0)  # if /dev/fd shares the file offset, the process reads from here
-        process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            pass_fds=[self._profile.fileno()],
-        )
-        assert process.stdout is not None
-        self._read = b""
-        self._readable = selectors.DefaultSelector()
-        self._readable.register(process.stdout, selectors.EVENT_READ)
+        self._pipe, end = Pipe()
+        with end:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "megatron_epp.planner.process", str(end.fileno())],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                pass_fds=[end.fileno()],
+            )
+        self._received = queue.SimpleQueue()
+        self._receiver = receive(self._pipe, self._received.put)
         try:
-            os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
+            os.setpriority(os.PRIO_PROCESS, self._process.pid, NICENESS)
         except OSError:
             logger.debug("the planner process keeps its priority", exc_info=True)
-        return process
+        with suppress(OSError):  # reply() reports it
+            self._pipe.send(self._settings)
 
     def _stop(self) -> None:
         """Kill the process, if there is one, and forget its requests."""
-        self._asked, self._unwanted, self._replies = set(), set(), {}
-        if self._process is not None:
+        self._asked, self._unwanted, self._answers = set(), set(), {}
+        if self._process is not None and self._pipe is not None:
             self._process.kill()
             self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
-                if pipe is not None:
-                    pipe.close()
-            self._readable.close()
-            self._process = None
+            self._receiver.join(1.0)  # it reads from the pipe until the end
+            if not self._receiver.is_alive():
+                self._pipe.close()
+            self._process = self._pipe = None
 
     def close(self) -> None:
-        """End the process and delete its temporary cost model file."""
+        """End the process."""
         self._stop()
-        self._profile.close()
         atexit.unregister(self.close)

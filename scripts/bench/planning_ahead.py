@@ -102,7 +102,7 @@ def trained(row: Row, effort: int, iterations: int) -> list[str]:
     slower, waits, took, scale, started = 0.0, [], [], 1.0, 0.0
     for iteration in range(1, iterations + 1):
         began = time.perf_counter()
-        text = pool.reply(iteration, corpus.batch(iteration, row.documents), False)["step"]
+        text = pool.reply(iteration, corpus.batch(iteration, row.documents), False).step
         waits.append(time.perf_counter() - began)
         predicted = StepPart.parse(text).plans[0].predicted
         assert predicted is not None

@@ -309,22 +309,12 @@ def _lengths(material: Material, name: str, text: str) -> str:
     return str(material(name))
 
 
-def _service(material: Material) -> Line:
-    """A service answers odd requests, one line each, and ends with its input."""
-    odd = ("", "{", "[]", "null", "1", '"plan"', "{}", '{"iteration": 1}', '{"lengths": "x"}')
-    odd += ('{"lengths": [1e400]}', '{"iteration": 1, "lengths": [-1]}', "[" * 3000, "9" * 6000)
-    odd += ('{"iteration": 1, "lengths": [999999999999999]}', "\x00", "é", '{"lengths": [NaN]}')
-    serve = ("serve", *material.machine_words, "--pp", "2", "--context", "1024")
-    return Line(serve, RUNS, stdin="".join(f"{request}\n" for request in odd))
-
-
 GROUPS = {
     "odd numbers": odd_numbers,
     "odd words": odd_words,
     "two dashes as a value": _dashes,
     "what does not fit together": _misfits,
     "numbers that are too large": _too_large,
-    "the planner's service": lambda material: [_service(material)],
 }
 
 

@@ -41,8 +41,8 @@ def process_of(job: Job, target: str) -> int | None:
     if target == "launcher":
         return job.processes[0].pid
     if target == "planner":
-        serves = [pid for pid, words in job.members().items() if "megatron_epp serve" in words]
-        return serves[0] if serves else None
+        planners = [pid for pid, words in job.members().items() if "planner.process" in words]
+        return planners[0] if planners else None
     with contextlib.suppress(AssertionError):
         return job.rank(int(target[-1]))
     return None

@@ -3,7 +3,6 @@
 import dataclasses
 import gzip
 import importlib
-import io
 import json
 import os
 import re
@@ -15,16 +14,15 @@ import pytest
 
 from megatron_epp.__main__ import main
 from megatron_epp.cli.options import COMMANDS, DOING
-from megatron_epp.cli.serve import serve
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.catalogue.devices import DEVICES, device
 from megatron_epp.cost.catalogue.models import model
-from megatron_epp.ir import Plan, Step, StepPart, check, parse_records
+from megatron_epp.ir import Plan, Step, check, parse_records
 from megatron_epp.planner import TRAINING_LEVERS
 from tests import programs
 from tests.cli.commands import LENGTHS, printed, refused
 from tests.corpus.test_idx_file import write_pair
-from tests.programs import ROOT, python
+from tests.programs import python
 from tests.show.plans import EXAMPLE
 
 # A small machine: plans in a blink.
@@ -212,13 +210,13 @@ def test_compare_says_that_nothing_fits(capsys, tmp_path):
 
 
 def test_the_levers_of_training_are_the_default(capsys, lengths, monkeypatch):
-    """In plan, compare and serve; what can only be simulated must be named, and on GPUs, where
-    training does without, the split backward."""
+    """In plan and compare; what can only be simulated must be named, and on GPUs, where training
+    does without, the split backward."""
     from megatron_epp.cli.options import parse
     from megatron_epp.cli.plan import options_of
 
-    for command in ("plan", "compare", "serve"):
-        words = ["--lengths", lengths] if command != "serve" else []
+    for command in ("plan", "compare"):
+        words = ["--lengths", lengths]
         found = parse([command, *words, "--pp", "2", *map(str, MACHINE)])
         assert options_of(found).levers == TRAINING_LEVERS - {"wsplit"}
         on_a_cpu = parse([command, *words, "--pp", "2", "--model", "gpt-7b", "--device", "cpu"])
@@ -448,7 +446,8 @@ WLB = ("plan", "--lengths", "wlb")
         (("draw", "no.plan", "--width", 10**6), ["whole number of at most 100000"]),
         (("draw", "no.plan", "--width", "9" * 5000), ["whole number of at most 100000"]),
         (("check",), ["PLAN"]),
-        (("serve", "--pp", 2), ["--model is missing"]),
+        ((*WLB, "--pp", 2), ["--model is missing"]),
+        (("serve", "--pp", 2), ["serve was removed; training starts its planner processes itself"]),
         (("chck",), ["unknown command 'chck'; did you mean check?"]),
         (("--help-me",), ["--help-me"]),
         ((), ["no command; expected one of plan, compare"]),
@@ -572,74 +571,6 @@ def test_a_closed_pipe_is_no_error(plan):
     assert found.returncode == 0 and found.stdout.strip() == "0" and found.stderr == ""
 
 
-def test_serve_answers_every_line_and_ends_with_its_input():
-    requests = [
-        {"id": 7, "lengths": [900, 4000, 20, 7000], "replicas": 1},
-        "junk",
-        {"id": "eval", "lengths": [900, 41], "replicas": 2, "forward_only": True},
-        {"id": 8, "lengths": [9], "replicas": 0},
-        {"id": 9, "lengths": [9, 0]},
-        {"id": 10, "lengths": [9, 50], "planner": "pakcing"},
-        {"id": 11, "lengths": [9, 50], "planner": "packing", "surprise": 1},
-        {"id": 12, "lengths": [9, 50], "replicas": 2, "replica": 2},
-        {"id": 13, "lengths": [9, 50, 7], "replicas": 2, "replica": 1, "planner": "packing"},
-        {"id": 14, "lengths": [9, 50], "planner": "packing"},
-    ]
-    lines = [each if isinstance(each, str) else json.dumps(each) for each in requests]
-    found = run("serve", "--pp", 2, *MACHINE, stdin="".join(f"{line}\n" for line in lines))
-    assert found.returncode == 0, found.stderr
-    replies = [json.loads(line) for line in found.stdout.splitlines()]
-    assert len(replies) == len(requests)
-    for reply in replies:
-        assert set(reply) == {"id", "step", "seconds", "predicted", "lower_bound_seconds", "error"}
-        assert (reply["step"] is None) == (reply["error"] is not None)
-        assert reply["error"] is None or "\n" not in reply["error"]
-    ids = [None if isinstance(each, str) else each["id"] for each in requests]
-    assert [reply["id"] for reply in replies] == ids
-    first, _, evaluation, *errors, part, last = replies
-    held = StepPart.parse(part["step"])
-    assert (held.first, held.replicas, sorted(held.plans[0].documents)) == (1, 2, [7, 9])
-    step = Step.parse(first["step"])
-    assert first["id"] == 7 and step.lengths == (900, 4000, 20, 7000)
-    assert first["predicted"]["seconds"] == step.plans[0].predicted.seconds
-    assert first["lower_bound_seconds"] <= first["predicted"]["seconds"]
-    assert all(plan.forward_only for plan in Step.parse(evaluation["step"]).plans)
-    for reply, words in zip(
-        errors,
-        ("replicas", "lengths", "packing", "'surprise'", "a whole number below 2"),
-        strict=True,
-    ):
-        assert words in reply["error"]
-    assert last["error"] is None and Step.parse(last["step"]).lengths == (9, 50)
-    for reply in (first, last):
-        for plan in Step.parse(reply["step"]).plans:
-            check(plan)
-
-
-def test_serve_survives_a_crash():
-    """Whatever a planner raises becomes an error reply."""
-
-    def crash(request):
-        if request["id"] == 1:
-            raise ZeroDivisionError("a bug\nwith two lines")
-        return {"step": "fine"}
-
-    replies = io.StringIO()
-    serve(io.StringIO('{"id": 1}\n\n{"id": 2}\n'), replies, crash)
-    first, second = map(json.loads, replies.getvalue().splitlines())
-    assert first["error"] == "ZeroDivisionError: a bug" and first["id"] == 1
-    assert second["step"] == "fine" and second["error"] is None
-
-
-def test_serve_and_plan_agree(capsys, lengths):
-    """The same batch and options give the same plan in both; a job says what it pads to."""
-    padded = ("--pp", 2, *MACHINE, "--multiple", 64)
-    shown = printed(capsys, "plan", "--lengths", lengths, *padded, "--levers", "default").out
-    request = json.dumps({"id": 0, "lengths": list(LENGTHS)})
-    found = run("serve", *padded, stdin=f"{request}\n")
-    assert Step.parse(json.loads(found.stdout)["step"]).plans[0] == Plan.parse(shown)
-
-
 def test_what_is_no_plain_file_is_written_into(capsys, lengths, tmp_path):
     """A device, a pipe: it must stay what it was."""
     os.mkfifo(pipe := tmp_path / "pipe")
@@ -715,18 +646,6 @@ def test_nobody_is_waited_for_at_a_pipe(capsys, plan, tmp_path):
     # One that a shell makes has somebody who writes.
     done = shell(f"{sys.executable} -m megatron_epp check <(cat {plan})")
     assert done.returncode == 0, done.stderr
-
-
-def test_serve_ends_in_the_midst_of_a_plan_when_nobody_reads():
-    words = [sys.executable, "-m", "megatron_epp", "serve", "--pp", "8", *map(str, MACHINE)]
-    request = json.dumps({"id": 0, "lengths": list(range(1000, 9000, 3)) * 4})
-    process = subprocess.Popen(words, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    process.stdin.write(f"{json.dumps({'id': 1, 'lengths': [64, 8]})}\n{request}\n".encode())
-    process.stdin.flush()
-    assert json.loads(process.stdout.readline())["id"] == 1
-    process.stdout.close()  # the request's pipe stays open
-    assert process.wait(5) == 0
-    process.stdin.close()
 
 
 @pytest.mark.parametrize(

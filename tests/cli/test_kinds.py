@@ -6,14 +6,11 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.__main__ import main
-from megatron_epp.control.planner_process import PlannerProcess
 from megatron_epp.cost.analytic import profile
-from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import device
 from megatron_epp.cost.catalogue.models import MODELS, Model
 from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.ir import Step
-from megatron_epp.planner import ALL, Options, plan_step
 from tests.cli.commands import LENGTHS, refused, said
 from tests.cost.simple_device import OLD_H100
 from tests.ir.test_lockstep import STEP
@@ -107,29 +104,6 @@ def test_every_model_can_be_planned_for(capsys, lengths, name) -> None:
     step = Step.parse(made["plan"])
     assert sum(step.plans[0].layers) == MODELS[name].layers
     assert made["fits"]
-
-
-@pytest.mark.parametrize(
-    ("model", "layout", "lockstep"),
-    [
-        ("gpt-oss-20b", {"pp": 2, "tp": 8, "ep": 4}, 1),
-        ("qwen3-30b-a3b", {"pp": 4, "tp": 8, "dp": 2, "ep": 16}, 2),
-    ],
-    ids=["kinds of layers", "blocks of replicas"],
-)
-def test_the_planner_process_plans_what_is_planned_here(model, layout, lockstep) -> None:
-    cost, replicas = named_cost(model, "h100-80g", **layout), layout.get("dp", 1)
-    options = Options(context=16384, levers=ALL - {"uneven"}, effort=0, lockstep=lockstep)
-    process = PlannerProcess(cost, options, "packing", replicas)
-    try:
-        process.ask("one", LENGTHS, False)
-        here = plan_step(LENGTHS, cost, options, "packing", replicas)
-        assert process.reply("one")["step"] == str(here.step)
-        assert all(plan.predicted is not None for plan in here.step.plans)
-        process.ask("two", LENGTHS, True)
-        assert Step.parse(process.reply("two")["step"]).lockstep == lockstep
-    finally:
-        process.close()
 
 
 # ------------------------------------------------------------------ experts that replicas share

@@ -1,7 +1,6 @@
 """--vocab-parallel through the command line: what it changes, keeps and refuses."""
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -151,8 +150,3 @@ def test_tune_looks_at_it(capsys, tmp_path) -> None:
 def test_what_cannot_be_is_refused(capsys, lengths, words, told) -> None:
     command, *others = words
     assert told in refused(capsys, command, "--lengths", lengths, *MACHINE, *others)
-
-
-def test_serve_wants_it_decided(capsys, lengths: Path) -> None:
-    told = refused(capsys, "serve", *MACHINE, "--pp", 2, "--vocab-parallel", "auto")
-    assert "a job that runs has decided; expected on or off" in told

@@ -5,13 +5,13 @@ from typing import ClassVar
 
 import pytest
 
-from megatron_epp.cli.serve import answer
 from megatron_epp.control import planner_pool
 from megatron_epp.control.planner_pool import PlannerPool
 from megatron_epp.control.step_source import Planning
 from megatron_epp.control.waits import WATCHED, Waits
 from megatron_epp.ir import StepPart
 from megatron_epp.planner import Options
+from megatron_epp.planner.process import Answer, Settings, plan_text
 from megatron_epp.runtime.groups import planning_ranks
 from tests.planner.cases import machine
 
@@ -34,11 +34,9 @@ class Process:
             self.free_at = max(self.free_at, Process.now) + Process.seconds
             self.asked[name] = self.free_at
 
-    def reply(self, name) -> dict:
+    def reply(self, name) -> Answer:
         Process.now = max(Process.now, self.asked.pop(name))
-        return {"seconds": Process.seconds, "step": name}
-
-    def collect(self) -> None: ...
+        return Answer(name, Process.seconds, name, "")
 
     def forget(self, name) -> None:
         self.forgotten.append(name)
@@ -93,17 +91,17 @@ def test_as_many_processes_as_planning_takes(planning, most, processes, waits) -
 
 
 class Answering(Process):
-    """A planner process whose answers are those of ``serve``."""
+    """A planner process that really plans."""
 
-    cost, options = machine(pp=2), Options(effort=0)
+    settings = Settings(machine(pp=2), Options(effort=0), "epp", 2, 1)
 
     def ask(self, name, lengths, forward_only) -> None:
         super().ask(name, lengths, forward_only)
         self.lengths = {**getattr(self, "lengths", {}), name: lengths}
 
-    def reply(self, name) -> dict:
-        request = {"lengths": self.lengths[name], "replicas": 2, "replica": 1}
-        return super().reply(name) | answer(request, self.cost, self.options)
+    def reply(self, name) -> Answer:
+        text = plan_text(self.settings, self.lengths[name], False)
+        return super().reply(name)._replace(step=text)
 
 
 def test_a_plan_is_the_same_text_whatever_is_planned_beside() -> None:
@@ -112,7 +110,7 @@ def test_a_plan_is_the_same_text_whatever_is_planned_beside() -> None:
     def texts(most: int) -> list[str]:
         pool, found = PlannerPool(Answering, most), []
         for iteration in range(1, 11):
-            found.append(pool.reply(iteration, batch(iteration), False)["step"])
+            found.append(pool.reply(iteration, batch(iteration), False).step)
             for later in range(1, pool.ahead + 1):
                 pool.ask(iteration + later, batch(iteration + later))
             Process.now += 1.0

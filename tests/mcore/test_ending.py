@@ -153,7 +153,7 @@ def test_ranks_and_planner_end_when_their_launcher_is_killed(tmp_path):
     try:
         until(lambda: "iteration        2/" in log.read_text(), log.read_text)
         started = launcher.children(recursive=True)
-        assert sum("serve" in process.cmdline() for process in started) == 1
+        assert sum("megatron_epp.planner.process" in process.cmdline() for process in started) == 1
     finally:
         launcher.kill()
         launcher.wait()

@@ -18,6 +18,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.ir import PlanError, Step
 from megatron_epp.planner import Options, plan_part, plan_step
+from megatron_epp.planner.process import Answer
 from tests.mcore.runs import flags, trained, write_corpus
 
 pytestmark = pytest.mark.everything
@@ -66,12 +67,12 @@ class Dying:
 
     ahead = discarded = 0
 
-    def reply(self, iteration, lengths, forward_only) -> dict[str, str]:
+    def reply(self, iteration, lengths, forward_only) -> Answer:
         self.times -= 1
         if self.times >= 0:
             raise PlannerFailed("the planner process has ended")
         made = plan_part(lengths, self.steps.cost, self.steps.options, "epp", 1, 0)
-        return {"step": str(made)}
+        return Answer("", 0.0, str(made), "")
 
 
 @pytest.mark.parametrize(
