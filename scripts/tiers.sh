@@ -37,9 +37,9 @@ if nvidia-smi >/dev/null 2>&1; then
     exec "${pytest[@]}" -n "$workers" -m "gpu or everything" "$@"
 fi
 emulated=("$@")
-(($#)) || emulated=(tests/gpu tests/te_reference)
+(($#)) || emulated=(tests/gpu tests/engine)
 output=$(mktemp)
-EPP_TE_ON_CPU=h100 "${pytest[@]}" -n "$half" -m gpu "${emulated[@]}" >"$output" 2>&1 &
+EPP_ENGINE=tests.engine "${pytest[@]}" -n "$half" -m gpu "${emulated[@]}" >"$output" 2>&1 &
 emulation=$!
 trap 'kill "$emulation" 2>/dev/null || true; rm -f "$output"' EXIT
 trap 'exit 130' INT TERM

@@ -16,11 +16,11 @@ os.environ["TQDM_DISABLE"] = "1"  # tqdm reads it when imported: bars appear by 
 
 NO_GPU, SLOW = "needs a GPU", "is slow"
 # Files that take more than about 15 s of a core, longest first (pytest --durations=60 says which):
-# those of the run over the reference, then of the other, whose first mostly stands and waits.
+# those of the run with emulated kernels, then of the other, whose first mostly stands and waits.
 LONGEST = (
-    "te_reference/test_certificate.py",
-    "te_reference/test_dry_run.py",
-    "te_reference/test_fp8_certificate.py",
+    "engine/test_certificate.py",
+    "engine/test_dry_run.py",
+    "engine/test_fp8_certificate.py",
     "gpu/test_gradients.py",
     "gpu/test_multi_gpu.py",
     "gpu/test_kernels.py",
@@ -87,7 +87,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _has_gpu() -> bool:
     import torch  # seconds: only where a test carries the mark
 
-    return torch.cuda.is_available() or bool(os.environ.get("EPP_TE_ON_CPU"))
+    return torch.cuda.is_available() or bool(os.environ.get("EPP_ENGINE"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

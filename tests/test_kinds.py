@@ -104,7 +104,7 @@ def own_rooms(name: str) -> bool:
 
 def known_kinds(path: str, source: str) -> Iterator[str]:
     """Places where the module at ``path`` knows a kind of layer, unless it is in a kind's room."""
-    if path.startswith((*OWN, "te_reference/")):  # which has the names of what it stands in for
+    if path.startswith(OWN):
         return
     module = ".".join([PACKAGE, *path.removesuffix(".py").split("/")])
     for line, name, _ in imports(source, module):

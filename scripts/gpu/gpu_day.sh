@@ -15,8 +15,8 @@
 # minutes (60) may come in pieces: what did not fit is "not reached". For 1, 2 or 8 GPUs: what needs more than there are is
 # "skipped" by name. --bound: the most for any step. STEP: only these, ok or not.
 #   python=... the interpreter (.venv/bin/python, else python3), with PYTHONPATH as it is: the project's environment need not exist.
-# --dry-run: every step in a small size without a GPU, over a reference of Transformer Engine's kernels and ranks of this host
-#   (megatron_epp/te_reference): what fails then is ours. No figure of it is a measurement. docs/contributing/gpu_day.md is such a page.
+# --dry-run: every step in a small size without a GPU, with emulated kernels of Transformer Engine and ranks of this host
+#   (tests/engine): what fails then is ours. No figure of it is a measurement. docs/contributing/gpu_day.md is such a page.
 # Exit status: 0 all ok or skipped, 1 something failed, ran out of time or was not reached, 2 a wrong flag.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
@@ -39,7 +39,7 @@ done
 most=$bound archive=$state
 results=${results:-outputs/gpu-day$($dry && echo -dry-run)}
 if $dry; then
-    export EPP_TE_ON_CPU=${EPP_TE_ON_CPU:-h100} CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
+    export EPP_ENGINE=${EPP_ENGINE:-tests.engine} CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1
     gpus=${gpus:-4}
 fi
 if [[ -z ${python:-} ]]; then
@@ -77,7 +77,7 @@ summary() { # the page
         printf '`bash scripts/gpu/gpu_day.sh%s`, %s, commit %s.\n\n' "$($dry && echo ' --dry-run')" "$(date -u +%Y-%m-%d)" \
             "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
         if $dry; then
-            printf 'No GPU: small sizes over a reference of the kernels (`megatron_epp/te_reference`). That every step ends well is\n'
+            printf 'No GPU: small sizes with emulated kernels (`tests/engine`). That every step ends well is\n'
             printf 'all that this page says; no time, speed or number of bytes on it is a measurement.\n'
         else
             printf '    %s\n' "$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | sort | uniq -c || true)"

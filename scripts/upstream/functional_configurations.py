@@ -173,7 +173,7 @@ def main() -> int:
     if not given.installed:
         sys.path.insert(0, str(given.megatron.resolve()))
     # Megatron asks which Transformer Engine there is; its layers are not built.
-    os.environ.setdefault("EPP_TE_ON_CPU", "h100")
+    os.environ.setdefault("EPP_ENGINE", "tests.engine")
     from headline import heading, host, write
 
     from megatron_epp.mcore.patching import cpu_host

@@ -9,11 +9,11 @@ from statistics import median
 import pytest
 
 from megatron_epp.ir import KEEP, Kind
-from megatron_epp.te_reference import reference_switch
+from megatron_epp.mcore.patching import emulated_engine
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(reference_switch.is_wanted(), reason="needs a GPU: its own clock"),
+    pytest.mark.skipif(emulated_engine.is_wanted(), reason="needs a GPU: its own clock"),
 ]
 LARGE, PIECES = 131072, 32
 

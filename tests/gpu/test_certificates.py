@@ -7,16 +7,16 @@ import pytest
 
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import BF16, EXPERTS, GPT, LLAMA, Trial
+from megatron_epp.mcore.patching import emulated_engine
 from megatron_epp.mcore.patching.cuda_host import SHARE
-from megatron_epp.te_reference import reference_switch
+from tests.engine.test_certificate import ENGINE, EVERY_DEGREE
 from tests.mcore.certified import certified, models
 from tests.mcore.models import DSA, GATED_DELTA_NET, LITE, MTP, SSM, V3, V3_MOE, WINDOWS
-from tests.te_reference.test_certificate import ENGINE, EVERY_DEGREE
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        reference_switch.is_wanted(), reason="certified over the reference (tests/te_reference)"
+        emulated_engine.is_wanted(), reason="certified with emulated kernels (tests/engine)"
     ),
 ]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.te_reference import reference_switch
+from megatron_epp.mcore.patching import emulated_engine
 
 # ruff: noqa: F811  fixtures of another module
 from tests.gpu.test_multi_gpu import require_gpus
@@ -67,7 +67,7 @@ def plain(losses) -> list[float]:
 def test_losses_are_those_of_alltoall(losses, plain, backend, engine, tmp_path) -> None:
     require_gpus(2)
     noted = None
-    if reference_switch.is_wanted():
+    if emulated_engine.is_wanted():
         if backend == "deepep":
             pytest.skip("needs a GPU; over its stand-in: tests/mcore/test_flex.py")
         noted = tmp_path / "noted"

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_epp.te_reference import reference_switch
+from megatron_epp.mcore.patching import emulated_engine
 from tests.gpu.test_first_iteration import SLICES, off, plan, run
 from tests.gpu.test_split import halves
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 LINEARS = 2 * 4  # of two layers
 certified = pytest.mark.skipif(
-    reference_switch.is_wanted(), reason="certified over the reference (te_on_cpu, in fp8)"
+    emulated_engine.is_wanted(), reason="certified with emulated kernels (tests/engine)"
 )
 
 

@@ -2,28 +2,32 @@
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 
-from megatron_epp.te_reference import reference_switch
+from megatron_epp.mcore.patching import emulated_engine
 
 pytestmark = [
     pytest.mark.gpu,
     # A GPU's host runs compiled fusions besides, which make calls of their own.
-    pytest.mark.skipif(not reference_switch.is_wanted(), reason="counts over the reference alone"),
+    pytest.mark.skipif(
+        not emulated_engine.is_wanted(), reason="counts with emulated kernels alone"
+    ),
 ]
 
 # Python's and C's, outside of Transformer Engine's compiled part, of a dense layer (RMSNorm,
 # SwiGLU, rope, grouped keys): three quarters of what the forward took when they were first counted
 # (1842), and what a backward took (584).
 MOST_FORWARD, MOST_BACKWARD = 1381, 584
+ENGINE = str(Path(__file__).parents[1] / "engine")
 LAYERS = 2
 
 
 class Calls:
-    """A profiler that counts calls, but for those inside the reference of the kernels."""
+    """A profiler that counts calls, but for those inside the emulated kernels."""
 
     def __init__(self):
         self.count = self._inside = 0
@@ -31,7 +35,7 @@ class Calls:
     def __call__(self, frame: FrameType, event: str, arg: Any) -> None:
         if event in ("call", "c_call"):
             code = frame.f_code
-            kernel = event == "call" and "te_reference" in code.co_filename
+            kernel = event == "call" and ENGINE in code.co_filename
             if self._inside or (kernel and "_widen" not in code.co_qualname):
                 self._inside += 1
             else:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_epp.te_reference import reference_switch
+from megatron_epp.mcore.patching import emulated_engine
 
 pytestmark = pytest.mark.gpu
 
@@ -19,8 +19,8 @@ SEEN = {"windows": (128, False), "sinks": (None, True), "windows and sinks": (12
 
 SINKS_CUDNN = 92600  # as cuDNN counts its releases; Transformer Engine 2.20 refuses older ones
 
-# Of a slice and its context; the reference holds a head's scores.
-LONG = (96, 4096) if reference_switch.is_wanted() else (2048, 24576)
+# Of a slice and its context; an emulated kernel holds a head's scores.
+LONG = (96, 4096) if emulated_engine.is_wanted() else (2048, 24576)
 
 
 def kernel_of(name: str, heads: int, groups: int, size: int):
@@ -61,7 +61,7 @@ def test_the_self_test_passes_with(name, kind, request) -> None:
     if name == "te":
         request.getfixturevalue("engine")
         version = torch.backends.cudnn.version() or 0
-        if SEEN[kind][1] and version < SINKS_CUDNN and not reference_switch.is_wanted():
+        if SEEN[kind][1] and version < SINKS_CUDNN and not emulated_engine.is_wanted():
             pytest.skip(f"sinks of packed documents need cuDNN {SINKS_CUDNN}, here is {version}")
     heads, groups, size = HEADS["small"]
     kernel = kernel_of(name, heads, groups, size).of_layers(*SEEN[kind])

@@ -7,12 +7,12 @@ from torch import Tensor
 from megatron_epp.layers.lm_head.log_probs import block_log_probs
 from megatron_epp.layers.lm_head.vocabulary import OutputWeightShard
 from megatron_epp.mcore.model.attention import this_device
-from megatron_epp.te_reference import reference_switch
+from megatron_epp.mcore.patching import emulated_engine
 
 pytestmark = pytest.mark.gpu
 
 ROWS, HIDDEN, WORDS, BLOCK = (
-    (130, 64, 515, 32) if reference_switch.is_wanted() else (4099, 2048, 32_003, 512)
+    (130, 64, 515, 32) if emulated_engine.is_wanted() else (4099, 2048, 32_003, 512)
 )
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_epp.te_reference import reference_switch
+from megatron_epp.mcore.patching import emulated_engine
 
 # ruff: noqa: F811  fixtures of another module
 from tests.gpu.test_training import ITERATIONS, corpus, weights  # noqa: F401
@@ -28,8 +28,8 @@ EXAMPLE = {
 
 
 def require_gpus(count: int) -> None:
-    """Over the reference, ranks of this host: two, over gloo."""
-    there = 2 if reference_switch.is_wanted() else torch.cuda.device_count()
+    """With emulated kernels, ranks of this host: two, over gloo."""
+    there = 2 if emulated_engine.is_wanted() else torch.cuda.device_count()
     if there < count:
         pytest.skip(f"needs {count} GPUs, there are {there}")
 

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 
-from megatron_epp.te_reference import reference_switch
+from megatron_epp.mcore.patching import emulated_engine
 from tests.gpu.test_first_iteration import SLICES, off, plan, run
 
 pytestmark = pytest.mark.gpu
@@ -103,7 +103,7 @@ def test_what_is_offloaded_is_gone(alone, engine) -> None:
     assert peak_bytes(away.records) < 1.1 * alone_bytes
 
 
-@pytest.mark.skipif(reference_switch.is_wanted(), reason="needs a GPU: how fast its link is")
+@pytest.mark.skipif(emulated_engine.is_wanted(), reason="needs a GPU: how fast its link is")
 def test_copies_are_as_fast_as_the_link(alone) -> None:
     """And F takes no longer than its work and its copies one behind the other."""
     import torch

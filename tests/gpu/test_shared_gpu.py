@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.te_reference import reference_switch
+from megatron_epp.mcore.patching import emulated_engine
 
 # ruff: noqa: F811  fixtures of another module
 from tests.gpu.test_multi_gpu import EXAMPLE
@@ -20,7 +20,7 @@ from tests.mcore.runs import Run, train
 pytestmark = pytest.mark.gpu
 
 ON_GPU = pytest.mark.skipif(
-    reference_switch.is_wanted(), reason="needs a GPU: NCCL, and more than two ranks"
+    emulated_engine.is_wanted(), reason="needs a GPU: NCCL, and more than two ranks"
 )
 SHARED = (str(Path(__file__).with_name("shared_gpu.py")),)
 GLOO = {"epp_attention": "torch", "distributed_backend": "gloo"}

@@ -6,15 +6,15 @@ from pathlib import Path
 import numpy
 import pytest
 
-from megatron_epp.te_reference import reference_switch
+from megatron_epp.mcore.patching import emulated_engine
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS
 from tests.mcore.runs import Run, flags, train
 
 pytestmark = pytest.mark.gpu
 
-# Over the reference, what takes seconds.
+# With emulated kernels, what takes seconds.
 SMALL, LARGE = (96, 8, 64, "4e-3"), (512, 20, 256, "1e-3")
-CONTEXT, ITERATIONS, HIDDEN, RATE = SMALL if reference_switch.is_wanted() else LARGE
+CONTEXT, ITERATIONS, HIDDEN, RATE = SMALL if emulated_engine.is_wanted() else LARGE
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def test_loss_is_that_of_the_run_without_epp(corpus, plain, attention, unfused, 
         processes=1,
     )
     assert elastic.status == 0, elastic.output
-    assert ("over a reference of its kernels" in elastic.output) == reference_switch.is_wanted()
+    assert ("with emulated kernels" in elastic.output) == emulated_engine.is_wanted()
     assert len(plain.losses) == len(elastic.losses) == ITERATIONS
     assert elastic.losses == pytest.approx(plain.losses, rel=0.01)
     assert elastic.losses[-1] < 0.8 * elastic.losses[0]

@@ -111,7 +111,7 @@ def test_packs_are_run_as_many_documents(one_rank, monkeypatch) -> None:
 
 
 def test_the_largest_pack_is_as_asked() -> None:
-    """Over the reference of the kernels: no pack of more tokens than a document may have."""
+    """With emulated kernels: no pack of more tokens than a document may have."""
     asked = [max(call.keys for call in calls(64, True, packs_to=most)) for most in (64, None)]
     assert asked == [64, module.PACKS_TO]
 

@@ -13,10 +13,10 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.planner import PLANNERS, Options
+from tests.engine.test_certificate import EVERY_DEGREE
 from tests.gpu.test_shared_gpu import NCCL
 from tests.mcore.runs import flags
 from tests.programs import BASH, ROOT, Done, run, stand_in
-from tests.te_reference.test_certificate import EVERY_DEGREE
 
 pytestmark = pytest.mark.everything
 

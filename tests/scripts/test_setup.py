@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.te_reference.start import REQUIREMENTS
 from tests.programs import BASH, ROOT, Done, python, run, stand_in
 
 
@@ -169,12 +168,6 @@ def test_the_environment_of_these_tests_is_the_pinned_one() -> None:
     found = {one.name.replace("_", "-"): one.version for one in distributions(path=beside)}
     for name, version in re.findall(r"^([\w\-]+)==([\w.]+)", requirements(), re.M):
         assert (name, found.get(name)) == (name, version)
-
-
-def test_the_reference_names_the_pins_of_its_python() -> None:
-    """A wheel has no requirements-te.txt: the line that asks for it says the same pins."""
-    pins = re.findall(r"^[\w\-]+==[\w.]+", (ROOT / "requirements-te.txt").read_text(), re.M)
-    assert list(REQUIREMENTS) == pins
 
 
 def test_missing_gpus_are_counted(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from megatron_epp.mcore.kinds.base import LayerKind
 from megatron_epp.mcore.kinds.limit import Limit, Reason, any_of, not_computed, of_config, settings
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, limits_of_kinds
-from megatron_epp.te_reference import reference_switch
+from megatron_epp.mcore.patching import emulated_engine
 
 _FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
 _LOOPS = "run whole micro-batches (install_schedule)"
@@ -65,7 +65,7 @@ def _needs_engine(flag: str, *others: Any, **named: Any) -> Reason:
     The function also returns None if the CPU emulates Transformer Engine.
     """
     reason = _needs_gpu(flag, *others, **named)
-    return lambda args: None if reference_switch.is_wanted() else reason(args)
+    return lambda args: None if emulated_engine.is_wanted() else reason(args)
 
 
 def _fp8(args: Any) -> bool:

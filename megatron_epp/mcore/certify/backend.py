@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_epp.certify.protocol import REFERENCE, Backend, Role
 from megatron_epp.certify.trial import FLOAT64, Trial
-from megatron_epp.te_reference import reference_switch
+from megatron_epp.mcore.patching import emulated_engine
 
 
 def choose_engine(trial: Trial) -> str:
@@ -22,7 +22,7 @@ def choose_engine(trial: Trial) -> str:
         A message that the emulation is used; "" if it is not used.
 
     Raises:
-        ValueError: The kernels on a GPU do not support the trial's dtype.
+        ValueError: The kernels on a GPU do not support the trial's dtype, or there is no emulation.
     """
     words = [word for words in trial.models for word in words]
     if not any(word.endswith("transformer_engine") for word in words):
@@ -35,8 +35,8 @@ def choose_engine(trial: Trial) -> str:
             )
         return ""
     # An H100 has no mxfp8 GEMMs.
-    device = "b200" if any(word.endswith("mxfp8") for word in words) else reference_switch.DEVICE
-    return reference_switch.require_reference(device)
+    device = "b200" if any(word.endswith("mxfp8") for word in words) else emulated_engine.DEVICE
+    return emulated_engine.require(device)
 
 
 def make_server(role: Role, until_the_end: ExitStack) -> Any:

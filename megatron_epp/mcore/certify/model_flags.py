@@ -25,9 +25,8 @@ from megatron_epp.mcore.kinds.heads import query_groups
 from megatron_epp.mcore.kinds.registry import kind_defaults
 from megatron_epp.mcore.model.quantisation import per_tensor_scales
 from megatron_epp.mcore.model.shape import with_mtp
-from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.patching import cpu_host, emulated_engine
 from megatron_epp.mcore.placing.requested import PLACE, place_of
-from megatron_epp.te_reference import reference_switch
 
 # Flags of data, checkpoints, logging and speed, which do not change the model.
 _OFF = """
@@ -170,20 +169,18 @@ def _require_engine(raw: Namespace, lora_rank: int) -> None:
             "--lora-rank: adapters are put around Megatron's local linears here; leave "
             "--transformer-impl transformer_engine out"
         )
-    if asked and cpu_host.is_cpu_host() and not reference_switch.is_started():
+    if asked and cpu_host.is_cpu_host() and not emulated_engine.is_started():
         raise ValueError(
-            "--transformer-impl transformer_engine: this process was started without a reference "
-            f"of its kernels; set {reference_switch.VARIABLE}={reference_switch.DEVICE} before it "
-            "starts"
+            "--transformer-impl transformer_engine: this process was started without an emulation "
+            f"of its kernels; set {emulated_engine.VARIABLE}={emulated_engine.OF_CHECKOUT} before "
+            "it starts"
         )
     known = {"mxfp8": "is_mxfp8_available", "blockwise": "is_fp8_block_scaling_available"}
-    if asked and raw.fp8 and reference_switch.is_started() and raw.fp8_recipe in known:
+    if asked and raw.fp8 and emulated_engine.is_started() and raw.fp8_recipe in known:
         state: Any = fp8_utils.FP8GlobalStateManager
         available, why = getattr(state, known[raw.fp8_recipe])()
         if not available:
-            raise ValueError(
-                f"--fp8-recipe {raw.fp8_recipe}: {why} ({reference_switch.in_words()})"
-            )
+            raise ValueError(f"--fp8-recipe {raw.fp8_recipe}: {why} ({emulated_engine.in_words()})")
 
 
 def describe(layers: tuple[int, ...], args: Namespace, lora_rank: int) -> str:
@@ -220,7 +217,7 @@ def _validated(
     raw: Namespace, changed: dict[str, Any], ranks: int, dtype: str = FLOAT64
 ) -> Namespace:
     args = deepcopy(raw)
-    by_engine = reference_switch.is_started() and args.transformer_impl == "transformer_engine"
+    by_engine = emulated_engine.is_started() and args.transformer_impl == "transformer_engine"
     known = {name: value for name, value in _NOT_THE_MODEL.items() if hasattr(args, name)}
     known |= {} if by_engine else _LOCAL
     known |= kind_defaults(args)  # as in training

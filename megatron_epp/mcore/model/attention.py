@@ -17,8 +17,7 @@ from megatron_epp.layers.attention.selftest import require_right
 from megatron_epp.layers.attention.te import TransformerEngineKernel
 from megatron_epp.layers.attention.varlen import Kernel, VarlenAttention
 from megatron_epp.mcore.kinds.registry import heads_of, layers_see
-from megatron_epp.mcore.patching import cpu_host
-from megatron_epp.te_reference import reference_switch
+from megatron_epp.mcore.patching import cpu_host, emulated_engine
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
                 "kernels for the CPU are taken)"
             )
         return PartsAttention(heads.scale)
-    if reference_switch.is_started() and heads.dtype == torch.float64:
+    if emulated_engine.is_started() and heads.dtype == torch.float64:
         # A certificate in float64; the test is about the kernels, not about the number format.
         heads, all_heads = (replace(one, dtype=torch.bfloat16) for one in (heads, all_heads))
     if heads.dtype not in (torch.bfloat16, torch.float16):

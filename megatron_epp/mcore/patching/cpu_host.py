@@ -42,11 +42,11 @@ from typing import Any, override
 
 import torch
 
+from megatron_epp.mcore.patching import emulated_engine
 from megatron_epp.mcore.patching.cpu_kernels import install_cpu_kernels
 from megatron_epp.mcore.patching.gloo_device import share_gloo_device
 from megatron_epp.mcore.patching.unequal_rows import take_unequal_rows
 from megatron_epp.runtime.malloc_trim import keep_large_blocks
-from megatron_epp.te_reference import reference_switch
 
 # Compiled GPU packages that Megatron would import. They cannot run on a CPU-only host. A
 # Transformer Engine without its torch extension even breaks `import megatron.core`
@@ -69,8 +69,8 @@ def has_gpu() -> bool:
 
 
 def has_gpu_kernels() -> bool:
-    """Return whether GPU kernels, or a CPU reference of them, compute attention."""
-    return has_gpu() or reference_switch.is_started()
+    """Return whether GPU kernels, or an emulation of them, compute attention."""
+    return has_gpu() or emulated_engine.is_started()
 
 
 def is_cpu_host() -> bool:
@@ -109,8 +109,7 @@ def install_cpu_host() -> bool:
     _keep_random_state_in_data_loaders()
     keep_large_blocks()
     setattr(torch.cuda, _MARK, True)
-    if reference_switch.is_wanted():
-        reference_switch.start_reference()
+    emulated_engine.start()
     install_cpu_kernels()
     _quieten()
 
@@ -121,11 +120,11 @@ def install_cpu_host() -> bool:
 
 
 def install_where_wanted() -> None:
-    """Install the replacements if the user selects the CPU reference of the GPU kernels.
+    """Install the replacements if the environment names an emulation of the GPU kernels.
 
     Scripts that otherwise choose a device themselves call this function.
     """
-    if reference_switch.is_wanted():
+    if emulated_engine.is_wanted():
         install_cpu_host()
 
 
@@ -178,7 +177,7 @@ def cpu_flags() -> list[str]:
 
 
 def _defaults() -> dict[str, tuple[Any, str]]:
-    if not reference_switch.is_wanted():
+    if not emulated_engine.is_wanted():
         return _CPU_DEFAULTS
     return {name: value for name, value in _CPU_DEFAULTS.items() if name not in _OF_ENGINE}
 
@@ -254,7 +253,7 @@ def _prepare_environment() -> None:
     # arguments.py asserts this value for tensor parallelism on devices before Blackwell, but launch
     # scripts for GPUs export 32.
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    kept = reference_switch.PACKAGES if reference_switch.is_wanted() else ()
+    kept = emulated_engine.PACKAGES if emulated_engine.is_wanted() else ()
     for name in BLOCKED_PACKAGES:
         if name in kept:
             continue

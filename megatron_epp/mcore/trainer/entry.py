@@ -26,8 +26,7 @@ from megatron_epp.mcore.job.read_flags import (
     read_flags,
     refusals_as_value_errors,
 )
-from megatron_epp.mcore.patching import cpu_host, cuda_host, patch_points
-from megatron_epp.te_reference import reference_switch
+from megatron_epp.mcore.patching import cpu_host, cuda_host, emulated_engine, patch_points
 
 if TYPE_CHECKING:  # cpu_host and cuda_host must run before Megatron is imported
     from megatron_epp.mcore.trainer.hooks import TrainerHooks
@@ -92,8 +91,8 @@ def train(
         warnings.filterwarnings("ignore", category=FutureWarning)
     cuda_host.prepare(sys.argv[1:])
     cpu_host.install_cpu_host()
-    if reference_switch.is_started() and rank() == 0:
-        print(reference_switch.in_words(), flush=True)
+    if emulated_engine.is_started() and rank() == 0:
+        print(emulated_engine.in_words(), flush=True)
     patch_points.install(patch_points.ALWAYS_PATCH_POINTS)
     patch_points.check_patch_points()
 

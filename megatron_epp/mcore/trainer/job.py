@@ -36,7 +36,7 @@ from megatron_epp.mcore.lm_head.tied import tie
 from megatron_epp.mcore.model.attention import Attention, this_device
 from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients
 from megatron_epp.mcore.model.warm_up import warm_up
-from megatron_epp.mcore.patching import cpu_host
+from megatron_epp.mcore.patching import cpu_host, emulated_engine
 from megatron_epp.mcore.placing.embedding_copies import tie_embeddings
 from megatron_epp.mcore.placing.requested import local_stages, place_of, stages_of
 from megatron_epp.mcore.trainer import telemetry
@@ -52,7 +52,6 @@ from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.memory_meter import AllocatorMeter, SavedBytesMeter
 from megatron_epp.runtime.program_runner import ProgramRunner
 from megatron_epp.runtime.watcher import Watcher
-from megatron_epp.te_reference import reference_switch
 
 
 class Job:
@@ -127,8 +126,8 @@ class Job:
         """Return the model's attention, after a warm-up of its kernels for every variant."""
         attention = self.hooks.attention_for(self.config.epp_attention, config, device)
         heads, all_heads = heads_of(config), heads_of(config, context=1)
-        # The reference kernels compile nothing, and need seconds for large packs.
-        packs_to = self.args.seq_length if reference_switch.is_started() else None
+        # Emulated kernels compile nothing, and need seconds for large packs.
+        packs_to = self.args.seq_length if emulated_engine.is_started() else None
         for before, sinks in layers_see(config):
             seeing = attention.of_layer(before, (lambda: torch.zeros(1)) if sinks else lambda: None)
             warm_up(seeing, heads, all_heads, self.args.seq_length, device, packs_to)

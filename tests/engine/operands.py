@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.te_reference.enums import TORCH, DType
+from tests.engine.enums import TORCH, DType
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (*HALVES, torch.float32, torch.float64)
@@ -46,7 +46,7 @@ def no_quantizer(kernel: str, quantizer: Any) -> None:
     """Raise a NotImplementedError unless ``quantizer`` is None."""
     if quantizer is not None:
         raise NotImplementedError(
-            f"te_on_cpu: {kernel} with a {type(quantizer).__name__} is not written"
+            f"tests.engine: {kernel} with a {type(quantizer).__name__} is not written"
         )
 
 

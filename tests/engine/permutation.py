@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.te_reference.operands import dense, expect, wide
+from tests.engine.operands import dense, expect, wide
 
 
 def moe_permute_fwd(

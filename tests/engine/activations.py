@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_epp.te_reference.operands import dense, expect, no_quantizer, wide
+from tests.engine.operands import dense, expect, no_quantizer, wide
 
 Function = Callable[..., Tensor]
 

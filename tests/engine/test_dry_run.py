@@ -1,4 +1,4 @@
-"""The whole day with GPUs (scripts/gpu/gpu_day.sh), in small sizes over the reference."""
+"""The whole day with GPUs (scripts/gpu/gpu_day.sh), in small sizes with emulated kernels."""
 
 import os
 import re
@@ -29,7 +29,7 @@ ALIKE = {
     "overlaps": "tests/mcore/test_calibration_traces.py",
     "shared-gloo-2-1": "tests/gpu/test_shared_gpu.py",
     "certify": "certify-kernels",
-    "certify-tp": "tests/te_reference/test_certificate.py",
+    "certify-tp": "tests/engine/test_certificate.py",
     "host-lazy": "host",
     "example-tp": "tests/examples/test_launch_scripts.py",
     "lazy-loading": "example",

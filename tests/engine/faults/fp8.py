@@ -20,7 +20,7 @@ def one_scale(scaled, kernel, x_TK, layout, dtype):
 def scale_whole_tensors() -> AbstractContextManager:
     """What is computed together is first rounded by one scale, with which its largest number is the
     format's."""
-    return fault(sys.modules["megatron_epp.te_reference.fp8.quantizers"], "_scaled", one_scale)()
+    return fault(sys.modules["tests.engine.fp8.quantizers"], "_scaled", one_scale)()
 
 
 def leave_rows_unpadded() -> AbstractContextManager:

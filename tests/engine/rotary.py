@@ -10,8 +10,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megatron_epp.te_reference.enums import NVTE_QKV_Format as Format
-from megatron_epp.te_reference.operands import expect, wide
+from tests.engine.enums import NVTE_QKV_Format as Format
+from tests.engine.operands import expect, wide
 
 
 def fused_rope_forward(

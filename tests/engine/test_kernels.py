@@ -1,4 +1,4 @@
-"""The reference beside torch's own formulas, and what it refuses. Needs no Transformer Engine."""
+"""Emulated kernels beside the formulas of torch, and what they refuse; no Transformer Engine."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megatron_epp.te_reference import (
+from tests.engine import (
     attention,
     enums,
     module,
@@ -18,9 +18,9 @@ from megatron_epp.te_reference import (
     rotary,
     softmax,
 )
-from megatron_epp.te_reference.activations import functions
-from megatron_epp.te_reference.fp8 import primary, quantizers
-from megatron_epp.te_reference.operands import Misread
+from tests.engine.activations import functions
+from tests.engine.fp8 import primary, quantizers
+from tests.engine.operands import Misread
 
 pytestmark = pytest.mark.everything
 
@@ -36,7 +36,7 @@ VANILLA, LEARNT = (
 
 @pytest.fixture(scope="module", autouse=True)
 def host() -> None:
-    """Stand-ins for the parts of torch.cuda that fp8 tensors of the reference ask for."""
+    """Stand-ins for the parts of torch.cuda that fp8 tensors of the emulation ask for."""
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
@@ -424,7 +424,7 @@ def test_what_a_kernel_would_misread_is_refused(what) -> None:
 
 
 def test_what_is_not_written_says_so_by_its_name() -> None:
-    made = module.reference()
+    made = module.emulated_kernels()
     with pytest.raises(NotImplementedError, match=r"transformer_engine_torch\.ep_combine is not"):
         made.ep_combine(1)
     with pytest.raises(NotImplementedError, match="a str is not written"):

@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from megatron_epp.layers.attention.varlen import CuSeqlens
+from tests.engine.faults import engine
 from tests.mcore.fault_injection import Fault, Faults, fault, in_turn, nothing
-from tests.te_reference.faults import engine
 
 
 def quantised_by(other: Callable[..., Any]) -> Fault:

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_epp.te_reference.fp8.quantizers import quantize
-from megatron_epp.te_reference.operands import dense, expect, torch_dtype, wide, written
+from tests.engine.fp8.quantizers import quantize
+from tests.engine.operands import dense, expect, torch_dtype, wide, written
 
 
 def _operands(kernel: str, x_TH: Any, weight_H: Any, centred: bool) -> tuple[Tensor, Tensor]:

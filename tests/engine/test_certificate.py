@@ -1,4 +1,4 @@
-"""The certificate in Transformer Engine's layers, over the reference of its kernels."""
+"""The certificate in Transformer Engine's layers, with emulated kernels."""
 
 import os
 import re
@@ -16,7 +16,12 @@ from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.backend import choose_engine
 from megatron_epp.mcore.certify.command import certify_training
 from megatron_epp.mcore.kinds.window.certificate import WINDOW
-from megatron_epp.te_reference.reference_switch import VARIABLE, require_reference
+from megatron_epp.mcore.patching.emulated_engine import (
+    DEVICE_VARIABLE,
+    OF_CHECKOUT,
+    VARIABLE,
+    require,
+)
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import first_seed, inject_alone, names, require_shown
 from tests.programs import ROOT, python
@@ -140,35 +145,46 @@ EVERY_DEGREE = {
 def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
     trial = EVERY_DEGREE[name]
     lines, judged = certified(trial)
-    assert lines[0].startswith("Transformer Engine's layers over a reference of its kernels")
+    assert lines[0].startswith("Transformer Engine's layers with emulated kernels")
     if trial.loop is None and not trial.trees:
         seen = [batch.coverage for batch in judged]
         for what in ("split", "packed", "hybrid", "selective", "halved", "offloaded"):
             assert sum(getattr(one, what) for one in seen) > 0, what
 
 
+def without_engine() -> dict[str, str]:
+    """This environment, without the variables of the emulation."""
+    ours = (VARIABLE, DEVICE_VARIABLE)
+    return {name: value for name, value in os.environ.items() if name not in ours}
+
+
 def by_command(words: str, device: str | None = None) -> list[str]:
     """Lines of ``certify`` with ``words``, from an environment that names ``device``, or none."""
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    environment |= {VARIABLE: device} if device else {}
+    environment = without_engine() | ({DEVICE_VARIABLE: device} if device else {})
     done = python("-m", "megatron_epp", "certify", *words.split(), only=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
 
+def said(device: str) -> str:
+    return f"Transformer Engine's layers with emulated kernels (EPP_ENGINE=tests.engine, {device})"
+
+
 def test_the_command_has_its_processes_run_so() -> None:
     """On the device that the environment names; where it names none: test_fp8_certificate.py."""
     first, *_, last = by_command(f"--pp 1 --batches 1 {EXPERTS}{GROUPED}{ENGINE}", "b200")
-    assert first == f"Transformer Engine's layers over a reference of its kernels ({VARIABLE}=b200)"
+    assert first == said("b200")
     assert re.match(r"certified: 1 batches, worst error .*e-1[56] ", last)
 
 
 def test_an_h100_is_what_nobody_names(monkeypatch) -> None:
-    monkeypatch.setenv(VARIABLE, "b200")
-    assert require_reference().endswith(f"({VARIABLE}=b200)")
-    monkeypatch.delenv(VARIABLE)
-    assert require_reference().endswith(f"({VARIABLE}=h100)")
-    assert os.environ[VARIABLE] == "h100"  # for the processes to come
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setenv(DEVICE_VARIABLE, "b200")
+    assert require() == said("b200")
+    monkeypatch.delenv(DEVICE_VARIABLE)
+    assert require() == said("h100")
+    # For the processes to come.
+    assert (os.environ[VARIABLE], os.environ[DEVICE_VARIABLE]) == (OF_CHECKOUT, "h100")
 
 
 FINAL_NORM = """
@@ -184,7 +200,7 @@ def test_local_layers_in_float64_have_no_norm_of_it(tmp_path) -> None:
     package = tmp_path / "transformer_engine"
     package.mkdir()
     package.joinpath("__init__.py").write_text("raise RuntimeError('it was imported')\n")
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment = without_engine()
     environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{ROOT}"
     seen, hidden = (
         python("-c", FINAL_NORM.format(hide=hide), only=environment)
@@ -236,7 +252,7 @@ for kind in (RotaryEmbedding, YarnRotaryEmbedding):
 
 
 def test_rotary_frequencies_of_gpus_are_the_hosts_in_float64() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment = without_engine()
     seen = python("-c", ROTARY, only=environment | {"PYTHONPATH": str(ROOT)})
     assert seen.returncode == 0, seen.stderr
     plain, yarn = (line for line in seen.stdout.splitlines() if "Embedding" in line)

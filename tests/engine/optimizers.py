@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_epp.te_reference.operands import expect, wide
+from tests.engine.operands import expect, wide
 
 Lists = Sequence[Sequence[Tensor]]
 

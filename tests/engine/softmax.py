@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_epp.te_reference.operands import dense, expect, wide
+from tests.engine.operands import dense, expect, wide
 
 
 def _softmax(kernel: str, scores: Tensor, scale: float, hidden: Tensor | None) -> Tensor:

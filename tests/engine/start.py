@@ -1,4 +1,4 @@
-"""Installation of the reference: once per process, on a CPU-only host, before Megatron."""
+"""Installation of the emulation: once per process, on a CPU-only host, before Megatron."""
 
 import functools
 import importlib
@@ -11,43 +11,42 @@ from typing import Any
 
 import torch
 
-from megatron_epp.te_reference import flash
-from megatron_epp.te_reference.device import DEVICES, CompiledKernel, ReportedDevice
-from megatron_epp.te_reference.module import NAME, KernelReference, reference
+from tests.engine import flash
+from tests.engine.device import DEVICES, CompiledKernel, ReportedDevice
+from tests.engine.module import NAME, EmulatedKernels, emulated_kernels
 
 PACKAGE = "transformer_engine"
 # Folder into which scripts/setup_env.sh installs Transformer Engine's Python. It is outside the
 # packages, because without its compiled part it must not be found by other importers.
 FOLDER = Path(sys.prefix) / "te_on_cpu"
-# Its Python without libraries; requirements-te.txt has the same pins.
-REQUIREMENTS = ("transformer-engine==2.20.2", "einops==0.8.2")
 _WIDE = torch.float64
 
 
-def is_reference_installed() -> bool:
-    """Return whether Transformer Engine's Python uses the reference in this process."""
-    return isinstance(sys.modules.get(NAME), KernelReference)
+def is_installed() -> bool:
+    """Return whether Transformer Engine's Python uses the emulated kernels in this process."""
+    return isinstance(sys.modules.get(NAME), EmulatedKernels)
 
 
-def install_reference(device: str = "h100") -> None:
-    """Install the reference in this process, and make torch report ``device``.
+def install(device: str) -> None:
+    """Install the emulated kernels in this process, and make torch report ``device``.
 
     Raises:
         ValueError: if the device is unknown, or Transformer Engine's Python is missing.
     """
     if device not in DEVICES:
-        raise ValueError(f"EPP_TE_ON_CPU knows {', '.join(DEVICES)}; {device} is not one of them")
+        known = ", ".join(DEVICES)
+        raise ValueError(f"EPP_ENGINE_DEVICE={device}: expected one of {known}")
     if isinstance(sys.modules.get(NAME), types.ModuleType):
         return
     if not (FOLDER / PACKAGE / "pytorch").is_dir():
         raise ValueError(
-            f"no Transformer Engine in {FOLDER}: run bash scripts/setup_env.sh in a checkout, or "
-            f"pip install --no-deps --target {FOLDER} {' '.join(REQUIREMENTS)} (1.3 MB)"
+            f"no Transformer Engine in {FOLDER}: run bash scripts/setup_env.sh, or pip install "
+            f"--no-deps --target {FOLDER} -r requirements-te.txt (1.3 MB)"
         )
     flash.register()
     _be(DEVICES[device])
     sys.path.append(str(FOLDER))
-    sys.modules[NAME] = reference()
+    sys.modules[NAME] = emulated_kernels()
     # Its ONNX export imports packages that nothing else needs.
     sys.modules[f"{PACKAGE}.pytorch.onnx_extensions"] = _nothing("onnx_extensions")
     _import()

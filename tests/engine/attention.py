@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.te_reference.enums import NVTE_Bias_Type as Bias
-from megatron_epp.te_reference.enums import NVTE_Fused_Attn_Backend as Backend
-from megatron_epp.te_reference.enums import NVTE_Mask_Type as Mask
-from megatron_epp.te_reference.enums import NVTE_QKV_Format as Format
-from megatron_epp.te_reference.enums import NVTE_QKV_Layout as Layout
-from megatron_epp.te_reference.enums import NVTE_Softmax_Type as Softmax
-from megatron_epp.te_reference.operands import (
+from tests.engine.enums import NVTE_Bias_Type as Bias
+from tests.engine.enums import NVTE_Fused_Attn_Backend as Backend
+from tests.engine.enums import NVTE_Mask_Type as Mask
+from tests.engine.enums import NVTE_QKV_Format as Format
+from tests.engine.enums import NVTE_QKV_Layout as Layout
+from tests.engine.enums import NVTE_Softmax_Type as Softmax
+from tests.engine.operands import (
     HALVES,
     expect,
     no_quantizer,

@@ -1,6 +1,6 @@
 """What Transformer Engine's attention holds between forward and backward, and where it is called.
 
-In float64, over the reference of its kernels.
+In float64, with emulated kernels.
 """
 
 import weakref
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megatron_epp.layers.attention.te import TransformerEngineKernel
 from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
-from megatron_epp.te_reference import reference_switch
+from megatron_epp.mcore.patching import emulated_engine
 from tests.layers.runner import HEAD_SIZE, SCALE, documents
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not reference_switch.is_wanted(), reason="kernels of GPUs have no float64"),
+    pytest.mark.skipif(not emulated_engine.is_wanted(), reason="kernels of GPUs have no float64"),
 ]
 HEADS, GROUPS = 4, 2
 

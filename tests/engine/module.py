@@ -4,7 +4,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from megatron_epp.te_reference import (
+from tests.engine import (
     attention,
     enums,
     norms,
@@ -14,14 +14,14 @@ from megatron_epp.te_reference import (
     rotary,
     softmax,
 )
-from megatron_epp.te_reference.activations import functions
-from megatron_epp.te_reference.device import CUBLASLT, CUDNN
-from megatron_epp.te_reference.fp8 import primary, quantizers
+from tests.engine.activations import functions
+from tests.engine.device import CUBLASLT, CUDNN
+from tests.engine.fp8 import primary, quantizers
 
 NAME = "transformer_engine_torch"
 
 
-class KernelReference(types.ModuleType):
+class EmulatedKernels(types.ModuleType):
     """Module of the implemented functions; any other function raises an error when called."""
 
     def __getattr__(self, name: str) -> Any:
@@ -30,7 +30,7 @@ class KernelReference(types.ModuleType):
 
         def unwritten(*args: Any, **others: Any) -> Any:
             raise NotImplementedError(
-                f"te_reference: {NAME}.{name} is not written; add it to megatron_epp/te_reference"
+                f"tests.engine: {NAME}.{name} is not written; add it to tests/engine"
             )
 
         return unwritten
@@ -40,7 +40,7 @@ class CommOverlapHelper:
     """Placeholder for overlap of communication with matrix products, which is not implemented."""
 
     def __init__(self, *args: Any, **others: Any):
-        raise NotImplementedError(f"te_reference: {type(self).__name__} is not written")
+        raise NotImplementedError(f"tests.engine: {type(self).__name__} is not written")
 
 
 class CommOverlap(CommOverlapHelper):
@@ -55,9 +55,9 @@ class CommOverlapCore(CommOverlapHelper):
     """Placeholder for Transformer Engine's base class of products that overlap."""
 
 
-def reference() -> types.ModuleType:
+def emulated_kernels() -> types.ModuleType:
     """Return the replacement module."""
-    module = KernelReference(NAME)
+    module = EmulatedKernels(NAME)
     for name, value in {**_functions(), **_names()}.items():
         setattr(module, name, value)
     return module

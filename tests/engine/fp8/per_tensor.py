@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.te_reference.operands import expect, torch_dtype
+from tests.engine.operands import expect, torch_dtype
 
 
 def has_one_scale(of: Any) -> bool:

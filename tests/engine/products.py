@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu as gelu_of
 
-from megatron_epp.te_reference.activations import derivative
-from megatron_epp.te_reference.fp8.quantizers import is_quantised, operand, quantize
-from megatron_epp.te_reference.operands import (
+from tests.engine.activations import derivative
+from tests.engine.fp8.quantizers import is_quantised, operand, quantize
+from tests.engine.operands import (
     dense,
     expect,
     no_quantizer,
@@ -47,7 +47,9 @@ def generic_gemm(
     kernel = "generic_gemm"
     no_quantizer(kernel, quantizer)
     if comm_overlap is not None:
-        raise NotImplementedError("te_on_cpu: products that overlap communication are not written")
+        raise NotImplementedError(
+            "tests.engine: products that overlap communication are not written"
+        )
     expect(workspace.numel() >= workspace_size > 0, kernel, "the workspace is shorter than said")
     expect(accumulate or not beta, kernel, f"beta {beta} without accumulation")
     product, shape = _product(kernel, A, transA, B, transB)

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from megatron_epp.te_reference.attention import fused_attn_bwd, fused_attn_fwd
-from megatron_epp.te_reference.enums import (
+from tests.engine.attention import fused_attn_bwd, fused_attn_fwd
+from tests.engine.enums import (
     NVTE_Bias_Type,
     NVTE_Mask_Type,
     NVTE_QKV_Format,
     NVTE_QKV_Layout,
 )
-from megatron_epp.te_reference.enums import NVTE_Softmax_Type as Softmax
-from megatron_epp.te_reference.operands import HALVES, expect
+from tests.engine.enums import NVTE_Softmax_Type as Softmax
+from tests.engine.operands import HALVES, expect
 
 _KEPT: list[library.Library] = []  # a registration lasts as long as its object
 

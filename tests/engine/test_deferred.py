@@ -1,6 +1,6 @@
 """I and W of Transformer Engine's linears: the numbers of B, in any order of the Ws.
 
-In float64, over the reference of its kernels; tests/gpu/test_split.py has the same on a device.
+In float64, with emulated kernels; tests/gpu/test_split.py has the same on a device.
 """
 
 import gc
@@ -14,14 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 from megatron_epp.layers.wgrad.te_linear import can_defer, deferred_forward
+from megatron_epp.mcore.patching import emulated_engine
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import SavedBytesMeter
-from megatron_epp.te_reference import reference_switch
 from tests.layers.test_deferred import _Mark, _Marked
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not reference_switch.is_wanted(), reason="kernels of GPUs have no float64"),
+    pytest.mark.skipif(not emulated_engine.is_wanted(), reason="kernels of GPUs have no float64"),
 ]
 T, H, FFN = 5, 8, 12
 KINDS = {

@@ -23,13 +23,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_epp.te_reference.fp8.per_tensor import (
+from tests.engine.fp8.per_tensor import (
     has_one_scale,
     has_scale,
     per_tensor_operand,
     quantize_per_tensor,
 )
-from megatron_epp.te_reference.operands import dense, expect, torch_dtype
+from tests.engine.operands import dense, expect, torch_dtype
 
 BLOCK, MX_BLOCK = 128, 32
 MX_BIAS = 127  # bias of the exponent that encodes an MXFP8 scale
@@ -74,7 +74,7 @@ def _layout(of: Any, columnwise: bool) -> _Layout:
         expect(not getattr(of, "with_2d_quantization", False), "quantize", "MXFP8 in squares")
         rows, columns = (MX_BLOCK, 1) if columnwise else (1, MX_BLOCK)
         return _Layout(rows, columns, False, False, True, bool(swizzled))
-    raise NotImplementedError(f"te_on_cpu: a {type(of).__name__} is not written")
+    raise NotImplementedError(f"tests.engine: a {type(of).__name__} is not written")
 
 
 def is_quantised(tensor: Any) -> bool:

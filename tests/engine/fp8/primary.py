@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.te_reference.fp8.per_tensor import cast, scale_of
-from megatron_epp.te_reference.fp8.quantizers import (
+from tests.engine.fp8.per_tensor import cast, scale_of
+from tests.engine.fp8.quantizers import (
     MX_BIAS,
     MX_BLOCK,
     expand_blocks,
@@ -20,7 +20,7 @@ from megatron_epp.te_reference.fp8.quantizers import (
     power,
     tiled,
 )
-from megatron_epp.te_reference.operands import dense, expect, torch_dtype, wide
+from tests.engine.operands import dense, expect, torch_dtype, wide
 
 Lists = Sequence[Sequence[Tensor]]
 
