@@ -51,7 +51,6 @@ LONGEST = (
     "mcore/test_ledger.py",
     "cli/test_tune.py",
     "planner/test_tuning.py",
-    "attack/test_attack.py",
     "planner/test_lockstep.py",
     "mcore/test_host.py",
     "mcore/test_context_parallel.py",

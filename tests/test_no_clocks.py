@@ -17,9 +17,6 @@ LAST_RESORTS = {
     "waiting.py": "the last resort itself",
     "mcore/runs.py": "of a training run",
     "attack/agents.py": "torchrun's, for a rank that it has told to end",
-    "attack/commands.py": "a command line, and what it leaves behind",
-    "attack/jobs.py": "a job that is attacked",
-    "attack/signals.py": "what is left of a job that got signals",
 }
 
 

@@ -1,10 +1,13 @@
 """An index is read whole or refused: no bit of it can be wrong and stay unseen where it counts."""
 
 import struct
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_epp.corpus import idx_file
 from megatron_epp.corpus.idx_file import examine, read_index
@@ -84,6 +87,35 @@ def test_no_flipped_bit_changes_what_is_trained_on(
     assert set(accepted) <= set(inner)
     path.write_bytes(sound)
     assert examine(str(tmp_path / "corpus")).tokens == 285
+
+
+@st.composite
+def mutated(draw: st.DrawFn, sound: bytes) -> bytes:
+    """``sound`` with a piece cut out, doubled or replaced, or with one number of it replaced."""
+    start = draw(st.integers(0, len(sound)))
+    stop = draw(st.integers(start, min(len(sound), start + 24)))
+    numbers = st.integers(-(1 << 63), (1 << 63) - 1) | st.integers(-2, 600)
+    piece = st.one_of(
+        st.just(b""),
+        st.just(sound[start:stop] * 2),
+        st.binary(max_size=24),
+        numbers.map(lambda number: struct.pack("<q", number)),
+        st.integers(-2, 600).map(lambda number: struct.pack("<i", number)),
+    )
+    return sound[:start] + draw(piece) + sound[stop:]
+
+
+@given(st.data())
+def test_a_mutated_index_is_refused_in_one_line_or_has_the_same_lengths(data) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_pair(Path(folder, "corpus"), [17, 256, 3, 9])
+        path.write_bytes(data.draw(mutated(path.read_bytes())))
+        try:
+            files = examine(str(path.with_suffix("")))
+        except ValueError as error:
+            assert str(error).startswith(folder) and "\n" not in str(error)
+        else:
+            assert files.lengths.tolist() == [17, 256, 3, 9]
 
 
 def rewritten(path: Path, offset: int, form: str, value: int) -> None:

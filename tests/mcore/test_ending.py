@@ -164,10 +164,7 @@ def test_ranks_and_planner_end_when_their_launcher_is_killed(tmp_path):
 
 
 def test_a_signal_to_launcher_and_ranks_leaves_a_whole_checkpoint(tmp_path):
-    """As a batch system signals a step: torchrun dies of it, the ranks save first and then end.
-
-    Every order of signals: ``python -m tests.attack -k signals``.
-    """
+    """As a batch system signals a step: torchrun dies of it, the ranks save first and then end."""
     corpus = write_corpus(tmp_path / "corpus", [60, 50, 40, 30, 20, 128] * 20)
     save = tmp_path / "save"
     kept = {"epp": True, "train_iters": 1000, "save": save, "save_interval": 1000}
