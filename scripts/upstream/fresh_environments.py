@@ -35,11 +35,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "upstream")]
 
 import wheels
-from megatron_matrix import MEGATRONS, RENAMED, TOLERANCE
+from megatron_matrix import MEGATRONS, TOLERANCE
 
 LOOP = ROOT / "tests" / "mcore" / "loops" / "strangers_loop.py"
 COPIED = LOOP, ROOT / "examples" / "rl_loop.py", Path(__file__).with_name("ray_actors.py")
 TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", LOOP.name
+RENAMED = "check_first_val_step"  # a function of Megatron that plans of micro-batches need
 PLANNED = 3  # of five calls: two show that micro-batches are read rightly
 SAID = ("WARNING:megatron_epp", "megatron_epp", "Megatron's own schedule")
 SENDER = re.compile(r"(\x1b\[\d+m)?\(\w+ pid=\d+\)(\x1b\[\d+m)? ")  # who speaks, as Ray says it

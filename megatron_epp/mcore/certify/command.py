@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise ValueError(
             f"certify: this environment's Megatron calls itself {version}; expected "
             f"{' or '.join(map(str, releases.RELEASES))}; scripts/upstream/megatron_matrix.py "
-            f"--megatron {version} tries scheduling mode with it"
+            f"--megatron {version} tries slices of training loops with it"
         )
     return command.main(MEGATRON, arguments)
 

@@ -39,6 +39,7 @@ class LayerKind:
     SYMBOLS: str = ""  # symbols of all layers that contain this kind; "": only SYMBOL
     VARIANTS: tuple[str, ...] = ()  # values of --experimental-attention-variant for this kind
     SLICED: bool = True  # whether slices of external training loops support this kind
+    SINCE: tuple[int, int] = (0, 16)  # first release of Megatron with which slices support it
     ABSENT: ClassVar[dict[str, Any]] = {}  # fields of LayerShape for a layer without this kind
     NUMBERED: bool = False  # whether MTP layer n is as decoder layer n, not as the last layer
     SLOT: str = ""  # attribute of Megatron's layer that is this kind's module; "": no module

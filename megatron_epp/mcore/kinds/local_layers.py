@@ -13,10 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_layer_local_submodules,
-)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
@@ -36,6 +33,9 @@ NORM_OF_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 def local_submodules(config: Any, mla: bool = False) -> TransformerLayerSubmodules:
     """Return the submodules of Megatron's local layer with attention (or MLA) and an MLP."""
+    # Imported here: Megatron 0.16, whose models external training loops slice, lacks it.
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+
     return get_gpt_layer_local_submodules(
         qk_layernorm=config.qk_layernorm,
         multi_latent_attention=mla,

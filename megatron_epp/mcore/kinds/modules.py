@@ -11,20 +11,31 @@ from torch import Tensor
 
 from megatron_epp.mcore.kinds.attention.module import AttentionModule
 from megatron_epp.mcore.kinds.base import KindModule
-from megatron_epp.mcore.kinds.dsa.module import DSAModule
 from megatron_epp.mcore.kinds.mla.module import MLAModule
 from megatron_epp.mcore.kinds.mlp.module import MLPModule
 from megatron_epp.mcore.kinds.moe.module import MoEModule
-from megatron_epp.mcore.kinds.registry import SYMBOLS
-from megatron_epp.mcore.kinds.ssm.module import GatedDeltaNetModule, MambaModule
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS
+from megatron_epp.mcore.patching.releases import ALL_KINDS, installed_version, numbers_of
+
+VERSION = installed_version()
+RELEASE = numbers_of(VERSION)
+
+
+def _recent_kinds() -> tuple[KindModule, ...]:
+    """Return the kinds that need modules of Megatron 0.19; () for earlier releases."""
+    if RELEASE < ALL_KINDS:
+        return ()
+    from megatron_epp.mcore.kinds.dsa.module import DSAModule
+    from megatron_epp.mcore.kinds.ssm.module import GatedDeltaNetModule, MambaModule
+
+    return GatedDeltaNetModule(), MambaModule(), DSAModule()
+
 
 # Most specific kinds first: of several kinds that support a module, the first is used.
 KIND_MODULES: tuple[KindModule, ...] = (
     MLPModule(),
     MoEModule(),
-    GatedDeltaNetModule(),
-    MambaModule(),
-    DSAModule(),
+    *_recent_kinds(),
     MLAModule(),
     AttentionModule(),
 )
@@ -44,10 +55,12 @@ def kinds_of_layer(layer: Any) -> tuple[KindModule, ...]:
         if module is None or isinstance(module, IdentityOp):
             continue
         kind = next((k for k in KIND_MODULES if slot == k.KIND.SLOT and k.holds(module)), None)
-        if kind is None:
+        if kind is None or kind.KIND.SINCE > RELEASE:
+            known = (one for one in LAYER_KINDS if one.SYMBOL and one.SINCE <= RELEASE)
+            old = "" if RELEASE >= ALL_KINDS else f" with megatron-core {VERSION}"
             raise ValueError(
                 f"layer {layer.layer_number}: its {slot} is a {type(module).__name__}, a kind that "
-                f"--epp does not run; expected {', '.join(SYMBOLS.values())}"
+                f"--epp does not run{old}; expected {', '.join(one.NAME for one in known)}"
             )
         kinds.append(kind)
     return tuple(kinds)

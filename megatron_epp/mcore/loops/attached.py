@@ -24,9 +24,12 @@ from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.recompute.wrap import hidden_of
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.data.chunk_params import ChunkParams
+from megatron_epp.mcore.kinds.modules import kinds_of_layer
 from megatron_epp.mcore.loops.adapter import Adapter
 from megatron_epp.mcore.loops.model_front import ChunkInputs, ReachedError, language_part
 from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
+from megatron_epp.mcore.model.elastic_layers import install_in_model
+from megatron_epp.mcore.patching.releases import ALL_KINDS, installed_version, numbers_of
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 
 _HERE = "_megatron_epp_attached"
@@ -66,9 +69,6 @@ class AttachedModel:
         self._again = self._catching = False
         self._modes = ""
         self.stores_last_slice = attention.stores_last_slice
-        # Imported here: whole micro-batches run with versions of Megatron without hybrid models.
-        from megatron_epp.mcore.model.elastic_layers import install_in_model
-
         install_in_model(part, self.context, attention, in_loop=True)
         for index, layer in enumerate(part.decoder.layers):
             layer.forward = self._span(layer.forward, index)
@@ -355,9 +355,12 @@ def attach_to(
     reason = limit_for("slices", part)
     if reason is not None:
         raise ValueError(f"attach: {reason}; {alternative}")
-    # Imported here, as install_in_model.
-    from megatron_epp.mcore.kinds.modules import kinds_of_layer
-
+    version = installed_version()
+    if not hasattr(part, "_postprocess") and numbers_of(version) < ALL_KINDS:
+        raise ValueError(
+            f"attach: a {type(part).__name__} with megatron-core {version}; expected a GPTModel, "
+            f"or megatron-core {'.'.join(map(str, ALL_KINDS))} or later; {alternative}"
+        )
     try:
         for layer in part.decoder.layers:  # raises for an unknown kind
             kinds_of_layer(layer)

@@ -1,13 +1,13 @@
 """Patches of Megatron's layers to compute chunks."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor, nn
 
 from megatron_epp.layers.recompute.outputs import DroppedOutputs
@@ -18,8 +18,11 @@ from megatron_epp.mcore.kinds.modules import KIND_MODULES, kinds_of_layer
 from megatron_epp.mcore.kinds.mtp.mtp_layers import install_mtp, layers_of, mtp_layers_of
 from megatron_epp.mcore.kinds.positions import PositionedRotary
 from megatron_epp.mcore.model.attention import Attention
-from megatron_epp.mcore.model.hybrid_stack import take_output_processor
 from megatron_epp.mcore.model.quantisation import quantise_everywhere
+
+if TYPE_CHECKING:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 
 def install_in_model(
@@ -42,7 +45,10 @@ def install_in_model(
     """
     add_every_gradient(model)
     quantise_everywhere(model, model.config)
-    if isinstance(model, HybridModel) or mtp_layers_of(model):
+    if not hasattr(model, "_postprocess") or mtp_layers_of(model):  # a HybridModel, or MTP
+        # Imported here: Megatron before 0.18 has no HybridModel.
+        from megatron_epp.mcore.model.hybrid_stack import take_output_processor
+
         take_output_processor(model)
     install_mtp(model)
     # PositionedRotary rotates by the positions of the chunk's parameters.

@@ -115,7 +115,7 @@ def install_cpu_host() -> bool:
 
     from megatron_epp.mcore.patching import patch_points  # it imports megatron, so only now
 
-    patch_points.install(patch_points.CPU_HOST_PATCH_POINTS)
+    patch_points.install_on_cpu_host()
     return True
 
 

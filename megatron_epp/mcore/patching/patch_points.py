@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_epp.layers.norms import ZERO_CENTERED
-from megatron_epp.mcore.patching.releases import NEWEST, STABLE, release_of
+from megatron_epp.mcore.patching.releases import LOOP_RELEASES, NEWEST, STABLE, release_of
 from megatron_epp.mcore.patching.uneven_batches import build_calculator
 
 _MARK = "__megatron_epp_seam__"
@@ -67,6 +67,8 @@ def check_patch_points(patch_points: Sequence[PatchPoint] | None = None) -> None
 
     version = megatron.core.__version__
     release = release_of(version)
+    if release is None and patch_points is not None:
+        release = release_of(version, LOOP_RELEASES)
     if release is None:
         raise ValueError(
             f"megatron-core {version} is installed; megatron_epp is made for the internals of "
@@ -472,6 +474,19 @@ def apply_schedule_patch(factory: Callable[[Callable[..., Any]], Callable[..., A
         return
     remove([patch_point])
     install([patch_point])
+
+
+def install_on_cpu_host() -> None:
+    """Install the patch points that the installed Megatron needs on a CPU-only host.
+
+    Raises:
+        ValueError: See ``check_patch_points``.
+    """
+    import megatron.core
+
+    of_loops = release_of(megatron.core.__version__, LOOP_RELEASES)
+    known = CPU_HOST_PATCH_POINTS
+    install([p for p in known if of_loops is None or p.name in of_loops.fingerprints])
 
 
 ALWAYS_PATCH_POINTS = (INDEX_BUILDER, OPTIMIZER_STATE, OPTIMIZER_LOAD, OPTIMIZER_SHARD)

@@ -4,6 +4,11 @@
     0.19       0.19.0, 0.19.1, 0.19.2       the wheels (0.19.1 was withdrawn), tag core_v0.19.0
     main       0.20.0                       Megatron-LM at d98e8a64, 2026-08-22
 
+External training loops slice models of earlier releases, too (``attach``). Slices need none of
+the trainer's patch points; a CPU-only host needs three of them.
+
+    0.16.1, 0.17.1, 0.18.2              the wheels, certified by scripts/upstream/megatron_matrix.py
+
 A fingerprint covers the sources of a patch point's target and ``relies_on`` (patch_points.py).
 Between 0.19 and main, the sources of four patch points differ in telemetry spans and in options
 that --epp does not set, so the replacements are valid for both releases.
@@ -14,12 +19,14 @@ the entry select it. Commits of main share a version number; only the fingerprin
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
 NEWEST = "0.19.2"  # the version that requirements.txt pins and tests run on
+# First releases whose models external training loops slice: of some layer kinds, and of all.
+SLICES, ALL_KINDS = (0, 16), (0, 19)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +79,17 @@ MAIN = Release(
     },
 )
 RELEASES = (STABLE, MAIN)
+# Releases for external training loops alone, with the patch points of a CPU-only host.
+_OF_LOOPS = {
+    "random state": STABLE.fingerprints["random state"],
+    "sequence-parallel norm": STABLE.fingerprints["sequence-parallel norm"],
+    "expert exchange": STABLE.fingerprints["expert exchange"],
+}
+LOOP_RELEASES = (
+    Release("0.16.1", ("0.16.1",), {**_OF_LOOPS, "sequence-parallel norm": "a1c6bb8887884ec0"}),
+    Release("0.17.1", ("0.17.1",), _OF_LOOPS),
+    Release("0.18.2", ("0.18.2",), _OF_LOOPS),
+)
 
 
 def installed_version() -> str | None:
@@ -88,7 +106,13 @@ def installed_version() -> str | None:
     return ".".join(one[1] for one in numbers if one) or None
 
 
-def release_of(version: str) -> Release | None:
-    """Return the release with ``version``; None if it is unknown."""
+def numbers_of(version: str | None) -> tuple[int, int]:
+    """Return (major, minor) of ``version``; for an unknown version, numbers above every release."""
+    found = re.match(r"(\d+)\.(\d+)", version or "")
+    return (int(found[1]), int(found[2])) if found else (10**6, 0)
+
+
+def release_of(version: str, releases: Sequence[Release] = RELEASES) -> Release | None:
+    """Return the release of ``releases`` with ``version``; None if there is none."""
     base_version = version.split("+")[0]
-    return next((release for release in RELEASES if base_version in release.versions), None)
+    return next((release for release in releases if base_version in release.versions), None)

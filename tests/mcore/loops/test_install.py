@@ -9,13 +9,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megatron_epp.mcore.patching.releases import LOOP_RELEASES, release_of
 from tests.test_kinds import every_source
 
-# Of Megatron, what old releases lack, or loops of others have no use for.
-NOT_FOR_LEVEL_0 = (
+# Of Megatron, what releases before 0.19 lack, or loops of others have no use for.
+NOT_FOR_LOOPS = (
     "megatron.training",
     "megatron.core.datasets",
     "megatron.core.models.hybrid",
+    "megatron.core.ssm.gated_delta_net",
+    "megatron.core.transformer.experimental_attention_variant",
     "megatron.core.transformer.moe.moe_logging",
 )
 
@@ -42,10 +45,45 @@ def imported_at_once(module: str, sources: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def test_nothing_is_imported_that_only_slices_or_epp_need() -> None:
-    found = imported_at_once("megatron_epp.mcore.loops.install", every_source())
-    assert "megatron.core.pipeline_parallel" in found
-    assert not {name: by for name, by in found.items() if name.startswith(NOT_FOR_LEVEL_0)}
+@pytest.mark.parametrize("module", ["install", "attached"])
+def test_nothing_is_imported_that_old_releases_lack(module) -> None:
+    found = imported_at_once(f"megatron_epp.mcore.loops.{module}", every_source())
+    assert "megatron.core.utils" in found
+    assert not {name: by for name, by in found.items() if name.startswith(NOT_FOR_LOOPS)}
+
+
+def test_kinds_that_an_old_release_lacks_are_refused_by_name(megatron, monkeypatch) -> None:
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    from megatron_epp.mcore.kinds import modules
+
+    layer = SimpleNamespace(layer_number=2, self_attention=object.__new__(MLASelfAttention))
+    assert [type(kind).__name__ for kind in modules.kinds_of_layer(layer)] == ["MLAModule"]
+    monkeypatch.setattr(modules, "VERSION", "0.18.2")
+    monkeypatch.setattr(modules, "RELEASE", (0, 18))
+    with pytest.raises(ValueError) as refused:
+        modules.kinds_of_layer(layer)
+    assert str(refused.value) == (
+        "layer 2: its self_attention is a MLASelfAttention, a kind that --epp does not run with "
+        "megatron-core 0.18.2; expected attention, MLP, experts"
+    )
+
+
+@pytest.mark.parametrize("release", LOOP_RELEASES, ids=str)
+def test_older_releases_are_for_loops_alone(megatron, release) -> None:
+    """Training and its patch points refuse them; a CPU-only host has its three."""
+    from megatron_epp.mcore.patching import patch_points
+
+    (version,) = release.versions
+    assert release_of(version) is None
+    assert release_of(f"{version}+abc", LOOP_RELEASES) is release
+    cpu_host = {one.name for one in patch_points.CPU_HOST_PATCH_POINTS}
+    assert set(release.fingerprints) < cpu_host
+    with (
+        patch.object(megatron.core, "__version__", version),
+        pytest.raises(ValueError, match=f"megatron-core {version} is installed; megatron_epp is"),
+    ):
+        patch_points.check_patch_points()
 
 
 def test_an_import_round_a_corner_is_found() -> None:

@@ -25,6 +25,7 @@ class MLAKind(AttentionKind):
     """
 
     PRICED, NAME, SYMBOL = MLAPart, "latent attention", "+"
+    SINCE = (0, 19)
     ABSENT: ClassVar = {}
     STACK = "mla_layer"
     FLAGS: ClassVar = {"multi_latent_attention": False}

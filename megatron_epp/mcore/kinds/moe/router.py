@@ -273,10 +273,10 @@ def balancing_of(config: Any) -> Balancing:
 
 def report(router_stats: RouterStats, model: Any) -> None:
     """Add the iteration's router losses to Megatron's MoE metrics tracker."""
-    tracker, config = _tracker(), unwrap_model(model).config
+    config = unwrap_model(model).config
     replicas = mpu.get_data_parallel_world_size()
     for name, losses_L in router_stats.losses().items():
-        values = _entry(tracker, name, config).values
+        values = _logged(name, config)
         for index, layer in moe_layers(model):
             # With several layers per MTP module, Megatron's number may be one too large.
             place = min(logged_number(layer), len(values)) - 1
@@ -312,23 +312,37 @@ def prepare_log(config: Any) -> None:
     every chunk equally.
     """
     for name in LOGGED:
-        _entry(_tracker(), name, config)
+        _logged(name, config)
+
+
+def _logged(name: str, config: Any) -> Tensor:
+    """Return the values by layer of loss ``name`` in Megatron's log; create them if missing."""
+    layers = config.num_layers + (getattr(config, "mtp_num_layers", None) or 0)
+    group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    tracker = _tracker()
+    if isinstance(tracker, dict):
+        entry = tracker.setdefault(name, {})
+        if "values" not in entry:
+            entry["values"] = torch.zeros(layers, device=torch.cuda.current_device())
+        entry |= {"reduce_group": group, "avg_group": None, "reduce_group_has_dp": True}
+        values: Tensor = entry["values"]
+        return values
+    tracker.ensure_initialized(name, layers)
+    metric = tracker.metrics[name]
+    metric.reduce_group, metric.avg_group, metric.needs_dp_avg = group, None, False
+    values = metric.values
+    return values
 
 
 def _tracker() -> Any:
-    # Imported here: external training loops may have a Megatron before 0.18, which lacks it.
-    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    """Return Megatron's log of router losses: an object, or before 0.18 a dict of dicts."""
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ModuleNotFoundError:
+        from megatron.core.transformer.moe import moe_utils
 
+        return moe_utils.get_moe_layer_wise_logging_tracker()
     return get_moe_metrics_tracker()
-
-
-def _entry(tracker: Any, name: str, config: Any) -> Any:
-    mtp_layers = getattr(config, "mtp_num_layers", None) or 0
-    tracker.ensure_initialized(name, config.num_layers + mtp_layers)
-    entry = tracker.metrics[name]
-    entry.reduce_group = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    entry.avg_group, entry.needs_dp_avg = None, False
-    return entry
 
 
 # ------------------------------------------------------------------ what an attempt leaves
@@ -339,7 +353,11 @@ def routing_tensors(model: Any) -> list[Tensor]:
 
     These are the expert biases, the token counts that change the biases, and the logged losses.
     """
-    tensors = [entry.values for entry in _tracker().metrics.values()]
+    tracker = _tracker()
+    if isinstance(tracker, dict):
+        tensors = [entry["values"] for entry in tracker.values()]
+    else:
+        tensors = [entry.values for entry in tracker.metrics.values()]
     for _, layer in moe_layers(model):
         if layer.router.enable_expert_bias:
             tensors += [layer.router.expert_bias, layer.router.local_tokens_per_expert]

@@ -24,6 +24,7 @@ class SSMKind(LayerKind):
 
     PACKAGES: ClassVar[dict[str, str]] = {}
     HEADS: ClassVar[str]
+    SINCE = (0, 19)
 
     def asked(self, args: Any) -> bool:
         """Return whether ``args``, which may be incomplete, select layers of this kind."""
