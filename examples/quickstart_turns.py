@@ -15,10 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "bench")]
 
-import cpu_pipeline  # noqa: E402
+import in_turns  # noqa: E402
 
 VARIANTS = tuple(
-    cpu_pipeline.Variant(planner, share)
+    in_turns.Variant(planner, share)
     for planner, share in (("packing", None), ("packing-best", 1.0), ("epp", 1.0), ("epp", 0.4))
 )
 
@@ -29,8 +29,8 @@ def main() -> None:
     cpu_host.install_cpu_host()
     from megatron_epp.control.observe import summary_line
 
-    steps = cpu_pipeline.VariantSteps
-    cpu_pipeline.take_turns(
+    steps = in_turns.VariantSteps
+    in_turns.take_turns(
         VARIANTS, steps, lambda variant_of, *rest: summary_line(*rest), warm_up=1, first=0
     )
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Training loops of others on this host's CPU: Megatron's schedule, planned micro-batches, slices.
 
-    scripts/bench/cpu_loops.py [--cases sft agent 16384x8] [--pp 2 4] [--batches 3] [--repeats 2]
-                               [--variants level0 level1 torch-1f1b torch-interleaved]
-                               [--busy-host] [-o RESULT.md]
+    scripts/bench/cpu.py --case loops [--cases sft agent 16384x8] [--pp 2 4] [--batches 3]
+        [--repeats 2] [--variants level0 level1 torch-1f1b torch-interleaved] [--busy-host]
+        [-o RESULT.md]
 
 The loop uses megatron.core without Megatron's trainer: --pp stages (gloo), 8 layers, hidden 128, 4
 heads in 2 groups. A micro-batch is one document [1, T]. One run executes the variants in rotating
@@ -604,7 +604,3 @@ def main() -> None:
             lines.append("| " + " | ".join(cells) + " |")
             print("\n".join(lines[-1:] if len(lines) > 3 else lines), flush=True)
     write(chosen.output, heading(host()) + "\n".join(lines) + "\n\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Predicted and measured memory and time on real documents, on this host's CPU.
 
-    scripts/bench/cpu_memory.py [--sections truth2 truth4 budgets uniform offload failure]
-                                [-o RESULT.md]
+    scripts/bench/cpu.py --case memory [--sections truth2 truth4 budgets uniform offload failure]
+                                       [-o RESULT.md]
 
 The model has 8 layers, 8 heads in 4 groups, context 16K, and by default hidden size 128. A batch
 has 4 documents by default: the source text of this Python's standard library, or --data-path.
@@ -542,10 +542,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "--work" in sys.argv:
-        at = sys.argv.index("--work")
-        tasks = json.loads(Path(sys.argv[at + 1]).read_text())
-        del sys.argv[at : at + 2]
-        work(tasks)
-    else:
-        main()
+    at = sys.argv.index("--work")
+    tasks = json.loads(Path(sys.argv[at + 1]).read_text())
+    del sys.argv[at : at + 2]
+    work(tasks)

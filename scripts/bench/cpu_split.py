@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Cost of the split backward, and how `epp` uses it, on this host's CPU.
 
-    scripts/bench/cpu_split.py [--cases 4096x8 16384x8] [--batches N] [-o RESULT.md]
+    scripts/bench/cpu.py --case split [--cases 4096x8 16384x8] [--batches N] [-o RESULT.md]
 
-The job is that of cpu_pipeline.py: two stages (gloo, one core each), 8 layers, hidden 512, and
+The job is that of the case pipeline: two stages (gloo, one core each), 8 layers, hidden 512, and
 real documents. The first table times one layer, and the LM head with the loss, alone on chunks of
 several sizes, on both processes at once. B and the pair of I and W alternate, in changing order;
 the table has medians, and median and quartiles of the additional time of I plus W. The second table
@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cpu_pipeline import flags
+from cpu import Size, flags
 from headline import heading, host, write
 from in_turns import VariantSteps, corpus_of, take_turns, torchrun
 
@@ -148,9 +148,8 @@ def told(variant_of: Callable, iteration: int, step, report, *others) -> str:
 
 
 def measure(case: str, arguments: argparse.Namespace, corpus: Path, folder: Path) -> list[dict]:
-    context, batch = map(int, case.split("x"))
     iterations = 1 + arguments.batches * len(VARIANTS)
-    words = flags(corpus, context, batch, iterations, arguments.dtype)
+    words = flags(Size.parse(case), corpus, iterations, arguments.dtype)
     words += ["--epp", "--epp-effort", str(arguments.effort)]
     program = [str(Path(__file__).resolve()), "--work"]
     text = torchrun(program, words, folder / f"{case}.log")
@@ -240,8 +239,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "--work" in sys.argv:
-        sys.argv.remove("--work")
-        work()
-    else:
-        main()
+    sys.argv.remove("--work")
+    work()

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Shared prefixes of samples on this host's CPU: Megatron's schedule, slices, and slices of trees.
 
-    scripts/bench/cpu_trees.py [--pp 2] [--groups 3] [--question 1024] [--answers 8] [--turns 8]
-                               [--scale 4] [--repeats 2] [-o RESULT.md]
+    scripts/bench/cpu.py --case trees [--pp 2] [--groups 3] [--question 1024] [--answers 8]
+        [--turns 8] [--scale 4] [--repeats 2] [-o RESULT.md]
 
 The loop and the model are those of cpu_loops.py, the samples those of trees.py. Answers and turns
 are ``scale`` times shorter, but the question of a group is not. One run executes three variants in
@@ -251,7 +251,3 @@ def main() -> None:
     text = "\n".join(lines) + "\n\n"
     print(text)
     write(chosen.output, heading(host()) + text)
-
-
-if __name__ == "__main__":
-    main()

@@ -78,6 +78,14 @@ def take_turns(variants: Sequence, steps: type, tell: Callable, warm_up: int, fi
     )
 
 
+def work(variants: Sequence[Variant], warm_up: int, first: int) -> None:
+    """Run Megatron's trainer with the plans of all ``variants`` in turn."""
+    from megatron_epp.mcore.patching import cpu_host
+
+    cpu_host.install_cpu_host()
+    take_turns(variants, VariantSteps, told, warm_up, first)
+
+
 def repeated(times: int, warm_up: int, first: int) -> type:
     """Return a class of global batches from ``first`` on that yields each batch ``times`` times."""
     from megatron_epp.mcore.data.global_batches import GlobalBatches
@@ -163,6 +171,7 @@ def told(
         "bubble": report.bubble_ratio,
         "own": own / report.seconds,
         "peaks": list(report.peak_bytes),
+        "predicted_peaks": [gib * 2**30 for gib in plan.predicted.peak_gib],
         "whole": VariantSteps.whole,
         "chunks": len(plan.chunks),
         "recomputed": recomputed / (len(plan.chunks) * sum(plan.layers)),

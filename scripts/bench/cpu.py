@@ -1,0 +1,546 @@
+#!/usr/bin/env python3
+"""Training on this host's CPU: plans and layouts compared, predictions against measurements.
+
+    scripts/bench/cpu.py --case CASE [options] [-o RESULT.md]        options: --case CASE --help
+
+Stages are processes of one thread (gloo). Documents are the source text of this Python's standard
+library, or --data-path. The model has 8 layers, 8 heads in 4 groups, and hidden 512 in the case
+pipeline, 256 elsewhere. A size is CONTEXTxDOCUMENTS of a batch. The time is that of the schedule,
+from the first op to the last op of any stage, without planning and optimizer.
+
+Plans in turn, for every batch, in one job that first measures its cost model:
+
+    pipeline    elastic pipelines (epp) and packing; the budgets are 100% and 60% of what packing to
+                the context holds without recompute on each stage. --split: epp also without the
+                lever wsplit; --lines 60: the last two alone. --stock: Megatron's schedule, too
+    models      the same for small models: MODEL:CONTEXTxDOCUMENTS, with models like Qwen3-MoE,
+                gpt-oss (window, sinks), Nemotron-H (Mamba-2), Nemotron-3 (MTP; by-time: stages as
+                --epp-partition auto chooses them) and Qwen3-Next (gated delta nets)
+    split       cost of a backward in two halves, and how epp uses it (cpu_split.py)
+    memory      memory and seconds, predicted and measured (cpu_memory.py)
+
+Ways to run one job, --rounds times in changing order, with a cost model that `profile` measures.
+Ratios are seconds of the first way over the row's, for the same batch, measured and predicted:
+
+    vocab       a heavy LM head: equal layers, vocabulary parallelism, layers by time
+    placements  heavy LM head, uneven layers: layers by time, two stages on a rank (V, interleaved),
+                and --epp-placement auto
+    slow-rank   libraries of rank --rank use SSE 4.2 or AVX2 alone: taken for alike, as measured,
+                and as measured with layers by time
+
+External training loops (cpu_loops.py, cpu_trees.py): loops, trees.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headline import abreast, heading, host, write
+from in_turns import VARIANTS, WORK, Turns, Variant, corpus_of, entries_told, torchrun, work
+
+# ------------------------------------------------------------------ models
+
+_OF_8_LAYERS = """
+    --num-layers 8 --num-attention-heads 8 --group-query-attention --num-query-groups 4
+    --normalization RMSNorm --swiglu --disable-bias-linear --position-embedding-type rope
+    --untie-embeddings-and-output-weights
+"""
+LLAMA = f"{_OF_8_LAYERS} --hidden-size 512 --ffn-hidden-size 1376"
+_WIDTHS = """
+    --hidden-size 128 --num-attention-heads 2 --kv-channels 32 --group-query-attention
+    --num-query-groups 1 --normalization RMSNorm --untie-embeddings-and-output-weights
+"""
+_BALANCED = """
+    --moe-token-dispatcher-type alltoall
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3
+"""
+_COMMON = f"""{_WIDTHS} {_BALANCED}
+    --num-layers 4 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 2
+"""
+_HYBRID = f"""{_WIDTHS}
+    --disable-bias-linear --swiglu --position-embedding-type rope --ffn-hidden-size 384
+    --mamba-num-heads 8 --mamba-head-dim 32 --mamba-num-groups 2 --mamba-state-dim 32
+"""
+MODELS = {
+    "qwen3-moe": f"""{_COMMON}
+        --disable-bias-linear --swiglu --position-embedding-type rope --qk-layernorm
+        --ffn-hidden-size 384
+        --num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 96
+    """,
+    "gpt-oss": f"""{_COMMON}
+        --quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0
+        --position-embedding-type yarn --rotary-scaling-factor 32 --ffn-hidden-size 128
+        --window-size 127,0 --window-attn-skip-freq 2 --softmax-type learnable
+        --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 128
+    """,
+    "nemotron-h": f"{_HYBRID} --hybrid-layer-pattern=M-*-M-|M-*-M-",
+    "nemotron-3": f"{_HYBRID} --hybrid-layer-pattern=M-*-M-M-|M-*-/*-",
+    "nemotron-3-by-time": f"{_HYBRID} --hybrid-layer-pattern=M-*-M-M-M-*|-/*-",
+    "qwen3-next": f"""{_HYBRID} {_BALANCED} --hybrid-layer-pattern=GE*EGE|GE*EGE
+        --linear-num-key-heads 2 --linear-num-value-heads 4 --linear-key-head-dim 32
+        --linear-value-head-dim 32 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 96
+    """,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    model: str
+    context: int
+    documents: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Size":
+        found = re.fullmatch(r"(?:([a-z0-9-]+):)?([1-9][0-9]*)x([1-9][0-9]*)", text)
+        if found is None or found[1] not in {None, *MODELS}:
+            raise argparse.ArgumentTypeError(
+                f"{text!r}: expected CONTEXTxDOCUMENTS, or MODEL: before it with a model of "
+                f"{', '.join(MODELS)}"
+            )
+        return cls(found[1] or "", int(found[2]), int(found[3]))
+
+    def __str__(self) -> str:
+        return f"{self.model or 'llama'} {self.context / 1024:g}K x {self.documents}"
+
+
+def flags(size: Size, corpus: Path, iterations: int, dtype: str = "fp32", stages: int = 2) -> list:
+    """Return the flags of a training; later flags take the place of the model's."""
+    text = f"""{MODELS.get(size.model, LLAMA)}
+        --attention-dropout 0 --hidden-dropout 0 --pipeline-model-parallel-size {stages}
+        --seq-length {size.context} --max-position-embeddings {size.context}
+        --global-batch-size {size.documents} --train-iters {iterations} --lr 1e-4
+        --split 100,0,0 --eval-iters 0 --log-interval 1 --data-path {corpus}
+        --tokenizer-type SentencePieceTokenizer --tokenizer-model {corpus}.model
+    """
+    return text.split() + (["--bf16"] if dtype == "bf16" else [])
+
+
+# ------------------------------------------------------------------ plans in turn
+
+SPLIT = (*VARIANTS, Variant("epp", 1.0, split=False), Variant("epp", 0.6, split=False))
+LINES = {"all": VARIANTS, "100": VARIANTS[:3], "60": VARIANTS[3:], "split": SPLIT}
+TURN_HEADERS = [
+    *("job", "budget", "planner", "tokens/s", "seconds", "ratio", "predicted", "bubble"),
+    *("recomputed", "peak", "chunks", "split", "seconds off", "memory off", "executor"),
+]
+TURN_LEGEND = """\
+ratio: the seconds of packing-best over this line's, same batch and budget, median. predicted: the
+same of the cost model's seconds. recomputed: layers run again whole, of all. peak: the worst stage
+of the worst batch, measured, over packing's without recompute (where --lines 60 leaves that line
+out: over what is predicted of it). split: backwards run as I and W, of all. off: predicted over
+measured, less one; seconds: median over the batches; memory: the worst stage of the worst batch.
+executor: its own time between ops, neither compute nor waiting, worst stage and iteration."""
+
+
+def entries_of(size: Size, arguments: argparse.Namespace, corpus: Path, folder: Path) -> list[dict]:
+    """Return the entries of all iterations after the warm-up."""
+    turns = len(LINES[arguments.lines])
+    # An op waits for memory that it touches first: of models, every plan runs twice before.
+    warm_up = 2 * turns if size.model else arguments.warm_up
+    iterations = warm_up + arguments.batches * turns
+    words = flags(size, corpus, iterations, arguments.dtype, arguments.pp)
+    words += ["--epp", "--epp-effort", str(arguments.effort)]
+    if arguments.cost_model:
+        words += ["--epp-cost-model", arguments.cost_model]
+    program = [str(Path(__file__).resolve()), WORK, arguments.lines]
+    program += [str(warm_up), str(arguments.first)]
+    log = folder / f"{str(size).replace(' ', '-')}.log"
+    return entries_told(torchrun(program, words, log, arguments.pp), iterations)[warm_up:]
+
+
+def turn_rows(size: Size, variants: Sequence[Variant], entries: Sequence[dict]) -> list[list[str]]:
+    turns = Turns(variants, entries)
+    return [
+        [
+            str(size),
+            "none" if variant.share_of_peak is None else f"{variant.share_of_peak:.0%}",
+            variant.name,
+            f"{statistics.median(m['tokens'] / m['seconds'] for m in turns.of(number)):.0f}",
+            f"{turns.median(number, 'seconds'):.2f}",
+            f"{turns.ratio(number, 'seconds'):.2f}",
+            f"{turns.ratio(number, 'predicted'):.2f}",
+            f"{turns.median(number, 'bubble'):.0%}",
+            f"{turns.median(number, 'recomputed'):.0%}",
+            f"{turns.peak_share(number):.0%}",
+            f"{turns.median(number, 'chunks'):.0f}",
+            f"{turns.median(number, 'split'):.0%}",
+            f"{turns.seconds_off(number):+.1%}",
+            f"{max(memory_errors(turns.of(number)), key=abs):+.1%}",
+            f"{max(m['own'] for m in turns.of(number)):.2%}",
+        ]
+        for number, variant in enumerate(variants)
+    ]
+
+
+def memory_errors(entries: Sequence[dict]) -> list[float]:
+    """Return predicted peak / measured peak - 1, for every stage and iteration."""
+    return [
+        predicted / held - 1
+        for entry in entries
+        for predicted, held in zip(entry["predicted_peaks"], entry["peaks"], strict=True)
+    ]
+
+
+def errors(entries: Sequence[dict]) -> str:
+    """Return one line with the errors of all predictions."""
+    seconds = [abs(e["predicted"] / e["seconds"] - 1) for e in entries]
+    memory = [abs(error) for error in memory_errors(entries)]
+    return (
+        f"{len(entries)} iterations: seconds off by {statistics.median(seconds):.1%} in the "
+        f"median, {max(seconds):.1%} at worst; memory by {statistics.median(memory):.1%}, "
+        f"{max(memory):.1%} at worst."
+    )
+
+
+def stock(arguments: argparse.Namespace, corpus: Path, folder: Path) -> str:
+    """Return a line with tokens per second of Megatron's own schedule: context 4096, 32 samples.
+
+    The first iteration warms up.
+    """
+    words = flags(Size("", 4096, 32), corpus, 2, arguments.dtype, arguments.pp)
+    program = [str(Path(__file__).with_name("stock.py"))]
+    words += ["--micro-batch-size", "1"]
+    text = torchrun(program, words, folder / "stock.log", arguments.pp)
+    seconds: dict[int, float] = {}
+    for found in re.findall(r"stock (\{.*?\})", text):
+        entry = json.loads(found)
+        number = entry["iteration"]
+        seconds[number] = max(seconds.get(number, 0.0), entry["seconds"])
+    rate = statistics.median(4096 * 32 / seconds[n] for n in sorted(seconds)[1:])
+    return (
+        f"Megatron's own schedule, context 4K, 32 samples of 4096 tokens (documents strung "
+        f"together): {rate:.0f} tokens/s. Its attention on a CPU is unfused."
+    )
+
+
+def compare_turns(arguments: argparse.Namespace, corpus: Path, folder: Path) -> None:
+    variants, table, every = LINES[arguments.lines], [], []
+    for size in arguments.sizes:
+        began = time.monotonic()
+        entries = entries_of(size, arguments, corpus, folder)
+        every += entries
+        table += turn_rows(size, variants, entries)
+        show(TURN_HEADERS, table, f"{size}: {time.monotonic() - began:.0f} s")
+    said = [TURN_LEGEND, "", errors(every)]
+    if arguments.stock:
+        said.append(stock(arguments, corpus, folder))
+    dtype = {"fp32": "float32", "bf16": "bfloat16"}[arguments.dtype]
+    at_once = abreast(arguments.pp, dtype)
+    publish(
+        arguments.output,
+        f"{host()}, {arguments.dtype}, {arguments.pp} processes of one thread, which at once do "
+        f"{at_once:.2f} times the work of one alone",
+        *(TURN_HEADERS, table, said),
+    )
+
+
+# ------------------------------------------------------------------ ways to run one job
+
+WARM_UP = 1
+_CHOSEN = re.compile(r"--epp-(?:partition|placement) auto: (.*)")
+Ways = Mapping[str, Sequence[str]]
+BY_TIME = ("--epp-partition", "auto")
+WAYS: dict[str, Ways] = {
+    "vocab": {
+        "equal layers": ("--epp-vocab-parallel", "off"),
+        "vocabulary parallelism": ("--epp-vocab-parallel", "on"),
+        "layers by time": ("--epp-vocab-parallel", "off", *BY_TIME),
+    },
+    "placements": {
+        "layers by time": BY_TIME,
+        "v": ("--epp-placement", "v"),
+        "interleaved 2": ("--epp-placement", "interleaved 2"),
+        "auto": ("--epp-placement", "auto"),
+    },
+}
+# The last quarter of the layers has full attention.
+UNEVEN = ("--window-size", "127,0", "--window-attn-skip-freq", "[1,1,1,1,1,1,0,0]")
+
+
+@dataclass(frozen=True, slots=True)
+class Iteration:
+    """One iteration; ``promised`` and ``held`` are predicted and measured peak bytes by stage."""
+
+    layers: tuple[int, ...]
+    seconds: float
+    predicted: float
+    promised: tuple[float, ...]
+    held: tuple[int, ...]
+
+    @classmethod
+    def read(cls, folder: Path, number: int) -> "Iteration":
+        """Return iteration ``number`` from the files that --epp-record wrote."""
+        from megatron_epp.ir import Step
+        from megatron_epp.ir.timed import parse_records
+
+        name = f"iteration-{number:06d}"
+        (plan,) = Step.parse((folder / f"{name}.step").read_text()).plans
+        records = parse_records((folder / f"{name}.replica-0.timed").read_text())
+        stages = range(plan.stages)
+        return cls(
+            plan.layers,
+            max(record.stop for record in records) - min(record.start for record in records),
+            plan.predicted.seconds,
+            tuple(peak * 2**30 for peak in plan.predicted.peak_gib),
+            tuple(max(r.peak_bytes for r in records if r.stage == stage) for stage in stages),
+        )
+
+
+def measured_costs(words: list[str], folder: Path) -> list[str]:
+    """Return the flag for the cost model that ``profile`` measures with flags ``words``."""
+    file = str(folder / "cost.json")
+    command = [sys.executable, "-m", "megatron_epp", "profile", "--pp", "2", *words, "-o", file]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"profile failed\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    return ["--epp-cost-model", file]
+
+
+def run(words: list[str], batches: int, folder: Path) -> tuple[list[Iteration], str]:
+    """Return the iterations after the warm-up, and the log text on automatic choices."""
+    folder.mkdir()
+    how = [*words, "--epp", "--epp-record", str(folder)]
+    text = torchrun(["-m", "megatron_epp.pretrain_gpt"], how, folder / "log")
+    said = _CHOSEN.search(text)
+    numbers = range(WARM_UP + 1, WARM_UP + batches + 1)
+    return [Iteration.read(folder, number) for number in numbers], said[1] if said else ""
+
+
+WAY_HEADERS = [
+    *("job", "way", "layers", "seconds", "ratio", "predicted", "seconds off"),
+    *("held, by stage", "memory off, by stage"),
+]
+
+
+def way_rows(size: Size, rounds: list[dict[str, list[Iteration]]]) -> list[list[str]]:
+    """Return one table row per way, with ratios to the first."""
+    made = []
+    first = next(iter(rounds[0]))
+    for way in rounds[0]:
+        mine = [one for found in rounds for one in found[way]]
+        pairs = list(zip([one for found in rounds for one in found[first]], mine, strict=True))
+        held = [max(each) for each in zip(*(one.held for one in mine), strict=True)]
+        off = [
+            statistics.median(one.promised[stage] / one.held[stage] for one in mine) - 1
+            for stage in range(len(held))
+        ]
+        made.append(
+            [
+                str(size),
+                way,
+                " ".join(map(str, mine[0].layers)),
+                f"{statistics.median(one.seconds for one in mine):.2f}",
+                f"{statistics.median(b.seconds / m.seconds for b, m in pairs):.3f}",
+                f"{statistics.median(b.predicted / m.predicted for b, m in pairs):.3f}",
+                f"{statistics.median(one.predicted / one.seconds for one in mine) - 1:+.1%}",
+                " ".join(f"{peak / 2**20:.0f}" for peak in held) + " MiB",
+                " ".join(f"{share:+.1%}" for share in off),
+            ]
+        )
+    return made
+
+
+def compare_ways(arguments: argparse.Namespace, corpus: Path, folder: Path) -> None:
+    table: list[list[str]] = []
+    said = []
+    slow = arguments.case == "slow-rank"
+    if slow:
+        variables = dict(zip(VARIABLES, INSTRUCTIONS[arguments.instructions], strict=True))
+        said.append(alone(variables))
+        slow_down(arguments.rank, variables, folder / "slowed")
+    for size in arguments.sizes:
+        place = folder / str(size).replace(" ", "-")
+        place.mkdir()
+        words = flags(size, corpus, WARM_UP + arguments.batches, arguments.dtype)
+        words += ["--make-vocab-size-divisible-by", str(arguments.words)]
+        words += ["--hidden-size", str(arguments.hidden)]
+        words += ["--ffn-hidden-size", str(arguments.hidden * 11 // 4)]
+        words += UNEVEN if arguments.case == "placements" else ()
+        costs = measured_costs(words, place)
+        words += ["--epp-planner", arguments.planner, *costs]
+        ways = slow_ways(Path(costs[-1]), said) if slow else WAYS[arguments.case]
+        rounds = []
+        for number in range(arguments.rounds):
+            # In changing order: a host's slow changes fall on all ways.
+            found = {}
+            for way in ways if number % 2 == 0 else reversed(ways):
+                at = place / f"{number}-{way.replace(' ', '-')}"
+                found[way], choice = run([*words, *ways[way]], arguments.batches, at)
+                if choice and number == 0:
+                    said.append(f"- {size}, {way}: {choice.replace(str(place), '')}")
+            rounds.append({way: found[way] for way in ways})
+        table += way_rows(size, rounds)
+        show(WAY_HEADERS, table)
+    sizes = f"hidden {arguments.hidden}, vocabulary {arguments.words}, {arguments.planner}"
+    slower = f", rank {arguments.rank} with {arguments.instructions} alone" if slow else ""
+    publish(
+        arguments.output,
+        f"{host()}, {arguments.dtype}, {sizes}, two processes of one thread{slower}",
+        *(WAY_HEADERS, table, said),
+    )
+
+
+# ------------------------------------------------------------------ a slow rank
+
+# Instructions that MKL, oneDNN and torch may use.
+INSTRUCTIONS = {"sse": ("SSE4_2", "SSE41", "default"), "avx2": ("AVX2", "AVX2", "avx2")}
+VARIABLES = ("MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
+SLOWED = """
+import os
+if os.environ.get("RANK") == {rank!r}:
+    os.environ.update({variables!r})
+"""
+ALONE = """
+import time, torch
+torch.set_num_threads(1)
+x, w, q = torch.randn(1024, 512), torch.randn(512, 1376), torch.randn(1, 8, 1024, 64)
+def seconds(work):
+    times = []
+    for _ in range(9):
+        began = time.thread_time()
+        for _ in range(8): work()
+        times.append(time.thread_time() - began)
+    return sorted(times)[4]
+attend = torch.nn.functional.scaled_dot_product_attention
+print(seconds(lambda: x @ w), seconds(lambda: attend(q, q, q, is_causal=True)))
+"""
+
+
+def slow_down(rank: int, variables: dict[str, str], folder: Path) -> None:
+    """Slow down all Python processes of ``rank`` that start after this call."""
+    folder.mkdir()
+    text = SLOWED.format(rank=str(rank), variables=variables)
+    (folder / "sitecustomize.py").write_text(text)
+    before = filter(None, [os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), *before])
+
+
+def alone(variables: dict[str, str]) -> str:
+    """Return a line on how much longer a product and attention take with ``variables``."""
+    both = []
+    for more in ({}, variables):
+        words = [sys.executable, "-c", ALONE]
+        text = subprocess.run(
+            words, env={**os.environ, **more}, capture_output=True, text=True, check=True
+        ).stdout
+        both.append([float(word) for word in text.split()])
+    product, attention = (slow / fast for fast, slow in zip(*both, strict=True))
+    return f"- alone a product takes {product:.2f}, attention {attention:.2f} times as long there"
+
+
+def slow_ways(file: Path, said: list[str]) -> Ways:
+    """Return the flags of every way; ``said`` gets a line on the ranks in cost model ``file``."""
+    text = json.loads(file.read_text())
+    factors = ", ".join(f"{factor:.2f}" for factor in text["rank_slowness"])
+    measured = f"ranks take {factors} times as long as the fastest" if factors else "equal ranks"
+    said.append(f"- `profile`: {measured}")
+    alike = file.with_name("alike.json")
+    alike.write_text(json.dumps({**text, "rank_slowness": []}))
+    return {
+        "taken for alike": ["--epp-cost-model", str(alike)],
+        "as measured": [],
+        "as measured, layers by time": BY_TIME,
+    }
+
+
+# ------------------------------------------------------------------ the command line
+
+TURNS = {
+    "pipeline": ["4096x32", "16384x32", "32768x32", "16384x8", "16384x128"],
+    "models": [f"{model}:{size}" for size in ("16384x6", "8192x8", "32768x4")
+               for model in ("qwen3-moe", "gpt-oss")],
+}  # fmt: skip
+WAY_SIZES = {"vocab": ["4096x6"], "placements": ["2048x4"], "slow-rank": ["2048x4"]}
+OTHERS = {
+    "split": "cpu_split", "memory": "cpu_memory", "loops": "cpu_loops", "trees": "cpu_trees"
+}  # fmt: skip
+
+
+def show(headers: list[str], table: list[list[str]], *said: str) -> None:
+    from megatron_epp.show.table import text_table
+
+    print(*said, text_table(headers, table), sep="\n", flush=True)
+
+
+def publish(
+    output: str | None, hardware: str, headers: list[str], table: list[list[str]], said: list[str]
+) -> None:
+    """Print the table and the lines below it, and append them to the file ``output``."""
+    from megatron_epp.show.table import markdown
+
+    show(headers, table)
+    print(*said, hardware, sep="\n")
+    below = "\n".join(said)
+    write(output, f"{heading(hardware)}{markdown(headers, table)}\n{below}\n\n")
+
+
+def parse() -> argparse.Namespace:
+    cases = [*TURNS, *WAY_SIZES]
+    case = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    case.add_argument("--case", required=True, choices=[*cases, *OTHERS])
+    if {"-h", "--help"} & set(sys.argv) and "--case" not in sys.argv:
+        print(__doc__)
+        raise SystemExit
+    named, words = case.parse_known_args()
+    if named.case in OTHERS:
+        sys.argv[1:] = words
+        importlib.import_module(OTHERS[named.case]).main()
+        raise SystemExit
+    turns = named.case in TURNS
+    parser = argparse.ArgumentParser(description=f"cpu.py --case {named.case}", parents=[case])
+    sizes = (TURNS | WAY_SIZES)[named.case]
+    parser.add_argument("--sizes", nargs="+", type=Size.parse, default=[*map(Size.parse, sizes)],
+                        metavar="CxN", help=f"default: {' '.join(sizes)}")  # fmt: skip
+    parser.add_argument("--batches", type=int, default=2 if named.case == "models" else 3)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--data-path", metavar="PREFIX", help="a corpus with PREFIX.model")
+    parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
+    if turns:
+        parser.add_argument("--first", type=int, default=0, help="number of the first batch")
+        parser.add_argument(
+            "--warm-up", type=int, choices=(0, 1), default=1, help="0: for long sizes of pipeline"
+        )
+        parser.add_argument("--pp", type=int, choices=(2, 4), default=2, help="stages")
+        parser.add_argument("--effort", type=int, default=4)
+        parser.add_argument("--cost-model", metavar="FILE", help="instead of measuring at start")
+        parser.add_argument("--lines", choices=LINES, default="all", help="budgets of packing's")
+        parser.add_argument("--split", dest="lines", action="store_const", const="split")
+        parser.add_argument("--stock", action="store_true", help="Megatron's own schedule, at 4K")
+    else:
+        parser.add_argument("--rounds", type=int, default=2, help="runs each way")
+        parser.add_argument("--planner", default="epp", help="epp, packing, adaptis, ...")
+        slow = named.case == "slow-rank"
+        parser.add_argument(
+            "--words", type=int, default=128 if slow else 16384, help="the vocabulary, padded"
+        )
+        parser.add_argument("--hidden", type=int, default=512 if slow else 256)
+        parser.add_argument("--instructions", choices=INSTRUCTIONS, default="sse")
+        parser.add_argument("--rank", type=int, default=1, choices=(0, 1))
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
+    folder = Path(tempfile.mkdtemp(prefix=f"cpu-{arguments.case}-"))
+    compare = compare_turns if arguments.case in TURNS else compare_ways
+    compare(arguments, corpus_of(arguments, folder), folder)
+
+
+if __name__ == "__main__":
+    if WORK not in sys.argv:
+        main()
+    else:
+        at = sys.argv.index(WORK)
+        lines, warm_up, first = sys.argv[at + 1 : at + 4]
+        del sys.argv[at : at + 4]
+        work(LINES[lines], int(warm_up), int(first))
