@@ -60,14 +60,12 @@ LONGEST = (
     "mcore/loops/test_two_stages.py",
     "mcore/test_partition.py",
     "mcore/loops/test_one_variable.py",
-    "device/test_reductions.py",
     "mcore/test_new_kind.py",
     "docs/test_commands.py",
     "docs/test_reference.py",
     "planner/test_tuning_parts.py",
     "examples/test_prove_it.py",
     "scripts/test_gpu_day.py",
-    "rehearsal/test_fake_gpu.py",
     "mcore/test_refusals.py",
 )
 assert all((Path(__file__).parent / name).exists() for name in LONGEST), "a slow test has moved"

@@ -215,7 +215,8 @@ add corpus 0 180 "real text to train on: the standard library's source" 'documen
     "$python" scripts/prepare_corpus.py --standard-library --shuffle 1 --append-eod -o "$results/stdlib"
 # Are the numbers right?
 add kernels 1 240 "attention's kernels, te and torch: against plain attention" "$tests" "${test[@]}" tests/gpu/test_kernels.py
-add first-iteration 1 150 "no gradient is lost in an iteration's first backward" "$tests" "${test[@]}" tests/gpu/test_first_iteration.py
+add first-iteration 1 180 "no gradient is lost in an iteration's first backward; the host waits for no value" "$tests" \
+    "${test[@]}" tests/gpu/test_first_iteration.py tests/gpu/test_host_waits.py
 add gradients 1 200 "gradients of sliced documents through Transformer Engine's layers" "$tests" "${test[@]}" tests/gpu/test_gradients.py
 add certify-kernels 1 300 "random plans by this device's kernels, in bf16: at most twice the plain model's own errors" "$certified" \
     "${certify[@]}" --pp 1 --dtype bf16 --transformer-impl transformer_engine "${llama[@]}" --batches 12

@@ -226,46 +226,19 @@ def _collective(name: str, act: Callable, group: Group, asynchronous: bool, *ten
     for tensor in tensors:
         memory_of(tensor).users.append(task)
     work = NcclWork(task)
-    if host.coalesced is not None:
-        host.coalesced.append(work)
-        return None
     if asynchronous:
         return work
     work.wait()
     return None
 
 
-def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op=False):
+def all_reduce(tensor: Tensor, group: Any = None, async_op=False):
     def act(parts: list) -> None:
-        every = torch.stack([part[0] for part in parts])
-        total = {"SUM": every.sum, "MAX": every.amax, "AVG": every.mean}[_word(op)](0)
+        total = torch.stack([part[0] for part in parts]).sum(0)
         for part in parts:
             part[0].copy_(total)
 
     return _collective(f"all_reduce {tuple(tensor.shape)}", act, group, async_op, tensor)
-
-
-class _Coalesced(list):
-    def wait(self) -> None:
-        for work in self:
-            work.wait()
-
-
-@contextmanager
-def coalescing(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Any]:
-    """torch's ``_coalescing_manager``: nobody waits for one of them alone."""
-    host, works = HERE.host, _Coalesced()
-    host.coalesced = works
-    try:
-        yield works
-    finally:
-        host.coalesced = None
-    if not async_ops:
-        works.wait()
-
-
-def _word(op: Any) -> str:
-    return {dist.ReduceOp.MAX: "MAX", dist.ReduceOp.AVG: "AVG"}.get(op, "SUM")
 
 
 def all_gather_into_tensor(into: Tensor, tensor: Tensor, group: Any = None, async_op=False):
@@ -277,12 +250,9 @@ def all_gather_into_tensor(into: Tensor, tensor: Tensor, group: Any = None, asyn
     return _collective("all_gather", act, group, async_op, into, tensor)
 
 
-def reduce_scatter_tensor(
-    into: Tensor, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op=False
-):
+def reduce_scatter_tensor(into: Tensor, tensor: Tensor, group: Any = None, async_op=False):
     def act(parts: list) -> None:
-        every = torch.stack([part[1].reshape(-1) for part in parts])
-        total = every.mean(0) if _word(op) == "AVG" else every.sum(0)
+        total = torch.stack([part[1].reshape(-1) for part in parts]).sum(0)
         for part, mine in zip(parts, total.chunk(len(parts)), strict=True):
             part[0].copy_(mine.view(part[0].shape))
 

@@ -3,7 +3,7 @@
     memory of the device   not a number when it is made, and again as soon as its tensor is gone:
                            from there on the stream that it was made on may hand it out again
     pinned memory          a copy from or to it is a task; it is handed out again behind the copies
-    other host memory      the host waits for copies to it, and a copy from it takes its values now
+    other host memory      the host waits for copies to it and from it
 
 Everything lies in the host's memory in truth, and all tensors are torch's own for a CPU; those of a
 device say that they are on ``cuda:0``. Views are made at once, values when the task runs.
@@ -233,12 +233,10 @@ def _copied(func: Any, asked: torch.device | None, args: Any, kwargs: Any) -> Te
     both = on_device(source), on_device(target)
     memories = [m for m in map(memory_of, (source, target)) if m is not None and m.stream is None]
     pageable = not all(both) and not memories
-    # From memory that is not pinned, a copy takes the values before it returns.
-    given = Ref(source.detach().clone() if pageable and not both[0] else source)
-    place = Ref(target)
+    given, place = Ref(source), Ref(target)
     task = enqueue("copy", lambda task: place.tensor().copy_(given.tensor()))
     for memory in memories:
         memory.users.append(task)
-    if (not both[1] and (pageable or not late)) or (not both[0] and not late):
+    if pageable or (not all(both) and not late):
         HERE.world.wait(task)
     return target

@@ -104,7 +104,6 @@ class _Host:
         self.last: Task | None = None
         self.result: Any = None
         self.freed: list[Callable[[], None]] = []
-        self.coalesced: list[Any] | None = None
 
 
 HERE = local()  # .world and .host of this thread

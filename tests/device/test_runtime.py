@@ -15,7 +15,7 @@ import torch
 
 from megatron_epp.ir import Op, Payload, Plan, Program, lower_rank
 from megatron_epp.ir.random_plan import arbitrary_block, arbitrary_plan
-from megatron_epp.layers.attention import ulysses
+from megatron_epp.layers.attention import ulysses, varlen
 from megatron_epp.layers.wgrad import linear
 from megatron_epp.runtime import clock, executor, host_store, link
 from megatron_epp.runtime.executor import LEAD_OPS, CurrentOp
@@ -24,7 +24,7 @@ from megatron_epp.runtime.memory_meter import NoMeter
 from tests.device.fakes import CudaEvent, Group, run_on
 from tests.device.memory import CUDA
 from tests.device.pipeline import Stage, drawn, drawn_letters, reference, shape_of
-from tests.device.queues import HALVES, ORDERS, Order, Stuck, World, half_of
+from tests.device.queues import HALVES, HERE, ORDERS, Order, Stuck, World, half_of
 from tests.plans import two_ahead
 
 pytestmark = pytest.mark.everything
@@ -303,6 +303,22 @@ def exchange(order: Order, runtime: Runtime = Runtime()) -> None:
 @pytest.mark.parametrize("order", ORDERS, ids=lambda order: order.name)
 def test_exchanges_within_a_layer(order: Order) -> None:
     exchange(order)
+
+
+def test_a_copy_to_the_device_comes_from_pinned_memory() -> None:
+    """All that is made on the host goes this way: the host does not wait for the copy."""
+
+    def program(copied: Callable[[torch.Tensor], torch.Tensor]) -> int:
+        assert torch.equal(copied(torch.arange(3)).cpu(), torch.arange(3))
+        made, before = copied(torch.arange(3)), HERE.world.count
+        del made
+        return before
+
+    def of(copied: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
+        return run_on(World(1, LATE, 0), lambda rank: program(copied))
+
+    pinned = of(lambda tensor: varlen.on_device(tensor, CUDA))
+    assert of(lambda tensor: tensor.to(CUDA, non_blocking=True))[0] > pinned[0]
 
 
 # ------------------------------------------------------------------ what stands still
