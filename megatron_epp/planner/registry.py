@@ -19,29 +19,11 @@ from megatron_epp.planner.options import Options, with_effort
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import PlannedBlock, emit_block
 from megatron_epp.planner.order.problem import rates_of
-from megatron_epp.planner.published import (
-    adaptis,
-    chunkflow,
-    one_f_one_b,
-    packing,
-    packing_best,
-    seq1f1b,
-    slimpipe,
-    zb_v,
-)
+from megatron_epp.planner.published import schedules
 from megatron_epp.planner.published.infinipipe import planner as infinipipe
+from megatron_epp.planner.published.schedules import Place, Published, any_place
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 from megatron_epp.planner.result import PlannedReplica
-
-Place = tuple[int, ...]  # rank of every stage
-
-
-def _any_place(place: Place) -> bool:
-    return True
-
-
-def _one_stage_a_rank(place: Place) -> bool:
-    return place == tuple(range(len(place)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +47,7 @@ class Planner:
     name: str
     draft: Callable[[SortedBatch, Cost, Options], ScoredDraft | None]
     compared: bool = True
-    takes: Callable[[Place], bool] = _any_place
+    takes: Callable[[Place], bool] = any_place
     placements: str = "any"
 
     def __call__(self, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedReplica:
@@ -114,19 +96,18 @@ def _with_effort(batch: SortedBatch, cost: Cost, options: Options) -> Options:
     return dataclasses.replace(chosen, effort=(chosen.effort or 0) * options.lockstep)
 
 
-_EVEN = "one stage a rank"
-_INTERLEAVED = f"{_EVEN}, or interleaved N"
+def _published(row: Published) -> Planner:
+    return Planner(row.name, row.draft, row.compared, row.takes, row.placements)
+
+
 _ROWS = (
     Planner("epp", epp.draft),
-    Planner("infinipipe", infinipipe.draft, takes=_one_stage_a_rank, placements=_EVEN),
-    Planner("seq1f1b", seq1f1b.draft),
-    Planner("chunkflow", chunkflow.draft),
-    Planner("packing", packing.draft),
-    Planner("packing-best", packing_best.draft),
-    Planner("1f1b", one_f_one_b.draft, False, one_f_one_b.is_interleaved, _INTERLEAVED),
-    Planner("zb-v", zb_v.draft, False, zb_v.is_v, "v"),
-    Planner("adaptis", adaptis.draft, False),
-    Planner("slimpipe", slimpipe.draft, False),
+    Planner(
+        *("infinipipe", infinipipe.draft),
+        takes=schedules.one_stage_a_rank,
+        placements="one stage a rank",
+    ),
+    *map(_published, schedules.ROWS),
 )
 PLANNERS: Mapping[str, Planner] = {row.name: row for row in _ROWS}
 COMPARED = tuple(row.name for row in _ROWS if row.compared)

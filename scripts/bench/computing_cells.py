@@ -19,7 +19,7 @@ import cpu_loops
 from cpu_loops import Size
 from pipeline_ranks import join_pipeline
 
-from megatron_epp.planner.published.packing_best import packing_lengths
+from megatron_epp.planner.published.schedules import packing_lengths
 
 SIZE = Size(hidden=64, layers=4, heads=2)
 # Calls of this project's schedules before the first round: plans are made from the third call on.

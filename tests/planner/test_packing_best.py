@@ -11,7 +11,7 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.overlap import EXPERTS, TENSOR, overlapped, overlaps
 from megatron_epp.ir import Kind
 from megatron_epp.planner import PLANNERS, STOCK, Options, planner_of
-from megatron_epp.planner.published.packing_best import packing_lengths
+from megatron_epp.planner.published.schedules import packing_lengths
 
 K = 1024
 COST = named_cost("gpt-7b", "a100-80g", pp=4, cp=8)

@@ -17,8 +17,7 @@ from megatron_epp.planner.order.list_scheduler import Schedule, list_schedule
 from megatron_epp.planner.order.policies import warm_up_policy
 from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, problem_of
 from megatron_epp.planner.order.replay import replayed
-from megatron_epp.planner.published.packing import packed
-from megatron_epp.planner.published.zb_v import papers_order
+from megatron_epp.planner.published.schedules import packed, zb_v_order
 from megatron_epp.sim import engine
 from megatron_epp.sim.engine import OpArrays, Orders, run
 from megatron_epp.sim.rule_arrays import needs_for
@@ -163,7 +162,7 @@ def test_the_papers_order_of_a_v_has_no_bubble(place: tuple[int, ...], chunks: i
         Spans(numbers, 0 * numbers, 0 * numbers + 1), numbers, np.arange(chunks + 1),
         0 * numbers + 1, 0 * numbers + 1, 0 * numbers - 1, 0 * numbers,
     )  # fmt: skip
-    order = papers_order(chunking, place)
+    order = zb_v_order(chunking, place)
     problem = ScheduleProblem(
         work(2 * ranks, chunks), numbers, numbers, np.full(ranks, np.inf), place
     )
@@ -189,9 +188,9 @@ def test_a_v_does_not_lose_to_zb_v_within_its_memory() -> None:
     options = Options(context=4096, effort=1)
     lengths = open_corpus("wlb", 4096).batch(0, 8)
     batch = SortedBatch.of(lengths)
-    chunking, _ = packed(batch, in_v, options)
+    chunking, _, _ = next(packed(batch, in_v, options))
     problem = problem_of(in_v, chunking, loads_of(chunking, batch.lengths), {})
-    theirs = replayed(problem, papers_order(chunking, in_v.layout.place))
+    theirs = replayed(problem, zb_v_order(chunking, in_v.layout.place))
     budget = (float(theirs.peak_bytes.max()),) * 2
     tight = in_v.replace(device_budget_bytes=budget)
     ours = planner_of("epp")(lengths, tight, options)

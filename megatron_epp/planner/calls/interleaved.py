@@ -25,7 +25,7 @@ from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
 from megatron_epp.planner.order.policies import warm_up_policies, warm_up_policy
 from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.order.warmup import interleaved_warm_up
-from megatron_epp.planner.published.zb_v import is_v
+from megatron_epp.planner.published.schedules import is_v
 from megatron_epp.sim.play import play
 
 Ran = list[tuple[int, int, int]]  # (op kind's code, chunk, stage) of a rank's ops

@@ -26,15 +26,7 @@ from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import EFFORT, MANY_EFFORT, Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import block_peaks, member_plans, tables_in_step
-from megatron_epp.planner.published import (
-    adaptis,
-    chunkflow,
-    one_f_one_b,
-    packing_best,
-    seq1f1b,
-    slimpipe,
-    zb_v,
-)
+from megatron_epp.planner.published import schedules
 from megatron_epp.planner.published.infinipipe import planner as infinipipe
 from megatron_epp.planner.recompute.offload import HostHeadroom, offload_of
 from megatron_epp.planner.recompute.uniform import ScoredDraft
@@ -176,19 +168,11 @@ def _fastest(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
 def _others(cost: Cost, options: Options) -> list[Callable[..., ScoredDraft | None]]:
     """Return the draft functions of the published schedules that levers and placement allow."""
     place, halves = cost.layout.placement.place, "wsplit" in options.levers
-    splits = (True, False) if halves else (False,)
-    others: list[Callable[..., ScoredDraft | None]] = [
-        seq1f1b.draft,
-        chunkflow.draft,
-        packing_best.draft,
-        partial(adaptis.draft, splits=splits),
-        slimpipe.draft,
-    ]
-    if one_f_one_b.is_interleaved(place):
-        others.append(one_f_one_b.draft)
-    if halves and zb_v.is_v(place):
-        others.append(partial(packing_best.draft, planner=zb_v.draft))
-    return others
+    rows = [schedules.SEQ1F1B, schedules.CHUNKFLOW, schedules.PACKING_BEST, schedules.ADAPTIS]
+    rows += [schedules.SLIMPIPE, schedules.MEGATRON]
+    if halves:
+        rows.append(dataclasses.replace(schedules.ZB_V, chunkings=schedules.packed_to_lengths))
+    return [partial(row.draft, split=halves) for row in rows if row.takes(place)]
 
 
 def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDraft]:

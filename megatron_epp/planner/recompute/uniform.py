@@ -6,14 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import FULL, OFFLOAD
+from megatron_epp.ir import OFFLOAD
 from megatron_epp.planner.chunks.chunking import Chunking
-from megatron_epp.planner.lower_bound import work_bound_seconds
-from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Draft, SortedBatch
+from megatron_epp.planner.order.emit import Draft
 from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
 from megatron_epp.planner.order.policies import warm_up_policies
-from megatron_epp.planner.order.problem import ChunkProblems, Counts, loads_of
+from megatron_epp.planner.order.problem import ChunkProblems, Counts
 from megatron_epp.planner.order.replay import replayed
 
 NotedPolicy = tuple[Policy | Schedule, str]  # a policy or an order, and its description
@@ -100,38 +98,20 @@ def scored_draft(
 
 
 def uniform_draft(
-    batch: SortedBatch,
-    chunking: Chunking,
-    policies: Sequence[NotedPolicy],
-    cost: Cost,
-    options: Options,
-    note: str = "",
-    modes: Sequence[str] = (FULL,),
-    below: float = np.inf,
-) -> ScoredDraft | None:
+    problems: ChunkProblems, policies: Sequence[NotedPolicy], note: str, modes: Sequence[str]
+) -> ScoredDraft:
     """Return the best draft of several policies, with the least uniform recompute that fits.
 
     The same number of layers is recomputed in every stage and chunk. If nothing fits, all layers
     are recomputed, and the draft has positive ``over_bytes``.
 
     Args:
-        batch: the documents, sorted by length.
-        chunking: the chunks.
+        problems: scheduling problems of the chunking.
         policies: policies or orders to try.
-        cost: cost model, including the stages and parallel degrees.
-        options: planner options, such as levers and effort.
         note: description of the chunking.
         modes: recompute modes; the first mode with which the draft fits is used.
-        below: seconds of an iteration; the caller needs only a draft that takes less.
-
-    Returns:
-        The draft, or None if a lower bound shows that it is not faster than ``below``.
     """
-    loads = loads_of(chunking, batch.lengths, cost.multiple)
-    if np.isfinite(below) and work_bound_seconds(loads, cost) >= below:
-        return None
-    split = any(isinstance(how, Schedule) or how.split for how, _ in policies)
-    problems = ChunkProblems(cost, chunking, loads, split)
+    cost, chunking = problems.cost, problems.chunking
 
     def play(mode: str, layers: int) -> tuple[Counts, Schedule, str]:
         grid = np.minimum(np.array(cost.layout.layers), layers)[:, None]

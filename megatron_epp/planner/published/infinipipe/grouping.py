@@ -30,7 +30,6 @@ class RecomputeIlps:
         loads: tokens and query-key pairs of the chunks.
         cost: cost model, including the stages and parallel degrees.
         headroom_bytes: [stages] bytes available besides the model states.
-        recompute: adaptive, none (no layer may be recomputed) or full (every layer is).
     """
 
     def __init__(
@@ -40,11 +39,9 @@ class RecomputeIlps:
         loads: Loads,
         cost: Cost,
         headroom_bytes: np.ndarray,
-        recompute: str = "adaptive",
     ):
         self.solver, self.chunking, self.cost = solver, chunking, cost
         self.headroom_bytes = headroom_bytes
-        self.recompute = recompute
         self.moves = paper_moves(cost, loads)
         self.freed = paper_freed(cost, loads)
         forward = float(cost.seconds.of(Kind.FORWARD, loads).sum())
@@ -69,7 +66,7 @@ class RecomputeIlps:
         begin, end = chunking.starts[first], chunking.starts[stop]
         sizes = chunking.sizes[first:stop]
         slots = int(end - begin) + cost.layout.stages - 1
-        most = np.full(slots, 0 if self.recompute == "none" else min(cost.layout.layers))
+        most = np.full(slots, min(cost.layout.layers))
         solution = ilp.solve_order(
             self.solver,
             pipelines(sizes, [], cost.layout.stages),
@@ -80,9 +77,7 @@ class RecomputeIlps:
             most,
             integer=integer,
         )
-        if solution is None:
-            return None
-        return most if self.recompute == "full" else solution[0]
+        return None if solution is None else solution[0]
 
     def seconds(self, first: int, stop: int) -> float:
         """Return T_ckpt, the recompute seconds of a pipeline of groups ``first`` to ``stop`` - 1.

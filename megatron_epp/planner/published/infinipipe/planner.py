@@ -7,7 +7,7 @@ prediction is chosen without simulation. The search solves the relaxed program a
 chosen pipelines are solved as integer programs with the paper's gap of 2%.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,20 +47,6 @@ TIGHTENINGS = 8
 TIGHTENED_BY = 1.01
 
 
-@dataclass(frozen=True, slots=True)
-class Method:
-    """InfiniPipe's method, or an ablation of it.
-
-    Attributes:
-        chunkings: function that yields the chunkings to choose from; in the paper, those of Alg. 1
-            for every K.
-        recompute: adaptive, none (no layer may be recomputed) or full (every layer is).
-    """
-
-    chunkings: Callable[[SortedBatch, Cost, Options, Rates], Iterable[tuple[Chunking, str]]]
-    recompute: str = "adaptive"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedChunking:
     """A chunking with the best grouping of its documents into pipelines.
@@ -79,28 +65,21 @@ class GroupedChunking:
     note: str
 
 
-def draft(
-    batch: SortedBatch, cost: Cost, options: Options, method: Method | None = None
-) -> ScoredDraft:
-    """Return InfiniPipe's draft (plan as arrays), or the draft of another ``method``.
+def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
+    """Return InfiniPipe's draft (plan as arrays).
 
     Args:
         batch: the documents, sorted by length.
         cost: cost model, including the stages and parallel degrees.
         options: planner options, such as levers and effort.
-        method: ablation of InfiniPipe's method; None: the method itself.
     """
-    drafted = draft_below(batch, cost, options, np.inf, method)
+    drafted = draft_below(batch, cost, options, np.inf)
     assert drafted is not None, "every plan is of interest"
     return drafted
 
 
 def draft_below(
-    batch: SortedBatch,
-    cost: Cost,
-    options: Options,
-    below: float,
-    method: Method | None = None,
+    batch: SortedBatch, cost: Cost, options: Options, below: float
 ) -> ScoredDraft | None:
     """Return the result of :func:`draft`, or None if it cannot take less than ``below`` seconds.
 
@@ -112,17 +91,14 @@ def draft_below(
         cost: cost model, including the stages and parallel degrees.
         options: planner options, such as levers and effort.
         below: seconds of an iteration; the caller needs only a draft that takes less.
-        method: ablation of InfiniPipe's method; None: the method itself.
     """
-    method = method or Method(chunkings)
 
     def bound(chunking: Chunking) -> float:
         loads = loads_of(chunking, batch.lengths, cost.multiple)
         return ordered_bound_seconds(chunking, loads, cost)
 
     if np.isfinite(below) and all(
-        bound(chunking) >= below
-        for chunking, _ in method.chunkings(batch, cost, options, rates_of(cost))
+        bound(chunking) >= below for chunking, _ in chunkings(batch, cost, options, rates_of(cost))
     ):
         return None
     full_headroom = cost.headroom_bytes
@@ -131,7 +107,7 @@ def draft_below(
     for _ in range(TIGHTENINGS):
         counts = None if best is None else best.ilps.counts(best.cuts, headroom)
         if counts is None:
-            best = best_grouping(solver, method, batch, cost, options, headroom)
+            best = best_grouping(solver, batch, cost, options, headroom)
             counts = None if best is None else best.ilps.counts(best.cuts, headroom)
         if best is None or counts is None:
             break
@@ -144,19 +120,17 @@ def draft_below(
         if played.seconds >= below:
             return None  # more recompute is not faster
         headroom = headroom - np.maximum(peaks - full_headroom, 0.0) * TIGHTENED_BY
-    return _anything_that_fits(method, batch, cost, options)
+    return _anything_that_fits(batch, cost, options)
 
 
-def _anything_that_fits(
-    method: Method, batch: SortedBatch, cost: Cost, options: Options
-) -> ScoredDraft:
+def _anything_that_fits(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     """Return the fastest draft that fits in memory with all layers recomputed.
 
     The draft has one pipeline, or one pipeline per group (sliced document or pack). This function
     is called if InfiniPipe's memory model finds no draft that fits.
     """
     best: ScoredDraft | None = None
-    for chunking, note in method.chunkings(batch, cost, options, rates_of(cost)):
+    for chunking, note in chunkings(batch, cost, options, rates_of(cost)):
         everything = every_layer(FULL, left_layers(cost, {}, chunking.count))
         for cuts in ((), tuple(range(1, chunking.groups))):
             description = f"{note}, everything recomputed"
@@ -207,7 +181,6 @@ def _equal_tokens(shorts: np.ndarray, rates: Rates, target: float) -> int:
 
 def best_grouping(
     solver: Solver,
-    method: Method,
     batch: SortedBatch,
     cost: Cost,
     options: Options,
@@ -217,7 +190,6 @@ def best_grouping(
 
     Args:
         solver: solver of the integer programs.
-        method: InfiniPipe's method, or an ablation.
         batch: the documents, sorted by length.
         cost: cost model, including the stages and parallel degrees.
         options: planner options, such as levers and effort.
@@ -225,7 +197,7 @@ def best_grouping(
     """
     rates = rates_of(cost)
     best = None
-    for chunking, note in method.chunkings(batch, cost, options, rates):
+    for chunking, note in chunkings(batch, cost, options, rates):
         loads = loads_of(chunking, batch.lengths, cost.multiple)
         work = float(
             rates.chunk_spans_seconds(
@@ -237,7 +209,7 @@ def best_grouping(
         below = np.inf if best is None else best.seconds - work
         if delta >= below:
             continue  # recompute and more pipelines only add time
-        ilps = RecomputeIlps(solver, chunking, loads, cost, headroom_bytes, method.recompute)
+        ilps = RecomputeIlps(solver, chunking, loads, cost, headroom_bytes)
         grouped = group(ilps, delta, below)
         if grouped is None:
             continue
