@@ -12,6 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from megatron_epp.cli.machine import AS_TRAINED
 from megatron_epp.cost.build import named_cost
 from megatron_epp.planner import Options, PlannedReplica, plan_step
 from megatron_epp.show.paint import draw_comparison
@@ -27,7 +28,7 @@ WIDTH = 1400.0
 
 def plans() -> tuple[PlannedReplica, PlannedReplica, list[Timeline]]:
     """(packing, epp, the timelines of both)."""
-    cost = named_cost("gpt-7b", "a100-80g", pp=4, cp=8)
+    cost = named_cost("gpt-7b", "a100-80g", pp=4, cp=8, **AS_TRAINED)
     ample = cost.replace(device_budget_bytes=(1e15,) * cost.layout.stages)
     options = Options(context=CONTEXT)
     (packing,) = plan_step(LENGTHS, ample, options, "packing").planned

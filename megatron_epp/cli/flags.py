@@ -17,7 +17,6 @@ from megatron_epp.flag_fields import (
     flag,
     fraction,
     one_of,
-    positive,
     whole_number,
 )
 from megatron_epp.planner.options import LEVERS
@@ -213,27 +212,6 @@ class AssumptionFlags:
 
     TITLE: ClassVar = "assumptions of the analytic cost model"
 
-    b1_divisor: float | None = flag(
-        None, "of the papers' constant per chunk (default: 5)", ("X", positive("times"))
-    )
-    head_seconds: bool | None = flag(
-        None, "whether the output layer costs time", action=argparse.BooleanOptionalAction
-    )
-    link_seconds: bool | None = flag(
-        None, "whether messages between stages cost time", action=argparse.BooleanOptionalAction
-    )
-    logits_held: bool | None = flag(
-        None,
-        "whether logits live from forward to backward (default: not; the output layer runs its "
-        "backward in forward, as in training)",
-        action=argparse.BooleanOptionalAction,
-    )
-    kv_read: bool | None = flag(
-        None,
-        "whether a slice pays for reading its context's K and V (default: yes; never with the "
-        "papers' constants)",
-        action=argparse.BooleanOptionalAction,
-    )
     topology: str | None = flag(
         None,
         f"how devices are joined: {', '.join(TOPOLOGIES)}, a JSON file, or {FLAT}: rates by a "

@@ -23,8 +23,8 @@ from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.node_map import map_nodes
 from megatron_epp.safe_files import bounded_text
 
-# The commands' defaults of the analytic cost model, which match training. The library's defaults
-# are the papers' assumptions, as with --logits-held --no-kv-read --topology flat.
+# The commands' assumptions of the analytic cost model, which match training. The library's defaults
+# are those of the papers: logits held, no reads of K and V, rates by a group's size alone.
 AS_TRAINED: dict[str, Any] = {"logits_held": False, "kv_read": True, "topology": "nodes"}
 
 

@@ -23,7 +23,12 @@ COMMANDS = {
 # Commands that import torch and Megatron, and parse their own options.
 DOING = {"profile": "calibrate.command", "certify": "certify.command"}
 # Options and commands that were removed -> what to do instead.
+_AS_TRAINED = "costs are those of training, from the device's rates: leave it out"
 REMOVED = {
+    **dict.fromkeys(
+        ("--b1-divisor", "--head-seconds", "--link-seconds", "--logits-held", "--kv-read"),
+        _AS_TRAINED,
+    ),
     "serve": "training starts its planner processes itself; for a plan in a file: plan -o FILE",
     "--whole": "leave it out: only sinkhorn routing, which was removed too, needed uncut documents",
 }
@@ -49,7 +54,7 @@ class Parser(argparse.ArgumentParser):
         command, *others = args
         known = [name for action in self.flags(command) for name in action]
         for word in others:  # first, because a misspelt option is often also missing
-            _refuse_removed(word.split("=")[0], known)
+            _refuse_removed(word.split("=")[0].replace("--no-", "--", 1), known)
             if word.startswith("--") and word != "--" and word.split("=")[0] not in known:
                 self.error(_unknown(word, known, command))
             if word.startswith("--") and word.endswith("=--"):  # argparse would make it a list

@@ -1,10 +1,8 @@
-"""Analytic profiles: published constants of papers where they exist, otherwise a device's rates.
+"""Analytic profiles: seconds and bytes from a model's flops and bytes and a device's rates.
 
-The GPT models on A100 use FlexSP's constants and the assumptions of the papers; comments in the
-code name them. Profiles of other models and devices are computed from flops and bytes, layer kind
-by layer kind. For MoE, tokens are assumed to be distributed evenly over the experts. For MLA, every
-device of a stage receives the latents of all tokens. K and V of a context are projected again block
-by block. B, or I, computes the gradient of that up-projection.
+They are computed layer kind by layer kind. For MoE, tokens are assumed to be distributed evenly
+over the experts. For MLA, every device of a stage receives the latents of all tokens. K and V of a
+context are projected again block by block. B, or I, computes the gradient of that up-projection.
 """
 
 import dataclasses
@@ -12,7 +10,6 @@ from typing import Any
 
 from megatron_epp.cost.catalogue.devices import Device
 from megatron_epp.cost.catalogue.models import Model
-from megatron_epp.cost.catalogue.published import PUBLISHED, PublishedRates
 from megatron_epp.cost.columns import CONTEXT
 from megatron_epp.cost.kinds.base import (
     ATTENTION_BACKWARD,
@@ -29,7 +26,6 @@ from megatron_epp.cost.profile import (
     ALLTOALL,
     ANALYTIC,
     FLEX,
-    LAYER_KIND,
     MODES,
     Bytes,
     LayerCoefficients,
@@ -61,12 +57,10 @@ def profile(
     model: Model,
     device: Device,
     *,
-    b1_divisor: float = 5.0,
-    head_seconds: bool | None = None,
-    link_seconds: bool | None = None,
+    head_seconds: bool = True,
+    link_seconds: bool = True,
     logits_held: bool = True,
     kv_read: bool = False,
-    published: bool = True,
     moe_token_dispatcher_type: str = ALLTOALL,
 ) -> Profile:
     """Return the analytic profile of ``model`` on ``device``, for one layer of every kind.
@@ -74,44 +68,23 @@ def profile(
     Args:
         model: sizes of the model.
         device: rates of the device.
-        b1_divisor: divisor of the published seconds per chunk (b1 of FlexSP). They were measured
-            with gathers across nodes, but pipeline stages gather within a node. With the default,
-            gathers and all-to-all take the fraction of the time that InfiniPipe reports.
-        head_seconds: whether the LM head on the last stage takes time. Default: false with
-            published constants, whose seconds per token (a2) include the LM head; otherwise true.
-        link_seconds: whether messages between stages take time. Default: false with published
-            constants, as InfiniPipe considers messages negligible; otherwise true.
+        head_seconds: whether the LM head on the last stage takes time.
+        link_seconds: whether messages between stages take time.
         logits_held: whether logits are held from F to B. Otherwise they exist only during F, and F
             includes the LM head's backward (layers.lm_head.fused_loss), as in training.
         kv_read: whether reading the K and V of a slice's context and accumulating their gradients
-            takes time. Ignored with published constants, which were measured on whole documents.
-        published: whether published constants are used where they exist.
+            takes time.
         moe_token_dispatcher_type: how tokens are sent to experts, as in Megatron's flag; values
             other than `flex` count as `alltoall`.
     """
     token_dispatcher = FLEX if moe_token_dispatcher_type == FLEX else ALLTOALL
-    known = published and device.name.startswith("a100")
-    constants = PUBLISHED.get(model.name) if known else None
-    if constants is not None:
-        (layer,) = model.shapes.values()
-        coefficients = {
-            LAYER_KIND: _published_coefficients(layer, constants, b1_divisor, model.layers)
-        }
-        source = (
-            f"analytic: FlexSP's published constants, b1 / {b1_divisor:g}; 34 bytes per hidden, "
-            "token and layer"
-        )
-        head_inputs = 0.0  # their a2 distributes the LM head over all layers
-    else:
-        coefficients = {
-            kind: _coefficients(layer, device, kv_read, token_dispatcher)
-            for kind, layer in model.shapes.items()
-        }
-        source = "analytic: flops and bytes of the device's rates"
-        head_inputs = float(ELEMENT_BYTES * (model.hidden + model.vocabulary))
-    head = constants is None if head_seconds is None else head_seconds
-    links = constants is None if link_seconds is None else link_seconds
-    head_token = 2.0 * model.vocabulary_parameters / device.linear_flops if head else 0.0
+    coefficients = {
+        kind: _coefficients(layer, device, kv_read, token_dispatcher)
+        for kind, layer in model.shapes.items()
+    }
+    source = "analytic: flops and bytes of the device's rates"
+    head_inputs = float(ELEMENT_BYTES * (model.hidden + model.vocabulary))
+    head_token = 2.0 * model.vocabulary_parameters / device.linear_flops if head_seconds else 0.0
     logits = Bytes(LOGITS_BYTES * model.vocabulary, LOGITS_BYTES * model.vocabulary)
     none = {kind: Workspace() for kind in Kind if kind in _COMPUTE}
     boundary = ELEMENT_BYTES * model.hidden
@@ -141,8 +114,8 @@ def profile(
         last_workspace_tokens=0.0,
         all_to_all_bytes_per_second=_rates_by_size(device),
         tensor_bytes_per_second=_rates_by_size(device),
-        link_seconds_per_token=boundary / device.link_bytes_per_second if links else 0.0,
-        link_latency_seconds=device.link_latency_seconds if links else 0.0,
+        link_seconds_per_token=boundary / device.link_bytes_per_second if link_seconds else 0.0,
+        link_latency_seconds=device.link_latency_seconds if link_seconds else 0.0,
         first_parameters=model.vocabulary_parameters,
         last_parameters=model.vocabulary_parameters,
         states=STATES,
@@ -166,24 +139,6 @@ def head_block_tokens(words: int) -> int:
     """Return the tokens per block of a fused LM head with ``words`` vocabulary entries."""
     fitting = (rows for rows in HEAD_BLOCK_TOKENS if rows * words <= HEAD_BLOCK_LOGITS)
     return next(fitting, HEAD_BLOCK_TOKENS[-1])
-
-
-def _published_coefficients(
-    layer: Layer, published: PublishedRates, b1_divisor: float, layers: int
-) -> LayerCoefficients:
-    linear, attention, gather = _published_rates(layers, published, b1_divisor)
-    # Published for 7B; the published coefficients of 13B and 30B do not fit without checkpointing.
-    kept = 34.0 * layer.model.hidden
-    # A chunk's activations stay until its W: inputs of the linear layers, and gradients in place of
-    # the other saved tensors (32 of 34 bytes). Launch costs are part of a2.
-    layer_cost = _layer(layer, linear, attention, 0.0, gather, kept, kept)
-    return dataclasses.replace(
-        layer_cost,
-        # The papers count K/V gradients like K and V.
-        kv_gradient_bytes_per_token=float(ELEMENT_BYTES * layer.carried.channels),
-        # The study does not count the one layer that is being recomputed; other profiles do.
-        recompute_workspace_bytes={mode: Bytes() for mode in MODES},
-    )
 
 
 def _kv_read_seconds(layer: Layer, device: Device) -> dict[Kind, float]:
@@ -344,8 +299,8 @@ def _layer(
 
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 # bf16 weights and float32 gradients on every device; float32 master weights and Adam's two moments
-# are sharded, as in Megatron's distributed optimizer. ZeRO 3: FlexSP's 16 bytes per parameter, and
-# buffers of three gathered layers.
+# are sharded, as in Megatron's distributed optimizer. ZeRO 3: 16 bytes per parameter, and buffers
+# of three gathered layers, as FlexSP counts.
 STATES = States(
     zero1_resident=6.0,
     zero1_sharded=12.0,
@@ -371,22 +326,6 @@ def budgeted(profile: Profile) -> Profile:
 def is_of_cpu(profile: Profile) -> bool:
     """Return whether ``profile`` describes a CPU."""
     return profile.provenance.device.partition(":")[0] == "cpu"
-
-
-def _published_rates(
-    layers: int, published: PublishedRates, b1_divisor: float
-) -> tuple[float, float, float]:
-    """Return (forward seconds per token, per pair, gather seconds) of one layer on one device.
-
-    A document of s tokens has s * (s + 1) / 2 pairs, so a1 * s^2 = 2 * a1 * pairs - a1 * s. The
-    linear coefficient a2 is reduced by a1, so that the seconds are exactly a1 * s^2 + a2 * s, as in
-    eq. 1 of InfiniPipe.
-    """
-    millisecond = 1e-3 / layers
-    a1 = published.a1_ms_per_square_token * millisecond
-    a2 = published.a2_ms_per_token * millisecond
-    attention = 2 * a1 / (1 + ATTENTION_BACKWARD)
-    return (a2 - a1) / 3, attention, published.b1_ms * millisecond / b1_divisor
 
 
 def carried_bytes(carried: CarryOver, element_bytes: int, gradient_bytes: int) -> dict[str, Any]:

@@ -9,13 +9,15 @@ from megatron_epp.cost.analytic import budgeted, head_block_tokens, is_of_cpu
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import GIB, Device, devices_of
 from megatron_epp.cost.catalogue.models import Model, model
-from megatron_epp.cost.catalogue.published import PUBLISHED
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import RankDevice, StageLayout
 from megatron_epp.cost.network.topology import FLAT, Network, Topology
 from megatron_epp.cost.network.topology import topology as find_topology
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Kind
+
+# Models that FlexSP and InfiniPipe train with ZeRO 3.
+ZERO_3 = ("gpt-7b", "gpt-13b", "gpt-30b")
 
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
@@ -53,8 +55,8 @@ def named_cost(
 
     Devices may differ by pipeline rank, as in ``h100-80g*4,a100-80g*4``. Each device has its own
     rates and budget. A message takes as long as on the slower of its two devices; its latency
-    is the largest of all devices. If devices differ, constants that papers published are not used.
-    Reading K and V then takes time only if the memory rate of every device is known.
+    is the largest of all devices. Reading K and V then takes time only if the memory rate of every
+    device is known.
 
     Args:
         model_name: name or file of a model, or the model itself.
@@ -86,7 +88,7 @@ def named_cost(
     """
     the_model = model(model_name) if isinstance(model_name, str) else model_name
     if zero is None:
-        zero = 3 if the_model.name in PUBLISHED else 1
+        zero = 3 if the_model.name in ZERO_3 else 1
     if cp > 1 and not all(layer.cp for layer in the_model.shapes.values()):
         raise ValueError(f"cp {cp}: expected 1, as the model has sparse attention; use tp or pp")
     mtp_layers = the_model.mtp_layers_count
@@ -112,10 +114,8 @@ def named_cost(
         joined = find_topology(topology) if isinstance(topology, str) else topology
         different = {each.name: each for each in devices}
         _require_one_sort(devices)
-        if len(different) > 1:
-            if any(not each.memory_bytes_per_second for each in devices):
-                assumptions["kv_read"] = False
-            assumptions["published"] = False
+        if len(different) > 1 and any(not each.memory_bytes_per_second for each in devices):
+            assumptions["kv_read"] = False
         costs = {
             name: _on_device(the_model, each, joined, (tp, cp, dp, pp), assumptions)
             for name, each in different.items()

@@ -73,7 +73,7 @@ from megatron_epp.planner.choose.choice import vocabulary_of
 from megatron_epp.planner.options import default_levers
 context = thousands * 1024
 corpus = open_corpus("wlb", context)
-cost = named_cost(model, device, pp=pp, tp=tp, cp=cp, **AS_TRAINED, published=False)
+cost = named_cost(model, device, pp=pp, tp=tp, cp=cp, **AS_TRAINED)
 options = Options(context=context, levers=default_levers(device), effort=effort)
 def run(number, documents=512):
     batch = corpus.batch(number, documents)

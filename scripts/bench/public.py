@@ -102,7 +102,6 @@ def cost_of(row: PublicRow, model: Model) -> Cost:
         topology="nodes",
         kv_read=True,
         logits_held=True,
-        published=False,
         moe_token_dispatcher_type=facts.get("dispatcher", "alltoall"),
     )
 

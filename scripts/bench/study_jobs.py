@@ -56,9 +56,7 @@ class Job:
 
     def cost(self, device: str = "") -> Cost:
         degrees = {name: getattr(self, name) for name in ("pp", "tp", "cp", "dp", "zero")}
-        return named_cost(
-            self.model, device or self.device, **degrees, **AS_TRAINED, published=False
-        )
+        return named_cost(self.model, device or self.device, **degrees, **AS_TRAINED)
 
     def batch(self, number: int) -> tuple[int, ...]:
         if self.corpus not in DRAWN:

@@ -198,7 +198,7 @@ def test_compare_begins_with_what_matters_and_explains_its_columns(capsys):
 def test_compare_says_that_nothing_fits(capsys, tmp_path):
     path = tmp_path / "long.txt"
     path.write_text("98304\n" * 8)
-    words = ["--lengths", path, "--pp", 2, *MACHINE, "--memory-budget-gib", 20, "--logits-held"]
+    words = ["--lengths", path, "--pp", 2, *MACHINE, "--memory-budget-gib", 20]
     text = printed(capsys, "compare", *words, "--planner", "chunkflow").out
     assert text.startswith("Best: none; no planner keeps every batch within the memory budget.")
     assert "0/1" in text
@@ -252,7 +252,7 @@ def test_tune_and_measured_costs_take_the_levers_of_their_device(tmp_path):
 def made(capsys, lengths, tmp_path):
     """A plan as ``plan -o`` writes it."""
     path = tmp_path / "made.plan"
-    budget = ["--memory-budget-gib", 60.5, "--zero", 3, "--no-head-seconds"]
+    budget = ["--memory-budget-gib", 60.5, "--zero", 3, "--topology", "flat"]
     printed(
         capsys,
         *("plan", "--lengths", lengths, "--pp", 2, *MACHINE, *budget),
@@ -262,7 +262,7 @@ def made(capsys, lengths, tmp_path):
 
 
 def test_a_plan_brings_its_machine(capsys, made):
-    budget = "--memory-budget-gib 60.5 --multiple 32 --zero 3 --no-head-seconds"
+    budget = "--memory-budget-gib 60.5 --multiple 32 --zero 3 --topology flat"
     taken = f"{' '.join(MACHINE)} {budget}"
     assert made.read_text().startswith(f"# made for: {taken}\nplan v1\n")
     text = printed(capsys, "simulate", made).out
@@ -277,7 +277,7 @@ def test_a_plan_brings_its_machine(capsys, made):
 def test_a_named_option_stands_before_the_plans_own(capsys, made):
     text = printed(capsys, "simulate", made, "--device", "h200-141g", "--cp", 4).out
     assert text.startswith(
-        "machine     --model gpt-7b --memory-budget-gib 60.5 --zero 3 --no-head-seconds (the plan's"
+        "machine     --model gpt-7b --memory-budget-gib 60.5 --zero 3 --topology flat (the plan's"
     )
     facts = json.loads(printed(capsys, "simulate", made, "--memory-budget-gib", 50, "--json").out)
     assert facts["budget_bytes"] == [50 * 2**30] * 2
@@ -447,6 +447,7 @@ WLB = ("plan", "--lengths", "wlb")
         (("draw", "no.plan", "--width", "9" * 5000), ["whole number of at most 100000"]),
         (("check",), ["PLAN"]),
         ((*WLB, "--pp", 2), ["--model is missing"]),
+        ((*WLB, *COMMON, "--no-kv-read"), ["--kv-read was removed; costs are those of training"]),
         (("serve", "--pp", 2), ["serve was removed; training starts its planner processes itself"]),
         (("chck",), ["unknown command 'chck'; did you mean check?"]),
         (("--help-me",), ["--help-me"]),
@@ -584,10 +585,10 @@ def test_what_is_no_plain_file_is_written_into(capsys, lengths, tmp_path):
 
 
 def test_options_of_a_machine_need_one(capsys, plan):
-    for words in (["--layers", 16, 15], ["--memory-budget-gib", 1], ["--no-head-seconds"]):
+    for words in (["--layers", 16, 15], ["--memory-budget-gib", 1], ["--topology", "flat"]):
         for command in ("check", "draw"):
             told = refused(capsys, command, plan, *words)
-            assert f"{words[0].replace('no-', '')} has no effect without a machine" in told
+            assert f"{words[0]} has no effect without a machine" in told
 
 
 def test_degrees_divide_the_heads(capsys, lengths):

@@ -284,7 +284,7 @@ def test_a_name_is_found_in_the_cache_alone(tmp_path, monkeypatch) -> None:
 
 
 def test_names_are_one_printable_line_and_no_other_models(tmp_path) -> None:
-    folder = tmp_path / "gpt-7b"  # whose papers' constants are of another model
+    folder = tmp_path / "gpt-7b"  # the name of another model
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(BASE))
     assert model(str(folder)).name == "gpt-7b (llama)"

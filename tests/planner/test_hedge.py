@@ -10,7 +10,7 @@ from megatron_epp.planner.epp import planner as epp
 from megatron_epp.planner.options import default_levers
 from megatron_epp.sim.play import play
 
-COST = named_cost("llama3-70b", "h100-80g", pp=8, tp=8, published=False)
+COST = named_cost("llama3-70b", "h100-80g", pp=8, tp=8)
 LENGTHS = (9000, 4000, 2500, 1500, 1200, *(900, 700, 500, 400) * 12)
 
 
@@ -58,7 +58,7 @@ def test_one_search_is_enough_where_no_op_waits_for_its_host(
         return original(batch, cost, options)
 
     monkeypatch.setattr(epp, "_fastest", counted)
-    planned(1, (30000,) * 24, named_cost("llama3-8b", "a100-80g", pp=4, published=False))
+    planned(1, (30000,) * 24, named_cost("llama3-8b", "a100-80g", pp=4))
     assert len(searches) == 1
     planned(1)
     assert len(searches) == 1 + len(epp.HEDGES) and len(set(searches[1:])) == len(epp.HEDGES)

@@ -27,7 +27,7 @@ MACHINE += ("--multiple", "1")
 LENGTHS = (2676, 16384, 3507, 16384)
 TIGHT = ("--memory-budget-gib", "8", "--effort", "1")
 # The output layer lies on the last stage alone: what it takes makes layers uneven.
-HEAD = ("--head-seconds", "--vocab-parallel", "off", "--effort", "0", "--levers", "all")
+HEAD = ("--vocab-parallel", "off", "--effort", "0", "--levers", "all")
 # What makes the most of each lever: memory that binds, an output layer that takes time, or neither.
 WHERE = {
     "chunks": ("--effort", "1"),

@@ -17,8 +17,8 @@ from megatron_epp.ir import FULL, KEEP, Kind
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.result import PlannerResult
 
-# Gathers run among all devices of the replica, not inside a node as a pipeline stage's do. The
-# published constant was measured so; the pipelines' is a fifth of it (cost.analytic, b1_divisor).
+# ZeRO 3 gathers among all devices of the replica, not inside a node as a pipeline stage does.
+# InfiniPipe reports a fifth of the time for a stage's gathers.
 ACROSS_NODES = 5.0
 NODE_DEVICES = 8
 
@@ -98,21 +98,16 @@ class GroupCosts:
         )
 
 
-def group_costs(
-    cost: Cost, recompute_layers: int = 0, gather_factor: float | None = None
-) -> GroupCosts:
+def group_costs(cost: Cost, recompute_layers: int = 0) -> GroupCosts:
     """Return the costs of groups of the pipeline's devices, rounded down to a power of two.
 
     Args:
         cost: cost model of the pipeline.
         recompute_layers: number of layers that are recomputed in full.
-        gather_factor: factor on the profile's time of ZeRO-3 gathers; None is 5 if the devices do
-            not fit in one node, else 1.
     """
     devices = 2 ** ((cost.layout.stages * cost.layout.cp).bit_length() - 1)
     layers = sum(cost.layout.layers)
-    if gather_factor is None:
-        gather_factor = ACROSS_NODES if devices * cost.layout.tp > NODE_DEVICES else 1.0
+    gather_factor = ACROSS_NODES if devices * cost.layout.tp > NODE_DEVICES else 1.0
     rows = []
     weights = np.ones(1)
     for degree in (2**power for power in range(devices.bit_length())):

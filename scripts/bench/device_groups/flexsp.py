@@ -29,16 +29,14 @@ SHAKEN = 16  # documents that are moved to shake a local optimum
 RECOMPUTE_FRACTIONS = (0.0, 0.3, 0.6, 1.0)
 
 
-def plan(
-    lengths: Sequence[int], cost: Cost, options: Options, gather_factor: float | None = None
-) -> PlannedGroups:
+def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedGroups:
     """Return the best result over micro-batch counts and fractions of static recompute."""
     batch, cost = SortedBatch.of(lengths), cost.with_vocabulary(False)
     best = None
     layers = sum(cost.layout.layers)
     for share in RECOMPUTE_FRACTIONS:
         recompute = round(share * layers)
-        costs = group_costs(cost, recompute, gather_factor)
+        costs = group_costs(cost, recompute)
         if batch.lengths[0] > costs.most_tokens[-1]:
             continue  # the longest document needs more recompute
         for count in _batch_counts(batch.lengths, costs):

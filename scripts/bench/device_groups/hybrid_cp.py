@@ -26,15 +26,13 @@ EVEN = 0.05  # a micro-batch is done when its groups' work differs by at most th
 LIMIT_FRACTIONS = (1.0, 0.5, 0.25)
 
 
-def plan(
-    lengths: Sequence[int], cost: Cost, options: Options, gather_factor: float | None = None
-) -> PlannedGroups:
+def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedGroups:
     """Return the best result over limits of tokens per device, with the least static recompute."""
     batch, cost = SortedBatch.of(lengths), cost.with_vocabulary(False)
     layers = sum(cost.layout.layers)
     results = []
     for recompute in range(0, layers + 1, max(1, layers // 3)):
-        costs = group_costs(cost, recompute, gather_factor)
+        costs = group_costs(cost, recompute)
         per_device = float(costs.most_tokens[-1]) / costs.devices
         for share in LIMIT_FRACTIONS:
             if batch.lengths[0] > per_device * share * costs.devices:
