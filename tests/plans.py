@@ -21,7 +21,8 @@ from megatron_epp.ir import (
     Transfer,
     lower,
 )
-from megatron_epp.ir.random_plan import arbitrary_plan, arbitrary_prefixes, by_stage
+from megatron_epp.ir.random_plan import arbitrary_plan, by_stage
+from tests.certify.trees import arbitrary_tree
 
 # The plan of docs/reference/plan_format.md: a cut document, a hybrid chunk, a whole document.
 EXAMPLE = """\
@@ -106,7 +107,7 @@ def plans(
         modes=MODES,
         vocabulary_parallel=vocabulary_parallel,
         place=random_place(len(layers), random) if shares_ranks else (),
-        prefixes=arbitrary_prefixes(lengths, random) if trees else (),
+        **(arbitrary_tree(lengths, random) if trees else {}),
     )
 
 

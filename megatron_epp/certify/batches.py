@@ -8,12 +8,7 @@ from typing import Any, ClassVar
 import numpy
 
 from megatron_epp.ir import KEEP, OFFLOAD, SELECTIVE, Chunk, Kind, Op, Plan, Step, slices_of
-from megatron_epp.ir.random_plan import (
-    arbitrary_block,
-    arbitrary_plan,
-    arbitrary_prefixes,
-    with_local,
-)
+from megatron_epp.ir.random_plan import arbitrary_block, arbitrary_plan, with_local
 
 MASKED = 0.15  # fraction of tokens without a loss
 TURN = 8  # approximate tokens of a turn of a conversation
@@ -35,12 +30,8 @@ class Frame:
         vocabulary_parallel: whether all stages shard the LM head (ops H and G).
         ranks: number of context-parallel ranks of a stage; a document may run on only one rank.
         place: pipeline rank of every stage; () if stage i is on rank i.
-        trees: whether some documents continue other documents (shared prefixes).
-        plans: function from the document lengths of a replica to its plan; None for random plans.
         alone: in half of the batches, every document is one chunk, as in the reference model, and
             its length is a multiple of ``alone``; 0 for no such batches.
-        documents: number of documents of every batch, each on a random replica; a replica may have
-            no document. 0 for a few more documents than replicas, at least one on each replica.
     """
 
     vocabulary: int
@@ -52,10 +43,7 @@ class Frame:
     vocabulary_parallel: bool = False
     ranks: int = 1
     place: tuple[int, ...] = ()
-    trees: bool = False
-    plans: Callable[[Sequence[int]], Plan] | None = None
     alone: int = 0
-    documents: int = 0
 
     def is_alone(self, number: int) -> bool:
         """Return whether every document of batch ``number`` is one chunk."""
@@ -68,6 +56,51 @@ class Frame:
     def coverage(self, drawn: "RandomBatch", computed: Sequence[Any]) -> "StepCoverage":
         """Return the numbers of documents, chunks, ops and layers in the step of a batch."""
         return StepCoverage.of(drawn)
+
+    def lengths(self, number: int, random: Random) -> list[int]:
+        """Return random document lengths of batch ``number``."""
+        lengths = random_lengths(number, random, self.replicas)
+        if not self.is_alone(number):
+            return lengths
+        lengths = [-(-length // self.alone) * self.alone for length in lengths]
+        return [min(length, CONTEXT - self.alone) for length in lengths]
+
+    def assign(self, documents: int, random: Random) -> tuple[tuple[int, ...], ...]:
+        """Assign ``documents`` to random replicas, at least one to each replica."""
+        return assignments_of(documents, self.replicas, random, 1)
+
+    def plan(
+        self,
+        replica: int,
+        lengths: Sequence[int],
+        random: Random,
+        fraction: float,
+        alone: bool,
+        **drawn: Any,
+    ) -> Plan:
+        """Return a random plan of ``replica`` for its documents.
+
+        Args:
+            replica: number of the replica.
+            lengths: tokens of its documents.
+            random: source of random numbers.
+            fraction: fraction of the backwards that are split into I and W.
+            alone: whether every document is one chunk.
+            **drawn: further arguments of ``arbitrary_plan``.
+        """
+        return arbitrary_plan(
+            lengths,
+            self.layers,
+            random,
+            split_backward=fraction,
+            modes=self.modes,
+            replica=replica,
+            replicas=self.replicas,
+            vocabulary_parallel=self.vocabulary_parallel,
+            place=self.place,
+            alone=alone,
+            **drawn,
+        )
 
 
 def modes_drawn(executable: str) -> str:
@@ -93,7 +126,6 @@ class RandomBatch:
     loss_masks: tuple[numpy.ndarray, ...]
     step: Step
     evaluation: Step
-    _before: Any = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -101,22 +133,13 @@ class RandomBatch:
         return tuple(len(tokens) - 1 for tokens in self.tokens)
 
     def sequence(self, document: int) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """Return inputs, labels and loss mask of a document, including those of its prefixes.
-
-        The mask is 0 on prefixes, because the documents that own the prefixes count their losses.
-        """
-        if self._before is None:
-            object.__setattr__(self, "_before", _documents_before(self.step))
-        parts = [(d, stop, 0.0) for d, stop in self._before[document]]
-        parts.append((document, len(self.loss_masks[document]), 1.0))
-        inputs = [self.tokens[d][:stop] for d, stop, _ in parts]
-        labels = [self.tokens[d][1 : stop + 1] for d, stop, _ in parts]
-        masks = [self.loss_masks[d][:stop] * numpy.float32(own) for d, stop, own in parts]
-        return numpy.concatenate(inputs), numpy.concatenate(labels), numpy.concatenate(masks)
+        """Return inputs, labels and loss mask of a document."""
+        tokens = self.tokens[document]
+        return tokens[:-1], tokens[1:], self.loss_masks[document]
 
     @property
     def loss_tokens(self) -> int:
-        """Sum of the loss masks, in which labels of prefixes may count several times."""
+        """Sum of the loss masks."""
         return int(sum(mask.sum() for mask in self.loss_masks))
 
     @property
@@ -153,35 +176,20 @@ class UntargetedCounts:
 def draw(seed: int, number: int, frame: Frame) -> RandomBatch:
     """Return batch ``number``, which is the same in every process."""
     random = Random(f"{seed} {number}")
-    lengths = _lengths(number, random, frame.documents or frame.replicas)
-    if frame.documents:
-        del lengths[frame.documents :]
-    if frame.is_alone(number):
-        lengths = [-(-length // frame.alone) * frame.alone for length in lengths]
-        lengths = [min(length, CONTEXT - frame.alone) for length in lengths]
-    if frame.trees:  # shorter, so that prefixes fit before them
-        lengths = [-(-length // 3) for length in lengths]
+    lengths = frame.lengths(number, random)
     generator = numpy.random.default_rng([seed, number])
     tokens = tuple(generator.integers(0, frame.vocabulary, length + 1) for length in lengths)
     # No, half of or all backwards are split.
     fraction = random.choice((0.0, 0.5, 1.0)) if frame.splits else 0.0
-    least = 0 if frame.documents else 1
-    assignments = _assignments(len(lengths), frame.replicas, random, least)
+    assignments = frame.assign(len(lengths), random)
     plans = _plans(lengths, assignments, frame, random, fraction, frame.is_alone(number))
     if frame.ranks > 1 and number % 3:  # in every third batch all documents are sharded
         where = Random(f"{seed} {number} local")
         plans = tuple(with_local(plan, where, frame.ranks) for plan in plans)
     step = Step(assignments, plans, frame.lockstep)
-    masks = _loss_masks(number, generator, step)
-    if frame.trees and number % 2:
-        # A shared prefix counts once per document that continues it, as a copy's loss would.
-        for plan, assignment in zip(step.plans, assignments, strict=True):
-            for prefix in plan.prefixes:
-                if prefix is not None:
-                    masks[assignment[prefix.document]][: prefix.stop] *= 2
     return RandomBatch(
         tokens,
-        masks,
+        _loss_masks(number, generator, step),
         step,
         Step(assignments, tuple(map(forwards_of, plans)), frame.lockstep),
     )
@@ -200,24 +208,9 @@ def _plans(
     ``fraction`` of the backwards are split into I and W. With ``alone``, every document is a chunk.
     """
     assigned = [[lengths[document] for document in assignment] for assignment in assignments]
-    if frame.plans is not None:
-        plans = enumerate(map(frame.plans, assigned))
-        return tuple(replace(plan, replica=at, replicas=frame.replicas) for at, plan in plans)
     if frame.lockstep == 1:
         return tuple(
-            arbitrary_plan(
-                each,
-                frame.layers,
-                random,
-                split_backward=fraction,
-                modes=frame.modes,
-                replica=replica,
-                replicas=frame.replicas,
-                vocabulary_parallel=frame.vocabulary_parallel,
-                place=frame.place,
-                alone=alone,
-                prefixes=arbitrary_prefixes(each, random, CONTEXT - 1) if frame.trees else (),
-            )
+            frame.plan(replica, each, random, fraction, alone)
             for replica, each in enumerate(assigned)
         )
     return tuple(
@@ -234,15 +227,6 @@ def _plans(
             place=frame.place,
         )
     )
-
-
-def _documents_before(step: Step) -> dict[int, list[tuple[int, int]]]:
-    """Return, for every document of the batch, its prefixes in order: (document, tokens of it)."""
-    return {
-        document: [(assignment[span.document], span.stop) for span in plan.prefix_of(number)]
-        for plan, assignment in zip(step.plans, step.assignments, strict=True)
-        for number, document in enumerate(assignment)
-    }
 
 
 def _loss_masks(
@@ -284,14 +268,14 @@ def _first_input(chunk: Chunk, assignment: tuple[int, ...]) -> bool:
     return any(assignment[span.document] == 0 and span.start == 0 for span in chunk.spans)
 
 
-def _lengths(number: int, random: Random, replicas: int) -> list[int]:
-    """Return random document lengths; ``number`` selects one of four distributions.
+def random_lengths(number: int, random: Random, least: int) -> list[int]:
+    """Return random lengths of more than ``least`` documents; ``number`` selects a distribution.
 
     The four distributions together lead to every kind of chunk. Documents of fewer than 8 inputs
     are not sliced.
     """
     assert LONGEST < CONTEXT
-    count = replicas + random.randint(3, 6)
+    count = least + random.randint(3, 6)
     # Shifted by one every four batches, so that alternating models meet all four.
     match (number + number // 4) % 4:
         case 0:  # heavy-tailed
@@ -305,7 +289,7 @@ def _lengths(number: int, random: Random, replicas: int) -> list[int]:
             return [random.randint(20, LONGEST) for _ in range(count)]
 
 
-def _assignments(
+def assignments_of(
     documents: int, replicas: int, random: Random, least: int
 ) -> tuple[tuple[int, ...], ...]:
     """Assign documents to random replicas; every replica gets at least ``least`` (0 or 1)."""
@@ -345,15 +329,11 @@ class StepCoverage:
         idle: number of replicas without a document.
         local: number of documents that a single context-parallel rank computes.
         mixed: number of chunks that contain both ``local`` documents and sharded documents.
-        branches: number of documents that continue another document.
-        beside: number of branches that start in the chunk in which their prefix ends.
         untargeted: numbers of slices, chunks and replicas in which no label has a loss.
     """
 
     ERROR: ClassVar = "loss error"
-    HELD: ClassVar = (
-        "messages as planned, collectives all on the list, nothing kept behind an iteration"
-    )
+    HELD: ClassVar = "offloaded as planned, nothing kept behind an iteration"
 
     documents: int
     chunks: int
@@ -371,8 +351,6 @@ class StepCoverage:
     idle: int = 0
     local: int = 0
     mixed: int = 0
-    branches: int = 0
-    beside: int = 0
     untargeted: UntargetedCounts = field(default_factory=UntargetedCounts)
 
     @classmethod
@@ -403,8 +381,6 @@ class StepCoverage:
             idle=sum(not plan.documents for plan in step.plans),
             local=sum(span.local for plan in step.plans for c in plan.chunks for span in c.spans),
             mixed=sum(c.has_local and c.sharded_tokens > 0 for p in step.plans for c in p.chunks),
-            branches=sum(p is not None for plan in step.plans for p in plan.prefixes),
-            beside=sum(map(_beside, step.plans)),
             untargeted=drawn.untargeted,
         )
 
@@ -433,13 +409,9 @@ class StepCoverage:
             f", {total('local')} documents local to a rank, in {total('mixed')} chunks beside "
             "spread rows"
         ) * (total("local") > 0)
-        branches = (
-            f", {total('branches')} documents that continue others, {total('beside')} of them in "
-            "one chunk with what they continue"
-        ) * (total("branches") > 0)
         return [
             f"chunks: {total('packed')} packed, {total('split')} split, {total('hybrid')} hybrid"
-            f"{empty}{local}{branches}; up to {max(one.window for one in every)} in flight on a "
+            f"{empty}{local}; up to {max(one.window for one in every)} in flight on a "
             f"stage; {total('recomputed')} of {total('layers')} layers recomputed, "
             f"{total('selective')} in part, {total('offloaded')} offloaded; "
             f"{total('halved')} backwards in two halves",
@@ -460,25 +432,6 @@ def _chunk_kinds(plan: Plan) -> list[str]:
         else "hybrid"
         for chunk, document in zip(plan.chunks, documents, strict=True)
     ]
-
-
-def _beside(plan: Plan) -> int:
-    """Return the number of documents that start in the chunk in which their prefix ends."""
-    ends = {
-        (span.document, span.stop): number
-        for number, chunk in enumerate(plan.chunks)
-        for span in chunk.spans
-    }
-    firsts = {
-        span.document: number
-        for number, chunk in enumerate(plan.chunks)
-        for span in chunk.spans
-        if span.start == 0
-    }
-    return sum(
-        prefix is not None and ends[prefix.document, prefix.stop] == firsts[document]
-        for document, prefix in enumerate(plan.prefixes)
-    )
 
 
 def most_offloaded(plan: Plan, rank: int, counts: Callable[[Chunk], bool]) -> int:

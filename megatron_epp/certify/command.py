@@ -1,14 +1,12 @@
 """Gradients of random plans against the reference model: ``python -m megatron_epp certify``.
 
-The same code certifies Megatron's trainer (batches.py, trainer_results.py) and, with --loop,
-external training loops (loops/). A :class:`BatchSource` draws batches, and ranks run them with
-random plans. The parent process compares the ranks' results with those of the reference model.
+A :class:`BatchSource` draws batches, and ranks run them with random plans. The parent process
+compares the ranks' results with those of the reference model.
 """
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from megatron_epp.certify.compare import WorstGradient, worst_gradient
 from megatron_epp.certify.processes import ChildLost, Children
@@ -48,11 +46,9 @@ class BatchVerdict:
     Attributes:
         number: number of the batch.
         coverage: numbers of chunks, ops and other items in the batch.
-        messages: number of messages that ranks sent and received.
         loss_error: error of the loss.
         gradient_error: largest error of a gradient, except gradients of fp8 weights.
         parameter: parameter with the largest error.
-        collectives: number of collectives by name.
         problems: failures, and deviations from the plan.
         routing: differences between routers (routed.py).
         bound: largest allowed ``loss_error`` and ``gradient_error``: BOUND for relative errors,
@@ -63,11 +59,9 @@ class BatchVerdict:
 
     number: int
     coverage: Coverage
-    messages: int = 0
     loss_error: float = float("inf")
     gradient_error: float = float("inf")
     parameter: str = ""
-    collectives: Counter[str] = field(default_factory=Counter)
     problems: tuple[str, ...] = ()
     routing: tuple[str, ...] = ()
     bound: float = BOUND
@@ -98,7 +92,11 @@ def main(backend: Backend, arguments: Sequence[str] | None = None) -> int:
 
         status = main(MEGATRON, ["--pp", "2", "--batches", "4"])  # mcore.certify.backend
     """
-    trial = read(arguments)
+    return run(backend, read(arguments))
+
+
+def run(backend: Backend, trial: Trial) -> int:
+    """Run ``trial`` and print its table; return 0 if everything is certified, else 1."""
     try:
         checked = certify(backend, trial, lambda line: print(line, flush=True))
     except ChildLost as error:
@@ -158,9 +156,8 @@ def _required[T](answers: Mapping[int, T | InputRefusal | RequestFailure]) -> li
 
 
 def _batch(children: Children, number: int, frame: BatchSource, trial: Trial) -> BatchVerdict:
-    asked = trial.drawn_number(number)
-    answers = children.ask(children.roles, "compute", asked)
-    drawn = frame.draw(trial.seed, asked)
+    answers = children.ask(children.roles, "compute", number)
+    drawn = frame.draw(trial.seed, number)
     failures = [answer.reason for answer in answers.values() if isinstance(answer, RequestFailure)]
     if failures:
         return BatchVerdict(number, frame.coverage(drawn, ()), problems=tuple(failures))
@@ -175,11 +172,9 @@ def _batch(children: Children, number: int, frame: BatchSource, trial: Trial) ->
     return BatchVerdict(
         number,
         frame.coverage(drawn, computed),
-        messages=sum(one.messages for one in computed) // 2,
         loss_error=reference.loss_error(computed),
         gradient_error=worst.error,
         parameter=worst.name,
-        collectives=sum((one.collectives for one in computed), Counter()),
         problems=tuple(problem for one in computed for problem in one.problems),
         # In bf16 router logs show nothing that gradients do not.
         routing=tuple(reference.routing_differences(computed, BOUND if exact else float("inf"))),
@@ -215,7 +210,6 @@ def _cells(checked: BatchVerdict) -> dict[str, object]:
     return {
         "batch": checked.number,
         **checked.coverage.cells,
-        "messages": checked.messages,
         checked.coverage.ERROR: _report_text(checked, checked.loss_error),
         "gradient": _report_text(checked, checked.gradient_error),
     } | ({} if checked.quantised_error is None else {"in fp8": f"{checked.quantised_error:.1e}"})
@@ -262,6 +256,4 @@ def verdict(checked: Sequence[BatchVerdict]) -> str:
         if failed
         else f"certified: {len(checked)} batches, {errors}; {every[0].HELD}"
     )
-    counts = sorted(sum((batch.collectives for batch in checked), Counter()).items())
-    issued = f"collectives: {', '.join(f'{name} {count}' for name, count in counts) or 'none'}"
-    return "\n".join([*every[0].summary(every), issued, conclusion])
+    return "\n".join([*every[0].summary(every), conclusion])

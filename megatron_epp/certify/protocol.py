@@ -2,7 +2,6 @@
 
 import runpy
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -117,7 +116,7 @@ class Coverage(Protocol):
 
 
 class BatchSource(Protocol):
-    """Source of random batches: a ``Frame`` for the trainer, a ``LoopFrame`` for external loops."""
+    """Source of random batches, such as a ``Frame`` (batches.py)."""
 
     def draw(self, seed: int, number: int) -> Any:
         """Return batch ``number``, which is the same in every process."""
@@ -181,12 +180,8 @@ class RankResult:
 
     Attributes:
         gradients: gradients of the rank's part of the model, over the tokens of the full batch.
-        messages: number of messages sent and received in training.
-        collectives: number of collectives by name (allowed_collectives.py).
         problems: deviations from the plan, one line each.
     """
 
     gradients: list[Shard]
-    messages: int
-    collectives: Counter[str]
     problems: list[str]

@@ -22,9 +22,9 @@ from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.safe_files import bounded_text
 
 MOST_RANKS = 64
-LEVELS = ("level0", "level1")
-SUBCLASS, ENCODER = LOOP_MODELS = ("subclass", "encoder")
 FLOAT64, BF16 = DTYPES = ("float64", "bf16")
+# Flags of the project's own certificates (tests/certify), which this command had.
+_MOVED = {"--loop", "--loop-model", "--trees", "--planner", "--documents"}
 # Without model flags both kinds are certified.
 LLAMA = (
     "--hidden-size 1024 --num-attention-heads 16 --group-query-attention "
@@ -108,18 +108,12 @@ class Trial:
         models: Megatron's flags of each model; batches alternate between models.
         batches: number of batches.
         seed: seed of documents, plans and weights.
-        documents: number of documents of every batch; 0 for a few more documents than replicas.
         overlap: whether gradients are reduced during backward.
         lora_rank: rank of adapters; 0 for none.
         timeout: seconds to wait for an answer of a process.
         interfere: Python file with which tests break the executor (protocol.py).
         device: cpu or cuda.
         dtype: float64 or bf16.
-        trees: whether documents continue other documents.
-        planner: name of the planner that makes the plans; None for random plans.
-        loop: level0 (scheduling mode) or level1 (slicing mode) of an external training loop; None
-            for Megatron's trainer.
-        loop_model: class of the external loop's model.
     """
 
     OMIT: ClassVar = ("degrees", "models", "interfere")
@@ -128,11 +122,6 @@ class Trial:
     models: tuple[tuple[str, ...], ...]
     batches: int = flag(20, "global batches (default: 20)")
     seed: int = flag(1234, "of documents, plans and weights")
-    documents: int | None = flag(
-        None,
-        "documents of every batch, each on any replica, so that some have none (default: more than "
-        "there are replicas, at least one on each)",
-    )
     overlap: bool = flag(False, "reduce gradients while backward runs, sharded over the replicas")
     lora_rank: int = flag(
         0,
@@ -157,36 +146,11 @@ class Trial:
         "the plain model has in it itself, and two of them are allowed (default: float64)",
         choices=DTYPES,
     )
-    trees: bool = flag(
-        False,
-        "let documents continue others, which are computed once; the plain model has a copy of "
-        "them in front of each",
-    )
-    planner: str | None = flag(
-        None,
-        "plans of this planner, 1f1b, zb-v, adaptis, slimpipe, ..., in the place of arbitrary ones",
-        metavar="NAME",
-    )
-    loop: str | None = flag(
-        None,
-        "certify training loops of others: level0, whole micro-batches in any order, or level1, "
-        "slices of their documents (default: Megatron's trainer)",
-        metavar="LEVEL",
-    )
-    loop_model: str | None = flag(
-        None,
-        "a model of another class around the layers: subclass, which turns rows by their "
-        "positions itself, or encoder, which has one in front of its language model (default: "
-        "Megatron's own)",
-        metavar="CLASS",
-    )
 
     def __post_init__(self) -> None:
         degrees, least = self.degrees, {"batches": 1, "seed": 0, "lora_rank": 0, "timeout": 1}
         values = {name: getattr(self, name) for name in least}
         values |= {name: getattr(degrees, name) for name in ("pp", "tp", "dp", "cp")}
-        if self.documents is not None:
-            values["documents"] = self.documents
         for name, value in values.items():
             if value < least.get(name, 1):
                 raise ValueError(f"{flag_of(name)} {value}: expected at least {least.get(name, 1)}")
@@ -200,64 +164,16 @@ class Trial:
                 f"--lora-rank {self.lora_rank}: adapters are certified in float64; leave out "
                 f"--dtype {self.dtype}"
             )
-        if self.trees and self.loop == "level0":
-            raise ValueError(
-                "--trees: whole micro-batches share nothing; expected --loop level1, or no --loop"
-            )
-        if self.loop_model is not None and self.loop != "level1":
-            raise ValueError(f"--loop-model {self.loop_model}: of slices; give --loop level1")
-        if self.trees and self.loop_model == ENCODER:
-            raise ValueError(
-                "--trees: an encoder sees documents whole, so they share nothing; leave out "
-                f"--loop-model {ENCODER}"
-            )
-        if self.documents is not None and self.loop is not None:
-            raise ValueError(
-                f"--documents {self.documents}: of Megatron's trainer, as loops give every replica "
-                "micro-batches of their own; leave --loop out"
-            )
-        if self.planner is not None and (self.trees or self.loop is not None):
-            raise ValueError(
-                f"--planner {self.planner}: plans of Megatron's trainer without --trees; leave "
-                "--loop and --trees out"
-            )
-        if self.loop is not None:
-            self._require_loop(self.loop)
-
-    def _require_loop(self, level: str) -> None:
-        if level not in LEVELS:
-            raise ValueError(f"--loop {level}: expected {' or '.join(LEVELS)}")
-        if self.device != "cpu" and self.dtype == FLOAT64:
-            raise ValueError(f"--loop {level}: on GPUs in bf16; give --dtype bf16, or no --device")
-        if self.device != "cpu" and level == "level0" and self.degrees.cp > 1:
-            raise ValueError(
-                f"--loop {level}: over context-parallel ranks on CPUs alone; leave out --device or "
-                "--cp"
-            )
-        if self.loop_model is not None and self.loop_model not in LOOP_MODELS:
-            raise ValueError(f"--loop-model {self.loop_model}: expected {' or '.join(LOOP_MODELS)}")
 
     @property
     def title(self) -> str:
-        """Degrees, loop and dtype as text, for the table's title."""
-        words = [str(self.degrees), self.loop or "", self.dtype if self.dtype != FLOAT64 else ""]
-        return ", ".join(word for word in words if word)
+        """Degrees and dtype as text, for the table's title."""
+        return str(self.degrees) + (f", {self.dtype}" if self.dtype != FLOAT64 else "")
 
     @property
     def turns(self) -> int:
-        """Number of jobs that run the batches in turn: one per model.
-
-        An external loop has at least two: one averages losses over micro-batches, one over tokens.
-        """
-        return len(self.models) if self.loop is None else max(2, len(self.models))
-
-    def drawn_number(self, number: int) -> int:
-        """Return the number with which documents and loss of batch ``number`` are drawn.
-
-        Without a loop, the result is ``number``. With a loop, ``turns`` consecutive batches get the
-        same result. These batches run in different jobs, so that every job runs all documents.
-        """
-        return number if self.loop is None else number // self.turns
+        """Number of jobs that run the batches in turn: one per model."""
+        return len(self.models)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -265,8 +181,11 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def certify_parser() -> argparse.ArgumentParser:
-    """Return the parser of all flags of the command except the model flags."""
+def certify_parser(settings: type[Trial] = Trial) -> argparse.ArgumentParser:
+    """Return the parser of all flags of the command except the model flags.
+
+    The fields of ``settings`` are flags.
+    """
     parser = _Parser(
         prog="megatron_epp certify",
         description="Random documents are cut, packed, ordered and recomputed by arbitrary plans, "
@@ -280,7 +199,7 @@ def certify_parser() -> argparse.ArgumentParser:
     )
     add_flags(parser, DescribedModelFlags)
     add_flags(parser, DegreeFlags)
-    add_flags(parser, Trial)
+    add_flags(parser, settings)
     return parser
 
 
@@ -293,7 +212,18 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
     Raises:
         ValueError: if flags are invalid or contradict each other.
     """
-    chosen, flags = certify_parser().parse_known_args(arguments)
+    return read_as(Trial, arguments)
+
+
+def read_as[T: Trial](settings: type[T], arguments: Sequence[str] | None) -> T:
+    """Parse the command line into ``settings``, whose fields are flags; see :func:`read`."""
+    chosen, flags = certify_parser(settings).parse_known_args(arguments)
+    for word in flags:
+        if (name := word.split("=")[0]) in _MOVED:
+            raise ValueError(
+                f"certify: {name} is not a flag of this command any more; run python -m "
+                "tests.certify with the same flags in a checkout"
+            )
     if chosen.model is not None:
         flags = [*DescribedModelFlags.flags(chosen.model, chosen.like, chosen.pp or 1), *flags]
     elif chosen.like is not None:
@@ -308,9 +238,9 @@ def read(arguments: Sequence[str] | None = None) -> Trial:
     stages = _stages(chosen.placement, degrees.pp)
     models = (tuple(flags),) if flags else _defaults(degrees, stages, chosen.ep is not None)
     besides = implied_flags(chosen)
-    settings = {one.name: getattr(chosen, one.name) for one in fields(Trial)
-                if one.name not in Trial.OMIT}  # fmt: skip
-    return Trial(degrees, tuple((*model, *besides) for model in models), **settings)
+    values = {one.name: getattr(chosen, one.name) for one in fields(settings)
+              if one.name not in settings.OMIT}  # fmt: skip
+    return settings(degrees, tuple((*model, *besides) for model in models), **values)
 
 
 def implied_flags(chosen: argparse.Namespace) -> tuple[str, ...]:
@@ -327,8 +257,6 @@ def implied_flags(chosen: argparse.Namespace) -> tuple[str, ...]:
             f"--placement {chosen.placement}: a certificate is of one placement; expected "
             "interleaved N, v, or a file"
         )
-    if chosen.placement is not None and chosen.loop is not None:
-        _require_interleaved(chosen)
     if chosen.placement is not None:
         words += "--epp-placement", chosen.placement
     if chosen.ep is None:
@@ -337,16 +265,6 @@ def implied_flags(chosen: argparse.Namespace) -> tuple[str, ...]:
         raise ValueError(f"--ep {chosen.ep}: expected at least 1")
     experts = "--expert-model-parallel-size", str(chosen.ep), "--expert-tensor-parallel-size", "1"
     return (*words, *experts)
-
-
-def _require_interleaved(chosen: argparse.Namespace) -> None:
-    if chosen.loop == "level1":
-        raise ValueError("--placement: slices of loops run one stage a rank; leave it out")
-    if chosen.placement.split()[:1] != ["interleaved"]:
-        raise ValueError(
-            f"--placement {chosen.placement}: loops run pipelines that Megatron builds; expected "
-            "interleaved N"
-        )
 
 
 def _first(*values: int | None) -> int:

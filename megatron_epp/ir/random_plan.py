@@ -38,6 +38,7 @@ def arbitrary_plan(
     vocabulary_parallel: bool = False,
     place: Sequence[int] = (),
     alone: bool = False,
+    chunks: Sequence[Chunk] = (),
     prefixes: Prefixes = (),
 ) -> Plan:
     """Return a random valid plan for documents of ``lengths`` tokens.
@@ -56,14 +57,14 @@ def arbitrary_plan(
         vocabulary_parallel: whether the LM head is sharded over the stages (ops H and G).
         place: rank of each stage; empty if stage i is on rank i.
         alone: whether each document is alone in one chunk, uncut. Otherwise about half of the
-            documents of 8 tokens or more are cut into two to five slices. Ignored if a document has
-            a prefix.
+            documents of 8 tokens or more are cut into two to five slices.
+        chunks: the chunks; empty if the function draws them.
         prefixes: the span that each document continues, or None; empty if no document has a prefix.
     """
+    packed = 0.0 if alone else 0.7
     chunks = (
-        tree_chunks(lengths, prefixes, random)
-        if any(prefix is not None for prefix in prefixes)
-        else arbitrary_chunks(lengths, random, never_cut=alone, packed=0.0 if alone else 0.7)
+        tuple(chunks)
+        or arbitrary_chunks(lengths, random, never_cut=alone, packed=packed)
         or (Chunk(()),)
     )
     bare = Plan(
@@ -255,120 +256,6 @@ def arbitrary_chunks(
             chunk.insert(random.randint(0, len(chunk)), span)
     random.shuffle(chunks)
     return tuple(Chunk(tuple(spans)) for spans in chunks)
-
-
-def arbitrary_prefixes(
-    lengths: Sequence[int], random: Random, context: int | None = None
-) -> Prefixes:
-    """Return random prefixes: some documents continue the start of an earlier document.
-
-    Several documents may continue the same document. Documents with a prefix may be continued, too.
-
-    Args:
-        lengths: tokens of each document.
-        random: source of random numbers.
-        context: maximum number of tokens of a document with its prefixes; None: no limit.
-    """
-    prefixes: list[Span | None] = [None]
-    begins = [0]
-    for number in range(1, len(lengths)):
-        # Sometimes the last document, for deep trees, and sometimes the first, for wide ones.
-        parent = random.choice((0, number - 1, random.randrange(number)))
-        length = lengths[parent]
-        stop = length if random.random() < 0.6 else random.randint(1, length)
-        position = begins[parent] + stop
-        fits = context is None or position + lengths[number] <= context
-        if random.random() < 0.25 or not fits:
-            prefixes.append(None)
-            begins.append(0)
-        else:
-            prefixes.append(Span(parent, 0, stop))
-            begins.append(position)
-    return tuple(prefixes)
-
-
-def tree_chunks(
-    lengths: Sequence[int], prefixes: Prefixes, random: Random, first: int = 0
-) -> tuple[Chunk, ...]:
-    """Return random chunks of documents, some of which continue other documents.
-
-    Documents are cut where another document continues them, and also at random tokens. Each span
-    goes to a new chunk, the chunk with the tokens before it, or a chunk that can run after that
-    chunk.
-
-    Args:
-        lengths: tokens of each document.
-        prefixes: the span that each document continues, or None.
-        random: source of random numbers.
-        first: number of the first document.
-    """
-    chunks: list[list[Span]] = []
-    before: list[int] = []  # the chunk that each chunk continues, or -1
-    cut_in: list[bool] = []  # whether each chunk has a slice of a document that is cut
-    lies: dict[Span, int] = {}
-
-    def descends(chunk: int, other: int) -> bool:
-        while chunk >= 0 and chunk != other:
-            chunk = before[chunk]
-        return chunk == other
-
-    def place(span: Span, after: int, cut: bool) -> None:
-        able = [
-            c
-            for c, held in enumerate(chunks)
-            if len(held) < 5
-            and span.document not in {one.document for one in held}
-            and not (cut and cut_in[c])
-            and (after in (-1, c, before[c]) or (before[c] < 0 and not descends(after, c)))
-        ]
-        if able and random.random() < 0.6:
-            chunk = random.choice(able)
-            chunks[chunk].append(span)
-            cut_in[chunk] |= cut
-        else:
-            chunk = len(chunks)
-            chunks.append([span])
-            before.append(-1)
-            cut_in.append(cut)
-        if after not in (-1, chunk):
-            before[chunk] = after
-        lies[span] = chunk
-
-    for document in _parents_first(prefixes or (None,) * len(lengths)):
-        length = lengths[document]
-        wanted = {p.stop for p in prefixes if p is not None and p.document == document} - {length}
-        more = random.randint(0, 2) if length >= 8 and random.random() < 0.4 else 0
-        inner = sorted(wanted | set(random.sample(range(1, length), min(more, length - 1))))
-        prefix = prefixes[document] if prefixes else None
-        after = -1
-        if prefix is not None:
-            after = next(
-                c for s, c in lies.items() if (s.document, s.stop) == (prefix.document, prefix.stop)
-            )
-        for boundary in pairwise([0, *inner, length]):
-            span = Span(document, *boundary)
-            place(span, after, bool(inner))
-            after = lies[span]
-    names = random.sample(range(len(chunks)), len(chunks))
-    return tuple(
-        Chunk(tuple(replace(span, document=first + span.document) for span in chunks[name]))
-        for name in names
-    )
-
-
-def _parents_first(prefixes: Prefixes) -> list[int]:
-    order: list[int] = []
-
-    def add(document: int) -> None:
-        prefix = prefixes[document]
-        if prefix is not None and prefix.document not in order:
-            add(prefix.document)
-        if document not in order:
-            order.append(document)
-
-    for document in range(len(prefixes)):
-        add(document)
-    return order
 
 
 def by_stage(plan: Plan, walked: Sequence[tuple[int, Op]]) -> tuple[tuple[Op, ...], ...]:

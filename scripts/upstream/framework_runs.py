@@ -243,7 +243,7 @@ def attention(
 
 
 def attend_within_documents(model: Any) -> None:
-    from megatron_epp.mcore.certify.loops.context import attend_over_ranks
+    from tests.certify.loops.context import attend_over_ranks
 
     if model.config.context_parallel_size > 1:
         attend_over_ranks(model)
@@ -295,10 +295,10 @@ def compare(
 
 def _install_drawn_slices(ran: list[Any]) -> None:
     """Install this project's schedule with random valid plans for slices."""
-    from megatron_epp.certify.loops.micro_batches import arbitrary_sliced_plan
     from megatron_epp.ir import FULL, KEEP
     from megatron_epp.mcore.loops.install import Installation
     from megatron_epp.mcore.loops.settings import Settings
+    from tests.certify.loops.micro_batches import arbitrary_sliced_plan
 
     def draw(
         lengths: Any, layers: Any, rates: Any, options: Any, forward_only: bool, *trees: Any

@@ -214,8 +214,8 @@ def difference(ours: list, stock: list) -> float:
 
 def random_plans():
     """Return a function that makes random plans of slices, for ``Settings``."""
-    from megatron_epp.certify.loops.micro_batches import arbitrary_sliced_plan
     from megatron_epp.ir import FULL, KEEP
+    from tests.certify.loops.micro_batches import arbitrary_sliced_plan
 
     random = Random(0)
 
@@ -227,7 +227,7 @@ def random_plans():
 
 def whole_plans():
     """Return a function that makes random plans of whole micro-batches, for ``Settings``."""
-    from megatron_epp.certify.loops.micro_batches import arbitrary_unsliced_plan
+    from tests.certify.loops.micro_batches import arbitrary_unsliced_plan
 
     random = Random(0)
 

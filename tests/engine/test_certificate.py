@@ -22,6 +22,7 @@ from megatron_epp.mcore.patching.emulated_engine import (
     VARIABLE,
     require,
 )
+from tests.certify.trial import CheckedTrial
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import first_seed, inject_alone, names, require_shown
 from tests.programs import ROOT, python
@@ -70,7 +71,7 @@ def models(*lines: str) -> tuple[tuple[str, ...], ...]:
 
 
 EVERY_DEGREE = {
-    "one process": Trial(
+    "one process": CheckedTrial(
         Degrees(1, 1, 1),
         models(
             DENSE,
@@ -84,7 +85,7 @@ EVERY_DEGREE = {
         ),
         batches=8,
     ),
-    "tensor-parallel ranks": Trial(
+    "tensor-parallel ranks": CheckedTrial(
         Degrees(1, 2, 1),
         models(
             f"{DENSE} --sequence-parallel",
@@ -98,7 +99,7 @@ EVERY_DEGREE = {
         batches=7,
         overlap=True,
     ),
-    "stages and replicas": Trial(
+    "stages and replicas": CheckedTrial(
         Degrees(2, 1, 2),
         models(
             f"{LLAMA} --num-layers 4 --epp-vocab-parallel on",
@@ -108,34 +109,38 @@ EVERY_DEGREE = {
         batches=3,
         overlap=True,
     ),
-    "context-parallel ranks": Trial(Degrees(1, 1, 1, cp=2), models(DENSE, V3, GPT_OSS), batches=6),
-    "micro-batches of loops": Trial(
+    "context-parallel ranks": CheckedTrial(
+        Degrees(1, 1, 1, cp=2), models(DENSE, V3, GPT_OSS), batches=6
+    ),
+    "micro-batches of loops": CheckedTrial(
         Degrees(2, 1, 1), models(LLAMA + " --num-layers 4"), batches=4, loop="level0"
     ),
-    "slices of loops": Trial(
+    "slices of loops": CheckedTrial(
         Degrees(2, 1, 1), models(LLAMA + " --num-layers 4"), batches=4, loop="level1"
     ),
-    "in bf16": Trial(
+    "in bf16": CheckedTrial(
         Degrees(1, 1, 1),
         models(DENSE, EXPERTS + GROUPED, DEEPSEEK, V3, HYBRID),
         batches=10,
         dtype=BF16,
     ),
-    "in bf16, over two stages": Trial(
+    "in bf16, over two stages": CheckedTrial(
         Degrees(2, 1, 1),
         models(f"{LLAMA} --num-layers 4 --epp-vocab-parallel on", f"{V3} --num-layers 4"),
         batches=4,
         overlap=True,
         dtype=BF16,
     ),
-    "in bf16, prefixes": Trial(Degrees(1, 1, 1), models(DENSE), batches=2, trees=True, dtype=BF16),
-    "in bf16, slices of loops": Trial(
+    "in bf16, prefixes": CheckedTrial(
+        Degrees(1, 1, 1), models(DENSE), batches=2, trees=True, dtype=BF16
+    ),
+    "in bf16, slices of loops": CheckedTrial(
         Degrees(2, 1, 1), models(LLAMA + " --num-layers 4"), batches=4, loop="level1", dtype=BF16
     ),
-    "in bf16, slices of loops with prefixes": Trial(
+    "in bf16, slices of loops with prefixes": CheckedTrial(
         Degrees(1, 1, 1), models(DENSE), batches=2, loop="level1", trees=True, dtype=BF16
     ),
-    "in bf16, micro-batches of loops": Trial(
+    "in bf16, micro-batches of loops": CheckedTrial(
         Degrees(2, 1, 1), models(LLAMA + " --num-layers 4"), batches=4, loop="level0", dtype=BF16
     ),
 }

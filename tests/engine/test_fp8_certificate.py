@@ -12,7 +12,8 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import GPT, LLAMA, Trial
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
-from megatron_epp.mcore.certify.command import certify_training
+from tests.certify.backend import certify_checked
+from tests.certify.trial import CheckedTrial
 from tests.engine.test_certificate import (
     DEEPSEEK,
     ENGINE,
@@ -96,7 +97,9 @@ def test_mxfp8_by_the_command() -> None:
 )
 def test_what_is_not_certified_is_refused(loop, fp8, says) -> None:
     with pytest.raises(ValueError, match=says):
-        certify_training(Trial(Degrees(1, 1, 1), models(f"{LLAMA} --num-layers 2{fp8}"), loop=loop))
+        certify_checked(
+            CheckedTrial(Degrees(1, 1, 1), models(f"{LLAMA} --num-layers 2{fp8}"), loop=loop)
+        )
 
 
 # ------------------------------------------------------------------ faults

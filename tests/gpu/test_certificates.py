@@ -9,6 +9,7 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import BF16, EXPERTS, GPT, LLAMA, Trial
 from megatron_epp.mcore.patching import emulated_engine
 from megatron_epp.mcore.patching.cuda_host import SHARE
+from tests.certify.trial import CheckedTrial
 from tests.engine.test_certificate import ENGINE, EVERY_DEGREE
 from tests.mcore.certified import certified, models
 from tests.mcore.models import DSA, GATED_DELTA_NET, LITE, MTP, SSM, V3, V3_MOE, WINDOWS
@@ -21,9 +22,9 @@ pytestmark = [
 ]
 
 
-def local(degrees: Degrees, *lines: str, **changes: object) -> Trial:
+def local(degrees: Degrees, *lines: str, **changes: object) -> CheckedTrial:
     """``lines`` are models of Megatron's own layers, which have the batches in turn."""
-    trial = Trial(degrees, models(*lines), batches=2 * len(lines))
+    trial = CheckedTrial(degrees, models(*lines), batches=2 * len(lines))
     return replace(trial, **changes)
 
 

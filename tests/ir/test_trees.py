@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from megatron_epp.ir import Chunk, Plan, PlanError, Span, check, slices_of
-from megatron_epp.ir.random_plan import arbitrary_prefixes, tree_chunks
+from tests.certify.trees import arbitrary_prefixes, tree_chunks
 
 TREE = """\
 plan v1

@@ -2,7 +2,7 @@
 
 from megatron_epp.certify.command import BatchVerdict, verdict
 from megatron_epp.certify.trial import Trial
-from megatron_epp.mcore.certify.command import certify_training
+from tests.certify.backend import certify_checked
 
 
 def models(*lines: str) -> tuple[tuple[str, ...], ...]:
@@ -13,7 +13,7 @@ def models(*lines: str) -> tuple[tuple[str, ...], ...]:
 def certified(trial: Trial) -> tuple[list[str], list[BatchVerdict]]:
     """Lines that ``trial`` prints, and its batches: all that it asks for, each of which passed."""
     lines: list[str] = []
-    judged = certify_training(trial, lines.append)
+    judged = certify_checked(trial, lines.append)
     said = "\n".join([*lines, verdict(judged)])
     assert len(judged) == trial.batches, said
     assert all(batch.passed for batch in judged), said

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from megatron_epp.certify.batches import Frame, RandomBatch, draw
+from megatron_epp.certify.batches import Frame, RandomBatch
 from megatron_epp.certify.command import BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import FLOAT64, Trial
-from megatron_epp.mcore.certify.command import certify_training
+from tests.certify.backend import certify_checked
 
 Fault = Callable[[], AbstractContextManager]
 Faults = Mapping[str, Fault]
@@ -71,7 +71,7 @@ def inject(
     """Certify a batch with each fault of ``table``, in order."""
     faults = names(table)
     trial = replace(trial, batches=len(faults), interfere=table)
-    return dict(zip(faults, certify_training(trial, show), strict=True))
+    return dict(zip(faults, certify_checked(trial, show), strict=True))
 
 
 def inject_alone(
@@ -90,7 +90,7 @@ def first_seed(
     return next(
         seed
         for seed in (likely, *range(10_000))
-        if all(shows(fault, draw(seed, number, frame)) for number, fault in faults)
+        if all(shows(fault, frame.draw(seed, number)) for number, fault in faults)
     )
 
 

@@ -328,7 +328,7 @@ def test_in_fewer_digits_errors_are_told_in_the_plain_models_own() -> None:
 
 def judged(**changes: object) -> BatchVerdict:
     coverage = StepCoverage.of(draw(7, 0, FRAME))
-    fields = {"messages": 12, "loss_error": 0.0, "gradient_error": 2e-15, "parameter": "w"}
+    fields = {"loss_error": 0.0, "gradient_error": 2e-15, "parameter": "w"}
     return BatchVerdict(0, coverage, **fields | changes)
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.certify.allowed_collectives import (
+from megatron_epp.ir import Kind, Step, Transfer, lower
+from tests.certify.allowed_collectives import (
     DATA_GROUP,
     SCHEDULE,
     AllowedCollective,
     callers_of,
     name_of,
 )
-from megatron_epp.ir import Kind, Step, Transfer, lower
-from megatron_epp.runtime.comm_recorder import Collective, MessageRecord
+from tests.certify.comm_recorder import Collective, MessageRecord
 from tests.mcore.runs import flags, trained, write_corpus
 
 LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]

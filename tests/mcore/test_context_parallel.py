@@ -157,8 +157,8 @@ def test_random_plans_over_context_parallel_ranks(judged) -> None:
     for way in ("nothing local", "nothing local again"):
         assert judged[way].coverage.local > 0 and judged[way].coverage.mixed > 0
     for batch in untouched:
-        assert batch.messages == 2 * 2 * batch.coverage.chunks
-        assert batch.collectives["rows for heads"] > 0
+        assert batch.coverage.messages == 2 * 2 * batch.coverage.chunks
+        assert batch.coverage.collectives["rows for heads"] > 0
 
 
 @pytest.mark.parametrize(

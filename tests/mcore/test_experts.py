@@ -72,10 +72,10 @@ def test_random_plans_compute_what_the_plain_model_computes(batches: int) -> Non
     assert sum(batch.coverage.selective for batch in judged) > 0
     assert sum(batch.coverage.halved for batch in judged) > 0
     exchanges = {"expert exchange", "expert gradient reduction", "tokens of documents per expert"}
-    assert all(exchanges <= set(batch.collectives) for batch in judged)
+    assert all(exchanges <= set(batch.coverage.collectives) for batch in judged)
     biased = [number % 3 == 1 for number in range(batches)]  # models have the batches in turn
     judged.sort(key=lambda batch: batch.number)
-    assert [batch.collectives["expert bias"] > 0 for batch in judged] == biased
+    assert [batch.coverage.collectives["expert bias"] > 0 for batch in judged] == biased
 
 
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])

@@ -11,7 +11,7 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.ir import Step, check_op_templates
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS
-from megatron_epp.mcore.certify.command import certify_training
+from tests.certify.backend import certify_checked
 from tests.mcore.fault_injection import FAULTS, inject, names
 from tests.mcore.models import HYBRID_MOE, QWEN3, V3, V3_MOE
 from tests.mcore.resumes import LENGTHS, OPTIMIZER, logged, require_equal, tensors
@@ -93,14 +93,14 @@ def require_proved(lines: list[str], judged: list[BatchVerdict]) -> None:
         assert sum(getattr(batch.coverage, kind) for batch in judged) > 0, kind
     assert "empty in lockstep" in verdict(judged)
     exchanges = {"expert exchange", "expert bias", "gradient reduction", "token count"}
-    assert all(exchanges <= set(batch.collectives) for batch in judged)
+    assert all(exchanges <= set(batch.coverage.collectives) for batch in judged)
 
 
 @pytest.mark.parametrize("name", TRIALS)
 def test_random_blocks_compute_what_the_plain_model_computes(name) -> None:
     trial = TRIALS[name]
     lines: list[str] = []
-    judged = certify_training(trial, lines.append)
+    judged = certify_checked(trial, lines.append)
     require_proved(lines, judged)
     said = [line for line in lines if " replicas in lockstep" in line]
     assert len(said) == len(trial.models)

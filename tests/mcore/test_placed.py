@@ -12,13 +12,14 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import GPT, LLAMA, Trial, read
 from megatron_epp.ir import Kind, Message, Op, Plan, Step, Transfer, parse_records
 from megatron_epp.mcore.certify.model_flags import parsed
-from megatron_epp.mcore.certify.planned import PlansOf
 from megatron_epp.mcore.choose.kept import CHOICES_FILE
 from megatron_epp.mcore.flags.replaced import TAKEN
 from megatron_epp.mcore.model.stage import reduce_in_turn
 from megatron_epp.mcore.placing.placeholder import placeholder
 from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 from megatron_epp.sim.play import play
+from tests.certify.planned import PlansOf
+from tests.certify.trial import CheckedTrial, read_checked
 from tests.mcore.certified import certified
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS, Job
 from tests.mcore.runs import flags, train, trained, write_corpus
@@ -42,7 +43,7 @@ def test_both_ends_on_one_rank_with_replicas() -> None:
     for kind in ("split", "hybrid", "packed", "halved", "offloaded"):
         assert sum(getattr(batch.coverage, kind) for batch in judged) > 0
     for batch in judged:  # from rank 1 to 0 and on to itself and back: two links each way
-        assert batch.messages == 4 * batch.coverage.chunks
+        assert batch.coverage.messages == 4 * batch.coverage.chunks
 
 
 def test_words_over_stages_that_lie_anywhere(tmp_path: Path) -> None:
@@ -58,7 +59,9 @@ def test_words_over_stages_that_lie_anywhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("planner", "placement"), [("zb-v", "v"), ("slimpipe", "interleaved 2")])
 def test_plans_of_published_methods_compute_the_same(planner: str, placement: str) -> None:
     """In the executor of all others: backwards split over a V; slices over interleaved stages."""
-    trial = Trial(Degrees(2, 1, 1), (model(LLAMA, 4, placement),), batches=3, planner=planner)
+    trial = CheckedTrial(
+        Degrees(2, 1, 1), (model(LLAMA, 4, placement),), batches=3, planner=planner
+    )
     _, judged = certified(trial)
     kept = "halved" if planner == "zb-v" else "split"
     assert sum(getattr(batch.coverage, kept) for batch in judged) > 0
@@ -68,7 +71,7 @@ def test_plans_of_published_methods_compute_the_same(planner: str, placement: st
 
 def test_certificates_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match="leave --loop and --trees out"):
-        read(["--pp", "2", "--planner", "epp", "--trees"])
+        read_checked(["--pp", "2", "--planner", "epp", "--trees"])
     with pytest.raises(ValueError, match="--placement auto: a certificate is of one placement"):
         read(["--pp", "2", "--placement", "auto"])
     for planner, said in (("zb-v", "expected the placement v"), ("zbv", "did you mean zb-v")):

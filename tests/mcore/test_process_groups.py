@@ -20,7 +20,7 @@ def make(rank: int) -> list[dict[str, Any]]:
     from megatron.training.global_vars import set_args
 
     from megatron_epp.mcore.job import process_groups
-    from megatron_epp.runtime.comm_recorder import Traffic
+    from tests.certify.comm_recorder import Traffic
 
     set_args(
         Namespace(

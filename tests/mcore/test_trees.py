@@ -4,19 +4,21 @@ from collections.abc import Mapping
 
 import pytest
 
-from megatron_epp.certify.batches import Frame, RandomBatch, modes_drawn
+from megatron_epp.certify.batches import RandomBatch, modes_drawn
 from megatron_epp.certify.command import BatchVerdict
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.certify.trial import LLAMA, Trial
+from megatron_epp.certify.trial import LLAMA
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
-from megatron_epp.mcore.certify.command import main
+from tests.certify.backend import main
+from tests.certify.frame import CheckedFrame
+from tests.certify.trial import CheckedTrial
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import FAULTS, first_seed, inject, names
 
 pytestmark = pytest.mark.everything
 
 TABLE = FAULTS / "trees.py"
-FRAME = Frame(61, (2,), replicas=1, modes=modes_drawn(EXECUTABLE), splits=True, trees=True)
+FRAME = CheckedFrame(61, (2,), replicas=1, modes=modes_drawn(EXECUTABLE), splits=True, trees=True)
 
 
 def shows(way: str, drawn: RandomBatch) -> bool:
@@ -37,7 +39,7 @@ def shows(way: str, drawn: RandomBatch) -> bool:
 def judged() -> Mapping[str, BatchVerdict]:
     llama = tuple(f"{LLAMA} --num-layers 2".split())
     seed = first_seed(TABLE, FRAME, shows)
-    return inject(TABLE, Trial(Degrees(1, 1, 1), (llama,), seed=seed, trees=True))
+    return inject(TABLE, CheckedTrial(Degrees(1, 1, 1), (llama,), seed=seed, trees=True))
 
 
 @pytest.mark.parametrize("way", names(TABLE))
@@ -64,13 +66,13 @@ JOBS = {
 @pytest.mark.parametrize("name", JOBS)
 def test_random_trees_compute_what_copies_compute(name: str) -> None:
     degrees, flags, batches = JOBS[name]
-    _, found = certified(Trial(degrees, (tuple(flags.split()),), batches, trees=True))
+    _, found = certified(CheckedTrial(degrees, (tuple(flags.split()),), batches, trees=True))
     assert sum(batch.coverage.branches for batch in found) > 5
     assert sum(batch.coverage.beside for batch in found) > 0
 
 
 def test_loops_find_what_their_samples_share() -> None:
-    trial = Trial(
+    trial = CheckedTrial(
         Degrees(pp=4, tp=1, dp=1), (tuple(f"{LLAMA} --num-layers 4".split()),), 4, loop="level1",
         trees=True,
     )  # fmt: skip

@@ -8,10 +8,11 @@ import pytest
 from megatron.core import num_microbatches_calculator as counts
 
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.certify.trial import EXPERTS, LLAMA, Trial, read
+from megatron_epp.certify.trial import EXPERTS, LLAMA
 from megatron_epp.ir import Step
 from megatron_epp.mcore.patching import patch_points
 from megatron_epp.mcore.patching.uneven_batches import SampleCount, UnevenMicroBatches
+from tests.certify.trial import CheckedTrial, read_checked
 from tests.mcore.certified import certified, models
 from tests.mcore.runs import Run, flags, trained, write_corpus
 
@@ -82,18 +83,18 @@ def test_a_trainer_that_counts_otherwise_ends() -> None:
 @pytest.mark.parametrize("documents", [1, 2, 7, 8])
 def test_any_number_of_documents_on_three_replicas(documents) -> None:
     model = models(f"{LLAMA} {EXPERTS} --num-layers 2")
-    trial = Trial(Degrees(1, 1, 3), model, 1, overlap=True, documents=documents)
+    trial = CheckedTrial(Degrees(1, 1, 3), model, 1, overlap=True, documents=documents)
     _, (batch,) = certified(trial)
     assert batch.coverage.documents == documents
     assert batch.coverage.idle >= 3 - documents
 
 
 def test_documents_of_certify_from_the_command_line() -> None:
-    assert read(["--dp", "3", "--documents", "2"]).documents == 2
+    assert read_checked(["--dp", "3", "--documents", "2"]).documents == 2
     with pytest.raises(ValueError, match="--documents 0: expected at least 1"):
-        read(["--documents", "0"])
+        read_checked(["--documents", "0"])
     with pytest.raises(ValueError, match="--documents 2: of Megatron's trainer"):
-        read(["--documents", "2", "--loop", "level1"])
+        read_checked(["--documents", "2", "--loop", "level1"])
 
 
 # ------------------------------------------------------------------ training

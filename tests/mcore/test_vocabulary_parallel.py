@@ -60,8 +60,8 @@ def require_proved(judged: Sequence[BatchVerdict], degrees: Degrees) -> None:
     for batch in judged:
         # Each chunk goes once forward and once back, and once round: to the first stage, and down.
         links = 2 * (degrees.pp - 1) + degrees.pp
-        assert batch.messages == links * degrees.tp * batch.coverage.chunks
-        assert bool(batch.collectives["words of a stage"]) == (degrees.tp > 1)
+        assert batch.coverage.messages == links * degrees.tp * batch.coverage.chunks
+        assert bool(batch.coverage.collectives["words of a stage"]) == (degrees.tp > 1)
 
 
 @pytest.mark.parametrize("name", EVERY_DEGREE)

@@ -19,7 +19,7 @@ from megatron.training import training  # noqa: E402
 from torch.distributed import distributed_c10d  # noqa: E402
 
 from megatron_epp.mcore.trainer import entry, job  # noqa: E402
-from megatron_epp.runtime.comm_recorder import Traffic  # noqa: E402
+from tests.certify.comm_recorder import Traffic  # noqa: E402
 
 
 def main() -> None:

@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from megatron_epp.ir import Message, Payload
 from megatron_epp.runtime import link
-from megatron_epp.runtime.comm_recorder import Traffic
 from megatron_epp.runtime.link import Links, connect, message_device
+from tests.certify.comm_recorder import Traffic
 from tests.runtime import world
 
 STAGES = 3

@@ -11,7 +11,7 @@ from tests.runtime.world import run
 
 
 def talk(rank: int) -> dict[str, Any]:
-    from megatron_epp.runtime.comm_recorder import Traffic
+    from tests.certify.comm_recorder import Traffic
 
     group = dist.new_group(group_desc="talkers")
     ones = torch.ones(3)

@@ -40,10 +40,21 @@ def choose_engine(trial: Trial) -> str:
 
 
 def make_server(role: Role, until_the_end: ExitStack) -> Any:
-    """Return the object that this process serves: the reference model, or a rank under test.
+    """Return the object that this process serves: the reference model, or a rank under test."""
+    prepare_process(role, until_the_end)
+    if role.rank == REFERENCE:
+        from megatron_epp.mcore.certify.reference import ReferenceModel
 
-    The classes of both objects differ between Megatron's trainer and external training loops. The
-    stack ``until_the_end`` gets the contexts that must stay open until the process ends.
+        return ReferenceModel(role)
+    from megatron_epp.mcore.certify.rank import Rank
+
+    return Rank(role)
+
+
+def prepare_process(role: Role, until_the_end: ExitStack) -> None:
+    """Prepare this process for Megatron, before its server is made.
+
+    The stack ``until_the_end`` gets the contexts that must stay open until the process ends.
     """
     from megatron_epp.mcore.patching import cpu_host, cuda_host, patch_points
 
@@ -61,18 +72,6 @@ def make_server(role: Role, until_the_end: ExitStack) -> Any:
             rotate_in_double()
             # Without Transformer Engine, Megatron refuses local norms with sequence parallelism.
             patch_points.install([patch_points.SEQUENCE_PARALLEL_NORM])
-    if role.trial.loop is not None:
-        from megatron_epp.mcore.certify.loops.loop_rank import LoopRank
-        from megatron_epp.mcore.certify.loops.reference_loop import ReferenceLoop
-
-        return ReferenceLoop(role) if role.rank == REFERENCE else LoopRank(role)
-    if role.rank == REFERENCE:
-        from megatron_epp.mcore.certify.reference import ReferenceModel
-
-        return ReferenceModel(role)
-    from megatron_epp.mcore.certify.rank import Rank
-
-    return Rank(role)
 
 
 def hide_transformer_engine() -> None:

@@ -1,4 +1,4 @@
-"""``python -m megatron_epp certify`` for Megatron's trainer, or with ``--loop`` for other loops."""
+"""``python -m megatron_epp certify`` for Megatron's trainer."""
 
 from collections.abc import Callable, Sequence
 

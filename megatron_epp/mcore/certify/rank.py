@@ -1,7 +1,6 @@
 """Rank of the job under test: it runs the trainer's components on one batch after another."""
 
 import pickle
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,24 +14,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.utils import get_model_config
 
-from megatron_epp.certify.allowed_collectives import SCHEDULE, AllowedCollective, name_of
 from megatron_epp.certify.batches import RandomBatch, most_offloaded
 from megatron_epp.certify.protocol import ModelSetup, RankResult, Role
 from megatron_epp.certify.trainer_results import TrainerResult
 from megatron_epp.certify.trial import FLOAT64
 from megatron_epp.control.step_source import Following, SourcedStep
-from megatron_epp.ir import (
-    OFFLOAD,
-    Chunk,
-    Kind,
-    Message,
-    Payload,
-    Plan,
-    Program,
-    Step,
-    Transfer,
-    lower,
-)
+from megatron_epp.ir import OFFLOAD, Chunk, Step
 from megatron_epp.layers.attention.reference import ReferenceKernel
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.certify.adapters import gradient
@@ -48,7 +35,6 @@ from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.patching import patch_points
 from megatron_epp.mcore.trainer.hooks import TrainerHooks
 from megatron_epp.mcore.trainer.job import Job
-from megatron_epp.runtime.comm_recorder import MessageRecord, Traffic
 from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES
 
 
@@ -101,10 +87,6 @@ class Rank:
     """Rank that builds the model with the trainer's hooks, and runs the trainer's schedule."""
 
     mtp_loss: Mapping[str, numpy.ndarray] = MappingProxyType({})  # MTP losses
-    LISTED: ClassVar[Sequence[AllowedCollective]] = (  # collectives that a rank may issue
-        *SCHEDULE,
-        *(one for kind in LAYER_CERTIFICATES for one in kind.COLLECTIVES),
-    )
     RESULT: ClassVar[type[RankResult]] = TrainerResult  # class of a batch's results
 
     def __init__(self, role: Role):
@@ -162,9 +144,7 @@ class Rank:
             evaluated = self.run(drawn, forward_only=True)
             for model in self.models:
                 model.zero_grad_buffer()
-            with Traffic() as traffic:
-                trained = self.run(drawn, forward_only=False)
-            named = [(one, name_of(one, self.LISTED)) for one in traffic.collectives]
+            trained = self.train(drawn)
             self._gather_gradients()
             return self.RESULT(
                 [
@@ -172,18 +152,17 @@ class Rank:
                     for model in self.models
                     for shard in shards(model.module, lambda one: gradient(one, "main_grad"))
                 ],
-                len(traffic.messages),
-                Counter(name for _, name in named if name is not None),
-                [
-                    *sorted({f"not on the list: {one}" for one, name in named if name is None}),
-                    *self.problems(drawn, traffic.messages),
-                ],
+                self.problems(drawn),
                 *self.results(trained, evaluated),
             )
 
-    def problems(self, drawn: Any, messages: list[MessageRecord]) -> list[str]:
-        """Return a line for each difference of messages or offloaded bytes from the plan."""
-        return self._unplanned(drawn.step, messages) + self._not_offloaded(drawn.step)
+    def train(self, drawn: Any) -> Any:
+        """Run the drawn batch with backward."""
+        return self.run(drawn, forward_only=False)
+
+    def problems(self, drawn: Any) -> list[str]:
+        """Return a line for each deviation of the batch just trained from its plan."""
+        return self._not_offloaded(drawn.step)
 
     def results(self, trained: Any, evaluated: Any) -> tuple[Any, ...]:
         """Return the values of the fields that class ``RESULT`` adds to its base RankResult."""
@@ -249,55 +228,3 @@ class Rank:
         """Return the bytes of a layer's input for ``chunk`` on this rank."""
         rows = self.row_shard.message(self.row_shard.rows(chunk))
         return rows * self.args.hidden_size * self.args.params_dtype.itemsize
-
-    def _unplanned(self, step: Step, messages: list[MessageRecord]) -> list[str]:
-        """Return a line for each link whose messages differ from the plan's messages."""
-        plan, rank = step.plans[self.groups.replica], self.groups.pipeline_rank
-        planned = self._planned(plan, lower(plan)[rank])
-        problems = []
-        # Sends follow the program's order; receives are posted early, in order on each link.
-        links = {(message.way, message.group, message.peer) for message in (*planned, *messages)}
-        for link in sorted(links):
-            wanted = [m.elements for m in planned if (m.way, m.group, m.peer) == link]
-            seen = [m.elements for m in messages if (m.way, m.group, m.peer) == link]
-            if wanted != seen:
-                way, group, peer = link
-                problems.append(
-                    f"{plan.rank_name(rank)}: {way} {group} with {peer}: messages of {seen} "
-                    f"elements where {wanted} were planned"
-                )
-        return problems
-
-    def _planned(self, plan: Plan, program: Program) -> list[MessageRecord]:
-        planned = []
-        for op in program:
-            if not isinstance(op, Transfer):
-                continue
-            message = op.message
-            rows = self.row_shard.message(self.row_shard.rows(plan.chunks[message.chunk]))
-            numbers = self._numbers(message, plan)
-            sends = op.kind is Kind.SEND
-            planned.append(
-                MessageRecord(
-                    "send" if sends else "receive",
-                    f"epp_{message.payload.name.lower()}",
-                    self.groups.pipeline_ranks[message.link[1] if sends else message.link[0]],
-                    rows * numbers,
-                )
-            )
-        return planned
-
-    def _numbers(self, message: Message, plan: Plan) -> int:
-        """Return the number of elements that a message in training has for each row of its chunk.
-
-        With vocabulary parallelism, messages can include float32 statistics: 2 bf16 elements each.
-        """
-        hidden, each = self.args.hidden_size, 1 + (self.args.mtp_num_layers or 0)
-        place = max(1, 4 // self.args.params_dtype.itemsize)
-        if not plan.vocabulary_parallel or message.payload is Payload.ACTIVATION:
-            return hidden
-        if message.payload is Payload.GRADIENT:
-            return hidden + each * place
-        if message.target == 0:
-            return each * hidden
-        return each * ((2 if message.target == plan.stages - 1 else 3) * hidden + 2 * place)

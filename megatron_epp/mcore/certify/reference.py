@@ -11,7 +11,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from megatron_epp.certify.batches import CONTEXT, Frame, RandomBatch, modes_drawn
+from megatron_epp.certify.batches import Frame, RandomBatch, modes_drawn
 from megatron_epp.certify.compare import assembled
 from megatron_epp.certify.protocol import ModelSetup, Reference, Role
 from megatron_epp.certify.trainer_results import TrainerReference
@@ -21,7 +21,6 @@ from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.adapters import adapt
 from megatron_epp.mcore.certify.model_flags import choose_layers, describe, parsed, scaled
 from megatron_epp.mcore.certify.models import ChangingWeights, begin, join, reference_model
-from megatron_epp.mcore.certify.planned import PlansOf
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.data.row_shard import row_block
@@ -30,7 +29,6 @@ from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.registry import (
     lockstep_of,
     modes_of_kinds,
-    require_shared,
 )
 from megatron_epp.mcore.model.quantisation import per_tensor_scales, quantises
 from megatron_epp.mcore.patching import cpu_host
@@ -111,17 +109,7 @@ class ReferenceModel:
         sharded, place = vocabulary_parallel(small.elastic), place_of(small.elastic)
         # If ranks share a tensor, each rank has a separate scale for its shard.
         shared = degrees.tp * degrees.cp * small.elastic.expert_model_parallel_size > 1
-        drawn_here = self.trial.planner is None and not self.trial.trees
-        exact = per_tensor_scales(small.elastic) and drawn_here and not shared
-        plans = None
-        if self.trial.planner is not None:
-            if lockstep_of(small.elastic) > 1:
-                raise ValueError(
-                    f"--planner {self.trial.planner}: experts over replicas run in lockstep; leave "
-                    "it out"
-                )
-            plans = PlansOf(self.trial.planner, small.layers, place, sharded, splits)
-            plans([CONTEXT, CONTEXT // 2])  # raises early if the planner refuses these stages
+        exact = per_tensor_scales(small.elastic) and not shared
         self.frame = Frame(
             args.padded_vocab_size,
             small.layers,
@@ -132,13 +120,8 @@ class ReferenceModel:
             vocabulary_parallel=sharded,
             ranks=degrees.cp,
             place=place,
-            trees=self.trial.trees,
-            plans=plans,
             alone=self.rows * exact if self.trial.dtype == FLOAT64 else 0,
-            documents=self.trial.documents or 0,
         )
-        if self.trial.trees:
-            require_shared(small.elastic, "--trees")
         return ModelSetup(
             pickle.dumps(small.elastic),
             self.frame,

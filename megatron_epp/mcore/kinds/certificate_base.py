@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from megatron_epp.certify.allowed_collectives import AllowedCollective
 from megatron_epp.mcore.kinds.base import LayerKind
 
 if TYPE_CHECKING:
@@ -17,11 +16,9 @@ class LayerCertificate:
 
     Attributes:
         KIND: Properties of the layer kind.
-        COLLECTIVES: Collectives that layers of this kind issue.
     """
 
     KIND: LayerKind
-    COLLECTIVES: tuple[AllowedCollective, ...] = ()
 
     # -------------------------------------------------------------- the small model
 

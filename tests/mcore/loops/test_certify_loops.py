@@ -8,8 +8,9 @@ import pytest
 
 from megatron_epp.certify.command import BOUND, BatchVerdict, verdict
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.certify.trial import GPT, LLAMA, Trial, read
-from megatron_epp.mcore.certify.command import certify_training, main
+from megatron_epp.certify.trial import GPT, LLAMA
+from tests.certify.backend import certify_checked, main
+from tests.certify.trial import CheckedTrial, read_checked
 from tests.mcore.certified import certified, models
 from tests.mcore.fault_injection import inject
 
@@ -18,12 +19,12 @@ pytestmark = pytest.mark.everything
 TABLES = Path(__file__).with_name("faults")
 
 
-def trial(degrees: Degrees, batches: int, llama: str = "", **others) -> Trial:
+def trial(degrees: Degrees, batches: int, llama: str = "", **others) -> CheckedTrial:
     """``llama``: flags that its model has besides."""
     layers = f" --num-layers {2 * degrees.pp}"
     sequence = " --sequence-parallel" if degrees.tp > 1 else ""
     flags = models(f"{LLAMA}{layers}{sequence} {llama}", GPT + layers)
-    return Trial(degrees, flags, batches, timeout=90.0, **others)
+    return CheckedTrial(degrees, flags, batches, timeout=90.0, **others)
 
 
 WINDOWS = "--window-size 127,0 --window-attn-skip-freq 2 --softmax-type learnable"
@@ -62,9 +63,9 @@ def test_loops_compute_what_the_plain_model_computes(
     assert (sum(batch.coverage.halved for batch in judged) > 0) == (degrees.pp > 1)
     assert (sum(batch.coverage.cut for batch in judged) > 0) == (level == "level1")
     for batch in judged:
-        assert batch.messages == 2 * (degrees.pp - 1) * degrees.tp * batch.coverage.chunks
-        assert "gradient reduction" in batch.collectives
-        assert degrees.pp == 1 or {"call", "plan text"} <= set(batch.collectives)
+        assert batch.coverage.messages == 2 * (degrees.pp - 1) * degrees.tp * batch.coverage.chunks
+        assert "gradient reduction" in batch.coverage.collectives
+        assert degrees.pp == 1 or {"call", "plan text"} <= set(batch.coverage.collectives)
     assert "certified: " in verdict(judged)
     assert "values in the caller's order" in verdict(judged)
 
@@ -81,7 +82,7 @@ def test_slices_of_models_of_others(degrees, llama, kind) -> None:
     experts among these, balanced over a micro-batch as Megatron balances them."""
     _, judged = certified(trial(degrees, 4, llama, loop="level1", loop_model=kind))
     assert sum(batch.coverage.cut for batch in judged) > 0
-    shares = [batch.collectives["outputs of a slice"] > 0 for batch in judged]
+    shares = [batch.coverage.collectives["outputs of a slice"] > 0 for batch in judged]
     assert all(shares) == (degrees.cp > 1)
 
 
@@ -90,7 +91,7 @@ def test_loops_that_share_a_micro_batch_over_context_parallel_ranks() -> None:
     takes each rank for the only one."""
     lines: list[str] = []
     degrees = Degrees(1, 1, 1, cp=2)
-    judged = certify_training(
+    judged = certify_checked(
         trial(degrees, 6, EXPERTS, loop="level0", interfere=TABLES / "context.py"), lines.append
     )
     assert [batch.number for batch in judged] == [0, 2, 4, 1, 3, 5]
@@ -102,7 +103,7 @@ def test_loops_that_share_a_micro_batch_over_context_parallel_ranks() -> None:
         "sequence",
         "sequences",
     }
-    assert all(batch.collectives["loop's own context"] > 0 for batch in judged)
+    assert all(batch.coverage.collectives["loop's own context"] > 0 for batch in judged)
     assert mean.coverage.loss == "mean" and mean.loss_error <= BOUND
     assert mean.gradient_error == pytest.approx(0.5)
 
@@ -112,8 +113,8 @@ def test_interleaved_pipelines_compute_what_the_plain_model_computes() -> None:
     draw parts read something else than the others."""
     lines: list[str] = []
     words = ("--loop", "level0", "--pp", "2", "--dp", "2", "--overlap", "--batches", "6")
-    asked = read([*words, "--placement", "interleaved 2"])
-    judged = certify_training(replace(asked, interfere=TABLES / "interleaved.py"), lines.append)
+    asked = read_checked([*words, "--placement", "interleaved 2"])
+    judged = certify_checked(replace(asked, interfere=TABLES / "interleaved.py"), lines.append)
     wrong = [batch.number for batch in judged if not batch.passed]
     assert len(judged) == 6 and wrong == [4, 5], "\n".join(lines)
     assert sum(batch.coverage.halved for batch in judged) > 0
@@ -123,10 +124,10 @@ def test_replicas_that_share_experts_run_one_order() -> None:
     """An arbitrary one, of micro-batches of any lengths; nothing is split by those of one."""
     lines: list[str] = []
     shared = ["--loop", "level0", "--ep", "2", "--dp", "2"]
-    judged = certify_training(read([*shared, "--batches", "2"]), lines.append)
+    judged = certify_checked(read_checked([*shared, "--batches", "2"]), lines.append)
     assert all(batch.passed and batch.coverage.halved == 0 for batch in judged), "\n".join(lines)
     assert "2 replicas in lockstep" in lines[0]
-    assert all(batch.collectives["expert exchange"] > 0 for batch in judged)
+    assert all(batch.coverage.collectives["expert exchange"] > 0 for batch in judged)
 
 
 def test_the_command_line() -> None:
@@ -160,7 +161,7 @@ def test_the_command_line() -> None:
 def with_faults() -> Mapping[str, BatchVerdict]:
     """One stage, in slices."""
     flags = models(f"{LLAMA} --num-layers 2")
-    return inject(TABLES / "slices.py", Trial(Degrees(1, 1, 1), flags, loop="level1"))
+    return inject(TABLES / "slices.py", CheckedTrial(Degrees(1, 1, 1), flags, loop="level1"))
 
 
 @pytest.mark.parametrize("way", ["nothing", "nothing again"])

@@ -8,8 +8,9 @@ import pytest
 
 from megatron_epp.certify.command import BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.certify.loops.micro_batches import LoopFrame, loop_loss
-from megatron_epp.certify.trial import ENCODER, LLAMA, Trial
+from megatron_epp.certify.trial import LLAMA
+from tests.certify.loops.micro_batches import LoopFrame, loop_loss
+from tests.certify.trial import ENCODER, CheckedTrial
 from tests.mcore.fault_injection import inject, names, require_shown
 from tests.mcore.test_trees import FRAME
 
@@ -21,7 +22,7 @@ ENCODERS, RANKS, TREES = (FOLDER / f"{name}.py" for name in ("encoder", "ranks",
 
 
 def judged(table: Path, degrees: Degrees, **others) -> Mapping[str, BatchVerdict]:
-    return inject(table, Trial(degrees, LLAMA_2, loop="level1", **others))
+    return inject(table, CheckedTrial(degrees, LLAMA_2, loop="level1", **others))
 
 
 def branches(number: int, seed: int) -> bool:

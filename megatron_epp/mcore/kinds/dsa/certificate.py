@@ -7,7 +7,6 @@ from megatron.core.transformer.experimental_attention_variant.dsa import (
     DSAIndexerLossLoggingHelper,
 )
 
-from megatron_epp.certify.allowed_collectives import AllowedCollective, callers_of
 from megatron_epp.layers import dsa
 from megatron_epp.mcore.kinds.dsa.kind import DSAKind, asks_for_dsa, indexer_learns
 from megatron_epp.mcore.kinds.mla.certificate import MLACertificate
@@ -27,14 +26,6 @@ class DSACertificate(MLACertificate):
     """
 
     KIND = DSAKind()
-    COLLECTIVES = (
-        AllowedCollective(
-            "attention of all heads",
-            "TENSOR_MODEL_PARALLEL_GROUP",
-            callers_of("megatron_epp.layers.dsa._target"),
-            "what an indexer learns from; once per block of rows, in forward and in backward",
-        ),
-    )
 
     @override
     def small(

@@ -1,4 +1,4 @@
-"""A fault in the second batch of each model: context-parallel ranks do not share a micro-batch.
+"""A fault in the second batch of each job: context-parallel ranks do not share a micro-batch.
 
 Megatron averages gradients over these ranks, and its schedules multiply a loss that comes without a
 number of tokens by their number.
@@ -19,4 +19,4 @@ alone = fault(
 
 
 def around(number: int) -> AbstractContextManager:
-    return alone() if number == 1 else nothing()
+    return alone() if number // 2 == 1 else nothing()

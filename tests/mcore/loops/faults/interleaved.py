@@ -15,6 +15,6 @@ def read_something_else(call: LoopCall) -> list[Any]:
 
 
 def around(number: int) -> AbstractContextManager:
-    if number != 2:
+    if number // 2 != 2:
         return nullcontext()
     return patch.object(LoopCall, "iterators", property(read_something_else))

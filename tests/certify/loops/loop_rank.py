@@ -12,23 +12,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_model_config
 
-from megatron_epp.certify.allowed_collectives import SCHEDULE, AllowedCollective
 from megatron_epp.certify.batches import modes_drawn
-from megatron_epp.certify.loops.loop_results import LoopResult
-from megatron_epp.certify.loops.micro_batches import (
-    MicroBatch,
-    arbitrary_sliced_plan,
-    arbitrary_unsliced_plan,
-    loop_forward_step,
-    loop_loss,
-)
 from megatron_epp.certify.protocol import ModelSetup
 from megatron_epp.ir import OFFLOAD, Kind, Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
-from megatron_epp.mcore.certify.loops.context import attend_over_ranks, context_forward_step
-from megatron_epp.mcore.certify.loops.other_models import AROUND, PixelSamples
 from megatron_epp.mcore.certify.models import elastic_models
-from megatron_epp.mcore.certify.rank import Rank
 from megatron_epp.mcore.loops.adapters.samples import Samples
 from megatron_epp.mcore.loops.attached import attach_to
 from megatron_epp.mcore.loops.install import Installation, installed
@@ -39,6 +27,18 @@ from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS, place_of
 from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from megatron_epp.planner.choose.partition import layout_text
+from tests.certify.allowed_collectives import SCHEDULE, AllowedCollective
+from tests.certify.loops.context import attend_over_ranks, context_forward_step
+from tests.certify.loops.loop_results import LoopResult
+from tests.certify.loops.micro_batches import (
+    MicroBatch,
+    arbitrary_sliced_plan,
+    arbitrary_unsliced_plan,
+    loop_forward_step,
+    loop_loss,
+)
+from tests.certify.loops.other_models import AROUND, PixelSamples
+from tests.certify.rank import WatchedRank
 
 # Collectives over a replica that a call of a loop may issue.
 _LOOP_COLLECTIVES = (
@@ -69,7 +69,7 @@ _LOOP_COLLECTIVES = (
     AllowedCollective(
         "loop's own context",
         "CONTEXT_PARALLEL_GROUP",
-        r"megatron_epp\.mcore\.(certify\.loops\.context|patching\.unequal_rows)\..*",
+        r"(tests\.certify\.loops\.context|megatron_epp\.mcore\.patching\.unequal_rows)\..*",
         "the loop's attention and losses over ranks that share its documents",
     ),
     AllowedCollective(
@@ -84,7 +84,7 @@ _NOT_SCHEDULED = ("plan text", "plan digest", "report", "records", "memory limit
 LOOP = (*_LOOP_COLLECTIVES, *(entry for entry in SCHEDULE if entry.name not in _NOT_SCHEDULED))
 
 
-class LoopRank(Rank):
+class LoopRank(WatchedRank):
     """Rank that runs a training loop with Megatron's ``get_forward_backward_func``."""
 
     LISTED: ClassVar = LOOP
@@ -127,16 +127,13 @@ class LoopRank(Rank):
         return models
 
     @override
-    def problems(self, drawn: Any, messages: Any) -> list[str]:
-        return []  # a loop's messages are not compared
-
-    @override
     def results(self, trained: Any, evaluated: Any) -> tuple[Any, ...]:
         plan, values = self.ran[-1].plan, tuple(item["value"] for item in trained)
         halved = sum(op.kind is Kind.WEIGHT for order in plan.orders for op in order)
         replica = mpu.get_data_parallel_rank()
         branches = sum(prefix is not None for prefix in plan.prefixes)
-        return replica, values, tuple(evaluated), len(plan.chunks), halved, branches
+        counts = len(plan.chunks), halved, branches
+        return replica, values, tuple(evaluated), *counts, *self.traffic_counts()
 
     def run(self, drawn: Any, forward_only: bool) -> Any:
         """Call the schedule with the drawn micro-batches, and return its forward_data_store."""
@@ -187,7 +184,8 @@ class LoopRank(Rank):
     def _random(self, forward_only: bool) -> Random:
         # All replicas of a lockstep group draw equal orders.
         block = mpu.get_data_parallel_rank() // self.frame.model.lockstep
-        return Random(f"{self.seed} {self.number} {block} {forward_only}")
+        number = self.number // self.frame.turns
+        return Random(f"{self.seed} {number} {block} {forward_only}")
 
 
 def _on_device(batch: MicroBatch) -> MicroBatch:

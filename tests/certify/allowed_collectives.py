@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron_epp.runtime.comm_recorder import Collective
+from tests.certify.comm_recorder import Collective
 
 _MCORE = "megatron.core."
 _FINALIZE = _MCORE + "distributed.finalize_model_grads."
@@ -162,6 +162,12 @@ SCHEDULE = (
         "TENSOR_MODEL_PARALLEL_GROUP",
         callers_of("megatron_epp.layers.lm_head.vocabulary"),
         "in every H statistics and rows of the ranks' words, in H and G the rows of each",
+    ),
+    AllowedCollective(
+        "attention of all heads",
+        "TENSOR_MODEL_PARALLEL_GROUP",
+        callers_of("megatron_epp.layers.dsa._target"),
+        "what an indexer learns from; once per block of rows, in forward and in backward",
     ),
 )
 

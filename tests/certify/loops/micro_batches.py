@@ -23,16 +23,17 @@ import numpy
 import torch
 from torch import Tensor
 
-from megatron_epp.certify.batches import CONTEXT, MASKED, Frame
-from megatron_epp.certify.loops.loop_results import LoopCoverage, LoopResult
+from megatron_epp.certify.batches import CONTEXT, MASKED
 from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Span, slices_of
 from megatron_epp.ir.random_plan import (
     arbitrary_chunks,
     by_stage,
     placed,
     random_walk,
-    tree_chunks,
 )
+from tests.certify.frame import CheckedFrame, traffic_of
+from tests.certify.loops.loop_results import LoopCoverage, LoopResult
+from tests.certify.trees import tree_chunks
 
 LOSSES = ("tokens", "mean", "sequence")
 COUNTED = ("tokens", "sequences")  # losses with a count, for a mean over all micro-batches
@@ -55,18 +56,20 @@ class LoopFrame:
     """External training loop for which batches are drawn.
 
     Attributes:
-        model: model and parallel sizes.
+        model: model and parallel sizes; may draw prefixes.
         per_token: value of Megatron's calculate_per_token_loss.
         sliced: whether documents are sliced (slicing mode).
         multiple: rows are padded to a multiple of this number, so that ranks can shard them.
         pixels: whether micro-batches contain pixels, the input of an encoder.
+        turns: number of consecutive batches, of different jobs, that are drawn alike.
     """
 
-    model: Frame
+    model: CheckedFrame
     per_token: bool
     sliced: bool
     multiple: int = MULTIPLE
     pixels: bool = False
+    turns: int = 1
 
     @property
     def parts(self) -> int:
@@ -78,6 +81,7 @@ class LoopFrame:
 
     def draw(self, seed: int, number: int) -> DrawnMicroBatches:
         """Return batch ``number``, which is the same in every process."""
+        number //= self.turns
         random = Random(f"loop {seed} {number}")
         generator = numpy.random.default_rng([seed, number, 7])
         losses = COUNTED if self.per_token else LOSSES
@@ -105,7 +109,8 @@ class LoopFrame:
         halved, branches = (
             sum(getattr(one, name) for one in replicas) for name in ("halved", "branches")
         )
-        return LoopCoverage(drawn.loss, count, chunks, cut, halved, branches)
+        counts = chunks, cut, halved, branches
+        return LoopCoverage(drawn.loss, count, *counts, **traffic_of(computed))
 
 
 def _lengths(random: Random) -> tuple[int, ...]:

@@ -13,26 +13,27 @@ import torch
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
-from megatron_epp.certify.loops.loop_results import LoopReference
-from megatron_epp.certify.loops.micro_batches import (
+from megatron_epp.certify.protocol import ModelSetup
+from megatron_epp.layers.zigzag import zigzag
+from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
+from megatron_epp.mcore.certify.model_flags import parsed
+from megatron_epp.mcore.certify.reference import Gradients, Sums, off, token_losses
+from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
+from megatron_epp.mcore.kinds.registry import MIXER_FLAGS
+from tests.certify.loops.loop_results import LoopReference
+from tests.certify.loops.micro_batches import (
     MULTIPLE,
     DrawnMicroBatches,
     LoopFrame,
     MicroBatch,
     loop_loss,
 )
-from megatron_epp.certify.protocol import ModelSetup
-from megatron_epp.certify.trial import ENCODER
-from megatron_epp.layers.zigzag import zigzag
-from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
-from megatron_epp.mcore.certify.loops.other_models import WithEncoder
-from megatron_epp.mcore.certify.model_flags import parsed
-from megatron_epp.mcore.certify.reference import Gradients, ReferenceModel, Sums, off, token_losses
-from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
-from megatron_epp.mcore.kinds.registry import MIXER_FLAGS
+from tests.certify.loops.other_models import WithEncoder
+from tests.certify.reference import CheckedReference
+from tests.certify.trial import ENCODER
 
 
-class ReferenceLoop(ReferenceModel):
+class ReferenceLoop(CheckedReference):
     """Megatron's model in one process, with the loop's losses and Megatron's loss scaling."""
 
     def prepare(self, turn: int) -> ModelSetup:
@@ -59,7 +60,8 @@ class ReferenceLoop(ReferenceModel):
         args.calculate_per_token_loss = per_token
         multiple = MULTIPLE if sliced or degrees.cp == 1 else 2 * degrees.cp * degrees.tp
         pixels = self.trial.loop_model == ENCODER
-        self.frame = LoopFrame(setup.frame, per_token, sliced, multiple, pixels)
+        turns = self.trial.turns
+        self.frame = LoopFrame(setup.frame, per_token, sliced, multiple, pixels, turns)
         loss = "all tokens" if per_token else "micro-batches"
         description = f"{setup.description}, mean over {loss}"
         return ModelSetup(pickle.dumps(args), self.frame, setup.weights, description)

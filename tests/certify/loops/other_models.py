@@ -16,8 +16,8 @@ from megatron.core.tensor_parallel.mappings import scatter_to_sequence_parallel_
 from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 
-from megatron_epp.certify.loops.micro_batches import PIXELS
 from megatron_epp.mcore.loops.adapters.samples import Samples
+from tests.certify.loops.micro_batches import PIXELS
 
 
 class TurnedByPositions(GPTModel):

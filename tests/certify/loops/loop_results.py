@@ -2,10 +2,11 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from megatron_epp.certify.protocol import RankResult, Reference
+from tests.certify.frame import summary_of_collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,8 @@ class LoopResult(RankResult):
         chunks: number of chunks of the plan.
         halved: number of W ops of all stages.
         branches: number of documents that continue another document.
+        messages: number of messages sent and received in training.
+        collectives: number of collectives by name (allowed_collectives.py).
     """
 
     replica: int
@@ -64,6 +67,8 @@ class LoopResult(RankResult):
     chunks: int
     halved: int
     branches: int
+    messages: int
+    collectives: Counter[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,8 @@ class LoopCoverage:
     cut: int = 0
     halved: int = 0
     branches: int = 0
+    messages: int = 0
+    collectives: Counter[str] = field(default_factory=Counter)
 
     @property
     def cells(self) -> Mapping[str, object]:
@@ -92,6 +99,7 @@ class LoopCoverage:
             "chunks": self.chunks,
             "slices": self.cut,
             "I+W": self.halved,
+            "messages": self.messages,
         }
 
     @staticmethod
@@ -104,5 +112,6 @@ class LoopCoverage:
             f"losses: {', '.join(f'{name} {count}' for name, count in losses)}; "
             f"{sum(batch.chunks for batch in every)} chunks of "
             f"{sum(batch.micro_batches for batch in every)} micro-batches{shared}, "
-            f"{sum(batch.halved for batch in every)} backwards in two halves"
+            f"{sum(batch.halved for batch in every)} backwards in two halves",
+            summary_of_collectives(every),
         ]

@@ -23,8 +23,8 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_epp.certify.loops.micro_batches import MicroBatch, loop_loss
 from megatron_epp.layers.zigzag import zigzag
+from tests.certify.loops.micro_batches import MicroBatch, loop_loss
 
 _CUT = ("tokens", "labels", "position_ids")
 Parts = Sequence[Tensor]  # the rows of every rank
