@@ -14,7 +14,7 @@ from megatron_epp.planner import PLANNERS, STOCK, Options, planner_of
 from megatron_epp.planner.published.schedules import packing_lengths
 
 K = 1024
-COST = named_cost("gpt-7b", "a100-80g", pp=4, cp=8)
+COST = named_cost("gpt-7b", "a100-80g", pp=4, cp=8, zero=1)
 
 
 def test_a_batch_shorter_than_two_contexts_is_not_one_micro_batch() -> None:
