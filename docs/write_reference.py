@@ -33,7 +33,7 @@ NOTE = "<!-- written by docs/write_reference.py; do not edit -->"
 GROUPS = {
     "Planner": "epp epp_planner epp_levers epp_effort epp_plan_ahead epp_plan_cores",
     "Memory": "epp_memory_budget_gib epp_host_memory_gib epp_memory_limit_gib",
-    "Stages": "epp_partition epp_placement epp_vocab_parallel epp_layouts epp_search_ahead",
+    "Stages": "epp_partition epp_placement epp_vocab_parallel epp_layouts",
     "Cost model": "epp_cost_model",
     "Documents": "epp_overlong epp_blend",
     "Kernels": "epp_attention epp_mla_keeps epp_row_multiple",
@@ -96,7 +96,7 @@ def default_of(action: argparse.Action) -> str:
 
 def flag_rows(actions: Iterable[argparse.Action]) -> Iterator[list[str]]:
     for action in actions:
-        if "--help" in action.option_strings:
+        if "--help" in action.option_strings or action.help is argparse.SUPPRESS:
             continue
         names = [name for name in action.option_strings if not name.startswith("--no-")]
         anchor = f'<a id="{names[-1].lstrip("-")}"></a>' if names else ""

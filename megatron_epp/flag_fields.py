@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field, field, fields
 from types import NoneType
 from typing import Any, get_args
@@ -61,6 +61,20 @@ def _add_flag(parser: Any, each: Field[Any]) -> None:
 def flag_of(name: str) -> str:
     """Return the flag of the field ``name``."""
     return "--" + name.replace("_", "-")
+
+
+def refuse_removed(parser: Any, removed: Mapping[str, str]) -> None:
+    """Make ``parser`` refuse flags of earlier versions; ``removed`` says what to do instead."""
+    for name, instead in removed.items():
+        parser.add_argument(
+            name, action=_Removed, nargs="?", const=instead, default=argparse.SUPPRESS,
+            help=argparse.SUPPRESS,
+        )  # fmt: skip
+
+
+class _Removed(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        parser.error(f"{option} is no longer a flag: {self.const}")
 
 
 class JoinedArguments(argparse.Action):

@@ -116,8 +116,7 @@ class MachineFlags:
     like: str | None = LIKE
     device: str | None = flag(
         None,
-        f"{', '.join(DEVICES)}, or a JSON file; several with the number of pipeline ranks that "
-        "have each, where they differ: h100-80g*4,a100-80g*4",
+        f"{', '.join(DEVICES)}, or a JSON file",
         NAMED,
     )
     cost_model: str | None = shared_setting("cost_model", ", instead of the analytic one")

@@ -9,7 +9,7 @@ from megatron_epp.cli.flags import ASSUMPTIONS
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cost.analytic import budgeted, is_of_cpu
 from megatron_epp.cost.build import expert_degree, named_cost
-from megatron_epp.cost.catalogue.devices import DEVICES, GIB, device_budgets, devices_of
+from megatron_epp.cost.catalogue.devices import DEVICES, GIB, device, device_budgets
 from megatron_epp.cost.catalogue.models import MODELS, Model, model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import parse_kinds
@@ -112,7 +112,7 @@ def cost_of(
             ranks = 1 + max(place) if place else pp
             assumptions["topology"] = _as_used(
                 assumptions["topology"],
-                devices_of(arguments.device, ranks)[0].node_devices,
+                device(arguments.device).node_devices,
                 Layout(arguments.tp or 1, cp, ranks, dp),
                 arguments.ep or 1,
             )
@@ -175,8 +175,8 @@ def _measured_cost(
     if budgets is None:
         if arguments.device is None:
             raise UsageError("--memory-budget-gib is missing (or a --device, for its own)")
-        devices = devices_of(arguments.device, 1 + max(place) if place else pp)
-        budgets = tuple(each.budget_bytes for each in devices)
+        ranks = 1 + max(place) if place else pp
+        budgets = (device(arguments.device).budget_bytes,) * ranks
     if len(profile.kinds) > 1 and not kinds:
         raise UsageError(
             f"--layer-kinds is missing: the profile knows the kinds {', '.join(profile.kinds)}; "

@@ -156,7 +156,6 @@ def outcome(
         chunks = [] if step is None else [c for plan in step.plans for c in plan.chunks]
         local = any(chunk.has_local for chunk in chunks)
         every = np.array(sorted(lengths, reverse=True))
-        cost = cost.of_fastest_replica()
         longest = lower_bound_seconds(every[:1], cost, local=local)
         per_replica = lower_bound_seconds(every, cost, local=local) / replicas
         bound = min(bound, max(longest, per_replica))

@@ -16,7 +16,7 @@ from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.progress import Workers
 from megatron_epp.corpus.overlong import Counts
-from megatron_epp.cost.catalogue.devices import device, device_runs
+from megatron_epp.cost.catalogue.devices import device
 from megatron_epp.cost.catalogue.public import accuracy_lines
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
@@ -179,7 +179,7 @@ def levers_of(arguments: argparse.Namespace) -> frozenset[str]:
     if file := getattr(arguments, "cost_model", None):  # tune has no such option
         names = [Profile.load(file).provenance.device]
     elif arguments.device:
-        names = [device(name).name for name, _ in device_runs(arguments.device)]
+        names = [device(arguments.device).name]
     known = arguments.host_memory_gib is not None
     defaults = (default_levers(name, known) for name in names)
     return parse_levers(arguments.levers, frozenset.intersection(*defaults))

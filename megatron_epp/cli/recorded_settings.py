@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_epp.cli.flags import ASSUMPTIONS
 from megatron_epp.cli.options import machine_flags
-from megatron_epp.cost.catalogue.devices import DEVICES, device_runs
+from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.hub_file import find_config
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
@@ -88,12 +88,8 @@ def _require_files(values: dict) -> None:
         ("topology", topologies),
     ):
         value = values[name]
-        if value is not None and name == "device":
-            every = [each for each, _ in device_runs(value)]
-        else:
-            every = [] if value is None else [value]
         find = find_config if name == "model" else _file
-        if any(each not in known and find(each) is None for each in every):
+        if value is not None and value not in known and find(value) is None:
             raise ValueError(f"--{name.replace('_', '-')} {value}: no such file")
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_epp.control.drift import Drift, relative_slowness
+from megatron_epp.control.drift import Drift
 from megatron_epp.control.files import BestEffort, write_atomically
 from megatron_epp.control.report import IterationReport
 from megatron_epp.cost.cost import Cost
@@ -47,10 +47,8 @@ class CostMonitor:
         groups: process groups of the job.
         folders: folders in which refits are saved.
         may_refit: whether this job measured the cost model itself, and may therefore replace it.
-        on_these_devices: function that takes a cost model of the resumed run. It returns this model
-            with the slowness of ranks that was measured when this job started.
-        keep_speeds: function that is called on all ranks after a rank became slow or recovered. Its
-            argument is the slowness (relative op time) of every rank of every replica.
+        on_these_ranks: function that takes a cost model of the resumed run. It returns this model
+            without the slowness of ranks if this job has another number of pipeline ranks.
     """
 
     def __init__(
@@ -58,11 +56,10 @@ class CostMonitor:
         groups: Groups,
         folders: Sequence[str],
         may_refit: bool,
-        on_these_devices: Callable[[Profile], Profile] = lambda profile: profile,
-        keep_speeds: Callable[[Sequence[float]], None] = lambda slowness: None,
+        on_these_ranks: Callable[[Profile], Profile] = lambda profile: profile,
     ):
         self.groups, self.folders, self.may_refit = groups, folders, may_refit
-        self.on_these_devices, self.keep_speeds = on_these_devices, keep_speeds
+        self.on_these_ranks = on_these_ranks
         self.drift = Drift(may_refit)
         self._try = BestEffort()
         self._samples: deque[tuple[Kind, Sample]] = deque(maxlen=REMEMBERED)
@@ -82,8 +79,6 @@ class CostMonitor:
             block: plans of the lockstep group. In lockstep, an op takes as long as the slowest
                 replica's op, so the prediction and the sample are those of the slowest replica.
         """
-        first = min(other.replica for other in (*block, plan))
-        cost = cost.of_replicas(first, max(1, len(block)))
         each = [
             [(one, other) for one in residuals(other, cost.table(other), records)]
             for other in (block or (plan,))
@@ -113,7 +108,7 @@ class CostMonitor:
             max(1, one.tokens),  # an empty chunk consists of one padding row
             plan.pairs(one.chunk),
             0,
-            one.measured / cost.layout.slowness[cost.layout.placement.place[one.stage]],
+            one.measured / float(cost.layout.slowness[one.stage]),
             kinds=cost.layout.layer_kinds[first : first + len(choice)],
             columns=tuple((column, column.of(spans)) for column in cost.layout.columns.extra),
         )
@@ -123,7 +118,7 @@ class CostMonitor:
         return self.drift.see(predicted_seconds, report)
 
     def refit(self, iteration: int, cost: Cost) -> Profile | None:
-        """Refit the cost model if predictions are wrong or a rank changed speed; return it or None.
+        """Refit the cost model if predictions are wrong; return the new one or None.
 
         The new cost model applies from the next iteration on. Rank 0 logs it and saves it in
         ``folders``. In a resumed run, this method first returns the earlier run's refits, after
@@ -138,8 +133,6 @@ class CostMonitor:
             self.drift.forget()
             self._samples.clear()
             return recorded
-        if self.may_refit and self.drift.lagging and not self._recorded:
-            return self._with_lagging(iteration, cost)
         due = self.drift.alarmed and iteration - self._tried >= PAUSE
         if not (self.may_refit and due) or self._recorded:
             return None
@@ -159,40 +152,6 @@ class CostMonitor:
         self.drift.forget()
         self._samples.clear()
         return Profile.from_json(text)
-
-    def _with_lagging(self, iteration: int, cost: Cost) -> Profile | None:
-        """Return the cost model with the new slowness of ranks that became slow or recovered.
-
-        Return None if no rank's slowness changed. The result is equal on all ranks, because all
-        ranks have the same reports.
-        """
-        profile, ranks = cost.layout.profile, self.groups.pipeline_size
-        known = profile.replica_slowness or cost.layout.slowness * self.groups.replicas
-        slowness = list(known)
-        places = {
-            replica * ranks + rank: factor for (replica, rank), factor in self.drift.lagging.items()
-        }
-        # Where few ranks are there, the others seem slow while one that was slow recovers.
-        faster = {place for place, factor in places.items() if factor < 1 < known[place]}
-        slower = {place for place, factor in places.items() if factor > 1}
-        for place in faster or slower:
-            slowness[place] *= places[place]
-        slowness = relative_slowness(slowness)
-        learnt = profile.with_slowness(slowness, ranks)
-        if learnt == profile:
-            return None
-        self.drift.forget()
-        self._samples.clear()
-        if self.groups.control.rank() == 0:
-            logger.warning(
-                "from iteration %d on: ranks count as %s times as slow as the fastest, replica by "
-                "replica; documents are divided by that now, layers and the order of ranks follow "
-                "at the next start with --epp-layouts",
-                iteration + 1, " ".join(f"{factor:.3g}" for factor in slowness),
-            )  # fmt: skip
-            self._keep(iteration, learnt.to_json())
-        self._try("the speeds of devices", partial(self.keep_speeds, slowness))
-        return learnt
 
     def _keep(self, iteration: int, text: str) -> None:
         for folder in self.folders:
@@ -230,8 +189,7 @@ class CostMonitor:
         text = broadcast_result(lambda: json.dumps(self._kept(folder)), self.groups.control)
         kept = json.loads(text)
         profiles = {
-            int(first): self.on_these_devices(Profile.from_json(each))
-            for first, each in kept.items()
+            int(first): self.on_these_ranks(Profile.from_json(each)) for first, each in kept.items()
         }
         self._recorded = {first: each for first, each in profiles.items() if first > iteration}
         before = [first for first in profiles if first <= iteration]

@@ -5,7 +5,6 @@ Each warning advises the user what to do, or that nothing needs to be done.
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_epp.control.report import IterationReport
@@ -16,12 +15,6 @@ SLOW = 1.1  # a rank's measured/predicted ratio over the other ranks' median
 PATIENCE = 5  # consecutive iterations before a slow rank is reported
 
 
-def relative_slowness(factors: Sequence[float]) -> list[float]:
-    """Return each factor divided by the smallest factor; quotients up to ``SLOW`` become 1."""
-    least = min(factors)
-    return [factor / least if factor / least > SLOW else 1.0 for factor in factors]
-
-
 @dataclass
 class Drift:
     """Detector of prediction errors and slow ranks; it reports each occurrence once.
@@ -30,17 +23,12 @@ class Drift:
         may_refit: whether the job measured its cost model itself, and refits it if predictions are
             wrong.
         alarmed: whether the median relative error of recent predictions exceeds ``BAND``.
-        lagging: ranks that were slower or faster than the other ranks for ``PATIENCE`` iterations.
-            Key: (replica, pipeline rank). Value: median over these iterations of the rank's
-            measured/predicted time, divided by the other ranks' median.
     """
 
     may_refit: bool = False
     alarmed: bool = False
     _errors: deque = field(default_factory=lambda: deque(maxlen=RECENT))
-    lagging: dict[tuple[int, int], float] = field(default_factory=dict)
     _slow: dict[tuple[int, int], int] = field(default_factory=dict)
-    _recent: dict[tuple[int, int], deque] = field(default_factory=dict)
 
     def see(self, predicted_seconds: float, report: IterationReport) -> list[str]:
         """Record an iteration's times; return warnings about prediction errors and slow ranks."""
@@ -50,7 +38,7 @@ class Drift:
         """Discard all recorded errors and alarms, because the cost model has changed."""
         self._errors.clear()
         self.alarmed = False
-        self._slow, self._recent, self.lagging = {}, {}, {}
+        self._slow = {}
 
     def _drifts(self, predicted_seconds: float, report: IterationReport) -> list[str]:
         if predicted_seconds <= 0:
@@ -85,14 +73,10 @@ class Drift:
             for each in report.ranks
             if each.predicted_busy > 0
         }
-        warnings, self.lagging = [], {}
+        warnings = []
         for place, ratio in ratios.items():
             others = [r for other, r in ratios.items() if other != place]
             slower = ratio / statistics.median(others) if others else 1.0
-            recent = self._recent.setdefault(place, deque(maxlen=PATIENCE))
-            recent.append(slower)
-            if len(recent) == PATIENCE and (min(recent) > SLOW or max(recent) < 1 / SLOW):
-                self.lagging[place] = statistics.median(recent)
             self._slow[place] = self._slow.get(place, 0) + 1 if slower > SLOW else 0
             if self._slow[place] == PATIENCE:
                 replica, rank = place

@@ -3,7 +3,6 @@
 import dataclasses
 import logging
 from collections.abc import Callable
-from functools import partial
 
 from megatron_epp.control.accept import AcceptedStep
 from megatron_epp.control.cost_monitor import CostMonitor
@@ -49,8 +48,6 @@ class Observer:
         telemetry: function that writes scalars to TensorBoard or Weights & Biases.
         loaded_from: folder of the resumed run, with its memory budgets and cost models; None if no
             run is resumed.
-        search_ahead: function that is called after each training iteration if this job makes its
-            plans. The argument is true if the cost model has just changed.
     """
 
     def __init__(
@@ -62,11 +59,10 @@ class Observer:
         summary: Summary,
         telemetry: Telemetry,
         loaded_from: str | None = None,
-        search_ahead: Callable[[bool], None] | None = None,
     ):
         self.groups, self.steps, self.monitor = groups, steps, monitor
         self.recorder, self.summary, self.telemetry = recorder, summary, telemetry
-        self.loaded_from, self.search_ahead = loaded_from, search_ahead
+        self.loaded_from = loaded_from
         self._resumed = False
         self._waits = Waits()
         self._try = BestEffort()
@@ -144,8 +140,6 @@ class Observer:
             profile = self.monitor.refit(iteration, self.steps.cost)
             if profile is not None:
                 self.steps.adopt(profile)
-            if (search := self.search_ahead) is not None:
-                self._try("layouts that are searched ahead", partial(search, profile is not None))
 
     def _record(self, iteration: int, done: Attempt) -> None:
         groups, recorder = self.groups, self.recorder

@@ -286,8 +286,7 @@ class Recorder:
             replace_file(self.path(iteration, f"replica-{replica}.timed"), format_records(timed))
             if cost is not None:
                 block, plan = step.block(replica), step.plans[replica]
-                own = cost.of_replicas(block[0].replica, len(block))
-                tables = in_step([own.table(one) for one in block])
+                tables = in_step([cost.table(one) for one in block])
                 self._sorted.add(residuals(plan, tables[block.index(plan)], timed))
         if cost is not None:
             text = text_table(ErrorTable.HEADERS, self._sorted.rows())

@@ -5,12 +5,12 @@ from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import Any
 
-from megatron_epp.cost.analytic import budgeted, head_block_tokens, is_of_cpu
+from megatron_epp.cost.analytic import budgeted, head_block_tokens
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.catalogue.devices import GIB, Device, devices_of
+from megatron_epp.cost.catalogue.devices import GIB, Device, device
 from megatron_epp.cost.catalogue.models import Model, model
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.layout import RankDevice, StageLayout
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.network.topology import FLAT, Network, Topology
 from megatron_epp.cost.network.topology import topology as find_topology
 from megatron_epp.cost.profile import Profile
@@ -53,14 +53,9 @@ def named_cost(
 ) -> Cost:
     """Return the cost of a model on devices; both are given by name or file.
 
-    Devices may differ by pipeline rank, as in ``h100-80g*4,a100-80g*4``. Each device has its own
-    rates and budget. A message takes as long as on the slower of its two devices; its latency
-    is the largest of all devices. Reading K and V then takes time only if the memory rate of every
-    device is known.
-
     Args:
         model_name: name or file of a model, or the model itself.
-        device_name: name or file of a device, or one per pipeline rank.
+        device_name: name or file of a device.
         pp: number of stages.
         tp: tensor-parallel size.
         cp: context-parallel size.
@@ -107,27 +102,14 @@ def named_cost(
             f"layers {' '.join(map(str, stage_layers))}: the last {mtp_layers} predict further "
             "tokens and lie on the last stage, with one in front of them or more"
         )
-    devices = devices_of(device_name, 1 + max(place) if place else pp)
+    the_device = device(device_name)
     network: Network | None = None
-    rank_devices: tuple[RankDevice, ...] = ()
     if profile is None:
         joined = find_topology(topology) if isinstance(topology, str) else topology
-        different = {each.name: each for each in devices}
-        _require_one_sort(devices)
-        if len(different) > 1 and any(not each.memory_bytes_per_second for each in devices):
-            assumptions["kv_read"] = False
-        costs = {
-            name: _on_device(the_model, each, joined, (tp, cp, dp, pp), assumptions)
-            for name, each in different.items()
-        }
-        profile, network = costs[devices[0].name].profile, costs[devices[0].name].network
-        if len(different) > 1:
-            rank_devices = tuple(costs[each.name] for each in devices)
-            profile = _of_all(device_name, [each.profile for each in costs.values()])
-    budgets = tuple(
-        each.budget_bytes if memory_budget_gib is None else memory_budget_gib * GIB
-        for each in devices
-    )
+        degrees = (tp, cp, dp, pp)
+        profile, network = _on_device(the_model, the_device, joined, degrees, assumptions)
+    budget = the_device.budget_bytes if memory_budget_gib is None else memory_budget_gib * GIB
+    budgets = (budget,) * (1 + max(place) if place else pp)
     kinds = tuple(layer_kinds) or the_model.layer_kinds
     if not layer_kinds and len(profile.kinds) == 1:
         kinds = ()  # measured before there were kinds, or of one kind with another name
@@ -143,7 +125,6 @@ def named_cost(
         network=network,
         vocabulary_parallel=vocabulary_parallel,
         place=place,
-        rank_devices=rank_devices,
     )
     cost = Cost(layout, budgets)
     cost.require_states_fit()
@@ -156,49 +137,19 @@ def _on_device(
     joined: Topology | None,
     degrees: tuple[int, int, int, int],
     assumptions: Mapping[str, Any],
-) -> RankDevice:
+) -> tuple[Profile, Network | None]:
     """Return the analytic profile of one device, and its network; ``degrees``: tp, cp, dp, pp."""
     tp, cp, dp, pp = degrees
     profile = analytic_profile(the_model, device, **assumptions)
     profile = _with_blocks(profile, the_model.vocabulary // tp, cp)
     if joined is None:
-        return RankDevice(profile)
+        return profile, None
     network = Network.of(joined, device)
     if profile.link_seconds_per_token:
         boundary = profile.link_seconds_per_token * device.link_bytes_per_second
         rate = network.to_neighbour(tp * cp, dp, pp)
         profile = dataclasses.replace(profile, link_seconds_per_token=boundary / rate)
-    return RankDevice(profile, network)
-
-
-def _require_one_sort(devices: Sequence[Device]) -> None:
-    """Raise a ValueError if different devices share a name, or if CPUs and GPUs are mixed.
-
-    Memory budgets of CPUs and GPUs have different meanings.
-    """
-    for each in devices:
-        if any(each.name == other.name and each != other for other in devices):
-            raise ValueError(
-                f"devices {each.name!r} of the pipeline differ; expected a name for each of them"
-            )
-    if len({each.name.partition(":")[0] == "cpu" for each in devices}) > 1:
-        raise ValueError("a pipeline over CPUs and GPUs: expected the one or the other")
-
-
-def _of_all(name: str, profiles: Sequence[Profile]) -> Profile:
-    """Return one profile for all devices, with their largest latency and lowest host rate.
-
-    Other coefficients, such as bytes, are those of the first device. Offload is not
-    available if the rate to host memory is unknown for one of the devices.
-    """
-    first = profiles[0]
-    sort = "cpu:" if is_of_cpu(first) else ""
-    return dataclasses.replace(
-        first,
-        provenance=dataclasses.replace(first.provenance, device=f"{sort}{name}"),
-        link_latency_seconds=max(each.link_latency_seconds for each in profiles),
-        host_bytes_per_second=min(each.host_bytes_per_second for each in profiles),
-    )
+    return profile, network
 
 
 def _with_blocks(profile: Profile, words: int, cp: int) -> Profile:

@@ -115,38 +115,6 @@ class Cost:
             own["layout"] = dataclasses.replace(own.get("layout", self.layout), **fields)
         return dataclasses.replace(self, **own)
 
-    @cached_property
-    def _of_slowness(self) -> dict[tuple[float, ...], "Cost"]:
-        return {}
-
-    def of_replicas(self, first: int, count: int = 1) -> "Cost":
-        """Return one cost for ``count`` replicas, starting with replica ``first``.
-
-        Each rank has its slowest device of these replicas. Equal replicas have the cost ``self``.
-        """
-        slowness = self.layout.profile.replica_slowness
-        if not slowness:
-            return self
-        ranks = self.layout.placement.ranks
-        rows = [slowness[at * ranks : (at + 1) * ranks] for at in range(first, first + count)]
-        return self._on_ranks(tuple(map(max, zip(*rows, strict=True))))
-
-    def of_fastest_replica(self) -> "Cost":
-        """Return the cost of an imaginary replica: each rank has its fastest device of all."""
-        slowness, ranks = self.layout.profile.replica_slowness, self.layout.placement.ranks
-        if not slowness:
-            return self
-        return self._on_ranks(tuple(min(slowness[rank::ranks]) for rank in range(ranks)))
-
-    def _on_ranks(self, slowness: tuple[float, ...]) -> "Cost":
-        if slowness not in self._of_slowness:
-            alike = () if set(slowness) == {1.0} else slowness
-            profile = dataclasses.replace(
-                self.layout.profile, rank_slowness=alike, replica_slowness=()
-            )
-            self._of_slowness[slowness] = self.replace(profile=profile)
-        return self._of_slowness[slowness]
-
     def with_vocabulary(self, parallel: bool) -> "Cost":
         """Return the cost with the LM head sharded over the stages, or on the last stage alone."""
         if parallel == self.layout.vocabulary_parallel:
@@ -154,15 +122,11 @@ class Cost:
         return self.replace(vocabulary_parallel=parallel)
 
     def with_coefficients_times(self, factors: Mapping[str, float]) -> "Cost":
-        """Return the cost with some coefficients of every layer multiplied, on all devices.
+        """Return the cost with some coefficients of every layer multiplied.
 
         ``factors`` contains a factor for each field of LayerCoefficients that changes.
         """
-        devices = tuple(
-            dataclasses.replace(each, profile=each.profile.times(factors))
-            for each in self.layout.rank_devices
-        )
-        return self.replace(profile=self.layout.profile.times(factors), rank_devices=devices)
+        return self.replace(profile=self.layout.profile.times(factors))
 
     # --- tables ----------------------------------------------------------------------------------
 

@@ -6,10 +6,9 @@ pairs and 1, which every layer has, and additional columns of some layer kinds
 (:mod:`megatron_epp.cost.columns`).
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
 
 import numpy as np
 
@@ -29,14 +28,6 @@ from megatron_epp.ir import FULL, Kind
 from megatron_epp.ir.placement import Placement
 
 
-@dataclass(frozen=True, slots=True)
-class RankDevice:
-    """Device type of one pipeline rank: a ``profile`` with its seconds, and its ``network``."""
-
-    profile: Profile
-    network: Network | None = None
-
-
 @dataclass(frozen=True)  # no slots, because its arrays are cached
 class StageLayout:
     """Profile of a model and its distribution over stages and devices; bytes are per device."""
@@ -54,20 +45,12 @@ class StageLayout:
     network: Network | None = None  # places and rates of groups; None: rates of the profile
     vocabulary_parallel: bool = False  # whether the LM head is sharded over all stages (H, G)
     place: tuple[int, ...] = ()  # rank of each stage; empty if stage i is on rank i
-    # Device of each rank if devices differ. They define seconds and rates; ``profile`` defines
-    # bytes and latency. Empty: ranks differ as in the profile's ``rank_slowness``, or not at all.
-    rank_devices: tuple[RankDevice, ...] = ()
 
     def __post_init__(self):
         if self.place and len(self.place) != len(self.layers):
             raise ValueError(
                 f"{len(self.place)} stages have a rank and {len(self.layers)} have layers; "
                 "expected the same number"
-            )
-        if self.rank_devices and len(self.rank_devices) != self.placement.ranks:
-            raise ValueError(
-                f"{len(self.rank_devices)} ranks have a device, and the pipeline has "
-                f"{self.placement.ranks}; expected the same number"
             )
         measured = self.profile.rank_slowness
         if measured and len(measured) != self.placement.ranks:
@@ -137,67 +120,19 @@ class StageLayout:
         """Divisor of the profile's coefficients: tp * cp divided by the profile's tp * cp."""
         return self.tp * self.cp / (self.profile.tp * self.profile.cp)
 
-    # --- different devices -----------------------------------------------------------------------
-
     @cached_property
-    def unlike_devices(self) -> tuple[RankDevice, ...]:
-        """Device of every rank if devices differ, as specified or as measured; otherwise empty."""
-        if self.rank_devices or not self.profile.rank_slowness:
-            return self.rank_devices
-        known = {
-            factor: RankDevice(self.profile.slowed(factor), self.network)
-            for factor in self.profile.rank_slowness
-        }
-        return tuple(known[factor] for factor in self.profile.rank_slowness)
-
-    @property
-    def slowness(self) -> tuple[float, ...]:
-        """Measured ratio of every rank's seconds to the profile's seconds; 1 if not measured."""
-        return self.profile.rank_slowness or (1.0,) * self.placement.ranks
-
-    def on_devices(self, devices: Sequence[RankDevice] = (), **fields: Any) -> Self:
-        """Return the layout with these ``devices`` (empty: all equal) and ``fields`` replaced."""
-        alike = replace(self.profile, rank_slowness=(), replica_slowness=())
-        return replace(self, **{"profile": alike, "rank_devices": tuple(devices), **fields})
-
-    @cached_property
-    def device_layouts(self) -> tuple[tuple[Self, ...], np.ndarray]:
-        """One layout for each device type, and the index of each stage's layout: [stages]."""
-        different = tuple(dict.fromkeys(map(id, self.unlike_devices)))
-        known = {id(each): each for each in self.unlike_devices}
-        layouts = tuple(
-            self.on_devices(profile=known[at].profile, network=known[at].network)
-            for at in different
-        )
-        own = [different.index(id(self.unlike_devices[rank])) for rank in self.placement.place]
-        return layouts, np.array(own)
-
-    def on_device_of(self, stage: int) -> Self:
-        """Return this layout with the device of ``stage`` on all ranks."""
-        if not self.unlike_devices:
-            return self
-        layouts, own = self.device_layouts
-        return layouts[own[stage]]
-
-    def stagewise(self, of: Callable[[Self], np.ndarray]) -> np.ndarray:
-        """Return the result of ``of`` for this layout, [stages, ...].
-
-        If devices differ, each row comes from the layout with that stage's device on all ranks.
-        """
-        if not self.unlike_devices:
-            return of(self)
-        layouts, own = self.device_layouts
-        return np.stack([of(each) for each in layouts])[own, np.arange(self.stages)]
+    def slowness(self) -> np.ndarray:
+        """[stages]: measured ratio of the seconds of each stage's rank to the profile's seconds."""
+        measured = self.profile.rank_slowness or (1.0,) * self.placement.ranks
+        return np.array(measured)[list(self.placement.place)]
 
     @cached_property
     def links_per_token(self) -> np.ndarray:
         """[stages]: seconds per token that a message occupies the link from a stage to the next.
 
-        The last entry is the link from the last stage to the first. The slower device of a link
-        counts.
+        The last entry is the link from the last stage to the first.
         """
-        own = self.stagewise(lambda each: np.full(each.stages, each.profile.link_seconds_per_token))
-        return np.maximum(own, np.roll(own, -1))
+        return np.full(self.stages, self.profile.link_seconds_per_token)
 
     # --- layer kinds -----------------------------------------------------------------------------
 

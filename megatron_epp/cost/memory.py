@@ -182,15 +182,8 @@ class ChunkMemory:
     # --- host memory -----------------------------------------------------------------------------
 
     def copy_seconds(self, loads: Loads, kind: int = 0) -> np.ndarray:
-        """Return the seconds to copy one layer's saved bytes to or from host memory: [chunks].
-
-        If devices differ, the shape is [stages, chunks].
-        """
-        saved = self.saved_bytes((kind, KEEP), loads)
-        if not self.layout.unlike_devices:
-            return saved / _host_rate(self.layout)
-        rates = self.layout.stagewise(lambda each: np.full(each.stages, _host_rate(each)))
-        return saved / rates[:, None]
+        """Return the seconds to copy one layer's saved bytes to or from host memory: [chunks]."""
+        return self.saved_bytes((kind, KEEP), loads) / _host_rate(self.layout)
 
     def offloaded_workspace(self, op: Kind, loads: Loads, kind: int) -> np.ndarray:
         """Return the bytes that one offloaded layer adds on the device during ``op``: [chunks]."""

@@ -279,8 +279,6 @@ class Profile(LayerCoefficients):
         other_kinds: coefficients of the other kinds, by name.
         rank_slowness: for each pipeline rank, seconds of an op relative to those of this profile,
             which describes the fastest device; empty: all ranks are equal.
-        replica_slowness: like rank_slowness, for one replica after the other; empty: all replicas
-            are equal. If not empty, ``rank_slowness`` has each rank's largest of these values.
     """
 
     provenance: Provenance
@@ -309,7 +307,6 @@ class Profile(LayerCoefficients):
     head_workspace_bytes: Mapping[Kind, Workspace] = dataclasses.field(default_factory=dict)
     other_kinds: Mapping[str, LayerCoefficients] = dataclasses.field(default_factory=dict)
     rank_slowness: tuple[float, ...] = ()
-    replica_slowness: tuple[float, ...] = ()
 
     @property
     def kinds(self) -> dict[str, LayerCoefficients]:
@@ -350,30 +347,10 @@ class Profile(LayerCoefficients):
             }
         )
 
-    def slowed(self, factor: float) -> "Profile":
-        """Return the profile of a device on which every op takes ``factor`` times as long."""
-        layers = self.times(dict.fromkeys(_LAYER_SECONDS, factor))
-        ends = _times(self, dict.fromkeys(_END_SECONDS, factor))
-        return dataclasses.replace(layers, **ends, rank_slowness=(), replica_slowness=())
-
-    def with_slowness(self, slowness: Sequence[float], ranks: int) -> "Profile":
-        """Return the profile for pipeline ranks whose devices differ in speed.
-
-        Args:
-            slowness: relative time of an op on each pipeline rank of all replicas, one replica
-                after the other, or of one replica if replicas are equal.
-            ranks: number of ranks of a pipeline.
-        """
-        rows = [tuple(slowness[at : at + ranks]) for at in range(0, len(slowness), ranks)]
-        least = min(slowness, default=1.0)
-        rows = [tuple(round(factor / least, 3) for factor in row) for row in rows]
-        worst = tuple(map(max, zip(*rows, strict=True)))
-        unlike = len(set(rows)) > 1
-        return dataclasses.replace(
-            self,
-            rank_slowness=worst if unlike or set(worst) - {1.0} else (),
-            replica_slowness=sum(rows, ()) if unlike else (),
-        )
+    @property
+    def without_slowness(self) -> "Profile":
+        """The profile with all ranks as fast as the fastest."""
+        return dataclasses.replace(self, rank_slowness=())
 
     def to_json(self) -> str:
         """Return readable text; ``from_json(to_json()) == self``."""
@@ -417,17 +394,6 @@ def layer_coefficients(of: LayerCoefficients) -> LayerCoefficients:
 
 
 # Computation of a device; gathers and messages depend on the links.
-_LAYER_SECONDS = (
-    "layer_seconds",
-    "recompute_seconds",
-    "column_seconds",
-    "exchange_seconds",
-    "weight_seconds",
-    "expert_weight_seconds",
-)
-_END_SECONDS = ("first_seconds", "last_seconds", "head_seconds")
-
-
 def _times(of: LayerCoefficients, factors: Mapping[str, float]) -> dict[str, Any]:
     """Return fields of ``of`` (Seconds, numbers or mappings of these) times their ``factors``."""
 
@@ -506,8 +472,7 @@ _COLUMN_FIELDS: Mapping[str, Any] = {
 _OP_NAMES = {kind.value: kind for kind in OF_LAYERS}
 _HEAD_NAMES = {kind.value: kind for kind in OF_HEAD}
 _MODE_NAMES = {mode: mode for mode in MODES}
-_SLOWNESS = ("rank_slowness", "replica_slowness")
-_AT_LEAST_1 = ("tp", "cp", "routing", *_SLOWNESS)
+_AT_LEAST_1 = ("tp", "cp", "routing", "rank_slowness")
 _SOME_KEYS = re.compile(
     "(context|exchange|head|forward|chosen|weight|expert_weight|host|expert_host)_.*"
 )  # mappings that need not have all keys
@@ -522,7 +487,7 @@ def _limits(name: str, kind: Any) -> Limits:
     if name.startswith("head_"):
         keys = _HEAD_NAMES
     most = _MOST
-    if name in _SLOWNESS or ("seconds" in name and "per_second" not in name):
+    if name == "rank_slowness" or ("seconds" in name and "per_second" not in name):
         most = _MOST_SECONDS
     elif "bytes" in name and "per_second" not in name:
         most = _MOST_BYTES_OF_A_TOKEN
@@ -591,7 +556,10 @@ def _profile(value: Any, where: str) -> Profile:
             f"profile file {where}: version {quoted(value['profile'])}; this program reads "
             f"{VERSION}: measure again with `python -m megatron_epp profile`"
         )
-    coefficients = {name: item for name, item in value.items() if name != "profile"}
+    # Jobs before 2026-11-29 also saved the slowness by replica.
+    coefficients = {
+        name: item for name, item in value.items() if name not in ("profile", "replica_slowness")
+    }
     try:
         profile = Profile(**_read(Profile, coefficients, ""))
         kind_name(profile.layer_kind)

@@ -11,7 +11,7 @@ Full recompute of a layer costs the layer's forward (eq. 11 of InfiniPipe). Gath
 for every chunk costs time with ZeRO 3 only.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,7 +25,7 @@ from megatron_epp.cost.communication import (
     gather_latency,
     tensor_seconds,
 )
-from megatron_epp.cost.ends import Ends, ends_of
+from megatron_epp.cost.ends import Ends
 from megatron_epp.cost.layer_kinds import Choice, Counts
 from megatron_epp.cost.layout import StageLayout, weighted_features
 from megatron_epp.cost.loads import Loads
@@ -41,7 +41,10 @@ HOST_AGAIN, HOST_AGAIN_PART = 1.15, 0.4
 
 @dataclass(frozen=True, eq=False)  # no slots, because its arrays are cached
 class OpSeconds:
-    """Seconds of the ops of ``layout``; ``ends`` are the embedding and the LM head."""
+    """Seconds of the ops of ``layout``; ``ends`` are the embedding and the LM head.
+
+    Computation takes ``layout.slowness`` times as long on a stage whose rank was measured slower.
+    """
 
     layout: StageLayout
     ends: Ends
@@ -69,7 +72,7 @@ class OpSeconds:
         exposed = weighted_features(self.layout, self.communication_per(kind), loads)
         if loads.local is None or kind not in _EXCHANGING:
             return exposed
-        return exposed - _unexchanged(self.layout.stagewise(_all_to_all), loads)
+        return exposed - _unexchanged(_all_to_all(self.layout), loads)
 
     def communication_per(self, kind: Kind) -> np.ndarray:
         """Return [stages, columns]: seconds of communication, which :meth:`per` includes."""
@@ -77,8 +80,6 @@ class OpSeconds:
 
     @cached_property
     def _computation(self) -> Mapping[Kind, np.ndarray]:
-        if self.layout.unlike_devices:
-            return self._of_devices(lambda each, kind: each._computation[kind])
         layout, result = self.layout, {}
         for kind in OF_LAYERS:
             rows = [
@@ -89,12 +90,11 @@ class OpSeconds:
             ]
             result[kind] = layout.over_stages(rows)
             self.ends.add_seconds(kind, result[kind])
-        return {**result, **self.ends.head_seconds()}
+        every = {**result, **self.ends.head_seconds()}
+        return {kind: seconds * layout.slowness[:, None] for kind, seconds in every.items()}
 
     @cached_property
     def _communication(self) -> Mapping[Kind, np.ndarray]:
-        if self.layout.unlike_devices:
-            return self._of_devices(lambda each, kind: each._communication[kind])
         result = {}
         for kind in OF_LAYERS:
             rows = []
@@ -109,27 +109,11 @@ class OpSeconds:
             result[kind] = self.layout.over_stages(rows)
         return {**result, **self.ends.head_comm_seconds()}
 
-    @cached_property
-    def _by_device(self) -> Mapping[int, "OpSeconds"]:
-        """OpSeconds of each layout in :attr:`StageLayout.device_layouts`, by ``id(layout)``."""
-        return {id(each): OpSeconds(each, ends_of(each)) for each in self.layout.device_layouts[0]}
-
-    def _of_devices(
-        self, of: Callable[["OpSeconds", Kind], np.ndarray]
-    ) -> Mapping[Kind, np.ndarray]:
-        """Return [stages, ...] by kind of op; ``of`` computes each row for the stage's device."""
-        return {
-            kind: self.layout.stagewise(lambda each, kind=kind: of(self._by_device[id(each)], kind))  # type: ignore[misc]
-            for kind in (*OF_LAYERS, *OF_HEAD)
-        }
-
     # --- the host --------------------------------------------------------------------------------
 
     @cached_property
     def host(self) -> Mapping[Kind, np.ndarray]:
         """Seconds of the host to issue an op, without recompute: [stages] by kind."""
-        if self.layout.unlike_devices:
-            return self._of_devices(lambda each, kind: each.host[kind])
         none = np.zeros(self.layout.stages)
         return dict.fromkeys(Kind, none) | {
             kind: self.layout.over_stages(
@@ -164,15 +148,15 @@ class OpSeconds:
 
     # --- single-rank documents -------------------------------------------------------------------
 
-    def _exchange(self, of: LayerCoefficients, kind: Kind) -> float:
-        """Return the seconds per token of the all-to-alls over CP ranks in one layer's op.
+    def _exchange(self, of: LayerCoefficients, kind: Kind) -> np.ndarray:
+        """Return the seconds per token of the all-to-alls over CP ranks in one layer's op: [2].
 
-        These are the predicted seconds plus the measured seconds, a part of ``layer_seconds``.
+        These are the predicted seconds, and the measured seconds, a part of ``layer_seconds``.
         """
         if self.layout.cp == 1 or kind not in _EXCHANGING:
-            return 0.0
+            return np.zeros(2)
         measured = min(of.exchange_seconds.get(kind, 0.0), of.layer_seconds[kind].per_token)
-        return all_to_all_seconds(self.layout, of) + measured / self.layout.shards
+        return np.array([all_to_all_seconds(self.layout, of), measured / self.layout.shards])
 
     @cached_property
     def exchange_per_token(self) -> Mapping[Kind, np.ndarray]:
@@ -180,14 +164,11 @@ class OpSeconds:
 
         Single-rank documents do not need these all-to-alls.
         """
-        if self.layout.unlike_devices:
-            return self._of_devices(lambda each, kind: each.exchange_per_token[kind])
-        return {
-            kind: self.layout.over_stages(
-                [np.array([self._exchange(each, kind)]) for each in self.layout.coefficients]
-            )[:, 0]
-            for kind in self._computation
-        }
+        layout, result = self.layout, {}
+        for kind in self._computation:
+            per = layout.over_stages([self._exchange(each, kind) for each in layout.coefficients])
+            result[kind] = per[:, 0] + layout.slowness * per[:, 1]
+        return result
 
     # --- recompute, links ------------------------------------------------------------------------
 
@@ -223,21 +204,15 @@ class OpSeconds:
         return row
 
     def recompute(self, choice: Choice, loads: Loads) -> np.ndarray:
-        """Return [chunks]: seconds to recompute a layer; [stages, chunks] if devices differ."""
-        if self.layout.unlike_devices:
-            return self.layout.stagewise(
-                lambda each: np.tile(
-                    self._by_device[id(each)].recompute(choice, loads), (each.stages, 1)
-                )
-            )
+        """Return [chunks]: seconds to recompute a layer; [stages, chunks] if ranks differ."""
         taken = weighted_features(self.layout, self.recompute_per(choice), loads)
-        if loads.local is None:
-            return taken
         kind, mode = choice
-        if _exchanges(mode):
-            exchange = self._exchange(self.layout.coefficients[kind], Kind.FORWARD)
+        if loads.local is not None and _exchanges(mode):
+            exchange = self._exchange(self.layout.coefficients[kind], Kind.FORWARD).sum()
             taken = taken - exchange * loads.local.tokens
-        return taken
+        if not self.layout.profile.rank_slowness:
+            return taken
+        return np.outer(self.layout.slowness, taken)  # the layer's communication included
 
     def link(self, loads: Loads) -> np.ndarray:
         """Return [stages - 1, chunks]: seconds that a message occupies each link between stages."""

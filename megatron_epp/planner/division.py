@@ -45,7 +45,7 @@ def divided(
             f"divide(same_count=True): {len(lengths)} samples over {replicas} replicas; expected a "
             "multiple"
         )
-    measured = None if profile is None else Profile.load(str(profile)).slowed(1.0)
+    measured = None if profile is None else Profile.load(str(profile)).without_slowness
     # Only seconds matter here, not whether the model fits one device.
     cost = named_cost(model, device, pp=1, profile=measured, memory_budget_gib=math.inf)
     most = len(lengths) // replicas if same_count else None

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import Chunk, Kind, Plan, PlanError, Step, StepPart
+from megatron_epp.ir import Chunk, Plan, PlanError, Step, StepPart
 from megatron_epp.planner.chunks.local import first_local
 from megatron_epp.planner.chunks.slicing import ideal_chunks
 from megatron_epp.planner.epp.planner import can_be_local
@@ -111,60 +111,8 @@ def balance_blocks(
         overhead: for every block, the seconds of its plan that are not work of its documents.
         seconds: seconds of work of every document.
     """
-    slowness = block_slowness(lengths, cost, blocks, lockstep)
-    if slowness is not None:
-        return _balance_unlike(lengths, cost, slowness, overhead, seconds)
     least = lockstep if len(lengths) >= blocks * lockstep else 0
     return balance_replicas(lengths, cost, blocks, overhead, least, seconds)
-
-
-def block_slowness(
-    lengths: Sequence[int], cost: Cost, blocks: int, lockstep: int
-) -> np.ndarray | None:
-    """Return the time [blocks] of each block's slowest rank, relative to the fastest block.
-
-    A block is a lockstep group of replicas. Return None if all replicas have equal devices. Raise a
-    ValueError if the cost model was measured on another number of replicas.
-    """
-    measured, ranks = cost.layout.profile.replica_slowness, cost.layout.placement.ranks
-    if not measured:
-        return None
-    if len(measured) != blocks * lockstep * ranks:
-        raise ValueError(
-            f"the cost model was measured on {len(measured) // ranks} replicas whose devices "
-            f"differ, and there are {blocks * lockstep}; expected the same number"
-        )
-    features = cost.layout.columns.batch_features(np.asarray(lengths), cost.layout.stages)
-    kinds = Kind.FORWARD, Kind.BACKWARD, Kind.HEAD, Kind.HEAD_WEIGHT
-    slowest = []
-    for block in range(blocks):
-        own = cost.of_replicas(block * lockstep, lockstep)
-        seconds = sum(own.seconds.per(kind) for kind in kinds) @ features
-        slowest.append(max(own.layout.placement.of_ranks(seconds.tolist())))
-    return np.array(slowest) / min(slowest)
-
-
-def _balance_unlike(
-    lengths: Sequence[int],
-    cost: Cost,
-    slowness: np.ndarray,
-    overhead: Sequence[float] | None,
-    seconds: np.ndarray | None,
-) -> Assignments:
-    """Assign each document, longest first, to the replica that would finish it first.
-
-    A slow replica may get no document. A document takes ``slowness[r]`` times as long on replica r.
-    """
-    if seconds is None:
-        seconds = rates_of(cost).document_seconds(np.asarray(lengths, dtype=np.int64))
-    taken = np.zeros(len(slowness)) if overhead is None else np.array(overhead, dtype=float)
-    assignments: list[list[int]] = [[] for _ in slowness]
-    for document in sorted(range(len(lengths)), key=lambda d: -lengths[d]):
-        ends = taken + seconds[document] * slowness
-        replica = int(ends.argmin())
-        taken[replica] = ends[replica]
-        assignments[replica].append(document)
-    return tuple(tuple(sorted(held)) for held in assignments)
 
 
 def plan_step(
@@ -251,8 +199,7 @@ def plan_part(
         planned = blocks[block]
     else:
         own = [lengths[document] for document in assigned[block]]
-        width = options.lockstep
-        planned = plan_block(planner, own, cost.of_replicas(block * width, width), options)
+        planned = plan_block(planner, own, cost, options)
     plans = [replica_plan.plan for replica_plan in planned.planned]
     (part,) = _parts(assigned, {block: (planned.assignments, plans)}, replicas)
     return part
@@ -425,13 +372,7 @@ def _planned(
 
     def planned(assigned: Assignments) -> list[PlannedBlock]:
         tasks = [
-            (
-                planner,
-                [lengths[document] for document in held],
-                cost.of_replicas(block * width, width),
-                options,
-            )
-            for block, held in enumerate(assigned)
+            (planner, [lengths[document] for document in held], cost, options) for held in assigned
         ]
         return list(run(plan_block, tasks))
 
@@ -445,11 +386,9 @@ def _planned(
     # Documents on one context-parallel rank have no exchange time.
     local = _local(assigned, blocks, len(lengths))
     seconds = rates.document_seconds(inputs) - rates.exchange_seconds * inputs * local
-    slowness = block_slowness(lengths, cost, units, width)
-    factors = np.ones(units) if slowness is None else slowness
     overhead = [
-        end * width - float(seconds[list(held)].sum()) * factor
-        for held, end, factor in zip(assigned, ends, factors.tolist(), strict=True)
+        end * width - float(seconds[list(held)].sum())
+        for held, end in zip(assigned, ends, strict=True)
     ]
     again = balance_blocks(lengths, cost, units, width, overhead, seconds)
     if again == assigned:

@@ -333,7 +333,7 @@ def test_the_script_says_how_experts_are_spread() -> None:
         (("--topology", "tree"), "unknown topology 'tree'"),
         (("--levers", "magic"), "unknown lever 'magic'"),
         (("--memory-budget-gib", "1"), "no layout of the 8 devices works"),
-        (("--device", "h100-80g*2,a100-40g*2"), "tune tries pipelines of many lengths"),
+        (("--device", "h100-80g*2,a100-40g*2"), "several devices are no longer accepted"),
         (("--nodes", "0"), "expected a whole number of at least 1"),
         (("--ep", "4"), "ep 4: the model has no experts; leave it out"),
         (("--for", "nanotron"), "--for nanotron: expected one of megatron, bridge, verl, slime"),

@@ -8,8 +8,6 @@ import pytest
 
 from megatron_epp.control import cost_monitor
 from megatron_epp.control.cost_monitor import CostMonitor
-from megatron_epp.control.drift import PATIENCE
-from megatron_epp.control.report import IterationReport, RankReport
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import DEVICES
@@ -19,7 +17,6 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.residuals import Residual
 from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.cost.layout import StageLayout
-from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Kind, Op, Plan, Timed
 
 PLAN = Plan.parse(
@@ -109,51 +106,14 @@ def test_ops_that_wait_for_their_host_say_nothing_of_the_device() -> None:
     assert learnt == [("F", 40000), ("B", 2000), ("B", 40000)]
 
 
-# ------------------------------------------------------------------ ranks that become slow
+# ------------------------------------------------------------------ other pipelines
 
 
-def test_a_rank_that_becomes_slow_counts_so_until_it_is_fast_again(tmp_path: Path) -> None:
-    """Two replicas of two ranks; seconds are those predicted, times what each rank really takes."""
-    control = SimpleNamespace(rank=lambda: 0)
-    groups = SimpleNamespace(control=control, pipeline_size=2, replicas=2, leads=True)
-    kept: list[list[float]] = []
-    monitor = CostMonitor(groups, [str(tmp_path)], True, keep_speeds=kept.append)
-    profile = COST.layout.profile
-
-    def train(first: int, *slow: float) -> list[Profile]:
-        """Iterations of ranks that are so slow; the cost models that they end with."""
-        nonlocal profile
-        learnt = []
-        for iteration in range(first, first + PATIENCE + 1):
-            cost = Cost(StageLayout(profile, (2, 2), dp=2), (1e9,) * 2)
-            counted = profile.replica_slowness or cost.layout.slowness * 2
-            places = [(0, 0), (0, 1), (1, 0), (1, 1)]
-            reports = [
-                RankReport(*place, 0.0, 1.0, true, 0.0, 1, predicted)
-                for place, true, predicted in zip(places, slow, counted, strict=True)
-            ]
-            monitor.check_drift(1.0, IterationReport(tuple(reports)))
-            if (better := monitor.refit(iteration, cost)) is not None:
-                profile = better
-                learnt.append(better)
-        return learnt
-
-    assert train(1, 1, 1, 1.05, 1) == []
-    (slow,) = train(11, 1, 1, 1.5, 1)
-    assert slow.replica_slowness == (1, 1, 1.5, 1) and kept == [[1, 1, 1.5, 1]]
-    assert Profile.load(str(tmp_path / "epp-cost-model.from-000016.json")) == slow
-    (slower,) = train(21, 1, 1, 1.5, 1.3)
-    assert slower.replica_slowness == (1, 1, 1.5, 1.3)
-    (back,) = train(31, 1, 1, 1.01, 1.3)
-    assert back.replica_slowness == (1, 1, 1, 1.3)
-    (again,) = train(41, 1, 1, 1, 1)
-    assert again == COST.layout.profile
-    # A run that is resumed does as the one before did, on its own devices.
-    seen = CostMonitor(groups, [], True, lambda each: each.with_slowness((3, 1, 1, 1), 2))
-    seen._kept = lambda folder: {16: slow.to_json(), 27: slower.to_json()}
+def test_refits_of_a_resumed_run_are_made_fit_for_this_pipeline(tmp_path: Path) -> None:
+    slow = replace(COST.layout.profile, rank_slowness=(1.0, 2.0))
+    groups = SimpleNamespace(control=SimpleNamespace(rank=lambda: 0))
+    seen = CostMonitor(groups, [], True, lambda each: each.without_slowness)
+    seen._kept = lambda folder: {16: slow.to_json(), 27: slow.to_json()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost_monitor, "broadcast_result", lambda text, group: text())
-        assert seen.resume(str(tmp_path), 20).replica_slowness == (3, 1, 1, 1)
-    named = CostMonitor(groups, [str(tmp_path)], False)
-    named.drift.lagging = {(1, 0): 1.5}
-    assert named.refit(1, COST) is None  # the user's cost model stays
+        assert seen.resume(str(tmp_path), 20) == COST.layout.profile

@@ -2,23 +2,21 @@
 
 import json
 import re
+import sys
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 
-from megatron_epp.mcore.choose import layouts
-from megatron_epp.mcore.choose.ahead import AHEAD_FILE
+from megatron_epp.mcore.choose import layouts, start
 from megatron_epp.mcore.choose.kept import CHOICES_FILE, TRACKER
 from megatron_epp.mcore.choose.layouts import AllowedLayout, ChosenLayout, choice, read_layouts
 from megatron_epp.mcore.flags.config import LAYOUT_KEY
+from megatron_epp.mcore.job.read_flags import prepare_parser
 from tests.mcore.runs import Run, flags, train, trained, write_corpus
 from tests.mcore.test_uneven_batches import DOUBLE, exact
 
 pytestmark = pytest.mark.everything
-
-# On nodes of one device; the last iteration waits for the search of layouts for fewer of them.
-SEARCHING = (str(Path(__file__).with_name("searching.py")),)
 
 # ------------------------------------------------------------------ the file
 
@@ -54,6 +52,24 @@ def test_a_line_that_is_none(tmp_path, text, said) -> None:
     path = written(tmp_path, text)
     with pytest.raises(ValueError, match=re.escape(f"--epp-layouts {path}{said}")):
         read_layouts(path)
+
+
+def test_a_start_without_layouts_reads_nothing(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt", "--epp", "--epp-layout", "x"])
+    monkeypatch.setitem(sys.modules, "megatron.training.arguments", None)  # an import would fail
+    assert start.choose_allowed_layout() is None
+
+
+def test_layouts_are_no_longer_searched(monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"auto is no longer searched; .* tune --gpus N --lengths"):
+        read_layouts("auto")
+    from megatron.training.arguments import parse_args
+
+    for flag in ("--epp-search-ahead", "--no-epp-search-ahead"):
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt", flag])
+        with pytest.raises(ValueError, match=rf"{flag} is no longer a flag: leave it out; layouts"):
+            parse_args(prepare_parser)
 
 
 # ------------------------------------------------------------------ the choice
@@ -130,39 +146,6 @@ def test_four_devices_then_two_then_four(corpus, tmp_path) -> None:
     assert exact(with_spare) == pytest.approx(exact(straight)[2:], rel=1e-12)
     assert "waits as a spare: tp 1 pp 3 cp 1 ep 1 has no place" in with_spare.output
     assert "chosen anew, as the checkpoint's run had another layout" in with_spare.output
-
-
-def test_all_layouts_are_searched_and_a_resume_keeps_its_own(corpus, tmp_path) -> None:
-    how = {"epp": True, "global_batch_size": 5, "train_iters": 4, "epp_layouts": "auto"}
-    how |= {"lr_decay_style": "constant", "clip_grad": 0, "epp_effort": 0}
-    straight = trained(flags(corpus, **how, save=tmp_path, save_interval=2), 4, SEARCHING)
-    assert "--epp-layouts auto: searching layouts of 4 devices ..." in straight.output
-    assert straight.output.count("a search by rank 0 with niceness 19") == 1
-    assert "layouts for 2, 3 devices are searched ahead in" in straight.output
-    taken = r"--epp-layouts auto: (tp \d+ pp \d+ cp \d+ ep 1( layers [\d ]+)?) on 4 of 4 devices"
-    (found,) = {groups[0] for groups in re.findall(taken, straight.output)}
-    kept = json.loads((tmp_path / CHOICES_FILE).read_text())[LAYOUT_KEY]
-    assert found.startswith("tp {tp} pp {pp} cp {cp} ep {ep}".format(**kept))
-    assert kept["devices"] == kept["ranks"] == 4 and kept["seconds"] > 0
-    for file in tmp_path.glob("latest*"):
-        file.write_text("2")
-    other = {"load": tmp_path, "save": tmp_path / "other", "no_epp_search_ahead": True}
-    other["save_interval"] = 9
-    same = trained(flags(corpus, **how, **other), 4, SEARCHING)
-    assert "a search by rank" not in same.output
-    assert "searching" not in same.output and f"auto: {found} on 4 of 4" in same.output
-    assert exact(same) == exact(straight)[2:]
-    # The flags of the run before: others might lead to another layout.
-    again = {"load": tmp_path, "save": tmp_path / "again", "save_interval": 2}
-    ahead = trained(flags(corpus, **how, **again), 3, SEARCHING)
-    assert "searching" not in ahead.output
-    assert exact(ahead) == pytest.approx(exact(straight)[2:], rel=1e-12)
-    (tmp_path / AHEAD_FILE).unlink()
-    fewer = trained(flags(corpus, **how, **again), 3, SEARCHING)
-    assert "searching layouts of 3 devices" in fewer.output
-    line = "--epp-layouts auto: tp 1 .* on . of 3 devices, predicted [^ ]+ s an iteration.*"
-    (found_ahead,), (found,) = (re.findall(line, run.output) for run in (ahead, fewer))
-    assert found_ahead == f"{found}; searched ahead"
 
 
 def test_a_layout_that_the_model_does_not_have(corpus, tmp_path) -> None:

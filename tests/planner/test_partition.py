@@ -18,9 +18,9 @@ from megatron_epp.planner.choose.choice import RunChoice, partition_by_time, par
 from megatron_epp.planner.choose.partition import (
     expected_features,
     fastest_layers,
-    layer_seconds,
     layout_flags,
     layout_text,
+    stage_layer_seconds,
 )
 from tests.cost.simple_device import OLD_H100
 
@@ -49,7 +49,7 @@ def test_no_partition_is_faster(name: str, pp: int, tp: int) -> None:
     if sum(cost.layout.layers) > 64:
         pytest.skip("too many partitions")
     features = expected_features(cost, [LENGTHS])
-    seconds = layer_seconds(cost, features)
+    seconds = stage_layer_seconds(cost, features)[0]
     found = fastest_layers(cost, features)
     assert found is not None
     best = min(slowest(seconds, each) for each in every_partition(len(seconds), pp))
@@ -158,7 +158,7 @@ def test_depths_stay_on_the_last_stage_with_a_head_each(tmp_path: Path) -> None:
     )
     features = expected_features(cost, [LENGTHS])
     found = fastest_layers(cost, features)
-    seconds = layer_seconds(cost, features)
+    seconds = stage_layer_seconds(cost, features)[0]
     allowed = [each for each in every_partition(len(seconds), 4) if each[-1] > depths]
     assert found in allowed
     best = min(slowest(seconds, each) for each in allowed)

@@ -17,7 +17,11 @@ from megatron_epp.planner.choose.choice import (
     vocabulary_of,
     with_placement,
 )
-from megatron_epp.planner.choose.partition import expected_features, fastest_layers, layer_seconds
+from megatron_epp.planner.choose.partition import (
+    expected_features,
+    fastest_layers,
+    stage_layer_seconds,
+)
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import survey
 from tests.cost.simple_device import OLD_H100
@@ -84,7 +88,10 @@ def test_layers_by_time_of_ranks(name: str) -> None:
     assert layers is not None and sum(layers) == 32
 
     def slowest(layers) -> float:
-        seconds, ends = layer_seconds(cost, features), [sum(layers[: s + 1]) for s in range(4)]
+        seconds, ends = (
+            stage_layer_seconds(cost, features)[0],
+            [sum(layers[: s + 1]) for s in range(4)],
+        )
         parts = [seconds[e - n : e].sum() for n, e in zip(layers, ends, strict=True)]
         return max(cost.layout.placement.of_ranks(parts))
 

@@ -20,7 +20,7 @@ from megatron_epp.cli.tune.job import TunedJob, job_of
 from megatron_epp.cli.tune.nodes import grid_svg, node_facts, node_lines
 from megatron_epp.cli.tune.page import survey_page
 from megatron_epp.cli.tune.report import spread, tuning_lines
-from megatron_epp.cli.tune.script import launch_script, require_sayable
+from megatron_epp.cli.tune.script import launch_script, layouts_line, require_sayable
 from megatron_epp.cost.catalogue.models import model, model_config
 from megatron_epp.cost.catalogue.public import accuracy_lines
 from megatron_epp.cost.network.topology import Topology
@@ -30,7 +30,7 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import PACKED, STOCK
 from megatron_epp.planner.tuning.node_map import NodeMap, map_nodes
 from megatron_epp.planner.tuning.parts import memory_parts
-from megatron_epp.planner.tuning.survey import Choice, Survey, choice_of, survey
+from megatron_epp.planner.tuning.survey import ELASTIC, Choice, Survey, choice_of, survey
 from megatron_epp.show.units import GIB
 
 # Options that need the search, and therefore --lengths.
@@ -192,6 +192,8 @@ def _write_and_print(
             facts["settings"]["choice"] = settings[0].facts()
         if nodes is not None:
             facts["node_map"] = node_facts(nodes)
+        if chosen.planner == ELASTIC:
+            facts["layouts_line"] = layouts_line(job, chosen)
         if played:
             facts["dry_run"] = [each.facts() for each in played]
         print(json.dumps(facts, indent=1))
@@ -207,6 +209,8 @@ def _write_and_print(
         *accuracy_lines(job.cost_for(chosen.layout).layout.profile),
     ):
         print(textwrap.fill(line, COLUMNS, subsequent_indent="  "))
+    if chosen.planner == ELASTIC:
+        print(f"for a file of --epp-layouts: {layouts_line(job, chosen)}")
     if nodes is not None:
         print(node_lines(nodes), end="")
     if settings is not None:

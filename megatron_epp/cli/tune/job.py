@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_epp.cli import machine
 from megatron_epp.cli.flags import ASSUMPTIONS
 from megatron_epp.cli.options import UsageError
-from megatron_epp.cost.catalogue.devices import DEVICES, Device, device, differ_by_rank
+from megatron_epp.cost.catalogue.devices import DEVICES, Device, device
 from megatron_epp.cost.catalogue.hub_file import HubConfig
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
@@ -108,11 +108,6 @@ def job_of(
     if arguments.device is None:
         raise UsageError(
             f"--device is missing; expected one of {', '.join(DEVICES)}, or a JSON file"
-        )
-    if differ_by_rank(arguments.device):
-        raise UsageError(
-            f"--device {arguments.device}: tune tries pipelines of many lengths, all "
-            "of one device; compare layouts of devices that differ with `compare`"
         )
     if model.mtp_layers_count:
         raise UsageError(

@@ -151,6 +151,17 @@ def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
     return flags
 
 
+def layouts_line(job: TunedJob, choice: Choice) -> str:
+    """Return the line of a --epp-layouts file for ``choice``, which must run --epp.
+
+    Layers are omitted for a HybridModel, and if ``choice`` has a placement: flags determine them.
+    """
+    layout, of_flags = choice.layout, choice.place or _model_flags(job, choice).hybrid
+    even = of_flags or not layout_flags(choice.layers)
+    layers = "" if even else f" layers {' '.join(map(str, choice.layers))}"
+    return f"tp {layout.tp} pp {layout.pp} cp {layout.cp} ep {choice.ep}{layers}"
+
+
 def training_flags(documents: int, *, bf16: bool) -> list[list[str]]:
     """Return the flags that are common to all models.
 

@@ -254,51 +254,12 @@ def device_like(text: str, memory_bytes: float = math.inf) -> Device | None:
     return DEVICES.get(text) or most
 
 
-_RUN = re.compile(r"([^*]+?)(?:\*([1-9][0-9]{0,5}))?")
 # Smallest valid file.
 _EXAMPLE = (
     '{"name": "mine", "budget_gib": 74, "linear_flops": 760e12, "attention_flops": 530e12, '
     '"launch_seconds": 1e-4, "group_bytes_per_second": {"2": 430e9}, "link_bytes_per_second": '
     '400e9, "link_latency_seconds": 1e-5}'
 )
-_LIST = "expected names or files with their numbers of ranks, as in h100-80g*4,a100-80g*4"
-
-
-def device_runs(text: str) -> tuple[tuple[str, int], ...]:
-    """Return (name or file, number of ranks) of every part of ``h100-80g*4,a100-80g*4``.
-
-    A part without a number stands for one rank.
-    """
-    runs = []
-    for part in text.split(","):
-        match = _RUN.fullmatch(part)
-        if match is None:
-            raise ValueError(
-                f"device {quoted(text)}: {quoted(part)} is not a device with a number; {_LIST}"
-            )
-        runs.append((match[1], int(match[2] or 1)))
-    return tuple(runs)
-
-
-def differ_by_rank(text: str) -> bool:
-    """Return whether ``text`` names devices by rank instead of one device for all ranks."""
-    return "," in text or "*" in text
-
-
-def devices_of(text: str, ranks: int) -> tuple[Device, ...]:
-    """Return the device of every pipeline rank.
-
-    ``text`` is a name or file for all ranks, or a list for :func:`device_runs` whose numbers add up
-    to ``ranks``.
-    """
-    if not differ_by_rank(text):
-        return (device(text),) * ranks
-    runs = device_runs(text)
-    if (named := sum(count for _, count in runs)) != ranks:
-        raise ValueError(
-            f"device {quoted(text)}: of {named} ranks, and the pipeline has {ranks}; {_LIST}"
-        )
-    return tuple(each for name, count in runs for each in (device(name),) * count)
 
 
 def device_budgets(flag: str, gib: Sequence[float], rank_of: Sequence[int]) -> tuple[float, ...]:
@@ -333,6 +294,11 @@ def device(name: str) -> Device:
     Raises:
         ValueError: the device is unknown, or the file is invalid.
     """
+    if re.search("[*,]", name) and not name.endswith(".json"):
+        raise ValueError(
+            f"device {quoted(name)}: several devices are no longer accepted; expected one for all "
+            "pipeline ranks, the slowest (training measures ranks that are slower than others)"
+        )
     if name not in DEVICES and not name.endswith(".json") and "/" not in name:
         near = difflib.get_close_matches(name, DEVICES, n=3, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}? " if near else ""

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from megatron_epp.cost.catalogue.devices import DEVICES, device_runs
+from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS, Model
 from megatron_epp.cost.profile import ANALYTIC, Profile
 
@@ -158,14 +158,14 @@ def median_and_worst(values: Iterable[float]) -> tuple[float, float]:
 
 
 def accuracy_lines(profile: Profile) -> list[str]:
-    """Return one line on the model's accuracy for each device of an analytic ``profile``.
+    """Return a line on the model's accuracy for the device of an analytic ``profile``.
 
-    The list is empty for a measured profile, and omits devices that are not in the catalogue.
+    The list is empty for a measured profile, and for a device that is not in the catalogue.
     """
     if profile.provenance.kind != ANALYTIC:
         return []
-    names = dict.fromkeys(name for name, _ in device_runs(profile.provenance.device))
-    return [_accuracy(name) for name in names if name in DEVICES]
+    device = profile.provenance.device
+    return [_accuracy(device)] if device in DEVICES else []
 
 
 def _accuracy(device: str) -> str:

@@ -19,7 +19,7 @@ from megatron_epp.cost.fitting.readings import (
     Readings,
     modes_of,
 )
-from megatron_epp.cost.fitting.slowness import measured_slowness, pipeline_ranks
+from megatron_epp.cost.fitting.slowness import measured_slowness
 from megatron_epp.cost.fitting.split_seconds import with_split
 from megatron_epp.cost.loads import pairs_within
 from megatron_epp.cost.profile import Bytes, Profile, Provenance, Seconds, Workspace
@@ -63,10 +63,10 @@ def measured_profile(
     Raises:
         ValueError: the measurements do not determine a profile.
     """
-    slowness, ranks = measured_slowness(of_kinds), pipeline_ranks(of_kinds)
+    slowness = measured_slowness(of_kinds)
     if slowness:
         of_kinds = {
-            kind: [one.of_fastest(slowness[one.replica * ranks + one.rank]) for one in every]
+            kind: [one.of_fastest(slowness[one.rank]) for one in every]
             for kind, every in of_kinds.items()
         }
         factors = ", ".join(f"{factor:.2f}" for factor in slowness)
@@ -75,7 +75,7 @@ def measured_profile(
     profiles = {
         kind: _fitted(every, model, kind, origin, where) for kind, every in of_kinds.items()
     }
-    profile = next(iter(profiles.values())).with_slowness(slowness, ranks)
+    profile = dataclasses.replace(next(iter(profiles.values())), rank_slowness=slowness)
     if len(profiles) == 1:
         return profile
     of_each = (f"{kind}: {each.provenance.source}" for kind, each in profiles.items())

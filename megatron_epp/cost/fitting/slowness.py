@@ -14,24 +14,17 @@ DIFFER = 1.25  # ratio of seconds; smaller ones occur on equal devices of a busy
 ALIKE = 1.1  # ranks within this ratio get their median
 
 
-def pipeline_ranks(of_kinds: Mapping[str, Sequence[Readings]]) -> int:
-    """Return the number of ranks of one pipeline."""
-    return 1 + max(one.rank for every in of_kinds.values() for one in every)
-
-
 def measured_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float, ...]:
-    """Return every rank's seconds relative to the fastest rank, replica by replica.
+    """Return every pipeline rank's seconds relative to the fastest rank.
 
     The result is empty if ranks differ by less than DIFFER. Ranks with the same layer kind are
-    compared by the median over F and B of the chunks that all of them measured. A rank that has
-    no kind in common with other ranks is assumed to have their average speed.
+    compared by the median over replicas, and over F and B of the chunks that all of them measured.
+    A rank that has no kind in common with other ranks is assumed to have their average speed.
     """
-    replicas = 1 + max(one.replica for every in of_kinds.values() for one in every)
-    in_pipeline = pipeline_ranks(of_kinds)
-    ranks = replicas * in_pipeline
+    ranks = 1 + max(one.rank for every in of_kinds.values() for one in every)
     rows, sides = [], []
     for every in of_kinds.values():
-        offsets = _offsets(every, in_pipeline)
+        offsets = _offsets(every)
         for rank, offset in offsets.items():
             row = np.zeros(ranks)
             row[list(offsets)] = -1 / len(offsets)
@@ -45,13 +38,12 @@ def measured_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float
     return tuple(round(float(factor), 3) for factor in factors / factors.min())
 
 
-def _offsets(every: Sequence[Readings], in_pipeline: int) -> dict[int, float]:
-    """Return the log seconds of one layer kind by rank of all replicas, relative to their mean."""
+def _offsets(every: Sequence[Readings]) -> dict[int, float]:
+    """Return the log seconds of one layer kind by pipeline rank, relative to their mean."""
     seen: dict[int, dict[tuple, list[float]]] = {}
     for one in every:
-        rank = one.replica * in_pipeline + one.rank
         for key, seconds in _seconds(one):
-            seen.setdefault(rank, {}).setdefault(key, []).append(math.log(seconds))
+            seen.setdefault(one.rank, {}).setdefault(key, []).append(math.log(seconds))
     shared = set.intersection(*(set(each) for each in seen.values()))
     keys = sorted(shared)
     logs = np.array([[median(each[key]) for key in keys] for each in seen.values()])

@@ -145,17 +145,16 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     Returns:
         The same profile on all ranks.
     """
-    from megatron_epp.mcore.job.job_cost import on_these_devices
+    from megatron_epp.mcore.job.job_cost import on_these_ranks
 
     if config.epp_cost_model == ANALYTIC:
         from megatron_epp.mcore.job.job_cost import analytic
 
-        return on_these_devices(args, analytic(args))
+        return on_these_ranks(args, analytic(args))
     from megatron.core.utils import unwrap_model
 
     from megatron_epp.mcore.calibrate.measure import calibrate
     from megatron_epp.mcore.calibrate.probe import undisturbed
-    from megatron_epp.mcore.job.device_speeds import keep_speeds
     from megatron_epp.mcore.job.job_cost import training_levers
     from megatron_epp.mcore.kinds.mtp.mtp_layers import kinds_of_stage
     from megatron_epp.mcore.lm_head.shard import full_output_layer
@@ -164,7 +163,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
 
     wanted = provenance_of(args)
     if text := broadcast_result(partial(_kept, args, config, wanted), groups.control):
-        return on_these_devices(args, Profile.from_json(text))
+        return on_these_ranks(args, Profile.from_json(text))
     began = time.perf_counter()
     if groups.control.rank() == 0:
         logger.info("measuring this device for the cost model, before the first iteration ...")
@@ -190,7 +189,6 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
             f", kept in {places[0]}/{FILE_NAME}" if places else "",
             profile.provenance.source,
         )
-    keep_speeds(profile.replica_slowness or profile.rank_slowness, groups, args.save)
     return profile
 
 

@@ -52,7 +52,7 @@ from megatron_epp.mcore.flags.config import (
 from megatron_epp.mcore.job.job_cost import (
     analytic,
     device_name,
-    on_these_devices,
+    on_these_ranks,
     training_cost,
     training_levers,
 )
@@ -307,7 +307,7 @@ def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]
     config = Config.of(args)
     measured = config.epp_cost_model not in (None, ANALYTIC)
     profile = Profile.load(str(config.epp_cost_model)) if measured else analytic(args)
-    profile = on_these_devices(args, profile)
+    profile = on_these_ranks(args, profile)
     layers = with_mtp(args, layers)
     cost = training_cost(args, config, layers, profile)
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():

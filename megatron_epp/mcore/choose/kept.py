@@ -10,7 +10,7 @@ from typing import Any
 from megatron_epp.control.files import write_atomically
 from megatron_epp.corpus.blend import BLENDS, TOKENS
 from megatron_epp.ir.placement import Placement
-from megatron_epp.mcore.flags.config import LAYOUT_KEY, OFF, ON, SLOWNESS, placement_by_time
+from megatron_epp.mcore.flags.config import LAYOUT_KEY, OFF, ON, placement_by_time
 from megatron_epp.mcore.job.checkpoint_folders import TRACKER
 from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 from megatron_epp.safe_files import bounded_text
@@ -82,7 +82,7 @@ def kept_layout(args: Any) -> dict[str, Any] | None:
 
 
 def keeps_layout(args: Any) -> bool:
-    """Return whether this run has the layout and the device speeds of the run that it resumes.
+    """Return whether this run has the layout of the run that it resumes.
 
     Without --epp-layouts, the result is True, because the flags set the layout. The saved
     choices must then suit the flags.
@@ -90,9 +90,7 @@ def keeps_layout(args: Any) -> bool:
     chosen, kept = getattr(args, LAYOUT_KEY, None), kept_layout(args)
     degrees = ("tp", "pp", "cp", "ep")
     return chosen is None or (
-        kept is not None
-        and all(chosen[name] == kept.get(name) for name in degrees)
-        and chosen.get(SLOWNESS) == kept.get(SLOWNESS)
+        kept is not None and all(chosen[name] == kept.get(name) for name in degrees)
     )
 
 

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_epp.mcore.choose.kept import kept_layout, resumes
-from megatron_epp.mcore.flags.config import LAYOUT_KEY, SLOWNESS
+from megatron_epp.mcore.flags.config import LAYOUT_KEY
 from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.planner.choose.partition import layout_text
 from megatron_epp.safe_files import bounded_text
 
-ALL_LAYOUTS = "auto"
 MOST_LAYOUTS = 256
 DEGREES = "tp", "pp", "cp", "ep"
 
@@ -71,17 +70,12 @@ class ChosenLayout:
 
     Attributes:
         seconds: Predicted seconds of an iteration; 0 if lengths or costs are unknown.
-        speeds: Slowness of each rank, in torchrun's order: seconds relative to the fastest rank.
-            Empty if unknown.
-        order: For each rank of the job, its rank in torchrun; spares last. Empty if both agree.
     """
 
     layout: AllowedLayout
     devices: int
     ranks: int
     seconds: float
-    speeds: tuple[float, ...] = ()
-    order: tuple[int, ...] = ()
 
     @property
     def has_spares(self) -> bool:
@@ -93,52 +87,20 @@ class ChosenLayout:
         """Entries for this layout in the file of saved choices."""
         own = {name: getattr(self.layout, name) for name in DEGREES}
         own |= {"layers": list(self.layout.layers)} if self.layout.layers else {}
-        if self.speeds:
-            own |= {"speeds": list(self.speeds), SLOWNESS: list(self.slowness)}
-        own |= {"order": list(self.order)} if self.order else {}
         return own | {"devices": self.devices, "ranks": self.ranks, "seconds": self.seconds}
 
-    @property
-    def in_order(self) -> tuple[int, ...]:
-        """For each rank of the job, its rank in torchrun; the same rank if ``order`` is empty."""
-        return self.order or tuple(range(self.devices))
-
-    @property
-    def slowness(self) -> tuple[float, ...]:
-        """Slowness of every pipeline rank of replica 0, then of replica 1, ...; empty if unknown.
-
-        A pipeline rank is as slow as its slowest device.
-        """
-        if not self.speeds:
-            return ()
-        stage, block = self.ranks // self.layout.pp, self.layout.tp * self.layout.cp
-        worst: dict[int, float] = {}
-        for number, device in enumerate(self.in_order[: self.ranks]):
-            place = number % stage // block * self.layout.pp + number // stage
-            worst[place] = max(self.speeds[device], worst.get(place, 0.0))
-        return tuple(worst[place] for place in sorted(worst))
-
-    def line(self, path: str, how: str = "") -> str:
-        """Return the line that rank 0 prints about this choice.
-
-        ``path`` is the value of --epp-layouts, and ``how`` is a text at the end of the line.
-        """
-        waiting = [str(rank) for rank in self.in_order[self.ranks :]]
+    def line(self, path: str) -> str:
+        """Return the line that rank 0 prints; ``path`` is the value of --epp-layouts."""
+        waiting = [str(rank) for rank in range(self.ranks, self.devices)]
         spares = f"; spares: ranks {' '.join(waiting)}" if waiting else ""
         seconds = (
             f"predicted {self.seconds:.4g} s an iteration"
             if self.seconds
             else "lengths or costs not known"
         )
-        if len(set(self.speeds)) > 1:
-            slow = ", ".join(
-                f"{rank} ({speed:g})" for rank, speed in enumerate(self.speeds) if speed > 1
-            )
-            ranks = " ".join(map(str, self.in_order[: self.ranks]))
-            how = f"; slow ranks (times the fastest): {slow}; order of ranks {ranks}{how}"
         return (
             f"--epp-layouts {path}: {self.layout} on {self.ranks} of {self.devices} devices, "
-            f"{seconds}{spares}{how}"
+            f"{seconds}{spares}"
         )
 
     def to_json(self) -> str:
@@ -151,7 +113,6 @@ class ChosenLayout:
         entries = json.loads(text)
         of_layout = entries.pop("layout")
         layers = tuple(of_layout.pop("layers"))
-        entries |= {name: tuple(entries[name]) for name in ("speeds", "order")}
         return cls(AllowedLayout(**of_layout, layers=layers), **entries)
 
     def watch(self, parser: ArgumentParser) -> ArgumentParser:
@@ -182,6 +143,11 @@ def read_layouts(path: str) -> tuple[AllowedLayout, ...]:
             layouts is not between 1 and ``MOST_LAYOUTS``.
     """
     layouts = []
+    if path == "auto" and not Path(path).exists():
+        raise ValueError(
+            "--epp-layouts auto is no longer searched; expected a file with one layout per line "
+            "(python -m megatron_epp tune --gpus N --lengths FILE prints the line of N devices)"
+        )
     text = bounded_text(Path(path), "layouts, one a line, as in tp 1 pp 2 cp 1 ep 1 layers 4 4")
     for number, line in enumerate(text.split("\n"), 1):
         if words := line.split("#")[0].split():
@@ -226,7 +192,6 @@ def choice(
     wanted: Namespace,
     devices: int,
     seconds_of: Callable[[Namespace, AllowedLayout], float | None],
-    resumed_ep: int | None = None,
 ) -> ChosenLayout:
     """Return the allowed layout that trains on the most devices; of several, the fastest.
 
@@ -235,7 +200,6 @@ def choice(
         devices: Number of available ranks.
         seconds_of: Function that predicts the seconds of an iteration from validated flags and a
             layout. It returns None if plans exceed the memory budget.
-        resumed_ep: Expert-parallel size of the run to resume. None: read it from the checkpoint.
 
     Raises:
         ValueError: A line of the file contradicts the flags, or no layout fits the devices.
@@ -266,7 +230,7 @@ def choice(
         able = [layout for layout, count in filled.items() if count == ranks]
         predicted = {}
         for layout in able:
-            if (reason := resume_refusal(validated[layout], layout, resumed_ep)) is not None:
+            if (reason := resume_refusal(validated[layout], layout)) is not None:
                 refused.append(f"{layout}: {reason}")
             elif (seconds := seconds_of(validated[layout], layout)) is None:
                 refused.append(f"{layout}: its plans need more memory than there is")
@@ -322,16 +286,9 @@ def validated_with(wanted: Namespace, layout: AllowedLayout, ranks: int) -> Name
     return args
 
 
-def resume_refusal(
-    args: Namespace, layout: AllowedLayout, resumed_ep: int | None = None
-) -> str | None:
-    """Return the reason why the checkpoint cannot be loaded with ``layout``; None if it can.
-
-    ``resumed_ep`` is the checkpoint's expert-parallel size. If it is None, the function reads the
-    size from the checkpoint.
-    """
-    if resumed_ep is None and resumes(args):
-        resumed_ep = (kept_layout(args) or {}).get("ep")
+def resume_refusal(args: Namespace, layout: AllowedLayout) -> str | None:
+    """Return the reason why the checkpoint cannot be loaded with ``layout``; None if it can."""
+    resumed_ep = (kept_layout(args) or {}).get("ep") if resumes(args) else None
     if args.no_load_optim or resumed_ep in (None, layout.ep):
         return None
     return f"the optimizer's states of experts load with ep {resumed_ep} alone (--no-load-optim)"
@@ -347,7 +304,7 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
     from megatron_epp.mcore.choose.choices import first_batches, first_cost_and_options
     from megatron_epp.mcore.flags.config import layers_by_time
     from megatron_epp.mcore.model.shape import stage_layers
-    from megatron_epp.planner.choose.choice import heaviest, sketched_seconds, unlike_seconds
+    from megatron_epp.planner.choose.choice import heaviest, sketched_seconds
 
     args = copy.copy(args)
     if args.step_batch_size_schedule:  # use the largest batch size
@@ -367,10 +324,6 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
         cost, options = first_cost_and_options(args, layers)
     except (OSError, ValueError):
         return 0.0
-    if cost.layout.profile.rank_slowness:
-        by_time = layers_by_time(args) and not layout.layers
-        seconds = unlike_seconds(cost, batches, options, args.epp_planner, by_time)
-        return None if seconds is None else seconds / len(batches)
     held = [heaviest(lengths, cost) for lengths in batches]
     seconds = sketched_seconds(cost, held, options, args.epp_planner)
     return None if seconds is None else seconds / len(held)

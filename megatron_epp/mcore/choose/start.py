@@ -11,7 +11,6 @@ import sys
 import time
 from argparse import Namespace
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -20,16 +19,13 @@ import torch
 
 from megatron_epp.mcore.choose.kept import kept_layout, resumes
 from megatron_epp.mcore.choose.layouts import (
-    ALL_LAYOUTS,
     DEGREES,
     AllowedLayout,
     ChosenLayout,
     choice,
     predicted_seconds,
     read_layouts,
-    validated_with,
 )
-from megatron_epp.mcore.job.device_speeds import this_rank
 from megatron_epp.mcore.job.job_exit import AGENT_STORE, torchrun_store
 from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
 
@@ -39,9 +35,8 @@ SPARE_POLL_SECONDS, SPARE_PATIENCE_SECONDS = 0.5, 1800.0
 def choose_allowed_layout() -> ChosenLayout | None:
     """Return the layout with which the job starts; None without --epp or --epp-layouts.
 
-    Every rank calls this function. It sets the environment variable ``RANK`` to the rank's index in
-    the job's order of ranks. On ranks that train, it sets ``WORLD_SIZE`` to the number of ranks
-    that train.
+    Every rank calls this function. On ranks that train, it sets the environment variable
+    ``WORLD_SIZE`` to the number of ranks that train.
 
     Raises:
         ValueError: The file of layouts is not valid, or no layout fits.
@@ -56,92 +51,48 @@ def choose_allowed_layout() -> ChosenLayout | None:
         return None
     rank, devices = wanted.rank, wanted.world_size
     key = f"layout of {devices}"
-    if rank > 0:
-        meeting_store().set(f"device {rank} of {devices}", this_rank())
     if rank == 0:
         answer = ""
         try:
-            chosen, how = chosen_by_rank_0(wanted, devices)
+            chosen = as_before(wanted, devices) or choice(wanted, devices, predicted_seconds)
             answer = chosen.to_json()
         finally:
             if devices > 1:
                 meeting_store().set(key, answer)
-        print(chosen.line(wanted.epp_layouts, how), flush=True)
+        print(chosen.line(wanted.epp_layouts), flush=True)
     else:
         store, began = meeting_store(), time.monotonic()
         while not store.check([key]) and time.monotonic() - began < SPARE_PATIENCE_SECONDS:
-            time.sleep(SPARE_POLL_SECONDS)  # the search may outlast the timeout of the store
+            time.sleep(SPARE_POLL_SECONDS)  # the choice may outlast the timeout of the store
         answer = store.get(key).decode()
         if not answer:
             raise ValueError(f"--epp-layouts {wanted.epp_layouts}: rank 0 has chosen none")
         chosen = ChosenLayout.from_json(answer)
-    rank = chosen.in_order.index(rank)
-    os.environ["RANK"] = str(rank)
     if rank < chosen.ranks:
         os.environ["WORLD_SIZE"] = str(chosen.ranks)
     return chosen
 
 
-def chosen_by_rank_0(wanted: Namespace, devices: int) -> tuple[ChosenLayout, str]:
-    """Return the layout with which the job starts, and a note for rank 0's printed line, or "".
+def as_before(wanted: Namespace, devices: int) -> ChosenLayout | None:
+    """Return the layout of the resumed run, if that run had the same number of ``devices``.
 
-    The note says that the layout comes from a search during an earlier run (ahead.py).
-
-    Raises:
-        ValueError: The file of layouts is not valid, or no layout fits.
-    """
-    from megatron_epp.mcore.choose.ahead import layout_kept_ahead
-    from megatron_epp.mcore.choose.rank_order import ordered, speeds_of
-
-    names = [this_rank()]
-    if wanted.load and devices > 1:
-        store = meeting_store()
-        names += [store.get(f"device {rank} of {devices}").decode() for rank in range(1, devices)]
-    speeds: tuple[float, ...] = ()
-    if len(names) == devices and not wanted.use_tp_pp_dp_mapping:
-        speeds = speeds_of(names, wanted.load)
-    if (chosen := as_before(wanted, devices, speeds)) is not None:
-        return chosen, ""
-    unlike = len(set(speeds)) > 1
-    if not unlike and (chosen := layout_kept_ahead(wanted, devices)) is not None:
-        return replace(chosen, speeds=speeds), "; searched ahead"
-    if wanted.epp_layouts == ALL_LAYOUTS:
-        from megatron_epp.mcore.choose.search_layouts import searched  # takes most of a second
-
-        chosen = searched(wanted, devices)
-    else:
-        chosen = choice(wanted, devices, predicted_seconds)
-    chosen = replace(chosen, speeds=speeds)
-    if unlike:
-        chosen = ordered(validated_with(wanted, chosen.layout, chosen.ranks), chosen)
-    return chosen, ""
-
-
-def as_before(
-    wanted: Namespace, devices: int, speeds: tuple[float, ...] = ()
-) -> ChosenLayout | None:
-    """Return the layout of the resumed run, if that run had the same ``devices`` and ``speeds``.
-
-    The result is None if devices or speeds differ, if the run saved no layout, or if --epp-layouts
-    no longer allows the layout.
+    The result is None if the number differs, if the run saved no layout, or if --epp-layouts no
+    longer allows the layout.
 
     Raises:
         ValueError: The file of layouts or the file of saved choices is not valid.
     """
     kept = kept_layout(wanted) if resumes(wanted) else None
-    if kept is None or kept.get("devices") != devices or kept.get("speeds", []) != [*speeds]:
+    if kept is None or kept.get("devices") != devices:
         return None
     numbers = {name: kept.get(name, 0) for name in (*DEGREES, "ranks")}
     if not all(isinstance(number, int) and 1 <= number <= 10**6 for number in numbers.values()):
         return None
     ranks, layers = numbers.pop("ranks"), tuple(map(int, kept.get("layers", ())))
     layout = AllowedLayout(**numbers, layers=layers)
-    if wanted.epp_layouts != ALL_LAYOUTS and layout not in read_layouts(wanted.epp_layouts):
+    if layout not in read_layouts(wanted.epp_layouts):
         return None
-    order = tuple(kept.get("order", ()))
-    if order and sorted(order) != list(range(devices)):
-        return None
-    return ChosenLayout(layout, devices, ranks, float(kept.get("seconds", 0)), speeds, order)
+    return ChosenLayout(layout, devices, ranks, float(kept.get("seconds", 0)))
 
 
 @cache
@@ -169,10 +120,10 @@ def meeting_store() -> Any:
 
 def wait_as_spare(chosen: ChosenLayout) -> None:
     """Wait, on a spare rank, until the other ranks have finished training."""
-    rank = chosen.in_order[int(os.environ["RANK"])]
+    rank, host = os.environ["RANK"], socket.gethostname()
     print(
-        f"megatron_epp: rank {rank} on {socket.gethostname()} waits as a spare: {chosen.layout} "
-        f"has no place for it among {chosen.devices} devices",
+        f"megatron_epp: rank {rank} on {host} waits as a spare: {chosen.layout} has no place for "
+        f"it among {chosen.devices} devices",
         flush=True,
     )
     store, key = meeting_store(), _end_of(chosen)

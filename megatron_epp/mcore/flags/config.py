@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from megatron_epp.corpus.blend import BLENDS
 from megatron_epp.cost.catalogue.devices import MOST_GIB
-from megatron_epp.flag_fields import add_flags, flag, flag_of, one_of
+from megatron_epp.flag_fields import add_flags, flag, flag_of, one_of, refuse_removed
 from megatron_epp.mcore.flags import replaced
 from megatron_epp.mcore.patching import modelopt_flags
 from megatron_epp.planner.options import MOST_EFFORT
@@ -21,9 +21,8 @@ from megatron_epp.planner.settings import shared_setting
 # gradients in their GEMMs, although gradient_accumulation_fusion is off.
 FUSED_LINEARS = "epp_fused_linears"
 # Attribute of Megatron's args, also saved next to the checkpoint: the layout chosen by
-# --epp-layouts. Its entry SLOWNESS, if known, lists the slowness of every pipeline rank of every
-# replica.
-LAYOUT_KEY, SLOWNESS = "epp_layout", "slowness"
+# --epp-layouts.
+LAYOUT_KEY = "epp_layout"
 PARTITION_AUTO = "auto"
 PLACEMENT_FLAGS = "flags"  # --epp-placement by Megatron's flags of virtual stages
 PLACEMENT_AUTO = "auto"  # --epp-placement by document lengths, together with the partition
@@ -37,6 +36,11 @@ PLACING_FLAGS: dict[str, Any] = {
     "account_for_loss_in_pipeline_split": False,
 }
 MOST_CORES = 4096  # limit of --epp-plan-cores
+# Flags of earlier versions, and what to do instead.
+_REMOVED = dict.fromkeys(
+    ("--epp-search-ahead", "--no-epp-search-ahead"),
+    "leave it out; layouts for fewer devices are lines of the file of --epp-layouts",
+)
 DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
 
 
@@ -66,19 +70,11 @@ class Config:
     )
     epp_layouts: str | None = flag(
         None,
-        "File of allowed layouts, one per line (tp 1 pp 2 cp 1 ep 1 layers 4 4), or auto: all "
-        "layouts. Each start chooses the fastest of the layouts that use the most devices, in "
-        "place of the degree flags; other ranks wait as spares. A resume on the same number of "
-        "devices keeps its layout.",
-        metavar="FILE|auto",
-    )
-    epp_search_ahead: bool = flag(
-        True,
-        "With --epp-layouts and --save: while training runs, search the layouts for 1, 2 and 4 "
-        "nodes less in a process of its own, at the lowest priority, and keep them next to the "
-        "checkpoint; a restart on as many devices then starts without a search "
-        "(--no-epp-search-ahead: it searches).",
-        action=argparse.BooleanOptionalAction,
+        "File of allowed layouts, one per line (tp 1 pp 2 cp 1 ep 1 layers 4 4). Each start "
+        "chooses the fastest of the layouts that use the most devices, in place of the degree "
+        "flags; other ranks wait as spares. A resume on the same number of devices keeps its "
+        "layout.",
+        metavar="FILE",
     )
     epp_memory_budget_gib: tuple[float, ...] | None = shared_setting(
         "memory_budget_gib",
@@ -204,6 +200,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     With --epp, the parser resets Megatron's flags that have no effect under a plan (replaced.py).
     """
     add_flags(parser, Config)
+    refuse_removed(parser, _REMOVED)
     modelopt_flags.add_arguments(parser)
     _fix_help(parser)
     replaced.watch(parser)

@@ -26,7 +26,7 @@ from megatron_epp.cost.profile import Profile, States
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
-from megatron_epp.mcore.flags.config import LAYOUT_KEY, SLOWNESS, Config
+from megatron_epp.mcore.flags.config import Config
 from megatron_epp.mcore.kinds.registry import expert_ranks_of, priced_flags
 from megatron_epp.mcore.lm_head.fused_head import block_tokens, fused_head
 from megatron_epp.mcore.model.quantisation import weight_bytes
@@ -195,22 +195,16 @@ def analytic(args: Any) -> Profile:
     )
 
 
-def on_these_devices(args: Any, profile: Profile) -> Profile:
-    """Return ``profile`` with the slowness of this job's devices, if the slowness is known.
+def on_these_ranks(args: Any, profile: Profile) -> Profile:
+    """Return ``profile`` without the slowness of ranks if it is of another number of ranks.
 
-    If the profile contains a slowness for another number of ranks, the function removes it, and all
-    ranks count as equally fast. However, the function removes a slowness
-    from a profile of --epp-cost-model only with --epp-layouts.
+    With --epp-cost-model and without --epp-layouts, the function keeps the slowness, so that the
+    layout raises an error.
     """
-    ranks, replicas = args.pipeline_model_parallel_size, args.data_parallel_size
-    slowness = (getattr(args, LAYOUT_KEY, None) or {}).get(SLOWNESS)
-    if slowness is not None:
-        return profile.with_slowness(slowness, ranks)
-    fits = len(profile.rank_slowness) in (0, ranks)
-    fits &= len(profile.replica_slowness) in (0, ranks * replicas)
+    fits = len(profile.rank_slowness) in (0, args.pipeline_model_parallel_size)
     if fits or (args.epp_cost_model is not None and args.epp_layouts is None):
         return profile
-    return profile.with_slowness((), ranks)
+    return profile.without_slowness
 
 
 def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: Profile) -> Cost:

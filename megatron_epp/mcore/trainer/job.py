@@ -1,7 +1,6 @@
 """One rank's part of a job with ``--epp``, set up while Megatron builds its model."""
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, TextIO
@@ -22,11 +21,10 @@ from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.data.chat_cache import converted_chats
 from megatron_epp.mcore.data.global_batches import GlobalBatches
 from megatron_epp.mcore.data.row_shard import RowShard
-from megatron_epp.mcore.flags.config import FUSED_LINEARS, LAYOUT_KEY, Config
+from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.job import megatron_gpt
-from megatron_epp.mcore.job.device_speeds import keep_speeds
 from megatron_epp.mcore.job.emergency_exit import end_now
-from megatron_epp.mcore.job.job_cost import host_budget_bytes, on_these_devices
+from megatron_epp.mcore.job.job_cost import host_budget_bytes, on_these_ranks
 from megatron_epp.mcore.job.process_groups import make_groups
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 from megatron_epp.mcore.kinds.registry import heads_of, layers_see
@@ -270,29 +268,12 @@ class Job:
         return Observer(
             groups,
             steps,
-            CostMonitor(
-                groups,
-                folders,
-                may_refit,
-                partial(on_these_devices, args),
-                lambda slowness: keep_speeds(slowness, groups, args.save),
-            ),
+            CostMonitor(groups, folders, may_refit, partial(on_these_ranks, args)),
             self.recorder,
             self.hooks.summary,
             self._write_scalars,
             loaded_from=None if args.finetune else args.load,  # iterations count from 1 again
-            search_ahead=self._search_ahead(),
         )
-
-    def _search_ahead(self) -> Callable[[bool], None] | None:
-        """Return rank 0's function to search layouts on fewer devices; None without a search."""
-        args = self.args
-        layouts = getattr(args, LAYOUT_KEY, None) is not None and args.epp_search_ahead
-        if not (layouts and args.save and dist.get_rank() == 0):
-            return None
-        from megatron_epp.mcore.choose.ahead import SearchAhead
-
-        return SearchAhead(args, sys.argv[1:]).look
 
     def _write_scalars(self, iteration: int, step: AcceptedStep, report: IterationReport) -> None:
         if telemetry.wanted():

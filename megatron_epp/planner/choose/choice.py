@@ -149,48 +149,6 @@ def heaviest(lengths: Sequence[int], cost: Cost, lockstep: int = 1) -> list[int]
     return max(of_replicas, key=lambda held: float(rates.document_seconds(np.array(held)).sum()))
 
 
-def unlike_seconds(
-    cost: Cost,
-    batches: Sequence[Sequence[int]],
-    options: Options,
-    planner: str,
-    by_time: bool = False,
-) -> float | None:
-    """Return the total seconds of low-effort plans for all batches and replicas of unlike speed.
-
-    Documents are assigned by the speeds of the replicas. Of every set of equal replicas, only the
-    replica with the most work is planned. The time of a batch is that of its slowest plan. If
-    ``by_time``, the partition balanced by time is tried too, and the faster partition counts.
-    Return None if a batch does not fit.
-    """
-    replicas, taken = cost.layout.dp, []
-    ways = [cost.layout.layers]
-    if by_time and cost.layout.stages > 1:
-        features = expected_features(cost, [heaviest(lengths, cost) for lengths in batches])
-        ways += filter(None, [fastest_layers(cost, features)])
-    for layers in dict.fromkeys(ways):
-        if (moved := with_layers(cost, layers)) is None:
-            continue
-        total = 0.0
-        for lengths in batches:
-            assignments = balance_blocks(lengths, moved, replicas, 1)
-            rates, slowest = rates_of(moved), 0.0
-            most: dict[int, tuple[float, list[int], Cost]] = {}
-            for replica, assigned in enumerate(assignments):
-                held = [lengths[document] for document in assigned]
-                work = float(rates.document_seconds(np.array(held, dtype=np.int64)).sum())
-                own = moved.of_replicas(replica)
-                if held and work > most.get(id(own), (0.0,))[0]:
-                    most[id(own)] = work, held, own
-            for _, held, own in most.values():
-                seconds = sketched_seconds(own, [held], options, planner)
-                slowest = math.inf if seconds is None else max(slowest, seconds)
-            total += slowest
-        taken.append(total)
-    least = min(taken, default=math.inf)
-    return least if math.isfinite(least) else None
-
-
 def partition_of(
     cost: Cost, batches: Sequence[Sequence[int]], options: Options, planner: str
 ) -> RunChoice[tuple[int, ...]]:

@@ -23,23 +23,21 @@ def layer_costs(cost: Cost) -> Cost:
     """Return ``cost`` with one stage per layer; the last stage also has the LM head."""
     layers = sum(cost.layout.layers)
     budget = max(cost.device_budget_bytes)
-    layout = cost.layout.on_devices(layers=(1,) * layers, place=())
-    return cost.replace(layout=layout, device_budget_bytes=(budget,) * layers)
-
-
-def layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
-    """Return the seconds [layers] of F plus B for ``features`` (tokens, pairs, ...)."""
-    single = layer_costs(cost)
-    return (single.seconds.per(Kind.FORWARD) + single.seconds.per(Kind.BACKWARD)) @ features
+    profile = cost.layout.profile.without_slowness
+    each = {"layers": (1,) * layers, "place": (), "device_budget_bytes": (budget,) * layers}
+    return cost.replace(profile=profile, **each)
 
 
 def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
-    """Return :func:`layer_seconds` of each layer on each stage's device: [stages, layers]."""
-    if not cost.layout.unlike_devices:
-        seconds = layer_seconds(cost, features)
-        return np.broadcast_to(seconds, (cost.layout.stages, len(seconds)))
-    layouts = (cost.layout.on_device_of(stage) for stage in range(cost.layout.stages))
-    return np.stack([layer_seconds(cost.replace(layout=each), features) for each in layouts])
+    """Return the seconds of F plus B of each layer on each stage's rank: [stages, layers].
+
+    ``features`` [columns] are those of the layer's input (tokens, pairs, ...).
+    """
+    per = layer_costs(cost).seconds
+    exchanged = per.communication_per(Kind.FORWARD) + per.communication_per(Kind.BACKWARD)
+    seconds = (per.per(Kind.FORWARD) + per.per(Kind.BACKWARD)) @ features
+    computed = seconds - exchanged @ features
+    return seconds + np.outer(cost.layout.slowness - 1, computed)
 
 
 def expected_features(cost: Cost, batches: Sequence[Sequence[int]]) -> np.ndarray:

@@ -239,8 +239,7 @@ def planned_groups(
 
 def _flat(cost: Cost) -> Cost:
     """Return a cost model of all devices as one stage, without communication, for a lower bound."""
-    cost = cost.replace(layout=cost.layout.on_devices())
-    profile = cost.layout.profile.each_kind(
+    profile = cost.layout.profile.without_slowness.each_kind(
         all_to_all_bytes_per_token=0.0,
         tensor_bytes_per_token=0.0,
         expert_bytes_per_token=0.0,
