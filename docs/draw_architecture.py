@@ -33,7 +33,6 @@ COLOURS = {
 # Earlier import paths of slices.py, in mcore/loops/adapters/.
 ADAPTERS = {"nemo_samples", "slime_samples", "swift_packs", "verl_samples"}
 IDEAS = {
-    "frameworks/*/settings": "Settings of a framework for tune --for.",
     "frameworks/*/slices": "A framework's adapter for slices of its micro-batches.",
 }
 
@@ -52,12 +51,9 @@ def imported(path: Path) -> set[str]:
 def package_of(module: str) -> str:
     """Return the box of ``module``, a dotted name below megatron_epp.
 
-    What a framework's folder says of its micro-batches, of settings and of slices is imported from
-    three heights.
+    What a framework's folder says of its micro-batches and of slices is imported from two heights.
     """
     first, *others = module.split(".")
-    if first == "frameworks" and {"settings", "stock_settings"} & set(others):
-        return "frameworks/*/settings"
     if (first == "frameworks" and "slices" in others) or ADAPTERS & set(others):
         return "frameworks/*/slices"
     return first

@@ -306,15 +306,6 @@ class BatchesFlags:
 class PlanFlags:
     """Options of ``plan``: the kind of plan, and the output."""
 
-    framework: str | None = flag(
-        None,
-        "print degrees, recompute and tokens of a micro-batch as settings of megatron, bridge, "
-        "verl, slime or ms-swift instead of the plan; of --planner packing, as frameworks run "
-        "Megatron's own schedule",
-        short="--for",
-        dest="framework",
-        metavar="FRAMEWORK",
-    )
     forward_only: bool = flag(False, "a plan of forwards alone, for evaluation")
     output: str | None = flag(
         None, "write the plan here instead of to stdout", ("PLAN", file_to_write), short="-o"
@@ -458,14 +449,6 @@ class TuneFlags:
     grid_svg: str | None = flag(
         None, "draw the grid of --topology: ranks, spare and failed nodes", FILE
     )
-    framework: str | None = flag(
-        None,
-        "print the fastest choice that Megatron's own schedule runs, as settings of megatron, "
-        "bridge, verl, slime or ms-swift; --script writes these",
-        short="--for",
-        dest="framework",
-        metavar="FRAMEWORK",
-    )
     dry_run_corpus: int | None = flag(
         None,
         "play N iterations of the corpus with the chosen row, and print their spread",
@@ -512,6 +495,15 @@ FLAGS: dict[str, tuple[type, ...]] = {
     "draw": (PlanFileFlags, DrawFlags, ReplicaFlags, DrawnMachineFlags, AssumptionFlags),
     "check": (PlanFileFlags, CheckedMachineFlags, AssumptionFlags, JsonFlags),
 }
+
+
+# Flags of earlier versions by command, and what to do instead.
+_FOR = dict.fromkeys(
+    ("--for", "--framework"),
+    "read degrees and layers from what is printed of Megatron's own schedule (--planner packing; "
+    "rows 'stock' of tune), and set them in the framework's configuration",
+)
+REMOVED: dict[str, dict[str, str]] = {"plan": _FOR, "tune": _FOR}
 
 
 def add_command_flags(command: argparse.ArgumentParser, schemas: Sequence[type]) -> None:

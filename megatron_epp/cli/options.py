@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_epp import __version__
+from megatron_epp.flag_fields import refuse_removed
 from megatron_epp.ir.errors import quoted
 
 PROGRAM = "megatron_epp"
@@ -75,7 +76,7 @@ class Parser(argparse.ArgumentParser):
 def parser(chosen: str | None = None) -> Parser:
     """Return the parser of all commands, with the options of the command ``chosen`` only."""
     # Imported late: the tables of models, devices and distributions take as long as the rest.
-    from megatron_epp.cli.flags import FLAGS, add_command_flags
+    from megatron_epp.cli.flags import FLAGS, REMOVED, add_command_flags
 
     root = Parser(
         prog=PROGRAM,
@@ -96,6 +97,7 @@ def parser(chosen: str | None = None) -> Parser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_command_flags(command, FLAGS[name])
+        refuse_removed(command, REMOVED.get(name, {}))
     return root
 
 

@@ -21,14 +21,10 @@ from megatron_epp.cost.catalogue.public import accuracy_lines
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.cost.profile import Profile
-from megatron_epp.frameworks.settings import require_framework, settings_of
-from megatron_epp.frameworks.stock_settings import StockSettings, recomputed_layers
 from megatron_epp.ir import Plan, Step
 from megatron_epp.planner import Options, PlannedReplica, evaluation_step, parse_levers
 from megatron_epp.planner.feasibility import late_plans
 from megatron_epp.planner.options import default_levers
-from megatron_epp.planner.registry import PACKED
-from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.show.timeline import local_fraction, offloaded_ratio
 from megatron_epp.show.units import GIB, fraction_text, seconds_text, tokens_text
 from megatron_epp.sim.exchange import exchange, messages
@@ -48,8 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
         UsageError: if options contradict each other.
     """
     planner = known_planner(arguments.planner)
-    if arguments.framework is not None:
-        _require_stock(arguments, planner)
     options = options_of(arguments)
     batches = open_batches(arguments, [arguments.batch])
     lengths = batches[arguments.batch]
@@ -61,15 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
     with Workers() as workers:
         result = outcome(*job, priced=True, run=workers.watched("replicas"))
     text = _text(result.step)
-    if arguments.framework is not None:
-        assert result.step is not None, "packing is a pipeline's"
-        print(
-            "\n".join(
-                settings_of(arguments.framework, _settings(result.step, lengths, cost, options))
-            )
-        )
-        print(_summary(result, batches, lengths, cost), end="", file=sys.stderr)
-        return 0
     if arguments.output is not None:
         if text is None:
             raise UsageError(
@@ -96,30 +81,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output is not None:
         print(f"wrote {arguments.output}", file=report)
     return 0
-
-
-def _require_stock(arguments: argparse.Namespace, planner: str) -> None:
-    """Raise a UsageError for options that a framework's settings cannot express."""
-    name = arguments.framework
-    require_framework(name)
-    if planner != PACKED:
-        raise UsageError(
-            f"--for {name}: frameworks run Megatron's own schedule, not plans of {planner}; "
-            f"expected --planner {PACKED}"
-        )
-    if arguments.forward_only:
-        raise UsageError(f"--for {name} --forward-only: settings are of training")
-
-
-def _settings(step: Step, lengths: tuple[int, ...], cost: Cost, options: Options) -> StockSettings:
-    """Return the framework settings that correspond to the replicas' plans."""
-    return StockSettings(
-        Layout(cost.layout.tp, cost.layout.cp, cost.layout.placement.ranks, cost.layout.dp),
-        step.plans[0].layers,
-        recomputed_layers(step.plans),
-        max(options.context, *lengths),
-        cost.layout.ep,
-    )
 
 
 def _read(counts: Counts) -> dict[str, int]:

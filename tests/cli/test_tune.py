@@ -5,14 +5,11 @@ import dataclasses
 import json
 import socket
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from megatron_epp.__main__ import main
 from megatron_epp.cli.tune.script import layout_arguments
-from megatron_epp.frameworks.settings import settings_of
-from megatron_epp.frameworks.stock_settings import StockSettings
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import Choice
 from tests.cost.simple_device import OLD_H100
@@ -39,6 +36,8 @@ def test_a_survey_in_json_a_script_and_a_dry_run(
     choices = facts["choices"]
     seconds = [choice["seconds"] for choice in choices]
     assert seconds == sorted(seconds) and 3 <= len(choices) <= 10
+    line = "tp {tp} pp {pp} cp {cp} ep 1".format(**choices[0])
+    assert facts["layouts_line"].partition(" layers ")[0] == line
     for choice in choices:
         assert choice["tp"] * choice["cp"] * choice["pp"] * choice["dp"] == 8
         assert len(choice["layers"]) == choice["pp"] and sum(choice["layers"]) == 32
@@ -158,7 +157,7 @@ def test_no_script_launches_another_model_than_was_named(
     assert tune(lengths, "--script", str(script), "--model", folder) == 2
     said = capsys.readouterr().err
     assert "cannot say of named (olmo2): norms after attention and MLP; norms over all" in said
-    assert "--for bridge" in said and said.count("\n") == 1 and not script.exists()
+    assert said.count("\n") == 1 and not script.exists()
     assert tune(lengths, "--model", folder, "--like", "olmo22") == 2
     assert "--like 'olmo22' is not known; expected one of olmo2" in capsys.readouterr().err
     assert tune(lengths, "--like", "llama") == 2
@@ -240,73 +239,6 @@ def test_it_says_plainly_when_no_pipeline_or_no_epp_is_best(
     assert "No --epp is best here: stock, packed at best" in said
 
 
-def stock(layers: tuple[int, ...], recomputed: int = 0, tokens: int = 4097, ep: int = 1):
-    return StockSettings(Layout(2, 2, len(layers), 2), layers, recomputed, tokens, ep)
-
-
-def test_frameworks_are_told_in_their_own_words() -> None:
-    """Two parts a rank of 4097 tokens on tp 2 cp 2: 4104."""
-    words = " ".join(settings_of("megatron", stock((7, 8, 8, 9), 3, ep=4))).split()
-    parsed = megatrons_parser().parse_args([*words, "--num-experts", "8"])
-    assert parsed.pipeline_model_parallel_size == 4 and parsed.context_parallel_size == 2
-    assert parsed.decoder_first_pipeline_num_layers == 7 and parsed.sequence_parallel
-    assert parsed.recompute_granularity == "full" and parsed.recompute_num_layers == 3
-    assert parsed.expert_model_parallel_size == 4
-    of_slime = settings_of("slime", stock((8, 8)))
-    assert of_slime[-2:] == ["--use-dynamic-batch-size", "--max-tokens-per-gpu 2052"]
-    of_swift = settings_of("ms-swift", stock((8, 8)))
-    assert "--sequence_parallel true" in of_swift and of_swift[-1] == "--max_length 4104"
-    actor = "actor_rollout_ref.actor."
-    config = f"{actor}megatron.override_transformer_config."
-    of_verl = settings_of("verl", stock((7, 9), 2))
-    assert f"{actor}megatron.pipeline_model_parallel_size=2" in of_verl
-    assert f"+{config}num_layers_in_last_pipeline_stage=9" in of_verl
-    assert f"{config}recompute_num_layers=2" in of_verl
-    assert of_verl[-1] == f"{actor}ppo_max_token_len_per_gpu=2052"
-    cfg = SimpleNamespace(model=SimpleNamespace(), dataset=SimpleNamespace())
-    exec("\n".join(settings_of("bridge", stock((7, 9, 8), 1))), {"cfg": cfg})
-    assert cfg.model.pipeline_model_parallel_layout == "Et*7|t*9|t*8L"
-    assert cfg.model.recompute_method == "block" and cfg.model.recompute_num_layers == 1
-    assert cfg.dataset.seq_length == 4104
-
-
-def test_what_a_framework_cannot_say_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="--for verl: stages of 7 9 8 8 layers; it is told those"):
-        settings_of("verl", stock((7, 9, 8, 8)))
-
-
-def test_the_survey_ends_with_a_frameworks_settings(
-    lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    file = tmp_path / "overrides"
-    layout = ("--pp", "4", "--cp", "2", "--tp", "1", "--partition", "even")
-    assert tune(lengths, *layout, "--for", "verl", "--script", str(file)) == 0
-    said = capsys.readouterr().out
-    head, settings = said.split("tp 1 cp 2 pp 4 dp 1 by Megatron's own schedule, ")
-    assert "Best: " in head and settings.splitlines()[0].endswith("tokens/s, for verl:")
-    written = file.read_text().splitlines()
-    assert [line.strip() for line in settings.splitlines()[1:]] == written
-    assert "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=4" in written
-
-
-def test_a_plan_of_megatrons_own_schedule_in_a_frameworks_words(
-    lengths: str, capsys: pytest.CaptureFixture
-) -> None:
-    where = ("--pp", "2", "--model", "llama3-8b", "--device", "h100-80g")
-    made = ("plan", "--lengths", lengths, *where, "--global-batch-size", "8", "--for", "slime")
-    assert main([*made, "--planner", "packing", "--context", "8192", "--tp", "2"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        "--tensor-model-parallel-size 2",
-        "--pipeline-model-parallel-size 2",
-        "--context-parallel-size 1",
-        "--sequence-parallel",
-        "--use-dynamic-batch-size",
-        "--max-tokens-per-gpu 8192",
-    ]
-    assert main([*made]) == 2
-    assert "Megatron's own schedule, not plans of epp; expected" in capsys.readouterr().err
-
-
 def test_the_script_says_how_experts_are_spread() -> None:
     choice = Choice(
         *(Layout(1, 2, 2, 4), (24, 24), "epp", False, 1.0, 1e5, 0.1, 0.0, 0.1, 0.0, 0.0, 2**30, 1),
@@ -336,9 +268,7 @@ def test_the_script_says_how_experts_are_spread() -> None:
         (("--device", "h100-80g*2,a100-40g*2"), "several devices are no longer accepted"),
         (("--nodes", "0"), "expected a whole number of at least 1"),
         (("--ep", "4"), "ep 4: the model has no experts; leave it out"),
-        (("--for", "nanotron"), "--for nanotron: expected one of megatron, bridge, verl, slime"),
-        (("--for", "verl", "--vocab-parallel", "on"), "--for verl: --vocab-parallel on is --epp's"),
-        (("--for", "slime", "--levers", "default,offload"), "--for slime: --levers are of --epp's"),
+        (("--for", "verl"), "--for is no longer a flag: read degrees and layers from what is"),
     ],
 )
 def test_bad_input_is_one_line(

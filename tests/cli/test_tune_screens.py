@@ -116,7 +116,6 @@ def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("--gpus 16,x", "argument --gpus: 'x': expected a whole number"),
         ("--lengths wlb --gpus 8,16", "--gpus: several numbers are a table of what fits"),
         ("--lengths wlb", "--gpus is missing; expected the number of devices (or --nodes)"),
-        ("--lengths wlb --gpus 8 --row 2 --for verl", "--row: --for prints the fastest"),
         ("--gpus 8 --html x.html", "--html: of a survey; expected --lengths too"),
         ("--gpus 8 --row 2", "--row: of a survey; expected --lengths too"),
         ("--gpus 8 --device h100", "unknown device 'h100'; did you mean h100-80g"),

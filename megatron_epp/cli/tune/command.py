@@ -24,19 +24,14 @@ from megatron_epp.cli.tune.script import launch_script, layouts_line, require_sa
 from megatron_epp.cost.catalogue.models import model, model_config
 from megatron_epp.cost.catalogue.public import accuracy_lines
 from megatron_epp.cost.network.topology import Topology
-from megatron_epp.frameworks.settings import require_framework, settings_of
-from megatron_epp.frameworks.stock_settings import stock_choice
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.registry import PACKED, STOCK
 from megatron_epp.planner.tuning.node_map import NodeMap, map_nodes
 from megatron_epp.planner.tuning.parts import memory_parts
 from megatron_epp.planner.tuning.survey import ELASTIC, Choice, Survey, choice_of, survey
 from megatron_epp.show.units import GIB
 
 # Options that need the search, and therefore --lengths.
-_OF_SURVEY = (
-    *("row", "parts", "html", "script", "hostfile", "grid_svg", "framework", "dry_run_corpus"),
-)
+_OF_SURVEY = (*("row", "parts", "html", "script", "hostfile", "grid_svg", "dry_run_corpus"),)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,14 +49,12 @@ def run(arguments: argparse.Namespace) -> int:
         UsageError: if options contradict each other.
         ValueError: if no layout works.
     """
-    _require_framework(arguments)
     the_model = model(arguments.model, arguments.like)
     config = model_config(arguments.model, arguments.like)
     if arguments.lengths is None:
         for name in _OF_SURVEY:
             if getattr(arguments, name):
-                flag = "for" if name == "framework" else name.replace("_", "-")
-                raise UsageError(f"--{flag}: of a survey; expected --lengths too")
+                raise UsageError(f"--{name.replace('_', '-')}: of a survey; expected --lengths too")
         if arguments.gpus is None and arguments.nodes is None and arguments.device is None:
             return print_model(the_model, config, arguments)
         return how_many(the_model, config, arguments)
@@ -70,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
             "--gpus: several numbers are a table of what fits; leave --lengths out, or give one"
         )
     job = job_of(arguments, the_model, config, arguments.gpus[0] if arguments.gpus else None)
-    if arguments.script is not None and arguments.framework is None:
+    if arguments.script is not None:
         require_sayable(the_model, config)
     batches = open_batches(arguments, range(1, 3))
     drawn = [batches[number] for number in range(arguments.batches)]
@@ -113,7 +106,6 @@ def _survey(
         partition=arguments.partition == "auto",
         vocabulary=arguments.vocab_parallel,
         placement=arguments.placement == machine.AUTO_PLACEMENT,
-        stock=STOCK if arguments.framework is None else PACKED,
         progress=bar,
         run=workers,
     )
@@ -134,11 +126,6 @@ def _chosen(result: Survey, arguments: argparse.Namespace) -> Choice:
     """Return the choice of the row that --row names."""
     if arguments.row is None:
         return result.choices[0]
-    if arguments.framework is not None:
-        raise UsageError(
-            "--row: --for prints the fastest that Megatron's own schedule runs; leave one of them "
-            "out"
-        )
     rows = min(len(result.choices), arguments.top)
     if arguments.row > rows:
         raise UsageError(f"--row {arguments.row}: there are {rows}; expected 1 to {rows}")
@@ -164,13 +151,7 @@ def _write_and_print(
             write_file(arguments.hostfile, "".join(f"{host}\n" for host in nodes.hosts))
         if arguments.grid_svg is not None:
             write_file(arguments.grid_svg, grid_svg(nodes))
-    settings: tuple[Choice, list[str]] | None = None
-    if arguments.framework is not None:
-        stock, of_stock = stock_choice(result, drawn, job.cost_for, options, context)
-        settings = stock, settings_of(arguments.framework, of_stock)
-    if arguments.script is not None and settings is not None:
-        write_file(arguments.script, "\n".join(settings[1]) + "\n")
-    elif arguments.script is not None:
+    if arguments.script is not None:
         hosts = nodes.hosts if nodes is not None and nodes.grid.hosts else ()
         write_file(arguments.script, launch_script(job, chosen, documents, context, hosts))
     rows = result.choices[: arguments.top]
@@ -187,9 +168,6 @@ def _write_and_print(
             facts["choices"][row]["mfu"] = of_devices
         for row, ranks in parts.items():
             facts["choices"][row]["memory_parts"] = ranks
-        if settings is not None:
-            facts["settings"] = {"framework": arguments.framework, "lines": settings[1]}
-            facts["settings"]["choice"] = settings[0].facts()
         if nodes is not None:
             facts["node_map"] = node_facts(nodes)
         if chosen.planner == ELASTIC:
@@ -213,27 +191,10 @@ def _write_and_print(
         print(f"for a file of --epp-layouts: {layouts_line(job, chosen)}")
     if nodes is not None:
         print(node_lines(nodes), end="")
-    if settings is not None:
-        stock, lines = settings
-        rate = f"{stock.tokens_per_second:.4g} tokens/s"
-        print(f"\n{stock.layout} by Megatron's own schedule, {rate}, for {arguments.framework}:")
-        print("\n".join(f"    {line}" for line in lines))
     if played:
         print(spread(played), end="")
     if arguments.script is not None:
         print(f"wrote {arguments.script}", file=sys.stderr)
-
-
-def _require_framework(arguments: argparse.Namespace) -> None:
-    """Raise a UsageError if --for is unknown, or is used with a setting that only --epp has."""
-    name = arguments.framework
-    if name is None:
-        return
-    require_framework(name)
-    if arguments.vocab_parallel == "on":
-        raise UsageError(f"--for {name}: --vocab-parallel on is --epp's, {name} cannot say it")
-    if arguments.levers != "default":
-        raise UsageError(f"--for {name}: --levers are of --epp's plans, {name} cannot say them")
 
 
 def _rows(first: Choice) -> str:

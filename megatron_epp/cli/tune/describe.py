@@ -80,7 +80,7 @@ def print_model(model: Model, config: HubConfig | None, arguments: argparse.Name
             labelled(
                 "trains",
                 f"not by Megatron's flags alone, which cannot say: {'; '.join(of_model.unsaid)}. "
-                "It is planned all the same; --for bridge prints settings",
+                "It is planned all the same",
             )
         )
     else:

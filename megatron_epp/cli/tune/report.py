@@ -10,7 +10,7 @@ from megatron_epp.cost.overlap import EXPERTS, TENSOR
 from megatron_epp.planner.choose.choice import placement_name
 from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.feasibility import PLANNING_CORES
-from megatron_epp.planner.registry import OVERLAPPED, PACKED, STOCK
+from megatron_epp.planner.registry import OVERLAPPED, STOCK
 from megatron_epp.planner.tuning.survey import ELASTIC, TIGHT_MEMORY, Choice, Survey
 from megatron_epp.show.table import text_table
 from megatron_epp.show.units import GIB, fraction_text, seconds_text, tokens_text
@@ -19,7 +19,6 @@ _HEADERS = (
     *("", "tp", "cp", "pp", "dp", "ep", "layers", "runs", "tokens/s", "MFU", "seconds", "GiB", ""),
 )
 _BASELINES = {
-    PACKED: "stock, packed",
     STOCK: "stock, packed at best",
     OVERLAPPED: "stock, overlaps",
 }

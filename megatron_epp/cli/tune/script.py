@@ -124,8 +124,8 @@ def require_sayable(model: Model, config: HubConfig | None) -> None:
     """Raise a ValueError if Megatron's flags cannot express the model."""
     if unsaid := model_flags(model, config).unsaid:
         raise ValueError(
-            f"--script: Megatron's flags cannot say of {model.name}: {'; '.join(unsaid)}. Leave "
-            "--script out, or give --for bridge, whose models have it"
+            f"--script: Megatron's flags cannot say of {model.name}: {'; '.join(unsaid)}; leave "
+            "--script out"
         )
 
 

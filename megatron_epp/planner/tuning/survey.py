@@ -204,7 +204,6 @@ def survey(
     partition: bool = True,
     vocabulary: str = "off",
     placement: bool = False,
-    stock: str = STOCK,
     progress: Callable[[Iterable, int, str], Iterable] = lambda items, total, what: items,
     run: Runner = in_turn,
 ) -> Survey:
@@ -222,8 +221,6 @@ def survey(
         partition: whether to also try numbers of layers per stage that balance the stages' time.
         vocabulary: vocabulary parallelism of the ``epp`` planner: off, on, or auto (if faster).
         placement: whether to try several stages per rank for the best layouts.
-        stock: name of the planner for Megatron's own schedule. With the default ``STOCK``, plans
-            with Megatron's own overlap are made, too, for layouts in which Megatron can overlap.
         progress: function that wraps an iterable in a progress bar.
         run: function that maps a function over tasks, for example in worker processes.
     """
@@ -260,8 +257,8 @@ def survey(
             yield layout, choices_of
 
     def stocks(layout: Layout) -> Sequence[str]:
-        both = stock == STOCK and overlaps(costs[layout])
-        return (ELASTIC, stock, OVERLAPPED) if both else (ELASTIC, stock)
+        both = overlaps(costs[layout])
+        return (ELASTIC, STOCK, OVERLAPPED) if both else (ELASTIC, STOCK)
 
     try:
         groups = [*batched(ordered, AT_ONCE)]
