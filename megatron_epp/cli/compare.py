@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from megatron_epp.cli.documents import open_batches
-from megatron_epp.cli.layout import chosen_costs, layout_cost
-from megatron_epp.cli.machine import padding_text
+from megatron_epp.cli.layout import chosen_costs
+from megatron_epp.cli.machine import padding_text, planning_cost
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.plan import late_text, options_of
 from megatron_epp.cli.progress import Workers, bar
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     numbers = range(arguments.first_batch, arguments.first_batch + arguments.batches)
     batches = open_batches(arguments, numbers)
     first = batches[numbers[0]]
-    cost = layout_cost(arguments, first, batches.first, options, names[0])
+    cost = planning_cost(arguments, batches.first)
     pipelines = [name for name in names if name in PLANNERS]
     if not arguments.planner and overlaps(cost):
         names.insert(names.index(STOCK) + 1, OVERLAPPED)

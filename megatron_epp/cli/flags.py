@@ -28,19 +28,17 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(map(whole_number(1, 1_000_000), text.split(",")))
 
 
-AUTO = 0  # value of a degree that the planner chooses
 # More documents are an error: planning them would take minutes.
 MOST_DOCUMENTS = 32_768
 
 
-def whole_or_auto(text: str) -> int:
-    """Parse a positive integer or ``auto``."""
+def degree(text: str) -> int:
+    """Parse a parallel degree; ``auto`` of earlier versions is refused by name."""
     if text == "auto":
-        return AUTO
-    try:
-        return whole_number(1)(text)
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, or auto") from None
+        raise argparse.ArgumentTypeError(
+            "'auto' is no longer searched; expected a number (tune --gpus N finds the fastest)"
+        )
+    return whole_number(1)(text)
 
 
 def file_to_write(text: str) -> str:
@@ -62,7 +60,7 @@ LIKE = flag(
 # (metavar, type function)
 COUNT, NUMBER, INDEX = ("N", whole_number(1)), ("N", whole_number(0)), ("I", whole_number(0))
 TOKENS, MULTIPLE = ("TOKENS", whole_number(1)), ("TOKENS", whole_number(1, 1 << 20))
-DEGREE, NODES = ("N", whole_or_auto), ("N", whole_number(1, 1_000_000))
+DEGREE, NODES = ("N", degree), ("N", whole_number(1, 1_000_000))
 NAMED, FILE = ("NAME|FILE", str), ("FILE", str)
 SWITCH = ("HOW", one_of("auto", "on", "off"))
 
@@ -120,9 +118,8 @@ class MachineFlags:
         NAMED,
     )
     cost_model: str | None = shared_setting("cost_model", ", instead of the analytic one")
-    pp: int | None = flag(None, "pipeline stages, or auto", DEGREE)
-    cp: int | None = flag(1, "context-parallel (Ulysses) degree, or auto (default: 1)", DEGREE)
-    devices: int | None = flag(None, "all devices of the job; for --pp auto and --cp auto", COUNT)
+    pp: int | None = flag(None, "pipeline stages", DEGREE)
+    cp: int | None = flag(1, "context-parallel (Ulysses) degree (default: 1)", DEGREE)
     tp: int | None = flag(1, "tensor-parallel degree (default: 1)", COUNT)
     dp: int | None = flag(1, "data-parallel replicas (default: 1)", COUNT)
     ep: int | None = flag(
@@ -163,7 +160,7 @@ class PlansMachineFlags(MachineFlags):
     """The machine that runs an existing plan; stages and their placement are in the plan."""
 
     NOTE: ClassVar = "What `plan -o` wrote in the plan's comment stands where no option does."
-    OMIT: ClassVar = ("pp", "devices", "partition", "placement")
+    OMIT: ClassVar = ("pp", "partition", "placement")
 
     cp: int | None = flag(None, "context-parallel (Ulysses) degree (default: 1)", COUNT)
     tp: int | None = flag(None, "tensor-parallel degree (default: 1)", COUNT)
@@ -503,7 +500,12 @@ _FOR = dict.fromkeys(
     "read degrees and layers from what is printed of Megatron's own schedule (--planner packing; "
     "rows 'stock' of tune), and set them in the framework's configuration",
 )
-REMOVED: dict[str, dict[str, str]] = {"plan": _FOR, "tune": _FOR}
+_DEVICES = {"--devices": "give --pp and --cp; tune --gpus N finds the fastest degrees"}
+REMOVED: dict[str, dict[str, str]] = {
+    "plan": _FOR | _DEVICES,
+    "compare": _DEVICES,
+    "tune": _FOR,
+}
 
 
 def add_command_flags(command: argparse.ArgumentParser, schemas: Sequence[type]) -> None:

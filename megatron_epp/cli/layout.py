@@ -1,53 +1,16 @@
-"""Choices of the auto options: degrees, partition, placement, vocabulary parallelism."""
+"""Choices of the auto options: partition, placement, vocabulary parallelism."""
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
 
-from megatron_epp.cli import machine
 from megatron_epp.cli.documents import Batches
-from megatron_epp.cli.flags import AUTO
 from megatron_epp.cli.machine import AUTO_PLACEMENT
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import PLANNERS, Options, plan_step
+from megatron_epp.planner import PLANNERS, Options
 from megatron_epp.planner.choose.choice import partition_of, placement_of, ruled_out, vocabulary_of
 from megatron_epp.planner.choose.partition import layout_flags
-from megatron_epp.planner.tuning.layouts import divisors
-from megatron_epp.show.units import fraction_text, seconds_text
-
-
-def layout_cost(
-    arguments: argparse.Namespace,
-    lengths: Sequence[int],
-    first: Sequence[Sequence[int]],
-    options: Options,
-    planner: str,
-) -> Cost:
-    """Return the cost model of the layout in the options, or of the fastest one for ``lengths``.
-
-    With --pp auto or --cp auto, this function prints the layouts that it tried on stderr.
-
-    Args:
-        arguments: options of the command.
-        lengths: document lengths of the planned batch.
-        first: first batches of the corpus, which determine the padding of chunks.
-        options: options of the planner.
-        planner: name of the planner.
-    """
-    if AUTO not in (arguments.pp, arguments.cp):
-        if arguments.devices is not None:
-            raise UsageError(
-                "--devices has no effect where --pp and --cp are numbers; leave it out, or give "
-                "--pp auto or --cp auto"
-            )
-        return machine.planning_cost(arguments, first)
-    cost, tried = choose_layout(arguments, lengths, first, options, planner)
-    for pp, cp, seconds, why in tried:
-        shown = why or (seconds_text(seconds) if seconds is not None else "")
-        mark = " <- chosen" if (pp, cp) == (cost.layout.placement.ranks, cost.layout.cp) else ""
-        print(f"tried pp {pp} x cp {cp}: {shown}{mark}", file=sys.stderr)
-    return cost
+from megatron_epp.show.units import fraction_text
 
 
 def chosen_costs(
@@ -132,59 +95,3 @@ def _partitioned(cost: Cost, batches: Batches, options: Options, planner: str) -
         file=sys.stderr,
     )
     return partition.cost
-
-
-def choose_layout(
-    arguments: argparse.Namespace,
-    lengths: Sequence[int],
-    first: Sequence[Sequence[int]],
-    options: Options,
-    planner: str,
-) -> tuple[Cost, list[tuple[int, int, float | None, str]]]:
-    """Return the fastest layout's cost model, and (pp, cp, seconds or None, reason) per layout.
-
-    The arguments are the same as those of :func:`layout_cost`.
-
-    Raises:
-        ValueError: if no layout works.
-    """
-    tried: list[tuple[int, int, float | None, str]] = []
-    best: tuple[float, Cost] | None = None
-    for pp, cp in _splits(arguments):
-        arguments_here = argparse.Namespace(**{**vars(arguments), "pp": pp, "cp": cp})
-        try:
-            cost = machine.planning_cost(arguments_here, first)
-            step = plan_step(lengths, cost, options, planner, arguments.dp)
-        except ValueError as error:
-            tried.append((pp, cp, None, str(error).split("\n")[0]))
-            continue
-        if not all(replica.fits for replica in step.planned):
-            tried.append((pp, cp, step.seconds, "does not fit the budget"))
-            continue
-        tried.append((pp, cp, step.seconds, ""))
-        if best is None or step.seconds < best[0]:
-            best = step.seconds, cost
-    if not tried:
-        raise UsageError(
-            f"--devices {arguments.devices}: no pp x cp fills them with what --pp and --cp say"
-        )
-    if best is None:
-        reasons = "; ".join(f"pp {pp} cp {cp}: {why}" for pp, cp, _, why in tried[:3])
-        raise ValueError(f"no split of the devices works ({reasons})")
-    return best[1], tried
-
-
-def _splits(arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
-    """Yield every (pp, cp) that uses all devices and agrees with the options."""
-    if arguments.pp is None:
-        raise UsageError("--pp is missing; expected the number of pipeline stages, or auto")
-    if arguments.devices is None:
-        raise UsageError("--devices is missing; expected how many devices auto is to split")
-    group = arguments.tp * arguments.dp
-    if arguments.devices % group:
-        raise UsageError(f"--devices {arguments.devices}: expected a multiple of tp x dp = {group}")
-    free = arguments.devices // group
-    for pp in divisors(free):
-        cp = free // pp
-        if arguments.pp in (AUTO, pp) and arguments.cp in (AUTO, cp):
-            yield pp, cp

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from megatron_epp.cli import recorded_settings
 from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write_file
-from megatron_epp.cli.layout import chosen_costs, layout_cost
-from megatron_epp.cli.machine import padding_text
+from megatron_epp.cli.layout import chosen_costs
+from megatron_epp.cli.machine import padding_text, planning_cost
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.progress import Workers
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = options_of(arguments)
     batches = open_batches(arguments, [arguments.batch])
     lengths = batches[arguments.batch]
-    cost = layout_cost(arguments, lengths, batches.first, options, planner)
+    cost = planning_cost(arguments, batches.first)
     _, cost = chosen_costs(arguments, batches, cost, options, planner)
     if arguments.forward_only:
         return _evaluation(arguments, lengths, cost, options)
@@ -149,13 +149,8 @@ def levers_of(arguments: argparse.Namespace) -> frozenset[str]:
 def _lockstep(arguments: argparse.Namespace) -> int:
     """Return the size of a lockstep group: --lockstep, or the replicas that share experts."""
     named, shared = arguments.lockstep, 1
-    if isinstance(arguments.cp, int) and arguments.ep is not None:
+    if arguments.ep is not None:
         shared = max(1, arguments.ep // (arguments.tp * arguments.cp))
-    elif arguments.ep is not None and arguments.ep > arguments.tp:
-        raise UsageError(
-            f"--ep {arguments.ep}: how many replicas share a layer's experts depends on --cp; "
-            "expected a number for it"
-        )
     if named is not None and named % shared:
         raise UsageError(
             f"--lockstep {named}: {shared} replicas share a layer's experts (--ep); expected a "

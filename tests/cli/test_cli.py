@@ -283,14 +283,6 @@ def test_a_named_option_stands_before_the_plans_own(capsys, made):
     assert facts["budget_bytes"] == [50 * 2**30] * 2
 
 
-def test_a_layout_that_was_chosen_is_noted(capsys, lengths, tmp_path):
-    path = tmp_path / "auto.plan"
-    machine = [*MACHINE[:4], "--pp", 2, "--cp", "auto", "--devices", 8, "--planner", "packing"]
-    printed(capsys, "plan", "--lengths", lengths, *machine, "-o", path)
-    made_for = "--model gpt-7b --device a100-80g --cp 4 --multiple 16"
-    assert path.read_text().startswith(f"# made for: {made_for}\n")
-
-
 @pytest.mark.parametrize(
     ("comment", "reason"),
     [
@@ -360,15 +352,6 @@ def test_replicas_make_a_step(capsys, lengths, tmp_path):
     assert "--replica 2" in refused(capsys, "draw", path, "--replica", 2)
 
 
-def test_layouts_are_chosen(capsys, lengths):
-    shown = printed(
-        capsys,
-        *("plan", "--lengths", lengths, "--model", "gpt-7b", "--device", "a100-80g"),
-        *("--pp", "auto", "--cp", "auto", "--devices", 8, "--planner", "packing"),
-    )
-    assert shown.err.count("tried pp") == 4 and shown.err.count("<- chosen") == 1
-
-
 def test_the_same_inputs_give_the_same_plan(capsys):
     common = ["plan", "--lengths", "prolong", "--global-batch-size", 24, "--context", 16384]
     common += ["--effort", 0]
@@ -425,7 +408,7 @@ WLB = ("plan", "--lengths", "wlb")
         ((*WLB, *COMMON, "--layers", 8, 8, 16), ["3 numbers for 2 stages"]),
         ((*WLB, *COMMON, "--layers", 8, 8), ["add up to 32"]),
         ((*WLB, *COMMON, "--cost-model", "no/such.json"), ["no/such.json", "No such file"]),
-        ((*WLB, *MACHINE, "--pp", "auto"), ["--devices is missing"]),
+        ((*WLB, *MACHINE, "--pp", "auto"), ["argument --pp: 'auto' is no longer searched", "tune"]),
         (("compare", "--lengths", "wlb", *COMMON, "--batches", "many"), ["--batches", "'many'"]),
         (("compare", "--lengths", "wlb", *COMMON, "--planner", "epp", "pakcing"), ["packing"]),
         (("plan", "--lenths", "wlb"), ["unknown option '--lenths'", "--lengths"]),
@@ -436,10 +419,6 @@ WLB = ("plan", "--lengths", "wlb")
         (
             (*WLB, *COMMON, "--global-batch-size", 10**8),
             ["--global-batch-size", "whole number of at most 32768"],
-        ),
-        (
-            (*WLB, *MACHINE[:4], "--pp", "auto", "--devices", 10**14 - 1),
-            ["no split of the devices works", "expected 1 to 32, the layers"],
         ),
         (("check", "no.plan"), ["no.plan", "No such file", "plan ... -o FILE` writes one"]),
         (("check", "no.plan", "--width", 80), ["unknown option '--width'"]),
@@ -667,7 +646,10 @@ def test_a_batch_beyond_64_bits_is_refused(capsys, tmp_path, text, words):
     [
         (["--multiple", 999999999999999], "whole number of at most 1048576"),
         (["--memory-budget-gib", "1e300"], "expected a number from 1e-06 to 1e+06, in GiB"),
-        (["--devices", 4], "--devices has no effect where --pp and --cp are numbers"),
+        (
+            ["--devices", 4],
+            "--devices is no longer a flag: give --pp and --cp; tune",
+        ),
         (["--effort", 10**12], "whole number of at most 1000000"),
     ],
 )
