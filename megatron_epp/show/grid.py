@@ -45,7 +45,6 @@ def grid_drawing(
     columns: int,
     cells: Mapping[Place, tuple[int, str]],
     failed: Iterable[Place],
-    failed_links: Iterable[tuple[Place, Place]],
     names: Mapping[Place, str],
     title: str,
 ) -> Drawing:
@@ -57,7 +56,6 @@ def grid_drawing(
         cells: (group, label) of every node that has ranks; the group determines the colour.
         failed: (row, column) of failed nodes. All nodes that are not in ``cells`` or ``failed`` are
             spare.
-        failed_links: pairs of nodes whose link failed, drawn as dashed lines.
         names: name of every node, shown when the pointer is over the node.
         title: heading of one line.
     """
@@ -69,10 +67,6 @@ def grid_drawing(
 
     def corner(place: Place) -> tuple[float, float]:
         return _MARGIN + place[1] * (wide + _GAP), _MARGIN + 14 + place[0] * (_CELL + _GAP)
-
-    def middle(place: Place) -> tuple[float, float]:
-        x, y = corner(place)
-        return x + wide / 2, y + _CELL / 2
 
     for column in range(columns):
         x, y = corner((0, column))
@@ -90,12 +84,8 @@ def grid_drawing(
                 shapes.append(Path(((x, y), (right, low)), RECOMPUTE, 1.5))
                 shapes.append(Path(((x, low), (right, y)), RECOMPUTE, 1.5))
             elif label:
-                at_x, at_y = middle(place)
-                shapes.append(Label(at_x, at_y + 4, label, _TEXT, INK, "middle"))
-    shapes += [
-        Path((middle(one), middle(other)), RECOMPUTE, 1.5, dashed=True)
-        for one, other in failed_links
-    ]
+                at = x + wide / 2, y + _CELL / 2 + 4
+                shapes.append(Label(*at, label, _TEXT, INK, "middle"))
     low = corner((rows, 0))[1] + 16
     legend = "stage.replica of each node, one colour a stage; grey: spare; crossed out: failed"
     shapes.append(Label(_MARGIN, low, legend, 11, QUIET_INK))

@@ -153,7 +153,7 @@ def _joined(arguments: argparse.Namespace, node_devices: int) -> str | Topology:
 
 def _require_grid(arguments: argparse.Namespace, joined: str | Topology, nodes: int) -> None:
     """Raise a UsageError if an option needs a grid, or if the grid has too few live nodes."""
-    grid = joined.grid if isinstance(joined, Topology) and joined.nodes else None
+    grid = joined if isinstance(joined, Topology) and joined.nodes else None
     for name in ("hostfile", "grid_svg"):
         if grid is None and getattr(arguments, name) is not None:
             raise UsageError(

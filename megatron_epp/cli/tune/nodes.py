@@ -17,8 +17,6 @@ def node_lines(nodes: NodeMap) -> str:
     summary += f"{len(nodes.nodes)}, {len(grid.failed_nodes)} failed, {len(nodes.spares)} spare"
     if nodes.displaced:
         summary += f"; {nodes.displaced} stand in for a failed one of another column"
-    if nodes.relayed:
-        summary += f"; {nodes.relayed} failed links between nodes with ranks"
     ranks = ", ".join(f"{rank} {host}" for rank, host in enumerate(nodes.hosts))
     order = textwrap.fill(f"hosts by node rank: {ranks}", COLUMNS, subsequent_indent="  ")
     picture = grid_text(rows, columns, nodes.cells(), grid.failed_nodes)
@@ -30,22 +28,22 @@ def grid_svg(nodes: NodeMap) -> str:
     grid, ranks = nodes.grid, {place: rank for rank, place in enumerate(nodes.nodes)}
     every = [*grid.live, *grid.failed_nodes]
     titles = {
-        place: f"{grid.name(place)}, node rank {ranks[place]}"
+        place: f"{grid.host(place)}, node rank {ranks[place]}"
         if place in ranks
-        else grid.name(place)
+        else grid.host(place)
         for place in every
     }
     title = printable(f"{nodes.layout} on {nodes.topology.name}")
-    failed, (rows, columns) = (grid.failed_nodes, grid.failed_links), grid.nodes
-    return to_svg(grid_drawing(rows, columns, nodes.cells(), *failed, titles, title))
+    rows, columns = grid.nodes
+    drawing = grid_drawing(rows, columns, nodes.cells(), grid.failed_nodes, titles, title)
+    return to_svg(drawing)
 
 
 def node_facts(nodes: NodeMap) -> dict:
-    """Return the map for JSON: nodes and hosts by node rank, spares, replacements, failed links."""
+    """Return the map for JSON: nodes and hosts by node rank, spares, replacements."""
     return {
         "nodes": [list(place) for place in nodes.nodes],
         "hosts": list(nodes.hosts),
         "spares": [list(place) for place in nodes.spares],
         "displaced": nodes.displaced,
-        "relayed": nodes.relayed,
     }

@@ -13,14 +13,14 @@ sends the fraction (size - here) / size of its bytes to other nodes.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import sqrt
+from typing import Any
 
 from megatron_epp.cost.catalogue.devices import MOST_DEVICES, Device
 from megatron_epp.cost.catalogue.named import pick
-from megatron_epp.cost.network.grid import HoledGrid, Link, Place
 from megatron_epp.cost.network.rails import (
     ALL_TO_ALL,
     RINGS,
@@ -35,6 +35,9 @@ from megatron_epp.cost.network.rails import (
 from megatron_epp.ir.errors import quoted, require_name
 
 SWITCH, MESH, FAT_TREE = "switch", "mesh", "fat-tree"
+BY_RAILS = RINGS, ALL_TO_ALL, TORUS
+MOST_NODES = 1 << 16
+Place = tuple[int, int]  # row, column
 _KNOWN = {"inside": (SWITCH, MESH), "between": (SWITCH, RINGS, ALL_TO_ALL, TORUS, FAT_TREE)}
 
 
@@ -61,7 +64,7 @@ class Topology:
         rails: number of rings that a node is on in its row, and also in its column; 0: as many as
             are needed to join every pair.
         failed_nodes: (row, column) of each failed node, counted from 0.
-        failed_links: pairs of nodes whose link failed.
+        failed_links: refused; a failed link is one of its nodes in failed_nodes.
         used: number of rows and of columns of the grid that a job uses; empty: all.
         hosts: names of the nodes, row by row; empty: none.
         column_load: load of the busiest link in a column, relative to a grid without failures. It
@@ -76,7 +79,7 @@ class Topology:
     nodes: tuple[int, ...] = ()
     rails: int = 0
     failed_nodes: tuple[Place, ...] = ()
-    failed_links: tuple[Link, ...] = ()
+    failed_links: tuple = ()
     used: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
     column_load: float = 1.0
@@ -101,15 +104,108 @@ class Topology:
         load = self.column_load
         if isinstance(load, bool) or not isinstance(load, int | float) or not 1 <= load <= 1e6:
             raise ValueError(f"column_load {quoted(load)}: expected at least 1")
-        grid = HoledGrid.of(self)
-        for name in grid.__slots__:  # lists from JSON become tuples
-            object.__setattr__(self, name, getattr(grid, name))
+        self._check_grid()
         self.dimensions(1.0)
 
+    def _check_grid(self) -> None:
+        """Check the fields of the grid, and replace lists from JSON by tuples."""
+        lists = "nodes", "failed_nodes", "used", "hosts", "failed_links"
+        for field in lists:
+            if not isinstance(value := getattr(self, field), list | tuple):
+                raise ValueError(f"{field} {quoted(value)}: expected a list")
+        rails = self.rails
+        if not isinstance(rails, int) or isinstance(rails, bool) or not 0 <= rails <= MOST_NODES:
+            raise ValueError(f"rails {quoted(rails)}: expected from 0 to {MOST_NODES}")
+        if rails and self.between not in BY_RAILS:
+            raise ValueError(f"rails {rails}: between {self.between} has no rings; leave it out")
+        if self.failed_links:
+            raise ValueError(
+                "failed_links: no longer read; name one node of every failed link in failed_nodes"
+            )
+        if not self.nodes:
+            for field in lists[1:]:
+                if getattr(self, field):
+                    raise ValueError(f"{field}: expected nodes, the rows and columns of the grid")
+            if self.between == TORUS:
+                raise ValueError("between torus: expected nodes, the rows and columns of the grid")
+        else:
+            checks = {"nodes": self._sizes, "used": self._sizes, "hosts": self._names}
+            for field, checked in (checks | {"failed_nodes": self._places}).items():
+                object.__setattr__(self, field, checked(field))
+        for field in lists:
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+
+    def _sizes(self, field: str) -> tuple[int, ...]:
+        value = tuple(getattr(self, field))
+        if not value and field == "used":
+            return value
+        integers = all(isinstance(size, int) and not isinstance(size, bool) for size in value)
+        most = self.nodes if field == "used" else (MOST_NODES, MOST_NODES)
+        if (
+            len(value) != 2
+            or not integers
+            or any(not 1 <= size <= limit for size, limit in zip(value, most, strict=True))
+            or value[0] * value[1] > MOST_NODES
+        ):
+            limit = f"the grid's {most[0]} and {most[1]}" if field == "used" else f"{MOST_NODES}"
+            raise ValueError(
+                f"{field} {quoted(list(value))}: expected [rows, columns], each at least 1, at "
+                f"most {limit}{'' if field == 'used' else ' nodes in all'}"
+            )
+        return value
+
+    def _names(self, field: str) -> tuple[str, ...]:
+        rows, columns = self.nodes
+        if self.hosts and len(self.hosts) != rows * columns:
+            raise ValueError(
+                f"hosts: {len(self.hosts)} names; expected {rows * columns}, one for every node of "
+                f"{rows} x {columns}"
+            )
+        for number, name in enumerate(self.hosts):
+            require_name(f"hosts[{number}]", name)
+            if any(each.isspace() for each in name):
+                raise ValueError(f"hosts[{number}] {quoted(name)}: expected a name without blanks")
+        return _each_once(field, self.hosts, self.hosts)
+
+    def _places(self, field: str) -> tuple[Place, ...]:
+        """Return the failed nodes, each given by row and column or by host name."""
+        rows, columns = self.nodes
+        places = []
+        given: Sequence[Any] = self.failed_nodes
+        for number, value in enumerate(given):
+            if isinstance(value, str) and value in self.hosts:
+                places.append(divmod(self.hosts.index(value), columns))
+                continue
+            numbers = isinstance(value, list | tuple) and all(type(each) is int for each in value)
+            if (
+                not numbers
+                or len(value) != 2
+                or not (0 <= value[0] < rows and 0 <= value[1] < columns)
+            ):
+                names = "a name of hosts, or " if self.hosts else ""
+                raise ValueError(
+                    f"{field}[{number}] {quoted(value)}: there is no such node; expected "
+                    f"{names}[row, column] from [0, 0] to [{rows - 1}, {columns - 1}]"
+                )
+            places.append((value[0], value[1]))
+        found = _each_once(field, places, given)
+        if len(found) == rows * columns:
+            raise ValueError(f"failed_nodes: all {len(found)} nodes failed; expected one at least")
+        return found
+
     @property
-    def grid(self) -> HoledGrid:
-        """Grid of nodes, with its fields checked."""
-        return HoledGrid.of(self)
+    def live(self) -> list[Place]:
+        """Nodes of the grid that have not failed, row by row."""
+        failed, (rows, columns) = set(self.failed_nodes), self.nodes
+        every = ((row, column) for row in range(rows) for column in range(columns))
+        return [place for place in every if place not in failed]
+
+    def host(self, place: Place) -> str:
+        """Return the host name of ``place``, or its row and column if hosts have no names."""
+        row, column = place
+        return (
+            self.hosts[row * self.nodes[1] + column] if self.hosts else f"row{row}-column{column}"
+        )
 
     @property
     def hops(self) -> int:
@@ -136,6 +232,19 @@ class Topology:
             dimensions_of(size, self.between, self.rails or need, rate)
             for size, rate in zip(sizes, rates, strict=True)
         ]
+
+
+def _each_once[T](field: str, values: Sequence[T], given: Sequence[Any]) -> tuple[T, ...]:
+    """Return ``values``; raise a ValueError, which shows the ``given`` one, if one comes twice."""
+    for number, value in enumerate(values):
+        if (first := values.index(value)) != number:
+            shown = given[number]
+            shown = list(shown) if isinstance(shown, tuple) else shown
+            raise ValueError(
+                f"{field}[{number}] {quoted(shown)}: is there twice, first as {field}[{first}]; "
+                "expected each once"
+            )
+    return tuple(values)
 
 
 # `railx`: nodes are meshes of directly joined devices. Rings of nodes go through optical circuit

@@ -1,4 +1,4 @@
-"""Assignment of ranks to the nodes of a grid, avoiding failed nodes and links.
+"""Assignment of ranks to the nodes of a grid, avoiding failed nodes.
 
 Ranks are numbered tensor-parallel first, then context-parallel, data-parallel and
 pipeline-parallel. torchrun numbers the ranks node by node, so the order of the nodes determines the
@@ -13,7 +13,7 @@ or fills several rows. The rows depend on the topology of the network:
     switches     all live nodes form one row
 """
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,9 +21,8 @@ from itertools import pairwise, permutations
 
 import numpy as np
 
-from megatron_epp.cost.network.grid import HoledGrid, Link, Place
 from megatron_epp.cost.network.rails import ALL_TO_ALL, RINGS, TORUS, hamiltonian_rings
-from megatron_epp.cost.network.topology import Topology
+from megatron_epp.cost.network.topology import BY_RAILS, Place, Topology
 from megatron_epp.planner.tuning.layouts import Layout
 
 
@@ -81,7 +80,7 @@ class _Rows:
         share the traffic; without any, it is split evenly over all routes of three links.
         """
         places, live = self._upright(nodes, width), self.live
-        load: defaultdict[Link, float] = defaultdict(float)
+        load: defaultdict[tuple[Place, Place], float] = defaultdict(float)
         for column in range(width):
             for one, other in permutations(places[column::width], 2):
                 (row, at), (to_row, to) = one, other
@@ -101,7 +100,7 @@ class _Rows:
         pairs = [hamiltonian_rings(line.nodes)[1] if line.nodes > 2 else [] for line in lines]
         doubled = [set(map(frozenset, each)) for each in pairs]
 
-        def rate(link: Link) -> float:
+        def rate(link: tuple[Place, Place]) -> float:
             (row, at), (to_row, to) = link
             which, ends = (0, {at, to}) if row == to_row else (1, {row, to_row})
             rails = 2 if ends in doubled[which] else 1
@@ -117,27 +116,25 @@ class NodeMap:
     Attributes:
         layout: parallel degrees of the job.
         node_devices: number of ranks of a node.
-        grid: the grid of nodes, with failed nodes and links.
+        grid: topology with all its nodes, failed ones included.
         nodes: nodes that have ranks; nodes[i] has node_devices ranks, from i * node_devices on.
         spares: live nodes without ranks.
         topology: the part of the topology that the job uses, without failed nodes.
         displaced: number of nodes that replace a failed node of another column.
-        relayed: number of failed links between nodes with ranks. Traffic takes other links instead.
     """
 
     layout: Layout
     node_devices: int
-    grid: HoledGrid
+    grid: Topology
     nodes: tuple[Place, ...]
     spares: tuple[Place, ...]
     topology: Topology
     displaced: int
-    relayed: int
 
     @property
     def hosts(self) -> tuple[str, ...]:
         """Names of the nodes in the order of their ranks, for the lines of SLURM_HOSTFILE."""
-        return tuple(map(self.grid.name, self.nodes))
+        return tuple(map(self.grid.host, self.nodes))
 
     def stages_and_replicas(self, node_rank: int) -> tuple[range, range]:
         """Return the stages and the replicas that have ranks on node ``node_rank``."""
@@ -187,34 +184,31 @@ def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1
     together = max(1, block // node_devices)
     # distance between consecutive stages, in nodes
     apart = layout.tp * layout.cp * layout.dp // node_devices
-    most, grid = 0, topology.grid
-    for aside in (True, False):
-        best: tuple | None = None
-        for rows in _usable_rows(topology, aside):
-            widths = list(_widths(len(rows.columns), together))
-            # All-to-all: _standing_in has generated one entry per width already.
-            for width in widths[:1] if topology.between == ALL_TO_ALL else widths:
-                held = rows.held(width, together)
-                most = max(most, held)
-                if held < wanted:
-                    continue
-                aligned = not apart or apart % width == 0 or width % apart == 0
-                away = rows.displaced(wanted, width)
-                score = (not aligned, away, rows.transposed, -width)
-                if best is None or score < best[0]:
-                    best = score, rows, width
-        if best is not None:
-            (_, displaced, *_), rows, width = best
-            nodes = rows.places(wanted, width)
-            load = rows.column_load(wanted, width, topology) if displaced else 1.0
-            break
-    else:
+    most, best = 0, None
+    for rows in _usable_rows(topology):
+        widths = list(_widths(len(rows.columns), together))
+        # All-to-all: _standing_in has generated one entry per width already.
+        for width in widths[:1] if topology.between == ALL_TO_ALL else widths:
+            held = rows.held(width, together)
+            most = max(most, held)
+            if held < wanted:
+                continue
+            aligned = not apart or apart % width == 0 or width % apart == 0
+            away = rows.displaced(wanted, width)
+            score = (not aligned, away, rows.transposed, -width)
+            if best is None or score < best[0]:
+                best = score, rows, width
+    if best is None:
+        size = topology.nodes[0] * topology.nodes[1]
         raise ValueError(
             f"{layout}: takes {wanted} nodes, {together} next to each other in a row; "
-            f"{topology.name} has {len(grid.live)} of {grid.nodes[0] * grid.nodes[1]} nodes left, "
+            f"{topology.name} has {len(topology.live)} of {size} nodes left, "
             f"which hold {most} so; expected a layout of at most as many"
         )
-    by_rails = topology.between in (ALL_TO_ALL, RINGS, TORUS)
+    (_, displaced, *_), rows, width = best
+    nodes = rows.places(wanted, width)
+    load = rows.column_load(wanted, width, topology) if displaced else 1.0
+    by_rails = topology.between in BY_RAILS
     if not by_rails:
         nodes = [divmod(at, topology.nodes[1]) for _, at in nodes]
     having = set(nodes)
@@ -224,18 +218,16 @@ def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1
         used=(-(-wanted // width), width) if by_rails else (),
         column_load=load,
         failed_nodes=(),
-        failed_links=(),
         hosts=(),
     )
     return NodeMap(
         layout,
         node_devices,
-        grid,
+        topology,
         tuple(nodes),
-        tuple(place for place in grid.live if place not in having),
+        tuple(place for place in topology.live if place not in having),
         used_topology,
         displaced,
-        sum(having.issuperset(link) for link in grid.failed_links),
     )
 
 
@@ -247,23 +239,12 @@ def _widths(most: int, together: int) -> Iterator[int]:
 
 
 @lru_cache(maxsize=64)
-def _usable_rows(topology: Topology, aside: bool) -> tuple[_Rows, ...]:
-    """Return the ways to select rows of equal width from the grid.
-
-    If ``aside``, one of the two nodes of every failed link is left out.
-    """
-    grid = topology.grid
-    holes = set(grid.failed_nodes)
-    if aside:
-        holes |= _ends(grid)
-    elif not grid.failed_links:
-        return ()
-    live = np.ones(grid.nodes, bool)
-    for place in holes:
+def _usable_rows(topology: Topology) -> tuple[_Rows, ...]:
+    """Return the ways to select rows of equal width from the grid."""
+    live = np.ones(topology.nodes, bool)
+    for place in topology.failed_nodes:
         live[place] = False
-    if not live.any():
-        return ()
-    if topology.between not in (ALL_TO_ALL, RINGS, TORUS):
+    if topology.between not in BY_RAILS:
         row = live.reshape(1, -1)
         left = np.flatnonzero(row[0]).tolist()
         return (_Rows(row, [0], left, len(left)),)  # switches: the live nodes in the grid's order
@@ -271,19 +252,6 @@ def _usable_rows(topology: Topology, aside: bool) -> tuple[_Rows, ...]:
     return tuple(
         _Rows(each, *way, each is not live) for each in (live, live.T) for way in ways(each)
     )
-
-
-def _ends(grid: HoledGrid) -> set[Place]:
-    """Return a greedily chosen set of nodes with an end of every failed link between live nodes."""
-    failed = set(grid.failed_nodes)
-    links = [link for link in grid.failed_links if not failed.intersection(link)]
-    ends: set[Place] = set()
-    while links:
-        count = Counter(place for link in links for place in link)
-        end = max(sorted(count), key=lambda place: count[place])
-        ends.add(end)
-        links = [link for link in links if end not in link]
-    return ends
 
 
 Ways = Iterator[tuple[list[int], list[int], int]]
