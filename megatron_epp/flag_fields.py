@@ -74,7 +74,7 @@ def refuse_removed(parser: Any, removed: Mapping[str, str]) -> None:
 
 class _Removed(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
-        parser.error(f"{option} is no longer a flag: {self.const}")
+        parser.error(f"{option} was removed; {self.const}")
 
 
 class JoinedArguments(argparse.Action):

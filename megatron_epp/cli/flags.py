@@ -494,20 +494,6 @@ FLAGS: dict[str, tuple[type, ...]] = {
 }
 
 
-# Flags of earlier versions by command, and what to do instead.
-_FOR = dict.fromkeys(
-    ("--for", "--framework"),
-    "read degrees and layers from what is printed of Megatron's own schedule (--planner packing; "
-    "rows 'stock' of tune), and set them in the framework's configuration",
-)
-_DEVICES = {"--devices": "give --pp and --cp; tune --gpus N finds the fastest degrees"}
-REMOVED: dict[str, dict[str, str]] = {
-    "plan": _FOR | _DEVICES,
-    "compare": _DEVICES,
-    "tune": _FOR,
-}
-
-
 def add_command_flags(command: argparse.ArgumentParser, schemas: Sequence[type]) -> None:
     """Add a flag for each field of ``schemas``; with planner flags, the help lists the levers."""
     for schema in schemas:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_epp import __version__
-from megatron_epp.flag_fields import refuse_removed
 from megatron_epp.ir.errors import quoted
 
 PROGRAM = "megatron_epp"
@@ -23,6 +22,10 @@ COMMANDS = {
 }
 # Commands that import torch and Megatron, and parse their own options.
 DOING = {"profile": "calibrate.command", "certify": "certify.command"}
+_BY_HAND = (
+    "set degrees and layers in the framework's configuration; what is printed of Megatron's own "
+    "schedule (--planner packing; rows 'stock' of tune) names them"
+)
 # Options and commands that were removed -> what to do instead.
 _AS_TRAINED = "costs are those of training, from the device's rates: leave it out"
 REMOVED = {
@@ -30,6 +33,9 @@ REMOVED = {
         ("--b1-divisor", "--head-seconds", "--link-seconds", "--logits-held", "--kv-read"),
         _AS_TRAINED,
     ),
+    "--for": _BY_HAND,
+    "--framework": _BY_HAND,
+    "--devices": "give --pp and --cp; tune --gpus N finds the fastest degrees",
     "serve": "training starts its planner processes itself; for a plan in a file: plan -o FILE",
     "--whole": "leave it out: only sinkhorn routing, which was removed too, needed uncut documents",
 }
@@ -76,7 +82,7 @@ class Parser(argparse.ArgumentParser):
 def parser(chosen: str | None = None) -> Parser:
     """Return the parser of all commands, with the options of the command ``chosen`` only."""
     # Imported late: the tables of models, devices and distributions take as long as the rest.
-    from megatron_epp.cli.flags import FLAGS, REMOVED, add_command_flags
+    from megatron_epp.cli.flags import FLAGS, add_command_flags
 
     root = Parser(
         prog=PROGRAM,
@@ -97,7 +103,6 @@ def parser(chosen: str | None = None) -> Parser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_command_flags(command, FLAGS[name])
-        refuse_removed(command, REMOVED.get(name, {}))
     return root
 
 

@@ -648,7 +648,7 @@ def test_a_batch_beyond_64_bits_is_refused(capsys, tmp_path, text, words):
         (["--memory-budget-gib", "1e300"], "expected a number from 1e-06 to 1e+06, in GiB"),
         (
             ["--devices", 4],
-            "--devices is no longer a flag: give --pp and --cp; tune",
+            "--devices was removed; give --pp and --cp; tune --gpus N",
         ),
         (["--effort", 10**12], "whole number of at most 1000000"),
     ],

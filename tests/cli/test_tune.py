@@ -268,7 +268,7 @@ def test_the_script_says_how_experts_are_spread() -> None:
         (("--device", "h100-80g*2,a100-40g*2"), "several devices are no longer accepted"),
         (("--nodes", "0"), "expected a whole number of at least 1"),
         (("--ep", "4"), "ep 4: the model has no experts; leave it out"),
-        (("--for", "verl"), "--for is no longer a flag: read degrees and layers from what is"),
+        (("--for", "verl"), "--for was removed; set degrees and layers in the framework's"),
     ],
 )
 def test_bad_input_is_one_line(

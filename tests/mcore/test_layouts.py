@@ -68,7 +68,7 @@ def test_layouts_are_no_longer_searched(monkeypatch, tmp_path) -> None:
 
     for flag in ("--epp-search-ahead", "--no-epp-search-ahead"):
         monkeypatch.setattr(sys, "argv", ["pretrain_gpt", flag])
-        with pytest.raises(ValueError, match=rf"{flag} is no longer a flag: leave it out; layouts"):
+        with pytest.raises(ValueError, match=rf"{flag} was removed; leave it out; layouts"):
             parse_args(prepare_parser)
 
 
