@@ -22,6 +22,7 @@ from megatron_epp.mcore.capabilities.refusals import (
 from megatron_epp.mcore.capabilities.table import TABLE
 from megatron_epp.mcore.flags.config import Config, add_arguments
 from megatron_epp.mcore.job.job_cost import planner_cores
+from megatron_epp.mcore.trainer import entry
 from tests.mcore import runs
 from tests.mcore.runs import flags, train
 from tests.waiting import LAST_RESORT_SECONDS
@@ -342,6 +343,9 @@ def test_flags_are_the_fields_of_the_configuration():
 
 # ------------------------------------------------------------------ whole runs
 
+# In the first tier one refused rank, two that disagree and one that is killed; the others start as
+# the first one does.
+everything = pytest.mark.everything
 ONE = {"pipeline_model_parallel_size": 1, "epp": True}
 HYBRID = ("-m", "megatron_epp.pretrain_hybrid")
 LATENTS_NEXT_TO_WINDOWS = {
@@ -359,10 +363,14 @@ LATENTS_NEXT_TO_WINDOWS = {
 PARTITION_AND_LAYERS = {"epp_partition": "auto", "decoder_last_pipeline_num_layers": 3}
 
 
+def test_a_run_without_data_is_one_line(corpus):
+    refused(flags(corpus, data_path="gone/nothing", **ONE), "nothing.idx")
+
+
+@everything
 @pytest.mark.parametrize(
     ("changes", "processes", "said"),
     [
-        ({"data_path": "gone/nothing", **ONE}, 1, ["nothing.idx"]),
         ({"num_experts": 6, "expert_model_parallel_size": 4, **ONE}, 1, ["; expected a multiple"]),
         ({"hybrid_layer_pattern": "*-", **ONE}, 1, ["run megatron_epp.pretrain_hybrid with these"]),
         ({"hybrid_layer_pattern": "*-?", **ONE}, HYBRID, ["'?' is not a layer symbol"]),
@@ -394,12 +402,14 @@ def test_layers_that_do_not_divide():
         require_equal_stages(argparse.Namespace(**{**vars(wanted), name: 31}))
 
 
+@everything
 def test_a_plan_with_a_bad_line(corpus, tmp_path):
     plan = tmp_path / "plan"
     plan.write_text("plan v1\ndocuments 4 4\nlayers 4\nchunk 0: 0[0:4\n")
     refused(flags(corpus, epp_plan=plan, **ONE), "line 4", "0[0:4")
 
 
+@everything
 @pytest.mark.parametrize("flag", ["epp_plan", "epp_cost_model"])
 def test_a_pipe_in_the_place_of_a_file(corpus, tmp_path, flag):
     """Nobody waits for somebody to write into it."""
@@ -407,13 +417,29 @@ def test_a_pipe_in_the_place_of_a_file(corpus, tmp_path, flag):
     refused(flags(corpus, **{flag: pipe}, **ONE), f"{pipe}: is a pipe; expected")
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"train_iters": 0}, "--train-iters and --train-samples: neither is given, or it is 0"),
+        ({"train_iters": None}, "--train-iters and --train-samples: neither is given, or it is 0"),
+        ({"train_iters": -1}, "--train-iters -1: expected at least 1"),
+        ({"eval_iters": -1}, "--eval-iters -1, --eval-interval 100: expected 0 or more"),
+        ({"phase_transition_iterations": "2"}, "finds the length of a phase by --train-samples"),
+    ],
+)
+def test_a_training_of_no_length(changes, said):
+    good = {"train_iters": 3, "train_samples": None, "eval_iters": 2, "eval_interval": 100}
+    good |= {"phase_transition_iterations": None}
+    entry._require_iterations(argparse.Namespace(**good))
+    with pytest.raises(ValueError, match=said):
+        entry._require_iterations(argparse.Namespace(**{**good, **changes}))
+
+
+@everything
 @pytest.mark.parametrize("ours", [{"epp": True}, {"micro_batch_size": 1}])
-def test_a_training_of_no_length_and_an_evaluation_on_nothing(corpus, ours):
-    one = {"pipeline_model_parallel_size": 1, **ours}
-    for wanted in (0, None):
-        refused(flags(corpus, train_iters=wanted, **one), "--train-iters and --train-samples: nei")
-    refused(flags(corpus, train_iters=-1, **one), "--train-iters -1: expected at least 1")
-    refused(flags(corpus, eval_iters=2, **one), "--eval-iters: there is nothing to evaluate on")
+def test_an_evaluation_on_nothing(corpus, ours):
+    words = flags(corpus, pipeline_model_parallel_size=1, eval_iters=2, **ours)
+    refused(words, "--eval-iters: there is nothing to evaluate on")
 
 
 def one_chunk_each(lengths: list[int], layers: tuple[int, ...]) -> Plan:
@@ -430,6 +456,7 @@ def one_chunk_each(lengths: list[int], layers: tuple[int, ...]) -> Plan:
     )
 
 
+@everything
 def test_a_plan_for_other_documents(corpus, tmp_path):
     plan = tmp_path / "plan"
     plan.write_text(str(one_chunk_each([7] * 6, (4,))))
@@ -437,6 +464,7 @@ def test_a_plan_for_other_documents(corpus, tmp_path):
     refused(flags(corpus, epp_plan=plan, **ONE), said)
 
 
+@everything
 def test_a_folder_of_plans_for_another_job(corpus, tmp_path):
     step = Step.parse(str(one_chunk_each([7] * 6, (2, 2))))
     (tmp_path / "iteration-000001.step").write_text(str(step))
