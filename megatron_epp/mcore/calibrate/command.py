@@ -13,6 +13,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +26,11 @@ from megatron_epp.cost.profile import LayerCoefficients, Profile
 from megatron_epp.flag_fields import add_flags, flag
 from megatron_epp.ir import FULL, KEEP, Kind
 from megatron_epp.mcore.calibrate.profile_file import FILE_NAME, obtain
-from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.hybrid.pattern import joined, mtp_part_of, symbols_of_layers
 from megatron_epp.mcore.job import job_exit
-from megatron_epp.mcore.job.read_flags import read_flags, refusals_as_value_errors
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS
-from megatron_epp.mcore.model.shape import layer_shapes, mtp_shapes, with_mtp
-from megatron_epp.mcore.patching import cpu_host, cuda_host, patch_points
+from megatron_epp.mcore.model.shape import layer_shapes, mtp_shapes
+from megatron_epp.mcore.patching import cpu_host, cuda_host
 
 _WORKER = "megatron_epp.mcore.calibrate.command"
 
@@ -160,77 +159,52 @@ def _layer_summary(coefficients: LayerCoefficients, kind: str) -> list[str]:
     ]
 
 
-def worker(argv: Sequence[str]) -> None:
-    """Run one measuring process: build a stage with one layer of every kind, and measure it.
+class _Measured(Exception):
+    """End of a measuring process that has written its file."""
 
-    ``argv`` are the output file, the pipeline-, tensor- and context-parallel degrees, and Megatron
-    flags. The process builds the stage with the trainer's functions.
+
+def worker(argv: Sequence[str]) -> None:
+    """Run one measuring process: start a training, and end it when the cost model is measured.
+
+    The stages have one layer of every kind, and no data is read. ``argv`` are the output file, the
+    pipeline-, tensor- and context-parallel degrees, and Megatron flags.
     """
+    from megatron_epp.mcore.trainer import entry
+
     output, pp, tp, cp, *flags = argv
     cuda_host.prepare(["--epp"])
-    cpu_host.install_cpu_host()
-    patch_points.install(patch_points.ALWAYS_PATCH_POINTS)
+    cpu_host.install_cpu_host()  # before the hooks import Megatron
     try:
-        _measure(output, int(pp), int(tp), int(cp), flags)
-    except Exception as error:
+        layers, size = _layers(flags, int(pp))
+        sys.argv = ["profile", *_with_defaults(_without_layout(flags)), "--epp", *size,
+                    "--pipeline-model-parallel-size", pp,
+                    "--tensor-model-parallel-size", tp,
+                    "--context-parallel-size", cp]  # fmt: skip
+        entry.train(
+            time.time(),
+            _measuring_hooks(output),
+            hybrid=size[0].startswith(_PATTERN[0]),
+            change=lambda args: _one_of_each_kind(args, layers, int(pp)),
+        )
+    except _Measured:
+        job_exit.finish()
+    except job_exit.ENDINGS as error:
         if not job_exit.is_users_mistake(error):
             raise
         job_exit.refuse_and_exit(error)
-    job_exit.finish()
 
 
-def _measure(output: str, pp: int, tp: int, cp: int, flags: Sequence[str]) -> None:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training import get_args
-    from megatron.training.initialize import initialize_megatron
+def _measuring_hooks(output: str) -> Any:
+    """Return the trainer's hooks that write the measured cost model to ``output``, and end."""
+    from megatron_epp.mcore.trainer.hooks import JobContext, TrainerHooks
 
-    from megatron_epp.mcore.calibrate.open_choices import settle_choices
-    from megatron_epp.mcore.capabilities import refusals
-    from megatron_epp.mcore.data.row_shard import RowShard
-    from megatron_epp.mcore.flags import replaced
-    from megatron_epp.mcore.job import megatron_gpt
-    from megatron_epp.mcore.job.process_groups import make_groups
-    from megatron_epp.mcore.model.attention import attention_for, this_device
-    from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients, install_in_model
-    from megatron_epp.mcore.model.layer_spec import described, fix_layer_spec
+    def make_steps(place: JobContext, model: Any) -> Any:
+        profile = obtain(place.args, place.config, model, place.groups, place.row_shard)
+        if place.groups.control.rank() == 0:
+            profile.save(output)
+        raise _Measured
 
-    layers, size = _layers(flags, pp)
-    flags = _with_defaults(_without_layout(flags))
-    sys.argv = ["profile", *flags, "--epp", *size,
-                "--pipeline-model-parallel-size", str(pp),
-                "--tensor-model-parallel-size", str(tp),
-                "--context-parallel-size", str(cp)]  # fmt: skip
-    read_flags()
-    args = get_args()
-    refusals.refuse(args)
-    replaced.warn(args)
-    _one_of_each_kind(args, layers, pp)
-    with refusals_as_value_errors():
-        model_config = described(args)
-    patch_points.install(patch_points.EPP_PATCH_POINTS)
-    initialize_megatron(
-        get_embedding_ranks=megatron_gpt.embedding_ranks, allow_no_cuda=not cpu_host.has_gpu()
-    )
-    fix_layer_spec(model_config)
-    config, groups = Config.of(args), make_groups(this_device())
-
-    def attach(models: list[Any]) -> list[Any]:
-        attention = attention_for(config.epp_attention, models[0].config, this_device())
-        layers = with_mtp(args, (args.num_layers // pp,) * pp)
-        settle_choices(args, models[0], attention, layers, groups)
-        install_in_model(models[0], args.seq_length, attention)
-        if getattr(args, FUSED_LINEARS, False):
-            fuse_weight_gradients(models[0])
-        return models
-
-    model_config.pre_wrap_hooks.append(attach)
-    builder = model_config.get_builder_cls()(model_config)
-    (model,) = builder.build_distributed_models(
-        pg_collection=ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False
-    )
-    profile = obtain(args, config, model, groups, RowShard.of(args))
-    if groups.control.rank() == 0:
-        profile.save(output)
+    return TrainerHooks(make_steps=make_steps)
 
 
 def _layers(flags: Sequence[str], pp: int) -> tuple[int, list[str]]:
@@ -303,6 +277,7 @@ def _with_defaults(flags: Sequence[str]) -> list[str]:
         "--lr": "1e-4",
         "--tokenizer-type": "NullTokenizer",
         "--attention-dropout": "0",
+        "--epp-vocab-parallel": "off",
         "--seq-length": "16384",
         "--max-position-embeddings": "1000000",
     }

@@ -68,6 +68,7 @@ def train(
     hooks: TrainerHooks | None = None,
     datasets: Callable[..., Any] | None = None,
     hybrid: bool = False,
+    change: Callable[[Any], None] = lambda args: None,
 ) -> None:
     """Install the patches of Megatron, read the command line, and train; see :func:`main`.
 
@@ -76,6 +77,7 @@ def train(
         hooks: Components of the trainer with --epp (:class:`TrainerHooks`).
         datasets: Data provider that replaces Megatron's own in jobs without --epp.
         hybrid: Whether the model is a HybridModel; otherwise it is a GPTModel.
+        change: Function that changes the validated arguments, before a model is built from them.
 
     Raises:
         ValueError: The command line, or a file named in it, is not valid.
@@ -116,6 +118,7 @@ def train(
     if layout is not None and rank() >= layout.ranks:
         return wait_as_spare(layout)
     args = read_flags() if layout is None else read_flags(layout.watch)
+    change(args)
     _require_kind(args.hybrid_layer_pattern, hybrid)
     _require_iterations(args)
     if args.inprocess_restart:
