@@ -6,6 +6,7 @@ Not collected by itself: the host changes torch for the whole process.
 import logging
 import subprocess
 import sys
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -336,35 +337,33 @@ def test_a_missing_target_is_named():
         patch_points.check_patch_points([_gone()])
 
 
-def _changed(tmp_path, monkeypatch, name: str):
-    """A function ``name`` of another source than Megatron's."""
+@pytest.mark.parametrize(
+    ("module", "name", "points", "said"),
+    [
+        (
+            "megatron.core.datasets.utils",
+            "compile_helpers",
+            [patch_points.INDEX_BUILDER],
+            r"seam 'index builder'.*megatron\.core\.datasets\.utils\.compile_helpers",
+        ),
+        # What the function calls, which is not replaced itself.
+        (
+            "megatron.training.initialize",
+            "set_jit_fusion_options",
+            patch_points.EPP_PATCH_POINTS,
+            r"seam 'fusion warm-up'.*set_jit_fusion_options",
+        ),
+    ],
+)
+def test_a_changed_function_is_noticed(tmp_path, monkeypatch, module, name, points, said):
     (tmp_path / "elsewhere.py").write_text(f"def {name}():\n    return 'changed'\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "elsewhere", raising=False)
-    import elsewhere
-
-    return getattr(elsewhere, name)
-
-
-def test_a_changed_function_is_noticed(tmp_path, monkeypatch):
-    from megatron.core.datasets import utils
-
-    changed = _changed(tmp_path, monkeypatch, "compile_helpers")
-    monkeypatch.setattr(utils, "compile_helpers", changed)
-    with pytest.raises(ValueError) as drift:
-        patch_points.install([patch_points.INDEX_BUILDER])
-    assert "seam 'index builder'" in str(drift.value)
-    assert "megatron.core.datasets.utils.compile_helpers" in str(drift.value)
-    assert utils.compile_helpers is changed
-
-
-def test_a_change_in_what_a_seam_relies_on_is_noticed(tmp_path, monkeypatch):
-    from megatron.training import initialize
-
-    changed = _changed(tmp_path, monkeypatch, "set_jit_fusion_options")
-    monkeypatch.setattr(initialize, "set_jit_fusion_options", changed)
-    with pytest.raises(ValueError, match=r"seam 'fusion warm-up'.*set_jit_fusion_options"):
-        patch_points.check_patch_points()
+    changed = getattr(import_module("elsewhere"), name)
+    monkeypatch.setattr(f"{module}.{name}", changed)
+    with pytest.raises(ValueError, match=said):
+        patch_points.install(points)
+    assert getattr(import_module(module), name) is changed
 
 
 def test_every_seam_notices_any_change():

@@ -182,13 +182,6 @@ def test_order_is_a_permutation_per_epoch(tmp_path: Path) -> None:
     assert other.documents(range(20)).tolist() != epochs[0]
 
 
-def test_order_is_pinned(tmp_path: Path) -> None:
-    """A release that shuffles otherwise would resume a run on other documents."""
-    dataset = train(configure([write_corpus(tmp_path / "a", numbered([4] * 8))]), 16).dataset
-    assert dataset.documents(range(8)).tolist() == [1, 7, 5, 6, 4, 3, 2, 0]
-    assert dataset.documents(range(8, 16)).tolist() == [6, 7, 2, 3, 5, 0, 1, 4]
-
-
 # --- blends and splits
 
 
@@ -408,14 +401,11 @@ def test_masks_of_a_blend(tmp_path: Path) -> None:
         assert (length == 5 and mask.all()) if corpus else mask[-1] == 1 and length < 9
 
 
-def test_masks_that_do_not_fit_are_refused_at_start(tmp_path: Path) -> None:
+def test_masks_that_do_not_fit_and_chats_are_refused_at_start(tmp_path: Path) -> None:
     corpus = masked(tmp_path)
     write_corpus(tmp_path / "a_mask", [[0, 1]] * 4, dtype=numpy.uint8)
     with pytest.raises(ValueError, match=r"a_mask\.idx: the mask of sequence 0 has 2 entries"):
         check_corpora(configure([corpus]), [1, 0, 0])
-
-
-def test_chats_without_their_flag_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"x\.jsonl: no corpus; .* give --sft as well"):
         check_corpora(configure([str(tmp_path / "x.jsonl")]), [1, 0, 0])
 
@@ -510,44 +500,37 @@ def test_lengths_that_are_none_are_refused(lengths, said) -> None:
 # --- batches
 
 
-def test_batches_resume_anywhere(tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "a", numbered([2 + n % 9 for n in range(11)]))
-    documents = train(configure([corpus]), 40)
-    running = GlobalBatches(documents, 4, 0)
-    for consumed in range(0, 40, 4):
-        ahead = running.peek(1)
-        resumed = next(GlobalBatches(documents, 4, consumed))
+def require_resumes(documents: Documents, size, starts: list[int], last: int) -> None:
+    """Every batch is what a run that resumes there draws, and what was seen of it ahead."""
+    running = GlobalBatches(documents, size, 0)
+    for consumed, stop in itertools.pairwise([*starts, last]):
+        ahead, resumed = running.peek(1), next(GlobalBatches(documents, size, consumed))
         batch = next(running)
-        samples = list(range(consumed, consumed + 4))
-        assert batch.samples.tolist() == resumed.samples.tolist() == samples
+        assert batch.samples.tolist() == resumed.samples.tolist() == [*range(consumed, stop)]
         assert batch.lengths.tolist() == resumed.lengths.tolist()
         following = running.peek()
-        assert (ahead is None) == (following is None) == (consumed == 36)
+        assert (ahead is None) == (following is None) == (consumed == starts[-1])
         if ahead is not None:
+            assert ahead.samples.tolist() == following.samples.tolist()
             assert ahead.lengths.tolist() == following.lengths.tolist()
-    with pytest.raises(ValueError, match="the data set ends after 40 documents; 40 are consumed"):
+    with pytest.raises(ValueError, match=f"the data set ends after {len(documents)} documents"):
         next(running)
+
+
+def test_batches_resume_anywhere(tmp_path: Path) -> None:
+    corpus = write_corpus(tmp_path / "a", numbered([2 + n % 9 for n in range(11)]))
+    require_resumes(train(configure([corpus]), 40), 4, [*range(0, 40, 4)], 40)
 
 
 def test_batches_grow_as_megatron_says_and_resume(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "a", numbered([2 + n % 9 for n in range(11)]))
-    documents = train(configure([corpus]), 25)
     try:
         num_microbatches_calculator.init_num_microbatches_calculator(
             0, None, None, 1, 1, step_batch_size_schedule="0:2 4:3 10:6"
         )
         sizes = scheduled_sizes()
         assert scheduled_samples(6, sizes) == 22
-        running = GlobalBatches(documents, sizes, 0)
-        for consumed, size in ((0, 2), (2, 2), (4, 3), (7, 3), (10, 6), (16, 6)):
-            ahead, resumed = running.peek(1), next(GlobalBatches(documents, sizes, consumed))
-            batch = next(running)
-            assert batch.samples.tolist() == [*range(consumed, consumed + size)]
-            assert batch.samples.tolist() == resumed.samples.tolist()
-            following = running.peek()
-            assert (ahead is None) == (following is None) == (consumed == 16)
-            if following is not None:
-                assert ahead.samples.tolist() == following.samples.tolist()
+        require_resumes(train(configure([corpus]), 22), sizes, [0, 2, 4, 7, 10, 16], 22)
         # Megatron's own was asked for nothing.
         assert num_microbatches_calculator.get_current_global_batch_size() == 2
     finally:
@@ -616,25 +599,19 @@ def test_no_usable_document(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [numpy.uint16, numpy.int32])
-def test_tokens_beyond_the_vocabulary(tmp_path: Path, dtype: type) -> None:
-    prefix = write_corpus(tmp_path / "a", [[10, 99, 11], [12, 13]], dtype=dtype)
-    train(configure([prefix], vocabulary_size=100), None)
-    with pytest.raises(ValueError, match=r"a\.bin: holds token 99, but the vocabulary has 99"):
-        train(configure([prefix], vocabulary_size=99), None)
-
-
-@pytest.mark.parametrize("wrong", range(7))
 def test_the_scan_is_exact_where_it_covers_the_corpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: type
 ) -> None:
     from megatron_epp.corpus import idx_file
 
-    monkeypatch.setattr(idx_file, "BLOCK_BYTES", 8)  # four blocks of two tokens, the last short
-    tokens = [10] * 7
-    tokens[wrong] = 99
-    prefix = write_corpus(tmp_path / "a", [tokens])
-    with pytest.raises(ValueError, match="holds token 99"):
-        check_corpora(configure([prefix], vocabulary_size=99), [1, 0, 0])
+    monkeypatch.setattr(idx_file, "BLOCK_BYTES", 8)  # blocks of few tokens, the last one short
+    for wrong in range(7):
+        tokens = [10] * 7
+        tokens[wrong] = 99
+        prefix = write_corpus(tmp_path / str(wrong), [tokens], dtype=dtype)
+        check_corpora(configure([prefix], vocabulary_size=100), [1, 0, 0])
+        with pytest.raises(ValueError, match=r"\.bin: holds token 99, but the vocabulary has 99"):
+            check_corpora(configure([prefix], vocabulary_size=99), [1, 0, 0])
 
 
 def test_tokens_that_the_scan_missed_are_refused_when_read(
@@ -670,11 +647,6 @@ def test_a_corpus_without_weights_lasts_one_epoch(tmp_path: Path) -> None:
     next(batches)
     with pytest.raises(ValueError, match=r"the data set ends after 6 documents.* without weights"):
         next(batches)
-
-
-def test_unknown_policy() -> None:
-    with pytest.raises(ValueError, match="overlong 'cut': expected one of truncate, drop, split"):
-        configure([], overlong="cut")
 
 
 # --- several nodes

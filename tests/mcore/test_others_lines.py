@@ -1,6 +1,6 @@
 """Command lines of others, scaled down: they start and train with --epp as they stand.
 
-Written after ms-swift's, slime's and Megatron-LM's own dense examples (docs/reference/versions.md):
+Written after ms-swift's and Megatron-LM's own dense examples (docs/reference/versions.md):
 sizes and data are ours, flags of the frameworks' own left out, and what a host without a GPU cannot
 do (fp8, fused kernels). Flags of the pipeline, of memory and of parallelism are as there.
 """
@@ -36,16 +36,6 @@ LINES = {
     "--lr-warmup-fraction 0.05 --attention-backend flash --no-save-optim --no-save-rng "
     "--no-calculate-per-token-loss --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 "
     f"--train-iters {ITERATIONS}",
-    # Qwen3-4B: the training half of an RL job.
-    "slime dense": f"{SMALL} --qk-layernorm --use-rotary-position-embeddings --kv-channels 8 "
-    "--norm-epsilon 1e-6 --rotary-base 1000000 --tensor-model-parallel-size 2 "
-    "--sequence-parallel --pipeline-model-parallel-size 1 --context-parallel-size 1 "
-    "--expert-model-parallel-size 1 --expert-tensor-parallel-size 1 --recompute-granularity full "
-    "--recompute-method uniform --recompute-num-layers 1 --micro-batch-size 1 "
-    "--global-batch-size 8 --optimizer adam --lr 1e-6 --lr-decay-style constant "
-    "--weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.98 --attention-dropout 0.0 "
-    "--hidden-dropout 0.0 --accumulate-allreduce-grads-in-fp32 --attention-softmax-in-fp32 "
-    f"--attention-backend flash --bf16 --eval-iters 0 --train-iters {ITERATIONS}",
     # Megatron-LM, Llama 3 8B.
     "Megatron-LM llama3": f"{SMALL} --use-mcore-models --kv-channels 8 "
     "--max-position-embeddings 128 --position-embedding-type rope --rotary-base 1000000 "
@@ -77,9 +67,6 @@ NAMED = {
     "ms-swift dense": (
         "--recompute-granularity full, --recompute-method uniform, --recompute-num-layers 1",
         "--no-calculate-per-token-loss",
-    ),
-    "slime dense": (
-        "--recompute-granularity full, --recompute-method uniform, --recompute-num-layers 1",
     ),
     "Megatron-LM llama3": None,
     "Megatron-LM gpt3": (
