@@ -161,7 +161,7 @@ def command_parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
         if name == "certify":
             parser = certify_parser()
         elif name == "profile":
-            from megatron_epp.mcore.calibrate.command import ProfileFlags
+            from megatron_epp.mcore.trainer.profile_command import ProfileFlags
 
             add_flags(parser, ProfileFlags)
         else:

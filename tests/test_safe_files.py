@@ -32,7 +32,7 @@ ALLOWED = {
     "certify/processes.py": "a log in a folder of its own",
     "corpus/idx_file.py": "maps an index, whose header says how long it is",
     "corpus/lengths.py": "reads as much as the bound allows; its own file of distributions",
-    "mcore/calibrate/command.py": "a log in a folder of its own",
+    "mcore/trainer/profile_command.py": "a log in a folder of its own",
     "mcore/calibrate/profile_file.py": "/proc/cpuinfo",
     "mcore/data/chat_cache.py": "a digest, block by block",
     "mcore/job/job_cost.py": "/sys/fs/cgroup",

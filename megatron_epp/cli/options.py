@@ -21,7 +21,7 @@ COMMANDS = {
     "certify": "gradients of random plans against the plain model",
 }
 # Commands that import torch and Megatron, and parse their own options.
-DOING = {"profile": "calibrate.command", "certify": "certify.command"}
+DOING = {"profile": "trainer.profile_command", "certify": "certify.command"}
 _BY_HAND = (
     "set degrees and layers in the framework's configuration; what is printed of Megatron's own "
     "schedule (--planner packing; rows 'stock' of tune) names them"

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -114,7 +115,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     # By its name: messages of classes of __main__ could not be unpickled by the trainer.
-    from megatron_epp.planner import process
-
     with suppress(BrokenPipeError, EOFError, KeyboardInterrupt):
-        process.main()
+        import_module("megatron_epp.planner.process").main()

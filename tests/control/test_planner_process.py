@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from multiprocessing import Pipe
 
 import pytest
@@ -147,6 +146,5 @@ def test_it_ends_with_its_trainer_in_the_midst_of_a_plan_and_without_torch() -> 
     pipe.send(Request("iteration 2 x", [64] * 9, False))
     assert child.stdout.readline() == "False\n"
     pipe.close()
-    began = time.monotonic()
-    assert child.wait(60) == 0 and time.monotonic() - began < 30
+    assert child.wait(120) == 0  # it would plan for 600 s
     child.stdout.close()

@@ -5,11 +5,11 @@ from argparse import Namespace
 import pytest
 
 from megatron_epp.cost.kinds.base import CarryOver
-from megatron_epp.mcore.calibrate.command import _layers, _one_of_each_kind
 from megatron_epp.mcore.certify.layer_selection import small_kinds
 from megatron_epp.mcore.hybrid.pattern import layers_of_stages
 from megatron_epp.mcore.kinds.registry import require_pattern
 from megatron_epp.mcore.model.shape import layer_shapes, model_shape
+from megatron_epp.mcore.trainer.profile_command import _layers, _one_of_each_kind
 from tests.mcore.models import TRAINED_MOE, TRAINED_SSM
 from tests.mcore.resumes import (
     Six,

@@ -18,7 +18,6 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
-from megatron_epp.mcore.calibrate.command import main  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import CPU_FLOPS, REPEATS, grid  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Shape  # noqa: E402
 from megatron_epp.mcore.calibrate.profile_file import provenance_of, require  # noqa: E402
@@ -28,6 +27,7 @@ from megatron_epp.mcore.job import job_cost  # noqa: E402
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS  # noqa: E402
 from megatron_epp.mcore.lm_head import fused_head  # noqa: E402
 from megatron_epp.mcore.model.shape import model_shape  # noqa: E402
+from megatron_epp.mcore.trainer.profile_command import main  # noqa: E402
 from tests.mcore.runs import MODEL  # noqa: E402
 
 HIDDEN, FFN, GROUPS, HEAD = 32, 128, 2, 8

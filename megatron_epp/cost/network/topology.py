@@ -171,8 +171,8 @@ class Topology:
         """Return the failed nodes, each given by row and column or by host name."""
         rows, columns = self.nodes
         places = []
-        given: Sequence[Any] = self.failed_nodes
-        for number, value in enumerate(given):
+        entries: Sequence[Any] = self.failed_nodes
+        for number, value in enumerate(entries):
             if isinstance(value, str) and value in self.hosts:
                 places.append(divmod(self.hosts.index(value), columns))
                 continue
@@ -188,10 +188,10 @@ class Topology:
                     f"{names}[row, column] from [0, 0] to [{rows - 1}, {columns - 1}]"
                 )
             places.append((value[0], value[1]))
-        found = _each_once(field, places, given)
-        if len(found) == rows * columns:
-            raise ValueError(f"failed_nodes: all {len(found)} nodes failed; expected one at least")
-        return found
+        failed = _each_once(field, places, entries)
+        if len(failed) == rows * columns:
+            raise ValueError(f"failed_nodes: all {len(failed)} nodes failed; expected one at least")
+        return failed
 
     @property
     def live(self) -> list[Place]:
@@ -234,11 +234,11 @@ class Topology:
         ]
 
 
-def _each_once[T](field: str, values: Sequence[T], given: Sequence[Any]) -> tuple[T, ...]:
-    """Return ``values``; raise a ValueError, which shows the ``given`` one, if one comes twice."""
+def _each_once[T](field: str, values: Sequence[T], entries: Sequence[Any]) -> tuple[T, ...]:
+    """Return ``values``; raise a ValueError, which shows its entry, if one comes twice."""
     for number, value in enumerate(values):
         if (first := values.index(value)) != number:
-            shown = given[number]
+            shown = entries[number]
             shown = list(shown) if isinstance(shown, tuple) else shown
             raise ValueError(
                 f"{field}[{number}] {quoted(shown)}: is there twice, first as {field}[{first}]; "

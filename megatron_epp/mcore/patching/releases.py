@@ -108,8 +108,8 @@ def installed_version() -> str | None:
 
 def numbers_of(version: str | None) -> tuple[int, int]:
     """Return (major, minor) of ``version``; for an unknown version, numbers above every release."""
-    found = re.match(r"(\d+)\.(\d+)", version or "")
-    return (int(found[1]), int(found[2])) if found else (10**6, 0)
+    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    return (int(numbers[1]), int(numbers[2])) if numbers else (10**6, 0)
 
 
 def release_of(version: str, releases: Sequence[Release] = RELEASES) -> Release | None:

@@ -229,7 +229,7 @@ def _warm_ups(chunking: Chunking, cost: Cost, split: bool) -> Iterator[NotedPoli
     return warm_up_policies(cost.layout.placement.place, chunking.sizes, splits)
 
 
-def _whole_warm_ups(chunking: Chunking, cost: Cost, split: bool) -> Iterator[NotedPolicy]:
+def _unsplit_warm_ups(chunking: Chunking, cost: Cost, split: bool) -> Iterator[NotedPolicy]:
     return _warm_ups(chunking, cost, False)
 
 
@@ -326,6 +326,6 @@ ROWS = (
     ),
     ADAPTIS := Published("adaptis", packed, _warm_ups, splits=True, compared=False),
     SLIMPIPE := Published(
-        *("slimpipe", _of_slices, _whole_warm_ups, (OFFLOAD, FULL)), compared=False
+        *("slimpipe", _of_slices, _unsplit_warm_ups, (OFFLOAD, FULL)), compared=False
     ),
 )

@@ -32,7 +32,7 @@ from megatron_epp.mcore.kinds.registry import LAYER_KINDS
 from megatron_epp.mcore.model.shape import layer_shapes, mtp_shapes
 from megatron_epp.mcore.patching import cpu_host, cuda_host
 
-_WORKER = "megatron_epp.mcore.calibrate.command"
+_WORKER = "megatron_epp.mcore.trainer.profile_command"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         ValueError: A flag is invalid or the measurement fails; the message is one line.
 
     Example:
-        >>> from megatron_epp.mcore.calibrate.command import main
+        >>> from megatron_epp.mcore.trainer.profile_command import main
         >>> model = "--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 8192"
         >>> main(["--pp", "2", "-o", "cost.json", *model.split()])
     """
