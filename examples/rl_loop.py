@@ -142,9 +142,8 @@ def work(stage: int, meeting: str) -> None:
         expected = {name: p.grad.clone() for name, p in model.named_parameters()}
 
         ran = []
-        megatron_epp.install_schedule(observe=ran.append)
         # The one line that cuts documents, and computes once what several begin with.
-        megatron_epp.attach(model, Samples(policy_loss, share_from=8))
+        megatron_epp.attach(model, Samples(policy_loss, share_from=8), observe=ran.append)
         ours = one_step(model, batches)
     errors = [
         float((p.grad - expected[name]).abs().max() / expected[name].abs().max())

@@ -70,74 +70,11 @@ def prepare_host() -> bool:
     return cpu_host.install_cpu_host()
 
 
-def install_schedule(
-    *,
-    lengths: Any = None,
-    reorder: bool = True,
-    split_backward: bool | None = None,
-    headroom: float = 0.0,
-    timeout: Any = None,
-    observe: Any = None,
-) -> Any:
-    """Make any training loop run its micro-batches in a planned order (scheduling mode).
+def install_schedule(*arguments: Any, **keywords: Any) -> None:
+    """Raise a ValueError: :func:`attach` replaces this function of earlier versions."""
+    from megatron_epp.autoload import INSTEAD
 
-    This replaces the functions that ``megatron.core.pipeline_parallel.get_forward_backward_func``
-    returns. The loop does not change: forward step, iterator, model, losses and the order of
-    results stay the same. Each micro-batch is one chunk. From times measured in earlier calls,
-    plans choose the order of micro-batches and which backwards are split. Without ``headroom``, no
-    rank holds more memory than Megatron's 1F1B needs on its fullest rank, in this call or in any
-    earlier call.
-
-    If a plan gains nothing, Megatron's order runs. Megatron also runs the calls that plans do not
-    support, such as calls with CUDA graphs; this is logged once. Megatron before 0.16 keeps its own
-    schedule; a warning, and ``reason`` of the returned object, give the reason. A loop that stores
-    the schedule function must be built after this call.
-
-    Args:
-        lengths: function that maps a micro-batch of the iterator to the number of rows of its
-            hidden states, over all ranks of a stage, including padding. It may also return a
-            MicrobatchShape (planner/calls/microbatch.py), or None if the number is unknown. Calls
-            with ``variable_seq_lengths`` need this function if micro-batches are not mappings with
-            ``tokens`` or ``input_ids``. Without it, Megatron's schedule runs these calls.
-        reorder: whether micro-batches may run in another order (never with MoE).
-        split_backward: whether backwards may be split into input and weight gradients. None: with
-            Megatron's local layers, but not with Transformer Engine's.
-        headroom: additional memory for plans, as a fraction of the memory of the fullest rank in
-            Megatron's 1F1B.
-        timeout: ``datetime.timedelta`` for which a rank waits for another rank; default 10 minutes.
-        observe: function that is called after every call of the schedule, with the call's plan,
-            records and memory peak (mcore/loops/settings.py).
-
-    Returns:
-        An object whose ``remove()`` restores Megatron's schedules; also a context manager.
-
-    Raises:
-        ValueError: the schedule cannot be used; the message gives the reason in one line.
-
-    Example::
-
-        megatron_epp.install_schedule()  # once, before the loop asks for its schedule
-        forward_backward = get_forward_backward_func()
-    """
-    from megatron_epp.autoload import NoInstallation
-
-    try:
-        from megatron_epp.mcore.loops.install import Installation, require_megatron
-        from megatron_epp.mcore.loops.settings import TIMEOUT, Settings
-        from megatron_epp.planner.calls.call_options import CallOptions
-
-        require_megatron()
-    except (ImportError, AttributeError) as lacking:
-        return NoInstallation(str(lacking))
-    return Installation(
-        Settings(
-            lengths=lengths,
-            options=CallOptions(reorder, split_backward is not False, headroom),
-            split_engines=bool(split_backward),
-            timeout=TIMEOUT if timeout is None else timeout,
-            observe=observe,
-        )
-    )
+    raise ValueError(f"install_schedule(): {INSTEAD}")
 
 
 def log_probs(
@@ -239,12 +176,15 @@ def attach(
     attention: str = "auto",
     head_again: bool = True,
     memory_gib: float | None = None,
+    timeout: Any = None,
+    observe: Any = None,
 ) -> Any:
     """Run a training loop's micro-batches in slices of documents (slicing mode).
 
     Call this function when the model is built and wrapped. Every pass over this model through
     ``get_forward_backward_func`` then runs in slices, including losses that need unsliced
-    documents. If :func:`install_schedule` was not called before, ``attach`` calls it with defaults.
+    documents. A loop that stores the schedule function must be built after the first call. Models
+    that are not attached, and calls that plans do not support, run by Megatron's own schedule.
 
     Args:
         model_chunks: the loop's model, or a list that contains only this model. The model is a
@@ -259,10 +199,14 @@ def attach(
             estimated from the model's shape. Plans then choose the recomputed layers of every stage
             and chunk, in place of the model's own recompute of whole layers. None: the model's own
             recompute applies, and the limit is the number of tokens that Megatron's 1F1B holds.
+        timeout: ``datetime.timedelta`` for which a rank waits for another rank; default 10 minutes.
+        observe: function that is called after every call of the schedule, with the call's plan,
+            records and memory peak (mcore/loops/settings.py). This and ``timeout`` apply to all
+            models of the process; give them in the first call.
 
     Returns:
         An object with two attributes: ``adapter``, which the loop may replace for another pass, and
-        ``slicing``, which turns slices off if set to False.
+        ``slicing``; if it is False, every micro-batch is one chunk.
 
     Raises:
         ValueError: the model cannot run slices; the message gives the reason in one line.
@@ -273,10 +217,17 @@ def attach(
 
         attached = megatron_epp.attach(model, Samples(loss))
     """
-    from megatron_epp.mcore.loops.attached import attach_to
-    from megatron_epp.mcore.loops.install import installed
+    from megatron_epp.mcore.loops import install
+    from megatron_epp.mcore.loops.attached import attach_to, say
+    from megatron_epp.mcore.loops.settings import TIMEOUT, Settings
 
+    install.require_megatron()
+    first = install.installed() is None
+    if not first and (timeout is not None or observe is not None):
+        raise ValueError("attach(timeout=, observe=): expected in the process's first attach only")
     attached = attach_to(model_chunks, adapter, attention, head_again, memory_gib)
-    if installed() is None:
-        install_schedule()
+    say(f"megatron_epp {__version__}: {attached}")
+    if first:
+        waits = TIMEOUT if timeout is None else timeout
+        install.Installation(Settings(timeout=waits, observe=observe))
     return attached

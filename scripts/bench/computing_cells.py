@@ -248,7 +248,7 @@ class Calls:
         return *cpu_loops.stock_call(self.stock, self.model, arguments), list(self.stock_ops)
 
     def _by_executor(self, name: str, micro_batches: list[dict]) -> tuple[list[dict], int, list]:
-        from megatron_epp.autoload import PIPELINE
+        from megatron_epp.mcore.loops.loop_schedule import PIPELINE
 
         if name not in self.schedules:
             self.schedules[name] = self._planner(VARIANTS[name])
@@ -270,7 +270,7 @@ class Calls:
             self._tokens_held(self.micro_batches[kind]) for kind in (variant.micro_batches, PACKED)
         )
         options = CallOptions(
-            reorder=variant.planned, split=variant.planned, headroom=max(0.0, packed / own - 1)
+            reorder=variant.planned, split=variant.planned, had_bytes=max(packed, own)
         )
         settings = Settings(
             options=options, observe=self.ran.append, make_meter=cpu_loops.saved_bytes

@@ -2,7 +2,7 @@
 """Training loops of others on this host's CPU: Megatron's schedule, planned micro-batches, slices.
 
     scripts/bench/cpu.py --case loops [--cases sft agent 16384x8] [--pp 2 4] [--batches 3]
-        [--repeats 2] [--variants level0 level1 torch-1f1b torch-interleaved] [--busy-host]
+        [--repeats 2] [--variants whole slices torch-1f1b torch-interleaved] [--busy-host]
         [-o RESULT.md]
 
 The loop uses megatron.core without Megatron's trainer: --pp stages (gloo), 8 layers, hidden 128, 4
@@ -10,8 +10,8 @@ heads in 2 groups. A micro-batch is one document [1, T]. One run executes the va
 order, on the same micro-batches, weights and kernels (torch's flash attention):
 
     stock    Megatron's forward_backward_pipelining_without_interleaving, shapes by handshake
-    level0   megatron_epp.install_schedule: planned order, split backward, planned shapes
-    level1   megatron_epp.attach: documents in slices
+    whole    megatron_epp.attach with slicing = False: planned order, split backward
+    slices   megatron_epp.attach: documents in slices
     torch-*  torch.distributed.pipelining's Schedule1F1B and ScheduleInterleaved1F1B; the latter
              has two stages of half the layers per rank. Messages are padded to the longest
              document, but computation is not. torch's zero-bubble schedules cannot split the
@@ -57,7 +57,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_epp.corpus.lengths import open_corpus
 
-STOCK, OURS = "stock", ("level0", "level1")
+STOCK, OURS = "stock", ("whole", "slices")
 TORCH = ("torch-1f1b", "torch-interleaved")
 CASES = ("sft", "agent")
 WARM_UP = 3  # calls of each; ours plan from the third on, when the second has been measured
@@ -101,23 +101,15 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
     join_pipeline(rank, stages, folder)
     import torch.distributed as dist
 
-    from megatron_epp.autoload import PIPELINE
     from megatron_epp.mcore.loops.adapters.packed import PackedDocuments
     from megatron_epp.mcore.loops.attached import attach_to
     from megatron_epp.mcore.loops.install import Installation
-    from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
+    from megatron_epp.mcore.loops.loop_schedule import PIPELINE, LoopSchedule
     from megatron_epp.mcore.loops.settings import Settings
-    from megatron_epp.planner.calls.track_record import TrackRecord
     from megatron_epp.runtime import clock
 
     now = time.thread_time if shared else time.perf_counter
-    saw, judged = TrackRecord.saw, []
     if shared:
-        # What a call took must not be judged by the clock, either.
-        note = lambda record, planned, predicted, seconds: judged.append(  # noqa: E731
-            (record, planned, predicted)
-        )
-        patch.object(TrackRecord, "saw", note).start()
         patch.object(clock, "time", SimpleNamespace(perf_counter=now)).start()
     longest = LONGEST[case] if case in CASES else int(case.split("x")[0])
     model = build_model(stages, rank, longest)
@@ -128,10 +120,9 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
     }
     ran: list[Any] = []
     settings = Settings(observe=ran.append, make_meter=saved_bytes)
-    level0 = Installation(settings).schedule
-    stock = level0.stock
+    stock = Installation(settings).schedule.stock
     # Each learns its own seconds.
-    schedules = {"level0": level0, "level1": LoopSchedule(settings, stock)}
+    schedules = {variant: LoopSchedule(settings, stock) for variant in OURS}
     sliced = attach_to(model, PackedDocuments(token_loss), "auto", head_again=True)
     stock_ops = watch_stock(now)
     variants, results = (STOCK, *chosen.variants), []
@@ -142,7 +133,7 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
         runs: dict[str, list[Run]] = {variant: [] for variant in variants}
         for turn in range(len(variants) * (chosen.repeats if batch >= 0 else 1)):
             variant = variants[(batch + turn) % len(variants)]
-            sliced.slicing = variant == "level1"
+            sliced.slicing = variant == "slices"
             keywords = call_arguments(model, micro_batches)
             model.zero_grad(set_to_none=True)
             stock_ops.clear()
@@ -172,9 +163,6 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
             )
             runs[variant].append(run)
             peaks[variant] = max(peaks[variant], max(one[2] for one in every))
-            for record, planned, predicted in judged:
-                saw(record, planned, predicted, replay(run.ops))
-            judged.clear()
             if rank == 0:
                 said = f"batch {batch + 1} of {chosen.batches}" if batch >= 0 else "warming up"
                 print(
@@ -443,7 +431,7 @@ def stock_call(
     stock: dict[str, Any], model: Any, arguments: dict[str, Any]
 ) -> tuple[list[dict], int]:
     """Run one call by Megatron's own schedule; return its losses and peak bytes."""
-    from megatron_epp.autoload import PIPELINE
+    from megatron_epp.mcore.loops.loop_schedule import PIPELINE
     from megatron_epp.runtime.kv_store import Store
 
     meter = saved_bytes(model)
@@ -558,10 +546,10 @@ HEAD = (
     "stages",
     "stock s, replayed",
     "stock's halves",
-    "level 0, replayed",
-    "level 1, replayed",
-    "level 0, measured",
-    "level 1, measured",
+    "whole, replayed",
+    "slices, replayed",
+    "whole, measured",
+    "slices, measured",
     *(f"{name}, measured" for name in TORCH),
     "bubble % (stock / 0 / 1)",
     "peak MiB (stock / 0 / 1)",

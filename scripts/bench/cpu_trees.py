@@ -115,11 +115,10 @@ def work(rank: int, cases: list, chosen: Any, folder: str) -> None:
     join_pipeline(rank, chosen.pp, folder)
     import torch.distributed as dist
 
-    from megatron_epp.autoload import PIPELINE
     from megatron_epp.mcore.loops.adapters.packed import PackedDocuments
     from megatron_epp.mcore.loops.attached import attach_to
     from megatron_epp.mcore.loops.install import Installation
-    from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
+    from megatron_epp.mcore.loops.loop_schedule import PIPELINE, LoopSchedule
     from megatron_epp.mcore.loops.settings import Settings
 
     longest = max(max(group.whole) for _, groups in cases for group in groups)

@@ -35,7 +35,7 @@ from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import OF_LAYERS, Kind, Plan
 from megatron_epp.planner.calls.call_options import CallOptions
-from megatron_epp.planner.calls.call_plan import sliced_plan
+from megatron_epp.planner.calls.call_plan import call_plan
 from megatron_epp.sim.play import play
 
 K = 1024
@@ -129,14 +129,14 @@ def with_trees(groups: Sequence[Group], cost: Cost) -> Plan:
     layers, rates = cost.layout.layers, rates_of(cost)
     lengths = [group.lengths for group in groups]
     parents = [group.parents for group in groups]
-    return sliced_plan(lengths, layers, rates, CallOptions(), False, parents)
+    return call_plan(lengths, layers, rates, CallOptions(), False, parents)
 
 
 def row(name: str, groups: Sequence[Group], cost: Cost, most: int, splits: bool) -> list[str]:
     layers, rates = cost.layout.layers, rates_of(cost)
     samples = packed(groups, most)
-    stock = seconds_and_peak(sliced_plan(samples, layers, rates, STOCK, False), cost)
-    slices = seconds_and_peak(sliced_plan(samples, layers, rates, CallOptions(), False), cost)
+    stock = seconds_and_peak(call_plan(samples, layers, rates, STOCK, False), cost)
+    slices = seconds_and_peak(call_plan(samples, layers, rates, CallOptions(), False), cost)
     trees = seconds_and_peak(with_trees(groups, cost), cost)
     bound = bound_seconds(groups, cost)
     split = "-"

@@ -13,10 +13,9 @@ float32). Samples are padded [B, S], and arguments are those of Megatron-Bridge'
 processes have one stage each of a tiny GPT in float64. The rest of Megatron-Bridge is replaced by
 mocks.
 
-Whole micro-batches run first (level 0); the number of rows follows from Megatron-Bridge's padding
-rules alone. Then slices run (level 1), whose micro-batches the forward step loads. The script
-prints the largest difference of a gradient or a loss, and fails above 1e-12. No code of
-Megatron-Bridge is copied into this project.
+The loop runs by Megatron's schedule, and then in slices, whose micro-batches the forward step
+loads. The script prints the largest difference of a gradient or a loss, and fails above 1e-12. No
+code of Megatron-Bridge is copied into this project.
 """
 
 import sys

@@ -3,18 +3,18 @@
 """Changes in the newest wheels of Megatron and of frameworks, in code that this project uses.
 
     python scripts/upstream/canary.py
-    python scripts/upstream/canary.py --checkout slime=slime --checkout ROLL=ROLL
+    python scripts/upstream/canary.py --checkout slime=slime
     python scripts/upstream/canary.py --accept verl
 
 The script downloads each wheel without its dependencies, and imports nothing from it. The project
 relies on Megatron's functions at patch points, every name of Megatron that the package uses, its
-flags and the fields of its configuration (which show new features), and the functions that readers
-and adapters of frameworks name (RELIES_ON in megatron_epp/frameworks/). The script compares each of
+flags and the fields of its configuration (which show new features), and the functions that
+adapters of frameworks name (RELIES_ON in megatron_epp/frameworks/). The script compares each of
 them, without comments and docstrings, with its fingerprint in the last version that was read
 (fingerprints.json). For changed code, it also downloads the wheel of that version, to show what
 changed. A framework without wheels is compared only if --checkout names a checkout.
 
-After a person has read the changes, and has adapted the reader or refused the feature, --accept
+After a person has read the changes, and has adapted the adapter or refused the feature, --accept
 NAME stores the new fingerprints.
 
 Exit status: 0 if nothing changed; 1 if something changed; 2 if a wheel or checkout is not
@@ -45,17 +45,21 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "upstream")]
 from checkout import Checkout, Sources, used_names
 
 from megatron_epp import frameworks
-from megatron_epp.frameworks.known import FRAMEWORKS
 from megatron_epp.mcore.capabilities import table
 from megatron_epp.mcore.patching.patch_points import ALL_PATCH_POINTS
 
 READ = Path(__file__).with_name("fingerprints.json")
 MEGATRON = "Megatron"
 WHEELS = {
-    MEGATRON: "megatron-core", "verl": "verl", "ms-swift": "ms-swift", "SkyRL": "skyrl",
-    "Megatron-Bridge": "megatron-bridge", "AReaL": "areal",
+    MEGATRON: "megatron-core", "verl": "verl", "ms-swift": "ms-swift",
+    "Megatron-Bridge": "megatron-bridge",
 }  # fmt: skip
-NAMES = (MEGATRON, *(framework.name for framework in FRAMEWORKS))
+# Frameworks with an adapter, and their packages.
+FRAMEWORKS = {
+    "verl": "verl", "slime": "slime", "ms-swift": "swift", "Megatron-Bridge": "megatron.bridge",
+    "NeMo-RL": "nemo_rl",
+}  # fmt: skip
+NAMES = (MEGATRON, *FRAMEWORKS)
 DEFINED, GONE = "defined", "gone"  # of what is neither function nor class; of what is not there
 
 
@@ -72,7 +76,7 @@ class Looked:
 
 @cache
 def named_by_frameworks() -> tuple[str, ...]:
-    """Return all names in RELIES_ON of the readers and adapters of frameworks."""
+    """Return all names in RELIES_ON of the adapters of frameworks."""
     names: list[str] = []
     for module in pkgutil.walk_packages(frameworks.__path__, f"{frameworks.__name__}."):
         names += getattr(importlib.import_module(module.name), "RELIES_ON", ())
@@ -86,9 +90,8 @@ def relied_on(name: str, sources: Sources) -> list[str]:
         flags = sources.functions("megatron.training.arguments", "_add_")
         settings = [*table.RELIES_ON, *flags]
         return sorted({*seams, *settings, *used_names(ROOT / "megatron_epp", sources)})
-    (packages,) = (framework.packages for framework in FRAMEWORKS if framework.name == name)
-    prefixes = tuple(f"{package}." for package in packages)
-    return [dotted for dotted in named_by_frameworks() if dotted.startswith(prefixes)]
+    prefix = f"{FRAMEWORKS[name]}."
+    return [dotted for dotted in named_by_frameworks() if dotted.startswith(prefix)]
 
 
 def fingerprint(sources: Sources, dotted: str) -> str:
@@ -223,7 +226,7 @@ def checked_out(name: str, path: Path) -> Looked:
 
 
 def _packages(name: str) -> tuple[str, ...]:
-    return next(framework.packages for framework in FRAMEWORKS if framework.name == name)
+    return (FRAMEWORKS[name],)
 
 
 # ------------------------------------------------------------------ the table

@@ -254,41 +254,26 @@ def attend_within_documents(model: Any) -> None:
 
 
 def compare(
-    rank: int,
-    train: Callable[[], Sequence[Mapping[str, Any]]],
-    slice_it: Callable[[], Any] | None = None,
+    rank: int, train: Callable[[], Sequence[Mapping[str, Any]]], slice_it: Callable[[], Any]
 ) -> None:
-    """Compare the tensors of ``train`` in Megatron's schedule and in this project's schedule.
+    """Compare the tensors of ``train`` in Megatron's schedule and in slices with random plans.
 
-    ``train`` returns the tensors of each of its calls of the schedule. With ``slice_it``, which
-    turns slices on, it also runs in slices with random plans. All stages must call this function.
+    ``train`` returns the tensors of each of its calls of the schedule; ``slice_it`` attaches the
+    model. All stages must call this function.
 
     Raises:
         SystemExit: if tensors differ.
     """
-    import megatron_epp
-    from megatron_epp.mcore.loops.pipelines import WITNESSED_CALLS
-
     expected = train()
     ran: list[Any] = []
-    installation = megatron_epp.install_schedule(observe=ran.append)
+    _install_drawn_slices(ran)
+    slice_it()
     errors = _differences(train(), expected)
-    # The first ones show that the framework's micro-batches are read rightly.
-    planned = len(expected) - WITNESSED_CALLS
-    assert len(ran) == planned, f"{len(ran)} of {len(expected)} calls came by ours, not {planned}"
-    show_order(rank, errors, ran)
-    if slice_it is not None:
-        ran.clear()
-        installation.remove()
-        _install_drawn_slices(ran)
-        slice_it()
-        in_slices = _differences(train(), expected)
-        assert len(ran) == len(expected), f"{len(ran)} of {len(expected)} calls came in slices"
-        spans = [[one for chunk in done.plan.chunks for one in chunk.spans] for done in ran]
-        cut = sum(any(one.start > 0 for one in of_call) for of_call in spans)
-        show_order(rank, in_slices, ran, f"in slices ({cut} of {len(ran)} calls cut documents): ")
-        assert cut, "no document was cut"
-        errors += in_slices
+    assert len(ran) == len(expected), f"{len(ran)} of {len(expected)} calls came in slices"
+    spans = [[one for chunk in done.plan.chunks for one in chunk.spans] for done in ran]
+    cut = sum(any(one.start > 0 for one in of_call) for of_call in spans)
+    show_order(rank, errors, ran, f"in slices ({cut} of {len(ran)} calls cut documents): ")
+    assert cut, "no document was cut"
     dtype = next(iter(expected[0].values())).dtype
     require_equal(rank, errors, TOLERANCES[str(dtype).removeprefix("torch.")])
 
@@ -308,7 +293,7 @@ def _install_drawn_slices(ran: list[Any]) -> None:
             lengths, layers, random, options.split, forward_only, KEEP + FULL, *trees
         )
 
-    Installation(Settings(observe=ran.append, make_sliced_plan=draw))
+    Installation(Settings(observe=ran.append, make_plan=draw))
 
 
 def _differences(

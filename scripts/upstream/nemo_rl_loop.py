@@ -19,9 +19,9 @@ replay.
 Samples are padded or packed; with --cp context-parallel ranks, all samples are packed. On a
 host without a GPU, this project computes the attention over packed samples.
 
-Whole micro-batches run first (level 0); the number of rows follows from NeMo-RL's padding rules
-alone. Then slices run (level 1). The script prints the largest difference of a gradient or a
-log-probability, and fails above 1e-12. No code of NeMo-RL is copied into this project.
+The loop runs by Megatron's schedule, and then in slices. The script prints the largest difference
+of a gradient or a log-probability, and fails above 1e-12. No code of NeMo-RL is copied into this
+project.
 """
 
 import re

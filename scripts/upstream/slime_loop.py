@@ -13,10 +13,9 @@ asserts of float32). Two processes have one stage each of a tiny GPT in float64.
 is replaced by mocks. This project provides the optimizer and, on a host without a GPU, attention
 over the packed documents of samples.
 
-Whole micro-batches run first (level 0); the number of rows follows from slime's padding rules
-alone. Then slices run (level 1), turned on by slime's own hooks. The script prints the largest
-difference of a gradient or a log-probability, and fails above 1e-12. No code of slime is copied
-into this project.
+The loop runs by Megatron's schedule, and then in slices, turned on by slime's own hooks. The script
+prints the largest difference of a gradient or a log-probability, and fails above 1e-12. No code of
+slime is copied into this project.
 """
 
 import importlib

@@ -14,9 +14,8 @@ runs its forward step and its loss. Two processes have one stage each of a tiny 
 Megatron's DDP. This project provides the optimizer and, on a host without a GPU, the attention over
 packed documents.
 
-Whole micro-batches run first (level 0); the number of rows follows from ms-swift's padding rules
-alone. Then slices run (level 1). The script prints the largest difference of a gradient, and fails
-above 1e-12. No code of ms-swift is copied into this project.
+The loop runs by Megatron's schedule, and then in slices. The script prints the largest difference
+of a gradient, and fails above 1e-12. No code of ms-swift is copied into this project.
 """
 
 import importlib

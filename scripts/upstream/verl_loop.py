@@ -11,8 +11,8 @@ The script imports the installed verl, or that of the checkout, with its depende
 forward_backward_batch of its MegatronEngineWithLMHead: micro-batches by tokens, forward step, THD
 packing and log-probabilities, supervised loss, and a forward-only pass. Two processes have one
 stage each of a tiny GPT in float64, in place of a model that the engine would build from a
-checkpoint. On a host without a GPU, attention over packed documents is this project's. The number
-of rows follows from verl's padding rules alone. With --cp, each stage has this number of
+checkpoint. On a host without a GPU, attention over packed documents is this
+project's. With --cp, each stage has this number of
 context-parallel ranks. The script prints the largest difference of a gradient or a log-probability,
 and fails above 1e-12. No code of verl is copied into this project.
 """

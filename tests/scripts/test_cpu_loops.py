@@ -14,19 +14,23 @@ import cpu_loops  # noqa: E402
 from megatron_epp.ir import KIND_CODE  # noqa: E402
 from megatron_epp.planner.calls.call_cost import features  # noqa: E402
 from megatron_epp.planner.calls.call_options import CallOptions  # noqa: E402
-from megatron_epp.planner.calls.call_plan import unsliced_plan  # noqa: E402
-from megatron_epp.planner.calls.microbatch import MicrobatchShape  # noqa: E402
+from megatron_epp.planner.calls.call_plan import call_plan  # noqa: E402
 from tests.planner.calls.test_group_order import rates  # noqa: E402
 
 
 @pytest.mark.parametrize(
-    "options", [CallOptions(), CallOptions(False, False), CallOptions(headroom=1.0)]
+    "options",
+    [
+        CallOptions(cut=False),
+        CallOptions(False, False, cut=False),
+        CallOptions(cut=False, had_bytes=3200.0),
+    ],
 )
 def test_what_was_predicted_is_what_is_replayed(options) -> None:
     tokens = [100, 400, 100, 300, 100, 200, 100, 350]
     stages = 4
-    shapes = [MicrobatchShape(n) for n in tokens]
-    plan = unsliced_plan(shapes, (1,) * stages, rates(stages), options, False)
+    documents = [(n,) for n in tokens]
+    plan = call_plan(documents, (1,) * stages, rates(stages), options, False)
     pairs = [n * (n + 1) / 2 for n in tokens]
     seconds = np.einsum("skf,fc->ksc", rates(stages), features(tokens, pairs))
     measured = [

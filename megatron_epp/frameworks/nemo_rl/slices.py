@@ -47,7 +47,7 @@ class NemoSamples(TokenSamples):
         if kind not in (_LOSS, _LOG_PROBS):
             raise ValueError(
                 f"slices of NeMo-RL's micro-batches: its forward step is post-processed by {kind}; "
-                f"expected {_LOSS} or {_LOG_PROBS}: run whole micro-batches (install_schedule)"
+                f"expected {_LOSS} or {_LOG_PROBS}: use Megatron's own schedule (no attach)"
             )
         loss = getattr(processor, "loss_fn", None)
         takes = getattr(getattr(loss, "input_type", None), "value", None)
@@ -83,8 +83,8 @@ def _tokens_of(micro_batch: Any) -> Sequence[Tensor]:
     data = micro_batch.data_dict
     if pictures := data.get_multimodal_dict(as_tensors=True, device=this_device()):
         raise ValueError(
-            f"a micro-batch of NeMo-RL's has {', '.join(pictures)}; its slices are of text: run "
-            "whole micro-batches (install_schedule)"
+            f"a micro-batch of NeMo-RL's has {', '.join(pictures)}; its slices are of text: use "
+            "Megatron's own schedule (no attach)"
         )
     tokens_BS: Tensor = data["input_ids"]
     lengths = data.get("input_lengths")

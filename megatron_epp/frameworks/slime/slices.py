@@ -111,8 +111,8 @@ def _tokens_of(micro_batch: Any) -> Sequence[Tensor]:
     drawn = micro_batch.get_next(["tokens", "multimodal_train_inputs"])
     if any(one is not None for one in drawn["multimodal_train_inputs"] or ()):
         raise ValueError(
-            "a micro-batch of slime's has multimodal_train_inputs; its slices are of text: run "
-            "whole micro-batches (install_schedule)"
+            "a micro-batch of slime's has multimodal_train_inputs; its slices are of text: use "
+            "Megatron's own schedule (no attach)"
         )
     tokens: Sequence[Tensor] = drawn["tokens"]
     return tokens
@@ -132,8 +132,8 @@ def _require_sliceable(args: Any) -> None:
     for what, wanted in asked.items():
         if wanted:
             raise ValueError(
-                f"slime's arguments ask for {what}; slices do not give it: leave it out, or run "
-                "whole micro-batches (install_schedule)"
+                f"slime's arguments ask for {what}; slices do not give it: leave it out, or use "
+                "Megatron's own schedule (no attach)"
             )
 
 

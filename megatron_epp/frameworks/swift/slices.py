@@ -76,7 +76,7 @@ class SwiftPacks:
         if trainer is None or name != _STEP:
             raise ValueError(
                 f"slices of ms-swift's micro-batches: the forward step is {name}; expected "
-                f"{_STEP}: run whole micro-batches (install_schedule)"
+                f"{_STEP}: use Megatron's own schedule (no attach)"
             )
         args = trainer.args
         asked = {
@@ -111,8 +111,8 @@ def _with_boundaries(micro_batch: Mapping[str, Any]) -> dict[str, Any]:
     others = [name for name, x in micro_batch.items() if isinstance(x, Tensor)]
     if strange := sorted(set(others) - _TEXT):
         raise ValueError(
-            f"a micro-batch of ms-swift's has {', '.join(strange)}; its slices are of text: run "
-            "whole micro-batches (install_schedule)"
+            f"a micro-batch of ms-swift's has {', '.join(strange)}; its slices are of text: use "
+            "Megatron's own schedule (no attach)"
         )
     starts = (positions[0] == 0).nonzero().flatten()
     return {

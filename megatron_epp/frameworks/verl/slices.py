@@ -91,7 +91,7 @@ class VerlSamples(TokenSamples):
         if engine is None or finish is None:
             raise ValueError(
                 "slices of verl's micro-batches: the forward step is not its Megatron engine's "
-                "with a language model's head: run whole micro-batches (install_schedule)"
+                "with a language model's head: use Megatron's own schedule (no attach)"
             )
         config = engine.engine_config
         asked = {
@@ -177,5 +177,5 @@ def _require_text(micro_batch: Any) -> None:
     if asked:
         raise ValueError(
             f"a micro-batch of verl's asks for {', '.join(asked)}; slices give log-probabilities "
-            "and entropies of text: run whole micro-batches (install_schedule)"
+            "and entropies of text: use Megatron's own schedule (no attach)"
         )

@@ -16,7 +16,7 @@ from megatron_epp.mcore.kinds.registry import LAYER_KINDS, limits_of_kinds
 from megatron_epp.mcore.patching import emulated_engine
 
 _FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
-_LOOPS = "run whole micro-batches (install_schedule)"
+_LOOPS = "use Megatron's own schedule (no attach)"
 _SHARD = "use --use-distributed-optimizer"
 _FLOATS = "train in --bf16 or float32"
 _LOCAL = "leave the flag out (local is taken)"

@@ -1,1 +1,1 @@
-"""Schedules for external training loops: whole micro-batches, or slices of documents."""
+"""Schedule of external training loops, in slices of documents."""

@@ -129,8 +129,8 @@ def refuse_asked(whose: str, who: str, asked: Mapping[str, bool]) -> None:
     """
     if what := next((what for what, wanted in asked.items() if wanted), None):
         raise ValueError(
-            f"slices of {whose} micro-batches: {who} for {what}; leave it out, or run whole "
-            "micro-batches (install_schedule)"
+            f"slices of {whose} micro-batches: {who} for {what}; leave it out, or use Megatron's "
+            "own schedule (no attach)"
         )
 
 

@@ -6,22 +6,22 @@ positions and attention.
 
 import inspect
 import math
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.autoload import say_mode
 from megatron_epp.cost.catalogue.devices import GIB
-from megatron_epp.ir import FULL
 from megatron_epp.layers.attention.varlen import on_device
-from megatron_epp.layers.recompute.wrap import hidden_of
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.kinds.modules import kinds_of_layer
@@ -40,7 +40,7 @@ class AttachedModel:
 
     Attributes:
         adapter: Splits the loop's micro-batches into documents.
-        slicing: Whether calls run slices; if false, they run whole micro-batches.
+        slicing: Whether plans may cut documents; if false, every micro-batch is one chunk.
         part: The module with Megatron's layers, often the model itself.
         context: Maximum number of tokens of a document.
         stores_last_slice: Whether the attention requires that the K and V of a document's last
@@ -67,11 +67,8 @@ class AttachedModel:
         self._chunk: ChunkParams | None = None
         self._front: ChunkInputs | None = None
         self._again = self._catching = False
-        self._modes = ""
         self.stores_last_slice = attention.stores_last_slice
         install_in_model(part, self.context, attention, in_loop=True)
-        for index, layer in enumerate(part.decoder.layers):
-            layer.forward = self._span(layer.forward, index)
         part.decoder.forward = self._rotated(part.decoder.forward)
         part.forward = self._with_chunk(part.forward)
         if part is not model:
@@ -79,6 +76,10 @@ class AttachedModel:
         if part.post_process and hasattr(part, "_postprocess"):
             part._postprocess = self._head(part._postprocess)
         object.__setattr__(model, _HERE, self)
+
+    def __str__(self) -> str:
+        where = f"{type(self.adapter).__name__} on a {type(self.part).__name__}"
+        return f"slices, megatron-core {installed_version()}, {where}"
 
     @property
     def has_front(self) -> bool:
@@ -123,23 +124,6 @@ class AttachedModel:
         )
 
     @contextmanager
-    def recomputing(self, modes: str) -> Iterator[None]:
-        """Set the layers' recompute modes in this context, in which a whole micro-batch runs.
-
-        Layers with the mode of full recompute are recomputed; other modes have no effect. Requires
-        a ``memory`` limit.
-
-        Args:
-            modes: One recompute mode per layer.
-        """
-        self._modes = modes
-        try:
-            with self._planned_recompute():
-                yield
-        finally:
-            self._modes = ""
-
-    @contextmanager
     def _planned_recompute(self) -> Iterator[None]:
         """Disable the model's own full recompute in this context if plans choose the recompute."""
         own = self._config.recompute_granularity
@@ -149,21 +133,6 @@ class AttachedModel:
             yield
         finally:
             self._config.recompute_granularity = own
-
-    def _span(self, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
-        """Return the forward of layer ``index``, recomputed if its mode is full recompute."""
-
-        def unsliced_shapes(hidden_states: Any, **others: Any) -> Any:
-            if self._modes[index : index + 1] != FULL or not torch.is_grad_enabled():
-                return forward(hidden_states=hidden_states, **others)
-            hidden = tensor_parallel.checkpoint(
-                lambda x: hidden_of(forward(hidden_states=x, **others)),
-                bool(self._config.distribute_saved_activations),
-                hidden_states,
-            )
-            return hidden, None
-
-        return unsliced_shapes
 
     def _with_chunk(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         signature, part = inspect.signature(forward), self.part
@@ -336,7 +305,7 @@ def attach_to(
     (model,) = unwrap_model(list(chunks))
     if attached(model) is not None:
         raise ValueError("attach: this model is attached already")
-    alternative = "whole micro-batches (install_schedule) can be run"
+    alternative = "Megatron's own schedule can run it"
     try:
         part = language_part(model)
     except ValueError as refusal:
@@ -372,5 +341,15 @@ def attach_to(
         if not 0 < memory_gib < math.inf:
             raise ValueError(f"attach(memory_gib={memory_gib}): expected more than 0")
         memory = ActivationBudget.of(part.config, part.vocab_size, memory_gib * GIB)
-    say_mode("level 1", f"{type(adapter).__name__} on a {type(part).__name__}")
     return AttachedModel(model, part, adapter, chosen, head_again, memory)
+
+
+def say(words: str) -> None:
+    """Print one line on stderr on rank 0.
+
+    This does not use logging: some frameworks (Megatron-Bridge) filter the warnings of all loggers,
+    and users must see whether slices run.
+    """
+    started = dist.is_available() and dist.is_initialized()
+    if (dist.get_rank() if started else int(os.environ.get("RANK", "0"))) == 0:
+        print(words, file=sys.stderr, flush=True)

@@ -4,8 +4,7 @@ The keywords are those of Megatron's three schedules. If a call requires an unsu
 Megatron's own schedule runs the call; no error is raised.
 """
 
-from dataclasses import dataclass, field, replace
-from inspect import signature
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core import parallel_state as mpu
@@ -14,8 +13,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron_epp.mcore.capabilities.table import limit_for
-from megatron_epp.mcore.loops.attached import attached
-from megatron_epp.mcore.placing.part_config import PART_FUNCTIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,21 +58,9 @@ class LoopCall:
         return self.model if isinstance(self.model, list) else [self.model]
 
     @property
-    def iterators(self) -> list[Any]:
-        """Data iterators of the model chunks."""
-        several = isinstance(self.data_iterator, list) and len(self.models) > 1
-        return self.data_iterator if several else [self.one_iterator]
-
-    @property
     def config(self) -> Any:
         """Megatron's configuration of the first model chunk."""
         return get_model_config(self.one_model)
-
-    def of_part(self, number: int) -> "LoopCall":
-        """Return the call with only model chunk ``number`` and its data iterator."""
-        if len(self.models) == 1:
-            return self
-        return replace(self, model=self.models[number], data_iterator=self.iterators[number])
 
 
 def megatron_only(call: LoopCall, stages: int) -> str | None:
@@ -85,14 +70,13 @@ def megatron_only(call: LoopCall, stages: int) -> str | None:
     """
     if call.others:
         return f"unknown arguments {', '.join(call.others)}"
-    parts = len(call.models)
+    if len(call.models) > 1:
+        return "several model chunks on a rank: slices run one"
     iterators = call.data_iterator if isinstance(call.data_iterator, list) else [None]
-    if len(iterators) != parts:
-        return f"{parts} model chunks and {len(iterators)} data iterators on a rank"
-    if parts == 1 and stages > 1 and getattr(call.config, "overlap_p2p_comm", False):
+    if len(iterators) != 1:
+        return f"one model chunk and {len(iterators)} data iterators on a rank"
+    if stages > 1 and getattr(call.config, "overlap_p2p_comm", False):
         return "overlap_p2p_comm of one model chunk a rank"  # Megatron reports it
-    if parts > 1 and (reason := _chunks_megatron_only(call, stages)) is not None:
-        return reason
     if call.pg_collection is not None and not isinstance(
         call.pg_collection, ProcessGroupCollection
     ):
@@ -105,22 +89,6 @@ def megatron_only(call: LoopCall, stages: int) -> str | None:
         return reason
     if call.num_microbatches < 1:
         return "no micro-batch"
-    return None
-
-
-def _chunks_megatron_only(call: LoopCall, ranks: int) -> str | None:
-    """Return why no plan can run a call with several model chunks; None if a plan can run it."""
-    if ranks == 1:
-        return "several model chunks without a pipeline"
-    if any(attached(model) is not None for model in call.models):
-        return "several model chunks that are attached: slices run one on a rank"
-    if "vp_stage" not in signature(schedules.forward_step).parameters:
-        return "several model chunks, which this Megatron's forward_step does not tell apart"
-    for name in PART_FUNCTIONS:
-        function = getattr(call.config, name)
-        listed = isinstance(function, list) and len(function) == len(call.models)
-        if function is not None and not listed:
-            return f"one {name} of several model chunks"
     return None
 
 
@@ -145,19 +113,3 @@ def default_groups() -> ProcessGroupCollection:
     )
     groups.tp_dp_cp = mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups
-
-
-def fixed_shape(call: LoopCall, groups: Any) -> tuple[int, ...] | None:
-    """Return the shape of all messages between stages; None if ``variable_seq_lengths`` is set."""
-    config = call.config
-    if config.variable_seq_lengths:  # get_tensor_shapes of 0.16 ignores it
-        return None
-    (shape,) = schedules.get_tensor_shapes(
-        seq_length=call.seq_length,
-        micro_batch_size=call.micro_batch_size,
-        decoder_seq_length=call.decoder_seq_length,
-        config=config,
-        tp_group=groups.tp,
-        cp_group=groups.cp,
-    )
-    return tuple(shape) or None

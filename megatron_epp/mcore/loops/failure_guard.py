@@ -5,8 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megatron_epp.ir import Kind, Op
-from megatron_epp.mcore.loops.replica.redone_call import MisreadCall, ShapeVote, WrongShape
 from megatron_epp.runtime.executor import Compute
 from megatron_epp.runtime.kv_store import Store
 
@@ -25,8 +23,6 @@ class FailureGuard:
         zeros: Function that returns a message of zeros for a chunk.
         first: Whether this is the first stage.
         last: Whether this is the last stage.
-        vote: Vote of the ranks on whether all shapes were read correctly; None: no vote.
-        last_op: The stage's last op that accumulates gradients; this op waits for the vote.
 
     Attributes:
         error: The first exception; None if no exception was raised.
@@ -39,12 +35,9 @@ class FailureGuard:
         zeros: Callable[[int], Tensor],
         first: bool,
         last: bool,
-        vote: ShapeVote | None = None,
-        last_op: Op | None = None,
     ):
         self._store, self._zeros = store, zeros
         self._first, self._last = first, last
-        self._vote, self._last_op = vote, last_op
         self.error = compute if isinstance(compute, Exception) else None
         self._begun = None if isinstance(compute, Exception) else compute
 
@@ -54,17 +47,13 @@ class FailureGuard:
         return self._begun
 
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
-        """Run F of ``chunk`` and return the hidden states to send; the vote counts this forward."""
-        sent = self._do(
+        """Run F of ``chunk`` and return the hidden states to send."""
+        return self._do(
             lambda: self._compute.forward(chunk, received), None if self._last else chunk
         )
-        if self._vote is not None:
-            self._vote.forward_done()
-        return sent
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        """Run B of ``chunk`` and return the gradient to send; ``last_op`` waits for the vote."""
-        self._hear(Op(Kind.BACKWARD, chunk))
+        """Run B of ``chunk`` and return the gradient to send."""
         return self._do(
             lambda: self._compute.backward(chunk, gradient), None if self._first else chunk
         )
@@ -76,8 +65,7 @@ class FailureGuard:
         )
 
     def weight_backward(self, chunk: int) -> None:
-        """Run W of ``chunk``; ``last_op`` waits for the vote."""
-        self._hear(Op(Kind.WEIGHT, chunk))
+        """Run W of ``chunk``."""
         self._do(lambda: self._compute.weight_backward(chunk), None)
 
     def head(self, chunk: int, received: Tensor) -> Tensor | None:
@@ -89,23 +77,12 @@ class FailureGuard:
         raise NotImplementedError(f"G{chunk}: in external loops the LM head is on the last stage")
 
     def abandon(self) -> None:
-        """Free the tensors that the stage saved for later ops, and start the vote's all-reduce."""
+        """Free the tensors that the stage saved for later ops."""
         if self._begun is not None:
             self._begun.abandon()
-        if self._vote is not None:
-            self._vote.cast()
-
-    def _hear(self, op: Op) -> None:
-        """Wait for the vote if ``op`` is ``last_op``; fail if a rank has misread a shape."""
-        if self._vote is None or op != self._last_op or self.error is not None:
-            return
-        if not self._vote.passed:
-            self._fail(MisreadCall("on another rank"))
 
     def _fail(self, error: Exception) -> None:
         self.error = error
-        if self._vote is not None and isinstance(error, WrongShape):
-            self._vote.misread = True
         self._compute.abandon()
         self._store.clear()
 

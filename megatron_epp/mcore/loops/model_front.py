@@ -192,7 +192,7 @@ class EncodedDocuments:
         if strange:
             raise ValueError(
                 f"what stands in front of the model's layers hands them {', '.join(strange)}; "
-                "expected only what slices take: run whole micro-batches (install_schedule)"
+                "expected only what slices take: use Megatron's own schedule (no attach)"
             )
         hidden, positions = arguments.get("decoder_input"), arguments.get("position_ids")
         if hidden is not None and self.row_shard.splits > 1:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,7 +26,6 @@ from megatron_epp.mcore.loops.replica.rank_status import (
 from megatron_epp.mcore.loops.replica.replica_groups import (
     initialise_communicator,
     make_replica_groups,
-    meets_other_replicas,
 )
 from megatron_epp.mcore.loops.replica.replica_plans import ReplicaPlans
 from megatron_epp.mcore.loops.settings import Settings
@@ -37,7 +36,6 @@ from megatron_epp.mcore.patching.cuda_host import one_queue
 from megatron_epp.planner.calls.call_cost import guessed_rates, guessed_token_bytes
 from megatron_epp.planner.calls.call_options import CallOptions, bytes_of_1f1b
 from megatron_epp.planner.calls.stage_seconds import StageSeconds
-from megatron_epp.planner.calls.track_record import TrackRecord
 from megatron_epp.runtime.executor import CurrentOp, OutsidePhase
 from megatron_epp.runtime.program_runner import ProgramRunner
 from megatron_epp.runtime.rebuilt import InitialisedGroups
@@ -45,9 +43,6 @@ from megatron_epp.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
-# Number of calls that Megatron's schedule runs before a reader is trusted: the first number if the
-# calls had several shapes, the second if all had one shape, which may be right by chance.
-WITNESSED_CALLS, WITNESSED_ALIKE = 2, 3
 PLANNING = OutsidePhase("the plan of a call, which one rank makes")
 
 
@@ -59,23 +54,15 @@ class ModelPipeline:
         group: Megatron's pipeline group for which ``programs`` was created; Megatron may later
             replace its groups.
         programs: Runner of this rank's programs, with the process groups of this package.
-        rank: Pipeline rank of this process, which is also the index of its first stage.
+        rank: Pipeline rank of this process, which is also the index of its stage.
         layers: Number of layers of every stage.
         rates_SK3: Coefficients of every stage's seconds (planner/calls/stage_seconds.py).
-        measured: Whether the coefficients of all stages were fitted to measurements.
-        seconds: Measurements of each stage of this rank; several if the pipeline is interleaved.
+        seconds: Measurements of this rank's stage.
         planning: Cache of the replica's plans.
-        track_record: Comparison of predicted with measured seconds.
         token_bytes: Estimated bytes of a token's activations from forward to backward, for each
             stage; only the ratios between stages are meaningful.
         had_bytes: Largest estimate so far of the bytes that Megatron's order needs on a stage.
         split_refused: Reason why no stage may split backwards; None if all stages can.
-        unlike: Reason why the shapes of the framework's micro-batches are not read; None if they
-            may be read.
-        witnessed: Set of message shapes of each call that checked the reader. Megatron's schedule
-            runs these calls.
-        in_lockstep: Whether ops communicate with ops of other replicas. Plans then must not depend
-            on the lengths of this replica.
     """
 
     group: Any
@@ -83,42 +70,16 @@ class ModelPipeline:
     rank: int
     layers: tuple[int, ...]
     rates_SK3: np.ndarray
-    seconds: tuple[StageSeconds, ...]
+    seconds: StageSeconds
     planning: ReplicaPlans
     token_bytes: tuple[float, ...]
     split_refused: str | None
-    in_lockstep: bool
-    measured: bool = False
-    witnessed: list[frozenset[tuple[int, ...]]] = field(default_factory=list)
-    unlike: str | None = None
-    track_record: TrackRecord = field(default_factory=TrackRecord)
     had_bytes: float = 0.0
 
     @property
-    def shown(self) -> bool:
-        """Whether Megatron's schedule has run enough calls to trust the reader's shapes."""
-        several = len(frozenset().union(*self.witnessed)) > 1
-        return len(self.witnessed) >= (WITNESSED_CALLS if several else WITNESSED_ALIKE)
-
-    @property
     def stages(self) -> int:
-        """Number of pipeline stages over all ranks."""
+        """Number of pipeline stages."""
         return len(self.layers)
-
-    @property
-    def ranks(self) -> int:
-        """Number of pipeline ranks."""
-        return self.stages // len(self.seconds)
-
-    @property
-    def local_stages(self) -> range:
-        """Stages of this rank, in pipeline order."""
-        return range(self.rank, self.stages, self.ranks)
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether every rank has several stages."""
-        return self.ranks < self.stages
 
     @property
     def control(self) -> Any:
@@ -134,26 +95,24 @@ class ModelPipeline:
     def options(self, call: LoopCall, wanted: CallOptions, tokens: Sequence[int]) -> CallOptions:
         """Return the options for planning ``call``, and update ``had_bytes``.
 
-        All ranks of a replica compute equal options. In lockstep, and in validation calls, plans
-        neither reorder micro-batches nor split backwards.
+        All ranks of a replica compute equal options. In validation calls, plans do not reorder
+        micro-batches.
 
         Args:
             call: The call.
             wanted: Options in the settings; the result allows no further changes.
             tokens: Number of tokens of each micro-batch.
         """
-        if not call.forward_only and self.stages > 1 and not self.interleaved:
+        if not call.forward_only and self.stages > 1:
             now = bytes_of_1f1b(tokens, self.stages, self.token_bytes)
             self.had_bytes = max(self.had_bytes, float(now.max()))
-        if self.in_lockstep or (call.first_val_step is not None and call.forward_only):
+        if call.first_val_step is not None and call.forward_only:
             return CallOptions(False, False)
         return CallOptions(
             reorder=wanted.reorder and not any(p.replays(call.config) for p in LAYER_KINDS),
             split=wanted.split and self.split_refused is None,
-            headroom=wanted.headroom,
             token_bytes=self.token_bytes,
             had_bytes=self.had_bytes if not call.forward_only else 0.0,
-            correction=self.track_record.correction,
         )
 
     def plan(self, key: object, make: Callable[[], Plan]) -> Plan:
@@ -165,10 +124,9 @@ class ModelPipeline:
         self.current_op.enter(PLANNING)
         return self.planning.plan(key, make)
 
-    def learn(self, rates: dict[int, tuple[list[np.ndarray], bool]]) -> None:
-        """Set ``rates_SK3`` and ``measured`` from ``rates``: pipeline rank -> (rates, measured)."""
-        self.rates_SK3 = np.stack(_by_stage([rates[rank][0] for rank in range(self.ranks)]))
-        self.measured = all(rates[rank][1] for rank in range(self.ranks))
+    def learn(self, rates: dict[int, np.ndarray]) -> None:
+        """Set ``rates_SK3`` from ``rates``: pipeline rank -> rates of its stage."""
+        self.rates_SK3 = np.stack([rates[rank] for rank in range(self.stages)])
 
 
 class Pipelines:
@@ -194,9 +152,8 @@ class Pipelines:
             ranks: Number of pipeline ranks.
 
         Raises:
-            ValueError: torch.distributed was initialised with a ``device_id``, or ranks have
-                different numbers of model chunks.
-            LoopFailed: A rank cannot set up its stages.
+            ValueError: torch.distributed was initialised with a ``device_id``.
+            LoopFailed: A rank cannot set up its stage.
         """
         group = None if ranks == 1 else mpu.get_pipeline_model_parallel_group()
         programs = None if group is None else self._programs_of(group, call.config)
@@ -218,32 +175,26 @@ class Pipelines:
         control = None if groups is None else groups.control
         try:
             active = prod(part.active(call.config) for part in LAYER_KINDS)
-            sizes = [_layers_and_vocabulary(model) for model in call.models]
-            seconds = tuple(StageSeconds(guessed_rates(call.config, *s, active)) for s in sizes)
-            refused = filter(None, map(self._split_refused, call.models))
-            guesses = [each.guess for each in seconds]
-            value = (rank, sizes, guesses, next(refused, None))
+            sizes = _layers_and_vocabulary(call.one_model)
+            seconds = StageSeconds(guessed_rates(call.config, *sizes, active))
+            value = (rank, sizes, seconds.guess, self._split_refused(call.one_model))
         except Exception as error:  # the other ranks wait for this rank's status
             status = RankStatus(error=error_text(error))
             raise_remote_failure(gather_statuses(status, control), control)
         every = gather_statuses(RankStatus(value), control)
         raise_remote_failure(every, control)
         by_rank = {status.value[0]: status.value for status in reversed(every)}
-        counts = {len(status.value[1]) for status in every}
-        if len(counts) > 1:
-            raise ValueError(f"{' and '.join(map(str, sorted(counts)))} model chunks on ranks")
-        of_stages = _by_stage([by_rank[r][1] for r in range(ranks)])
+        of_stages = [by_rank[r][1] for r in range(ranks)]
         return ModelPipeline(
             group,
             programs,
             rank,
             tuple(layers for layers, _ in of_stages),
-            np.stack(_by_stage([by_rank[r][2] for r in range(ranks)])),
+            np.stack([by_rank[r][2] for r in range(ranks)]),
             seconds,
             ReplicaPlans(groups),
             guessed_token_bytes(call.config, of_stages, active),
             next((status.value[3] for status in every if status.value[3]), None),
-            group is not None and meets_other_replicas(call.config),
         )
 
     def _programs_of(self, group: Any, config: Any) -> ProgramRunner:
@@ -293,8 +244,3 @@ def _layers_and_vocabulary(wrapped: Any) -> tuple[int, int]:
     decoder = getattr(model, "decoder", None)
     layers = len(getattr(decoder, "layers", ()) or ())
     return layers, getattr(model, "vocab_size", 0) if getattr(model, "post_process", False) else 0
-
-
-def _by_stage(of_ranks: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return the values of all stages in pipeline order; ``of_ranks`` lists the values by rank."""
-    return [of_rank[part] for part in range(len(of_ranks[0])) for of_rank in of_ranks]

@@ -6,8 +6,7 @@ from datetime import timedelta
 from typing import Any
 
 from megatron_epp.ir import Plan, Timed
-from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
-from megatron_epp.mcore.loops.microbatch_shapes import ShapeFunction
+from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.runtime.memory_meter import Meter, NoMeter
 
@@ -31,27 +30,19 @@ class CallRecord:
 
 def _plan(*arguments: Any) -> Plan:
     # Imported when the first plan is made, because the compiler takes a second to load.
-    from megatron_epp.planner.calls.call_plan import unsliced_plan
+    from megatron_epp.planner.calls.call_plan import call_plan
 
-    return unsliced_plan(*arguments)
-
-
-def _sliced_plan(*arguments: Any) -> Plan:
-    from megatron_epp.planner.calls.call_plan import sliced_plan
-
-    return sliced_plan(*arguments)
+    return call_plan(*arguments)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of the schedule; see :func:`megatron_epp.install_schedule`."""
+    """Settings of the schedule; see :func:`megatron_epp.attach`."""
 
-    lengths: ShapeFunction | None = None
     options: CallOptions = field(default_factory=CallOptions)
     split_engines: bool = False  # split backwards of Transformer Engine's linears, too
     timeout: timedelta = TIMEOUT
     observe: Callable[[CallRecord], None] | None = None
     make_meter: Callable[[Any], Meter] = lambda model: NoMeter()
     make_plan: Callable[..., Plan] = _plan
-    make_sliced_plan: Callable[..., Plan] = _sliced_plan
-    make_stage: Callable[..., MicroBatchStage] = MicroBatchStage
+    make_stage: Callable[..., SliceStage] = SliceStage

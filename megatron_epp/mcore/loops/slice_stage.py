@@ -25,11 +25,20 @@ from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.loops.adapter import rows_of, side_by_side
 from megatron_epp.mcore.loops.attached import AttachedModel
 from megatron_epp.mcore.loops.call_arguments import LoopCall
-from megatron_epp.mcore.loops.micro_batch_stage import NoBatchBuilder, scalar
 from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches, SingleValue
 from megatron_epp.mcore.loops.model_front import EncodedDocuments
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.stage import ModelStage
+
+
+class NoBatchBuilder:
+    """Batch builder that reads no data, because the loop's forward step draws its own data."""
+
+    def __init__(self, stage: int, device: torch.device):
+        self.stage, self.device = stage, device
+
+    def prepare(self, chunk: int) -> None:
+        """Do nothing: no data is read ahead."""
 
 
 class SliceStage(ModelStage):
@@ -301,6 +310,25 @@ def _of_all_parts(gradients: tuple[Tensor, ...], group: Any) -> tuple[Tensor, ..
     every = torch.cat(gradients)
     dist.all_reduce(every, group=group)
     return tuple(every.split([len(one) for one in gradients]))
+
+
+def scalar(loss: Any, whose: str) -> Tensor:
+    """Return ``loss`` unchanged after checking that it is a tensor of one element.
+
+    Raises:
+        ValueError: ``loss`` is not a tensor, or has several elements. The message begins with
+            ``whose``.
+    """
+    if not isinstance(loss, Tensor):
+        raise ValueError(
+            f"{whose}: the loss is of type {type(loss).__name__}; expected a tensor of one number"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"{whose}: the loss has shape {tuple(loss.shape)}; expected one number (sum it, or "
+            "take its mean, in the loss function)"
+        )
+    return loss
 
 
 def samples_of(forest: PrefixForest, outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -43,10 +43,9 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_epp.autoload import CONNECTIONS, QUEUES
-
 logger = logging.getLogger(__name__)
 
+CONNECTIONS, QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", "32"
 DEFAULTS = {CONNECTIONS: QUEUES, "CUDA_MODULE_LOADING": "EAGER"}
 MARGIN, LEFT_FREE = "NVTE_EXT_MARGIN_SM", 4
 # Norms have their own margins, because some norm kernels start only when all their blocks fit.

@@ -23,46 +23,39 @@ class CallOptions:
     Attributes:
         reorder: whether micro-batches may run in another order.
         split: whether backwards may be split into I and W.
-        headroom: additional memory, as a fraction of the memory that Megatron's 1F1B holds.
         token_bytes: relative bytes per token of each stage; () if all stages are equal.
         had_bytes: maximum that 1F1B held on any rank in a call so far, in units of ``token_bytes``.
-        correction: a / b, where a is the ratio of measured to predicted seconds for planned orders,
-            and b the same ratio for the caller's order (track_record).
-        memory: budget in bytes; layers are recomputed until a plan fits. If None, ``headroom``
-            limits the tokens held, and no layer is recomputed.
+        cut: whether documents may be cut into slices.
+        memory: budget in bytes; layers are recomputed until a plan fits. If None, the tokens that
+            1F1B holds are the limit, and no layer is recomputed.
     """
 
     reorder: bool = True
     split: bool = True
-    headroom: float = 0.0
     token_bytes: tuple[float, ...] = ()
     had_bytes: float = 0.0
-    correction: float = 1.0
+    cut: bool = True
     memory: ActivationBudget | None = None
-
-    def __post_init__(self) -> None:
-        if not self.headroom >= 0:
-            raise ValueError(f"headroom {self.headroom}: expected at least 0")
 
     def budgets(self, held: np.ndarray) -> Iterator[np.ndarray]:
         """Yield rising budgets [ranks] of the memory held between forward and backward.
 
         All ranks have equal memory. Every rank may therefore hold as much as 1F1B held on the
-        fullest rank in this or an earlier call, plus the headroom. The first budget is ``held``.
-        The others are fixed multiples of the maximum of ``held``: more headroom only adds budgets.
+        fullest rank in this or an earlier call. The first budget is ``held``. The others are fixed
+        multiples of the maximum of ``held``.
 
         Args:
             held: Bytes [ranks] that Megatron's 1F1B holds in this call.
         """
         yield held
-        most = max(float(held.max()), self.had_bytes) * (1 + self.headroom)
+        most = max(float(held.max()), self.had_bytes)
         for factor in BUDGET_FACTORS:
             if factor * held.max() <= most * (1 + _ROUNDING):
                 yield np.full(len(held), factor * held.max())
 
     def pays(self, seconds: float, call_seconds: float) -> bool:
         """Return whether an order of predicted ``seconds`` should replace the caller's order."""
-        return seconds * self.correction < call_seconds * (1 - PAYS_FROM)
+        return seconds < call_seconds * (1 - PAYS_FROM)
 
 
 def bytes_of_1f1b(

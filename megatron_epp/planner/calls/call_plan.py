@@ -23,45 +23,12 @@ from megatron_epp.planner.calls.group_order import (
     problem_of_call,
     search_ops,
 )
-from megatron_epp.planner.calls.interleaved import placed_plan
-from megatron_epp.planner.calls.microbatch import MicrobatchShape
 from megatron_epp.planner.calls.recompute import RecomputeFit
 from megatron_epp.planner.calls.tree_cutting import Parents
 from megatron_epp.planner.chunks.slicing import Rates
 
 
-def unsliced_plan(
-    shapes: Sequence[MicrobatchShape],
-    layers: Sequence[int],
-    rates_SK3: np.ndarray,
-    options: CallOptions,
-    forward_only: bool,
-    place: tuple[int, ...] = (),
-) -> Plan:
-    """Return the fastest plan in which every micro-batch is one chunk.
-
-    Args:
-        shapes: sizes of the micro-batches.
-        layers: number of layers of every stage.
-        rates_SK3: [stages, op kinds, 3] seconds per token, query-key pair and op.
-        options: allowed changes to the order, and memory limits.
-        forward_only: whether the call has no backwards.
-        place: rank of every stage; () for one stage per rank. Stages may be round-robin, as in
-            Megatron's interleaved pipeline, or in a V.
-
-    Raises:
-        PlanError: if no order fits ``options.memory``.
-    """
-    tokens = tuple(shape.tokens for shape in shapes)
-    uncut = CallChunks.of([[[(number, 0, count)]] for number, count in enumerate(tokens)], tokens)
-    pairs = np.array([shape.pairs for shape in shapes])
-    uncut = replace(uncut, chunking=replace(uncut.chunking, pairs=pairs))
-    if place:
-        return placed_plan(uncut, layers, rates_SK3, options, forward_only, place)
-    return _fastest([uncut], layers, rates_SK3, options, forward_only)
-
-
-def sliced_plan(
+def call_plan(
     lengths: Sequence[Sequence[int]],
     layers: Sequence[int],
     rates_SK3: np.ndarray,
@@ -72,7 +39,7 @@ def sliced_plan(
     """Return the fastest plan, with micro-batches sliced or unsliced.
 
     With one stage, slicing saves memory but no time. It then applies only to micro-batches that
-    do not fit the memory budget.
+    do not fit the memory budget. Without ``options.cut``, every micro-batch is one chunk.
 
     Args:
         lengths: lengths[m] contains the lengths in tokens of the documents of micro-batch m.
@@ -88,8 +55,10 @@ def sliced_plan(
     """
     forward_backward = [KIND_CODE[kind] for kind in (Kind.FORWARD, Kind.BACKWARD)]
     mean_3 = rates_SK3[:, forward_backward].sum(axis=1).mean(axis=0)
-    cut = None
-    if len(layers) == 1 and options.memory is not None and not parents:
+    cut: list[int] | None = None
+    if not options.cut:
+        cut = []
+    elif len(layers) == 1 and options.memory is not None and not parents:
         cut = [n for n, of in enumerate(lengths) if not _fits(of, layers, rates_SK3, options)]
     candidates = list(cuttings(lengths, Rates(*mean_3.tolist()), cut, parents))
     return _fastest(candidates, layers, rates_SK3, options, forward_only)

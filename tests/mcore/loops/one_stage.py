@@ -15,7 +15,6 @@ from unittest.mock import patch
 sys.path[:0] = [str(Path(__file__).parents[3])]
 
 import megatron_epp
-from megatron_epp import autoload
 from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
@@ -30,8 +29,10 @@ from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_para
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from megatron_epp.mcore.loops import token_log_probs
+from megatron_epp.mcore.loops import attached, token_log_probs
 from megatron_epp.mcore.loops.adapters.samples import Samples
+from megatron_epp.mcore.loops.install import Installation
+from megatron_epp.mcore.loops.settings import Settings
 from tests.mcore.loops.joined import joined
 
 WORDS, CONTEXT, BLOCK = 98, 128, 7
@@ -146,7 +147,7 @@ def log_probs(ran: list) -> dict:
     expected = step(model, micro_batches(), by_logits)
     with patch.object(token_log_probs, "rows_at_once", lambda *any: BLOCK):
         found["whole"] = difference(step(model, micro_batches(), without_logits), expected)
-        installed = megatron_epp.install_schedule(observe=ran.append)
+        installed = Installation(Settings(observe=ran.append))
         made = megatron_epp.attach(model, Samples(policy_loss, KEYS), memory_gib=1)
         for name, mib in (("all fits", 1024), ("some fits", 0.15), ("least", 0.12)):
             made.memory = made.memory.of(model.config, WORDS, mib * 2**20)
@@ -195,7 +196,7 @@ def several_axes(ran: list) -> dict:
         return losses[..., None].expand(*losses.shape, 2), partial(policy_loss, batch)
 
     expected = step(model, batches, forward_step)
-    with megatron_epp.install_schedule(observe=ran.append):
+    with Installation(Settings(observe=ran.append)):
         made = megatron_epp.attach(model, OfSeveralAxes(policy_loss), memory_gib=1)
         made.memory = made.memory.of(model.config, WORDS, 0.1 * 2**20)
         found = step(model, batches, forward_step)
@@ -224,7 +225,7 @@ def refusals() -> dict:
     found["heads"] = refusal(lambda: megatron_epp.attach(model, Samples()))
     model.config.context_parallel_size = 1
     said: list[str] = []
-    with patch.object(autoload, "say", said.append):
+    with patch.object(attached, "say", said.append):
         megatron_epp.attach(build(), Samples())
     found["attached"] = " ".join(said)
     model.config.num_moe_experts, model.config.moe_router_load_balancing_type = 4, "sinkhorn"

@@ -7,7 +7,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from megatron_epp.mcore.patching.releases import LOOP_RELEASES, release_of
 from tests.test_kinds import every_source
@@ -116,31 +115,42 @@ def other(megatron: Any, what: str) -> AbstractContextManager:
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("0.15.3", "megatron-core 0.15.3 is older than 0.16"),
-        ("get_tensor_shapes", "has no megatron.core.pipeline_parallel.schedules.get_tensor_shapes"),
+        ("0.15.3", "attach: megatron-core 0.15.3 is older than 0.16"),
+        (
+            "deallocate_output_tensor",
+            "megatron.core.pipeline_parallel.schedules.deallocate_output_tensor does not exist",
+        ),
         ("another parameter", "schedules.backward_step knows no input_tensor"),
     ],
 )
-def test_a_megatron_that_cannot_keeps_its_own_schedule_and_one_line_says_why(
-    megatron, capsys, what, reason
-) -> None:
+def test_a_megatron_that_cannot_is_refused(megatron, what, reason) -> None:
     import megatron_epp
 
     own = megatron.schedules.forward_backward_no_pipelining
-    with other(megatron, what), megatron_epp.install_schedule() as made:
-        assert megatron.schedules.forward_backward_no_pipelining is own
-    assert reason in made.reason
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "megatron_epp" in line]
-    assert line.startswith("megatron_epp 0.") and line.endswith(made.reason)
+    with other(megatron, what), pytest.raises(ValueError) as refused:
+        megatron_epp.attach(None, None)
+    assert str(refused.value).endswith(reason) and "\n" not in str(refused.value)
+    assert megatron.schedules.forward_backward_no_pipelining is own
 
 
 @pytest.mark.parametrize("version", ["0.16.0rc0", "0.20.0+abc", "1.0", "of a branch"])
 def test_a_newer_or_unnumbered_one_is_asked_for_its_functions_alone(megatron, version) -> None:
-    import megatron_epp
+    from megatron_epp.mcore.loops.install import require_megatron
 
-    numbered = patch.object(megatron.core, "__version__", version)
-    with numbered, megatron_epp.install_schedule() as made:
-        assert not hasattr(made, "reason")
+    with patch.object(megatron.core, "__version__", version):
+        require_megatron()
+
+
+def test_the_schedule_is_replaced_once_and_comes_back(megatron) -> None:
+    from megatron_epp.mcore.loops.install import Installation, installed
+    from megatron_epp.mcore.loops.settings import Settings
+
+    own = megatron.schedules.forward_backward_no_pipelining
+    with Installation(Settings()) as made:
+        assert installed() is made
+        with pytest.raises(ValueError, match="is replaced already"):
+            Installation(Settings())
+    assert installed() is None and megatron.schedules.forward_backward_no_pipelining is own
 
 
 def test_nobody_is_warned_while_one_rank_makes_a_plan() -> None:
@@ -161,37 +171,3 @@ def test_nobody_is_warned_while_one_rank_makes_a_plan() -> None:
     pipeline.planning = ReplicaPlans(None)
     pipeline.plan("a call", make)
     assert isinstance(seen[0], OutsidePhase)
-
-
-class NoTransformer(torch.nn.Linear):
-    """A model whose configuration has no width, as those of Megatron's own tests of schedules."""
-
-    def set_input_tensor(self, tensor: Any) -> None:
-        assert tensor in (None, [None])
-
-
-def test_a_loop_without_a_pipeline_needs_no_width(megatron, capsys) -> None:
-    from megatron.core import ModelParallelConfig
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    import megatron_epp
-
-    model, groups, ran = NoTransformer(3, 1), ProcessGroupCollection(), []
-    model.config = ModelParallelConfig()
-    model.config.calculate_per_token_loss = False
-    groups.tp = groups.cp = SimpleNamespace(size=lambda: 1)
-    with megatron_epp.install_schedule(observe=ran.append):
-        made = megatron.schedules.forward_backward_no_pipelining(
-            forward_step_func=lambda rows, model: (
-                model(next(rows)).sum(),
-                lambda loss: (loss, {"loss": loss.item()}),
-            ),
-            data_iterator=iter(torch.ones(2, 3)),
-            model=model,
-            num_microbatches=2,
-            seq_length=1,
-            micro_batch_size=1,
-            pg_collection=groups,
-        )
-    assert "Megatron's own schedule" not in capsys.readouterr().err
-    assert len(made) == 2 and len(ran) == 1

@@ -1,4 +1,4 @@
-"""Micro-batches are drawn once each, in the iterator's order, and handed out in any."""
+"""Micro-batches are drawn once each, in the iterator's order, and read in any."""
 
 import pytest
 
@@ -22,35 +22,20 @@ class Offsets:
         return dict.fromkeys(keys, chosen)
 
 
-def test_each_forward_step_draws_its_own() -> None:
+def test_micro_batches_are_drawn_in_order_and_read_in_any() -> None:
     batches = MicroBatches(iter("abcd"), 4)
-    assert next(batches.only(2)) == "c"
-    assert next(batches.only(0)) == "a"
-    assert [next(batches.only(n)) for n in (3, 1)] == ["d", "b"]
+    assert [batches.item(n) for n in (2, 0, 3, 1)] == ["c", "a", "d", "b"]
+    batches.let_go(2)
+    assert batches.item(2) is None and batches.item(1) == "b"
 
 
 def test_who_draws_nothing_leaves_the_source_alone() -> None:
     source = iter("abcd")
-    batches = MicroBatches(source, 4)
-    for number in range(4):
-        batches.only(number)
-    batches.finish()
+    MicroBatches(source, 4).finish()
     assert next(source) == "a"
-    assert batches.from_the_start() is source
-
-
-def test_what_was_measured_can_be_drawn_by_somebody_else() -> None:
-    batches = MicroBatches(iter("abcdef"), 4)
-    assert [batches.item(n) for n in range(4)] == list("abcd")
-    again = batches.from_the_start()
-    assert "".join(next(again) for _ in range(5)) == "abcde"
 
 
 def test_a_second_draw_is_refused() -> None:
-    only = MicroBatches(iter("ab"), 2).only(1)
-    assert next(only) == "b"
-    with pytest.raises(ValueError, match="drew twice for micro-batch 1: expected one draw"):
-        next(only)
     given = SingleValue(1)
     next(given)
     with pytest.raises(ValueError, match="drew twice for one chunk"):
@@ -78,16 +63,12 @@ def test_sources_with_an_offset(source) -> None:
     assert batches.readable
     assert batches.item(1).get_next(["x"])["x"] == expected[1]  # measuring moves nothing
     assert source.offset == 0
-    assert [batches.only(n).get_next(["x"])["x"] for n in (2, 0, 1)] == [
+    assert [batches.item(n).get_next(["x"])["x"] for n in (2, 0, 1)] == [
         expected[n] for n in (2, 0, 1)
     ]
-    assert batches.only(0).micro_batch_size == source.micro_batch_size
+    assert batches.item(0).micro_batch_size == source.micro_batch_size
     batches.finish()
     assert source.offset == after
-    twice = batches.only(0)
-    twice.get_next(["x"])
-    with pytest.raises(ValueError, match="drew twice"):
-        twice.get_next(["x"])
 
 
 def test_ranks_without_an_iterator_are_known() -> None:

@@ -52,5 +52,5 @@ def test_bad_input_is_one_line_on_every_rank(answers, case) -> None:
 def test_attach_says_that_slices_run(answers) -> None:
     for answer in answers:
         assert answer["attached"].startswith("megatron_epp ")
-        assert ": level 1, megatron-core 0." in answer["attached"]
+        assert ": slices, megatron-core 0." in answer["attached"]
         assert answer["attached"].endswith(", Samples on a GPTModel")

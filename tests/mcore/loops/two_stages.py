@@ -3,14 +3,13 @@
 
     two_stages.py FOLDER
 
-First the contract: what Megatron's own schedule makes of a loop's hooks, and what ours does. Then
+First the contract: what Megatron's own schedule makes of a loop's hooks, and what slices do. Then
 calls that cannot go well, each of which must end on both ranks, and at last one that goes well.
 """
 
-import json
 import sys
 from contextlib import contextmanager, nullcontext
-from itertools import batched, product
+from itertools import batched
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -23,22 +22,22 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
+import own_adapter
 import rl_loop
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch.nn import functional
 
-from megatron_epp.autoload import PIPELINE
 from megatron_epp.corpus.shared_prefixes import PrefixForest, SharedSpan
-from megatron_epp.mcore.loops import loop_schedule, pipelines, planned_call
+from megatron_epp.mcore.loops import pipelines
 from megatron_epp.mcore.loops.adapters.samples import Samples
-from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
-from megatron_epp.planner.calls import call_plan
+from megatron_epp.mcore.loops.install import Installation, installed
+from megatron_epp.mcore.loops.loop_schedule import PIPELINE
+from megatron_epp.mcore.loops.settings import Settings
+from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.planner.calls.call_cost import ActivationBudget
+from megatron_epp.planner.calls.call_options import CallOptions
 from tests.mcore.loops.joined import joined
 
 LENGTHS = (20, 60, 10, 33)
@@ -74,16 +73,11 @@ def loss(batch, losses, non_loss_data=False):
     return losses.sum(), torch.tensor(losses.numel()), {"rows": losses.numel()}
 
 
-def rows_of(batch: dict) -> int:
-    return batch["tokens"].shape[1]
-
-
 def call(model, batches, step=forward_step, **named):
-    several = isinstance(model, list)
     keywords = {
         "forward_step_func": step,
-        "data_iterator": [iter(batches) for _ in model] if several else iter(batches),
-        "model": model if several else [model],
+        "data_iterator": iter(batches),
+        "model": [model],
         "num_microbatches": len(LENGTHS),
         "seq_length": 1,
         "micro_batch_size": 1,
@@ -152,73 +146,6 @@ def contract(model) -> list:
     return [[made, made_more, events, counts], gradients]
 
 
-def virtual_parts(rank: int) -> list:
-    """Two parts of a model of four layers, as Megatron builds them for an interleaved pipeline."""
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(2)
-    plain = rl_loop.build_model(rank)
-    config = plain.config
-    config.virtual_pipeline_model_parallel_size = 2
-    config.microbatch_group_size_per_vp_stage = 2
-    config.overlap_p2p_comm, config.batch_p2p_comm = True, False
-    torch.manual_seed(rank)
-    return [
-        GPTModel(
-            config,
-            get_gpt_layer_local_spec(normalization="RMSNorm"),
-            rl_loop.WORDS,
-            rl_loop.CONTEXT,
-            pre_process=rank == part == 0,
-            post_process=rank == part == 1,
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
-            vp_stage=part,
-        ).double()
-        for part in range(2)
-    ]
-
-
-def interleaved(models) -> list:
-    """What a training call and a pass of forwards do with the hooks of two parts."""
-    events, (config, *_) = [], [model.config for model in models]
-
-    def of_parts(what):
-        def heard(part):
-            return lambda *words: events.append([what, part]) or nullcontext()
-
-        return [heard(part) for part in range(2)]
-
-    def finalize(models, tokens, pg_collection, force_all_reduce):
-        events.append(["finalize", len(models), int(tokens), bool(force_all_reduce)])
-
-    hooks = {
-        "no_sync_func": of_parts("no_sync"),
-        "grad_sync_func": of_parts("grad_sync"),
-        "finalize_model_grads_func": finalize,
-        "grad_scale_func": lambda value: 8 * value,
-        "calculate_per_token_loss": True,
-    }
-    for model in models:
-        model.zero_grad(set_to_none=True)
-    with patch.multiple(config, **hooks):
-        made = [call(models, micro_batches())]
-    with torch.no_grad():
-        made.append(call(models, micro_batches(), forward_only=True))
-    named = [(n, name, p) for n, m in enumerate(models) for name, p in m.named_parameters()]
-    gradients = {f"{n} {name}": p.grad.clone() for n, name, p in named}
-    kinds = sorted({json.dumps(event) for event in events})
-    return [[made, kinds], gradients]
-
-
-def heard(said: list[str], rank: int):
-    """While it lasts, what the schedule says goes to ``said``."""
-
-    def say(words: str, by: int) -> None:
-        if rank == by:
-            said.append(words)
-
-    return patch.object(loop_schedule, "say", say)
-
-
 def outcome(do) -> str:
     try:
         do()
@@ -234,12 +161,8 @@ def twice(data_iterator, model):
     return made
 
 
-def failures(model, rank: int) -> dict[str, str]:
+def failures(model, made, rank: int) -> dict[str, str]:
     found = {}
-
-    def many(data_iterator, model):
-        output, _ = forward_step(data_iterator, model)
-        return output, lambda losses: (losses, {})
 
     def broken(data_iterator, model):
         made = forward_step(data_iterator, model)
@@ -247,149 +170,19 @@ def failures(model, rank: int) -> dict[str, str]:
             raise RuntimeError("the loop's own mistake")
         return made
 
-    def broken_stage(*words, **named):
-        raise KeyError("what nobody foresaw")
-
-    found["twice"] = outcome(lambda: call(model, micro_batches(), twice))
-    other = micro_batches((20, 60, 11, 33) if rank else LENGTHS)
-    found["differ"] = outcome(lambda: call(model, other))
-    found["count"] = outcome(lambda: call(model, micro_batches(), num_microbatches=3 + rank))
-    found["early"] = outcome(lambda: call(model, micro_batches()[:2]))
-    found["many"] = outcome(lambda: call(model, micro_batches(), many))
-    found["broken"] = outcome(lambda: call(model, micro_batches(), broken))
-    with patch.object(MicroBatchStage, "__init__", broken_stage) if rank else nullcontext():
-        found["one stage"] = outcome(lambda: call(model, micro_batches()))
-    found["again"] = outcome(megatron_epp.install_schedule)
-    return found
-
-
-def unforeseen(model, rank: int) -> dict[str, list]:
-    """By what fails before the first op, on one rank or on all: what two calls return, how many
-    plans ran, what was said."""
-
     def fails(*words, **named):
         raise KeyError("what nobody foresaw")
 
-    found = {}
-    for name, place in {
-        "nothing": nullcontext(),
-        "a rank's part": patch.object(pipelines, "guessed_rates", fails) if rank else nullcontext(),
-        "groups": patch.object(planned_call, "process_groups", fails),
-        "groups of one rank": patch.object(planned_call, "process_groups", fails)
-        if rank
-        else nullcontext(),
-        "a plan": patch.object(call_plan, "unsliced_plan", fails),
-        "all stages": patch.object(MicroBatchStage, "__init__", fails),
-    }.items():
-        ran, said = [], []
-        with place, heard(said, rank), megatron_epp.install_schedule(observe=ran.append):
-            made = [call(model, micro_batches()) for _ in range(2)]
-        found[name] = [made, len(ran), said]
-    return found
-
-
-def lies(model) -> dict[str, str]:
-    """What becomes of calls whose ``lengths`` cannot be believed."""
-
-    def end(micro_batch):
-        raise KeyError("seqlens")
-
-    told = {
-        "lengths that lie": lambda batch: batch["tokens"].shape[1] + 4,
-        "lengths of no number": lambda batch: str(batch["tokens"].shape[1]),
-        "lengths below 1": lambda batch: -3,
-        "lengths that fail": end,
-    }
-    found = {}
-    for name, lengths in told.items():
-        with megatron_epp.install_schedule(lengths=lengths):
-            found[name] = outcome(lambda: call(model, micro_batches()))
-    return found
-
-
-def padding_step(at: str):
-    """A forward step that pads what says so by four rows, and takes entries out of what it draws;
-    ``at``: where it is written."""
-
-    def forward_step(data_iterator, model):
-        batch = next(data_iterator)
-        tokens, labels = batch.pop("input_ids", batch.get("tokens")), batch.pop("labels")
-        tokens, labels = (functional.pad(rows, (0, batch["more"])) for rows in (tokens, labels))
-        rows = tokens.shape[1]
-        mask = torch.ones(1, 1, rows, rows, dtype=torch.bool).triu(1)
-        output = model(tokens, torch.arange(rows)[None], mask, labels=labels)
-        return output, lambda losses: (losses.sum(), {"loss": losses.sum().item()})
-
-    forward_step.__module__ = at
-    return forward_step
-
-
-# (pad micro-batch 2 from which call on, calls that are passes of forwards, gradients add up)
-MISREAD = {
-    "in the first call": (0, (3,), False),
-    "in a later call": (3, (), False),
-    "in a later call, gradients of several": (3, (), True),
-    "in a pass of forwards": (3, (3, 4), False),
-}
-
-
-def misread_calls(model, at: str, case: tuple) -> list:
-    """What six calls return, with their gradients, hooks, and what has run through the model."""
-    first, passes, adds_up = case
-    name = "input_ids" if at.startswith("swift") else "tokens"
-    model.train()
-    torch.manual_seed(5)
-    model_parallel_cuda_manual_seed(5)
-    model.seen.zero_()
-    made: list = []
-    model.zero_grad(set_to_none=True)
-    for number in range(6):
-        if not adds_up:
-            model.zero_grad(set_to_none=number % 2 == 0)
-        batches = [
-            {name: batch["tokens"], "labels": batch["labels"], "more": 0}
-            for batch in micro_batches()
-        ]
-        batches[2]["more"] = 4 * (number >= first)
-        events = []
-        hooks = {
-            "no_sync_func": nullcontext,
-            "grad_sync_func": lambda parameters, events=events: events.append("grad_sync"),
-            "finalize_model_grads_func": lambda *words, events=events, **named: events.append(
-                "finalize"
-            ),
-        }
-        passed = number in passes
-        with patch.multiple(model.config, **hooks), torch.set_grad_enabled(not passed):
-            found = call(model, batches, padding_step(at), forward_only=passed)
-        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        made.append(([item["loss"] for item in found], gradients, events, int(model.seen)))
-    return made
-
-
-def misread(model, rank: int) -> dict[str, list]:
-    """By who laid micro-batches out otherwise, and when: whether losses, hooks and counts are those
-    of Megatron's schedule, the largest difference of a gradient, plans that ran, what was said."""
-    model.register_buffer("seen", torch.zeros(1), persistent=False)
-    hook = model.register_forward_pre_hook(lambda module, words: module.seen.add_(1) and None)
-    for layer in model.decoder.layers:
-        layer.hidden_dropout = 0.1
-    found = {}
-    for at, (when, case) in product(("swift.megatron.trainers", "a_loop"), MISREAD.items()):
-        expected, ran, said = misread_calls(model, at, case), [], []
-        with heard(said, rank), megatron_epp.install_schedule(reorder=False, observe=ran.append):
-            ours = misread_calls(model, at, case)
-        pairs = list(zip(ours, expected, strict=True))
-        same = [[mine[i] == wanted[i] for i in (0, 2, 3)] for mine, wanted in pairs]
-        worst = max(
-            float((gradients[name] - wanted[name]).abs().max())
-            for (_, gradients, *_), (_, wanted, *_) in pairs
-            for name in wanted
-        )
-        found[f"{at} {when}"] = [same, worst, len(ran), said]
-    hook.remove()
-    for layer in model.decoder.layers:
-        layer.hidden_dropout = 0.0
+    with patch.object(pipelines, "guessed_rates", fails) if rank else nullcontext():
+        found["no pipeline"] = outcome(lambda: call(model, micro_batches()))
+    found["count"] = outcome(lambda: call(model, micro_batches(), num_microbatches=3 + rank))
+    found["early"] = outcome(lambda: call(model, micro_batches()[:2]))
+    found["broken"] = outcome(lambda: call(model, micro_batches(), broken))
+    with patch.object(SliceStage, "__init__", fails) if rank else nullcontext():
+        found["one stage"] = outcome(lambda: call(model, micro_batches()))
+    found["observed late"] = outcome(
+        lambda: megatron_epp.attach(model, made.adapter, observe=print)
+    )
     return found
 
 
@@ -441,13 +234,12 @@ def recomputed(model, attached, ran: list) -> list:
     return [worst, *letters[2:]]
 
 
-def sliced_failures(model, rank: int, ran: list) -> dict[str, object]:
+def sliced_failures(model, made, rank: int, ran: list) -> dict[str, object]:
     found: dict[str, object] = {}
     found["half an adapter"] = outcome(lambda: megatron_epp.attach(model, object()))
     found["two chunks"] = outcome(lambda: megatron_epp.attach([model, model], Samples(loss)))
     found["no GPT"] = outcome(lambda: megatron_epp.attach(torch.nn.Linear(1, 1), Samples(loss)))
-    made = megatron_epp.attach(model, Samples(loss))
-    found["sliced"] = outcome(lambda: call(model, micro_batches()))
+    found["goes"] = outcome(lambda: call(model, micro_batches()))
     found["recomputed"] = recomputed(model, made, ran)
     found["sliced twice"] = outcome(lambda: call(model, micro_batches(), twice))
     other = micro_batches((20, 60, 11, 33) if rank else LENGTHS)
@@ -523,6 +315,32 @@ def shared_failures(model, made) -> dict[str, str]:
     return found
 
 
+def left_padded() -> list[dict]:
+    """Micro-batches of the framework that examples/own_adapter.py serves."""
+    generator, made = torch.Generator().manual_seed(4), []
+    for lengths in ((20, 60), (10,), (33, 7, 41), (5, 64)):
+        rows = max(lengths)
+        inside = torch.arange(rows)[None] >= rows - torch.tensor(lengths)[:, None]
+        tokens = torch.randint(rl_loop.WORDS, inside.shape, generator=generator)
+        made.append(
+            {
+                "sequences": tokens,
+                "attention_mask": inside.long(),
+                "advantages": torch.randn(len(lengths), generator=generator, dtype=torch.float64),
+            }
+        )
+    return made
+
+
+def of_own_adapter(model, made=None) -> tuple[list, dict]:
+    """Losses and gradients of a call: by Megatron's schedule, or in slices of ``made``."""
+    model.zero_grad(set_to_none=True)
+    if made is not None:
+        made.adapter = own_adapter.OwnAdapter()
+    losses = call(model, left_padded(), own_adapter.forward_step)
+    return losses, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
 def worst_of(gradients: dict, expected: dict) -> float:
     return max(
         float((gradients[name] - expected[name]).abs().max() / expected[name].abs().max())
@@ -537,31 +355,34 @@ def main() -> None:
         model = rl_loop.build_model(rank)
         model.config.finalize_model_grads_func = None
         stock, expected = contract(model)
-        surprises = unforeseen(model, rank)
-        told = lies(model) | {"misread": misread(model, rank)}
+        padded_losses, padded_gradients = of_own_adapter(model)
         ran: list = []
-        installed = megatron_epp.install_schedule(split_backward=False, observe=ran.append)
-        ours, gradients = contract(model)
-        worst = worst_of(gradients, expected)
-        answers |= {
-            "stock": stock,
-            "ours": ours,
-            "worst": worst,
-            "unforeseen": surprises,
-            **told,
-            **failures(model, rank),
-        }
-        answers |= sliced_failures(model, rank, ran)
-        installed.remove()
-        answers["removed"] = get_forward_backward_func() is installed.schedule.stock[PIPELINE]
-        parts = virtual_parts(rank)
-        stock, expected = interleaved(parts)
-        ran.clear()
-        with megatron_epp.install_schedule(lengths=rows_of, observe=ran.append):
-            found = [interleaved(parts) for _ in range(2)]
-        answers["interleaved"] = stock, [made for made, _ in found]
-        answers["interleaved worst"] = max(worst_of(each, expected) for _, each in found)
-        answers["interleaved plans"] = [str(record.plan) for record in ran]
+        settings = Settings(options=CallOptions(split=False), observe=ran.append)
+        with Installation(settings) as unattached:
+            answers["not attached"] = contract(model)[0] == stock, len(ran)
+            stocks = unattached.schedule.stock
+            made = megatron_epp.attach(model, Samples(loss))
+            sliced, gradients = contract(model)
+            chunks = [len(record.plan.chunks) for record in ran]
+            made.slicing = False
+            whole, other_gradients = contract(model)
+            answers |= {
+                "stock": stock,
+                "sliced": sliced,
+                "whole": whole,
+                "chunks": chunks,
+                "worst": max(worst_of(one, expected) for one in (gradients, other_gradients)),
+            }
+            made.slicing = True
+            ran.clear()
+            losses, gradients = of_own_adapter(model, made)
+            far = [abs(a["loss"] - b["loss"]) for a, b in zip(losses, padded_losses, strict=True)]
+            worst = max([*far, worst_of(gradients, padded_gradients)])
+            answers["own adapter"] = worst, len(ran[-1].plan.chunks)
+            made.adapter = Samples(loss)
+            answers |= failures(model, made, rank) | sliced_failures(model, made, rank, ran)
+        answers["removed"] = installed() is None
+        answers["removed"] &= get_forward_backward_func() is stocks[PIPELINE]
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ from megatron_epp.cost.profile import Bytes
 from megatron_epp.ir import FULL, KEEP, Chunk, Kind, Plan, PlanError, Span, check
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 from megatron_epp.planner.calls.call_options import CallOptions
-from megatron_epp.planner.calls.call_plan import sliced_plan, unsliced_plan
-from megatron_epp.planner.calls.microbatch import MicrobatchShape
+from megatron_epp.planner.calls.call_plan import call_plan
 from tests.planner.calls.test_group_order import CURVED, rates
 
 LENGTHS = [(200,), (200, 100), (4000,), (150,), (900,), (1200, 300)]
@@ -42,7 +41,7 @@ def memory(budget: float) -> ActivationBudget:
 
 def planned(budget: float | None) -> Plan:
     options = CallOptions(memory=None if budget is None else memory(budget))
-    plan = sliced_plan(LENGTHS, LAYERS, rates(2, CURVED), options, False)
+    plan = call_plan(LENGTHS, LAYERS, rates(2, CURVED), options, False)
     check(plan)
     return plan
 
@@ -108,14 +107,16 @@ def test_less_room_takes_longer() -> None:
 @pytest.mark.parametrize("budget", [12_000.0, 10_000.0])
 def test_whole_micro_batches_keep_to_it_too(budget) -> None:
     tokens = [200, 300, 2000, 150, 900, 1500]
-    shapes = [MicrobatchShape(count) for count in tokens]
-    plan = unsliced_plan(shapes, LAYERS, rates(2), CallOptions(memory=memory(budget)), False)
+    documents = [(count,) for count in tokens]
+    options = CallOptions(cut=False, memory=memory(budget))
+    plan = call_plan(documents, LAYERS, rates(2), options, False)
     check(plan)
     letters = "".join("".join(row) for row in plan.recompute)
     assert "f" in letters and "k" in letters
     assert max(peaks(plan, [(count,) for count in tokens])) <= budget
     with pytest.raises(PlanError, match="no order of whole micro-batches holds so little"):
-        unsliced_plan(shapes, LAYERS, rates(2), CallOptions(memory=memory(900.0)), False)
+        options = CallOptions(cut=False, memory=memory(900.0))
+        call_plan(documents, LAYERS, rates(2), options, False)
 
 
 def test_no_room_is_one_line() -> None:

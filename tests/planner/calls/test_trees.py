@@ -8,7 +8,7 @@ import pytest
 
 from megatron_epp.ir import check, slices_of
 from megatron_epp.planner.calls.call_options import CallOptions
-from megatron_epp.planner.calls.call_plan import sliced_plan
+from megatron_epp.planner.calls.call_plan import call_plan
 from megatron_epp.planner.calls.cuttings import cuttings
 from megatron_epp.planner.calls.tree_cutting import tree_seconds
 from megatron_epp.planner.chunks.slicing import Rates
@@ -65,22 +65,22 @@ def test_the_plan_runs_and_takes_less_than_one_with_copies() -> None:
     groups = [GROUP] * 4
     lengths, parents = zip(*groups, strict=True)
     options = CallOptions()
-    plan = sliced_plan(lengths, (1,) * 4, GIVEN, options, False, parents)
+    plan = call_plan(lengths, (1,) * 4, GIVEN, options, False, parents)
     check(plan)
     copies = [tuple(QUESTION + answer for answer in ANSWERS)] * 4
-    apart = sliced_plan(copies, (1,) * 4, GIVEN, options, False)
+    apart = call_plan(copies, (1,) * 4, GIVEN, options, False)
     assert plan.tokens == 4 * sum(GROUP[0])
     assert plan.predicted.seconds < 0.5 * apart.predicted.seconds
-    evaluation = sliced_plan(lengths, (1,) * 4, GIVEN, options, True, parents)
+    evaluation = call_plan(lengths, (1,) * 4, GIVEN, options, True, parents)
     check(evaluation)
 
 
 def test_without_trees_plans_are_what_they_were() -> None:
     lengths = [(9000, 400), (800, 700, 600), (5000,)]
-    plain = sliced_plan(lengths, (1,) * 4, GIVEN, CallOptions(), False)
+    plain = call_plan(lengths, (1,) * 4, GIVEN, CallOptions(), False)
     none = [tuple(-1 for _ in of) for of in lengths]
-    assert str(sliced_plan(lengths, (1,) * 4, GIVEN, CallOptions(), False, ())) == str(plain)
-    loose = sliced_plan(lengths, (1,) * 4, GIVEN, CallOptions(), False, none)
+    assert str(call_plan(lengths, (1,) * 4, GIVEN, CallOptions(), False, ())) == str(plain)
+    loose = call_plan(lengths, (1,) * 4, GIVEN, CallOptions(), False, none)
     assert "prefix" not in str(loose)
     assert loose.predicted.seconds == pytest.approx(plain.predicted.seconds, rel=0.1)
 

@@ -93,14 +93,13 @@ def _two_pools(config: Any) -> bool:
 MOE_LIMITS = (
     Limit(
         "experts spread over replicas, in slices of loops (--expert-model-parallel-size)",
-        "run whole micro-batches (install_schedule)",
+        "use Megatron's own schedule (no attach)",
         slices=of_config(lambda config: lockstep_width(config) > 1),
     ),
     Limit(
         "balancing by aux_loss beside seq_aux_loss, in slices of loops "
         "(--moe-router-load-balancing-type)",
-        "give one of aux_loss, seq_aux_loss and none, or run whole micro-batches "
-        "(install_schedule)",
+        "give one of aux_loss, seq_aux_loss and none, or use Megatron's own schedule (no attach)",
         slices=of_config(_two_pools),
     ),
     Limit(

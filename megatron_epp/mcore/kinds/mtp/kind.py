@@ -38,7 +38,7 @@ class MTPKind(LayerKind):
     LIMITS: tuple[Limit, ...] = (
         Limit(
             "slices in loops of models that predict further tokens (--mtp-num-layers)",
-            "run whole micro-batches (install_schedule)",
+            "use Megatron's own schedule (no attach)",
             slices=not_computed(mtp_num_layers="multi-token prediction"),
         ),
         Limit(

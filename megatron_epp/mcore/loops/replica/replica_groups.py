@@ -35,24 +35,6 @@ def replica_ranks() -> tuple[int, ...]:
     return tuple(sorted(peer + rank - own_rank for peer in together for rank in pipeline))
 
 
-def meets_other_replicas(config: Any) -> bool:
-    """Return whether ops communicate with other replicas.
-
-    Ops do so if layers are sharded over replicas, or if fp8 scales are all-reduced over replicas.
-    All replicas must then run equal ops in one order, although their documents differ.
-    """
-    own_replica = {*replica_ranks()}
-    if any(
-        not {*dist.get_process_group_ranks(group)} <= own_replica for group in layer_groups(config)
-    ):
-        return True
-    several = mpu.get_data_parallel_world_size() > 1
-    # Transformer Engine reduces the maxima over all replicas after every forward and backward.
-    scales = getattr(config, "fp8", None) and getattr(config, "fp8_recipe", None) == "delayed"
-    alone = getattr(config, "tp_only_amax_red", False)
-    return several and bool(scales and not alone)
-
-
 def initialise_communicator(groups: Groups, device: torch.device, config: Any) -> None:
     """Initialise the communicators of all groups that a call uses. Collective over the world.
 

@@ -1,25 +1,12 @@
 """Plans of a replica's calls, which one rank makes and broadcasts, and every rank caches."""
 
-import dataclasses
 from collections.abc import Callable
 
-from megatron_epp.ir import Chunk, Plan, Span, check
+from megatron_epp.ir import Plan, check
 from megatron_epp.runtime.consensus import broadcast_text
 from megatron_epp.runtime.groups import Groups
 
 MOST_REMEMBERED = 64  # limit of cached plans
-
-
-def counted(plan: Plan) -> Plan:
-    """Return ``plan`` with every chunk replaced by a document of one token.
-
-    This plan is equal on all replicas in lockstep, because it does not depend on document lengths.
-    """
-    return dataclasses.replace(
-        plan,
-        documents=(1,) * len(plan.chunks),
-        chunks=tuple(Chunk((Span(number, 0, 1),)) for number in range(len(plan.chunks))),
-    )
 
 
 class ReplicaPlans:

@@ -7,6 +7,7 @@ number of tokens by their number.
 from contextlib import AbstractContextManager
 
 from megatron_epp.mcore.loops.micro_batch_stage import MicroBatchStage
+
 from tests.mcore.fault_injection import fault, nothing
 
 alone = fault(

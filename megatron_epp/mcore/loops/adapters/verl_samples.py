@@ -1,3 +1,0 @@
-"""Former import path of frameworks.verl.slices."""
-
-from megatron_epp.frameworks.verl.slices import *  # noqa: F403
