@@ -41,8 +41,8 @@ GROUPS = {
 }
 PLACES = {
     "epp": "`--epp`",
-    "slices": "slicing mode",
-    "calls": "scheduling mode",
+    "slices": "external loops",
+    "calls": "calls of loops",
     "no_gpu": "CPU-only host",
 }
 UNTYPED = "no effect if typed"
@@ -223,10 +223,10 @@ def refused_page() -> str:
             "- `--epp`: training with `--epp`. *No effect if typed*: typed on the command line, "
             "the flag is [ignored with a warning](#flags-without-effect); from a checkpoint's "
             "arguments or from a script it is refused.\n"
-            "- Slicing mode: `megatron_epp.attach` refuses such a model of an "
+            "- External loops: `megatron_epp.attach` refuses such a model of an "
             "[external training loop](../guides/external_loops.md).\n"
-            "- Scheduling mode: Megatron's own schedule runs such calls of an external training "
-            "loop, and the log says so once.\n"
+            "- Calls of loops: Megatron's own schedule runs such calls of an attached model, and a line "
+            "says so once.\n"
             "- CPU-only host: refused at start on a host without a GPU.\n"
             "- An empty cell: not refused there.\n",
             "## Refused\n",

@@ -4,6 +4,8 @@ import os
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.programs import BASH, run, stand_in
 
 pytestmark = pytest.mark.everything
