@@ -225,8 +225,8 @@ def refused_page() -> str:
             "arguments or from a script it is refused.\n"
             "- External loops: `megatron_epp.attach` refuses such a model of an "
             "[external training loop](../guides/external_loops.md).\n"
-            "- Calls of loops: Megatron's own schedule runs such calls of an attached model, and a line "
-            "says so once.\n"
+            "- Calls of loops: Megatron's own schedule runs such calls of an attached model, and a "
+            "line says so once.\n"
             "- CPU-only host: refused at start on a host without a GPU.\n"
             "- An empty cell: not refused there.\n",
             "## Refused\n",

@@ -244,7 +244,7 @@ add stage-llama-7b 1 300 "the same, a key head for every query head" '^ *[0-9]+ 
 certificates=("${test[@]}" tests/gpu/test_certificates.py -k)
 add certificates 1 480 "random plans over NCCL, ranks sharing the GPU: every layer kind and degree of parallelism" "$tests" \
     "${certificates[@]}" "not loops and not prefixes"
-add loops 1 300 "external training loops, whole micro-batches and slices: gradients in bf16" "$tests" "${certificates[@]}" "loops and not prefixes"
+add loops 1 300 "external training loops, slices: gradients in bf16" "$tests" "${certificates[@]}" "loops and not prefixes"
 add prefixes 1 240 "documents that continue others, computed once: gradients" "$tests" "${certificates[@]}" prefixes
 add log-probs 1 60 "log-probabilities and entropies by blocks of logits: errors beside all logits at once" "$tests" \
     "${test[@]}" tests/gpu/test_log_probs.py

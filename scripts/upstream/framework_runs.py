@@ -243,7 +243,7 @@ def attention(
 
 
 def attend_within_documents(model: Any) -> None:
-    from tests.certify.loops.context import attend_over_ranks
+    from gathered_attention import attend_over_ranks
 
     if model.config.context_parallel_size > 1:
         attend_over_ranks(model)

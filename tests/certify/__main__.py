@@ -1,6 +1,6 @@
 """``python -m tests.certify``: ``certify`` with the project's own flags, from a checkout.
 
-python -m tests.certify --loop level1 --pp 2 --tp 2 --batches 20
+python -m tests.certify --loop --pp 2 --tp 2 --batches 20
 python -m tests.certify --trees --pp 2
 """
 

@@ -20,7 +20,7 @@ def make_server(role: Role, until_the_end: ExitStack) -> Any:
     The classes of both objects differ between Megatron's trainer and external training loops.
     """
     prepare_process(role, until_the_end)
-    if role.trial.loop is not None:
+    if role.trial.loop:
         from tests.certify.loops.loop_rank import LoopRank
         from tests.certify.loops.reference_loop import ReferenceLoop
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from megatron_epp.certify.trial import FLOAT64, Trial, read_as
 from megatron_epp.flag_fields import flag
 
-LEVELS = ("level0", "level1")
 SUBCLASS, ENCODER = LOOP_MODELS = ("subclass", "encoder")
 
 
@@ -18,8 +17,7 @@ class CheckedTrial(Trial):
         documents: number of documents of every batch; None for a few more documents than replicas.
         trees: whether documents continue other documents.
         planner: name of the planner that makes the plans; None for random plans.
-        loop: level0 (scheduling mode) or level1 (slicing mode) of an external training loop; None
-            for Megatron's trainer.
+        loop: whether an external training loop runs, in slices; otherwise Megatron's trainer.
         loop_model: class of the external loop's model.
     """
 
@@ -38,11 +36,10 @@ class CheckedTrial(Trial):
         "plans of this planner, 1f1b, zb-v, adaptis, slimpipe, ..., instead of random ones",
         metavar="NAME",
     )
-    loop: str | None = flag(
-        None,
-        "certify external training loops: level0, whole micro-batches in any order, or level1, "
-        "slices of their documents (default: Megatron's trainer)",
-        metavar="LEVEL",
+    loop: bool = flag(
+        False,
+        "certify external training loops, in slices of their documents (default: Megatron's "
+        "trainer)",
     )
     loop_model: str | None = flag(
         None,
@@ -56,59 +53,38 @@ class CheckedTrial(Trial):
         Trial.__post_init__(self)
         if self.documents is not None and self.documents < 1:
             raise ValueError(f"--documents {self.documents}: expected at least 1")
-        if self.trees and self.loop == "level0":
-            raise ValueError(
-                "--trees: whole micro-batches share nothing; expected --loop level1, or no --loop"
-            )
-        if self.loop_model is not None and self.loop != "level1":
-            raise ValueError(f"--loop-model {self.loop_model}: of slices; give --loop level1")
+        if self.loop_model is not None and not self.loop:
+            raise ValueError(f"--loop-model {self.loop_model}: of slices; give --loop")
         if self.trees and self.loop_model == ENCODER:
             raise ValueError(
                 "--trees: an encoder sees documents whole, so they share nothing; leave out "
                 f"--loop-model {ENCODER}"
             )
-        if self.documents is not None and self.loop is not None:
+        if self.documents is not None and self.loop:
             raise ValueError(
                 f"--documents {self.documents}: of Megatron's trainer, as loops give every replica "
                 "micro-batches of their own; leave --loop out"
             )
-        if self.planner is not None and (self.trees or self.loop is not None):
+        if self.planner is not None and (self.trees or self.loop):
             raise ValueError(
                 f"--planner {self.planner}: plans of Megatron's trainer without --trees; leave "
                 "--loop and --trees out"
             )
-        if self.loop is not None:
-            self._require_loop(self.loop)
+        if self.loop:
+            self._require_loop()
 
-    def _require_loop(self, level: str) -> None:
-        if level not in LEVELS:
-            raise ValueError(f"--loop {level}: expected {' or '.join(LEVELS)}")
+    def _require_loop(self) -> None:
         if self.device != "cpu" and self.dtype == FLOAT64:
-            raise ValueError(f"--loop {level}: on GPUs in bf16; give --dtype bf16, or no --device")
-        if self.device != "cpu" and level == "level0" and self.degrees.cp > 1:
-            raise ValueError(
-                f"--loop {level}: over context-parallel ranks on CPUs alone; leave out --device or "
-                "--cp"
-            )
+            raise ValueError("--loop: on GPUs in bf16; give --dtype bf16, or no --device")
         if self.loop_model is not None and self.loop_model not in LOOP_MODELS:
             raise ValueError(f"--loop-model {self.loop_model}: expected {' or '.join(LOOP_MODELS)}")
-        for words in self.models:
-            if "--epp-placement" in words:
-                self._require_interleaved(words[words.index("--epp-placement") + 1])
-
-    def _require_interleaved(self, placement: str) -> None:
-        if self.loop == "level1":
+        if any("--epp-placement" in words for words in self.models):
             raise ValueError("--placement: slices of loops run one stage a rank; leave it out")
-        if placement.split()[0] != "interleaved":
-            raise ValueError(
-                f"--placement {placement}: loops run pipelines that Megatron builds; expected "
-                "interleaved N"
-            )
 
     @property
     def title(self) -> str:
         """Degrees, loop and dtype as text, for the table's title."""
-        words = [str(self.degrees), self.loop or "", self.dtype if self.dtype != FLOAT64 else ""]
+        words = [str(self.degrees), "loop" * self.loop, self.dtype if self.dtype != FLOAT64 else ""]
         return ", ".join(word for word in words if word)
 
     @property
@@ -117,7 +93,7 @@ class CheckedTrial(Trial):
 
         An external loop has at least two: one averages losses over micro-batches, one over tokens.
         """
-        return len(self.models) if self.loop is None else max(2, len(self.models))
+        return max(2, len(self.models)) if self.loop else len(self.models)
 
 
 def read_checked(arguments: Sequence[str] | None = None) -> CheckedTrial:

@@ -89,9 +89,9 @@ def test_mxfp8_by_the_command() -> None:
 @pytest.mark.parametrize(
     ("loop", "fp8", "says"),
     [
-        (None, MXFP8, "--fp8-recipe mxfp8: Device compute capability 10.0 or higher required"),
-        ("level0", HYBRID, "--fp8-format: loops are not certified in fp8"),
-        (None, " --fp8-format e4m3 --fp8-recipe delayed", "fp8 whose scales follow from what was"),
+        (False, MXFP8, "--fp8-recipe mxfp8: Device compute capability 10.0 or higher required"),
+        (True, HYBRID, "--fp8-format: loops are not certified in fp8"),
+        (False, " --fp8-format e4m3 --fp8-recipe delayed", "fp8 whose scales follow from what was"),
     ],
     ids=["mxfp8 on an H100", "a loop", "a history"],
 )

@@ -73,7 +73,7 @@ def test_random_trees_compute_what_copies_compute(name: str) -> None:
 
 def test_loops_find_what_their_samples_share() -> None:
     trial = CheckedTrial(
-        Degrees(pp=4, tp=1, dp=1), (tuple(f"{LLAMA} --num-layers 4".split()),), 4, loop="level1",
+        Degrees(pp=4, tp=1, dp=1), (tuple(f"{LLAMA} --num-layers 4".split()),), 4, loop=True,
         trees=True,
     )  # fmt: skip
     _, found = certified(trial)

@@ -1,6 +1,5 @@
 """Rank of a training loop under test: it builds a model and calls the package's schedule."""
 
-import copy
 from collections.abc import Sequence
 from random import Random
 from typing import Any, ClassVar, override
@@ -9,7 +8,6 @@ import numpy
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_model_config
 
 from megatron_epp.certify.batches import modes_drawn
@@ -23,17 +21,12 @@ from megatron_epp.mcore.loops.install import Installation, installed
 from megatron_epp.mcore.loops.replica.replica_groups import CONTROL
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
 from megatron_epp.mcore.model.attention import this_device
-from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS, place_of
 from megatron_epp.planner.calls.call_options import CallOptions
-from megatron_epp.planner.calls.microbatch import MicrobatchShape
-from megatron_epp.planner.choose.partition import layout_text
 from tests.certify.allowed_collectives import SCHEDULE, AllowedCollective
-from tests.certify.loops.context import attend_over_ranks, context_forward_step
 from tests.certify.loops.loop_results import LoopResult
 from tests.certify.loops.micro_batches import (
     MicroBatch,
     arbitrary_sliced_plan,
-    arbitrary_unsliced_plan,
     loop_forward_step,
     loop_loss,
 )
@@ -49,12 +42,6 @@ _LOOP_COLLECTIVES = (
         "what every rank of the replica has read, before the ops; what became of it, behind them",
     ),
     AllowedCollective(
-        "shapes of a call",
-        CONTROL,
-        r"megatron_epp\.mcore\.loops\.replica\.redone_call\.ShapeVote\.cast",
-        "whether every output had the shape that was read, once a call, before the last backward",
-    ),
-    AllowedCollective(
         "plan text",
         CONTROL,
         r"megatron_epp\.runtime\.consensus\.broadcast_text",
@@ -65,12 +52,6 @@ _LOOP_COLLECTIVES = (
         "TENSOR_AND_CONTEXT_PARALLEL_GROUP",
         r"megatron\.core\.tensor_parallel\.mappings\._reduce",
         "for auxiliary losses, once per layer run, where ranks share its rows",
-    ),
-    AllowedCollective(
-        "loop's own context",
-        "CONTEXT_PARALLEL_GROUP",
-        r"(tests\.certify\.loops\.context|megatron_epp\.mcore\.patching\.unequal_rows)\..*",
-        "the loop's attention and losses over ranks that share its documents",
     ),
     AllowedCollective(
         "outputs of a slice",
@@ -101,28 +82,16 @@ class LoopRank(WatchedRank):
         self.ran: list[CallRecord] = []
         kind, frame = self.trial.loop_model, self.frame
         models = elastic_models(
-            _virtual_parts(self.args),
+            self.args,
             lambda description: None,
             self.trial.lora_rank,
             None if kind is None else AROUND[kind],
         )
         get_model_config(models[0]).variable_seq_lengths = True
-        Installation(
-            Settings(
-                make_plan=self._unsliced_plan,
-                make_sliced_plan=self._sliced_plan,
-                observe=self.ran.append,
-            )
-        )
-        if frame.parts > 1:
-            for model in models:
-                attend_over_ranks(model.module)
-        if frame.sliced:
-            least = int(frame.model.trees)
-            adapter = (
-                PixelSamples(loop_loss) if frame.pixels else Samples(loop_loss, share_from=least)
-            )
-            attach_to(models[0], adapter, "auto", head_again=True)
+        Installation(Settings(make_plan=self._plan, observe=self.ran.append))
+        least = int(frame.model.trees)
+        adapter = PixelSamples(loop_loss) if frame.pixels else Samples(loop_loss, share_from=least)
+        attach_to(models[0], adapter, "auto", head_again=True)
         self.models = models
         return models
 
@@ -138,14 +107,12 @@ class LoopRank(WatchedRank):
     def run(self, drawn: Any, forward_only: bool) -> Any:
         """Call the schedule with the drawn micro-batches, and return its forward_data_store."""
         batches = [*map(_on_device, drawn.micro_batches[mpu.get_data_parallel_rank()])]
-        forward_step = loop_forward_step if self.frame.parts == 1 else context_forward_step
         for model in self.models:
             model.train(not forward_only)
-        several = len(self.models) > 1
         with torch.set_grad_enabled(not forward_only):
             return get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=[iter(batches) for _ in self.models] if several else iter(batches),
+                forward_step_func=loop_forward_step,
+                data_iterator=iter(batches),
                 model=self.models,
                 num_microbatches=len(batches),
                 seq_length=1,
@@ -154,20 +121,7 @@ class LoopRank(WatchedRank):
                 collect_non_loss_data=forward_only,
             )
 
-    def _unsliced_plan(
-        self,
-        extents: Sequence[MicrobatchShape],
-        layers: Sequence[int],
-        rates: numpy.ndarray,
-        freedom: CallOptions,
-        forward_only: bool,
-        place: tuple[int, ...] = (),
-    ) -> Plan:
-        tokens = [extent.tokens for extent in extents]
-        random, ranks = self._random(forward_only), 1 + max(place, default=-1)
-        return arbitrary_unsliced_plan(tokens, layers, random, freedom.split, forward_only, ranks)
-
-    def _sliced_plan(
+    def _plan(
         self,
         lengths: Sequence[Sequence[int]],
         layers: Sequence[int],
@@ -176,16 +130,11 @@ class LoopRank(WatchedRank):
         forward_only: bool,
         parents: Sequence[Sequence[int]] = (),
     ) -> Plan:
-        modes, random = modes_drawn(EXECUTABLE.replace(OFFLOAD, "")), self._random(forward_only)
+        modes, replica = modes_drawn(EXECUTABLE.replace(OFFLOAD, "")), mpu.get_data_parallel_rank()
+        random = Random(f"{self.seed} {self.number // self.frame.turns} {replica} {forward_only}")
         return arbitrary_sliced_plan(
             lengths, layers, random, freedom.split, forward_only, modes, parents
         )
-
-    def _random(self, forward_only: bool) -> Random:
-        # All replicas of a lockstep group draw equal orders.
-        block = mpu.get_data_parallel_rank() // self.frame.model.lockstep
-        number = self.number // self.frame.turns
-        return Random(f"{self.seed} {number} {block} {forward_only}")
 
 
 def _on_device(batch: MicroBatch) -> MicroBatch:
@@ -193,16 +142,3 @@ def _on_device(batch: MicroBatch) -> MicroBatch:
     return {
         name: value.to(device) if torch.is_tensor(value) else value for name, value in batch.items()
     }
-
-
-def _virtual_parts(args: Any) -> Any:
-    """Return ``args`` with which Megatron builds a pipeline with a placement as interleaved."""
-    if not (place := place_of(args)):
-        return args
-    ranks, own = args.pipeline_model_parallel_size, copy.copy(args)
-    layout = layout_text(getattr(args, STAGE_LAYERS), args.mtp_num_layers or 0)
-    own.pipeline_model_parallel_layout = PipelineParallelLayerLayout.from_str(layout, ranks)
-    own.virtual_pipeline_model_parallel_size = len(place) // ranks
-    mpu.set_virtual_pipeline_model_parallel_world_size(len(place) // ranks)
-    setattr(own, PLACE, [])
-    return own

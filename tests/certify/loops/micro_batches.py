@@ -24,13 +24,8 @@ import torch
 from torch import Tensor
 
 from megatron_epp.certify.batches import CONTEXT, MASKED
-from megatron_epp.ir import KEEP, Chunk, Kind, Op, Plan, Span, slices_of
-from megatron_epp.ir.random_plan import (
-    arbitrary_chunks,
-    by_stage,
-    placed,
-    random_walk,
-)
+from megatron_epp.ir import Chunk, Kind, Op, Plan, Span, slices_of
+from megatron_epp.ir.random_plan import arbitrary_chunks, by_stage, random_walk
 from tests.certify.frame import CheckedFrame, traffic_of
 from tests.certify.loops.loop_results import LoopCoverage, LoopResult
 from tests.certify.trees import tree_chunks
@@ -38,7 +33,7 @@ from tests.certify.trees import tree_chunks
 LOSSES = ("tokens", "mean", "sequence")
 COUNTED = ("tokens", "sequences")  # losses with a count, for a mean over all micro-batches
 CLIP, DIVERGENCE = 0.2, 0.1
-MULTIPLE = 4  # of rows, if only tensor-parallel ranks share them
+MULTIPLE = 4  # of rows, which tensor-parallel ranks share
 PIXELS = 3  # numbers per token for an encoder
 MicroBatch = Mapping[str, Any]
 
@@ -58,26 +53,14 @@ class LoopFrame:
     Attributes:
         model: model and parallel sizes; may draw prefixes.
         per_token: value of Megatron's calculate_per_token_loss.
-        sliced: whether documents are sliced (slicing mode).
-        multiple: rows are padded to a multiple of this number, so that ranks can shard them.
         pixels: whether micro-batches contain pixels, the input of an encoder.
         turns: number of consecutive batches, of different jobs, that are drawn alike.
     """
 
     model: CheckedFrame
     per_token: bool
-    sliced: bool
-    multiple: int = MULTIPLE
     pixels: bool = False
     turns: int = 1
-
-    @property
-    def parts(self) -> int:
-        """Number of parts of a micro-batch, of which the forward step selects one on each rank.
-
-        In slicing mode it is 1, because the forward step gets rows that are already sharded.
-        """
-        return 1 if self.sliced else self.model.ranks
 
     def draw(self, seed: int, number: int) -> DrawnMicroBatches:
         """Return batch ``number``, which is the same in every process."""
@@ -87,16 +70,13 @@ class LoopFrame:
         losses = COUNTED if self.per_token else LOSSES
         loss = losses[number % len(losses)]
         calls = []
-        for replica in range(self.model.replicas):
-            if replica % self.model.lockstep == 0:  # replicas that share experts make equal calls
-                count = random.randint(2, 6)
+        for _ in range(self.model.replicas):
+            count = random.randint(2, 6)
             lengths = [_lengths(random) for _ in range(count)]
             drawn = [_micro_batch(one, loss, generator, self) for one in lengths]
             if self.model.trees:
                 for one in drawn:
                     _begin_alike(one, random)
-            if self.parts > 1:  # in both of the forms in which ranks take their parts
-                drawn[1::2] = [_in_a_row(one, self.multiple) for one in drawn[1::2]]
             calls.append(tuple(drawn))
         return DrawnMicroBatches(tuple(calls), loss)
 
@@ -124,7 +104,7 @@ def _micro_batch(
     lengths: tuple[int, ...], loss: str, generator: numpy.random.Generator, frame: LoopFrame
 ) -> MicroBatch:
     # Padded, because sequence parallelism shards the rows.
-    samples, rows = len(lengths), -(-max(lengths) // frame.multiple) * frame.multiple
+    samples, rows = len(lengths), -(-max(lengths) // MULTIPLE) * MULTIPLE
     tokens = torch.from_numpy(generator.integers(0, frame.model.vocabulary, (samples, rows + 1)))
     mask = torch.from_numpy((generator.random((samples, rows)) >= MASKED).astype(float))
     for sample, length in enumerate(lengths):
@@ -158,21 +138,6 @@ def _begin_alike(batch: MicroBatch, random: Random) -> None:
 
 def _pixels(samples: int, rows: int, generator: numpy.random.Generator) -> Tensor:
     return torch.from_numpy(generator.standard_normal((samples, rows, PIXELS)))
-
-
-def _in_a_row(batch: MicroBatch, multiple: int) -> MicroBatch:
-    """Return a micro-batch whose samples are concatenated to [1, T], as a packed sequence.
-
-    Each sample is padded to a multiple of ``multiple`` rows. The entry "side by side" of the result
-    is the original micro-batch.
-    """
-    rows = [-(-length // multiple) * multiple for length in batch["lengths"]]
-    row = {
-        name: torch.cat([batch[name][b : b + 1, :n] for b, n in enumerate(rows)], 1)
-        for name in ("tokens", "labels", "position_ids", "loss_mask")
-    }
-    boundaries = torch.tensor([0, *rows]).cumsum(0)
-    return {**row, "cu_seqlens": boundaries, "side by side": batch, "loss": batch["loss"]}
 
 
 def loop_forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
@@ -225,30 +190,6 @@ def clipped(batch: MicroBatch, token_losses_BS: Tensor, mask_BS: Tensor) -> Tens
     return each_BS.sum(1) / mask_BS.sum(1)
 
 
-def arbitrary_unsliced_plan(
-    tokens: Sequence[int],
-    layers: Sequence[int],
-    random: Random,
-    split: bool,
-    forward_only: bool,
-    ranks: int = 0,
-) -> Plan:
-    """Return a plan in which every micro-batch is one chunk, in a random valid order.
-
-    Args:
-        tokens: number of tokens of every micro-batch.
-        layers: number of layers of every stage.
-        random: random generator.
-        split: whether backwards may be split into I and W.
-        forward_only: whether the call has no backwards.
-        ranks: number of ranks of an interleaved pipeline; 0 for one stage per rank.
-    """
-    chunks = [Chunk((Span(number, 0, size),)) for number, size in enumerate(tokens)]
-    bare = _bare(tokens, layers, chunks, random, KEEP)
-    place = [stage % ranks for stage in range(len(layers))] if ranks else ()
-    return _ordered(bare, range(len(tokens)), random, split, forward_only, place)
-
-
 def arbitrary_sliced_plan(
     lengths: Sequence[Sequence[int]],
     layers: Sequence[int],
@@ -257,6 +198,7 @@ def arbitrary_sliced_plan(
     forward_only: bool,
     modes: str,
     parents: Sequence[Sequence[int]] = (),
+    cut: bool = True,
 ) -> Plan:
     """Return a plan with documents sliced, packed, ordered and recomputed at random.
 
@@ -271,6 +213,7 @@ def arbitrary_sliced_plan(
         modes: recompute modes to draw from.
         parents: per micro-batch, the document that each document continues, or -1; () if no
             document continues another.
+        cut: whether documents are sliced; otherwise every micro-batch is one chunk.
     """
     firsts = list(accumulate(map(len, lengths), initial=0))
     numbered, prefixes = [], []
@@ -279,11 +222,13 @@ def arbitrary_sliced_plan(
             None if parent < 0 else Span(parent, 0, of[parent])
             for parent in (parents[number] if parents else (-1,) * len(of))
         ]
-        chunks = (
-            tree_chunks(of, tuple(within), random, firsts[number])
-            if any(within)
-            else arbitrary_chunks(of, random, firsts[number])
-        )
+        if not cut:
+            spans = (Span(firsts[number] + n, 0, length) for n, length in enumerate(of))
+            chunks: Sequence[Chunk] = (Chunk(tuple(spans)),)
+        elif any(within):
+            chunks = tree_chunks(of, tuple(within), random, firsts[number])
+        else:
+            chunks = arbitrary_chunks(of, random, firsts[number])
         numbered += [(chunk, number) for chunk in chunks]
         prefixes += [p and replace(p, document=firsts[number] + p.document) for p in within]
     random.shuffle(numbered)
@@ -314,7 +259,6 @@ def _ordered(
     random: Random,
     split: bool,
     forward_only: bool,
-    place: Sequence[int] = (),
 ) -> Plan:
     """Return ``bare`` with the ops of all stages in a random order that respects dependencies.
 
@@ -322,10 +266,7 @@ def _ordered(
     micro-batch precede its backwards, because its loss needs the outputs of all its chunks.
     """
     if forward_only:
-        forwards, every = _forward_walk(bare, random), range(bare.stages)
-        plan = replace(bare, orders=(forwards,) * bare.stages)
-        turns = sorted((at + stage, stage) for at in range(len(forwards)) for stage in every)
-        return placed(plan, place, [stage for _, stage in turns])
+        return replace(bare, orders=(_forward_walk(bare, random),) * bare.stages)
     fraction = random.choice((0.0, 0.5, 1.0)) if split else 0.0
     mates = {g: [c for c, of in enumerate(group_of) if of == g] for g in set(group_of)}
 
@@ -335,8 +276,7 @@ def _ordered(
         return all(Op(Kind.FORWARD, c) in finished[stage] for c in mates[group_of[op.chunk]])
 
     walked = list(random_walk(bare, random, fraction, forwards_done))
-    plan = replace(bare, orders=by_stage(bare, walked))
-    return placed(plan, place, [stage for stage, _ in walked])
+    return replace(bare, orders=by_stage(bare, walked))
 
 
 def _forward_walk(plan: Plan, random: Random) -> tuple[Op, ...]:

@@ -1,6 +1,6 @@
 """Reference model for training loops: it runs every document alone and computes the loop's loss.
 
-MoE auxiliary losses depend on the whole micro-batch, including its padding. Models with such losses
+MoE auxiliary losses depend on the whole micro-batch. Models with such losses
 therefore run the whole micro-batch at once.
 """
 
@@ -14,15 +14,12 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 
 from megatron_epp.certify.protocol import ModelSetup
-from megatron_epp.layers.zigzag import zigzag
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.model_flags import parsed
 from megatron_epp.mcore.certify.reference import Gradients, Sums, off, token_losses
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
-from megatron_epp.mcore.kinds.registry import MIXER_FLAGS
 from tests.certify.loops.loop_results import LoopReference
 from tests.certify.loops.micro_batches import (
-    MULTIPLE,
     DrawnMicroBatches,
     LoopFrame,
     MicroBatch,
@@ -46,9 +43,6 @@ class ReferenceLoop(CheckedReference):
             )
         if raw.fp8 and raw.transformer_impl != "local":
             raise ValueError("--fp8-format: loops are not certified in fp8; leave it out")
-        sliced = self.trial.loop == "level1"
-        if degrees.cp > 1 and not sliced:
-            _refuse_for_context(raw)
         setup, per_token = super().prepare(turn), bool(turn % 2)
         for model in filter(None, (self.model, self.own)):
             get_model_config(model).calculate_per_token_loss = per_token
@@ -58,10 +52,8 @@ class ReferenceLoop(CheckedReference):
                     module.calculate_per_token_loss = per_token
         args = pickle.loads(setup.args)
         args.calculate_per_token_loss = per_token
-        multiple = MULTIPLE if sliced or degrees.cp == 1 else 2 * degrees.cp * degrees.tp
         pixels = self.trial.loop_model == ENCODER
-        turns = self.trial.turns
-        self.frame = LoopFrame(setup.frame, per_token, sliced, multiple, pixels, turns)
+        self.frame = LoopFrame(setup.frame, per_token, pixels, self.trial.turns)
         loss = "all tokens" if per_token else "micro-batches"
         description = f"{setup.description}, mean over {loss}"
         return ModelSetup(pickle.dumps(args), self.frame, setup.weights, description)
@@ -100,15 +92,15 @@ class ReferenceLoop(CheckedReference):
             run.sums.append([])
             run.outputs.append([])
             for batch in replica:
-                samples = batch.get("side by side", batch)
-                outputs_BS = _losses(model, samples, self.frame.sliced)
-                result = loop_loss(samples, outputs_BS)
-                run.sums[-1].append(loop_loss(samples, outputs_BS.detach(), non_loss_data=True))
+                outputs_BS = _losses(model, batch)
+                result = loop_loss(batch, outputs_BS)
+                run.sums[-1].append(loop_loss(batch, outputs_BS.detach(), non_loss_data=True))
                 loss = result[0]
                 if len(result) == 3:
                     tokens += int(result[1])
                     if not self.frame.per_token:
-                        loss = self._mean(batch, outputs_BS)
+                        mask_BS = batch["loss_mask"].to(outputs_BS.dtype)
+                        loss = (outputs_BS * mask_BS).sum() / mask_BS.sum().clamp(min=1)
                 losses.append((loss, 1 / len(replica) / len(drawn.micro_batches)))
                 run.values[-1].append(result[-1]["value"])
                 run.outputs[-1].append(outputs_BS.detach())
@@ -130,36 +122,16 @@ class ReferenceLoop(CheckedReference):
         """
         units = []
         for expected_BS, result_BS, batch in zip(exact, own, batches, strict=True):
-            samples, error = batch.get("side by side", batch), off([result_BS], [expected_BS])
+            error = off([result_BS], [expected_BS])
             leaf_BS = expected_BS.clone().requires_grad_()
-            loss_sum = (leaf_BS * samples["loss_mask"].to(leaf_BS.dtype)).sum()
+            loss_sum = (leaf_BS * batch["loss_mask"].to(leaf_BS.dtype)).sum()
             slopes = (
                 torch.autograd.grad(output, leaf_BS)[0].norm()
-                for output in (loop_loss(samples, leaf_BS)[0], loss_sum)
+                for output in (loop_loss(batch, leaf_BS)[0], loss_sum)
             )
             of_value, of_sum = (error * float(slope) for slope in slopes)
             units.append((of_value, of_sum))
         return tuple(units)
-
-    def _mean(self, batch: MicroBatch, outputs_BS: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss that Megatron's schedules compute from a sum and a token count.
-
-        Every context-parallel rank returns the sum and count of its own tokens, and so has its own
-        mean. The result is the mean of all ranks' means.
-        """
-        samples, ranks = batch.get("side by side", batch), self.frame.parts
-        mask_BS = samples["loss_mask"].to(outputs_BS.dtype)
-        means = []
-        for rank in range(ranks):
-            local_BS = torch.zeros_like(mask_BS)
-            for sample, length in enumerate(samples["lengths"]):
-                rows = mask_BS.shape[1]
-                if samples is not batch:  # documents in one row are padded and cut separately
-                    rows = -(-length // self.frame.multiple) * self.frame.multiple
-                local_BS[sample, zigzag(rows, ranks)[rank]] = 1
-            local_BS = local_BS * mask_BS
-            means.append((outputs_BS * local_BS).sum() / local_BS.sum().clamp(min=1))
-        return torch.stack(means).mean()
 
 
 @dataclass
@@ -172,17 +144,17 @@ class LoopRun:
     gradients: Gradients = field(default_factory=dict)
 
 
-def _losses(model: Any, batch: MicroBatch, sliced: bool) -> Tensor:
+def _losses(model: Any, batch: MicroBatch) -> Tensor:
     """Return the token losses [B, S] of every document alone, with zeros on padding.
 
-    If the model adds auxiliary losses, run the whole micro-batch instead. The auxiliary losses then
-    include the padding, except in slicing mode, which does not compute padding.
+    If the model adds auxiliary losses, run the whole micro-batch instead. These losses leave out
+    the padding, which slices do not compute.
     """
     config = get_model_config(model)
     samples, rows = batch["tokens"].shape
     if any(kind.adds_losses(config) for kind in LAYER_CERTIFICATES):
         places, mask = batch["position_ids"], batch["attention_mask"]
-        padding_BS = places >= torch.tensor(batch["lengths"])[:, None] if sliced else None
+        padding_BS = places >= torch.tensor(batch["lengths"])[:, None]
         full_BS: Tensor = model(
             batch["tokens"],
             places,
@@ -202,19 +174,3 @@ def _losses(model: Any, batch: MicroBatch, sliced: bool) -> Tensor:
         where = torch.full((length,), sample), torch.arange(length)
         out_BS = torch.index_put(out_BS, where, losses_T)
     return out_BS
-
-
-def _refuse_for_context(args: Any) -> None:
-    """Raise a ValueError if the loop's attention over CP ranks does not support the model."""
-    if any(kind.adds_losses(args) for kind in LAYER_CERTIFICATES):
-        raise ValueError(
-            "--moe-router-load-balancing-type, --moe-z-loss-coeff: a loop over context-parallel "
-            "ranks is certified without auxiliary losses; give none, or leave out --cp"
-        )
-    for name, default in (MIXER_FLAGS | {"hybrid_layer_pattern": None}).items():
-        if getattr(args, name) != default:
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(
-                f"{flag}: a loop's attention over context-parallel ranks is certified without it; "
-                f"leave out {flag} or --cp, or certify --epp (without --loop)"
-            )

@@ -22,7 +22,7 @@ ENCODERS, RANKS, TREES = (FOLDER / f"{name}.py" for name in ("encoder", "ranks",
 
 
 def judged(table: Path, degrees: Degrees, **others) -> Mapping[str, BatchVerdict]:
-    return inject(table, CheckedTrial(degrees, LLAMA_2, loop="level1", **others))
+    return inject(table, CheckedTrial(degrees, LLAMA_2, loop=True, **others))
 
 
 def branches(number: int, seed: int) -> bool:
@@ -32,7 +32,7 @@ def branches(number: int, seed: int) -> bool:
     cpu_host.install_cpu_host()
     from megatron_epp.mcore.loops.adapters.samples import Samples
 
-    (drawn,) = LoopFrame(FRAME, False, True).draw(seed, number).micro_batches
+    (drawn,) = LoopFrame(FRAME, False).draw(seed, number).micro_batches
     for batch in drawn:
         nodes = Samples(loop_loss, share_from=1).prefixes(batch).nodes
         parents = [node.parent for node in nodes if node.parent >= 0]
