@@ -217,17 +217,11 @@ def attach(
 
         attached = megatron_epp.attach(model, Samples(loss))
     """
-    from megatron_epp.mcore.loops import install
     from megatron_epp.mcore.loops.attached import attach_to, say
-    from megatron_epp.mcore.loops.settings import TIMEOUT, Settings
+    from megatron_epp.mcore.loops.install import install_where_none, require_megatron
 
-    install.require_megatron()
-    first = install.installed() is None
-    if not first and (timeout is not None or observe is not None):
-        raise ValueError("attach(timeout=, observe=): expected in the process's first attach only")
+    require_megatron()
     attached = attach_to(model_chunks, adapter, attention, head_again, memory_gib)
+    install_where_none(timeout, observe)
     say(f"megatron_epp {__version__}: {attached}")
-    if first:
-        waits = TIMEOUT if timeout is None else timeout
-        install.Installation(Settings(timeout=waits, observe=observe))
     return attached

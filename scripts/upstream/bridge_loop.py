@@ -34,8 +34,6 @@ import rl_loop
 import torch
 from framework_runs import compare, gradients_of, mock, run_stages, stage_of
 
-import megatron_epp
-
 FOLDER, PACKAGE = "megatron/bridge/training", "megatron.bridge.training"
 STEPS, MICRO_BATCHES, SAMPLES = 4, 5, 2
 KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -56,7 +54,7 @@ def load(checkout: Path) -> SimpleNamespace:
 
     mock("megatron.bridge", "modelopt")
     made = {}
-    for part in ("losses", "gpt_step"):
+    for part in ("losses", "callbacks", "gpt_step"):
         file = checkout / FOLDER / f"{part}.py"
         module: Any = types.ModuleType(f"{PACKAGE}.{part}")
         sys.modules[module.__name__] = made[part] = module
@@ -108,16 +106,13 @@ def train(its: SimpleNamespace, model: Any) -> list[dict[str, torch.Tensor]]:
 
 def work(rank: int, meeting: str, checkout: Path, dtype: str) -> None:
     with stage_of(rank, meeting, lambda: load(checkout), dtype) as (its, model):
-        from megatron_epp.mcore.loops.adapters.samples import Samples
 
-        def loss(batch: Any, losses: torch.Tensor, **named: Any) -> Any:
-            return its.losses.masked_next_token_loss(batch["loss_mask"], losses)
+        def slice_it() -> None:
+            from megatron_epp.frameworks.bridge.slices import Slices
 
-        compare(
-            rank,
-            lambda: train(its, model),
-            lambda: megatron_epp.attach(model, Samples(loss, KEYS)),
-        )
+            Slices().on_train_start(SimpleNamespace(model=model))
+
+        compare(rank, lambda: train(its, model), slice_it)
 
 
 if __name__ == "__main__":

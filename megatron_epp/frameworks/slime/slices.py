@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import megatron_epp
 from megatron_epp.mcore.loops.adapter import loss_function_of
 from megatron_epp.mcore.loops.adapters.token_samples import (
     TokenSamples,
@@ -24,8 +25,7 @@ from megatron_epp.mcore.loops.adapters.token_samples import (
     on_this_device,
     zigzag_part,
 )
-from megatron_epp.mcore.loops.attached import attach_to, attached
-from megatron_epp.mcore.loops.install import install_where_none
+from megatron_epp.mcore.loops.attached import attached
 
 _MAKES_LOG_PROBS = "calculate_log_probs_and_entropy"
 _UTILS = "slime.backends.megatron_utils"
@@ -103,8 +103,7 @@ def before_log_probs(args: Any, model: Any, store_prefix: str) -> None:
 
 def _attach(args: Any, model: Any) -> None:
     if attached(model[0]) is None:
-        attach_to(model, SlimeSamples(args))
-        install_where_none()
+        megatron_epp.attach(model, SlimeSamples(args))
 
 
 def _tokens_of(micro_batch: Any) -> Sequence[Tensor]:

@@ -6,21 +6,21 @@ the slices, nested as in verl, to ``postprocess_micro_batch_func`` of verl's eng
 calls verl's policy loss.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from typing import Any, override
 
 import torch
 from torch import Tensor
 
-from megatron_epp.frameworks.caller import installed_release
+import megatron_epp
 from megatron_epp.mcore.loops.adapter import refuse_asked
 from megatron_epp.mcore.loops.adapters.token_samples import (
     TokenSamples,
     log_prob_step,
     log_probs_and_entropies,
 )
-from megatron_epp.mcore.loops.attached import attach_to
-from megatron_epp.mcore.loops.install import install_where_none
 from megatron_epp.mcore.model.attention import this_device
 
 VENDOR = "megatron_epp"  # value of VERL_ENGINE_VENDOR
@@ -46,7 +46,7 @@ class VerlSamples(TokenSamples):
     def __init__(self, tensor_ranks: int = 1, context_ranks: int = 1, share_from: int = 0):
         super().__init__(_tokens_of, share_from)
         self._tensor_ranks, self._context_ranks = tensor_ranks, context_ranks
-        self._pads_to_rows = installed_release("verl") >= (0, 9, 1)
+        self._pads_to_rows = _pads_to_rows()
 
     def after(self, samples: Sequence[Tensor], number: int) -> int:
         """Return the label that verl gives to the last token of sample ``number`` of a pack.
@@ -145,12 +145,20 @@ def register_engine(memory_gib: float | None = None, share_from: int = 0) -> Non
             samples = VerlSamples(
                 config.tensor_model_parallel_size, config.context_parallel_size, share_from
             )
-            attach_to(self.module, samples, memory_gib=memory_gib)
-            install_where_none()
+            megatron_epp.attach(self.module, samples, memory_gib=memory_gib)
 
     EngineRegistry.register(model_type="language_model", backend="megatron", vendor=VENDOR)(
         SlicedEngine
     )
+
+
+def _pads_to_rows() -> bool:
+    """Return whether verl is a checkout, or 0.9.1 or later."""
+    try:
+        numbers = re.match(r"\d+(\.\d+)*", metadata.version("verl"))
+    except metadata.PackageNotFoundError:
+        return True
+    return numbers is None or tuple(map(int, numbers[0].split("."))) >= (0, 9, 1)
 
 
 def _tokens_of(micro_batch: Any) -> Sequence[Tensor]:

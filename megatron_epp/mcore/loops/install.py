@@ -10,13 +10,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import megatron.core
 from megatron.core.pipeline_parallel import schedules
 
 from megatron_epp.mcore.loops.loop_schedule import NO_PIPELINE, PIPELINE, LoopSchedule
-from megatron_epp.mcore.loops.settings import Settings
+from megatron_epp.mcore.loops.settings import TIMEOUT, Settings
 from megatron_epp.mcore.patching.releases import SLICES, numbers_of
 
 # Megatron's functions by kind of pipeline.
@@ -89,6 +90,23 @@ class Installation:
 
     def __exit__(self, *raised: object) -> None:
         self.remove()
+
+
+def install_where_none(timeout: timedelta | None = None, observe: Any = None) -> None:
+    """Replace Megatron's schedules, unless they are replaced already.
+
+    Args:
+        timeout: See :func:`megatron_epp.attach`.
+        observe: See :func:`megatron_epp.attach`.
+
+    Raises:
+        ValueError: Megatron is too old, or an earlier call has set ``timeout`` and ``observe``.
+    """
+    require_megatron()
+    if installed() is None:
+        Installation(Settings(timeout=timeout or TIMEOUT, observe=observe))
+    elif timeout is not None or observe is not None:
+        raise ValueError("attach(timeout=, observe=): expected in the process's first attach only")
 
 
 def installed() -> Installation | None:

@@ -2,6 +2,7 @@
 their losses meet, and what they refuse. scripts/upstream runs the frameworks' own steps."""
 
 import functools
+import sys
 from importlib import metadata
 from types import SimpleNamespace
 
@@ -386,3 +387,34 @@ def test_a_loss_function_is_had_without_a_forward() -> None:
 
     loss_function_of(step, iter([1]), model())("outputs")
     assert seen == ["outputs"]
+
+
+# ------------------------------------------------------------------ Megatron-Bridge
+
+
+def test_bridges_stored_schedule_is_replaced_before_its_first_callback(monkeypatch) -> None:
+    """Its train() asks for the schedule before on_train_start."""
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron_epp.mcore.loops.install import installed
+
+    callbacks = SimpleNamespace(Callback=type("Callback", (), {}))
+    losses = SimpleNamespace(masked_next_token_loss=lambda mask, losses: (losses * mask).sum())
+    monkeypatch.setitem(sys.modules, "megatron.bridge.training.callbacks", callbacks)
+    monkeypatch.setitem(sys.modules, "megatron.bridge.training.losses", losses)
+    from megatron_epp.frameworks.bridge.slices import Slices
+
+    attached = {}
+    monkeypatch.setattr(
+        "megatron_epp.attach", lambda model, adapter, **named: attached.update(named, of=adapter)
+    )
+    callback = Slices(memory_gib=40)
+    try:
+        stored = schedules.forward_backward_pipelining_without_interleaving
+        assert stored.__megatron_epp__ is installed()
+        callback.on_train_start(SimpleNamespace(model=[model()]))
+    finally:
+        installed().remove()
+    assert attached["memory_gib"] == 40
+    batch = {"loss_mask": torch.tensor([[1.0, 0.0]])}
+    assert attached["of"].loss_function(batch, torch.tensor([[2.0, 3.0]])) == 2
