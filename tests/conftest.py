@@ -59,7 +59,6 @@ LONGEST = (
     "mcore/test_fallbacks.py",
     "mcore/loops/test_two_stages.py",
     "mcore/test_partition.py",
-    "mcore/loops/test_one_variable.py",
     "mcore/test_new_kind.py",
     "docs/test_commands.py",
     "docs/test_reference.py",

@@ -145,15 +145,15 @@ class PlannedCall:
         links = programs.links(lambda message: work.shape(message.chunk), dtype)
         meter: Meter = NoMeter()
         stage: SliceStage | None = None
-        failed: Exception | None = None
+        begun: SliceStage | Exception
         try:
             meter = self.settings.make_meter(call.one_model)
-            stage = work.make_stage()
+            begun = stage = work.make_stage()
         except Exception as error:  # other ranks may have begun and wait for messages
-            failed = error
+            begun = error
         store = Store({}) if stage is None else stage.store
         guard = FailureGuard(
-            failed or stage,
+            begun,
             store,
             lambda chunk: torch.zeros(work.shape(chunk), dtype=dtype, device=programs.device),
             first=number == 0,

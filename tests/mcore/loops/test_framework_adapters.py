@@ -417,4 +417,4 @@ def test_bridges_stored_schedule_is_replaced_before_its_first_callback(monkeypat
         installed().remove()
     assert attached["memory_gib"] == 40
     batch = {"loss_mask": torch.tensor([[1.0, 0.0]])}
-    assert attached["of"].loss_function(batch, torch.tensor([[2.0, 3.0]])) == 2
+    assert attached["of"].loss_of(batch, torch.tensor([[2.0, 3.0]])) == 2
