@@ -45,6 +45,8 @@ PLACES = {
     "calls": "calls of loops",
     "no_gpu": "CPU-only host",
 }
+# Columns of the support page, in which "external loops" covers a model and its calls.
+COLUMNS = [name for place, name in PLACES.items() if place != "calls"]
 UNTYPED = "no effect if typed"
 
 
@@ -282,7 +284,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
 
 
 def answers(words: str, external: bool) -> Iterator[str]:
-    """Whether each of PLACES runs a model of these flags, by the capabilities table.
+    """Whether each of COLUMNS runs a model of these flags, by the capabilities table.
 
     ``external``: whether external training loops can ask for it.
     """
@@ -307,7 +309,6 @@ def answers(words: str, external: bool) -> Iterator[str]:
     trains = "no effect" if ignored else runs(("epp", args))
     yield trains
     yield runs(("slices", model), ("calls", call)) if external else ""
-    yield runs(("calls", call)) if external else ""
     yield trains if trains != "yes" else runs(("no_gpu", args))
 
 
@@ -324,7 +325,7 @@ def support_page() -> str:
             what = "<br>".join(filter(None, (feature["what"], feature.get("note"))))
             rows.append([what, *runs, typed])
         parts.append(f"## {section['title']}\n")
-        parts.append(table(("feature", *PLACES.values(), "flags"), rows))
+        parts.append(table(("feature", *COLUMNS, "flags"), rows))
     return "\n".join([*parts, source["end"]])
 
 

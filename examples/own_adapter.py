@@ -10,7 +10,6 @@ The shapes are B samples of at most S tokens, and t tokens of a slice.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,16 +59,23 @@ class OwnAdapter:
 
 
 def forward_step(batches: Iterator[MicroBatch], model: Any) -> tuple[Tensor, Any]:
-    """Run ``model`` on a whole micro-batch, as the framework does without this package."""
+    """Run ``model`` on a whole micro-batch, as the framework does without this package.
+
+    Tokens move to the start of their rows, and the losses move back.
+    """
     batch = next(batches)
-    mask_BS = batch["attention_mask"].bool()
-    samples, rows = mask_BS.shape
-    later_SS = torch.ones(rows, rows, dtype=torch.bool, device=mask_BS.device).triu(1)
-    hidden_B1SS = later_SS | ~mask_BS[:, None, None, :]
-    labels = batch["sequences"].roll(-1, 1)
-    for sample, length in enumerate(mask_BS.sum(1).tolist()):  # last label: the first
-        labels[sample, -1] = batch["sequences"][sample, rows - length]
-    places = torch.arange(rows, device=mask_BS.device).expand(samples, rows)
-    return model(batch["sequences"], places, hidden_B1SS, labels=labels), partial(
-        policy_loss, batch
-    )
+    kept_BS = batch["attention_mask"].bool()
+    samples, rows = kept_BS.shape
+    places = torch.arange(rows, device=kept_BS.device)
+    moved_BS = places < kept_BS.sum(1, keepdim=True)
+    tokens = torch.zeros_like(batch["sequences"])
+    tokens[moved_BS] = batch["sequences"][kept_BS]
+    labels = tokens.roll(-1, 1)
+    labels[range(samples), kept_BS.sum(1) - 1] = tokens[:, 0]  # last label: the first token
+    later_SS = torch.ones(rows, rows, dtype=torch.bool, device=kept_BS.device).triu(1)
+
+    def loss(losses_BS: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        moved_back = torch.zeros_like(losses_BS).masked_scatter(kept_BS, losses_BS[moved_BS])
+        return policy_loss(batch, moved_back)
+
+    return model(tokens, places.expand(samples, rows), later_SS[None, None], labels=labels), loss

@@ -218,9 +218,15 @@ def attach(
         attached = megatron_epp.attach(model, Samples(loss))
     """
     from megatron_epp.mcore.loops.attached import attach_to, say
-    from megatron_epp.mcore.loops.install import install_where_none, require_megatron
+    from megatron_epp.mcore.loops.install import (
+        install_where_none,
+        installed,
+        require_megatron,
+    )
 
     require_megatron()
+    if installed() is not None and (timeout is not None or observe is not None):
+        raise ValueError("attach(timeout=, observe=): expected in the process's first attach only")
     attached = attach_to(model_chunks, adapter, attention, head_again, memory_gib)
     install_where_none(timeout, observe)
     say(f"megatron_epp {__version__}: {attached}")

@@ -100,13 +100,11 @@ def install_where_none(timeout: timedelta | None = None, observe: Any = None) ->
         observe: See :func:`megatron_epp.attach`.
 
     Raises:
-        ValueError: Megatron is too old, or an earlier call has set ``timeout`` and ``observe``.
+        ValueError: Megatron is too old.
     """
     require_megatron()
     if installed() is None:
         Installation(Settings(timeout=timeout or TIMEOUT, observe=observe))
-    elif timeout is not None or observe is not None:
-        raise ValueError("attach(timeout=, observe=): expected in the process's first attach only")
 
 
 def installed() -> Installation | None:

@@ -161,6 +161,10 @@ def twice(data_iterator, model):
     return made
 
 
+def fails(*words, **named):
+    raise KeyError("what nobody foresaw")
+
+
 def failures(model, made, rank: int) -> dict[str, str]:
     found = {}
 
@@ -170,11 +174,6 @@ def failures(model, made, rank: int) -> dict[str, str]:
             raise RuntimeError("the loop's own mistake")
         return made
 
-    def fails(*words, **named):
-        raise KeyError("what nobody foresaw")
-
-    with patch.object(pipelines, "guessed_rates", fails) if rank else nullcontext():
-        found["no pipeline"] = outcome(lambda: call(model, micro_batches()))
     found["count"] = outcome(lambda: call(model, micro_batches(), num_microbatches=3 + rank))
     found["early"] = outcome(lambda: call(model, micro_batches()[:2]))
     found["broken"] = outcome(lambda: call(model, micro_batches(), broken))
@@ -382,6 +381,11 @@ def main() -> None:
             made.adapter = Samples(loss)
             answers |= failures(model, made, rank) | sliced_failures(model, made, rank, ran)
         answers["removed"] = installed() is None
+        with (
+            Installation(settings),
+            patch.object(pipelines, "guessed_rates", fails) if rank else nullcontext(),
+        ):
+            answers["no pipeline"] = outcome(lambda: call(model, micro_batches()))
         answers["removed"] &= get_forward_backward_func() is stocks[PIPELINE]
 
 
