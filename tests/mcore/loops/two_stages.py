@@ -9,8 +9,10 @@ calls that cannot go well, each of which must end on both ranks, and at last one
 
 import sys
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import batched
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -30,6 +32,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_epp.corpus.shared_prefixes import PrefixForest, SharedSpan
+from megatron_epp.ir import FULL, KEEP
 from megatron_epp.mcore.loops import pipelines
 from megatron_epp.mcore.loops.adapters.samples import Samples
 from megatron_epp.mcore.loops.install import Installation, installed
@@ -38,6 +41,7 @@ from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 from megatron_epp.planner.calls.call_options import CallOptions
+from tests.certify.loops.micro_batches import arbitrary_sliced_plan
 from tests.mcore.loops.joined import joined
 
 LENGTHS = (20, 60, 10, 33)
@@ -331,6 +335,11 @@ def left_padded() -> list[dict]:
     return made
 
 
+def drawn_plan(lengths, layers, rates, options, forward_only):
+    modes, random = KEEP + FULL, Random(0)
+    return arbitrary_sliced_plan(lengths, layers, random, options.split, forward_only, modes)
+
+
 def of_own_adapter(model, made=None) -> tuple[list, dict]:
     """Losses and gradients of a call: by Megatron's schedule, or in slices of ``made``."""
     model.zero_grad(set_to_none=True)
@@ -373,14 +382,14 @@ def main() -> None:
                 "worst": max(worst_of(one, expected) for one in (gradients, other_gradients)),
             }
             made.slicing = True
-            ran.clear()
+            answers |= failures(model, made, rank) | sliced_failures(model, made, rank, ran)
+        answers["removed"] = installed() is None
+        with Installation(replace(settings, make_plan=drawn_plan)):
             losses, gradients = of_own_adapter(model, made)
             far = [abs(a["loss"] - b["loss"]) for a, b in zip(losses, padded_losses, strict=True)]
             worst = max([*far, worst_of(gradients, padded_gradients)])
             answers["own adapter"] = worst, len(ran[-1].plan.chunks)
             made.adapter = Samples(loss)
-            answers |= failures(model, made, rank) | sliced_failures(model, made, rank, ran)
-        answers["removed"] = installed() is None
         with (
             Installation(settings),
             patch.object(pipelines, "guessed_rates", fails) if rank else nullcontext(),
