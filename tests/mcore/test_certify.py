@@ -140,7 +140,7 @@ def test_flags_that_megatron_does_not_know_end_with_status_2() -> None:
     )
 
 
-@pytest.mark.parametrize("words", ["--loop level1", "--trees", "--planner=zb-v", "--documents 3"])
+@pytest.mark.parametrize("words", ["--loop", "--trees", "--planner=zb-v", "--documents 3"])
 def test_flags_of_the_projects_own_certificates_say_where_they_are(words: str) -> None:
     with pytest.raises(ValueError, match=r"run python -m tests\.certify with the same"):
         read(words.split())

@@ -146,7 +146,7 @@ def test_certify_names_a_megatron_that_it_does_not_know(tmp_path: Path) -> None:
     core.mkdir(parents=True)
     (core / "__init__.py").write_text("raise ImportError('it is not to be imported')")
     (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 18\nPATCH = 2\n")
-    words = ("-m", "megatron_epp", "certify", "--loop", "level0", "--pp", "2", "--batches", "1")
+    words = ("-m", "megatron_epp", "certify", "--pp", "2", "--batches", "1")
     done = python(*words, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert done.returncode == 2
     assert done.stderr.startswith("megatron_epp: error: certify: this environment's Megatron calls")

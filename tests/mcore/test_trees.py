@@ -83,9 +83,8 @@ def test_loops_find_what_their_samples_share() -> None:
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("--loop level0", "--trees: whole micro-batches share nothing"),
         (
-            "--loop level1 --loop-model encoder",
+            "--loop --loop-model encoder",
             "--trees: an encoder sees documents whole, so they share nothing; leave out --loop-mod",
         ),
         (

@@ -94,7 +94,7 @@ def test_documents_of_certify_from_the_command_line() -> None:
     with pytest.raises(ValueError, match="--documents 0: expected at least 1"):
         read_checked(["--documents", "0"])
     with pytest.raises(ValueError, match="--documents 2: of Megatron's trainer"):
-        read_checked(["--documents", "2", "--loop", "level1"])
+        read_checked(["--documents", "2", "--loop"])
 
 
 # ------------------------------------------------------------------ training
