@@ -9,7 +9,7 @@ from megatron.bridge.recipes.llama.h100.llama3 import llama3_8b_pretrain_2gpu_h1
 from megatron.bridge.training.gpt_step import forward_step
 from megatron.bridge.training.pretrain import pretrain
 
-from megatron_epp.frameworks.bridge.slices import Slices
+from megatron_epp.frameworks.bridge.slices import slices_callback
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
     cfg.model.tensor_model_parallel_size = 2
     cfg.model.pipeline_model_parallel_size = 4
     cfg.model.context_parallel_size = 1
-    pretrain(cfg, forward_step, callbacks=[Slices()])
+    pretrain(cfg, forward_step, callbacks=[slices_callback()])
 
 
 if __name__ == "__main__":

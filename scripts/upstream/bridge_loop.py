@@ -108,9 +108,9 @@ def work(rank: int, meeting: str, checkout: Path, dtype: str) -> None:
     with stage_of(rank, meeting, lambda: load(checkout), dtype) as (its, model):
 
         def slice_it() -> None:
-            from megatron_epp.frameworks.bridge.slices import Slices
+            from megatron_epp.frameworks.bridge.slices import slices_callback
 
-            Slices().on_train_start(SimpleNamespace(model=model))
+            slices_callback().on_train_start(SimpleNamespace(model=model))
 
         compare(rank, lambda: train(its, model), slice_it)
 

@@ -243,7 +243,7 @@ def used_names(package: Path, megatron: Sources) -> list[str]:
 
 
 def _megatrons(module: str) -> bool:
-    return module.split(".")[0] == "megatron"
+    return module.split(".")[0] == "megatron" and not module.startswith("megatron.bridge")
 
 
 @cache

@@ -18,13 +18,13 @@ def files_of_a_planner() -> tuple[int, int]:
 
 
 def files_of_a_framework() -> tuple[int, int]:
-    """Of one that is read, and brings neither settings nor slices."""
-    own = [str(path.relative_to(PACKAGE)) for path in (PACKAGE / "frameworks/areal").glob("*.py")]
+    """Of one with an adapter."""
+    folder = PACKAGE / "frameworks" / "nemo_rl"
+    own = [str(path.relative_to(PACKAGE)) for path in folder.glob("*.py")]
     named = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
-        if path.parent.name != "integrations"  # places of earlier versions: no new ones
-        and re.search(r"\bareal\b", path.read_text().split('"""', 2)[-1])
+        if re.search(r"\bnemo_rl\b", path.read_text().split('"""', 2)[-1])
     }
     return len(own), len(named - {*own})
 

@@ -402,13 +402,13 @@ def test_bridges_stored_schedule_is_replaced_before_its_first_callback(monkeypat
     losses = SimpleNamespace(masked_next_token_loss=lambda mask, losses: (losses * mask).sum())
     monkeypatch.setitem(sys.modules, "megatron.bridge.training.callbacks", callbacks)
     monkeypatch.setitem(sys.modules, "megatron.bridge.training.losses", losses)
-    from megatron_epp.frameworks.bridge.slices import Slices
+    from megatron_epp.frameworks.bridge.slices import slices_callback
 
     attached = {}
     monkeypatch.setattr(
         "megatron_epp.attach", lambda model, adapter, **named: attached.update(named, of=adapter)
     )
-    callback = Slices(memory_gib=40)
+    callback = slices_callback(memory_gib=40)
     try:
         stored = schedules.forward_backward_pipelining_without_interleaving
         assert stored.__megatron_epp__ is installed()
