@@ -10,7 +10,7 @@ packages, without dependencies, so that only Megatron differs. Four processes ru
 float64, wrapped in Megatron's DDP, as two pipeline stages with one or two tensor-parallel ranks
 (CASES). A loop calls the function that get_forward_backward_func returns, in training and in
 forward-only passes: with Megatron's schedule, and then attached, in random valid plans of slices
-and with ``made.slicing = False``. Megatron runs padded samples; slices also run the same documents
+and of whole micro-batches. Megatron runs padded samples; plans also run the same documents
 packed into one row. Finally, a model that a release cannot slice is attached. The script prints a
 line for each release, and fails if a gradient or a loss differs by more than 1e-12, if no plan ran,
 or if the refusal is missing.
@@ -186,7 +186,7 @@ def compared(case: Case) -> dict:
         with Installation(settings):
             sliced = every_call(model, case, case.packed, per_token)
             made.slicing = False
-            whole = every_call(model, case, False, per_token)
+            whole = every_call(model, case, case.packed, per_token)
         assert not hasattr(schedules.forward_backward_no_pipelining, "__megatron_epp__")
         worst = max(worst, difference(sliced, stock), difference(whole, stock))
         calls += len(stock)

@@ -323,7 +323,7 @@ def attach_to(
         )
     reason = limit_for("slices", part)
     if reason is not None:
-        raise ValueError(f"attach: {reason}; {alternative}")
+        raise ValueError(f"attach: {reason}")
     version = installed_version()
     if not hasattr(part, "_postprocess") and numbers_of(version) < ALL_KINDS:
         raise ValueError(

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_epp.certify.command import BOUND, BatchVerdict, verdict
 from megatron_epp.certify.degrees import Degrees
+from megatron_epp.certify.processes import ChildLost
 from megatron_epp.certify.trial import GPT, LLAMA
 from tests.certify.backend import certify_checked, main
 from tests.certify.trial import CheckedTrial, read_checked
@@ -71,7 +72,7 @@ def test_slices_of_models_of_others(degrees, llama, kind) -> None:
 
 
 def test_experts_over_replicas_are_refused() -> None:
-    with pytest.raises(ValueError, match="experts spread over replicas, in slices of loops"):
+    with pytest.raises(ChildLost, match="experts spread over replicas, in slices of loops"):
         certify_checked(read_checked(["--loop", "--ep", "2", "--dp", "2", "--batches", "2"]))
 
 
