@@ -3,7 +3,7 @@
 
     python docs/draw_plans.py [FILE.svg]        default: docs/plan_against_packing.svg
 
-Simulated: gpt-7b, four stages of eight A100-80G each, the analytic cost model. Both plans hold at
+Simulated: llama3-8b, four stages of four H100-80G each, the analytic cost model. Both plans hold at
 most what packing holds on each stage. A test makes the picture again and compares.
 """
 
@@ -28,7 +28,7 @@ WIDTH = 1400.0
 
 def plans() -> tuple[PlannedReplica, PlannedReplica, list[Timeline]]:
     """(packing, epp, the timelines of both)."""
-    cost = named_cost("gpt-7b", "a100-80g", pp=4, cp=8, **AS_TRAINED)
+    cost = named_cost("llama3-8b", "h100-80g", pp=4, tp=4, **AS_TRAINED)
     ample = cost.replace(device_budget_bytes=(1e15,) * cost.layout.stages)
     options = Options(context=CONTEXT)
     (packing,) = plan_step(LENGTHS, ample, options, "packing").planned

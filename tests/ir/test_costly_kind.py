@@ -30,7 +30,7 @@ CHUNK_OPS = (*CHUNK_OPS, (Kind.FORWARD, Kind.HEAD, Kind.INPUT, Kind.LATE, Kind.H
     ],
     "cost/seconds.py": [
         (
-            "        return {**result, **self.ends.head_seconds()}",
+            "        every = {**result, **self.ends.head_seconds()}",
             "        result[Kind.LATE] = 1.5 * result[Kind.WEIGHT]\n",
         ),
         (
