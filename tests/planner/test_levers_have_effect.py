@@ -30,7 +30,7 @@ TIGHT = ("--memory-budget-gib", "8", "--effort", "1")
 HEAD = ("--vocab-parallel", "off", "--effort", "0", "--levers", "all")
 # What makes the most of each lever: memory that binds, an output layer that takes time, or neither.
 WHERE = {
-    "chunks": ("--effort", "1"),
+    "chunks": TIGHT,
     "bins": TIGHT,
     "window": TIGHT,
     "wsplit": TIGHT,
