@@ -149,10 +149,9 @@ def test_the_line_that_plan_compare_and_tune_end_with() -> None:
     median, worst = public.median_and_worst(public.errors_of(dense, public.scores()))
     start = f"analytic model of h100-80g: median {median:.0%}, worst {worst:.0%} of {len(dense)} "
     assert line.startswith(start + "public measurements of dense models; ") and " of MoE" in line
-    mixed = named_cost("llama3-8b", "h100-80g,a100-80g", pp=2).layout.profile
-    assert public.accuracy_lines(mixed) == [
-        line,
-        "analytic model of a100-80g: no public measurement scores it",
+    unscored = named_cost("llama3-8b", "a100-80g", pp=2).layout.profile
+    assert public.accuracy_lines(unscored) == [
+        "analytic model of a100-80g: no public measurement scores it"
     ]
     origin = dataclasses.replace(analytic.provenance, kind="measured")
     assert public.accuracy_lines(dataclasses.replace(analytic, provenance=origin)) == []

@@ -55,7 +55,9 @@ def test_a_rank_without_the_checkpoint_is_named_at_start(tmp_path, corpus, monke
     (tmp_path / "0/saved/latest_checkpointed_iteration.txt").write_text("2")
     (tmp_path / "0/saved/iter_0000002").mkdir()
     (tmp_path / "0/saved/iter_0000002/metadata.json").touch()
-    (tmp_path / "0/saved/epp-choices.json").write_text(json.dumps({"epp_vocab_parallel": "on"}))
+    (tmp_path / "0/saved/epp-choices.json").write_text(
+        json.dumps({"epp_vocab_parallel": "on", "epp_blend": "tokens"})
+    )
     monkeypatch.setenv("EPP_TEST_FOLDER", str(tmp_path))
     words = flags(corpus, epp=True, load="saved")
     refused(

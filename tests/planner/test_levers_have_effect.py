@@ -27,7 +27,7 @@ MACHINE += ("--multiple", "1")
 LENGTHS = (2676, 16384, 3507, 16384)
 TIGHT = ("--memory-budget-gib", "8", "--effort", "1")
 # The output layer lies on the last stage alone: what it takes makes layers uneven.
-HEAD = ("--vocab-parallel", "off", "--effort", "0", "--levers", "all")
+HEAD = ("--model", "llama3-8b", "--vocab-parallel", "off", "--effort", "0", "--levers", "all")
 # What makes the most of each lever: memory that binds, an output layer that takes time, or neither.
 WHERE = {
     "chunks": TIGHT,
@@ -45,7 +45,11 @@ WHERE = {
         *("--model", "llama3-8b", "--device", "h100-80g", "--pp", "2", "--cp", "1", "--tp", "8"),
         *("--effort", "1"),
     ),
-    "lean": ("--effort", "1", "--levers", "default,wsplit"),
+    "lean": (
+        *("--model", "llama3-8b", "--device", "h100-80g", "--lengths", "prolong", "--batch", "7"),
+        *("--context", "65536", "--global-batch-size", "64", "--effort", "1"),
+        *("--levers", "default,wsplit"),
+    ),
     "local": (
         *("--lengths", "wlb", "--context", "32768"),
         *("--global-batch-size", "256", "--effort", "1"),

@@ -213,8 +213,8 @@ def test_recompute_fills_what_offloading_leaves() -> None:
 def test_plans_stay_within_the_hosts_memory(share) -> None:
     """The less of it, the less is offloaded and the longer it takes; none, and it is a plan
     without the lever."""
-    cost = machine(pp=4, room_gib=3)
-    free, without = planned_on(ON), planned_on(OFF)
+    cost = machine(pp=4, room_gib=3.5)
+    free, without = planned_on(ON, 3.5), planned_on(OFF, 3.5)
     budget = share * max(host_peak_bytes(cost, free.plan))
     planned = PLANNERS["epp"](LONG, cost.replace(host_budget_bytes=budget), ON)
     proves(planned, LONG, cost)

@@ -189,7 +189,7 @@ def test_backwards_stay_whole_where_splitting_does_not_pay() -> None:
     cost = machine(pp=4, zero=1)
     free, dear, whole = (
         PLANNERS["epp"](lengths, priced(cost, price), Options(levers=levers, effort=1))
-        for price, levers in ((0.0, ALL), (0.03, ALL), (0.0, ALL - {"wsplit"}))
+        for price, levers in ((0.0, ALL), (0.1, ALL), (0.0, ALL - {"wsplit"}))
     )
     assert free.plan.splits_backward
     assert free.seconds < whole.seconds

@@ -13,7 +13,6 @@ from itertools import product
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.cost.profile import ANALYTIC
 from megatron_epp.ir import Kind, PlanError
 from megatron_epp.planner.choose.partition import LIKELY_CHUNKS, fastest_layers, with_layers
@@ -25,10 +24,15 @@ from megatron_epp.planner.feasibility import no_plan_fits
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import EFFORT, MANY_EFFORT, Options
 from megatron_epp.planner.order.emit import SortedBatch
-from megatron_epp.planner.order.emit_block import block_peaks, member_plans, tables_in_step
+from megatron_epp.planner.order.emit_block import (
+    block_peaks,
+    member_plans,
+    most_host_bytes,
+    tables_in_step,
+)
 from megatron_epp.planner.published import schedules
 from megatron_epp.planner.published.infinipipe import planner as infinipipe
-from megatron_epp.planner.recompute.offload import HostHeadroom, offload_of
+from megatron_epp.planner.recompute.offload import HostHeadroom
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 from megatron_epp.sim.play import play
 
@@ -291,15 +295,9 @@ def _own(
     host = HostHeadroom(cost.host_budget_bytes)
     while True:
         best = _on_devices(batch, cost, options, tables, host)
-        if best is None or not offload_of(best.draft.counts):
-            return best
-        taken = max(
-            bytes_
-            for member in member_plans(batch, best.draft, cost, options)
-            for bytes_ in cost.layout.placement.of_ranks(
-                host_peak_bytes(cost, member.plan, member.loads)
-            )
-        )
+        if best is None:
+            return None
+        taken = most_host_bytes(batch, best.draft, cost, options)
         if taken <= cost.host_budget_bytes:
             return best
         assert not host.at_once, "all that is offloaded fits at once"

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import Plan, Table
+from megatron_epp.ir import OFFLOAD, Plan, Table
 from megatron_epp.planner.chunks.block import BlockChunking
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.lower_bound import block_bound_seconds
@@ -59,6 +60,22 @@ def member_plans(
     chunking = draft.chunking
     members = chunking.members if isinstance(chunking, BlockChunking) else (chunking,)
     return tuple(_member_plan(batch, draft, member, cost, options) for member in members)
+
+
+def most_host_bytes(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> float:
+    """Return the peak of a rank's offloaded bytes in host memory, over all replicas of the group.
+
+    The arguments are those of :func:`member_plans`.
+    """
+    if not any(mode == OFFLOAD for _, mode in draft.counts):
+        return 0
+    return max(
+        bytes_
+        for member in member_plans(batch, draft, cost, options)
+        for bytes_ in cost.layout.placement.of_ranks(
+            host_peak_bytes(cost, member.plan, member.loads)
+        )
+    )
 
 
 def _member_plan(

@@ -36,6 +36,7 @@ from megatron_epp.planner.lower_bound import ordered_bound_seconds, work_bound_s
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.compiled import F, I, W
 from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.order.emit_block import most_host_bytes
 from megatron_epp.planner.order.list_scheduler import Schedule
 from megatron_epp.planner.order.policies import warm_up_policies, warm_up_policy
 from megatron_epp.planner.order.problem import ChunkProblems, Counts, loads_of, rates_of
@@ -146,6 +147,9 @@ class Published:
             else:
                 drafts = _saving(problems, policies, note, self.saving)
             for drafted in drafts:
+                if most_host_bytes(batch, drafted.draft, cost, options) > cost.host_budget_bytes:
+                    on_device = [mode for mode in modes if mode != OFFLOAD]
+                    drafted = uniform_draft(problems, policies, note, on_device)
                 if best is None or drafted.rank < best.rank:
                     packed = dataclasses.replace(drafted.draft, packing_tokens=tokens)
                     best = dataclasses.replace(drafted, draft=packed)
