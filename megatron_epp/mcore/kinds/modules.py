@@ -28,7 +28,11 @@ def _recent_kinds() -> tuple[KindModule, ...]:
     from megatron_epp.mcore.kinds.dsa.module import DSAModule
     from megatron_epp.mcore.kinds.ssm.module import GatedDeltaNetModule, MambaModule
 
-    return GatedDeltaNetModule(), MambaModule(), DSAModule()
+    return (  # a line each, as in KIND_MODULES
+        GatedDeltaNetModule(),
+        MambaModule(),
+        DSAModule(),
+    )
 
 
 # Most specific kinds first: of several kinds that support a module, the first is used.
