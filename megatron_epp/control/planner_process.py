@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import os
 import queue
-import select
 import subprocess
 import sys
 import time
@@ -35,18 +34,6 @@ LEAST_PATIENCE_SECONDS, MOST_PATIENCE_SECONDS = 60.0, 300.0
 SILENCE_SECONDS = 30.0
 # Trainers have priority where cores are scarce.
 NICENESS = 5
-
-
-def end_with_reader(replies: int) -> None:
-    """Block until the pipe ``replies`` has no reader, and end this process.
-
-    Call it in a thread, so that a planner process ends after its trainer was killed, even while it
-    plans. If ``replies`` is a terminal or a file, the call blocks forever.
-    """
-    broken = select.poll()
-    broken.register(replies, 0)  # errors are always reported
-    broken.poll()
-    os._exit(0)
 
 
 class PlannerFailed(RuntimeError):
