@@ -160,7 +160,7 @@ class CurrentOp:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Record of an op that ran out of memory; all later ops computed nothing.
+    """Record of an op that failed; all later ops computed nothing.
 
     Attributes:
         op: the op.
@@ -168,6 +168,7 @@ class Failure:
         rank: pipeline rank of the op.
         held_bytes: peak of the bytes held for chunks in the op, at most the meter's limit.
         reason: first line of the error.
+        error: the error; None if the op ran out of memory.
     """
 
     op: Op
@@ -175,6 +176,7 @@ class Failure:
     rank: int
     held_bytes: int
     reason: str
+    error: Exception | None = None
 
 
 class Executor:
@@ -185,7 +187,8 @@ class Executor:
 
     If an op runs out of memory, the other ranks must not block. The executor then frees everything,
     receives the remaining messages, and sends zeros instead of outputs until the program ends.
-    ``failure`` describes the op; the gradients of the iteration are invalid.
+    ``failure`` describes the op; the gradients of the iteration are invalid. With ``catch_errors``,
+    any error of an op has this effect.
 
     Args:
         program: ops and transfers of this rank.
@@ -198,6 +201,8 @@ class Executor:
         peers: ranks that compute the same ops. They all stop computing at the same op, or raise an
             :class:`OutOfMemory`.
         heap: heap that is trimmed between ops, on CPU-only hosts.
+        catch_errors: whether this rank goes on with zeros after any error of an op, as it does
+            when out of memory. ``peers`` must then raise the error at the same op.
 
     Example::
 
@@ -222,8 +227,9 @@ class Executor:
         current_op: CurrentOp,
         peers: Peers | None = None,
         heap: HostHeap | None = None,
+        catch_errors: bool = False,
     ):
-        self.peers, self.heap = peers, heap
+        self.peers, self.heap, self._catch_errors = peers, heap, catch_errors
         self.program, self.links, self.store = program, links, store
         self.clock, self.meter, self.current_op = clock, meter, current_op
         self._computes = compute if isinstance(compute, Mapping) else {}
@@ -250,7 +256,7 @@ class Executor:
         """Execute every op and transfer of the program and return their records.
 
         On return the store, the inbox and the outbox are empty, and all messages have been sent. If
-        an op ran out of memory, :attr:`failure` is set.
+        an op failed, :attr:`failure` is set.
 
         Raises:
             LinkLost: if a message cannot be sent or received.
@@ -281,10 +287,10 @@ class Executor:
                 # 5. Run the op, SEND or RECEIVE between two marks of the clock.
                 start = self.clock.mark()
                 with record_function(str(item)):
-                    reason = self._run(op)
-                # 6. Out of memory: free everything, and turn the remaining ops into no-ops.
-                if reason is not None and isinstance(op, Op):  # a transfer raises an error instead
-                    self._give_up(op, reason)
+                    failed = self._run(op)
+                # 6. After a failure: free everything, and turn the remaining ops into no-ops.
+                if failed is not None and isinstance(op, Op):  # a transfer raises an error instead
+                    self._give_up(op, failed)
                 # 7. Record times and the memory peak.
                 end = self.clock.mark()
                 if isinstance(op, Op):
@@ -313,26 +319,30 @@ class Executor:
             self.stage = ends.source if item.kind is Kind.SEND else ends.target
         return item
 
-    def _run(self, op: Op | Transfer) -> str | None:
-        """Run ``op``; return the reason if it ran out of memory, else None.
+    def _run(self, op: Op | Transfer) -> str | Exception | None:
+        """Run ``op``; return the reason if it ran out of memory, its error to catch, or None.
 
-        The result is a text, because an error would keep its frames and their tensors in memory.
+        The reason is a text, because an error would keep its frames and their tensors in memory.
         """
         try:
             self._do[op.kind](op)
-        except (MemoryError, RuntimeError) as error:
-            if isinstance(op, Transfer) or not out_of_memory(error):
+        except Exception as error:
+            if isinstance(op, Transfer):
                 raise
-            return self._no_memory(str(op), error)
+            if out_of_memory(error):
+                return self._no_memory(str(op), error)
+            if not self._catch_errors:
+                raise
+            return error
         return None if isinstance(op, Transfer) or self.failure is not None else self._over()
 
-    def _no_memory(self, where: str, error: MemoryError | RuntimeError) -> str:
+    def _no_memory(self, where: str, error: Exception) -> str:
         """Return the first line of ``error`` if all peers fail in the op ``where``, too.
 
         Raises:
             OutOfMemory: if a peer did not fail in this op.
         """
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = _first_line(error)
         if self.peers is not None and not self.peers.all_failed(where):
             raise OutOfMemory(
                 f"{self.current_op}: out of memory ({reason}) on one of the ranks that share its "
@@ -353,10 +363,14 @@ class Executor:
             return reason or "on another rank of this stage"
         return reason
 
-    def _give_up(self, op: Op, reason: str):
+    def _give_up(self, op: Op, failed: str | Exception):
+        """Free everything and turn later ops into no-ops, after an error or a lack of memory."""
+        error = failed if isinstance(failed, Exception) else None
+        reason = failed if isinstance(failed, str) else _first_line(failed)
         held = min(self.meter.op_peak(), self.meter.limit_bytes)
-        self.failure = Failure(op, self.stage, self.current_op.rank, int(held), reason)
-        logger.warning("%s: out of memory (%s)", self.current_op, reason)
+        self.failure = Failure(op, self.stage, self.current_op.rank, int(held), reason, error)
+        what = "out of memory" if error is None else f"failed with {type(error).__name__}"
+        logger.warning("%s: %s (%s)", self.current_op, what, reason)
         for compute in self._computes.values() or (self.compute,):
             compute.abandon()
         self.store.clear()
@@ -467,9 +481,13 @@ class Executor:
             raise self._lost(message, error) from error
 
     def _lost(self, message: Message | None, error: RuntimeError | MemoryError) -> LinkLost:
-        reason = str(error).splitlines()[0]
+        reason = _first_line(error)
         logger.error("%s; the link is lost: %s", self.current_op, reason)
         return LinkLost(f"{self.current_op}; the link is lost: {reason}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _carrying(program: Program) -> dict[int, dict[Op, Payload]]:

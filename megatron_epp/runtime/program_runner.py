@@ -23,6 +23,7 @@ class ProgramRunner:
         device: device of the stages.
         current_op: record of the op or phase that the rank is in.
         groups: process groups of the rank; None for a pipeline of one rank without groups.
+        catch_errors: whether ranks go on with zeros after any error of an op (see Executor).
         clock: clock of the device.
         heap: heap that is trimmed between ops; None on a GPU.
     """
@@ -30,6 +31,7 @@ class ProgramRunner:
     device: torch.device
     current_op: CurrentOp
     groups: Groups | None = None
+    catch_errors: bool = False
     clock: HostClock | CudaClock = field(init=False)
     heap: HostHeap | None = field(init=False)
 
@@ -68,11 +70,12 @@ class ProgramRunner:
             meter: meter of the bytes held.
 
         Returns:
-            The records of all ops and transfers, and the failure if an op ran out of memory.
+            The records of all ops and transfers, and the failure if an op failed.
         """
         peers = None if self.groups is None else self.groups.peers
         self.clock.start()
         executor = Executor(
-            program, compute, links, store, self.clock, meter, self.current_op, peers, self.heap
-        )
+            program, compute, links, store, self.clock, meter, self.current_op, peers, self.heap,
+            self.catch_errors,
+        )  # fmt: skip
         return executor.run(), executor.failure

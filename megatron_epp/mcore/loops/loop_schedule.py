@@ -66,17 +66,20 @@ class LoopSchedule:
             return "pipelines without Megatron's global groups"
         ranks = mpu.get_pipeline_model_parallel_world_size() if pipelined else 1
         reason = megatron_only(call, ranks)
-        if reason is None and pipelined and call.pg_collection is not None:
-            reason = _other_pipeline(call.pg_collection)
-        if reason is not None:
-            return reason
-        try:
-            return self._pipelines.of(call, ranks)
-        except ValueError as refusal:  # messages would block with these process groups
-            return str(refusal)
+        if reason is None and pipelined:
+            reason = _unsupported_groups(call.pg_collection)
+        return self._pipelines.of(call, ranks) if reason is None else reason
 
 
-def _other_pipeline(collection: Any) -> str | None:
+def _unsupported_groups(collection: Any) -> str | None:
+    """Return the reason why the process groups of a call cannot carry a plan's messages, or None.
+
+    ``collection`` is the call's ``pg_collection``.
+    """
+    if dist.distributed_c10d._get_default_group().bound_device_id is not None:
+        return "torch.distributed initialised with a device_id"  # messages would block
+    if collection is None:
+        return None
     call_ranks = dist.get_process_group_ranks(collection.pp)
     group_ranks = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     return (

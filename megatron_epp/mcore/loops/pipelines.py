@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,22 +12,13 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
 
-from megatron_epp.ir import Plan, PlanError
+from megatron_epp.ir import Plan, PlanError, check
 from megatron_epp.mcore.job.emergency_exit import end_now
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS
+from megatron_epp.mcore.loops.agreement import exchange
 from megatron_epp.mcore.loops.attached import attached
 from megatron_epp.mcore.loops.call_arguments import LoopCall
-from megatron_epp.mcore.loops.replica.rank_status import (
-    RankStatus,
-    error_text,
-    gather_statuses,
-    raise_remote_failure,
-)
-from megatron_epp.mcore.loops.replica.replica_groups import (
-    initialise_communicator,
-    make_replica_groups,
-)
-from megatron_epp.mcore.loops.replica.replica_plans import ReplicaPlans
+from megatron_epp.mcore.loops.replica_groups import initialise_communicator, make_replica_groups
 from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.split_backward import has_engines, refuse_split
@@ -43,7 +34,9 @@ from megatron_epp.runtime.watcher import Watcher
 
 logger = logging.getLogger(__name__)
 
+SETUP = OutsidePhase("the set-up of every stage of the replica")
 PLANNING = OutsidePhase("the plan of a call, which one rank makes")
+MOST_PLANS = 64  # limit of cached plans
 
 
 @dataclass
@@ -58,9 +51,9 @@ class ModelPipeline:
         layers: Number of layers of every stage.
         rates_SK3: Coefficients of every stage's seconds (planner/calls/stage_seconds.py).
         seconds: Measurements of this rank's stage.
-        planning: Cache of the replica's plans.
         token_bytes: Estimated bytes of a token's activations from forward to backward, for each
             stage; only the ratios between stages are meaningful.
+        plans: Cached plans; all ranks of the replica request plans in one order.
         had_bytes: Largest estimate so far of the bytes that Megatron's order needs on a stage.
         split_refused: Reason why no stage may split backwards; None if all stages can.
     """
@@ -71,21 +64,15 @@ class ModelPipeline:
     layers: tuple[int, ...]
     rates_SK3: np.ndarray
     seconds: StageSeconds
-    planning: ReplicaPlans
     token_bytes: tuple[float, ...]
     split_refused: str | None
+    plans: dict[object, Plan] = field(default_factory=dict)
     had_bytes: float = 0.0
 
     @property
     def stages(self) -> int:
         """Number of pipeline stages."""
         return len(self.layers)
-
-    @property
-    def control(self) -> Any:
-        """CPU process group of the replica; None with one pipeline rank."""
-        groups = self.programs.groups
-        return None if groups is None else groups.control
 
     @property
     def current_op(self) -> CurrentOp:
@@ -116,13 +103,32 @@ class ModelPipeline:
         )
 
     def plan(self, key: object, make: Callable[[], Plan]) -> Plan:
-        """Return the plan for ``key`` (see :meth:`ReplicaPlans.plan`). Collective.
+        """Return the cached plan for ``key``, or the plan that rank 0 makes and checks. Collective.
 
         The first call compiles the planner on one rank, which may take half a minute on a busy
         host. Therefore this method enters the planning phase, in which the watcher does not warn.
+
+        Raises:
+            LoopRefusal: ``make`` raised a ValueError, or the plan is invalid.
+            LoopFailed: ``make`` raised another exception, which rank 0 raises.
         """
+
+        def checked() -> Plan | None:
+            if groups is not None and groups.control.rank():
+                return None
+            plan = make()
+            check(plan)
+            return plan
+
+        groups = self.programs.groups
         self.current_op.enter(PLANNING)
-        return self.planning.plan(key, make)
+        if key not in self.plans:
+            plan, *_ = exchange(self.programs, PLANNING, checked)
+            assert plan is not None, "rank 0 has made it"
+            if len(self.plans) >= MOST_PLANS:
+                self.plans.clear()
+            self.plans[key] = plan
+        return self.plans[key]
 
     def learn(self, rates: dict[int, np.ndarray]) -> None:
         """Set ``rates_SK3`` from ``rates``: pipeline rank -> rates of its stage."""
@@ -152,8 +158,7 @@ class Pipelines:
             ranks: Number of pipeline ranks.
 
         Raises:
-            ValueError: torch.distributed was initialised with a ``device_id``.
-            LoopFailed: A rank cannot set up its stage.
+            LoopRefusal: A rank cannot set up its stage; as do the others of :func:`exchange`.
         """
         group = None if ranks == 1 else mpu.get_pipeline_model_parallel_group()
         programs = None if group is None else self._programs_of(group, call.config)
@@ -163,38 +168,34 @@ class Pipelines:
             or pipeline.group is not group
             or programs not in (None, pipeline.programs)
         ):
-            programs = programs or ProgramRunner(this_device(), CurrentOp(0))
+            programs = programs or ProgramRunner(this_device(), CurrentOp(0), catch_errors=True)
             pipeline = self._known[call.one_model] = self._make(call, group, ranks, programs)
         return pipeline
 
     def _make(
         self, call: LoopCall, group: Any, ranks: int, programs: ProgramRunner
     ) -> ModelPipeline:
-        groups = programs.groups
-        rank = 0 if groups is None else groups.pipeline_rank
-        control = None if groups is None else groups.control
-        try:
-            active = prod(part.active(call.config) for part in LAYER_KINDS)
+        rank = 0 if programs.groups is None else programs.groups.pipeline_rank
+        active = prod(part.active(call.config) for part in LAYER_KINDS)
+
+        def own_stage() -> tuple[int, tuple[int, int], np.ndarray, str | None]:
             sizes = _layers_and_vocabulary(call.one_model)
-            seconds = StageSeconds(guessed_rates(call.config, *sizes, active))
-            value = (rank, sizes, seconds.guess, self._split_refused(call.one_model))
-        except Exception as error:  # the other ranks wait for this rank's status
-            status = RankStatus(error=error_text(error))
-            raise_remote_failure(gather_statuses(status, control), control)
-        every = gather_statuses(RankStatus(value), control)
-        raise_remote_failure(every, control)
-        by_rank = {status.value[0]: status.value for status in reversed(every)}
-        of_stages = [by_rank[r][1] for r in range(ranks)]
+            rates = guessed_rates(call.config, *sizes, active)
+            return rank, sizes, rates, self._split_refused(call.one_model)
+
+        every = exchange(programs, SETUP, own_stage)
+        by_rank = {place: (sizes, rates) for place, sizes, rates, _ in reversed(every)}
+        of_stages = [by_rank[r][0] for r in range(ranks)]
+        rates_SK3 = np.stack([by_rank[r][1] for r in range(ranks)])
         return ModelPipeline(
             group,
             programs,
             rank,
             tuple(layers for layers, _ in of_stages),
-            np.stack([by_rank[r][2] for r in range(ranks)]),
-            seconds,
-            ReplicaPlans(groups),
+            rates_SK3,
+            StageSeconds(rates_SK3[rank]),
             guessed_token_bytes(call.config, of_stages, active),
-            next((status.value[3] for status in every if status.value[3]), None),
+            next((refused for *_, refused in every if refused), None),
         )
 
     def _programs_of(self, group: Any, config: Any) -> ProgramRunner:
@@ -212,7 +213,7 @@ class Pipelines:
                 logger.warning("%s", costs)
             watched = (current_op, groups.pipeline_ranks, dist.get_rank(), groups.timeout)
             Watcher(*watched, end=end_now).start()
-            programs = ProgramRunner(device, current_op, groups)
+            programs = ProgramRunner(device, current_op, groups, catch_errors=True)
             self._programs, communicators = (group, programs), None
         assert programs.groups is not None, "there are several stages"
         if communicators is None or communicators.anew:
@@ -227,7 +228,7 @@ class Pipelines:
         if not self.settings.options.split:
             return "not wanted"
         try:
-            if not self.settings.split_engines and has_engines(model):
+            if has_engines(model):
                 return "no GPU has run the split backward of Transformer Engine's linears yet"
             refuse_split(model)
             patch_points.install([patch_points.COLUMN_LINEAR, patch_points.ROW_LINEAR])

@@ -6,7 +6,6 @@ from datetime import timedelta
 from typing import Any
 
 from megatron_epp.ir import Plan, Timed
-from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.runtime.memory_meter import Meter, NoMeter
 
@@ -40,9 +39,7 @@ class Settings:
     """Settings of the schedule; see :func:`megatron_epp.attach`."""
 
     options: CallOptions = field(default_factory=CallOptions)
-    split_engines: bool = False  # split backwards of Transformer Engine's linears, too
     timeout: timedelta = TIMEOUT
     observe: Callable[[CallRecord], None] | None = None
     make_meter: Callable[[Any], Meter] = lambda model: NoMeter()
     make_plan: Callable[..., Plan] = _plan
-    make_stage: Callable[..., SliceStage] = SliceStage

@@ -281,6 +281,8 @@ class SliceStage(ModelStage):
             if self.config.timers is not None:
                 self.config.timers("backward-compute").stop()
             input_gradient = None if received is None else received.grad
+        if input_gradient is None and received is not None:
+            input_gradient = torch.zeros_like(received)  # the model does not use its input
         if self._front is not None:
             self._front.backward(chunk)
         return input_gradient

@@ -18,7 +18,7 @@ from megatron_epp.mcore.certify.models import elastic_models
 from megatron_epp.mcore.loops.adapters.samples import Samples
 from megatron_epp.mcore.loops.attached import attach_to
 from megatron_epp.mcore.loops.install import Installation, installed
-from megatron_epp.mcore.loops.replica.replica_groups import CONTROL
+from megatron_epp.mcore.loops.replica_groups import CONTROL
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.planner.calls.call_options import CallOptions
@@ -38,14 +38,9 @@ _LOOP_COLLECTIVES = (
     AllowedCollective(
         "call",
         CONTROL,
-        r"megatron_epp\.mcore\.loops\.replica\.rank_status\.gather_statuses",
-        "what every rank of the replica has read, before the ops; what became of it, behind them",
-    ),
-    AllowedCollective(
-        "plan text",
-        CONTROL,
-        r"megatron_epp\.runtime\.consensus\.broadcast_text",
-        "one rank plans, where no plan for such micro-batches is known",
+        r"megatron_epp\.mcore\.loops\.agreement\.exchange",
+        "what every rank of the replica has read, the plan that one of them made, and whether all "
+        "have a stage, before the ops; what became of the call, after them",
     ),
     AllowedCollective(
         "tokens of a micro-batch per expert",

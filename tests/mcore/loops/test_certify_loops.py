@@ -50,7 +50,7 @@ def test_loops_compute_what_the_plain_model_computes() -> None:
     assert sum(batch.coverage.cut for batch in judged) > 0
     for batch in judged:
         assert batch.coverage.messages == 2 * batch.coverage.chunks
-        assert {"gradient reduction", "call", "plan text"} <= set(batch.coverage.collectives)
+        assert {"gradient reduction", "call"} <= set(batch.coverage.collectives)
     assert "certified: " in verdict(judged)
     assert "values in the caller's order" in verdict(judged)
 

@@ -156,7 +156,6 @@ def test_the_schedule_is_replaced_once_and_comes_back(megatron) -> None:
 def test_nobody_is_warned_while_one_rank_makes_a_plan() -> None:
     """Compiling the planner takes half a minute where the host has other work."""
     from megatron_epp.mcore.loops.pipelines import ModelPipeline
-    from megatron_epp.mcore.loops.replica.replica_plans import ReplicaPlans
     from megatron_epp.runtime.executor import CurrentOp, OutsidePhase
     from tests.show.plans import one_f_one_b
 
@@ -167,7 +166,6 @@ def test_nobody_is_warned_while_one_rank_makes_a_plan() -> None:
         return one_f_one_b(1, 1)
 
     pipeline: Any = object.__new__(ModelPipeline)
-    pipeline.programs = SimpleNamespace(current_op=current_op)
-    pipeline.planning = ReplicaPlans(None)
+    pipeline.programs, pipeline.plans = SimpleNamespace(current_op=current_op, groups=None), {}
     pipeline.plan("a call", make)
     assert isinstance(seen[0], OutsidePhase)

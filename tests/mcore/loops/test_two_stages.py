@@ -103,10 +103,9 @@ def test_a_loops_own_mistake_is_raised_where_it_happened(answers) -> None:
 
 def test_a_rank_that_cannot_begin_leaves_nobody_waiting(answers) -> None:
     """The other one may have begun, so Megatron's schedule cannot run the call."""
-    for answer in answers:
-        assert answer["no pipeline"] == "LoopFailed: rank 1: KeyError: 'what nobody foresaw'"
-    assert answers[1]["one stage"] == "KeyError: 'what nobody foresaw'"
-    assert answers[0]["one stage"] == "LoopFailed: rank 1: KeyError: 'what nobody foresaw'"
+    for case in ("no pipeline", "one stage"):
+        assert answers[1][case] == "KeyError: 'what nobody foresaw'"
+        assert answers[0][case] == "LoopFailed: rank 1: KeyError: 'what nobody foresaw'"
 
 
 @pytest.mark.parametrize("case", ["goes", "whole again", "at last"])

@@ -65,12 +65,7 @@ def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
     Returns:
         Groups whose ``control`` is a gloo group over the replica. The groups in ``payload`` span
         the world; messages address their sender and receiver by global rank.
-
-    Raises:
-        ValueError: torch.distributed was initialised with a ``device_id``; pipelines would block.
     """
-    if dist.distributed_c10d._get_default_group().bound_device_id is not None:
-        raise ValueError("torch.distributed initialised with a device_id")
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
     together = mpu.get_tensor_and_context_parallel_group()
     own_replica, me = replica_ranks(), dist.get_rank()

@@ -1,0 +1,60 @@
+"""Agreement of the ranks of a replica: all ranks go on, or all ranks raise an error."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_epp.runtime.program_runner import ProgramRunner
+
+
+class LoopRefusal(ValueError):
+    """Error: no schedule can run the input of the loop; raised on every rank."""
+
+
+class LoopFailed(RuntimeError):
+    """Error: another rank of this replica failed; the message contains the rank and its error."""
+
+
+def exchange[T](programs: ProgramRunner, phase: str, make: Callable[[], T]) -> list[T]:
+    """Call ``make`` on every rank of the replica; return the results in rank order. Collective.
+
+    No rank blocks if ``make`` raises on some ranks only.
+
+    Args:
+        programs: The runner of this rank's programs, with the groups of the replica.
+        phase: The phase in which this rank waits for the others; the watcher reports it.
+        make: Function that returns this rank's result, which must be picklable.
+
+    Raises:
+        LoopRefusal: ``make`` raised a ValueError on a rank; the message is from the first such
+            rank.
+        LoopFailed: ``make`` raised another exception on another rank; the message is from the
+            first such rank.
+        Exception: Any other exception that ``make`` raised on this rank, unless an earlier rank
+            raised a ValueError: its wrong rows may be the cause.
+    """
+    own: Any
+    raised: Exception | None = None
+    try:
+        own = make()
+    except ValueError as error:
+        own, raised = LoopRefusal(str(error)), error
+    except Exception as error:
+        own, raised = LoopFailed(f"{type(error).__name__}: {error}"), error
+    control = None if programs.groups is None else programs.groups.control
+    if control is None or control.size() == 1:
+        if raised is not None:
+            raise raised
+        return [own]
+    programs.current_op.enter(phase)
+    every: list[Any] = [None] * control.size()
+    dist.all_gather_object(every, own, group=control)
+    refused = [place for place, one in enumerate(every) if isinstance(one, LoopRefusal)]
+    failed = [place for place, one in enumerate(every) if isinstance(one, LoopFailed)]
+    if isinstance(own, LoopFailed) and raised and not any(p < control.rank() for p in refused):
+        raise raised
+    for place in refused + failed:
+        rank = dist.get_global_rank(control, place)
+        raise type(every[place])(f"rank {rank}: {every[place]}") from raised
+    return every
