@@ -47,7 +47,6 @@ LONGEST = (
     "mcore/test_others_lines.py",
     "planner/test_judges.py",
     "mcore/test_trees.py",
-    "mcore/loops/test_four_ranks.py",
     "mcore/test_ledger.py",
     "cli/test_tune.py",
     "planner/test_tuning.py",

@@ -111,18 +111,18 @@ def executor_of(
     *,
     links: Any = None,
     store: Store | None = None,
-    clock: HostClock | None = None,
     current_op: CurrentOp | None = None,
+    catch_errors: bool = False,
 ) -> Executor:
     """What runs the program of ``rank``; ``links``: other than those of ``groups``."""
-    if clock is None:
-        clock = HostClock()
-        clock.start()
+    clock = HostClock()
+    clock.start()
     shape = lambda message: (plan.chunks[message.chunk].tokens, WIDTH)  # noqa: E731
     links = links or Links(groups, shape, torch.float64, torch.device("cpu"))
     store = Store({}) if store is None else store  # an empty one is false
     current_op = current_op or CurrentOp(rank)
-    return Executor(lower(plan)[rank], compute, links, store, clock, NoMeter(), current_op)
+    objects = compute, links, store, clock, NoMeter(), current_op
+    return Executor(lower(plan)[rank], *objects, catch_errors=catch_errors)
 
 
 def expected(plan: Plan) -> list[Tensor]:
@@ -282,32 +282,18 @@ stage 0: F0 B0
 """)
 
 
-class Hoarder(Linear):
-    """Keeps K and V behind the iteration."""
-
-    store: Store
-
-    def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        kv = torch.ones(4, 1, 2)
-        self.store.append(0, 0, 0, kv, kv)
-        return super().backward(chunk, gradient)
-
-
 def test_the_store_must_be_empty() -> None:
-    compute = Hoarder(ALONE, 0)
-    compute.store = Store({0: 4})
+    store, kv = Store({0: 4}), torch.ones(4, 1, 2)
+    store.append(0, 0, 0, kv, kv)  # and nobody releases it
     with pytest.raises(AssertionError, match="1 K/V buffers outlive the iteration"):
-        executor_of(ALONE, 0, compute, store=compute.store).run()
+        executor_of(ALONE, 0, Linear(ALONE, 0), store=store).run()
 
 
 def test_a_tensor_for_nobody_is_noticed() -> None:
-    class Generous(Linear):
-        def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-            super().backward(chunk, gradient)
-            return torch.ones(4, WIDTH)  # the first stage has nobody to hand it to
-
+    generous = Linear(ALONE, 0)
+    generous.backward = lambda chunk, gradient: torch.ones(4, WIDTH)  # of the first stage
     with pytest.raises(AssertionError, match="a tensor was received or made for nobody"):
-        execute(ALONE, 0, {}, Generous(ALONE, 0))
+        execute(ALONE, 0, {}, generous)
 
 
 def test_a_tensor_of_another_shape_is_not_sent() -> None:

@@ -9,7 +9,6 @@ from torch import nn
 
 from megatron_epp.ir import Kind, Op, Payload, Plan, Post, StageOp, Transfer, lower
 from megatron_epp.ir.random_plan import arbitrary_plan
-from megatron_epp.runtime.clock import HostClock
 from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import LimitReached, SavedBytesMeter, out_of_memory
@@ -86,10 +85,14 @@ class Hungry:
 
 
 @pytest.mark.parametrize("error", [ValueError("odd"), RuntimeError("mat1 and mat2 shapes")])
-def test_other_errors_are_not_survived(error) -> None:
+def test_other_errors_are_survived_only_where_they_are_to_be_caught(error) -> None:
     the_plan = arbitrary_plan([4], (1,), Random(0))
+    executor = executor_of(the_plan, 0, Hungry(error))
     with pytest.raises(type(error), match=str(error)):
-        executor_of(the_plan, 0, Hungry(error)).run()
+        executor.run()
+    executor = executor_of(the_plan, 0, Hungry(error), catch_errors=True)
+    assert [record.op for record in executor.run()] == list(the_plan.orders[0])
+    assert executor.failure.error is error and executor.failure.op == the_plan.orders[0][0]
 
 
 class FullAtFirst:
@@ -164,38 +167,6 @@ def test_a_failure_names_the_stage_and_the_rank(rank, failing, refused, caplog) 
     said = f"pipeline rank {rank}, stage {failing.stage}, iteration 7: was in {failing.op} for "
     assert said in line and ": out of memory (CUDA out of memory" in line
     assert {record.stage for record in records} == set(the_plan.stages_of(rank))
-
-
-class Device(HostClock):
-    """A clock that notes which marks the host waited for, and when."""
-
-    def __init__(self):
-        self.events = []
-
-    def mark(self):
-        self.events.append(f"mark {len(self.events)}")
-        return self.events[-1]
-
-    def wait(self, mark):
-        self.events.append(f"wait for {mark}")
-
-    def seconds(self, mark):
-        return 0.0
-
-
-def test_the_host_leads_by_one_op() -> None:
-    """Before op n is asked for, op n - 2 is done; its predecessor keeps the device busy."""
-    the_plan = arbitrary_plan([9, 3], (1,), Random(0))
-    (program,) = lower(the_plan)
-    ops = len(program)
-    assert ops >= 4
-    clock = Device()
-    executor_of(the_plan, 0, Linear(the_plan, 0), clock=clock).run()
-    waits = [event for event in clock.events if event.startswith("wait")]
-    ends = [event for event in clock.events if event.startswith("mark")][1::2]
-    assert waits == [f"wait for {end}" for end in ends[:-2]]
-    for wait, end in zip(waits, ends[1:], strict=False):
-        assert clock.events.index(wait) == clock.events.index(end) + 1
 
 
 def test_what_counts_as_out_of_memory() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_epp.runtime import host_store
 from megatron_epp.runtime.host_store import (
     LEAST_BLOCK,
     LEAST_BYTES,
@@ -273,47 +272,3 @@ def test_blocks_are_powers_of_two_and_little_is_wasted(nbytes) -> None:
     assert all(size & (size - 1) == 0 for size in sizes)
     assert 0 <= sum(sizes) - nbytes < LEAST_BLOCK
     assert sizes == sorted(sizes, reverse=True)
-
-
-def test_streams_wait_for_each_other_and_the_host_for_none(monkeypatch) -> None:
-    said: list[str] = []
-
-    class Stream:
-        names = iter(("out", "back"))
-
-        def __init__(self, name=None):
-            self.name = name or next(Stream.names)
-
-        def wait_stream(self, other):
-            said.append(f"{self.name} waits for {other.name}")
-
-        def wait_event(self, event):
-            said.append(f"{self.name} waits for {event}")
-
-        def record_event(self):
-            said.append(f"{self.name} is marked")
-            return f"the mark of {self.name}"
-
-    @contextmanager
-    def on(stream):
-        yield said.append(f"on {stream.name}")
-
-    compute = Stream("compute")
-    monkeypatch.setattr(torch.cuda, "Stream", Stream, raising=False)
-    monkeypatch.setattr(torch.cuda, "stream", on, raising=False)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: compute, raising=False)
-    streams = host_store._Streams()
-    source, target = torch.arange(4), torch.zeros(4, dtype=torch.int64)
-    streams.wait(streams.out([(target, source)]))
-    streams.wait(streams.back([(source, target)]))
-    assert torch.equal(source, target)
-    assert said == [
-        step
-        for name in ("out", "back")
-        for step in (
-            f"{name} waits for compute",
-            f"on {name}",
-            f"{name} is marked",
-            f"compute waits for the mark of {name}",
-        )
-    ]

@@ -34,27 +34,26 @@ def exchange[T](programs: ProgramRunner, phase: str, make: Callable[[], T]) -> l
         Exception: Any other exception that ``make`` raised on this rank, unless an earlier rank
             raised a ValueError: its wrong rows may be the cause.
     """
+    if programs.groups is None:
+        return [make()]
+    control, rank = programs.groups.control, dist.get_rank()
     own: Any
     raised: Exception | None = None
     try:
         own = make()
     except ValueError as error:
-        own, raised = LoopRefusal(str(error)), error
+        own, raised = LoopRefusal(f"rank {rank}: {error}"), error
     except Exception as error:
-        own, raised = LoopFailed(f"{type(error).__name__}: {error}"), error
-    control = None if programs.groups is None else programs.groups.control
-    if control is None or control.size() == 1:
-        if raised is not None:
-            raise raised
-        return [own]
+        own, raised = LoopFailed(f"rank {rank}: {type(error).__name__}: {error}"), error
     programs.current_op.enter(phase)
     every: list[Any] = [None] * control.size()
     dist.all_gather_object(every, own, group=control)
-    refused = [place for place, one in enumerate(every) if isinstance(one, LoopRefusal)]
-    failed = [place for place, one in enumerate(every) if isinstance(one, LoopFailed)]
-    if isinstance(own, LoopFailed) and raised and not any(p < control.rank() for p in refused):
+    earlier = every[: control.rank()]
+    if isinstance(own, LoopFailed) and not any(isinstance(one, LoopRefusal) for one in earlier):
+        assert raised is not None, "this rank failed"
         raise raised
-    for place in refused + failed:
-        rank = dist.get_global_rank(control, place)
-        raise type(every[place])(f"rank {rank}: {every[place]}") from raised
+    for kind in (LoopRefusal, LoopFailed):
+        for one in every:
+            if isinstance(one, kind):
+                raise one from raised
     return every

@@ -71,24 +71,22 @@ class PlannedCall:
         """
         call, batches, context = self.call, self.batches, self.model.context
 
-        def read() -> tuple[int, list[PrefixForest]]:
+        def read() -> tuple[int, int, list[PrefixForest]]:
             self.groups = process_groups(call)
             numbers = range(call.num_microbatches if batches.readable else 0)
             adapter = self.model.adapter
             forests = [forest_of(adapter, batches.item(n), n, context) for n in numbers]
-            return call.num_microbatches, forests
+            return dist.get_rank(), call.num_microbatches, forests
 
         programs = self.pipeline.programs
         every = exchange(programs, "what all ranks of the replica have read", read)
-        counts = [count for count, _ in every]
+        counts = [count for _, count, _ in every]
         if len(set(counts)) > 1:
             raise ValueError(
                 f"num_microbatches differs over the ranks of a pipeline: {counts}; expected one "
                 "number"
             )
-        groups = programs.groups
-        ranks = [0] if groups is None else dist.get_process_group_ranks(groups.control)
-        readers = [(rank, read) for rank, (_, read) in zip(ranks, every, strict=True) if read]
+        readers = [(rank, forests) for rank, _, forests in every if forests]
         if not readers:
             raise ValueError("no rank of the replica has a data iterator; slices need to read one")
         first_rank, first = readers[0]

@@ -8,7 +8,7 @@ order of the groups. The result depends only on seconds and bytes, and the searc
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -19,7 +19,7 @@ from megatron_epp.planner.calls.call_cost import CallChunks, chunks_in
 from megatron_epp.planner.chunks.chunking import backward_order, last_of_groups, starts_of
 from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import merge_iw, orders_of_arrays
-from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
+from megatron_epp.planner.order.list_scheduler import Schedule, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
 from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.planner.order.warmup import group_by_group, shrinking_in_flight
@@ -80,7 +80,7 @@ class OrderedGroups:
 
     order: tuple[int, ...]
     problem: ScheduleProblem
-    policy: PolicyParams | Policy
+    policy: PolicyParams
     schedule: Schedule
 
     @property
@@ -128,7 +128,7 @@ def best_order(
     every = list(dict.fromkeys([*policies(False, many=True), *policies(split, many=False)]))
     # Enough ops for every policy on at least one order: the first policies may not fit.
     left = max(ops, 3 * len(every) * problem.stages * problem.chunks)
-    search = GroupSearch(problem, sizes, left, _in_flight)
+    search = GroupSearch(problem, sizes, left)
     for _ in search.within(budgets):
         search.play(range(len(sizes)), every)
         if reorder:
@@ -140,33 +140,18 @@ def best_order(
     return search.best
 
 
-def _in_flight(problem: ScheduleProblem, sizes: np.ndarray) -> Callable[[PolicyParams], Policy]:
-    limit = shrinking_in_flight(sizes, problem.stages)
-    return lambda params: policy_of(params, problem, sizes, limit)
-
-
-class GroupSearch[Chosen: PolicyParams | Policy]:
+class GroupSearch:
     """Search over the orders of groups; ``best`` is the fastest order that fits.
 
     Args:
         problem: the scheduling problem in the caller's order.
         sizes: number of chunks of every group (micro-batch).
         left: number of ops that may still be simulated.
-        policies_for: called with the problem and the sizes for one order of the groups. It returns
-            a function that converts an element of ``by`` (see :meth:`play`) to a policy.
     """
 
-    def __init__(
-        self,
-        problem: ScheduleProblem,
-        sizes: np.ndarray,
-        left: int,
-        policies_for: Callable[[ScheduleProblem, np.ndarray], Callable[[Chosen], Policy]],
-    ):
+    def __init__(self, problem: ScheduleProblem, sizes: np.ndarray, left: int):
         self.problem, self.sizes, self.left = problem, sizes, left
-        self.policies_for = policies_for
         self.best: OrderedGroups | None = None
-        self.policy: Chosen | None = None  # policy of the best order
 
     def within(self, budgets: Iterable[np.ndarray]) -> Iterator[None]:
         """Set each of the ascending ``budgets`` in turn; the caller searches after each yield.
@@ -179,21 +164,21 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
             self.problem, self.left = dataclasses.replace(self.problem, headroom_bytes=budget), ops
             yield
 
-    def play(self, order: Sequence[int], by: Sequence[Chosen]) -> bool:
+    def play(self, order: Sequence[int], by: Sequence[PolicyParams]) -> bool:
         """Simulate ``order`` with the policies of ``by``; return whether ``best`` has improved."""
         better = False
         problem = arranged(self.problem, order, self.sizes)
-        policy_in = self.policies_for(problem, self.sizes[list(order)])
+        sizes = self.sizes[list(order)]
+        limit = shrinking_in_flight(sizes, problem.stages)
         for policy in by:
             if self.left <= 0:
                 break
             self.left -= problem.stages * problem.chunks * (3 if policy.split else 2)
-            played = list_schedule(problem, policy_in(policy))
+            played = list_schedule(problem, policy_of(policy, problem, sizes, limit))
             if not np.isfinite(played.seconds) or played.over_bytes > 0:
                 continue
             if self.best is None or played.seconds < self.best.seconds * (1 - _ROUNDING):
-                self.best = OrderedGroups(tuple(order), problem, policy, played)
-                self.policy, better = policy, True
+                self.best, better = OrderedGroups(tuple(order), problem, policy, played), True
         return better
 
     def climb(self) -> None:
@@ -201,14 +186,14 @@ class GroupSearch[Chosen: PolicyParams | Policy]:
         random, since = Random(0), 0
         while self.best is not None and self.left > 0 and since < 4 * len(self.best.order):
             order = list(self.best.order)
-            if len(order) < 3 or self.policy is None:
+            if len(order) < 3:
                 return
             one, other = random.sample(range(len(order)), 2)
             if random.random() < 0.5:
                 order[one], order[other] = order[other], order[one]
             else:
                 order.insert(other, order.pop(one))
-            since = 0 if self.play(order, [self.policy]) else since + 1
+            since = 0 if self.play(order, [self.best.policy]) else since + 1
 
 
 def orders_worth_playing(problem: ScheduleProblem, sizes: np.ndarray) -> Iterator[tuple[int, ...]]:

@@ -1,7 +1,8 @@
 """Worlds of several ranks that a file of tests asks."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,3 +19,11 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory) -> list[Mapping]:
     run = train([], processes=request.module.RANKS, program=(program, str(folder)))
     assert run.statuses == (0,) * request.module.RANKS, run.output
     return [json.loads(path.read_text()) for path in sorted(folder.glob("answers.*"))]
+
+
+def require_said(pairs: Sequence[tuple[str, str]], count: int) -> None:
+    """Each of ``count`` pairs is a pattern and the line of a ValueError that begins with it."""
+    assert len(pairs) == count
+    for pattern, said in pairs:
+        assert re.match(f"ValueError: {pattern}", said), (pattern, said)
+        assert "\n" not in said

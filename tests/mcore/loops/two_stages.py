@@ -4,12 +4,14 @@
     two_stages.py FOLDER
 
 First the contract: what Megatron's own schedule makes of a loop's hooks, and what slices do. Then
-calls that cannot go well, each of which must end on both ranks, and at last one that goes well.
+calls that cannot go well, each of which must end on both ranks, and good ones; at last calls after
+process groups were made anew.
 """
 
 import sys
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import batched
 from pathlib import Path
 from random import Random
@@ -19,18 +21,28 @@ from unittest.mock import patch
 ROOT = Path(__file__).parents[3]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
-import megatron_epp
-from megatron_epp.mcore.patching import cpu_host
-
-cpu_host.install_cpu_host()
+from tests.mcore.loops.loop import (  # isort: skip  (prepares the host)
+    FOLDER,
+    WORDS,
+    Trained,
+    call,
+    difference,
+    inputs_of,
+    joined,
+    micro_batches,
+    outcome,
+    trained,
+)
 
 import own_adapter
 import rl_loop
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+import megatron_epp
 from megatron_epp.corpus.shared_prefixes import PrefixForest, SharedSpan
 from megatron_epp.ir import FULL, KEEP
 from megatron_epp.mcore.loops import pipelines
@@ -42,51 +54,20 @@ from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 from megatron_epp.planner.calls.call_options import CallOptions
 from tests.certify.loops.micro_batches import arbitrary_sliced_plan
-from tests.mcore.loops.joined import joined
+from tests.mcore.loops.rebuilt_groups import ReloadableWorld
 
-LENGTHS = (20, 60, 10, 33)
-
-
-def micro_batches(lengths=LENGTHS) -> list[dict]:
-    generator = torch.Generator().manual_seed(3)
-    made = []
-    for length in lengths:
-        tokens = torch.randint(rl_loop.WORDS, (1, length + 1), generator=generator)
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
-        made.append(
-            {
-                "tokens": tokens[:, :-1],
-                "labels": tokens[:, 1:],
-                "loss_mask": torch.ones(1, length),
-                "attention_mask": mask,
-            }
-        )
-    return made
+BATCHES = micro_batches((20,), (60,), (10,), (33,))
 
 
 def forward_step(data_iterator, model):
     batch = next(data_iterator)
-    places = torch.arange(batch["tokens"].shape[1])[None]
-    output = model(batch["tokens"], places, batch.get("attention_mask"), labels=batch["labels"])
-    return output, lambda losses, **named: loss(batch, losses, **named)
+    return model(**inputs_of(batch), labels=batch["labels"]), partial(loss, batch)
 
 
 def loss(batch, losses, non_loss_data=False):
     if non_loss_data:
         return round(losses.sum().item(), 9)
     return losses.sum(), torch.tensor(losses.numel()), {"rows": losses.numel()}
-
-
-def call(model, batches, step=forward_step, **named):
-    keywords = {
-        "forward_step_func": step,
-        "data_iterator": iter(batches),
-        "model": [model],
-        "num_microbatches": len(LENGTHS),
-        "seq_length": 1,
-        "micro_batch_size": 1,
-    }
-    return get_forward_backward_func()(**(keywords | named))
 
 
 class Timers:
@@ -105,7 +86,7 @@ class Timers:
         )
 
 
-def contract(model) -> list:
+def contract(model) -> tuple[list, Trained]:
     """What a training call and two passes of forwards do with the loop's hooks."""
     events, config = [], model.config
     backward = torch.autograd.backward
@@ -134,29 +115,20 @@ def contract(model) -> list:
             events.append("backward")
         return backward(*args, **named)
 
-    model.zero_grad(set_to_none=True)
     with patch.multiple(config, **hooks), patch("torch.autograd.backward", run_backward):
-        made = call(model, micro_batches(), force_all_reduce=True)
-    made_more = []
+        made = trained(model, BATCHES, forward_step, force_all_reduce=True)
     with torch.no_grad():
-        made_more.append(call(model, micro_batches(), forward_only=True))
-        made_more.append(
-            call(model, micro_batches(), forward_only=True, collect_non_loss_data=True)
-        )
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        made_more = [
+            call(model, BATCHES, forward_step, forward_only=True, collect_non_loss_data=collects)
+            for collects in (False, True)
+        ]
     # Megatron's messages have timers of their own; ours are received early, and have none.
     counted = ("forward-backward", "forward-compute", "backward-compute")
     counts = {key: n for key, n in sorted(timers.seen.items()) if key.split()[0] in counted}
-    return [[made, made_more, events, counts], gradients]
+    return [made[0], made_more, events, counts], made
 
 
-def outcome(do) -> str:
-    try:
-        do()
-    except Exception as error:
-        kind = "ValueError" if isinstance(error, ValueError) else type(error).__name__
-        return f"{kind}: {error}"
-    return "went well"
+# ------------------------------------------------------------------ calls that cannot go well
 
 
 def twice(data_iterator, model):
@@ -165,28 +137,13 @@ def twice(data_iterator, model):
     return made
 
 
+def summed(data_iterator, model):
+    output, made = forward_step(data_iterator, model)
+    return output.sum() if output.dim() == 2 else output, made
+
+
 def fails(*words, **named):
     raise KeyError("what nobody foresaw")
-
-
-def failures(model, made, rank: int) -> dict[str, str]:
-    found = {}
-
-    def broken(data_iterator, model):
-        made = forward_step(data_iterator, model)
-        if rank == 1:
-            raise RuntimeError("the loop's own mistake")
-        return made
-
-    found["count"] = outcome(lambda: call(model, micro_batches(), num_microbatches=3 + rank))
-    found["early"] = outcome(lambda: call(model, micro_batches()[:2]))
-    found["broken"] = outcome(lambda: call(model, micro_batches(), broken))
-    with patch.object(SliceStage, "__init__", fails) if rank else nullcontext():
-        found["one stage"] = outcome(lambda: call(model, micro_batches()))
-    found["observed late"] = outcome(
-        lambda: megatron_epp.attach(model, made.adapter, observe=print)
-    )
-    return found
 
 
 class Lying(Samples):
@@ -203,6 +160,132 @@ class ShortMasks(Samples):
         return made | {"loss_mask": made["loss_mask"][:, :-1]}
 
 
+class Sharing(Samples):
+    """Says that documents are ``nodes``: (document, start, stop, parent); stop 0 is the end."""
+
+    def __init__(self, *nodes: tuple[int, int, int, int], last: tuple[int, ...] | None = None):
+        super().__init__(loss)
+        self.nodes, self.last = nodes, last or (len(nodes) - 1,)
+
+    def prefixes(self, micro_batch):
+        length = micro_batch["tokens"].shape[1]
+        spans = (SharedSpan(d, start, stop or length, p) for d, start, stop, p in self.nodes)
+        return PrefixForest(tuple(spans), self.last)
+
+
+class NoForest(Samples):
+    def prefixes(self, micro_batch):
+        return [5]
+
+
+def with_front(adapter: Samples) -> Samples:
+    adapter.inputs = lambda batch, document: {"input_ids": batch["tokens"]}
+    return adapter
+
+
+def bad_calls(rank: int) -> list[tuple]:
+    """(what both ranks say, adapter, micro-batches, arguments of the call)."""
+    plain = Samples(loss)
+    others = micro_batches((20,), (60,), (11 if rank else 10,), (33,))
+    beside = [
+        {name: torch.cat((a[name], b[name])) for name in ("tokens", "labels", "loss_mask")}
+        for a, b in batched(micro_batches(*((20,),) * 8), 2)
+    ]
+    prefixes = "rank 0: the adapter's prefixes of micro-batch 0"
+    return [
+        (
+            "rank 0: the forward step drew twice for one chunk: expected one draw",
+            plain, BATCHES, {"forward_step_func": twice},
+        ),
+        (
+            r"micro-batch 2 differs over ranks: documents of \(10,\) on rank 0, \(11,\) on rank 1",
+            plain, others, {},
+        ),
+        (
+            r"num_microbatches differs over the ranks of a pipeline: \[3, 4\]; expected one number",
+            plain, BATCHES, {"num_microbatches": 3 + rank},
+        ),
+        (
+            "rank 0: the data iterator ended after 2 of the 4 micro-batches",
+            plain, BATCHES[:2], {"num_microbatches": 4},
+        ),
+        ("rank 0: the adapter's rows of micro-batch 1, document 0, tok", Lying(loss), BATCHES, {}),
+        ("rank 0: the adapter's rows of .*'loss_mask' has shape", ShortMasks(loss), BATCHES, {}),
+        (
+            r"rank 1: micro-batch .*the loss has shape \(1, ",
+            Samples(lambda batch, losses: (losses, {})), BATCHES, {},
+        ),
+        (
+            "rank 1: the forward step's output for",
+            plain, BATCHES, {"forward_step_func": summed},
+        ),
+        (
+            f"{prefixes}: node 0 continues node 1; expected",
+            Sharing((0, 0, 5, 1), (0, 5, 0, 0)), BATCHES, {},
+        ),
+        (
+            rf"{prefixes}: node 1 holds tokens \[7:20\] of sequence 0, of 20; expected some from 5",
+            Sharing((0, 0, 5, -1), (0, 7, 0, 0)), BATCHES, {},
+        ),
+        (f"{prefixes}: sequence 0 ends with node 0", Sharing((0, 0, 5, -1)), BATCHES, {}),
+        (f"{prefixes} are list; expected what", NoForest(loss), BATCHES, {}),
+        (
+            rf"{prefixes}: 'tokens' of document 1 in \[0",
+            Sharing((0, 0, 5, -1), (0, 5, 0, 0), (1, 5, 0, 0), last=(1, 2)), beside, {},
+        ),
+        (
+            "the adapter's prefixes: what stands in front of the layers sees documents",
+            with_front(Sharing((0, 0, 5, -1), (0, 5, 0, 0))), BATCHES, {},
+        ),
+        (
+            "rank 0: the adapter says 300 tokens for document 0 of micro-batch 1; expected 1",
+            plain, micro_batches((20,), (300,), (10,), (33,)), {},
+        ),
+    ]  # fmt: skip
+
+
+def bad_attaches(model, adapter) -> list[tuple]:
+    """(what is said, model, adapter, other arguments)."""
+    holds = "holds no module of Megatron's with a decoder of Megatron's layers"
+    alone = "expected in the process's first attach only"
+    return [
+        (rf"attach\(timeout=, observe=\): {alone}", model, adapter, {"observe": print}),
+        ("attach: the adapter has no function 'lengths'; expected lengths", model, object(), {}),
+        ("attach: 2 model chunks on a rank; expected one", [model, model], adapter, {}),
+        (f"attach: a Linear {holds}", torch.nn.Linear(1, 1), adapter, {}),
+        ("attach: this model is attached already", model, adapter, {}),
+    ]
+
+
+def failures(model, made, rank: int) -> dict[str, object]:
+    def good() -> str:
+        made.adapter = Samples(loss)
+        return outcome(lambda: call(model, BATCHES, forward_step))
+
+    def broken(data_iterator, model):
+        made = forward_step(data_iterator, model)
+        if rank == 1:
+            raise RuntimeError("the loop's own mistake")
+        return made
+
+    said = []
+    for says, whole, adapter, named in bad_attaches(model, made.adapter):
+        attach = partial(megatron_epp.attach, whole, adapter, **named)
+        said.append((says, outcome(attach)))
+    found: dict[str, object] = {"bad": said, "good": [good()]}
+    found["broken"] = outcome(lambda: call(model, BATCHES, broken))
+    with patch.object(SliceStage, "__init__", fails) if rank else nullcontext():
+        found["one stage"] = outcome(lambda: call(model, BATCHES, forward_step))
+    for says, made.adapter, batches, named in bad_calls(rank):
+        said.append((says, outcome(partial(call, model, batches, forward_step, **named))))
+    for made.slicing in (False, True):
+        found["good"].append(good())
+    return found
+
+
+# ------------------------------------------------------------------ calls that go well
+
+
 def recomputed(model, attached, ran: list) -> list:
     """The largest difference that recompute makes to gradients of slices, the loop's own and that
     of a plan within little memory; and what the plan recomputes on this stage."""
@@ -212,110 +295,20 @@ def recomputed(model, attached, ran: list) -> list:
         "recompute_num_layers": 1,
     }
     model.train()
-    little = ActivationBudget.of(model.config, rl_loop.WORDS, 0.6 * 2**20)
-    little_for_whole = ActivationBudget.of(model.config, rl_loop.WORDS, 0.85 * 2**20)
     made, letters = [], []
-    for settings, memory, slicing in (
+    for settings, mib, attached.slicing in (
         (dict.fromkeys(static), None, True),
         (static, None, True),
-        (static, little, True),
-        (static, little_for_whole, False),
+        (static, 0.6, True),
+        (static, 0.85, False),
     ):
-        model.zero_grad(set_to_none=True)
-        attached.memory, attached.slicing = memory, slicing
+        budget = mib and ActivationBudget.of(model.config, WORDS, mib * 2**20)
+        attached.memory = budget
         with patch.multiple(model.config, **settings):
-            call(model, micro_batches())
-        made.append({name: p.grad.clone() for name, p in model.named_parameters()})
+            made.append(trained(model, BATCHES, forward_step))
         letters.append("".join(ran[-1].plan.recompute[ran[-1].records[0].stage]))
     attached.memory, attached.slicing = None, True
-    plain, *others = made
-    worst = max(
-        float((again[name] - plain[name]).abs().max() / plain[name].abs().max())
-        for again in others
-        for name in plain
-    )
-    return [worst, *letters[2:]]
-
-
-def sliced_failures(model, made, rank: int, ran: list) -> dict[str, object]:
-    found: dict[str, object] = {}
-    found["half an adapter"] = outcome(lambda: megatron_epp.attach(model, object()))
-    found["two chunks"] = outcome(lambda: megatron_epp.attach([model, model], Samples(loss)))
-    found["no GPT"] = outcome(lambda: megatron_epp.attach(torch.nn.Linear(1, 1), Samples(loss)))
-    found["goes"] = outcome(lambda: call(model, micro_batches()))
-    found["recomputed"] = recomputed(model, made, ran)
-    found["sliced twice"] = outcome(lambda: call(model, micro_batches(), twice))
-    other = micro_batches((20, 60, 11, 33) if rank else LENGTHS)
-    found["sliced differ"] = outcome(lambda: call(model, other))
-    found["attached again"] = outcome(lambda: megatron_epp.attach(model, Samples(loss)))
-    made.adapter = Lying(loss)
-    found["lying"] = outcome(lambda: call(model, micro_batches()))
-    made.adapter = ShortMasks(loss)
-    found["short masks"] = outcome(lambda: call(model, micro_batches()))
-    made.adapter = Samples(lambda batch, losses: (losses, {}))
-    found["no scalar"] = outcome(lambda: call(model, micro_batches()))
-
-    def summed(data_iterator, model):
-        output, made = forward_step(data_iterator, model)
-        return output.sum() if output.dim() == 2 else output, made
-
-    made.adapter = Samples(loss)
-    found["no outputs"] = outcome(lambda: call(model, micro_batches(), summed))
-    found |= shared_failures(model, made)
-    made.adapter = Samples(loss)
-    found["too long"] = outcome(lambda: call(model, micro_batches((20, 300, 10, 33))))
-    made.slicing = False
-    found["whole again"] = outcome(lambda: call(model, micro_batches()))
-    made.slicing = True
-    found["at last"] = outcome(lambda: call(model, micro_batches()))
-    return found
-
-
-class Sharing(Samples):
-    """Says of a micro-batch's documents what it is told to: ``forest(tokens of each)``."""
-
-    def __init__(self, forest, front: bool = False):
-        super().__init__(loss)
-        self.forest = forest
-        if front:
-            self.inputs = lambda batch, document: {"input_ids": batch["tokens"]}
-
-    def prefixes(self, micro_batch):
-        return self.forest(micro_batch["tokens"].shape[1])
-
-
-def shared_failures(model, made) -> dict[str, str]:
-    """Forests that are none."""
-
-    def one(*nodes: tuple[int, int, int]):
-        """Of one document: (start, stop, parent)."""
-        return PrefixForest(tuple(SharedSpan(0, *node) for node in nodes), (len(nodes) - 1,))
-
-    def two(length: int):
-        """Of two documents that begin alike."""
-        nodes = (0, 0, 5, -1), (0, 5, length, 0), (1, 5, length, 0)
-        return PrefixForest(tuple(SharedSpan(*node) for node in nodes), (1, 2))
-
-    alone = micro_batches()
-    of_two = [
-        {name: torch.cat((a[name], b[name])) for name in ("tokens", "labels", "loss_mask")}
-        for a, b in batched(micro_batches((20,) * 8), 2)
-    ]
-    cases = {
-        "circle": (Sharing(lambda length: one((0, 5, 1), (5, length, 0))), alone),
-        "gap": (Sharing(lambda length: one((0, 5, -1), (7, length, 0))), alone),
-        "no end": (Sharing(lambda length: one((0, 5, -1))), alone),
-        "no forest": (Sharing(lambda length: [5]), alone),
-        "other tokens": (Sharing(two), of_two),
-        "shared in front": (
-            Sharing(lambda length: one((0, 5, -1), (5, length, 0)), front=True),
-            alone,
-        ),
-    }
-    found = {}
-    for name, (made.adapter, batches) in cases.items():
-        found[name] = outcome(lambda batches=batches: call(model, batches))
-    return found
+    return [max(difference(one, made[0]) for one in made[1:]), *letters[2:]]
 
 
 def left_padded() -> list[dict]:
@@ -324,13 +317,10 @@ def left_padded() -> list[dict]:
     for lengths in ((20, 60), (10,), (33, 7, 41), (5, 64)):
         rows = max(lengths)
         inside = torch.arange(rows)[None] >= rows - torch.tensor(lengths)[:, None]
-        tokens = torch.randint(rl_loop.WORDS, inside.shape, generator=generator)
+        tokens = torch.randint(WORDS, inside.shape, generator=generator)
+        advantages = torch.randn(len(lengths), generator=generator, dtype=torch.float64)
         made.append(
-            {
-                "sequences": tokens,
-                "attention_mask": inside.long(),
-                "advantages": torch.randn(len(lengths), generator=generator, dtype=torch.float64),
-            }
+            {"sequences": tokens, "attention_mask": inside.long(), "advantages": advantages}
         )
     return made
 
@@ -340,61 +330,52 @@ def drawn_plan(lengths, layers, rates, options, forward_only):
     return arbitrary_sliced_plan(lengths, layers, random, options.split, forward_only, modes)
 
 
-def of_own_adapter(model, made=None) -> tuple[list, dict]:
-    """Losses and gradients of a call: by Megatron's schedule, or in slices of ``made``."""
-    model.zero_grad(set_to_none=True)
-    if made is not None:
-        made.adapter = own_adapter.OwnAdapter()
-    losses = call(model, left_padded(), own_adapter.forward_step)
-    return losses, {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def worst_of(gradients: dict, expected: dict) -> float:
-    return max(
-        float((gradients[name] - expected[name]).abs().max() / expected[name].abs().max())
-        for name in expected
-    )
+def made_anew(model, world: ReloadableWorld, expected: Trained, ran: list) -> list:
+    """The largest difference of calls after groups were made anew; how many plans ran, and how many
+    links first spoke in the midst of one."""
+    before, worst = len(ran), 0.0
+    for rebuild in (world.rebuild, world.rebuild, world.rebuild_world):
+        rebuild()
+        worst = max(worst, difference(trained(model, BATCHES, forward_step), expected))
+    return [worst, len(ran) - before, world.late]
 
 
 def main() -> None:
-    with joined(2) as (rank, _, answers):
+    with joined(2) as (rank, answers):
+        world = ReloadableWorld(dist.FileStore(str(FOLDER / "second meeting"), 2))
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
         model_parallel_cuda_manual_seed(1)
         model = rl_loop.build_model(rank)
         model.config.finalize_model_grads_func = None
-        stock, expected = contract(model)
-        padded_losses, padded_gradients = of_own_adapter(model)
+        answers["stock"], expected = contract(model)
+        plainly = trained(model, BATCHES, forward_step)
+        padded = trained(model, left_padded(), own_adapter.forward_step)
         ran: list = []
         settings = Settings(options=CallOptions(split=False), observe=ran.append)
         with Installation(settings) as unattached:
-            answers["not attached"] = contract(model)[0] == stock, len(ran)
+            answers["not attached"] = contract(model)[0] == answers["stock"], len(ran)
             stocks = unattached.schedule.stock
             made = megatron_epp.attach(model, Samples(loss))
-            sliced, gradients = contract(model)
-            chunks = [len(record.plan.chunks) for record in ran]
+            answers["sliced"], sliced = contract(model)
+            answers["chunks"] = [len(record.plan.chunks) for record in ran]
             made.slicing = False
-            whole, other_gradients = contract(model)
-            answers |= {
-                "stock": stock,
-                "sliced": sliced,
-                "whole": whole,
-                "chunks": chunks,
-                "worst": max(worst_of(one, expected) for one in (gradients, other_gradients)),
-            }
+            answers["whole"], whole = contract(model)
+            answers["worst"] = max(difference(one, expected) for one in (sliced, whole))
             made.slicing = True
-            answers |= failures(model, made, rank) | sliced_failures(model, made, rank, ran)
+            answers |= failures(model, made, rank)
+            answers["recomputed"] = recomputed(model, made, ran)
+            answers["made anew"] = made_anew(model, world, plainly, ran)
         answers["removed"] = installed() is None
         with Installation(replace(settings, make_plan=drawn_plan)):
-            losses, gradients = of_own_adapter(model, made)
-            far = [abs(a["loss"] - b["loss"]) for a, b in zip(losses, padded_losses, strict=True)]
-            worst = max([*far, worst_of(gradients, padded_gradients)])
-            answers["own adapter"] = worst, len(ran[-1].plan.chunks)
+            made.adapter = own_adapter.OwnAdapter()
+            found = trained(model, left_padded(), own_adapter.forward_step)
+            answers["own adapter"] = difference(found, padded), len(ran[-1].plan.chunks)
             made.adapter = Samples(loss)
         with (
             Installation(settings),
             patch.object(pipelines, "guessed_rates", fails) if rank else nullcontext(),
         ):
-            answers["no pipeline"] = outcome(lambda: call(model, micro_batches()))
+            answers["no pipeline"] = outcome(lambda: call(model, BATCHES, forward_step))
         answers["removed"] &= get_forward_backward_func() is stocks[PIPELINE]
 
 
