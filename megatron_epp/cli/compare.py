@@ -14,7 +14,7 @@ from megatron_epp.cli.machine import padding_text, planning_cost
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.plan import late_text, options_of
 from megatron_epp.cli.progress import Workers, bar
-from megatron_epp.cost.catalogue.public import accuracy_lines
+from megatron_epp.cost.catalogue.accuracy import accuracy_lines
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.overlap import EXPERTS, TENSOR, overlaps
 from megatron_epp.planner import COMPARED, OVERLAPPED, PLANNERS, STOCK, Options

@@ -16,8 +16,8 @@ from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.progress import Workers
 from megatron_epp.corpus.overlong import Counts
+from megatron_epp.cost.catalogue.accuracy import accuracy_lines
 from megatron_epp.cost.catalogue.devices import device
-from megatron_epp.cost.catalogue.public import accuracy_lines
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.cost.profile import Profile

@@ -11,8 +11,8 @@ The buffers of ``--tp-comm-overlap`` have one shape for the run, ``--seq-length`
 of each batch. A job with experts is assumed to overlap the all-to-all instead, which supports any
 length.
 
-The fractions come from public measurements (``public_measurements.json``), relative to the
-communication that the analytic model predicts:
+The fractions come from public measurements (``scripts/bench/public_measurements.json``), relative
+to the communication that the analytic model predicts:
 
 tensor    0.8. Table ``dgxc-llama31`` has steps with TP 4 and its overlap (rows 6 to 9), and steps
           without TP (rows 1 to 5). Their times imply that 81% of the communication is overlapped.

@@ -1,31 +1,32 @@
 """Predict all published measurements in the catalogue, and write the errors of the predictions.
 
     python scripts/bench/public.py            prints the table
-    python scripts/bench/public.py --write    writes scores and docs/results/public_measurements.md
+    python scripts/bench/public.py --write    writes both files and
+                                              docs/results/public_measurements.md
 
-The measurements are in `public_measurements.json` of `megatron_epp/cost/catalogue`. The scores,
-which `plan`, `compare` and `tune` read, are in `public_scores.json` next to it. Steps are predicted
-for Megatron's own schedule: equal sequences, 1F1B or interleaved, logits saved from forward to
-backward, and the recompute of the row. Their memory is the peak that PyTorch's allocator reports as
-allocated.
+The measurements are in `public_measurements.json`, the predictions in `public_scores.json`; what
+`plan`, `compare` and `tune` print is in `megatron_epp/cost/catalogue/accuracy.json`. Steps are
+predicted for Megatron's own schedule: equal sequences, 1F1B or interleaved, logits saved from
+forward to backward, and the recompute of the row. Their memory is the peak that PyTorch's allocator
+reports as allocated.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
+import public_rows as public
 from headline import ROOT
-
-sys.path.insert(0, str(ROOT))
+from public_rows import PublicRow, Scores
 
 from megatron_epp.cost.analytic import ELEMENT_BYTES, WEIGHT_READ
 from megatron_epp.cost.build import even_layers, named_cost
-from megatron_epp.cost.catalogue import public
+from megatron_epp.cost.catalogue.accuracy import ACCURACY, Errors
 from megatron_epp.cost.catalogue.devices import DEVICES, GIB, Device
 from megatron_epp.cost.catalogue.models import Model
-from megatron_epp.cost.catalogue.public import PublicRow, Scores
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.kinds.moe import NARROW_EXPERT
 from megatron_epp.cost.layer_kinds import Counts
@@ -307,7 +308,7 @@ _HEAD = """\
 <!-- written by scripts/bench/public.py --write; do not edit -->
 
 The analytic cost model ([cost_model](../how/cost_model.md)) predicts measurements that others have
-published, with their configurations: `megatron_epp/cost/catalogue/public_measurements.json`.
+published, with their configurations: `scripts/bench/public_measurements.json`.
 
 - *Comparable* (c) is a row in bf16, on a device of the catalogue, with kernels of 2024 or later,
   and with no exchange inside a layer (tensor, context, expert parallel) hidden behind computation.
@@ -435,6 +436,33 @@ def all_scores() -> Scores:
     }
 
 
+def accuracy(scores: Scores) -> dict[str, Errors]:
+    """Return the errors of comparable steps and layers that others measured, by device."""
+    known = [row for row in public.measurements() if row.comparable and row.model and not row.own]
+    found: dict[str, Errors] = {}
+    for device in DEVICES:
+        rows = [row for row in known if row.facts["device"] == device]
+        errors = {
+            kind: public.errors_of([row for row in rows if row.kind == kind], scores)
+            for kind in ("dense", "MoE")
+        }
+        errors["memory"] = public.errors_of(rows, scores, memory=True)
+        of_device: Errors = {}
+        for kind, values in errors.items():
+            if values:
+                median, worst = public.median_and_worst(values)
+                of_device[kind] = (round(median, 4), round(worst, 4), len(values))
+        if of_device:
+            found[device] = of_device
+    return found
+
+
+def _lines(values: Mapping[str, Any]) -> str:
+    """Return JSON with a line a key."""
+    lines = (f" {json.dumps(key)}: {json.dumps(each)}" for key, each in values.items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
 def main() -> int:
     """Print the table, or write the scores and the page; return the exit status."""
     parser = argparse.ArgumentParser(
@@ -444,8 +472,8 @@ def main() -> int:
     arguments = parser.parse_args()
     found = all_scores()
     if arguments.write:
-        lines = (f" {json.dumps(key)}: {json.dumps(each)}" for key, each in found.items())
-        public.SCORES.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+        public.SCORES.write_text(_lines(found), encoding="utf-8")
+        ACCURACY.write_text(_lines(accuracy(found)), encoding="utf-8")
         PAGE.write_text(page(found), encoding="utf-8")
     else:
         print(page(found))

@@ -3,8 +3,8 @@
 
     scripts/upstream/count_hub_parameters.py [NAME ...]
 
-The script builds each model of tests/cost/hub_models.json without memory (half a minute for all). It
-writes the numbers of parameters of the decoders, with embeddings, to
+The script builds each model of tests/cost/hub_models.json without memory (half a minute for all).
+It writes the numbers of parameters of the decoders, with embeddings, to
 tests/cost/hub_parameters.json. Multi-token prediction and encoders are not built. Without a NAME,
 it writes the default values of the classes to tests/cost/hub_defaults.json. Tests compare this
 project's reading of config.json with both files.

@@ -1,18 +1,30 @@
 """What commands say of the analytic model, and the flag for how tokens go to experts."""
 
+import dataclasses
 import json
 
 import pytest
 
 from megatron_epp.cost.analytic import profile
-from megatron_epp.cost.catalogue import public
+from megatron_epp.cost.catalogue.accuracy import accuracy_lines
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from tests.cli.commands import LENGTHS, printed
 
 DENSE = ["--model", "llama3-8b", "--device", "h100-80g", "--cp", 4]
 EXPERTS = ["--model", "qwen3-30b-a3b", "--device", "h100-80g", "--tp", 2, "--cp", 4]
-LINE = public.accuracy_lines(profile(MODELS["llama3-8b"], DEVICES["h100-80g"]))
+ANALYTIC = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
+LINE = accuracy_lines(ANALYTIC)
+
+
+def test_only_a_device_that_is_scored_has_figures() -> None:
+    assert LINE[0].startswith("analytic model of h100-80g: median ")
+    assert " public measurements of dense models; " in LINE[0] and " of MoE; " in LINE[0]
+    unscored = profile(MODELS["llama3-8b"], DEVICES["a100-80g"])
+    line = "analytic model of a100-80g: no public measurement scores it"
+    assert accuracy_lines(unscored) == [line]
+    origin = dataclasses.replace(ANALYTIC.provenance, kind="measured")
+    assert accuracy_lines(dataclasses.replace(ANALYTIC, provenance=origin)) == []
 
 
 @pytest.fixture
@@ -24,7 +36,6 @@ def batch(tmp_path):
 
 def test_plan_and_compare_end_with_how_far_the_model_is_off(capsys, batch) -> None:
     planned = printed(capsys, "plan", *batch, *DENSE)
-    assert planned.err.splitlines()[-1].startswith("analytic model of h100-80g: median ")
     assert planned.err.splitlines()[-1:] == LINE
     compared = printed(capsys, "compare", *batch, *DENSE, "--planner", "packing", "1f1b").out
     assert " ".join(compared.split()).endswith(LINE[0])  # which is wrapped

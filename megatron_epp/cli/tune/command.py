@@ -21,8 +21,8 @@ from megatron_epp.cli.tune.nodes import grid_svg, node_facts, node_lines
 from megatron_epp.cli.tune.page import survey_page
 from megatron_epp.cli.tune.report import spread, tuning_lines
 from megatron_epp.cli.tune.script import launch_script, layouts_line, require_sayable
+from megatron_epp.cost.catalogue.accuracy import accuracy_lines
 from megatron_epp.cost.catalogue.models import model, model_config
-from megatron_epp.cost.catalogue.public import accuracy_lines
 from megatron_epp.cost.network.topology import Topology
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.tuning.node_map import NodeMap, map_nodes

@@ -9,8 +9,8 @@ from megatron_epp.cli.tune.describe import NOT_PLANNED, flags_text
 from megatron_epp.cli.tune.job import TunedJob
 from megatron_epp.cli.tune.report import shown_rows, survey_verdict
 from megatron_epp.cli.tune.script import launch_flags
+from megatron_epp.cost.catalogue.accuracy import accuracy_lines
 from megatron_epp.cost.catalogue.megatron_flags import model_flags
-from megatron_epp.cost.catalogue.public import accuracy_lines
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import OVERLAPPED, STOCK
 from megatron_epp.planner.tuning.parts import memory_parts

@@ -2,7 +2,7 @@
 
 ``public_measurements.json`` contains the measurements, table by table, as their authors published
 them. ``public_scores.json`` contains the analytic model's prediction of each measurement
-(``scripts/bench/public.py`` writes it). Two properties of a row follow from rules that were fixed
+(``public.py`` writes it). Two properties of a row follow from rules that were fixed
 before any constant of the model was fitted:
 
 comparable   bf16, kernels of 2024 or later, a device of the catalogue; communication inside a layer
@@ -12,15 +12,19 @@ held out     every third row of each table, starting with the second: no constan
 
 import json
 import statistics
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from headline import ROOT
+
+sys.path.insert(0, str(ROOT))
+
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS, Model
-from megatron_epp.cost.profile import ANALYTIC, Profile
 
 KERNELS = 2024
 # Names of measured values; larger rates are faster.
@@ -155,41 +159,3 @@ def median_and_worst(values: Iterable[float]) -> tuple[float, float]:
     """Return the median and the maximum of the absolute errors."""
     sizes = [abs(each) for each in values]
     return statistics.median(sizes), max(sizes)
-
-
-def accuracy_lines(profile: Profile) -> list[str]:
-    """Return a line on the model's accuracy for the device of an analytic ``profile``.
-
-    The list is empty for a measured profile, and for a device that is not in the catalogue.
-    """
-    if profile.provenance.kind != ANALYTIC:
-        return []
-    device = profile.provenance.device
-    return [_accuracy(device)] if device in DEVICES else []
-
-
-def _accuracy(device: str) -> str:
-    rows = [
-        row
-        for row in measurements()
-        if row.comparable and row.facts["device"] == device and row.model and not row.own
-    ]
-    parts: list[str] = []
-    for what, of in (
-        ("public measurements of dense models", errors_of(_of_kind(rows, "dense"), scores())),
-        ("of MoE", errors_of(_of_kind(rows, "MoE"), scores())),
-        ("of memory", errors_of(rows, scores(), memory=True)),
-    ):
-        if of:
-            median, worst = median_and_worst(of)
-            words = ("median ", "worst ") if not parts else ("", "")
-            joined = ", " if not parts else " and "
-            parts.append(
-                f"{words[0]}{median:.0%}{joined}{words[1]}{worst:.0%} of {len(of)} "
-                + (what if parts else what.replace("of MoE", "public measurements of MoE"))
-            )
-    return f"analytic model of {device}: " + ("; ".join(parts) or "no public measurement scores it")
-
-
-def _of_kind(rows: Iterable[PublicRow], kind: str) -> list[PublicRow]:
-    return [row for row in rows if row.kind == kind]

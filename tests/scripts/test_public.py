@@ -1,0 +1,142 @@
+"""Public measurements: which rows are compared or held out, and how far predictions are off."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_epp.cost.catalogue.accuracy import accuracy
+from tests.programs import loaded
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "public.py"
+# What holds of the comparable rows of a table: fractions by which seconds are off, in the median
+# and at worst, and bytes at worst.
+TOLERANCES = {
+    "trl-long": (0.03, 0.07, 0.0),
+    "simumax-b200": (0.05, 0.18, 0.09),
+    "megatron-moe-layer": (0.25, 0.39, 0.0),
+    "nccl-all-gather-2": (0.03, 0.1, 0.0),
+    "nccl-all-gather-4": (0.03, 0.15, 0.0),
+    "nccl-all-gather-8": (0.03, 0.14, 0.0),
+    "nccl-reduce-scatter-4": (0.13, 0.21, 0.0),
+    "nccl-reduce-scatter-8": (0.04, 0.3, 0.0),
+    "cublas-h100": (0.08, 0.2, 0.0),
+    "vllm-experts-h200": (0.16, 0.25, 0.0),
+    "modelzoo-qwen3": (0.37, 0.46, 0.0),
+    "modelzoo-qwen3-long": (0.14, 0.14, 0.0),
+    "pai-h800": (0.13, 0.24, 0.0),
+    "bridge-qwen3-30b": (0.39, 0.39, 0.0),
+    "megatron-golden": (0.25, 0.32, 0.33),
+    "own-h100-layer": (0.06, 0.21, 0.0),
+}
+
+
+@pytest.fixture(scope="module")
+def script():
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        yield loaded(SCRIPT)
+    finally:
+        sys.path.remove(str(SCRIPT.parent))
+
+
+@pytest.fixture(scope="module")
+def public(script):
+    return script.public
+
+
+@pytest.fixture(scope="module")
+def comparable(public):
+    return [row for row in public.measurements() if row.comparable]
+
+
+def test_rows_say_what_was_measured_and_where_and_every_third_is_held_out(public) -> None:
+    rows, tables = public.measurements(), {}
+    assert len({row.key for row in rows}) == len(rows)
+    for row in rows:
+        tables.setdefault(row.table, []).append(row.held_out)
+        assert row.source and row.measured, row.key
+        assert {"device", "precision", "kernels", "hidden", "what"} <= row.facts.keys(), row.key
+        if row.what == "step":
+            assert row.model is not None and {"tp", "seq", "sequences", "micro"} <= row.facts.keys()
+    for held in tables.values():
+        assert held == ([False, True, False] * len(held))[: len(held)]
+    with_gb = next(row for row in rows if "gb" in row.facts)
+    assert with_gb.measured["gib"] == pytest.approx(with_gb.facts["gb"] * 1e9 / 2**30, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("precision", "fp8"),
+        ("kernels", 2023),
+        ("hidden", "tensor"),
+        ("hidden", "not stated"),
+        ("device", "h100-96g"),
+    ],
+)
+def test_what_is_comparable(comparable, field: str, value: object) -> None:
+    row = comparable[0]
+    assert not dataclasses.replace(row, facts={**row.facts, field: value}).comparable
+
+
+def test_errors_are_of_time(public) -> None:
+    assert public.error("seconds", 2.0, 3.0) == pytest.approx(0.5)
+    assert public.error("tflops", 300.0, 200.0) == pytest.approx(0.5)  # a lower rate takes longer
+    assert public.median_and_worst([0.1, -0.3, 0.2]) == (0.2, 0.3)
+
+
+@pytest.mark.everything
+def test_scores_and_page_are_those_of_the_model(script, public) -> None:
+    scores, kept = script.all_scores(), public.scores()
+    assert scores.keys() == kept.keys()
+    for key, found in scores.items():
+        assert found == pytest.approx(kept[key], rel=1e-4), f"{key}: run {SCRIPT.name} --write"
+    assert script.page(kept) == script.PAGE.read_text(), f"run {SCRIPT.name} --write"
+
+
+def test_what_commands_print_is_of_these_scores(script, public) -> None:
+    kept = script.accuracy(public.scores())
+    assert accuracy() == {
+        device: {name: list(errors) for name, errors in each.items()}
+        for device, each in kept.items()
+    }
+
+
+def test_each_table_keeps_to_its_tolerance(public, comparable) -> None:
+    tables: dict[str, list] = {}
+    for row in comparable:
+        tables.setdefault(row.table, []).append(row)
+    assert tables.keys() == TOLERANCES.keys()
+    for name, rows in tables.items():
+        middle, worst, memory = TOLERANCES[name]
+        found = public.median_and_worst(public.errors_of(rows, public.scores()))
+        assert found[0] <= middle and found[1] <= worst, (name, found)
+        for each in public.errors_of(rows, public.scores(), memory=True):
+            assert abs(each) <= memory, (name, each)
+
+
+def test_steps_are_within_the_bounds_in_the_median_held_out_or_not(public, comparable) -> None:
+    """Dense steps within 10%, MoE within 16%, memory within 5%, in the median."""
+    for rows in (comparable, [row for row in comparable if row.held_out]):
+        assert sum(row.what == "step" for row in rows) >= 12
+        for kind, bound in (("dense", 0.1), ("MoE", 0.16)):
+            found = public.errors_of([row for row in rows if row.kind == kind], public.scores())
+            assert len(found) > 10 and public.median_and_worst(found)[0] <= bound, kind
+        memory = public.errors_of(rows, public.scores(), memory=True)
+        assert public.median_and_worst(memory)[0] <= 0.05
+
+
+def test_what_is_missed_has_its_reason(script, public) -> None:
+    rows = {row.key for row, _, _ in script.missed(public.scores())}
+    assert rows == set(script.REASONS)
+    assert all(f"| {key} |" in script.PAGE.read_text() for key in rows)
+
+
+def test_names_of_recomputed_modules(script) -> None:
+    modes = {"": "k", "full": "f", "core_attn": "c", "layernorm, moe_act": "e",
+             "moe, layernorm": "b"}  # fmt: skip
+    assert {text: script.recompute_mode(text) for text in modes} == modes
+    assert script.stage_layers(94, 32) == (2, *[3] * 30, 2)
+    assert script.stage_layers(48, 24) == (2,) * 24
