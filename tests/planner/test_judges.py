@@ -13,24 +13,16 @@ from megatron_epp.ir import KEEP, Kind, Op, Plan, PlanError
 from megatron_epp.planner import ALL, PLANNERS, Options
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.lower_bound import lower_bound_seconds
-from megatron_epp.planner.order import list_scheduler
 from megatron_epp.planner.order.emit import Draft, SortedBatch, plan_of
-from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
+from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.policies import policies, policy_of
 from megatron_epp.planner.order.problem import loads_of, problem_of, rates_of
 from megatron_epp.planner.order.replay import replayed
-from megatron_epp.planner.order.warmup import (
-    constant,
-    group_by_group,
-    pipelines,
-    shrinking_in_flight,
-)
+from megatron_epp.planner.order.warmup import shrinking_in_flight
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.choices import freed_bytes, ladder
 from megatron_epp.planner.replicas import balance_replicas
-from megatron_epp.sim.engine import Orders, run
 from megatron_epp.sim.play import play
-from megatron_epp.sim.rule_arrays import needs_for
 from tests.planner.cases import machine
 
 
@@ -57,7 +49,7 @@ def test_list_scheduling_against_every_order(lengths, cut) -> None:
     work = problem_of(cost, chunking, loads, {})
     in_flight_limit = shrinking_in_flight(chunking.sizes, 2)
     ours = min(
-        list_schedule(work, policy_of(style, work, chunking.sizes, in_flight_limit)).seconds
+        list_schedule(work, policy_of(style, work, in_flight_limit)).seconds
         for style in policies(False, many=True)
     )
     layers = cost.layout.layers
@@ -92,7 +84,7 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
     in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
     alone = list_schedule(
         work,
-        policy_of(next(iter(policies(False, many=False))), work, chunking.sizes, in_flight_limit),
+        policy_of(next(iter(policies(False, many=False))), work, in_flight_limit),
     )
     budget = alone.peak_bytes * random.uniform(0.55, 0.9)
     rows = ilp.memory_rows(
@@ -247,25 +239,6 @@ def test_the_ladder_is_convex() -> None:
     assert (np.diff(saved) < 0).all() and (np.diff(prices) > 0).all()
 
 
-def test_a_strict_order_is_that_of_the_list_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made at once instead of by its loop: ops, times and bytes, the last bit included."""
-    cost = machine(pp=4, room_gib=3, link_seconds=True)
-    batch = SortedBatch.of([20_000, 9_000, 7_000] + [1_500] * 12)
-    chunking = build_chunks(ChunkingParams(12.0), batch.lengths, rates_of(cost), 10**9)
-    work = problem_of(cost, chunking, loads_of(chunking, batch.lengths), {})
-    sizes = chunking.sizes
-    laws = [shrinking_in_flight(sizes, 4), constant(sizes, 4), group_by_group(sizes, 4)]
-    laws += [pipelines(sizes, [2, 5], 4), np.zeros_like(laws[0])]
-    policies = [Policy(law, law, law) for law in laws]
-    at_once = [list_schedule(work, policy) for policy in policies]
-    monkeypatch.setattr(list_scheduler, "strict_orders", lambda *law: (None, None, False))
-    for found, policy in zip(at_once, policies, strict=True):
-        expected = list_schedule(work, policy)
-        for field in dataclasses.fields(expected):
-            ours, right = (np.asarray(getattr(each, field.name)) for each in (found, expected))
-            assert np.array_equal(ours, right) and ours.dtype == right.dtype, field.name
-
-
 @pytest.mark.parametrize(("pp", "cut"), [(4, False), (4, True), (2, True)])
 def test_orders_played_again_take_what_they_took(pp, cut) -> None:
     """Whole and split, over links; and with other work what the simulator says. Two stages share
@@ -278,27 +251,12 @@ def test_orders_played_again_take_what_they_took(pp, cut) -> None:
     plain, recomputing = (problem_of(cost, chunking, loads, counts) for counts in ({}, more))
     in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
     for style in policies(True, many=True):
-        schedule = list_schedule(plain, policy_of(style, plain, chunking.sizes, in_flight_limit))
+        schedule = list_schedule(plain, policy_of(style, plain, in_flight_limit))
         again = replayed(plain, schedule)
         assert again.seconds == schedule.seconds
         assert (again.start == schedule.start).all() and (again.stop == schedule.stop).all()
         assert (again.peak_bytes == schedule.peak_bytes).all()
         other = replayed(recomputing, schedule)
-        stages, count = schedule.kinds.shape
-        orders = Orders(
-            schedule.kinds.ravel(),
-            schedule.chunks.ravel().astype(np.int64),
-            np.repeat(np.arange(stages), count),
-            np.arange(stages + 1) * count,
-            np.arange(stages),
-        )
-        simulated = run(orders, recomputing.ops, needs_for(cut))
-        assert other.seconds == simulated.seconds
-        assert (other.start.ravel() == simulated.start).all()
-        assert (other.stop.ravel() == simulated.stop).all()
-        assert other.peak_bytes == pytest.approx(
-            simulated.peak - recomputing.ops.resident, rel=1e-12
-        )
         draft = Draft(chunking, more, schedule.kinds, schedule.chunks)
         plan = plan_of(batch, draft, cost)
         played = play(plan, cost.table(plan))

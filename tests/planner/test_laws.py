@@ -135,7 +135,7 @@ def test_the_list_scheduler_tells_the_simulators_time(lengths, cost, seed) -> No
     in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
     for split in (False, True):
         style = random.choice(list(policies(split, many=True)))
-        schedule = list_schedule(work, policy_of(style, work, chunking.sizes, in_flight_limit))
+        schedule = list_schedule(work, policy_of(style, work, in_flight_limit))
         draft = Draft(chunking, {(0, FULL): grid}, schedule.kinds, schedule.chunks)
         (planned,) = emit_block("test", batch, draft, cost, Options()).planned
         assert planned.seconds == pytest.approx(schedule.seconds, rel=1e-12)
@@ -153,7 +153,7 @@ def test_the_first_stage_splits_no_backward_for_nothing(lengths, cost, price) ->
     work = problem_of(cost, chunking, loads_of(chunking, batch.lengths), {})
     in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
     style = PolicyParams(strict=True, split=True, held=0.0, patience=1.0)
-    schedule = list_schedule(work, policy_of(style, work, chunking.sizes, in_flight_limit))
+    schedule = list_schedule(work, policy_of(style, work, in_flight_limit))
     halves = Draft(chunking, {}, schedule.kinds, schedule.chunks)
     kinds = merge_iw(schedule, work)
     apart, merged = (

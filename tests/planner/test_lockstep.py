@@ -184,7 +184,7 @@ def _require_bound(lengths, cost: Cost, width: int, seed: int, split: bool) -> N
     counts = {(0, letter): grid}
     work = problem_of(cost, chunking, loads, counts)
     in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
-    schedule = list_schedule(work, policy_of(style, work, chunking.sizes, in_flight_limit))
+    schedule = list_schedule(work, policy_of(style, work, in_flight_limit))
     draft = Draft(chunking, counts, schedule.kinds, schedule.chunks)
     exact = block_peaks(batch, draft, cost, options) - np.array(cost.memory.states_bytes)
     assert (exact <= schedule.peak_bytes * (1 + 1e-9) + 16 * chunking.count).all()

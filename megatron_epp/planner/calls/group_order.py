@@ -174,7 +174,7 @@ class GroupSearch:
             if self.left <= 0:
                 break
             self.left -= problem.stages * problem.chunks * (3 if policy.split else 2)
-            played = list_schedule(problem, policy_of(policy, problem, sizes, limit))
+            played = list_schedule(problem, policy_of(policy, problem, limit))
             if not np.isfinite(played.seconds) or played.over_bytes > 0:
                 continue
             if self.best is None or played.seconds < self.best.seconds * (1 - _ROUNDING):

@@ -53,12 +53,7 @@ def _within(search: Search, candidate: Candidate, fraction: float) -> Candidate:
     """Return ``candidate`` rescheduled within ``fraction`` of its headroom, by the same policy."""
     work = candidate.prepared.work
     smaller = dataclasses.replace(work, headroom_bytes=work.headroom_bytes * fraction)
-    policy = policy_of(
-        candidate.policy,
-        smaller,
-        candidate.prepared.chunking.sizes,
-        candidate.prepared.min_in_flight,
-    )
+    policy = policy_of(candidate.policy, smaller, candidate.prepared.min_in_flight)
     search.effort.spend(work.stages * work.chunks * (3 if candidate.policy.split else 2))
     schedule = list_schedule(smaller, policy)
     over = max(0.0, float((schedule.peak_bytes - work.headroom_bytes).max()))

@@ -78,9 +78,8 @@ class Player(Preparation):
     def play(self, prepared: PreparedChunking, policy: PolicyParams, name: str) -> Candidate:
         """Return the simulated candidate in which ``policy`` schedules the ops of ``prepared``."""
         self._spend_play(prepared, policy)
-        sizes = prepared.chunking.sizes
         schedule = list_schedule(
-            prepared.work, policy_of(policy, prepared.work, sizes, prepared.min_in_flight)
+            prepared.work, policy_of(policy, prepared.work, prepared.min_in_flight)
         )
         return Candidate(schedule.seconds, schedule.over_bytes, prepared, policy, schedule, name)
 

@@ -8,7 +8,7 @@ import numpy as np
 from megatron_epp.planner.order.compiled import G, W
 from megatron_epp.planner.order.list_scheduler import Policy
 from megatron_epp.planner.order.problem import ScheduleProblem
-from megatron_epp.planner.order.warmup import filling_forwards, group_by_group
+from megatron_epp.planner.order.warmup import filling_forwards
 
 # For several stages per rank: factors on the number of forwards that fill the pipeline once
 # (WARMER), and pairs of ``deep`` and ``strict`` (TURNS). Chosen by hand.
@@ -121,15 +121,12 @@ def _placed_policies(
                     yield PolicyParams(strict, True, held, patience, warm=warm)
 
 
-def policy_of(
-    style: PolicyParams, work: ScheduleProblem, sizes: np.ndarray, limit: np.ndarray
-) -> Policy:
+def policy_of(style: PolicyParams, work: ScheduleProblem, limit: np.ndarray) -> Policy:
     """Return the policy with the parameters ``style`` for a certain chunking.
 
     Args:
         style: parameters of the policy.
         work: scheduling problem of the chunking.
-        sizes: number of chunks of every group (sliced document or pack).
         limit: [stages, chunks] in-flight limit, or [ranks, backwards] if ranks have several stages.
     """
     held = 0.0
@@ -147,7 +144,7 @@ def policy_of(
     count = work.chunks
     first = np.clip(limit + style.lead, 0, count) if style.lead else limit
     everything = np.full_like(limit, count)
-    groups = group_by_group(sizes, work.stages)
+    groups = np.repeat(work.last_of_group[None] + 1, work.stages, axis=0)
     return Policy(groups, first, everything, *how)
 
 
