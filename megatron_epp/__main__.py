@@ -19,7 +19,7 @@ if sys.version_info < (3, 12):  # noqa: UP036  (older versions get an error line
     sys.exit(2)
 
 from megatron_epp.cli.options import DOING, PROGRAM, parse
-from megatron_epp.ir.errors import for_terminal
+from megatron_epp.ir.errors import PlanError, for_terminal
 
 # Extra of pyproject.toml that installs a missing package.
 _EXTRAS = {"matplotlib": "[plots]", "torch": "[train]", "megatron": "[train]", "psutil": "[train]",
@@ -57,8 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             # The reader (a pager, head) has closed the pipe; stdout must not be flushed again.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
-        text = str(error).split("\n")[0] or type(error).__name__
-        print(f"{PROGRAM}: error: {for_terminal(text)}", file=sys.stderr)
+        text, *grid = str(error).split("\n")
+        line = for_terminal(text or type(error).__name__)
+        print(f"{PROGRAM}: error: {line}", file=sys.stderr, flush=True)
+        if grid and isinstance(error, PlanError) and not getattr(chosen, "json", False):
+            print("\n".join(grid))  # the ops at which the plan stops
         return 2
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").split(".")[0], "")

@@ -32,7 +32,7 @@ LONGEST = (
     "planner/test_levers_have_effect.py",
     "mcore/loops/test_certify_loops.py",
     "mcore/test_ending.py",
-    "cli/test_cli.py",
+    "cli/test_commands.py",
     "mcore/test_placed.py",
     "mcore/test_kinds_training.py",
     "mcore/test_certify.py",

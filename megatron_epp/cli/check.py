@@ -2,12 +2,10 @@
 
 import argparse
 import json
-import sys
 
 from megatron_epp.cli import machine
-from megatron_epp.cli.files import read_plans
-from megatron_epp.cli.options import PROGRAM
-from megatron_epp.ir import Plan, PlanError, check, check_op_templates
+from megatron_epp.cli.files import read_plans, require_runnable
+from megatron_epp.ir import Plan, PlanError
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -21,34 +19,21 @@ def run(arguments: argparse.Namespace) -> int:
         PlanError: if a plan breaks a rule; the message names the op.
     """
     plans, step = read_plans(arguments.plan)
-    for plan in plans:
-        where = f"replica {plan.replica}: " if len(plans) > 1 else ""
-        try:
-            check(plan)
-            if step is not None and plan is plans[-1]:
-                where = ""
-                check_op_templates(step)
-        except PlanError as error:
-            line, *grid = str(error).split("\n")
-            if not grid or arguments.json:
-                raise PlanError(f"{arguments.plan}: {where}{line}") from error
-            # Not raised: the error line goes to stderr, the picture of the deadlock to stdout.
-            print(f"{PROGRAM}: error: {arguments.plan}: {where}{line}", file=sys.stderr, flush=True)
-            print("\n".join(grid))
-            return 2
-        if machine.names_machine(arguments):
-            _check_memory(arguments, plan, where)
-    if arguments.json:
-        print(json.dumps([_facts(plan) for plan in plans]))
-    else:
+    require_runnable(plans, step, arguments.plan)
+    if machine.names_machine(arguments):
         for plan in plans:
-            facts = _facts(plan)
-            ranks = f" on {plan.ranks} ranks" if plan.shares_ranks else ""
-            print(
-                f"ok: {facts['documents']} documents, {facts['tokens']} tokens in "
-                f"{facts['chunks']} chunks on {facts['stages']} stages{ranks}, {facts['ops']} ops; "
-                f"digest {facts['digest'][:16]}"
-            )
+            _check_memory(arguments, plan, f"replica {plan.replica}: " if len(plans) > 1 else "")
+    every = [_facts(plan) for plan in plans]
+    if arguments.json:
+        print(json.dumps(every))
+        return 0
+    for plan, facts in zip(plans, every, strict=True):
+        ranks = f" on {plan.ranks} ranks" if plan.shares_ranks else ""
+        print(
+            f"ok: {facts['documents']} documents, {facts['tokens']} tokens in "
+            f"{facts['chunks']} chunks on {facts['stages']} stages{ranks}, {facts['ops']} ops; "
+            f"digest {facts['digest'][:16]}"
+        )
     return 0
 
 

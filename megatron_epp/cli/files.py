@@ -91,15 +91,23 @@ def read_plan(path: str, replica: int) -> tuple[Plan, str | None, tuple[Plan, ..
     else:
         plan = plans[replica]
     block = (plan,) if step is None else step.block(plan.replica)
-    try:
-        if step is not None:
-            check_op_templates(step)
-        for one in block:
-            check(one)
-    except PlanError as error:
-        raise PlanError(f"{path}: {error}") from error
+    require_runnable(block, step, path)
     others = (one for one in block if one is not plan)
     return plan, recorded_settings.comment_in(text), (plan, *others)
+
+
+def require_runnable(plans: Sequence[Plan], step: Step | None, path: str) -> None:
+    """Raise a PlanError if one of ``plans`` cannot run, or if ``step`` is not in lockstep."""
+    where = f"{path}: "
+    try:
+        for plan in plans:
+            where = f"{path}: " + (f"replica {plan.replica}: " if len(plans) > 1 else "")
+            check(plan)
+        where = f"{path}: "
+        if step is not None:
+            check_op_templates(step)
+    except PlanError as error:
+        raise PlanError(f"{where}{error}") from error
 
 
 def require_run_of(plan: Plan, records: Sequence[Timed], path: str) -> None:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import re
 import shlex
 from pathlib import Path
@@ -10,17 +9,15 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.__main__ import main
-from megatron_epp.cli import compare
-from megatron_epp.cli.progress import Workers
 from megatron_epp.cli.tune.report import tuning_lines
 from megatron_epp.planner.registry import OVERLAPPED
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import Choice, Survey
-from tests.cli.commands import refused, said
+from megatron_epp.show.units import GIB
+from tests.cli.commands import LONG_AND_SHORT, Commands
 from tests.show import browser
 
-LENGTHS = (8000, 6000, 3000, 2500, 1500, 900, 500, 300)
-GIB = 2**30
+LLAMA = "tune --model llama3-8b --device h100-80g"
 MIXTURE = {
     "model_type": "qwen3_moe",
     "auto_map": {"AutoConfig": "evil.Config"},
@@ -59,19 +56,18 @@ flags
 
 
 @pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A config.json in a folder called small, where the test runs."""
-    (tmp_path / "small").mkdir()
-    (tmp_path / "small" / "config.json").write_text(json.dumps(MIXTURE))
-    monkeypatch.chdir(tmp_path)
-    return "small"
+def small(folder: Path) -> Path:
+    """A config.json in a folder called small."""
+    Path("small").mkdir()
+    Path("small/config.json").write_text(json.dumps(MIXTURE))
+    return Path("small/config.json")
 
 
-def test_a_model_alone_is_described(small: str, capsys: pytest.CaptureFixture) -> None:
-    shown = said(capsys, "tune", "--model", small)
+def test_a_model_alone_is_described(small: Path, cli: Commands) -> None:
+    shown = cli.said("tune --model small")
     described, flags = shown.split("flags\n")
     assert described + "flags\n" == DESCRIBED
-    facts = json.loads(said(capsys, "tune", "--model", small, "--json"))
+    facts = cli.facts("tune --model small")
     assert shlex.split(flags.replace("\\\n", " ")) == facts["flags"]  # as a shell reads them
     assert "--moe-router-topk" in facts["flags"] and facts["unsaid"] == []
     attention, ends = 512 * (8 + 4 + 4 + 8) * 64 + 512, 2 * 9600 * 512
@@ -84,63 +80,30 @@ def test_a_model_alone_is_described(small: str, capsys: pytest.CaptureFixture) -
 
 
 def test_what_flags_cannot_say_and_hostile_text_are_said_on_one_line(
-    small: str, capsys: pytest.CaptureFixture
+    small: Path, cli: Commands
 ) -> None:
     config = {**MIXTURE, "model_type": "gemma2", "num_experts": None, "hidden_act": "a\x1b[2Jb"}
-    (Path(small) / "config.json").write_text(json.dumps(config))
-    shown = said(capsys, "tune", "--model", small)
+    small.write_text(json.dumps(config))
+    shown = cli.said("tune --model small")
     assert "not by Megatron's flags alone, which cannot say: norms after" in " ".join(shown.split())
     assert all(line.isprintable() for line in shown.splitlines())
 
 
-def test_the_table_of_how_many_needs_no_lengths(capsys: pytest.CaptureFixture) -> None:
-    machine = ("tune", "--model", "llama3-8b", "--device", "h100-80g")
-    shown = said(capsys, *machine, "--gpus", "1,2,8", "--context", "500000")
+def test_the_table_of_how_many_needs_no_lengths(cli: Commands) -> None:
+    shown = cli.said(f"{LLAMA} --gpus 1,2,8 --context 500000")
     assert "states fit from 2 devices on; a document of 500000 tokens from 8 on" in shown
-    rows = json.loads(said(capsys, *machine, "--gpus", "1,2,8", "--json"))["rows"]
+    rows = cli.facts(f"{LLAMA} --gpus 1,2,8")["rows"]
     assert [row["gpus"] for row in rows] == [1, 2, 8] and rows[0]["layout"] is None
     tokens = [row["longest_document"] for row in rows]
     assert tokens[0] == 0 < tokens[1] < tokens[2]
 
 
-@pytest.fixture(autouse=True)
-def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        ("--gpus 16 --nodes 2", "--gpus 16: is nodes x devices of a node; leave --nodes 2 out"),
-        ("--gpus 12", "--gpus 12: no whole number of nodes of 8 devices; expected a multiple"),
-        ("--gpus 16,x", "argument --gpus: 'x': expected a whole number"),
-        ("--lengths wlb --gpus 8,16", "--gpus: several numbers are a table of what fits"),
-        ("--lengths wlb", "--gpus is missing; expected the number of devices (or --nodes)"),
-        ("--gpus 8 --html x.html", "--html: of a survey; expected --lengths too"),
-        ("--gpus 8 --row 2", "--row: of a survey; expected --lengths too"),
-        ("--gpus 8 --device h100", "unknown device 'h100'; did you mean h100-80g"),
-        (
-            "--gpus 8 --device x",
-            "Known: a100-40g, a100-80g, h100-80g, h200-141g, h800-80g, h20-96g",
-        ),
-        ("--gpus 8 --device x", 'or a JSON file {"name": "mine", "budget_gib": 74,'),
-    ],
-)
-def test_bad_input_is_one_line(words: str, why: str, capsys: pytest.CaptureFixture) -> None:
-    device = () if "--device" in words else ("--device", "h100-80g")
-    size = ("--global-batch-size", "8", "--effort", "0", "--tp", "8", "--context", "4096")
-    assert why in refused(capsys, "tune", "--model", "llama3-8b", *device, *words.split(), *size)
-
-
-def test_the_json_that_is_printed_for_an_unknown_device_is_one(
-    capsys: pytest.CaptureFixture,
-) -> None:
-    told = refused(capsys, "tune", "--model", "llama3-8b", "--gpus", "8", "--device", "x")
-    found = re.search(r"\{.*\}", told)
+def test_the_json_that_is_printed_for_an_unknown_device_is_one(cli: Commands) -> None:
+    told = cli.refused(f"{LLAMA} --gpus 8 --device x")
+    found = re.search(r"or a JSON file (\{.*\})", told)
     assert found is not None
-    Path("mine.json").write_text(found[0])
-    shown = said(capsys, "tune", "--model", "llama3-8b", "--gpus", "8", "--device", "mine.json")
-    assert "mine, budget 74 GiB" in shown
+    Path("mine.json").write_text(found[1])
+    assert "mine, budget 74 GiB" in cli.said(f"{LLAMA} --gpus 8 --device mine.json")
 
 
 FIRST = Choice(
@@ -175,68 +138,6 @@ def test_a_survey_as_text() -> None:
     assert "MFU " not in stopped.split("runs ")[0]
 
 
-def test_an_interrupt_leaves_what_is_found(
-    lengths: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    alone = Workers.__call__
-    calls = []
-
-    def interrupted(self, function, tasks):
-        for result in alone(self, function, tasks):
-            yield result
-            calls.append(result)
-            if len(calls) == 3:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(Workers, "__call__", interrupted)
-    machine = ("--model", "llama3-8b", "--device", "h100-80g", "--gpus", "8", "--effort", "0")
-    assert main(["tune", "--lengths", lengths, *machine, "--global-batch-size", "8"]) == 130
-    shown = capsys.readouterr().out
-    assert shown.startswith("Interrupted: this is what was found until then") and "\n1 " in shown
-
-
-def test_an_interrupted_comparison_shows_the_batches_that_are_done(
-    lengths: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    real, calls = compare.outcome, []
-
-    def interrupted(number: int, *job, **options):
-        calls.append(number)
-        if len(calls) == 6:  # two warm up; the second planner of the second batch
-            raise KeyboardInterrupt
-        return real(number, *job, **options)
-
-    monkeypatch.setattr(compare, "outcome", interrupted)
-    machine = ("--model", "llama3-8b", "--device", "h100-80g", "--pp", "2", "--tp", "4")
-    asked = ("--planner", "packing", "seq1f1b", "--batches", "3", "--global-batch-size", "4")
-    assert main(["compare", "--lengths", lengths, *machine, *asked]) == 130
-    shown = capsys.readouterr()
-    assert "Interrupted: 1 of 3 batches." in shown.err
-    assert "batches  0 to 0" in shown.out and "Best: " in shown.out and "1/1" in shown.out
-
-
-def _numbered(number: int, *_: object) -> int:
-    if number < 0:
-        raise ValueError(f"number {number}")
-    return number
-
-
-def test_processes_give_the_results_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_epp.cli.progress._ALONE", -1.0)
-    tasks = [(number, "x" * 1000) for number in range(40)]
-    with Workers() as workers:
-        workers._cores = 2
-        assert list(workers(_numbered, tasks)) == list(range(40))
-        assert workers._pool is not None
-        with pytest.raises(ValueError, match="number -3"):
-            list(workers(_numbered, [(1,), (-3,)]))
-        with pytest.raises(MemoryError, match="a process that plans was killed"):
-            list(workers(os._exit, [(1,), (1,)]))
-    with Workers() as workers:
-        workers._cores = 1
-        assert list(workers(_numbered, tasks)) == list(range(40)) and workers._pool is None
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a survey of a model whose name is hostile."""
@@ -246,7 +147,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     keys = {"vocab_size": 32000, "hidden_size": 1024, "num_hidden_layers": 8}
     config = {**MIXTURE, **keys, "model_type": "qwen3"}
     (model / "config.json").write_text(json.dumps(config))
-    (folder / "lengths.txt").write_text("\n".join(map(str, LENGTHS)))
+    (folder / "lengths.txt").write_text("\n".join(map(str, LONG_AND_SHORT)))
     words = ("--lengths", str(folder / "lengths.txt"), "--model", str(model), "--effort", "0")
     job = ("--device", "h100-80g", "--gpus", "4", "--pp", "2", "--global-batch-size", "8")
     file = folder / "x.html"

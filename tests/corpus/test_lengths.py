@@ -22,45 +22,32 @@ def test_a_list_of_lengths(tmp_path):
     assert open_corpus(str(zipped)).in_order() == (9000, 1500, 900)
 
 
+NO_LENGTH = ["0", "-5", "1.5", "abc", "1e9", "2147483648", "+3", "nan"]
+
+
 @pytest.mark.parametrize(
-    "text", ["0", "-5", "1.5", "abc", "1e9", "2147483648", "9" * 16, "9" * 5000, "+3", "3 4", "nan"]
+    ("data", "told"),
+    [
+        *(
+            (f"12\n{text}\n".encode(), r"line 2: .*expected a positive whole number")
+            for text in (*NO_LENGTH, "9" * 16, "9" * 5000, "3 4")
+        ),
+        (
+            b"4000\n900\nprefix 1: 0[0:4000]\n",
+            r"line 3: .* planned for training loops alone \(docs/gui",
+        ),
+        (b"", "holds no length"),
+        (b"\n\n# nothing\n", "holds no length"),
+        (b"\x93\xff\x00garbage", "cannot be read as a list of lengths"),
+        (b"10\n", "were dropped; use a larger --context"),
+    ],
 )
-def test_a_bad_length_names_its_line(tmp_path, text):
-    path = tmp_path / "lengths.txt"
-    path.write_text(f"12\n{text}\n")
-    with pytest.raises(ValueError, match=r"line 2: .*expected a positive whole number") as error:
-        open_corpus(str(path))
-    assert "\n" not in str(error.value)
-
-
-def test_prefixes_are_for_loops(tmp_path):
-    path = tmp_path / "lengths.txt"
-    path.write_text("4000\n900\nprefix 1: 0[0:4000]\n")
-    with pytest.raises(ValueError, match=r"line 3: .* planned for training loops alone \(docs/gui"):
-        open_corpus(str(path))
-
-
-@pytest.mark.parametrize("data", [b"", b"\n\n# nothing\n"])
-def test_an_empty_file_is_refused(tmp_path, data):
-    path = tmp_path / "empty.txt"
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match="holds no length"):
-        open_corpus(str(path))
-
-
-@pytest.mark.parametrize("name", ["x.txt", "x.gz"])
-def test_what_is_no_text_is_refused(tmp_path, name):
-    path = tmp_path / name
-    path.write_bytes(b"\x93\xff\x00garbage")
-    with pytest.raises(ValueError, match="cannot be read as a list of lengths"):
-        open_corpus(str(path))
-
-
-def test_dropping_everything_is_refused(tmp_path):
-    path = tmp_path / "lengths.txt"
-    path.write_text("10\n")
-    with pytest.raises(ValueError, match="were dropped; use a larger --context"):
-        open_corpus(str(path), context=4, overlong="drop")
+def test_bad_lists_of_lengths(tmp_path, data, told):
+    for name in ("x.txt", "x.gz") if b"garbage" in data else ("x.txt",):
+        (tmp_path / name).write_bytes(data)
+        with pytest.raises(ValueError, match=told) as error:
+            open_corpus(str(tmp_path / name), context=4, overlong="drop")
+        assert "\n" not in str(error.value)
 
 
 def test_an_epoch_holds_every_document_once(tmp_path):
@@ -135,12 +122,15 @@ def test_batches_of_a_named_distribution(name, millions, squares):
     ("text", "hint"),
     [
         ("wikpedia", "did you mean wikipedia?"),
+        ("lenghts.txt", "did you mean lengths.txt?"),
         ("no/such/file.txt", "no such file or distribution"),
         (".", "is a folder"),
         ("/dev/null", "is not a regular file"),
     ],
 )
-def test_an_unknown_name_shows_what_is_near(text, hint):
+def test_an_unknown_name_shows_what_is_near(tmp_path, monkeypatch, text, hint):
+    (tmp_path / "lengths.txt").write_text("5\n")
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"[Ee]xpected") as error:
         open_corpus(text)
     assert hint in str(error.value) and "\n" not in str(error.value)
@@ -153,12 +143,6 @@ def test_a_batch_of_many_epochs_is_drawn_epoch_by_epoch(tmp_path):
     many = corpus.batch(1, 5000)
     assert many == tuple(length for i in range(1000, 2000) for length in corpus.batch(i, 5))
     assert all(sorted(many[at : at + 3]) == [5, 6, 7] for at in range(1, 4998, 3))
-
-
-def test_a_mistyped_file_shows_the_near_one(tmp_path):
-    (tmp_path / "lengths.txt").write_text("5\n")
-    with pytest.raises(ValueError, match=r"did you mean .*lengths\.txt\?"):
-        open_corpus(str(tmp_path / "lenghts.txt"))
 
 
 @pytest.mark.parametrize("name", ["bomb.txt", "bomb.txt.gz"])

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_epp.corpus import text_lengths
 from megatron_epp.corpus.lengths import open_corpus
-from tests.cli.commands import refused, said
+from tests.cli.commands import Commands
 
 CHAT = [{"role": "user", "content": "one two"}, {"role": "assistant", "content": "three"}]
 ROWS = [
@@ -61,9 +61,9 @@ def test_a_long_file_is_drawn_from_evenly_and_says_so(
     path = tmp_path / "texts.jsonl"
     path.write_text("\n".join(json.dumps({"text": "abcd" * n}) for n in range(1, 42)))
     assert open_corpus(str(path)).inputs.tolist() == [1, 11, 21, 31, 41]
-    machine = ("--model", "llama3-8b", "--device", "h100-80g", "--pp", "2", "--tp", "8")
-    made = said(capsys, "compare", "--lengths", path, *machine, "--planner", "packing")
-    assert "5 of 41 documents, evenly drawn; 4 bytes a token" in " ".join(made.split())
+    machine = "--model llama3-8b --device h100-80g --pp 2 --tp 8"
+    told = Commands(capsys).joined(f"compare --lengths {path} {machine} --planner packing")
+    assert "5 of 41 documents, evenly drawn; 4 bytes a token" in told
 
 
 @pytest.mark.skipif(find_spec("pyarrow") is None, reason="pyarrow is not installed")
@@ -90,8 +90,8 @@ def test_rows_of_parquet_are_those_of_lines(
 @pytest.mark.skipif(find_spec("pyarrow") is not None, reason="pyarrow is installed")
 def test_what_is_not_installed_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "x.parquet").write_bytes(b"")
-    told = refused(capsys, "tune", "--lengths", tmp_path / "x.parquet", "--model", "llama3-8b",
-                   "--device", "h100-80g", "--gpus", "8")  # fmt: skip
+    machine = "--model llama3-8b --device h100-80g --gpus 8"
+    told = Commands(capsys).refused(f"tune --lengths {tmp_path}/x.parquet {machine}")
     assert "this needs pyarrow, which is not installed: pip install '.[lengths]'" in told
 
 

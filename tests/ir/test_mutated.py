@@ -1,12 +1,14 @@
 """Mutated texts are refused in one line, or parse to something that prints as itself."""
 
+import re
 from collections.abc import Callable
 
 import pytest
 from hypothesis import find, given, settings
 from hypothesis import strategies as st
 
-from megatron_epp.ir import Plan, PlanError, Step, check
+from megatron_epp.ir import Plan, PlanError, Step, check, parse_records
+from megatron_epp.ir.placement import placement_of_file
 from tests.plans import EXAMPLE, plans
 
 STEP = (
@@ -72,6 +74,22 @@ def test_a_mutated_text(parse: Callable[[str], Plan | Step], sound: str, data) -
             check(plan)
         except PlanError as error:
             assert str(error).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("parse", "sound"),
+    [
+        (Plan.parse, EXAMPLE),
+        (Step.parse, STEP),
+        (parse_records, "timed v1\n0 F0 0.0 1.0 5\n0 SEND:F0>1 1.0 2.0 0\n"),
+        (lambda text: placement_of_file(text, 2), "place 0 1 layers 3 4"),
+    ],
+)
+def test_every_word_that_is_too_long_is_quoted_in_short(parse: Callable, sound: str) -> None:
+    for word in re.finditer(r"\S+", sound):
+        with pytest.raises(PlanError) as caught:
+            parse(f"{sound[: word.start()]}{'x' * 100_000}{sound[word.end() :]}")
+        assert len(str(caught.value)) < 500
 
 
 @given(plans(), st.data())
