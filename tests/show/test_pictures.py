@@ -44,6 +44,32 @@ from tests.show.plans import (
 SVG = "{http://www.w3.org/2000/svg}"
 
 
+def in_units(plan, title=""):
+    """A run in which every op takes round numbers: forwards 1, backwards 2."""
+    return timeline_of(play(plan, unit_table(plan)), title, unit="units")
+
+
+def bars(drawing):
+    """Every op's bar in SVG: the beginning of its title, its left and right end in pixels."""
+    for rect in ElementTree.fromstring(to_svg(drawing)).iter(f"{SVG}rect"):
+        title = rect.findtext(f"{SVG}title") or ""
+        if " on stage " in title:
+            left = float(rect.get("x"))
+            yield title.split(":")[0], left, left + float(rect.get("width"))
+
+
+def texts(drawing):
+    return [shape.text for shape in drawing.shapes if isinstance(shape, Label)]
+
+
+def events(content):
+    return json.loads(to_trace(content))["traceEvents"]
+
+
+def page_data(html):
+    return json.loads(html.split('id="data">')[1].split("</script>")[0])
+
+
 def everything():
     """A run with every kind of op and of transfer."""
     run = played(vocabulary_example())
@@ -74,10 +100,7 @@ def test_families_and_fills_are_all_different():
 
 
 def test_a_small_plan_in_characters():
-    """Unit times: forwards take 1, backwards 2."""
-    plan = example()
-    content = timeline_of(play(plan, unit_table(plan)), "example", unit="units")
-    assert text_gantt(content, 60) == (
+    assert text_gantt(in_units(example(), "example"), 60) == (
         "example: 2 stages, 3 chunks, 12 units, bubbles 25.0%\n"
         "         |0 units             |5                   |10\n"
         "stage 0 |F0--F1--F2--.........B1======B0*======....B2*=====|\n"
@@ -89,7 +112,7 @@ def test_a_small_plan_in_characters():
 
 def test_the_chart_keeps_its_width_and_shows_long_plans_in_blocks():
     plan = one_f_one_b(8, 40)
-    content = timeline_of(play(plan, unit_table(plan)), unit="units")
+    content = in_units(plan)
     chart = text_gantt(content, 100)
     rows = [line for line in chart.splitlines() if line.startswith("stage ")]
     assert all(len(line) <= 100 for line in rows)
@@ -110,30 +133,20 @@ def test_colour_is_asked_for():
 
 def test_svg_holds_every_op_at_its_time():
     run = played(split_example())
-    content = timeline_of(run, "a & b <c>", (4e9, 4e9))
-    root = ElementTree.fromstring(to_svg(draw_timeline(content, 1400)))
-    titles = {}
-    for rect in root.iter(f"{SVG}rect"):
-        title = rect.find(f"{SVG}title")
-        if title is not None and " on stage " in title.text:
-            titles[title.text.split(":")[0]] = rect
-    assert len(titles) == len(run.records)
-    starts = []
-    for record in run.records:
-        rect = titles[f"{record.op} on stage {record.stage}"]
-        starts.append((record.start, float(rect.get("x")), float(rect.get("width"))))
+    drawn = bars(draw_timeline(timeline_of(run, "a & b <c>", (4e9, 4e9)), 1400))
+    left = {name: x for name, x, _ in drawn}
+    assert len(left) == len(run.records)
+    starts = [(r.start, left[f"{r.op} on stage {r.stage}"]) for r in run.records]
     # One scale for all: pixels are an affine function of seconds.
-    (s0, x0, _), (s1, x1, _) = min(starts), max(starts)
-    for second, x, _ in starts:
+    (s0, x0), (s1, x1) = min(starts), max(starts)
+    for second, x in starts:
         assert x == pytest.approx(x0 + (second - s0) * (x1 - x0) / (s1 - s0), abs=0.02)
 
 
 @pytest.mark.parametrize(("stages", "chunks"), [(2, 30), (8, 200), (64, 70)])
 def test_long_plans_have_numbers_that_fit_if_asked_wide(stages, chunks):
-    plan = one_f_one_b(stages, chunks)
-    content = timeline_of(play(plan, unit_table(plan)), unit="units")
-    numbered = 0
-    bar = None
+    content = in_units(one_f_one_b(stages, chunks))
+    numbered, bar = 0, None
     for shape in draw_timeline(content, 12000).shapes:
         if isinstance(shape, Rect) and " on stage " in shape.title:
             bar = shape  # and then its label, if it has one
@@ -164,13 +177,17 @@ def test_pictures_fit_a_screen_unless_asked_wider(tmp_path):
 def test_a_picture_says_what_is_too_short_for_its_number():
     short = timeline_of(played(one_f_one_b(2, 300)))
     told = f"{len(short.records)} ops too short for their number: draw -o x.html"
-    assert any(one.text.endswith(told) for one in labels(draw_timeline(short)))
-    assert not any("too short" in one.text for one in labels(draw_timeline(short, 40000)))
+    assert any(text.endswith(told) for text in texts(draw_timeline(short)))
+    assert not any("too short" in text for text in texts(draw_timeline(short, 40000)))
 
 
-def test_a_png_stays_within_what_viewers_show():
-    data = to_png(draw_timeline(timeline_of(played(example())), 40000))
-    assert struct.unpack(">II", data[16:24])[0] == 16384
+def test_a_png_is_one_and_stays_within_what_viewers_show():
+    content = timeline_of(played(example()))
+    for asked, expected, least in ((1400, 1400, 150), (40_000, 16384, 0)):
+        data = to_png(draw_timeline(content, asked), scale=1.0)
+        assert data[:8] == b"\x89PNG\r\n\x1a\n"
+        width, height = struct.unpack(">II", data[16:24])
+        assert width == expected and height > least
 
 
 def test_slices_share_an_accent_and_darken():
@@ -184,31 +201,11 @@ def test_predicted_and_measured_share_an_axis():
     fast, slow = played(example(), 0), played(example(), 1)
     longer = max(fast.seconds, slow.seconds)
     drawing = draw_comparison(timeline_of(fast, "predicted"), timeline_of(slow, "measured"), 1400)
-    root = ElementTree.fromstring(to_svg(drawing))
-    ends = []
-    for run in (fast, slow):
-        last = max(run.records, key=lambda record: record.stop)
-        ends.append((run.seconds, f"{last.op} on stage {last.stage}"))
-    rights = []
-    for rect in root.iter(f"{SVG}rect"):
-        title = rect.find(f"{SVG}title")
-        if title is not None and any(title.text.startswith(f"{name}:") for _, name in ends):
-            rights.append(float(rect.get("x")) + float(rect.get("width")))
+    rights = [right for *_, right in bars(drawing)]
     left, right = 196.0, 1400 - 28.0
-    for seconds, _ in ends:
-        expected = left + (right - left) * seconds / longer
+    for run in (fast, slow):
+        expected = left + (right - left) * run.seconds / longer
         assert any(x == pytest.approx(expected, abs=1.0) for x in rights)
-
-
-def test_png_is_one():
-    data = to_png(draw_timeline(timeline_of(played(example())), 1400), scale=1.0)
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    width, height = struct.unpack(">II", data[16:24])
-    assert width == 1400 and height > 150
-
-
-def page_data(html):
-    return json.loads(html.split('id="data">')[1].split("</script>")[0])
 
 
 def test_the_page_stands_alone_and_holds_everything():
@@ -243,7 +240,7 @@ def test_pictures_of_offloaded_layers_say_so_and_shade_no_recompute():
     assert data["recomputed"][0] == [0, 0, 0]
     assert data["offloaded"] == [[0.75, 0, 0.5], [0, 0, 0]]
     assert not any("recompute" in name for _, name in data["legend"])
-    spans = [e for e in json.loads(to_trace(content))["traceEvents"] if e["name"] == "F0"]
+    spans = [event for event in events(content) if event["name"] == "F0"]
     assert [e["args"]["offloaded_share"] for e in spans] == [0.75, 0.0]
     assert [e["args"]["recomputed_share"] for e in spans] == [0.0, 0.0]
 
@@ -257,13 +254,12 @@ def test_the_page_shows_two_runs_of_one_plan_only():
 
 def test_the_trace_has_every_op_and_an_arrow_for_every_message():
     run = played(split_example())
-    events = json.loads(to_trace(timeline_of(run)))["traceEvents"]
-    spans = [e for e in events if e["ph"] == "X" and "chunk" in e.get("args", ())]
-    assert {(e["pid"], e["name"]) for e in spans} == {(r.stage, str(r.op)) for r in run.records}
+    every = events(timeline_of(run))
+    spans = [e for e in every if e["ph"] == "X" and "chunk" in e.get("args", ())]
+    records = {(record.stage, str(record.op)): record for record in run.records}
+    assert {(e["pid"], e["name"]) for e in spans} == records.keys()
     for event in spans:
-        record = next(
-            r for r in run.records if (r.stage, str(r.op)) == (event["pid"], event["name"])
-        )
+        record = records[event["pid"], event["name"]]
         assert event["ts"] == pytest.approx(record.start * 1e6, abs=1e-2)
         assert event["dur"] == pytest.approx(record.seconds * 1e6, abs=1e-2)
     rules, slices = rules_of(run.plan), slices_of(run.plan)
@@ -275,30 +271,25 @@ def test_the_trace_has_every_op_and_an_arrow_for_every_message():
         for op in order
         for need in rules[op.kind].needs
     )
-    assert sum(e["ph"] == "s" for e in events) == sum(e["ph"] == "f" for e in events) == messages
-    assert any(e["ph"] == "C" for e in events)
-
-
-def labels(drawing):
-    return [shape for shape in drawing.shapes if isinstance(shape, Label)]
+    phases = [event["ph"] for event in every]
+    assert phases.count("s") == phases.count("f") == messages and "C" in phases
 
 
 def test_the_legend_explains_every_mark():
     """Budget, shades, the colours of cut documents, and how high the curves are."""
     run = timeline_of(played(example()), "run", (4e9, 4e9))
-    drawing = draw_timeline(run)
-    texts = [label.text for label in labels(drawing)]
+    shown = texts(draw_timeline(run))
     for words in (
         "memory budget",
         "pale: whole documents; darker: a later slice of a cut one",
         "upper edge: one colour for each cut document",
     ):
-        assert words in texts
-    scale = next(text for text in texts if text.startswith("bytes alive"))
+        assert words in shown
+    scale = next(text for text in shown if text.startswith("bytes alive"))
     highest = max(*run.peak_bytes, 4e9)
     assert scale.endswith(f"each curve from 0 to {bytes_text(highest * 1.04)}")
-    assert any("  |  bubbles " in text for text in texts)
-    plain = [label.text for label in labels(draw_timeline(timeline_of(played(one_f_one_b(2, 3)))))]
+    assert any("  |  bubbles " in text for text in shown)
+    plain = texts(draw_timeline(timeline_of(played(one_f_one_b(2, 3)))))
     assert not any("budget" in text or "cut" in text for text in plain)
     legend = [name for _, name in page_data(to_html(run))["legend"]]
     assert "memory budget" in legend and any(name.startswith("pale") for name in legend)
@@ -309,19 +300,17 @@ def test_what_is_to_be_read_of_a_wide_plan_stands_at_the_left(stages, chunks):
     run = timeline_of(played(one_f_one_b(stages, chunks)), "wide", (40e9,) * stages)
     drawing = draw_timeline(run)
     assert drawing.width > 1500
+    labels = [shape for shape in drawing.shapes if isinstance(shape, Label)]
     for stage in range(stages):
         share = fraction_text(1 - run.busy[stage] / run.seconds)
         for words in (f"stage {stage}", f"{share} idle", f" of {bytes_text(40e9)}"):
-            assert any(label.text.endswith(words) and label.x < 200 for label in labels(drawing))
-    numbers = {
-        shape.text[0].isdigit() for shape in labels(drawing) if shape.text.lstrip("FB").isdigit()
-    }
+            assert any(label.text.endswith(words) and label.x < 200 for label in labels)
+    numbers = {label.text[0].isdigit() for label in labels if label.text.lstrip("FB").isdigit()}
     assert len(numbers) == 1  # F12 on all bars, or 12 on all
 
 
 def test_letters_without_a_number_are_explained():
-    plan = one_f_one_b(8, 200)
-    chart = text_gantt(timeline_of(play(plan, unit_table(plan)), unit="units"), 60)
+    chart = text_gantt(in_units(one_f_one_b(8, 200)), 60)
     assert "large and small in turn: ops too short for their label" in chart
     assert "I backward: input gradient" not in chart  # none is there
     assert "draw -o x.html shows all of them" in text_gantt(
@@ -332,15 +321,15 @@ def test_letters_without_a_number_are_explained():
 def test_no_character_of_a_title_breaks_the_picture():
     run = timeline_of(played(example()), "a\x01b\udcff & <c> \U0001f600 d\x1b[31m")
     root = ElementTree.fromstring(to_svg(draw_timeline(run)))
-    texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert "a\ufffdb\ufffd & <c> \U0001f600 d\ufffd[31m" in texts
+    shown = [text.text for text in root.iter(f"{SVG}text")]
+    assert "a\ufffdb\ufffd & <c> \U0001f600 d\ufffd[31m" in shown
 
 
 def test_drawing_takes_time_in_proportion_to_the_ops():
     """Counted in lines of ours that run: twice the stages, or the slices, about twice as many."""
 
     def lines_run(plan):
-        content = timeline_of(play(plan, unit_table(plan)), unit="units")
+        content = in_units(plan)
         count = 0
 
         def trace(frame, event, _):

@@ -16,26 +16,25 @@ from megatron_epp.show.units import (
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"),
+    ("text_of", "number", "text"),
     [
-        (0, "0 s"),
-        (1.2344, "1.234 s"),
-        (12.344, "12.34 s"),
-        (255.8, "255.8 s"),
-        (0.4942, "494 ms"),
-        (0.0123, "12.3 ms"),
-        (4.2e-5, "42.0 us"),
+        (seconds_text, 0, "0 s"),
+        (seconds_text, 1.2344, "1.234 s"),
+        (seconds_text, 12.344, "12.34 s"),
+        (seconds_text, 255.8, "255.8 s"),
+        (seconds_text, 0.4942, "494 ms"),
+        (seconds_text, 0.0123, "12.3 ms"),
+        (seconds_text, 4.2e-5, "42.0 us"),
+        (bytes_text, 10.5 * 2**30, "10.50 GiB"),
+        (bytes_text, 3.25 * 2**20, "3.25 MiB"),
+        (fraction_text, 0.1234, "12.3%"),
+        (tokens_text, 12, "12"),
+        (tokens_text, 9000, "9.0K"),
+        (tokens_text, 1_550_000, "1.55M"),
     ],
 )
-def test_seconds(seconds, text):
-    assert seconds_text(seconds) == text
-
-
-def test_other_units():
-    assert bytes_text(10.5 * 2**30) == "10.50 GiB"
-    assert bytes_text(3.25 * 2**20) == "3.25 MiB"
-    assert fraction_text(0.1234) == "12.3%"
-    assert [tokens_text(n) for n in (12, 9000, 1_550_000)] == ["12", "9.0K", "1.55M"]
+def test_numbers_and_their_units(text_of, number, text):
+    assert text_of(number) == text
 
 
 @pytest.mark.parametrize("stop", [1e-7, 0.3, 1.0, 7.77, 12, 255.8, 1e6])
