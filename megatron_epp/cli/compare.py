@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from megatron_epp.cli.documents import open_batches
-from megatron_epp.cli.layout import chosen_costs
-from megatron_epp.cli.machine import padding_text, planning_cost
+from megatron_epp.cli.layout import run_costs
+from megatron_epp.cli.machine import padding_text
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.plan import late_text, options_of
 from megatron_epp.cli.progress import Workers, bar
@@ -48,12 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
     numbers = range(arguments.first_batch, arguments.first_batch + arguments.batches)
     batches = open_batches(arguments, numbers)
     first = batches[numbers[0]]
-    cost = planning_cost(arguments, batches.first)
     pipelines = [name for name in names if name in PLANNERS]
+    chosen_by = _EPP if _EPP in names else (pipelines or names)[0]
+    cost, elastic_cost = run_costs(arguments, batches, options, chosen_by)
     if not arguments.planner and overlaps(cost):
         names.insert(names.index(STOCK) + 1, OVERLAPPED)
-    chosen_by = _EPP if _EPP in names else (pipelines or names)[0]
-    cost, elastic_cost = chosen_costs(arguments, batches, cost, options, chosen_by)
     costs = {name: elastic_cost if name == _EPP else cost for name in names}
     cold = _warm_up(costs, first, options, arguments.dp)
     outcomes: list[Outcome] = []

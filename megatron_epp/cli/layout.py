@@ -1,20 +1,27 @@
-"""Choices of the auto options: partition, placement, vocabulary parallelism."""
+"""Layout of a run: what the options name, and what the auto options choose."""
 
 import argparse
 import sys
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from megatron_epp.cli.documents import Batches
-from megatron_epp.cli.machine import AUTO_PLACEMENT
+from megatron_epp.cli.machine import cost_of, with_padding
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cost.cost import Cost
+from megatron_epp.ir.placement import A_PLACEMENT, Placement, read_placement
 from megatron_epp.planner import PLANNERS, Options
 from megatron_epp.planner.choose.choice import partition_of, placement_of, ruled_out, vocabulary_of
 from megatron_epp.planner.choose.partition import layout_flags
+from megatron_epp.safe_files import bounded_text
 from megatron_epp.show.units import fraction_text
 
+AUTO = "auto"  # value of an option that is chosen by the corpus's lengths
 
-def chosen_costs(
-    arguments: argparse.Namespace, batches: Batches, cost: Cost, options: Options, planner: str
+
+def run_costs(
+    arguments: argparse.Namespace, batches: Batches, options: Options, planner: str
 ) -> tuple[Cost, Cost]:
     """Return two cost models: with the choice of --partition auto, and with all auto choices.
 
@@ -25,13 +32,13 @@ def chosen_costs(
     Args:
         arguments: options of the command.
         batches: batches of the corpus.
-        cost: cost model of the layout.
         options: options of the planner.
         planner: name of the planner.
 
     Raises:
         UsageError: if an option has no effect, or two options decide the same setting.
     """
+    cost = named_layout_cost(arguments, batches.first)
     asked = arguments.vocab_parallel
     if asked == "on" and planner not in PLANNERS:
         raise UsageError(
@@ -41,7 +48,7 @@ def chosen_costs(
         _require_open("--partition", arguments, cost, options, planner)
         cost = _partitioned(cost, batches, options, planner)
     chosen = cost
-    if arguments.placement == AUTO_PLACEMENT:
+    if arguments.placement == AUTO:
         _require_open("--placement", arguments, cost, options, planner)
         placement = placement_of(cost, batches.first, options, planner)
         chosen = placement.cost
@@ -50,7 +57,7 @@ def chosen_costs(
             f"{placement.comparison} (simulated)",
             file=sys.stderr,
         )
-    if asked != "auto" or cost.layout.stages == 1 or planner not in PLANNERS:
+    if asked != AUTO or cost.layout.stages == 1 or planner not in PLANNERS:
         return cost, chosen
     why = ruled_out(cost)
     if why is None:
@@ -62,6 +69,48 @@ def chosen_costs(
     how = "on" if chosen.layout.vocabulary_parallel else "off"
     print(f"vocabulary parallelism: {how}; {why}", file=sys.stderr)
     return cost, chosen
+
+
+def named_layout_cost(arguments: argparse.Namespace, batches: Sequence[Sequence[int]] = ()) -> Cost:
+    """Return the cost model of the layout that the options name, before auto options are resolved.
+
+    With --placement auto, stage i is on rank i. With --vocab-parallel auto, vocabulary parallelism
+    is off. ``batches`` are the first batches of the corpus, which determine the padding of chunks.
+    """
+    layers = tuple(arguments.layers) if arguments.layers else None
+    pp = arguments.pp
+    if pp is None:
+        if layers is None:
+            raise UsageError("--pp is missing; expected the number of pipeline stages")
+        pp = len(layers)
+    place: tuple[int, ...] = ()
+    if arguments.placement not in (None, AUTO):
+        placement = _named_placement(arguments.placement, pp)
+        if layers is None and placement.layers:
+            layers = placement.layers
+        pp, place = placement.stages, () if placement.is_even else placement.place
+    cut = arguments.vocab_parallel == "on"
+    if cut and pp == 1:
+        raise UsageError(
+            "--vocab-parallel on cuts the output layer over the stages, and there is one; expected "
+            "--pp of at least 2, or leave it out"
+        )
+    degrees: dict[str, Any] = {"pp": pp, "cp": arguments.cp, "dp": arguments.dp}
+    cost = cost_of(arguments, **degrees, layers=layers, cut=cut, place=place)
+    return with_padding(cost, arguments, batches, arguments.dp)
+
+
+def _named_placement(text: str, ranks: int) -> Placement:
+    """Return the placement that --placement names for ``ranks`` pipeline ranks."""
+    try:
+        return read_placement(text, ranks, partial(bounded_text, expected=A_PLACEMENT))
+    except OSError as error:
+        raise UsageError(
+            f"--placement {text}: {error.strerror}; expected even, v, auto, "
+            "interleaved N, 'place' and the rank of every stage, or a file"
+        ) from error
+    except ValueError as refusal:  # from the file or the placement
+        raise UsageError(f"--placement {text}: {refusal}") from refusal
 
 
 def _require_open(

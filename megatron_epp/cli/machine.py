@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from megatron_epp.cli.flags import ASSUMPTIONS
@@ -14,21 +13,16 @@ from megatron_epp.cost.catalogue.models import MODELS, Model, model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import parse_kinds
 from megatron_epp.cost.layout import StageLayout
-from megatron_epp.cost.network.topology import Topology, topology
+from megatron_epp.cost.network.topology import topology
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Plan
-from megatron_epp.ir.placement import A_PLACEMENT, Placement, read_placement
 from megatron_epp.planner.padding import gpu_row_multiple
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.node_map import map_nodes
-from megatron_epp.safe_files import bounded_text
 
 # The commands' assumptions of the analytic cost model, which match training. The library's defaults
 # are those of the papers: logits held, no reads of K and V, rates by a group's size alone.
 AS_TRAINED: dict[str, Any] = {"logits_held": False, "kv_read": True, "topology": "nodes"}
-
-
-AUTO_PLACEMENT = "auto"  # value of --placement: chosen by the corpus's lengths (layout.py)
 
 
 def names_machine(arguments: argparse.Namespace) -> bool:
@@ -108,14 +102,13 @@ def cost_of(
         named = arguments.model
         like = getattr(arguments, "like", None)
         the_model = named if isinstance(named, Model) else model(named, like)
-        if assumptions.get("topology") is not None:
-            ranks = 1 + max(place) if place else pp
-            assumptions["topology"] = _as_used(
-                assumptions["topology"],
-                device(arguments.device).node_devices,
-                Layout(arguments.tp or 1, cp, ranks, dp),
-                arguments.ep or 1,
-            )
+        joined = assumptions.get("topology")
+        grid = topology(joined) if isinstance(joined, str) else joined
+        if grid is not None and grid.nodes:  # a grid of nodes: the part that the layout uses
+            layout = Layout(arguments.tp or 1, cp, 1 + max(place) if place else pp, dp)
+            node_devices = grid.node_devices or device(arguments.device).node_devices
+            used = map_nodes(grid, layout, node_devices, arguments.ep or 1)
+            assumptions["topology"] = used.topology
         cost = named_cost(
             the_model,
             arguments.device,
@@ -145,14 +138,6 @@ def cost_of(
         cost = cost.replace(host_budget_bytes=host * GIB)
     cost.require_states_fit()
     return cost
-
-
-def _as_used(named: str | Topology, node_devices: int, layout: Layout, ep: int) -> str | Topology:
-    """Return the topology ``named`` or, if it is a grid of nodes, the part that ``layout`` uses."""
-    known = topology(named) if isinstance(named, str) else named
-    if known is None or not known.nodes:
-        return named
-    return map_nodes(known, layout, known.node_devices or node_devices, ep).topology
 
 
 def _measured_cost(
@@ -213,48 +198,6 @@ def with_padding(
 def padding_text(cost: Cost) -> str:
     """Return a note on the padding of chunks; empty without padding."""
     return f"chunks to multiples of {cost.multiple} tokens" if cost.multiple > 1 else ""
-
-
-def planning_cost(arguments: argparse.Namespace, batches: Sequence[Sequence[int]] = ()) -> Cost:
-    """Return the cost model for making a plan, before :mod:`.layout` resolves auto options.
-
-    With --placement auto, stage i is on rank i. With --vocab-parallel auto, vocabulary parallelism
-    is off. ``batches`` are the first batches of the corpus, which determine the padding of chunks.
-    """
-    layers = tuple(arguments.layers) if arguments.layers else None
-    pp = arguments.pp
-    if pp is None:
-        if layers is None:
-            raise UsageError("--pp is missing; expected the number of pipeline stages")
-        pp = len(layers)
-    place: tuple[int, ...] = ()
-    if arguments.placement not in (None, AUTO_PLACEMENT):
-        placement = asked_placement_of(arguments.placement, pp)
-        if layers is None and placement.layers:
-            layers = placement.layers
-        pp, place = placement.stages, () if placement.is_even else placement.place
-    cut = arguments.vocab_parallel == "on"
-    if cut and pp == 1:
-        raise UsageError(
-            "--vocab-parallel on cuts the output layer over the stages, and there is one; expected "
-            "--pp of at least 2, or leave it out"
-        )
-    degrees: dict[str, Any] = {"pp": pp, "cp": arguments.cp, "dp": arguments.dp}
-    cost = cost_of(arguments, **degrees, layers=layers, cut=cut, place=place)
-    return with_padding(cost, arguments, batches, arguments.dp)
-
-
-def asked_placement_of(text: str, ranks: int) -> Placement:
-    """Return the placement that --placement names for ``ranks`` pipeline ranks."""
-    try:
-        return read_placement(text, ranks, partial(bounded_text, expected=A_PLACEMENT))
-    except OSError as error:
-        raise UsageError(
-            f"--placement {text}: {error.strerror}; expected even, v, auto, "
-            "interleaved N, 'place' and the rank of every stage, or a file"
-        ) from error
-    except ValueError as refusal:  # from the file or the placement
-        raise UsageError(f"--placement {text}: {refusal}") from refusal
 
 
 def plan_cost(arguments: argparse.Namespace, plan: Plan) -> Cost:

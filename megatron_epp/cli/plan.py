@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from megatron_epp.cli import recorded_settings
 from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write_file
-from megatron_epp.cli.layout import chosen_costs
-from megatron_epp.cli.machine import padding_text, planning_cost
+from megatron_epp.cli.layout import run_costs
+from megatron_epp.cli.machine import padding_text
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.progress import Workers
@@ -47,8 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     options = options_of(arguments)
     batches = open_batches(arguments, [arguments.batch])
     lengths = batches[arguments.batch]
-    cost = planning_cost(arguments, batches.first)
-    _, cost = chosen_costs(arguments, batches, cost, options, planner)
+    _, cost = run_costs(arguments, batches, options, planner)
     if arguments.forward_only:
         return _evaluation(arguments, lengths, cost, options)
     job = arguments.batch, lengths, cost, options, planner, arguments.dp

@@ -115,18 +115,16 @@ def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: str, why: str
     assert why in str(error.value) and str(error.value).isprintable()
 
 
-def test_a_file_that_is_no_tokenizer_is_refused(chats: Path, tmp_path: Path) -> None:
+def test_tokenizers_that_cannot_be_used_are_refused(chats: Path, tmp_path: Path) -> None:
+    def refused(lengths: object, told: str) -> None:
+        with pytest.raises(ValueError, match=told):
+            open_corpus(str(lengths), tokenizer=str(tmp_path))
+
+    refused(chats, r"no such file, or no tokenizer\.json in it")
+    refused("wlb", "the lengths of wlb are tokens already")
+    chats.with_name("empty.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(ValueError, match="holds no document with a token"):
+        open_corpus(str(chats.with_name("empty.jsonl")))
     pytest.importorskip("tokenizers")
     (tmp_path / "tokenizer.json").write_text('{"no": "tokenizer"}')
-    with pytest.raises(ValueError, match=r"tokenizer\.json: cannot be read"):
-        open_corpus(str(chats), tokenizer=str(tmp_path))
-
-
-def test_tokenizers_that_cannot_be_used_are_refused(chats: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no such file, or no tokenizer\.json in it"):
-        open_corpus(str(chats), tokenizer=str(tmp_path))
-    with pytest.raises(ValueError, match="the lengths of wlb are tokens already"):
-        open_corpus("wlb", tokenizer=str(tmp_path))
-    chats.write_text('{"text": ""}\n')
-    with pytest.raises(ValueError, match="holds no document with a token"):
-        open_corpus(str(chats))
+    refused(chats, r"tokenizer\.json: cannot be read")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_epp.cli import machine, options
+from megatron_epp.cli import layout, options
 from megatron_epp.cli.flags import MachineFlags, PlansMachineFlags, TunedMachineFlags
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import BUDGET_HELP, DEVICES, GIB
@@ -134,7 +134,7 @@ def test_every_pipeline_rank_may_have_its_own_budget() -> None:
     asked += ["--placement", "place", "0", "1", "1", "0", "--memory-budget-gib"]
     for gib in (["60"], ["60", "70"]):
         arguments = options.parser("plan").parse_args(["plan", *asked, *gib])
-        cost = machine.planning_cost(arguments)
+        cost = layout.named_layout_cost(arguments)
         assert cost.layout.place == (0, 1, 1, 0)
         assert cost.device_budget_bytes == tuple(
             each * GIB for each in budgets(*gib, epp_place=[0, 1, 1, 0])

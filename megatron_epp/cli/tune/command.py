@@ -7,27 +7,29 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from megatron_epp.cli import machine
 from megatron_epp.cli.compare import COLUMNS
 from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write_file
+from megatron_epp.cli.layout import AUTO
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.plan import levers_of
 from megatron_epp.cli.progress import Workers, bar
 from megatron_epp.cli.tune.describe import NOT_PLANNED, print_model, states_bytes
 from megatron_epp.cli.tune.how_many import how_many
 from megatron_epp.cli.tune.job import TunedJob, job_of
-from megatron_epp.cli.tune.nodes import grid_svg, node_facts, node_lines
 from megatron_epp.cli.tune.page import survey_page
 from megatron_epp.cli.tune.report import spread, tuning_lines
 from megatron_epp.cli.tune.script import launch_script, layouts_line, require_sayable
 from megatron_epp.cost.catalogue.accuracy import accuracy_lines
 from megatron_epp.cost.catalogue.models import model, model_config
 from megatron_epp.cost.network.topology import Topology
+from megatron_epp.ir.errors import printable
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.tuning.node_map import NodeMap, map_nodes
 from megatron_epp.planner.tuning.parts import memory_parts
 from megatron_epp.planner.tuning.survey import ELASTIC, Choice, Survey, choice_of, survey
+from megatron_epp.show.grid import grid_drawing, grid_text
+from megatron_epp.show.svg import to_svg
 from megatron_epp.show.units import GIB
 
 # Options that need the search, and therefore --lengths.
@@ -103,9 +105,9 @@ def _survey(
         job.cost_for,
         options,
         top=arguments.top,
-        partition=arguments.partition == "auto",
+        partition=arguments.partition == AUTO,
         vocabulary=arguments.vocab_parallel,
-        placement=arguments.placement == machine.AUTO_PLACEMENT,
+        placement=arguments.placement == AUTO,
         progress=bar,
         run=workers,
     )
@@ -150,7 +152,7 @@ def _write_and_print(
         if arguments.hostfile is not None:
             write_file(arguments.hostfile, "".join(f"{host}\n" for host in nodes.hosts))
         if arguments.grid_svg is not None:
-            write_file(arguments.grid_svg, grid_svg(nodes))
+            write_file(arguments.grid_svg, _grid_svg(nodes))
     if arguments.script is not None:
         hosts = nodes.hosts if nodes is not None and nodes.grid.hosts else ()
         write_file(arguments.script, launch_script(job, chosen, documents, context, hosts))
@@ -169,7 +171,7 @@ def _write_and_print(
         for row, ranks in parts.items():
             facts["choices"][row]["memory_parts"] = ranks
         if nodes is not None:
-            facts["node_map"] = node_facts(nodes)
+            facts["node_map"] = _node_facts(nodes)
         if chosen.planner == ELASTIC:
             facts["layouts_line"] = layouts_line(job, chosen)
         if played:
@@ -190,7 +192,7 @@ def _write_and_print(
     if chosen.planner == ELASTIC:
         print(f"for a file of --epp-layouts: {layouts_line(job, chosen)}")
     if nodes is not None:
-        print(node_lines(nodes), end="")
+        print(_node_lines(nodes), end="")
     if played:
         print(spread(played), end="")
     if arguments.script is not None:
@@ -231,4 +233,44 @@ def _facts(result: Survey, top: int) -> dict:
         "refused": {str(layout): why for layout, why in result.refused.items()},
         "bounded": [str(layout) for layout in result.bounded],
         **({"stopped": True} if result.stopped else {}),
+    }
+
+
+def _node_lines(nodes: NodeMap) -> str:
+    """Return the grid as text, followed by the hosts in the order of node ranks."""
+    grid = nodes.grid
+    rows, columns = grid.nodes
+    summary = f"{nodes.topology.name}, {rows} x {columns} nodes: {nodes.layout} on "
+    summary += f"{len(nodes.nodes)}, {len(grid.failed_nodes)} failed, {len(nodes.spares)} spare"
+    if nodes.displaced:
+        summary += f"; {nodes.displaced} stand in for a failed one of another column"
+    ranks = ", ".join(f"{rank} {host}" for rank, host in enumerate(nodes.hosts))
+    order = textwrap.fill(f"hosts by node rank: {ranks}", COLUMNS, subsequent_indent="  ")
+    picture = grid_text(rows, columns, nodes.cells(), grid.failed_nodes)
+    return f"\n{summary}\n\n{picture}\n{order}\n"
+
+
+def _grid_svg(nodes: NodeMap) -> str:
+    """Return the grid as SVG; tooltips show the name and node rank of each node."""
+    grid, ranks = nodes.grid, {place: rank for rank, place in enumerate(nodes.nodes)}
+    every = [*grid.live, *grid.failed_nodes]
+    titles = {
+        place: f"{grid.host(place)}, node rank {ranks[place]}"
+        if place in ranks
+        else grid.host(place)
+        for place in every
+    }
+    title = printable(f"{nodes.layout} on {nodes.topology.name}")
+    rows, columns = grid.nodes
+    drawing = grid_drawing(rows, columns, nodes.cells(), grid.failed_nodes, titles, title)
+    return to_svg(drawing)
+
+
+def _node_facts(nodes: NodeMap) -> dict:
+    """Return the map for JSON: nodes and hosts by node rank, spares, replacements."""
+    return {
+        "nodes": [list(place) for place in nodes.nodes],
+        "hosts": list(nodes.hosts),
+        "spares": [list(place) for place in nodes.spares],
+        "displaced": nodes.displaced,
     }

@@ -150,7 +150,11 @@ def choose_blend(args: Any) -> str | None:
     asked = args.epp_blend
     if asked == AUTO:
         args.epp_blend = begun or TOKENS
-    if begun is None or {begun, args.epp_blend} == {TOKENS} or not _weighted(args):
+    if begun is None or {begun, args.epp_blend} == {TOKENS}:
+        return None
+    blend, per_split = blends_of(args)
+    weights = [weights for _, weights in filter(None, (blend, *(per_split or ())))]
+    if not any(each is not None and len(each) > 1 for each in weights):
         return None
     line = f"--epp-blend {asked}: weights of corpora count {args.epp_blend}"
     if args.epp_blend == begun:
@@ -159,13 +163,6 @@ def choose_blend(args: Any) -> str | None:
         f"{line}, and the run that resumes counted {begun}: its next documents are those at the "
         "same place of the new order, so that some come twice and some later"
     )
-
-
-def _weighted(args: Any) -> bool:
-    """Return whether the data flags set weights for several corpora."""
-    blend, per_split = blends_of(args)
-    blends = filter(None, (blend, *(per_split or ())))
-    return any(weights is not None and len(weights) > 1 for _, weights in blends)
 
 
 def choose_vocabulary(args: Any, parts: Any = None) -> str | None:

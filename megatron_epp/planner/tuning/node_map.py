@@ -186,7 +186,11 @@ def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1
     apart = layout.tp * layout.cp * layout.dp // node_devices
     most, best = 0, None
     for rows in _usable_rows(topology):
-        widths = list(_widths(len(rows.columns), together))
+        widths = [  # multiples or divisors of a block, the widest first
+            width
+            for width in range(len(rows.columns), 0, -1)
+            if width % together == 0 or together % width == 0
+        ]
         # All-to-all: _standing_in has generated one entry per width already.
         for width in widths[:1] if topology.between == ALL_TO_ALL else widths:
             held = rows.held(width, together)
@@ -229,13 +233,6 @@ def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1
         used_topology,
         displaced,
     )
-
-
-def _widths(most: int, together: int) -> Iterator[int]:
-    """Yield row widths that are multiples or divisors of ``together``, the widest first."""
-    for width in range(most, 0, -1):
-        if width % together == 0 or together % width == 0:
-            yield width
 
 
 @lru_cache(maxsize=64)
