@@ -77,7 +77,7 @@ def test_planning_and_commands_are_imported_without_torch() -> None:
         for file in sorted(PACKAGE.rglob("*.py"))
         if file.relative_to(PACKAGE).parts[0].removesuffix(".py") in PLANNING | COMMANDS
     ]
-    assert len(modules) > 200
+    assert len(modules) > 100
     program = (
         "import importlib, sys\n"
         "for absent in ('torch', 'megatron', 'transformer_engine'): sys.modules[absent] = None\n"
