@@ -11,13 +11,16 @@ from the first op to the last op of any stage, without planning and optimizer.
 Plans in turn, for every batch, in one job that first measures its cost model:
 
     pipeline    elastic pipelines (epp) and packing; the budgets are 100% and 60% of what packing to
-                the context holds without recompute on each stage. --split: epp also without the
-                lever wsplit; --lines 60: the last two alone. --stock: Megatron's schedule, too
+                the context holds without recompute on each stage. --lines split: epp also without
+                the lever wsplit; --lines 60: the last two alone. --stock: Megatron's schedule, too
     models      the same for small models: MODEL:CONTEXTxDOCUMENTS, with models like Qwen3-MoE,
                 gpt-oss (window, sinks), Nemotron-H (Mamba-2), Nemotron-3 (MTP; by-time: stages as
                 --epp-partition auto chooses them) and Qwen3-Next (gated delta nets)
-    split       cost of a backward in two halves, and how epp uses it (cpu_split.py)
-    memory      memory and seconds, predicted and measured (cpu_memory.py)
+    split       backwards in two halves: epp without and with the lever wsplit, and the plan of the
+                former with I and W in place of every B, or with all W at the end
+    memory      predictions of plans of many kinds: several planners and budgets, random plans.
+                --lines offload: layers in host memory, by plans that assume that copies take no
+                time, and by random plans; only bytes are compared
 
 Ways to run one job, --rounds times in changing order, with a cost model that `profile` measures.
 Ratios are seconds of the first way over the row's, for the same batch, measured and predicted:
@@ -42,11 +45,23 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headline import abreast, heading, host, write
-from in_turns import VARIANTS, WORK, Turns, Variant, corpus_of, entries_told, torchrun, work
+from in_turns import (
+    AT_END,
+    IN_PLACE,
+    RANDOM,
+    VARIANTS,
+    WORK,
+    Turns,
+    Variant,
+    corpus_of,
+    entries_told,
+    torchrun,
+    work,
+)
 
 # ------------------------------------------------------------------ models
 
@@ -128,18 +143,41 @@ def flags(size: Size, corpus: Path, iterations: int, dtype: str = "fp32", stages
 # ------------------------------------------------------------------ plans in turn
 
 SPLIT = (*VARIANTS, Variant("epp", 1.0, split=False), Variant("epp", 0.6, split=False))
-LINES = {"all": VARIANTS, "100": VARIANTS[:3], "60": VARIANTS[3:], "split": SPLIT}
+_UNSPLIT = Variant("epp", 1.0, split=False)
+LINES = {
+    "all": VARIANTS,
+    "100": VARIANTS[:3],
+    "60": VARIANTS[3:],
+    "split": SPLIT,
+    "halves": (
+        _UNSPLIT,
+        *(replace(_UNSPLIT, halves=halves) for halves in (IN_PLACE, AT_END)),
+        Variant("epp", 1.0),
+    ),
+    "kinds": (
+        Variant("packing", None),
+        *(Variant("epp", share) for share in (1.0, 0.75, 0.5, 0.35)),
+        Variant(RANDOM, None),
+        Variant("infinipipe", 0.8),
+        Variant("seq1f1b", None),
+    ),
+    "offload": (
+        *(Variant("epp", share, offload=True) for share in (0.8, 0.6, 0.4)),
+        *(Variant(RANDOM, None, modes=modes) for modes in ("", "o", "kof")),
+    ),
+}
 TURN_HEADERS = [
     *("job", "budget", "planner", "tokens/s", "seconds", "ratio", "predicted", "bubble"),
-    *("recomputed", "peak", "chunks", "split", "seconds off", "memory off", "executor"),
+    *("recomputed", "peak", "chunks", "split", "seconds off", "memory off", "host off", "executor"),
 ]
 TURN_LEGEND = """\
-ratio: the seconds of packing-best over this line's, same batch and budget, median. predicted: the
-same of the cost model's seconds. recomputed: layers run again whole, of all. peak: the worst stage
-of the worst batch, measured, over packing's without recompute (where --lines 60 leaves that line
-out: over what is predicted of it). split: backwards run as I and W, of all. off: predicted over
-measured, less one; seconds: median over the batches; memory: the worst stage of the worst batch.
-executor: its own time between ops, neither compute nor waiting, worst stage and iteration."""
+ratio: the seconds of packing-best over this line's, same batch and budget, median (without
+packing-best: of the first line). predicted: the same of the cost model's seconds. recomputed:
+layers run again whole, of all. peak: the worst stage of the worst batch, measured, over packing's
+without recompute (without that line: over what is predicted of it). split: backwards run as I and
+W, of all. off: predicted over measured, less one; seconds: median over the batches; memory, and
+offloaded layers in host memory: the worst stage of the worst batch. executor: its own time between
+ops, neither compute nor waiting, worst stage and iteration."""
 
 
 def entries_of(size: Size, arguments: argparse.Namespace, corpus: Path, folder: Path) -> list[dict]:
@@ -176,19 +214,27 @@ def turn_rows(size: Size, variants: Sequence[Variant], entries: Sequence[dict]) 
             f"{turns.median(number, 'split'):.0%}",
             f"{turns.seconds_off(number):+.1%}",
             f"{max(memory_errors(turns.of(number)), key=abs):+.1%}",
+            host_error(turns.of(number)),
             f"{max(m['own'] for m in turns.of(number)):.2%}",
         ]
         for number, variant in enumerate(variants)
     ]
 
 
-def memory_errors(entries: Sequence[dict]) -> list[float]:
-    """Return predicted peak / measured peak - 1, for every stage and iteration."""
+def memory_errors(entries: Sequence[dict], where: str = "peaks") -> list[float]:
+    """Return predicted / measured peak - 1, for every iteration and stage that holds something."""
     return [
         predicted / held - 1
         for entry in entries
-        for predicted, held in zip(entry["predicted_peaks"], entry["peaks"], strict=True)
+        for predicted, held in zip(entry[f"predicted_{where}"], entry[where], strict=True)
+        if held
     ]
+
+
+def host_error(entries: Sequence[dict]) -> str:
+    """Return the worst error of the bytes in host memory; "-" if nothing is offloaded."""
+    found = memory_errors(entries, "host")
+    return f"{max(found, key=abs):+.1%}" if found else "-"
 
 
 def errors(entries: Sequence[dict]) -> str:
@@ -459,11 +505,12 @@ TURNS = {
     "pipeline": ["4096x32", "16384x32", "32768x32", "16384x8", "16384x128"],
     "models": [f"{model}:{size}" for size in ("16384x6", "8192x8", "32768x4")
                for model in ("qwen3-moe", "gpt-oss")],
+    "split": ["4096x8", "16384x8"],
+    "memory": ["16384x4"],
 }  # fmt: skip
 WAY_SIZES = {"vocab": ["4096x6"], "placements": ["2048x4"], "slow-rank": ["2048x4"]}
-OTHERS = {
-    "split": "cpu_split", "memory": "cpu_memory", "loops": "cpu_loops", "trees": "cpu_trees"
-}  # fmt: skip
+LINES_OF = {"split": "halves", "memory": "kinds"}
+OTHERS = {"loops": "cpu_loops", "trees": "cpu_trees"}
 
 
 def show(headers: list[str], table: list[list[str]], *said: str) -> None:
@@ -513,8 +560,7 @@ def parse() -> argparse.Namespace:
         parser.add_argument("--pp", type=int, choices=(2, 4), default=2, help="stages")
         parser.add_argument("--effort", type=int, default=4)
         parser.add_argument("--cost-model", metavar="FILE", help="instead of measuring at start")
-        parser.add_argument("--lines", choices=LINES, default="all", help="budgets of packing's")
-        parser.add_argument("--split", dest="lines", action="store_const", const="split")
+        parser.add_argument("--lines", choices=LINES, default=LINES_OF.get(named.case, "all"))
         parser.add_argument("--stock", action="store_true", help="Megatron's own schedule, at 4K")
     else:
         parser.add_argument("--rounds", type=int, default=2, help="runs each way")

@@ -15,6 +15,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
+from typing import Any
 
 from headline import ROOT
 
@@ -23,15 +25,36 @@ sys.path.insert(0, str(ROOT))
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Variant:
-    """Planner, and its memory budget as a fraction of packing's peak (None: no budget)."""
+    """How the plans of a variant are made.
+
+    Attributes:
+        planner: name of the planner; RANDOM for random valid plans.
+        share_of_peak: memory budget as a fraction of packing's peak; None for no budget.
+        split: whether the planner may split backwards.
+        halves: IN_PLACE for I and W instead of each B of the plan, AT_END for all W at the end.
+        offload: whether the planner offloads layers, assuming that copies take no time.
+        modes: recompute modes of random plans.
+    """
 
     planner: str
     share_of_peak: float | None
     split: bool = True
+    halves: str = ""
+    offload: bool = False
+    modes: str = ""
 
     @property
     def name(self) -> str:
-        return self.planner if self.split else f"{self.planner}, no split"
+        said = (
+            "" if self.split or self.halves else "no split",
+            self.halves,
+            "offload" if self.offload else "",
+            self.modes,
+        )
+        return ", ".join([self.planner, *filter(None, said)])
+
+
+RANDOM, IN_PLACE, AT_END = "random", "I W", "W at the end"
 
 
 VARIANTS = (
@@ -48,18 +71,14 @@ WORK = "--work"
 # ------------------------------------------------------------------ inside torchrun
 
 
-def take_turns(variants: Sequence, steps: type, tell: Callable, warm_up: int, first: int) -> None:
+def work(variants: Sequence[Variant], warm_up: int, first: int) -> None:
     """Train; run every batch from number ``first`` on with each variant in turn.
 
-    Args:
-        variants: the variants.
-        steps: class that makes the plans; its arguments are a function from an iteration's number
-            to its variant, this rank's place in the job, and the model.
-        tell: function that returns the log entry of an iteration; its first argument is a function
-            from an iteration's number to the variant's number.
-        warm_up: number of iterations that warm up.
-        first: number of the first batch.
+    The first ``warm_up`` iterations warm up.
     """
+    from megatron_epp.mcore.patching import cpu_host
+
+    cpu_host.install_cpu_host()
     from megatron_epp.mcore.trainer import entry
     from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
@@ -71,19 +90,11 @@ def take_turns(variants: Sequence, steps: type, tell: Callable, warm_up: int, fi
     entry.main(
         hybrid=any(word.startswith("--hybrid-layer-pattern") for word in sys.argv),
         hooks=TrainerHooks(
-            make_steps=functools.partial(steps, lambda at: variants[variant_of(at)]),
+            make_steps=functools.partial(VariantSteps, lambda at: variants[variant_of(at)]),
             make_batches=repeated(len(variants), warm_up, first),
-            summary=functools.partial(tell, variant_of),
+            summary=functools.partial(told, variant_of),
         ),
     )
-
-
-def work(variants: Sequence[Variant], warm_up: int, first: int) -> None:
-    """Run Megatron's trainer with the plans of all ``variants`` in turn."""
-    from megatron_epp.mcore.patching import cpu_host
-
-    cpu_host.install_cpu_host()
-    take_turns(variants, VariantSteps, told, warm_up, first)
 
 
 def repeated(times: int, warm_up: int, first: int) -> type:
@@ -103,9 +114,14 @@ def repeated(times: int, warm_up: int, first: int) -> type:
 
 
 class VariantSteps:
-    """Step source that plans on rank 0 for the iteration's variant, within the variant's budget."""
+    """Step source that plans on rank 0 for the iteration's variant, within the variant's budget.
 
-    whole: tuple[float, ...] = ()  # what packing holds without recompute, predicted, in bytes
+    ``whole`` are the bytes that packing holds without recompute, and ``host`` the bytes that the
+    latest plan holds in host memory, predicted, by stage.
+    """
+
+    whole: tuple[float, ...] = ()
+    host: tuple[int, ...] = ()
 
     def __init__(self, variant_at, place, model):
         from megatron_epp.mcore.calibrate.profile_file import obtain
@@ -126,30 +142,83 @@ class VariantSteps:
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool):
         from megatron_epp.control.planned_steps import shared
         from megatron_epp.control.step_source import SourcedStep
+        from megatron_epp.cost.host_memory import host_peak_bytes
 
         def plan() -> SourcedStep:
-            step = self._plan(iteration, lengths)
+            step = self._step(iteration, lengths)
+            VariantSteps.host = host_peak_bytes(self.cost, step.plans[0])
             return SourcedStep(step, str(step))
 
         return shared(plan, self.groups.control)
 
-    def _plan(self, iteration: int, lengths: Sequence[int]):
+    def _step(self, iteration: int, lengths: Sequence[int]):
+        from megatron_epp.ir import Step
         from megatron_epp.planner import plan_step
 
         variant = self.variant_at(iteration)
+        if variant.planner == RANDOM:
+            plan = random_plan(lengths, self.cost, iteration, variant.modes)
+            return Step((tuple(range(len(lengths))),), (plan,))
         levers = self.options.levers - (set() if variant.split else {"wsplit"})
+        if variant.offload:
+            levers |= {"offload"}
         options = dataclasses.replace(self.options, levers=levers)
-        ample = self.cost.replace(device_budget_bytes=(1e15,) * self.cost.layout.stages)
-        if variant.share_of_peak is None:
-            return plan_step(lengths, ample, options, variant.planner).step
-        whole = plan_step(lengths, ample, options, "packing").planned[0].peak_bytes
-        VariantSteps.whole = tuple(float(peak) for peak in whole)
-        budget = tuple(variant.share_of_peak * peak for peak in whole)
+        budget: tuple[float, ...] = (1e15,) * self.cost.layout.stages
+        ample = self.cost.replace(device_budget_bytes=budget)
+        if variant.share_of_peak is not None:
+            whole = plan_step(lengths, ample, options, "packing").planned[0].peak_bytes
+            VariantSteps.whole = tuple(float(peak) for peak in whole)
+            budget = tuple(variant.share_of_peak * peak for peak in whole)
         within = self.cost.replace(device_budget_bytes=budget)
-        return plan_step(lengths, within, options, variant.planner).step
+        if variant.offload:
+            free = dataclasses.replace(self.cost.layout.profile, host_bytes_per_second=1e15)
+            within = within.replace(profile=free)
+        step = plan_step(lengths, within, options, variant.planner).step
+        if variant.halves:
+            plans = tuple(halved(plan, self.cost, variant.halves == AT_END) for plan in step.plans)
+            step = dataclasses.replace(step, plans=plans)
+        return step
 
     def look_ahead(self, iteration: int, following: Callable) -> None:
         """Do nothing: plans are made on demand, because this script does not time planning."""
+
+
+def random_plan(lengths: Sequence[int], cost: Any, seed: int, modes: str) -> Any:
+    """Return a random valid plan with recompute ``modes``: "" for all that layers can execute."""
+    from megatron_epp.ir.random_plan import arbitrary_plan
+    from megatron_epp.layers.recompute.wrap import EXECUTABLE
+
+    layers, random = cost.layout.layers, Random(seed)
+    plan = arbitrary_plan(lengths, layers, random, modes=modes or EXECUTABLE)
+    return predicted(plan, cost, RANDOM)
+
+
+def halved(plan: Any, cost: Any, at_end: bool) -> Any:
+    """Return ``plan`` with I and W in place of every B."""
+    from megatron_epp.ir import Kind, Op
+
+    orders = []
+    for order in plan.orders:
+        ops: list[Any] = []
+        late: list[Any] = []
+        for op in order:
+            if op.kind is not Kind.BACKWARD:
+                ops.append(op)
+                continue
+            ops.append(Op(Kind.INPUT, op.chunk))
+            (late if at_end else ops).append(Op(Kind.WEIGHT, op.chunk))
+        orders.append((*ops, *late))
+    return predicted(dataclasses.replace(plan, orders=tuple(orders)), cost, "halved")
+
+
+def predicted(plan: Any, cost: Any, planner: str) -> Any:
+    """Return ``plan`` with what the simulator predicts."""
+    from megatron_epp.ir import Prediction
+    from megatron_epp.sim.play import play
+
+    played = play(plan, cost.table(plan))
+    peaks = tuple(peak / 2**30 for peak in played.peak_bytes)
+    return dataclasses.replace(plan, predicted=Prediction(played.seconds, peaks, planner))
 
 
 def told(
@@ -172,6 +241,8 @@ def told(
         "own": own / report.seconds,
         "peaks": list(report.peak_bytes),
         "predicted_peaks": [gib * 2**30 for gib in plan.predicted.peak_gib],
+        "host": list(report.host_bytes),
+        "predicted_host": list(VariantSteps.host),
         "whole": VariantSteps.whole,
         "chunks": len(plan.chunks),
         "recomputed": recomputed / (len(plan.chunks) * sum(plan.layers)),
@@ -238,13 +309,13 @@ class Turns:
         return statistics.median(entry[what] for entry in self.of(number))
 
     def ratio(self, number: int, what: str) -> float:
-        """Return ``what`` of packing-best divided by that of the variant: the median over batches.
+        """Return ``what`` of the baseline divided by that of the variant: the median over batches.
 
-        Both have the same memory budget.
+        The baseline is packing-best with the same memory budget, or the first variant.
         """
-        share = self.variants[number].share_of_peak or 1.0
-        baseline = self.of(self.variants.index(Variant("packing-best", share)))
-        pairs = zip(baseline, self.of(number), strict=True)
+        baseline = Variant("packing-best", self.variants[number].share_of_peak or 1.0)
+        at = self.variants.index(baseline) if baseline in self.variants else 0
+        pairs = zip(self.of(at), self.of(number), strict=True)
         return statistics.median(theirs[what] / mine[what] for theirs, mine in pairs)
 
     def peak_share(self, number: int) -> float:

@@ -17,6 +17,7 @@ def test_plans_in_turn_are_compared_with_packing_best_of_their_budget() -> None:
             "variant": number, "tokens": 100, "seconds": number + 1.0,
             "predicted": (number + 1) * 1.1, "bubble": 0.25, "own": 0.01,
             "peaks": [100, 50], "predicted_peaks": [110.0, 50.0],
+            "host": [0, 100], "predicted_host": [0, 105],
             "whole": [], "chunks": 4, "recomputed": 0.5, "split": 0.0,
         }
         for _ in range(2)
@@ -28,6 +29,7 @@ def test_plans_in_turn_are_compared_with_packing_best_of_their_budget() -> None:
     assert (
         {row["seconds off"] for row in cells} == {"+10.0%"} == {row["memory off"] for row in cells}
     )
+    assert {row["host off"] for row in cells} == {"+5.0%"}
     assert cells[0]["job"] == "gpt-oss 4K x 6" and cells[0]["peak"] == "100%"
     assert cpu.errors(entries).startswith("10 iterations: seconds off by 10.0% in the median")
 
