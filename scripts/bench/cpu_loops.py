@@ -43,8 +43,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -57,25 +57,14 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_epp.corpus.lengths import open_corpus
 
-STOCK, OURS = "stock", ("whole", "slices")
+STOCK, WHOLE, SLICES = "stock", "whole", "slices"
+OURS = (WHOLE, SLICES)
 TORCH = ("torch-1f1b", "torch-interleaved")
 CASES = ("sft", "agent")
 WARM_UP = 3  # calls of each; ours plan from the third on, when the second has been measured
-LAYERS, WORDS = 8, 2048
+LAYERS, HIDDEN, WORDS = 8, 128, 2048
 LONGEST = {"sft": 2048, "agent": 3072}
 TOLERANCE = 1e-4  # of losses and gradients in float32, other kernels and orders
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """Size of the model; there are as many groups as half of the heads."""
-
-    hidden: int = 128
-    layers: int = LAYERS
-    heads: int = 4
-
-
-SIZE = Size()
 
 
 def lengths_of(case: str, batch: int) -> list[int]:
@@ -96,85 +85,142 @@ def lengths_of(case: str, batch: int) -> list[int]:
 # ------------------------------------------------------------------ inside the processes
 
 
+class Calls:
+    """Calls of a loop on this rank, for one model: by Megatron, this project, and torch.
+
+    Args:
+        rank: rank of this process, and its stage.
+        stages: number of stages.
+        longest: maximum number of tokens of a micro-batch.
+        adapters: this project's variants, and the adapter of each; WHOLE does not slice.
+        torchs: names of torch's schedules, of TORCH.
+        now: clock for the ops of Megatron's schedule.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stages: int,
+        longest: int,
+        adapters: Mapping[str, Any],
+        torchs: Sequence[str] = (),
+        now: Callable[[], float] = time.perf_counter,
+    ):
+        from megatron_epp.mcore.loops.attached import attach_to
+        from megatron_epp.mcore.loops.install import Installation
+        from megatron_epp.mcore.loops.loop_schedule import LoopSchedule
+        from megatron_epp.mcore.loops.settings import Settings
+
+        self.stages, self.adapters = stages, adapters
+        self.model = build_model(stages, rank, longest)
+        self.torchs = {
+            name: TorchSchedule(name, rank, stages, self.model, longest) for name in torchs
+        }
+        self.ran: list[Any] = []
+        settings = Settings(observe=self.ran.append, make_meter=saved_bytes)
+        self.stock = Installation(settings).schedule.stock
+        # Each learns its own seconds.
+        self.schedules = {variant: LoopSchedule(settings, self.stock) for variant in adapters}
+        self.sliced = attach_to(self.model, adapters[SLICES], "auto", head_again=True)
+        self.stock_ops = watch_stock(now)
+
+    def run(self, variant: str, micro_batches: Sequence[dict]) -> "Run":
+        """Run one call of ``variant`` on all ranks."""
+        import torch.distributed as dist
+
+        self.sliced.slicing = variant != WHOLE
+        self.sliced.adapter = self.adapters.get(variant, self.sliced.adapter)
+        self.model.zero_grad(set_to_none=True)
+        self.stock_ops.clear()
+        dist.barrier()
+        began = time.perf_counter()
+        losses, peak, ops, chunks, by = self._called(variant, micro_batches)
+        seconds = time.perf_counter() - began
+        squares = sum(float(p.grad.double().square().sum()) for p in self.model.parameters()
+                      if p.grad is not None)  # fmt: skip
+        loss = sum(float(item["lm loss"]) for item in losses)
+        every: list[Any] = [None] * self.stages
+        dist.all_gather_object(every, (seconds, peak, ops, loss, squares**0.5))
+        own_model = variant not in self.torchs or self.torchs[variant].same_model
+        return Run(
+            seconds=max(one[0] for one in every),
+            ops=[one[2] for one in every],
+            chunks=chunks,
+            by=by,
+            peak=max(one[1] for one in every),
+            outcome=[every[-1][3], *(one[4] for one in every)] if own_model else [],
+        )
+
+    def _called(self, variant: str, micro_batches: Sequence[dict]) -> tuple:
+        """Return the losses, peak bytes, ops, chunks as text, and planner of one call."""
+        from megatron_epp.mcore.loops.loop_schedule import PIPELINE
+        from megatron_epp.runtime.kv_store import Store
+
+        if variant in self.torchs:
+            losses, peak = self.torchs[variant].step(micro_batches)
+            return losses, peak, [], str(len(micro_batches)), "torch"
+        arguments = {
+            "forward_step_func": forward_step,
+            "data_iterator": iter(micro_batches),
+            "model": [self.model],
+            "num_microbatches": len(micro_batches),
+            "seq_length": 1,
+            "micro_batch_size": 1,
+        }
+        if variant == STOCK:
+            meter = saved_bytes(self.model)
+            with meter.watch(Store({})):
+                losses = self.stock[PIPELINE](**arguments)
+            meter.op_peak()
+            return losses, meter.peak_bytes, list(self.stock_ops), str(len(micro_batches)), STOCK
+        losses = self.schedules[variant](PIPELINE, arguments)
+        done = self.ran[-1]
+        chunks = " ".join(map(str, done.plan.chunks))
+        return losses, done.peak_bytes, ops_of(done), chunks, done.plan.predicted.planner
+
+
+def require_outcome(found: Sequence[float], expected: Sequence[float], what: str) -> None:
+    """Raise an AssertionError unless losses and gradients are equal within TOLERANCE."""
+    far = max((abs(a / b - 1) for a, b in zip(found, expected, strict=True)), default=0.0)
+    assert far < TOLERANCE, f"{what}: {found}; stock: {expected}"
+
+
 def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: str) -> None:
     """Run one stage; with ``shared`` cores, time ops in processor seconds of the thread."""
     join_pipeline(rank, stages, folder)
     import torch.distributed as dist
 
     from megatron_epp.mcore.loops.adapters.packed import PackedDocuments
-    from megatron_epp.mcore.loops.attached import attach_to
-    from megatron_epp.mcore.loops.install import Installation
-    from megatron_epp.mcore.loops.loop_schedule import PIPELINE, LoopSchedule
-    from megatron_epp.mcore.loops.settings import Settings
     from megatron_epp.runtime import clock
 
     now = time.thread_time if shared else time.perf_counter
     if shared:
         patch.object(clock, "time", SimpleNamespace(perf_counter=now)).start()
     longest = LONGEST[case] if case in CASES else int(case.split("x")[0])
-    model = build_model(stages, rank, longest)
-    torchs = {
-        name: TorchSchedule(name, rank, stages, model, longest)
-        for name in chosen.variants
-        if name in TORCH
-    }
-    ran: list[Any] = []
-    settings = Settings(observe=ran.append, make_meter=saved_bytes)
-    stock = Installation(settings).schedule.stock
-    # Each learns its own seconds.
-    schedules = {variant: LoopSchedule(settings, stock) for variant in OURS}
-    sliced = attach_to(model, PackedDocuments(token_loss), "auto", head_again=True)
-    stock_ops = watch_stock(now)
+    torchs = [name for name in chosen.variants if name in TORCH]
+    adapters = dict.fromkeys(OURS, PackedDocuments(token_loss))
+    calls = Calls(rank, stages, longest, adapters, torchs, now)
     variants, results = (STOCK, *chosen.variants), []
     peaks = dict.fromkeys(variants, 0)
     for batch in range(-WARM_UP, chosen.batches):
         micro_batches = made_up(lengths_of(case, batch))
-        made: dict[str, list[float]] = {}
         runs: dict[str, list[Run]] = {variant: [] for variant in variants}
         for turn in range(len(variants) * (chosen.repeats if batch >= 0 else 1)):
             variant = variants[(batch + turn) % len(variants)]
-            sliced.slicing = variant == "slices"
-            keywords = call_arguments(model, micro_batches)
-            model.zero_grad(set_to_none=True)
-            stock_ops.clear()
-            dist.barrier()
-            began = time.perf_counter()
-            if variant == STOCK:
-                losses, peak = stock_call(stock, model, keywords)
-                chunks, ops, by = str(len(micro_batches)), list(stock_ops), STOCK
-            elif variant in TORCH:
-                losses, peak = torchs[variant].step(micro_batches)
-                chunks, ops, by = str(len(micro_batches)), [], "torch"
-            else:
-                losses = schedules[variant](PIPELINE, keywords)
-                done = ran[-1]
-                peak, chunks = done.peak_bytes, " ".join(map(str, done.plan.chunks))
-                by = done.plan.predicted.planner
-                ops = ops_of(done)
-            seconds = time.perf_counter() - began
-            if variant not in TORCH or torchs[variant].same_model:
-                made[variant] = outcome(model, losses)
-            every: list[Any] = [None] * stages
-            dist.all_gather_object(every, (seconds, ops, peak))
-            run = Run(
-                max(one[0] for one in every),
-                [one[1] for one in every],
-                chunks,
-            )
+            run = calls.run(variant, micro_batches)
             runs[variant].append(run)
-            peaks[variant] = max(peaks[variant], max(one[2] for one in every))
+            peaks[variant] = max(peaks[variant], run.peak)
             if rank == 0:
                 said = f"batch {batch + 1} of {chosen.batches}" if batch >= 0 else "warming up"
                 print(
-                    f"  {case}, {stages} stages, {said}: {variant} ({by}) {run.seconds:.2f} s, "
-                    f"{peak / 2**20:.0f} MiB, replayed {replay(run.ops):.2f} s",
+                    f"  {case}, {stages} stages, {said}: {variant} ({run.by}) {run.seconds:.2f} s, "
+                    f"{run.peak / 2**20:.0f} MiB, replayed {replay(run.ops):.2f} s",
                     file=sys.stderr,
                     flush=True,
                 )
-        for variant, found in made.items():
-            stocks = made[STOCK] if found[:-1] else made[STOCK][-1:]
-            far = max(abs(a / b - 1) for a, b in zip(found, stocks, strict=True))
-            assert far < TOLERANCE, f"{variant}, batch {batch}: {found}; stock {made[STOCK]}"
+        for variant in variants:
+            if found := runs[variant][-1].outcome:
+                require_outcome(found, runs[STOCK][-1].outcome, f"{variant}, batch {batch}")
         if batch >= 0:
             results += [
                 result(variant, runs[variant], stages, shared) | {"peak": peaks[variant]}
@@ -187,11 +233,23 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One call: ``ops[stage]`` are (kind, chunk, seconds), ``chunks`` the chunks as text."""
+    """One call on all ranks.
+
+    Attributes:
+        seconds: seconds of the slowest rank.
+        ops: (kind, chunk, seconds) of every op, by stage.
+        chunks: the chunks as text; of schedules without slices, their number.
+        by: planner, or schedule.
+        peak: bytes that autograd saved on the fullest rank.
+        outcome: sum of the losses, and norm of every stage's gradients; empty for other models.
+    """
 
     seconds: float
     ops: list[list[tuple[str, int, float]]]
     chunks: str
+    by: str
+    peak: int
+    outcome: list[float]
 
     def with_medians(self, runs: Sequence["Run"]) -> list[list[tuple[str, int, float]]]:
         """Return this call's ops with median seconds over ``runs`` that have equal chunks."""
@@ -231,12 +289,6 @@ def result(variant: str, runs: Sequence[Run], stages: int, shared: bool) -> dict
     }
 
 
-def outcome(model: Any, losses: list[dict]) -> list[float]:
-    """Return the losses of all micro-batches, followed by the norm of this stage's gradients."""
-    squares = sum(float(p.grad.double().square().sum()) for p in model.parameters())
-    return [*(float(item["lm loss"]) for item in losses), squares**0.5]
-
-
 def replay(orders: list[list[tuple[str, int, float]]]) -> float:
     """Return the seconds of a call in which only ops take time, not messages or planning.
 
@@ -270,9 +322,7 @@ class TorchSchedule:
     It runs this rank's model if ``same_model``, else two models with half of the layers each.
     """
 
-    def __init__(
-        self, name: str, rank: int, ranks: int, model: Any, longest: int, size: Size = SIZE
-    ):
+    def __init__(self, name: str, rank: int, ranks: int, model: Any, longest: int):
         import torch
         from torch_schedules import GlooStage, rank_of_stages
 
@@ -282,7 +332,7 @@ class TorchSchedule:
         last = len(place) - 1
         mine = [stage for stage, at in enumerate(place) if at == rank]
         self.first, self.last, self.rows = 0 in mine, last in mine, longest
-        self.micro_batches: list[dict] = []
+        self.micro_batches: Sequence[dict] = []
         schedule = self
 
         class Padded(torch.nn.Module):
@@ -292,9 +342,10 @@ class TorchSchedule:
                 super().__init__()
                 self.stage, self.number = stage, 0
                 ends = stage == 0, stage == last
-                half = replace(size, layers=size.layers // 2)
                 self.model = (
-                    model if schedule.same_model else build_model(ranks, rank, longest, half, *ends)
+                    model
+                    if schedule.same_model
+                    else build_model(ranks, rank, longest, LAYERS // 2, *ends)
                 )
 
             def forward(self, x: Any) -> Any:
@@ -309,7 +360,7 @@ class TorchSchedule:
                     return pad(out[0], (0, longest - length))[None]
                 return pad(out, (0, 0, 0, 0, 0, longest - length))
 
-        tokens, hidden = torch.zeros(1, longest).long(), torch.zeros(longest, 1, size.hidden)
+        tokens, hidden = torch.zeros(1, longest).long(), torch.zeros(longest, 1, HIDDEN)
         self.stages = [
             GlooStage(
                 *(Padded(stage), stage, len(place), torch.device("cpu")),
@@ -320,7 +371,7 @@ class TorchSchedule:
         ]
         self.schedules: dict[int, Any] = {}
 
-    def step(self, micro_batches: list[dict]) -> tuple[list[dict], int]:
+    def step(self, micro_batches: Sequence[dict]) -> tuple[list[dict], int]:
         """Return the losses (on the last stage's rank) and the peak bytes that autograd saved."""
         import torch
         from torch_schedules import make_schedule
@@ -351,7 +402,7 @@ def build_model(
     stages: int,
     stage: int,
     context: int,
-    size: Size = SIZE,
+    layers: int = LAYERS,
     first: bool | None = None,
     last: bool | None = None,
 ) -> Any:
@@ -362,10 +413,10 @@ def build_model(
     from torch.nn import functional
 
     config = TransformerConfig(
-        num_layers=size.layers,
-        hidden_size=size.hidden,
-        num_attention_heads=size.heads,
-        num_query_groups=size.heads // 2,
+        num_layers=layers,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_query_groups=2,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         add_bias_linear=False,
@@ -390,16 +441,8 @@ def build_model(
         share_embeddings_and_output_weights=False,
     )
 
-    def flash(query: Any, key: Any, value: Any, *masks: Any, **others: Any) -> Any:
-        packed = others.get("packed_seq_params")
-        if packed is None:
-            return attend(query, key, value)
-        sizes = packed.cu_seqlens_q.diff().tolist()
-        parts = zip(*(each[:, None].split(sizes) for each in (query, key, value)), strict=True)
-        return torch.cat([attend(*document) for document in parts])
-
-    def attend(*document: Any) -> Any:  # query, key, value [T, 1, heads, channels]
-        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in document)
+    def flash(*document: Any, **others: Any) -> Any:  # query, key, value [T, 1, heads, channels]
+        q, k, v = (tensor.permute(1, 2, 0, 3) for tensor in document[:3])
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.permute(2, 0, 1, 3).flatten(2)
 
@@ -408,37 +451,11 @@ def build_model(
     return model
 
 
-def call_arguments(model: Any, micro_batches: Sequence[dict]) -> dict[str, Any]:
-    """Return the arguments of Megatron's schedule function for one call."""
-    return {
-        "forward_step_func": forward_step,
-        "data_iterator": iter(micro_batches),
-        "model": [model],
-        "num_microbatches": len(micro_batches),
-        "seq_length": 1,
-        "micro_batch_size": 1,
-    }
-
-
 def saved_bytes(model: Any) -> Any:
     """Return a meter of the bytes that autograd saves, except parameters."""
     from megatron_epp.runtime.memory_meter import SavedBytesMeter
 
     return SavedBytesMeter(model.parameters())
-
-
-def stock_call(
-    stock: dict[str, Any], model: Any, arguments: dict[str, Any]
-) -> tuple[list[dict], int]:
-    """Run one call by Megatron's own schedule; return its losses and peak bytes."""
-    from megatron_epp.mcore.loops.loop_schedule import PIPELINE
-    from megatron_epp.runtime.kv_store import Store
-
-    meter = saved_bytes(model)
-    with meter.watch(Store({})):
-        losses = stock[PIPELINE](**arguments)
-    meter.op_peak()
-    return losses, meter.peak_bytes
 
 
 def ops_of(done: Any) -> list[tuple[str, int, float]]:
@@ -499,8 +516,7 @@ def outputs_of(model: Any, batch: dict, labels: Any) -> Any:
     import torch
 
     places = torch.arange(batch["tokens"].shape[1])[None]
-    packed = batch.get("packed_seq_params")
-    return model(batch["tokens"], places, None, labels=labels, packed_seq_params=packed)
+    return model(batch["tokens"], places, None, labels=labels)
 
 
 def token_loss(batch: dict, losses: Any, non_loss_data: bool = False) -> Any:

@@ -24,7 +24,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
@@ -116,69 +115,32 @@ def work(rank: int, cases: list, chosen: Any, folder: str) -> None:
     import torch.distributed as dist
 
     from megatron_epp.mcore.loops.adapters.packed import PackedDocuments
-    from megatron_epp.mcore.loops.attached import attach_to
-    from megatron_epp.mcore.loops.install import Installation
-    from megatron_epp.mcore.loops.loop_schedule import PIPELINE, LoopSchedule
-    from megatron_epp.mcore.loops.settings import Settings
 
     longest = max(max(group.whole) for _, groups in cases for group in groups)
-    model = cpu_loops.build_model(chosen.pp, rank, longest)
-    model.config.calculate_per_token_loss = True  # whatever a micro-batch is
-    ran: list[Any] = []
-    settings = Settings(observe=ran.append, make_meter=cpu_loops.saved_bytes)
-    installation = Installation(settings)
-    stock = installation.schedule.stock
-    schedules = {variant: LoopSchedule(settings, stock) for variant in VARIANTS[1:]}
     adapters = {
         "slices": PackedDocuments(cpu_loops.token_loss),
         "trees": PackedDocuments(cpu_loops.token_loss, share_from=SHARE_FROM),
     }
-    sliced = attach_to(model, adapters["trees"], "auto", head_again=True)
-    stock_ops = cpu_loops.watch_stock(time.perf_counter)
-
-    def call(variant: str, groups: Sequence[list[list[int]]]) -> dict[str, Any]:
-        apart = [in_a_row([sample]) for group in groups for sample in group]
-        batches = apart if variant == "stock" else [in_a_row(group) for group in groups]
-        sliced.slicing = variant != "stock"
-        sliced.adapter = adapters.get(variant, sliced.adapter)
-        keywords = cpu_loops.call_arguments(model, batches)
-        model.zero_grad(set_to_none=True)
-        stock_ops.clear()
-        dist.barrier()
-        began = time.perf_counter()
-        if variant == "stock":
-            losses, peak = cpu_loops.stock_call(stock, model, keywords)
-        else:
-            losses = schedules[variant](PIPELINE, keywords)
-            peak = ran[-1].peak_bytes
-        seconds = time.perf_counter() - began
-        *of_batches, gradient = cpu_loops.outcome(model, losses)
-        every: list[Any] = [None] * chosen.pp
-        dist.all_gather_object(every, (seconds, peak, list(stock_ops), sum(of_batches), gradient))
-        return {
-            "variant": variant,
-            "seconds": max(one[0] for one in every),
-            "peak": max(one[1] for one in every),
-            "ops": [one[2] for one in every],
-            "outcome": [every[-1][3], *(one[4] for one in every)],
-        }
-
+    calls = cpu_loops.Calls(rank, chosen.pp, longest, adapters)
+    calls.model.config.calculate_per_token_loss = True  # whatever a micro-batch is
     results = []
     for number, (name, groups) in enumerate(cases):
         drawn = [samples_of(group, Random(f"{number} {n}")) for n, group in enumerate(groups)]
         for turn in range(chosen.repeats + WARM_UP):
             warms, expected = turn < WARM_UP, None
+            given = drawn[:1] if warms else drawn
             for variant in VARIANTS:
-                made = call(variant, drawn[:1] if warms else drawn)
-                expected = expected or made["outcome"]
-                pairs = zip(made["outcome"], expected, strict=True)
-                far = max(abs(a / b - 1) for a, b in pairs)
-                assert far < cpu_loops.TOLERANCE, f"{name}, {variant}: {made}, stock {expected}"
+                apart = [in_a_row([sample]) for group in given for sample in group]
+                batches = apart if variant == "stock" else [in_a_row(group) for group in given]
+                run = calls.run(variant, batches)
+                expected = expected or run.outcome
+                cpu_loops.require_outcome(run.outcome, expected, f"{name}, {variant}")
                 if not warms:
-                    results.append({"case": name, **made})
+                    told = {"seconds": run.seconds, "peak": run.peak, "ops": run.ops}
+                    results.append({"case": name, "variant": variant, **told})
                 if rank == 0:
                     said = "warming up" if warms else f"turn {turn - WARM_UP + 1}"
-                    print(f"  {name}, {said}: {variant} {made['seconds']:.2f} s",
+                    print(f"  {name}, {said}: {variant} {run.seconds:.2f} s",
                           file=sys.stderr, flush=True)  # fmt: skip
     if rank == 0:
         (Path(folder) / "results.json").write_text(json.dumps(results))

@@ -3,8 +3,7 @@
 
     scripts/bench/peers.py --state peers.jsonl [--cells 4096x32x2 ...] [--rounds 5] [-o RESULT.md]
 
-A cell is a context, the number of documents of a batch, and a number of pipeline stages. In cells
-that end with `c`, ops compute a small model (`computing_cells.py`). In the other cells, every op
+A cell is a context, the number of documents of a batch, and a number of pipeline stages. Every op
 sleeps for the seconds that the cost model predicts, scaled so that a step of `epp` takes
 --step-seconds. Messages, autograd graphs and orders are real, so two cores can stand for as many
 devices as there are stages. Each round runs these variants, in another order:
@@ -31,7 +30,6 @@ longest; padding takes no compute time.
 import argparse
 import dataclasses
 import json
-import math
 import pickle
 import statistics
 import sys
@@ -41,7 +39,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import computing_cells
 import numpy as np
 import torch
 from headline import ROOT, heading, host, write
@@ -67,7 +64,6 @@ CELLS = tuple(
     for context in (4096, 16384, 32768)
     for documents in (8, 32, 128)
 )
-COMPUTING = ("4096x32x2c", "16384x8x2c", "32768x8x2c")
 WIDTH = 8  # channels of a message
 SPLIT = ("zb", "zbv")
 AMPLE = 1e15  # bytes
@@ -458,7 +454,7 @@ def variants_of(
             found[name + memory] = PLANNERS["epp"](lengths, cost, options), cost
     works = [planned_work(name, *each) for name, each in found.items()]
     single = [(d,) for d in range(documents)]
-    packed = documents_of(found[STOCK][0].plan)
+    packed = [tuple(span.document for span in chunk.spans) for chunk in found[STOCK][0].plan.chunks]
     given = [Given("megatron 1f1b docs", single, lengths, ample)]
     for name, (_, placement) in SCHEDULES.items():
         cost = ample if placement is None else placed_cost(ample, placement)
@@ -480,11 +476,6 @@ def variants_of(
     )
 
 
-def documents_of(plan: Plan) -> computing_cells.MicroBatches:
-    """Return the documents of every chunk."""
-    return tuple(tuple(span.document for span in chunk.spans) for chunk in plan.chunks)
-
-
 def takes(name: str, micro_batches: int, ranks: int) -> bool:
     """Return whether torch's schedule ``name`` can run this number of micro-batches."""
     if name in ("interleaved", "zb"):  # in rounds of the ranks
@@ -495,8 +486,6 @@ def takes(name: str, micro_batches: int, ranks: int) -> bool:
 def run_cell(arguments: argparse.Namespace, cell: str, done: Sequence[dict]) -> list[dict]:
     """Run the rounds of ``cell`` that are not in ``done``, and return their results."""
     context, documents, stages = degrees_of(cell)
-    if cell.endswith("c"):
-        return run_computing_cell(arguments, cell, done)
     variants = variants_of(arguments, context, documents, stages)
     works = variants.works
     missing = missing_rounds(arguments, cell, done, {work.name for work in works})
@@ -521,33 +510,9 @@ def run_cell(arguments: argparse.Namespace, cell: str, done: Sequence[dict]) -> 
     return results
 
 
-def run_computing_cell(
-    arguments: argparse.Namespace, cell: str, done: Sequence[dict]
-) -> list[dict]:
-    missing = missing_rounds(arguments, cell, done, {STOCK})
-    if not missing:
-        return []
-    context, documents, stages = degrees_of(cell)
-    lengths = open_corpus(arguments.lengths, context).batch(arguments.batch, documents)
-    cost = cost_of(arguments, stages)
-
-    def packed_to(tokens: int) -> computing_cells.MicroBatches:
-        return documents_of(PLANNERS["packing"](lengths, cost, Options(context=tokens)).plan)
-
-    packings = computing_cells.packings_of(lengths, context, packed_to)
-    given = computing_cells.Cell(context, tuple(lengths), tuple(missing), packings)
-    with tempfile.TemporaryDirectory(prefix="peers-") as folder:
-        torch.multiprocessing.spawn(
-            computing_cells.process, (stages, folder, given, takes), nprocs=stages
-        )
-        lines = (Path(folder) / "results").read_text().splitlines()
-    facts = {"cell": cell, "factor": 1.0, "tokens": sum(lengths)}
-    return [facts | json.loads(line) for line in lines]
-
-
 def degrees_of(cell: str) -> tuple[int, int, int]:
     """Return context, documents and stages of a cell."""
-    context, documents, stages = map(int, cell.removesuffix("c").split("x"))
+    context, documents, stages = map(int, cell.split("x"))
     return context, documents, stages
 
 
@@ -581,9 +546,8 @@ def rows_of(results: Sequence[dict]) -> list[list[str]]:
         )
         rate = statistics.median(e["tokens"] * e["factor"] / e["seconds"] for e in rounds.values())
         numbers = [f"{n:.2f}" for n in (statistics.median(ratios), ratios[0], ratios[-1])]
-        numbers.append("-" if math.isnan(simulated) else f"{simulated:.2f}")
         peak = max(each["peak"] for each in rounds.values()) / GIB
-        rows.append([name, f"{rate:.0f}", *numbers, f"{peak:.1f}" if peak > 1 else f"{peak:.3f}"])
+        rows.append([name, f"{rate:.0f}", *numbers, f"{simulated:.2f}", f"{peak:.1f}"])
     return sorted(rows, key=lambda row: -float(row[2]))
 
 
@@ -591,21 +555,18 @@ def title(results: Sequence[dict]) -> str:
     """Return the title of a cell, with the largest gain that plans can have."""
     cell = results[0]["cell"]
     context, documents, stages = degrees_of(cell)
-    how = "ops compute, " if cell.endswith("c") else ""
     stock = [each for each in results if each["variant"] == STOCK]
     bound = statistics.median(each["simulated"] / each["bound"] for each in stock)
     return (
-        f"{context // 1024}K, {documents} documents, {stages} stages: {how}bound {bound:.2f} "
-        "(simulated), "
-        f"{len({each['round'] for each in results})} rounds"
+        f"{context // 1024}K, {documents} documents, {stages} stages: bound {bound:.2f} "
+        f"(simulated), {len({each['round'] for each in results})} rounds"
     )
 
 
 LEGEND = f"""\
 tokens/s: of the unscaled step. ratio: seconds of {STOCK} over this row's, round by round, median,
 least and most; simulated: the same by the simulator. GiB: activations of the fullest rank, by the
-simulator, of the order that ran. Where ops compute, `bound` and `simulated` are replays of the
-measured ops without messages, and GiB is what autograd saved, measured."""
+simulator, of the order that ran."""
 
 
 def main() -> None:
@@ -615,9 +576,7 @@ def main() -> None:
     parser.add_argument(
         "--state", type=Path, required=True, help="results of every call, as JSON lines"
     )
-    parser.add_argument(
-        "--cells", nargs="+", default=CELLS + COMPUTING, metavar="CONTEXTxDOCUMENTSxSTAGES"
-    )
+    parser.add_argument("--cells", nargs="+", default=CELLS, metavar="CONTEXTxDOCUMENTSxSTAGES")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=0, help="number of the batch")
     parser.add_argument("--lengths", default="wlb", help="as of compare")

@@ -9,7 +9,7 @@ import math
 import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib import metadata
@@ -78,35 +78,6 @@ def sources_of(framework: str, checkout: Path | None) -> tuple[Path, str]:
             "checkout"
         ) from None
     return Path(str(distribution.locate_file(""))), f"{framework} {distribution.version}"
-
-
-def found_in(
-    doc: str, known: Mapping[str, Callable[[Path], Iterable[str]]], installed: bool = False
-) -> tuple[str, list[str]]:
-    """Return text on the chosen framework, and the results of its function in ``known``.
-
-    The function gets the folder of the checkout or, with ``installed`` and without a checkout, of
-    the installed package. An unusable input ends the script with one line and status 2.
-    """
-    parser = argparse.ArgumentParser(description=doc.split("\n\n")[0])
-    parser.add_argument("--framework", required=True, help=", ".join(known))
-    otherwise = "; without, what pip has installed here" if installed else ""
-    parser.add_argument(
-        "--checkout", required=not installed, type=Path, help=f"a checkout of it{otherwise}"
-    )
-    chosen = parser.parse_args()
-    try:
-        if chosen.framework not in known:
-            expected = ", ".join(known)
-            raise ValueError(f"--framework {chosen.framework}: expected one of {expected}")
-        if installed:
-            folder, framework = sources_of(chosen.framework, chosen.checkout)
-        else:
-            folder, framework = chosen.checkout.resolve(), chosen.framework
-        return framework, list(known[chosen.framework](folder))
-    except (ValueError, OSError) as refusal:
-        print(f"{parser.prog}: error: {refusal}", file=sys.stderr)
-        raise SystemExit(2) from refusal
 
 
 def run_stages(
@@ -264,6 +235,9 @@ def compare(
     Raises:
         SystemExit: if tensors differ.
     """
+    import torch
+    import torch.distributed as dist
+
     expected = train()
     ran: list[Any] = []
     _install_drawn_slices(ran)
@@ -272,10 +246,17 @@ def compare(
     assert len(ran) == len(expected), f"{len(ran)} of {len(expected)} calls came in slices"
     spans = [[one for chunk in done.plan.chunks for one in chunk.spans] for done in ran]
     cut = sum(any(one.start > 0 for one in of_call) for of_call in spans)
-    show_order(rank, errors, ran, f"in slices ({cut} of {len(ran)} calls cut documents): ")
+    order = " ".join(map(str, ran[-1].plan.orders[ran[-1].records[0].stage]))
+    print(
+        f"rank {rank}: in slices ({cut} of {len(ran)} calls cut documents): {len(errors)} tensors, "
+        f"worst difference {torch.tensor(errors).max():.1e}; ran {order}",
+        flush=True,
+    )
     assert cut, "no document was cut"
-    dtype = next(iter(expected[0].values())).dtype
-    require_equal(rank, errors, TOLERANCES[str(dtype).removeprefix("torch.")])
+    tolerance = TOLERANCES[str(next(iter(expected[0].values())).dtype).removeprefix("torch.")]
+    dist.barrier()
+    if not all(error <= tolerance for error in errors):  # also if one is no number
+        raise SystemExit(f"rank {rank}: NOT equal (to {tolerance:g})")
 
 
 def _install_drawn_slices(ran: list[Any]) -> None:
@@ -306,25 +287,3 @@ def _differences(
         for name in wanted
         if wanted[name].numel()  # of a sample a rank may have no token of the answer
     ]
-
-
-def show_order(rank: int, errors: Sequence[float], ran: Sequence[Any], how: str = "") -> None:
-    """Print the worst difference of a stage, and the order of ops in its last call."""
-    import torch
-
-    order = " ".join(map(str, ran[-1].plan.orders[ran[-1].records[0].stage]))
-    worst = f"{len(errors)} tensors, worst difference {torch.tensor(errors).max():.1e}"
-    print(f"rank {rank}: {how}{worst}; ran {order}", flush=True)
-
-
-def require_equal(rank: int, errors: Sequence[float], tolerance: float) -> None:
-    """Require that all ``errors`` are within ``tolerance``; all stages must call this function.
-
-    Raises:
-        SystemExit: if an error is above ``tolerance``, or NaN.
-    """
-    import torch.distributed as dist
-
-    dist.barrier()
-    if not all(error <= tolerance for error in errors):  # one that is no number is none of them
-        raise SystemExit(f"rank {rank}: NOT equal (to {tolerance:g})")

@@ -47,5 +47,3 @@ def test_the_bound_is_of_seconds_per_token_and_pair() -> None:
     once, pairs = found = cpu_trees.tokens_and_pairs(group)
     expected = 3 * (2 * once + 0.01 * pairs)
     assert cpu_trees.bound_seconds(ops, lengths, found) == pytest.approx(expected)
-    alike = [(kind, number, 7.0) for kind in "FB" for number in range(4)]
-    assert cpu_trees.bound_seconds(alike, [100] * 4, found) == pytest.approx(14 * once / 100)

@@ -87,20 +87,6 @@ def test_a_day_with_one_gpu(tmp_path: Path) -> None:
     assert "tests/gpu/test_kernels.py" in day.ran and len(day.ran.splitlines()) == 1
 
 
-@pytest.mark.slow
-def test_more_gpus_and_no_time(tmp_path: Path) -> None:
-    day = Day(tmp_path, gpus=2)
-    (tmp_path / "mended").touch()
-    assert day().returncode == 0
-    assert "test_multi_gpu.py" in day.ran
-    assert "pretrain_gpt" in day.ran
-    assert day.state("example-tp") == "skipped: needs 4 GPUs, there are 2"
-    late = Day(tmp_path / "late", gpus=2)
-    assert late("--minutes", "0").returncode == 1
-    assert late.ran == ""
-    assert late.state("host") == "not reached: the minutes were over"
-
-
 def test_a_host_that_forgets(tmp_path: Path) -> None:
     """What was brought away goes on elsewhere; only the corpus, which was not, is made again."""
     state = tmp_path / "day.tar.gz"
@@ -119,33 +105,6 @@ def test_a_host_that_forgets(tmp_path: Path) -> None:
     state.write_text("no archive")
     done = Day(tmp_path / "third", gpus=1)("--state", str(state))
     assert done.returncode == 2 and "no archive of a day before" in done.stderr
-
-
-def test_a_step_begins_only_where_there_is_time_for_it(tmp_path: Path) -> None:
-    """Of a minute, which is no step's bound but the shortest's; the first begins anyway."""
-    day = Day(tmp_path, gpus=1)
-    (tmp_path / "mended").touch()
-    assert day("--minutes", "1").returncode == 1
-    # Two more steps are bound to a minute: they fit if no second has gone by.
-    first, *others = day.ran.splitlines()
-    assert first == "scripts/gpu/host.py"
-    assert all(ran == first or ran.endswith("tests/gpu/test_log_probs.py") for ran in others)
-    assert day.state("kernels") == "not reached: the minutes were over"
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("--hours", "2"), "unknown flag --hours"),
-        (("--minutes", "two"), "--minutes two: expected a whole number"),
-        (("nothing",), "no step nothing; there are: host corpus"),
-    ],
-)
-def test_what_cannot_be_meant_is_one_line(tmp_path: Path, words: tuple, says: str) -> None:
-    done = Day(tmp_path, gpus=1)(*words)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert done.stderr.count("\n") == 1
 
 
 def test_a_gpu_step_runs_every_op_and_recompute_mode_that_training_plans() -> None:

@@ -22,9 +22,3 @@ def test_it_holds_what_repeats_the_run(monkeypatch, tmp_path) -> None:
         r".+, \d+ cores, Python 3\.[0-9.]+, fp32\.\n\n"
     )
     assert re.fullmatch(rf"{result}\| 1 \|\n{result}\| 2 \|\n", path.read_text())
-
-
-def test_without_a_file_nothing_is_written(monkeypatch, tmp_path) -> None:
-    monkeypatch.chdir(tmp_path)
-    loaded(HEADLINE).write(None, "text")
-    assert not list(tmp_path.iterdir())

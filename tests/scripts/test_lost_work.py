@@ -4,10 +4,9 @@ import random
 
 import pytest
 
-from tests.programs import ROOT, loaded, python
+from tests.programs import ROOT, loaded
 
-SCRIPT = ROOT / "scripts" / "lost_work.py"
-lost_work = loaded(SCRIPT)
+lost_work = loaded(ROOT / "scripts" / "lost_work.py")
 Saving, lost_share = lost_work.Saving, lost_work.lost_share
 
 HOUR = 3600.0
@@ -36,13 +35,6 @@ def test_a_simulated_job_loses_as_much(interval: float) -> None:
     assert simulated_share(between, restart, saving, 2e4 * HOUR) == pytest.approx(told, rel=0.1)
 
 
-def test_no_interval_loses_less_than_the_best() -> None:
-    between, best = 50 * HOUR, Saving(1.0, 40.0).best_interval(50 * HOUR)
-    least = lost_share(between, 300.0, Saving(best, 40.0))
-    for factor in (0.5, 0.9, 1.1, 2.0):
-        assert lost_share(between, 300.0, Saving(factor * best, 40.0)) > least
-
-
 def test_what_survives_is_trained_again_from_the_nearer_checkpoint() -> None:
     long, short = Saving(3000.0, 40.0), Saving(300.0, 3.0)
     alone = lost_share(HOUR, 0.0, long)
@@ -50,10 +42,3 @@ def test_what_survives_is_trained_again_from_the_nearer_checkpoint() -> None:
     assert lost[0] == pytest.approx(alone + 0.01)
     assert lost[0] - lost[2] == pytest.approx((1500 - 150) / HOUR)
     assert lost[1] == pytest.approx((lost[0] + lost[2]) / 2)
-
-
-def test_bad_words_end_with_status_two() -> None:
-    known = ["--nodes", "8", "--iteration-seconds", "6", "--save-interval", "500"]
-    for words in (["--save-seconds", "nan"], ["--save-seconds", "4", "--survive", "2"]):
-        done = python(SCRIPT, *known, *words)
-        assert done.returncode == 2 and "expected" in done.stderr

@@ -1,7 +1,6 @@
 """A corpus holds the text it was made of, token for token, and Megatron's own tokenizer agrees."""
 
 import argparse
-import json
 from pathlib import Path
 from types import ModuleType
 
@@ -98,103 +97,44 @@ def test_megatrons_tokenizer_agrees(script, folder: Path, tmp_path: Path) -> Non
         assert not {tokenizer.unk, tokenizer.bos, tokenizer.pad} & set(ids)
 
 
-def test_jsonl_with_the_tokenizer_of_another_corpus(script, folder, tmp_path, capsys) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    assert run(script, folder, "-o", first, "--vocab-size", 300) == 0
-    lines = tmp_path / "lines.jsonl"
-    texts = ["zero", "one\ntwo", "", "a \u2581 b"]
-    lines.write_text("\n\n".join(json.dumps({"body": text}) for text in texts))
-    arguments = ["--json-key", "body", "--tokenizer-model", f"{first}.model"]
-    assert run(script, lines, "-o", second, *arguments) == 0
-    assert not Path(f"{second}.model").exists()
-    decoded = [processor_of(first).decode(ids) for ids in stored(second)]
-    assert decoded == ["zero", "one\ntwo", "a   b"]  # sentencepiece's own mark becomes a blank
-    assert "not as they were after decode(encode()): 1 documents, the first" in (
-        capsys.readouterr().out
-    )
-
-
-def test_workers_and_runs_agree(script, folder: Path, tmp_path: Path) -> None:
-    assert run(script, folder, "-o", tmp_path / "one", "--vocab-size", 300) == 0
-    words = (folder, "-o", tmp_path / "two", "--vocab-size", 300, "--workers", 2)
-    done = python(SCRIPT, *words)
+def test_workers_runs_and_shuffled_orders_agree(script, folder: Path, tmp_path: Path) -> None:
+    words = ("--vocab-size", 300, "--shuffle", 1)
+    assert run(script, folder, "-o", tmp_path / "one", *words) == 0
+    done = python(SCRIPT, folder, "-o", tmp_path / "two", *words, "--workers", 2)
     assert done.returncode == 0, done.stderr
     assert "documents: 100%" in done.stderr  # the progress bar
     for suffix in ("bin", "idx", "model"):
-        assert (tmp_path / f"one.{suffix}").read_bytes() == (
-            tmp_path / f"two.{suffix}"
-        ).read_bytes()
-
-
-def test_shuffling_keeps_the_documents(script, folder: Path, tmp_path: Path) -> None:
-    for number in range(20):
-        (folder / f"n{number:02}.txt").write_text(f"number {number}")
-    orders = []
-    for arguments in ([], ["--shuffle", 1], ["--shuffle", 1], ["--shuffle", 2]):
-        assert run(script, folder, "-o", tmp_path / "c", "--vocab-size", 300, *arguments) == 0
-        orders.append([processor_of(tmp_path / "c").decode(ids) for ids in stored(tmp_path / "c")])
-    assert orders[1] == orders[2] != orders[3]
-    assert orders[1] != orders[0]
-    assert sorted(orders[0]) == sorted(orders[1]) == sorted(orders[3])
+        first, second = (tmp_path / f"{name}.{suffix}" for name in ("one", "two"))
+        assert first.read_bytes() == second.read_bytes()
+    model = ("--tokenizer-model", f"{tmp_path}/one.model")
+    assert run(script, folder, "-o", tmp_path / "by-path", *model) == 0
+    by_path, shuffled = stored(tmp_path / "by-path"), stored(tmp_path / "one")
+    assert by_path != shuffled and sorted(by_path) == sorted(shuffled)
 
 
 def test_histogram_is_the_measured_tail(script) -> None:
     lengths = numpy.array([10] * 50 + [100] * 30 + [1000] * 19 + [20_000])
     lines = script.histogram(lengths).split("\n")
-    assert lines[:3] == [
-        "100 documents, 42,500 tokens",
-        "tokens of a document: mean 425, median 55, 90% 1,000, 99% 1,190, longest 20,000",
-        "the longest 1% of the documents hold 47% of the tokens",
-    ]
+    assert lines[1].endswith("mean 425, median 55, 90% 1,000, 99% 1,190, longest 20,000")
     assert "           513 - 1,024         19           44.7%  ##################" in lines
-    # A power of two is the last of its bin.
-    assert "65 - 128          1" in script.histogram(numpy.array([128, 129]))
-
-
-def test_standard_library_is_found(script) -> None:
-    options = script.parse(["--standard-library", "-o", "x"])
-    paths = [place.path for place in script.find_documents(options)]
-    assert any(path.endswith("/asyncio/base_events.py") for path in paths)
-    assert not any("site-packages" in path for path in paths)
-    assert paths == sorted(paths)
 
 
 @pytest.mark.parametrize(
-    ("make", "arguments", "line"),
+    ("name", "text", "line"),
     [
-        (None, [], "nowhere: no such file or folder"),
-        ("folder", ["--glob", "*.c"], "no file matches *.c; name others with --glob"),
-        ("list.jsonl", [], 'byte 0: no text under "text"; name the key with --json-key'),
-        ("broken.jsonl", [], "byte 14: not a line of JSON"),
-        ("folder", ["--vocab-size", "30000"], "30000 does not fit this text: Vocabulary size"),
-        ("folder", ["--tokenizer-model", str(SCRIPT)], "is not a sentencepiece model"),
-        ("empties", ["--tokenizer-model", "MODEL"], "1 of 2 are not UTF-8, 1 are empty"),
+        ("nowhere", None, "nowhere: no such file or folder"),
+        ("list.jsonl", "[1]\n", 'byte 0: no text under "text"; name the key with --json-key'),
+        ("broken.jsonl", '{"text": "a"}\n{\n', "byte 14: not a line of JSON"),
+        ("short.jsonl", '{"text": "a"}\n', "8192 does not fit this text: Vocabulary size"),
     ],
 )
 def test_bad_input_has_one_line(
-    script, folder: Path, tmp_path: Path, capsys, make: str | None, arguments: list[str], line: str
+    script, tmp_path: Path, capsys, name: str, text: str | None, line: str
 ) -> None:
-    source = {None: tmp_path / "nowhere", "folder": folder}.get(make, tmp_path / str(make))
-    if make == "empties":
-        source.mkdir()
-        (source / "a.txt").write_bytes(b"")
-        (source / "b.txt").write_bytes(b"\xff")
-        assert run(script, folder, "-o", tmp_path / "m", "--vocab-size", 300) == 0
-        arguments = ["--tokenizer-model", str(tmp_path / "m.model")]
-    elif make and make != "folder":
-        source.write_text("[1]\n" if make == "list.jsonl" else '{"text": "a"}\n{\n')
-    capsys.readouterr()
-    assert run(script, source, "-o", tmp_path / "out", *arguments) == 2
-    said = capsys.readouterr().err.strip().split("\n")
-    assert len(said) == 1
-    assert line in said[0]
+    source = tmp_path / name
+    if text is not None:
+        source.write_text(text)
+    assert run(script, source, "-o", tmp_path / "out") == 2
+    (said,) = capsys.readouterr().err.strip().split("\n")
+    assert line in said
     assert not list(tmp_path.glob("out.*"))
-
-
-@pytest.mark.parametrize(
-    "words", ["--vocab-size 0", "--sample-mb inf", "--sample-mb nan", "--workers 0", "-o ."]
-)
-def test_numbers_that_cannot_be(script, capsys, words: str) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        script.parse(["texts", "-o", "x", *words.split()])
-    assert "expected a" in (said := capsys.readouterr().err) or "must be positive" in said

@@ -5,16 +5,17 @@ runs these methods.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import PLANNERS, Options, PlannerResult
 
 from . import flexsp, hybrid_cp
-from .costs import PlannedGroups
+from .costs import best_groups
 
-METHODS: Mapping[str, Callable[[Sequence[int], Cost, Options], PlannedGroups]] = {
-    "flexsp": flexsp.plan,
-    "megatron-hybrid-cp": hybrid_cp.plan,
+DIVIDE = {"flexsp": flexsp.divide, "megatron-hybrid-cp": hybrid_cp.divide}
+METHODS: Mapping[str, Callable[[Sequence[int], Cost, Options], PlannerResult]] = {
+    name: partial(best_groups, name, divide) for name, divide in DIVIDE.items()
 }
 
 

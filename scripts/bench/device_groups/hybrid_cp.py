@@ -8,16 +8,12 @@ are then widened onto idle devices. There is no pipeline. Source: the descriptio
 Megatron-LM's scheduler.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator
 
 import numpy as np
 
-from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import PlanError
-from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import SortedBatch
-
-from .costs import GroupCosts, MicroBatch, PlannedGroups, group_costs, planned_groups
+from .costs import GroupCosts, MicroBatch
 
 GROUP_SLACK = 0.10  # more work than the micro-batch's largest, that a group takes documents up to
 EVEN = 0.05  # a micro-batch is done when its groups' work differs by at most this share
@@ -26,48 +22,20 @@ EVEN = 0.05  # a micro-batch is done when its groups' work differs by at most th
 LIMIT_FRACTIONS = (1.0, 0.5, 0.25)
 
 
-def plan(lengths: Sequence[int], cost: Cost, options: Options) -> PlannedGroups:
-    """Return the best result over limits of tokens per device, with the least static recompute."""
-    batch, cost = SortedBatch.of(lengths), cost.with_vocabulary(False)
-    layers = sum(cost.layout.layers)
-    results = []
-    for recompute in range(0, layers + 1, max(1, layers // 3)):
-        costs = group_costs(cost, recompute)
-        per_device = float(costs.most_tokens[-1]) / costs.devices
-        for share in LIMIT_FRACTIONS:
-            if batch.lengths[0] > per_device * share * costs.devices:
-                continue
-            batches = _fill(batch.lengths, costs, per_device * share)
-            note = f"at most {per_device * share:.0f} tokens of a document per device"
-            note += f", recompute {recompute} of {layers} layers" if recompute else ""
-            results.append(
-                planned_groups(
-                    "megatron-hybrid-cp",
-                    batches,
-                    batch.lengths,
-                    batch.names,
-                    costs,
-                    cost,
-                    note,
-                )
-            )
-    if results:
-        return min(results, key=lambda found: found.seconds)
-    raise PlanError(
-        f"a document of {int(batch.lengths[0])} tokens does not fit all "
-        f"{cost.layout.stages * cost.layout.cp} devices together with everything recomputed"
-    )
-
-
-def degree_number(length: int, limit: float, costs: GroupCosts) -> int:
-    """Return the number of the smallest degree with at most ``limit`` tokens per device."""
-    return min(len(costs.degrees) - 1, max(0, int(np.ceil(np.log2(length / limit)))))
+def divide(lengths: np.ndarray, costs: GroupCosts) -> Iterator[tuple[str, list[MicroBatch]]]:
+    """Yield a note and the micro-batches for every limit that the longest document permits."""
+    for fraction in LIMIT_FRACTIONS:
+        limit = fraction * float(costs.most_tokens[-1]) / costs.devices
+        if lengths[0] <= limit * costs.devices:
+            note = f"at most {limit:.0f} tokens of a document per device"
+            yield note, _fill(lengths, costs, limit)
 
 
 def _fill(lengths: np.ndarray, costs: GroupCosts, limit: float) -> list[MicroBatch]:
+    # The smallest degree with at most ``limit`` tokens per device, and the document.
     waiting = [
-        (degree_number(int(length), limit, costs), document)
-        for document, length in enumerate(lengths)
+        (min(len(costs.degrees) - 1, max(0, math.ceil(math.log2(length / limit)))), document)
+        for document, length in enumerate(lengths.tolist())
     ]
     batches: list[MicroBatch] = []
     while waiting:
