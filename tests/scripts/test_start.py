@@ -1,5 +1,7 @@
 """Every Python script starts: its imports and options are there."""
 
+import re
+
 import pytest
 
 from tests.mcore.runs import train
@@ -8,13 +10,11 @@ from tests.programs import ROOT, loaded
 pytestmark = pytest.mark.everything
 
 SCRIPTS = {path: path.read_text() for path in sorted((ROOT / "scripts").rglob("*.py"))}
-WITH_OPTIONS = [path for path, text in SCRIPTS.items() if "ArgumentParser" in text]
-WITHOUT = [path for path, text in SCRIPTS.items() if "ArgumentParser" not in text]
+PROGRAMS = [path for path, text in SCRIPTS.items() if "__main__" in text]
+WITH_OPTIONS = [path for path in PROGRAMS if re.search(r"parse_(known_)?args", SCRIPTS[path])]
 
 
-@pytest.mark.parametrize(
-    "script", [path for path in WITH_OPTIONS if "__main__" in SCRIPTS[path]], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("script", WITH_OPTIONS, ids=lambda path: path.name)
 def test_it_says_its_options(script) -> None:
     ended = train(["--help"], processes=0, program=(str(script),))
     assert ended.status == 0, ended.output
@@ -22,7 +22,7 @@ def test_it_says_its_options(script) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", [path for path in WITHOUT if "__main__" in SCRIPTS[path]], ids=lambda path: path.name
+    "script", sorted({*PROGRAMS} - {*WITH_OPTIONS}), ids=lambda path: path.name
 )
 def test_it_is_imported(script) -> None:
     assert loaded(script).__doc__
