@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import megatron_epp
-from megatron_epp.mcore.loops.adapter import loss_function_of
+from megatron_epp.mcore.loops.adapter import loss_function_of, refuse_asked
 from megatron_epp.mcore.loops.adapters.token_samples import (
     TokenSamples,
     in_training,
@@ -128,12 +128,7 @@ def _require_sliceable(args: Any) -> None:
         )
         or os.environ.get("ENABLE_ROUTING_REPLAY") == "1",
     }
-    for what, wanted in asked.items():
-        if wanted:
-            raise ValueError(
-                f"slime's arguments ask for {what}; slices do not give it: leave it out, or use "
-                "Megatron's own schedule (no attach)"
-            )
+    refuse_asked("slime's", "its arguments ask", asked)
 
 
 def _values(data_iterator: Any, model: Any) -> tuple[Any, None]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_epp.corpus.shared_prefixes import shared_prefixes
-from megatron_epp.mcore.loops.adapter import forest_of, lengths_of, rows_of, side_by_side
+from megatron_epp.mcore.loops.adapter import forest_of, lengths_of, side_by_side
 from megatron_epp.mcore.loops.adapters.packed import PackedDocuments, documents_of
 from megatron_epp.mcore.loops.adapters.samples import Samples, masked_sum
 
@@ -126,29 +126,6 @@ def test_rows_that_are_drawn_decide_what_is_shared() -> None:
     )
 
 
-class Lying:
-    def __init__(self, lengths: list[int]):
-        self._lengths = lengths
-
-    def lengths(self, micro_batch):
-        return self._lengths
-
-    def rows(self, micro_batch, document, start, stop):
-        return {"tokens": torch.zeros(1, 5)[:, start:stop], "nothing": None}
-
-
-def test_lengths_that_lie_are_refused_with_their_place() -> None:
-    made = rows_of(Lying([5]), None, 2, 0, 1, 4)
-    assert made["tokens"].shape == (1, 3)
-    with pytest.raises(ValueError) as error:
-        rows_of(Lying([9]), None, 2, 0, 3, 9)
-    assert str(error.value) == (
-        "the adapter's rows of micro-batch 2, document 0, tokens [3:9]: 'tokens' has shape "
-        "(1, 2); expected [1, 6, ...] (does it have as many as the adapter's lengths say? leave "
-        "'tokens' out of the keys if it has no row for each token)"
-    )
-
-
 @pytest.mark.parametrize(
     ("lengths", "says"),
     [
@@ -159,7 +136,7 @@ def test_lengths_that_lie_are_refused_with_their_place() -> None:
 )
 def test_lengths_that_cannot_be_are_refused(lengths, says) -> None:
     with pytest.raises(ValueError, match=says):
-        lengths_of(Lying(lengths), None, 1, 8)
+        lengths_of(SimpleNamespace(lengths=lambda micro_batch: lengths), None, 1, 8)
 
 
 def test_slices_side_by_side_are_padded_together() -> None:

@@ -1,6 +1,9 @@
 """Loops of others on real processes, against the plain model; and what a certificate notices."""
 
+import functools
+import math
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -10,13 +13,15 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.processes import ChildLost
 from megatron_epp.certify.trial import GPT, LLAMA
 from tests.certify.backend import certify_checked, main
-from tests.certify.trial import CheckedTrial, read_checked
+from tests.certify.loops.micro_batches import LoopFrame, loop_loss
+from tests.certify.trial import ENCODER, CheckedTrial, read_checked
 from tests.mcore.certified import certified, models
-from tests.mcore.fault_injection import inject
+from tests.mcore.fault_injection import inject, names, require_shown
+from tests.mcore.test_trees import FRAME
 
 pytestmark = pytest.mark.everything
 
-TABLES = Path(__file__).with_name("faults")
+FOLDER = Path(__file__).with_name("faults")
 
 
 def trial(degrees: Degrees, batches: int, llama: str = "", **others) -> CheckedTrial:
@@ -76,49 +81,86 @@ def test_experts_over_replicas_are_refused() -> None:
         certify_checked(read_checked(["--loop", "--ep", "2", "--dp", "2", "--batches", "2"]))
 
 
-def test_the_command_line() -> None:
-    with pytest.raises(ValueError, match="--ep 0: expected at least 1"):
-        main(["--loop", "--ep", "0"])
-    with pytest.raises(ValueError, match="--batches 0: expected at least 1"):
-        main(["--loop", "--batches", "0"])
-    with pytest.raises(ValueError, match="--loop-model encoder: of slices; give --loop"):
-        main(["--loop-model", "encoder"])
-    with pytest.raises(ValueError, match="--placement: slices of loops run one stage a rank"):
-        main(["--loop", "--placement", "interleaved 2"])
-    with pytest.raises(ValueError, match="--loop-model other: expected subclass or encoder"):
-        main(["--loop", "--loop-model", "other"])
-    said = "--loop: on GPUs in bf16; give --dtype bf16, or no --device"
-    with pytest.raises(ValueError, match=said):
-        main(["--device", "cuda", "--loop"])
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--loop", "--ep", "0"), "--ep 0: expected at least 1"),
+        (("--loop", "--batches", "0"), "--batches 0: expected at least 1"),
+        (("--loop-model", "encoder"), "--loop-model encoder: of slices; give --loop"),
+        (
+            ("--loop", "--placement", "interleaved 2"),
+            "--placement: slices of loops run one stage a",
+        ),
+        (("--loop", "--loop-model", "other"), "--loop-model other: expected subclass or encoder"),
+        (("--loop", "--device", "cuda"), "--loop: on GPUs in bf16; give --dtype bf16, or no --dev"),
+    ],
+)
+def test_the_command_line(words, says) -> None:
+    with pytest.raises(ValueError, match=says):
+        main(words)
 
 
-@pytest.fixture(scope="module")
-def with_faults() -> Mapping[str, BatchVerdict]:
-    """One stage, in slices."""
-    flags = models(f"{LLAMA} --num-layers 2")
-    return inject(TABLES / "slices.py", CheckedTrial(Degrees(1, 1, 1), flags, loop=True))
+# ------------------------------------------------------------------ faults
+
+# By table: degrees, what else is asked, and what the batches must have for a fault to show.
+TABLES = {
+    "slices": (Degrees(1, 1, 1), {}, "cut"),
+    "encoder": (Degrees(1, 1, 1), {"loop_model": ENCODER}, "cut"),
+    "ranks": (Degrees(1, 1, 1, cp=2), {}, None),
+    "trees": (Degrees(1, 1, 1), {"trees": True}, "branches"),
+}
+FAULTS = [(table, way) for table in TABLES for way in names(FOLDER / f"{table}.py")]
+# Errors of these faults, (losses, gradients): wrong far beyond the bound, within it, or either.
+WRONG, RIGHT, EITHER = (1e6 * BOUND, math.inf), (0.0, BOUND), (0.0, math.inf)
+ERRORS = {
+    "return in the order run": (WRONG, RIGHT),
+    "forget a gradient": (RIGHT, WRONG),
+    "scale by chunks": (RIGHT, WRONG),
+    "drop returned gradients": (RIGHT, WRONG),
+    "lose a slice for the loss": (WRONG, EITHER),
+    "gather from the wrong rank": (WRONG, EITHER),  # a mean's gradient is that of any outputs
+}
 
 
-@pytest.mark.parametrize("way", ["nothing", "nothing again"])
-def test_the_untouched_schedule_passes(with_faults, way) -> None:
-    assert with_faults[way].passed and with_faults[way].coverage.cut > 0, with_faults[way]
+def branches(number: int, seed: int) -> bool:
+    """Whether somewhere several parts continue one, in the batch of a loop's turn."""
+    from megatron_epp.mcore.patching import cpu_host
+
+    cpu_host.install_cpu_host()
+    from megatron_epp.mcore.loops.adapters.samples import Samples
+
+    (drawn,) = LoopFrame(FRAME, False).draw(seed, number).micro_batches
+    for batch in drawn:
+        nodes = Samples(loop_loss, share_from=1).prefixes(batch).nodes
+        parents = [node.parent for node in nodes if node.parent >= 0]
+        if len(set(parents)) < len(parents):
+            return True
+    return False
 
 
-def test_values_at_other_places_are_noticed(with_faults) -> None:
-    batch = with_faults["return in the order run"]
-    assert batch.loss_error > 1e6 * BOUND and batch.gradient_error <= BOUND
+@functools.cache
+def judged(table: str) -> Mapping[str, BatchVerdict]:
+    path, (degrees, others, _) = FOLDER / f"{table}.py", TABLES[table]
+    if table == "trees":
+        half = range(len(names(path)) // 2)  # the same batches in both turns
+        others |= {"seed": next(s for s in count() if all(branches(n, s) for n in half))}
+    return inject(
+        path, CheckedTrial(degrees, models(f"{LLAMA} --num-layers 2"), loop=True, **others)
+    )
 
 
-@pytest.mark.parametrize("way", ["forget a gradient", "scale by chunks", "drop returned gradients"])
-def test_wrong_gradients_are_far_beyond_the_bound(with_faults, way) -> None:
-    batch = with_faults[way]
-    assert batch.gradient_error > 1e6 * BOUND and batch.loss_error <= BOUND, batch
-
-
-def test_a_loss_of_other_outputs_is_noticed(with_faults) -> None:
-    assert with_faults["lose a slice for the loss"].loss_error > 1e6 * BOUND
-
-
-def test_a_collective_that_is_not_on_the_list_is_refused(with_faults) -> None:
-    (problem,) = with_faults["meet in between"].problems
-    assert problem.startswith("not on the list: barrier over default_pg by ")
+@pytest.mark.parametrize(("table", "way"), FAULTS)
+def test_whatever_is_broken_shows(table, way) -> None:
+    batch, needed = judged(table)[way], TABLES[table][2]
+    assert needed is None or getattr(batch.coverage, needed) > 0
+    if way == "meet in between":
+        (problem,) = batch.problems
+        assert problem.startswith("not on the list: barrier over default_pg by ")
+    elif way in ERRORS:
+        assert not batch.problems
+        for error, (least, most) in zip(
+            (batch.loss_error, batch.gradient_error), ERRORS[way], strict=True
+        ):
+            assert least <= error <= most, batch
+    else:
+        require_shown(batch, way)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches, SingleValue
+from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
 
 
 class Offsets:
@@ -33,19 +33,6 @@ def test_who_draws_nothing_leaves_the_source_alone() -> None:
     source = iter("abcd")
     MicroBatches(source, 4).finish()
     assert next(source) == "a"
-
-
-def test_a_second_draw_is_refused() -> None:
-    given = SingleValue(1)
-    next(given)
-    with pytest.raises(ValueError, match="drew twice for one chunk"):
-        next(given)
-
-
-def test_a_source_that_ends_early_is_refused() -> None:
-    batches = MicroBatches(iter("abc"), 4)
-    with pytest.raises(ValueError, match="ended after 3 of the 4 micro-batches"):
-        batches.item(3)
 
 
 @pytest.mark.parametrize(
