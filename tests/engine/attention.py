@@ -354,23 +354,3 @@ def _gradients(
         dq[:, head] = inner @ k
         dk[:, head // shared] += inner.T @ q
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
-
-
-def convert_thd_to_bshd(tensor: Tensor, cu_seqlens: Tensor, b: int, max_seq_len: int) -> Tensor:
-    """Return packed documents [T, ...] as padded documents [b, max_seq_len, ...]."""
-    result = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
-    for document, (first, count) in enumerate(
-        _lengths("convert_thd_to_bshd", cu_seqlens, None, max_seq_len, len(tensor))
-    ):
-        result[document, :count] = tensor[first : first + count]
-    return result
-
-
-def convert_bshd_to_thd(tensor: Tensor, cu_seqlens: Tensor, t: int) -> Tensor:
-    """Return padded documents [b, max_seq_len, ...] as packed documents [t, ...]."""
-    result = tensor.new_zeros(t, *tensor.shape[2:])
-    for document, (first, count) in enumerate(
-        _lengths("convert_bshd_to_thd", cu_seqlens, None, tensor.shape[1], t)
-    ):
-        result[first : first + count] = tensor[document, :count]
-    return result

@@ -9,12 +9,10 @@ from tests.engine import (
     enums,
     norms,
     optimizers,
-    permutation,
     products,
     rotary,
-    softmax,
+    row_padding,
 )
-from tests.engine.activations import functions
 from tests.engine.device import CUBLASLT, CUDNN
 from tests.engine.fp8 import primary, quantizers
 
@@ -74,17 +72,16 @@ def _names() -> dict[str, Any]:
 
 
 def _functions() -> dict[str, Callable[..., Any]]:
-    table = functions()
+    table: dict[str, Callable[..., Any]] = {}
     modules: tuple[types.ModuleType, ...] = (
         attention,
         norms,
         optimizers,
-        permutation,
         primary,
         products,
         quantizers,
         rotary,
-        softmax,
+        row_padding,
     )
     for module in modules:
         table |= {
@@ -94,10 +91,6 @@ def _functions() -> dict[str, Callable[..., Any]]:
             and value.__module__ == module.__name__
             and not name.startswith("_")
         }
-    kinds = ("scaled", "scaled_masked", "scaled_upper_triang_masked")
-    for kind in (*kinds, "scaled_aligned_causal_masked"):
-        table[f"{kind}_softmax_backward"] = table["softmax_backward"]
-    del table["softmax_backward"]
     return table | {
         "get_cudnn_version": lambda: CUDNN,
         "get_cublasLt_version": lambda: CUBLASLT,

@@ -77,31 +77,14 @@ def _gradients(
     return of_input * scale_T[:, None], (grad * normed).sum(0), grad.sum(0)
 
 
-def _rmsnorm_gradients(
-    kernel: str, dz: Any, x: Any, rsigma: Tensor, gamma: Any, centred: bool
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of input and weight."""
-    values, weight = _operands(kernel, x, gamma, centred)
-    normed = values * rsigma[:, None]
-    return _gradients(kernel, dz, values, normed, rsigma, weight, mean=False)[:2]
-
-
 def rmsnorm_bwd(
     dz: Any, x: Any, rsigma: Tensor, gamma: Any, sm_margin: int, zero_centered_gamma: bool
 ) -> list[Tensor]:
     """Return the gradients of [input, weight]."""
-    dx, dweight = _rmsnorm_gradients("rmsnorm_bwd", dz, x, rsigma, gamma, zero_centered_gamma)
-    return [dx.to(x.dtype), dweight.to(gamma.dtype)]
-
-
-def rmsnorm_bwd_add(
-    dz: Any, x: Any, add: Any, rsigma: Tensor, gamma: Any, sm_margin: int,
-    zero_centered_gamma: bool,
-) -> list[Tensor]:  # fmt: skip
-    """Return the gradients of [input, weight]; the input's gradient includes ``add``."""
-    kernel = "rmsnorm_bwd_add"
-    dx, dweight = _rmsnorm_gradients(kernel, dz, x, rsigma, gamma, zero_centered_gamma)
-    dx = dx + wide(dense(kernel, "the addend", add)).view(dx.shape)
+    kernel = "rmsnorm_bwd"
+    values, weight = _operands(kernel, x, gamma, zero_centered_gamma)
+    normed = values * rsigma[:, None]
+    dx, dweight, _ = _gradients(kernel, dz, values, normed, rsigma, weight, mean=False)
     return [dx.to(x.dtype), dweight.to(gamma.dtype)]
 
 

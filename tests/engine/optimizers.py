@@ -87,30 +87,3 @@ def multi_tensor_adam(
         main.copy_(values)
         if main is not parameter:
             parameter.copy_(values.view(parameter.shape))
-
-
-def multi_tensor_sgd(
-    chunk_size: int, noop_flag: Tensor, lists: Lists, wd: float, momentum: float,
-    dampening: float, lr: float, nesterov: bool, first_run: bool, wd_after_momentum: bool,
-    scale: float,
-) -> None:  # fmt: skip
-    """Take a step of SGD.
-
-    ``lists`` are gradients, parameters, momenta and, optionally, copies of parameters.
-    """
-    _aligned("multi_tensor_sgd", lists, 4 if len(lists) == 4 else 3)
-    if int(noop_flag):
-        return
-    for gradient, parameter, moving, *copies in zip(*lists, strict=True):
-        slope = wide(gradient).view(parameter.shape) * scale
-        if wd and not wd_after_momentum:
-            slope = slope + wd * wide(parameter)
-        if momentum:
-            moved = slope if first_run else wide(moving) * momentum + (1 - dampening) * slope
-            moving.copy_(moved)
-            slope = slope + momentum * moved if nesterov else moved
-        if wd and wd_after_momentum:
-            slope = slope + wd * wide(parameter)
-        parameter.copy_(wide(parameter) - lr * slope)
-        for copy in copies:
-            copy.copy_(parameter.view(copy.shape))

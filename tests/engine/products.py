@@ -1,4 +1,4 @@
-"""Matrix products with the kernels' epilogues: bias, GELU, accumulation; also in groups.
+"""Matrix products with the kernels' epilogues, bias and accumulation; also in groups.
 
 In torch's notation, D = B @ A; with transA or transB, this factor is transposed first. In the
 table, ' marks a transposed factor.
@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu as gelu_of
 
-from tests.engine.activations import derivative
 from tests.engine.fp8.quantizers import is_quantised, operand, quantize
 from tests.engine.operands import (
     dense,
@@ -38,17 +36,16 @@ def generic_gemm(
     comm_overlap: Any = None, comm_type: Any = None, extra_output: Any = None,
     bulk_overlap: bool = False, alpha: float = 1.0, beta: float | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return [D, gradient of the bias, input of the GELU, None].
+    """Return [D, gradient of the bias, None, None].
 
     With ``grad``, ``bias`` is not added. If ``bias`` is not None, its gradient is returned, which
-    is the sum of B's rows. With ``grad`` and ``gelu``, D is multiplied by the derivative of GELU at
-    ``gelu_in``.
+    is the sum of B's rows.
     """
     kernel = "generic_gemm"
     no_quantizer(kernel, quantizer)
-    if comm_overlap is not None:
+    if comm_overlap is not None or gelu:
         raise NotImplementedError(
-            "tests.engine: products that overlap communication are not written"
+            "tests.engine: products that overlap communication, or with GELU, are not written"
         )
     expect(workspace.numel() >= workspace_size > 0, kernel, "the workspace is shorter than said")
     expect(accumulate or not beta, kernel, f"beta {beta} without accumulation")
@@ -68,23 +65,17 @@ def generic_gemm(
         kernel,
         f"products of {of_factors} in {dtype}",
     )
-    bias_gradient = before = None
+    bias_gradient = None
     if bias is not None and grad:
         bias_gradient = wide(B.detach()).view(-1, B.shape[-1]).sum(0).to(dtype)
     elif bias is not None:
         expect(bias.shape == shape[-1:], kernel, f"a bias of {tuple(bias.shape)} for {shape}")
         expect(bias.dtype == torch_dtype(bias_type), kernel, f"a bias of {bias.dtype}")
         product += bias.detach()
-    if gelu and grad:
-        assert gelu_in is not None
-        product *= derivative(gelu_of, wide(dense(kernel, "gelu_in", gelu_in)).view(product.shape))
-    elif gelu:
-        before = product.to(dtype).view(shape)
-        product = gelu_of(product, approximate="tanh")
     if D is not None and accumulate:
         product += D.detach().view(product.shape) * (1.0 if beta is None else beta)
     D = written(kernel, D, product.view(shape), dtype)
-    return [D, bias_gradient, before, None]
+    return [D, bias_gradient, None, None]
 
 
 def _product(

@@ -1,11 +1,13 @@
-"""Emulated kernels beside the formulas of torch, and what they refuse; no Transformer Engine."""
+"""Emulated kernels beside the formulas of torch, and what they refuse; no Transformer Engine.
+
+Products, norms, rotary embeddings and attention in float64 are those of Megatron's local layers in
+test_certificate.py."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tests.engine import (
     attention,
@@ -13,12 +15,9 @@ from tests.engine import (
     module,
     norms,
     optimizers,
-    permutation,
     products,
     rotary,
-    softmax,
 )
-from tests.engine.activations import functions
 from tests.engine.fp8 import primary, quantizers
 from tests.engine.operands import Misread
 
@@ -28,10 +27,6 @@ WORKSPACE = torch.empty(16, dtype=torch.uint8)
 F64 = torch.float64
 THD = enums.NVTE_QKV_Layout.NVTE_THD_THD_THD
 BOTTOM_RIGHT = enums.NVTE_Mask_Type.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK
-VANILLA, LEARNT = (
-    enums.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX,
-    enums.NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX,
-)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -54,54 +49,16 @@ def near(found: Tensor, expected: Tensor) -> None:
 
 
 def product(a: Tensor, b: Tensor, layout: str = "TN", out: Tensor | None = None, **given) -> list:
-    wanted = {
-        "bias": None,
-        "gelu": False,
-        "gelu_in": None,
-        "grad": False,
-        "accumulate": False,
-        "output_dtype": None,
-    } | given
+    wanted = {"bias": None, "accumulate": False, "output_dtype": None} | given
     bias = wanted["bias"]
     return products.generic_gemm(
         a, layout[0] == "T", b, layout[1] == "T", out, None, wanted["output_dtype"], bias,
-        getattr(a, "dtype", F64) if bias is None else bias.dtype, wanted["gelu"], wanted["gelu_in"],
-        wanted["grad"], WORKSPACE, 16, wanted["accumulate"], False,
+        getattr(a, "dtype", F64) if bias is None else bias.dtype, False, None, False, WORKSPACE, 16,
+        wanted["accumulate"], False,
     )  # fmt: skip
-
-
-def gradients(out: Tensor, grad: Tensor, *of: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(out, of, grad)
 
 
 # ------------------------------------------------------------------ products
-
-
-def test_a_linear_and_its_gradients_are_torchs() -> None:
-    x, weight, bias = (drawn(5, 2, 6), drawn(4, 6), drawn(4))
-    leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    before = functional.linear(*leaves)
-    grad = drawn(5, 2, 4, seed=1)
-    dx, dweight, dbias = gradients(before, grad, *leaves)
-    out, _, kept, _ = product(weight, x, bias=bias, gelu=True)
-    near(kept, before.detach())
-    near(out, functional.gelu(before, approximate="tanh").detach())
-    near(product(weight, grad, "NN", grad=True)[0], dx)
-    main = drawn(4, 6, seed=2)
-    added = main.clone()
-    _, found, _, _ = product(
-        x, grad, "NT", added, bias=bias, grad=True, accumulate=True, output_dtype=F64
-    )
-    near(added, main + dweight)
-    near(found, dbias)
-
-
-def test_the_epilogue_multiplies_by_gelus_derivative() -> None:
-    weight, grad, before = drawn(4, 6), drawn(5, 4), drawn(5, 6, seed=3).requires_grad_()
-    (expected,) = gradients(
-        functional.gelu(before, approximate="tanh"), grad @ weight, before
-    )  # fmt: skip
-    near(product(weight, grad, "NN", gelu=True, gelu_in=before, grad=True)[0], expected)
 
 
 def test_halves_are_rounded_once() -> None:
@@ -112,22 +69,13 @@ def test_halves_are_rounded_once() -> None:
     near(main.double(), (b.float() @ a.float().T + 1e-3).double())
 
 
-def grouped(rows: list[int], out: list[Tensor], **given) -> list[Tensor]:
+def grouped(rows: list[int], out: Tensor, splits: list[int]) -> None:
     weights = [drawn(4, 6, seed=i) for i in range(len(rows))]
-    inputs = list(drawn(sum(rows), 6).split(rows))
     empty = [torch.empty(0)] * len(rows)
-    splits = given.get("splits", rows)
     products.te_general_grouped_gemm(
-        weights, True, inputs, False, out, F64, splits, empty, F64, True, empty, False,
-        [WORKSPACE] * products.STREAMS, 16, False, False, 0,
+        weights, True, list(drawn(sum(rows), 6).split(rows)), False, [out], F64, splits, empty, F64,
+        True, empty, False, [WORKSPACE] * products.STREAMS, 16, False, False, 0,
     )  # fmt: skip
-    return [x @ w.T for x, w in zip(inputs, weights, strict=True)]
-
-
-def test_products_in_groups_lie_behind_one_another_and_may_be_empty() -> None:
-    out = torch.empty(7, 4, dtype=F64)
-    expected = grouped([3, 0, 4], [out])
-    near(out, torch.cat(expected))
 
 
 def test_the_bias_of_a_gradient_is_the_sum_of_its_rows() -> None:
@@ -137,147 +85,17 @@ def test_the_bias_of_a_gradient_is_the_sum_of_its_rows() -> None:
     assert same is grad
 
 
-# ------------------------------------------------------------------ norms, activations, rotary
-
-
-@pytest.mark.parametrize("centred", [False, True])
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_norms_and_their_gradients_are_torchs(kind, centred) -> None:
-    x, weight, bias, grad = drawn(5, 8), drawn(8), drawn(8, seed=4), drawn(5, 8, seed=5)
-    leaves = [t.requires_grad_() for t in (x, weight, bias)]
-    scale = leaves[1] + 1 if centred else leaves[1]
-    if kind == "rms":
-        expected = functional.rms_norm(leaves[0], (8,), scale, 1e-5)
-        out, nothing, kept = norms.rmsnorm_fwd(x, weight, 1e-5, None, None, F64, 0, centred)
-        assert nothing is None
-        found = norms.rmsnorm_bwd(grad, x, kept, weight, 0, centred)
-        added = norms.rmsnorm_bwd_add(grad, x, grad, kept, weight, 0, centred)
-        near(added[0], found[0] + grad)
-        near(added[1], found[1])
-    else:
-        expected = functional.layer_norm(leaves[0], (8,), scale, leaves[2], 1e-5)
-        out, mean, kept = norms.layernorm_fwd(
-            x, weight, bias, 1e-5, None, None, F64, 0, centred
-        )  # fmt: skip
-        found = norms.layernorm_bwd(grad, x, mean, kept, weight, 0, centred)
-    near(out, expected.detach())
-    for mine, theirs in zip(found, gradients(expected, grad, *leaves[: len(found)]), strict=True):
-        near(mine, theirs)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("silu", functional.silu),
-        ("srelu", lambda x: functional.relu(x) ** 2),
-        ("swiglu", lambda x: functional.silu(x[:, :4]) * x[:, 4:]),
-        ("geglu", lambda x: functional.gelu(x[:, :4], approximate="tanh") * x[:, 4:]),
-        (
-            "clamped_swiglu",
-            lambda x: (
-                (g := x[:, :4].clamp(max=7.0))
-                * torch.sigmoid(1.702 * g)
-                * (x[:, 4:].clamp(-7.0, 7.0) + 1)
-            ),
-        ),
-    ],
-)
-def test_activations_are_their_formulas(name, expected) -> None:
-    x = (5 * drawn(6, 8)).requires_grad_()
-    right = expected(x)
-    grad = drawn(*right.shape, seed=6)
-    near(functions()[name](x, None), right.detach())
-    back = "clamped_dswiglu" if name == "clamped_swiglu" else f"d{name}"
-    (wanted,) = gradients(right, grad, x)
-    near(functions()[back](grad, x, None), wanted)
-    if f"dbias_{back}" in functions():
-        near(functions()[f"dbias_{back}"](grad, x, None)[0], wanted.sum(0))
-
-
-def turned(x: Tensor, position: int, angles: Tensor) -> Tensor:
-    """[H, 6] of one row: the first four channels by complex numbers."""
-    turn = torch.polar(torch.ones(2, dtype=F64), angles[position, :2])
-    made = torch.complex(x[:, :2], x[:, 2:4]) * turn
-    return torch.cat([made.real, made.imag, x[:, 4:]], -1)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_rotary_positions_count_from_0_in_every_sequence(ranks) -> None:
-    table = drawn(16, 2).repeat(1, 2)[:, None, None]
-    boundaries = torch.tensor([0, 8, 12], dtype=torch.int32)
-    x = drawn(12 // ranks, 3, 6)
-    options = (None, enums.NVTE_QKV_Format.NVTE_THD, False, boundaries, ranks, ranks - 1)
-    found = rotary.fused_rope_forward(x, table, *options)
-    positions = [*range(8), *range(4)] if ranks == 1 else [2, 3, 4, 5, 1, 2]
-    expected = [turned(row, p, table[:, 0, 0]) for row, p in zip(x, positions, strict=True)]
-    near(found, torch.stack(expected))
-    near(rotary.fused_rope_backward(found, table, *options), x)
-    if ranks == 1:
-        one = x[:8, None]
-        same = rotary.fused_rope_forward(
-            one, table, None, enums.NVTE_QKV_Format.NVTE_SBHD, False, None, 1, 0
-        )
-        near(same[:, 0], found[:8])
-
-
 # ------------------------------------------------------------------ attention
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, cu_q, cu_k, window=(-1, 0), sinks=None, **given):
-    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32) for x in (cu_q, cu_k))
-    most = given.get("most", 64)
-    kind = VANILLA if sinks is None else LEARNT
-    thd, none = enums.NVTE_QKV_Format.NVTE_THD, enums.NVTE_Bias_Type.NVTE_NO_BIAS
-    common = (none, BOTTOM_RIGHT, kind, window, True)
-    made = attention.fused_attn_fwd(
-        most, most, True, 0.3, 0.0, True, THD, thd, thd, *common, cu_q, cu_k, q, k, v, q.dtype,
-        None, None, None, None, None, None, None, sinks, None, 0, False, False,
+def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: list[int], most: int = 64) -> None:
+    boundaries = torch.tensor(cu_seqlens, dtype=torch.int32)
+    kind, thd = enums.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX, enums.NVTE_QKV_Format.NVTE_THD
+    attention.fused_attn_fwd(
+        most, most, True, 0.3, 0.0, True, THD, thd, thd, enums.NVTE_Bias_Type.NVTE_NO_BIAS,
+        BOTTOM_RIGHT, kind, (-1, 0), True, boundaries, boundaries, q, k, v, q.dtype, None, None,
+        None, None, None, None, None, None, None, 0, False, False,
     )  # fmt: skip
-
-    def backward(grad: Tensor) -> list[Tensor]:
-        return attention.fused_attn_bwd(
-            most, most, 0.3, 0.0, True, THD, thd, thd, THD, thd, thd, *common, False, cu_q, cu_k,
-            q, k, v, made[0], grad, q.dtype, made[1:], None, None, None, None, None, False,
-        )  # fmt: skip
-
-    return made[0], backward
-
-
-def plainly(q: Tensor, k: Tensor, v: Tensor, window: int | None, sinks: Tensor | None) -> Tensor:
-    """A document's, aligned at the bottom right."""
-    rows, columns = len(q), len(k)
-    seen = torch.ones(rows, columns, dtype=torch.bool).tril(columns - rows)
-    if window is not None:
-        seen = seen.triu(columns - rows - window)
-    scores = 0.3 * torch.einsum("thd,shd->hts", q, k.repeat_interleave(2, 1))
-    scores = scores.masked_fill(~seen, -torch.inf)
-    if sinks is not None:
-        column = sinks.reshape(-1, 1, 1).expand(-1, rows, 1)
-        scores = torch.cat([scores, column], -1)
-    shares = scores.softmax(-1)[..., :columns]
-    return torch.einsum("hts,shd->thd", shares, v.repeat_interleave(2, 1))
-
-
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("window", [None, 3])
-def test_attention_of_packed_documents_and_slices(window, sinks) -> None:
-    """A document and a slice behind its context; the last rows are padding."""
-    q, k, v = drawn(9, 4, 8), drawn(14, 2, 8), drawn(14, 2, 8, seed=7)
-    logits = drawn(1, 4, 1, 1).requires_grad_() if sinks else None
-    leaves = [t.requires_grad_() for t in (q, k, v)] + ([logits] if sinks else [])
-    parts = [(slice(0, 5), slice(0, 5)), (slice(5, 8), slice(5, 13))]
-    expected = torch.cat([plainly(q[a], k[b], v[b], window, logits) for a, b in parts])
-    out, backward = attend(
-        q, k, v, [0, 5, 8], [0, 5, 13], (-1 if window is None else window, 0), logits
-    )  # fmt: skip
-    near(out[:8], expected.detach())
-    assert not out[8:].any()
-    grad = drawn(9, 4, 8, seed=8)
-    *found, of_bias, of_sinks = backward(grad)
-    assert of_bias is None and (of_sinks is not None) == sinks
-    found += [of_sinks] * sinks
-    for mine, theirs in zip(found, gradients(expected, grad[:8], *leaves), strict=True):
-        near(mine, theirs)
 
 
 def asked(**changed) -> SimpleNamespace:
@@ -308,29 +126,7 @@ def test_a_back_end_is_named_or_the_reason(changed, says) -> None:
     assert backend == (names.NVTE_No_Backend if says else names.NVTE_F16_arbitrary_seqlen)
 
 
-def test_softmax_of_a_row_that_sees_nothing_is_zero() -> None:
-    scores = drawn(1, 2, 3, 4)
-    found = softmax.scaled_aligned_causal_masked_softmax_forward(scores, 0.5)
-    seen = torch.ones(3, 4, dtype=torch.bool).tril(1)
-    near(found, (0.5 * scores).masked_fill(~seen, -torch.inf).softmax(-1))
-    mask = torch.ones(1, 1, 3, 4, dtype=torch.bool)
-    assert not softmax.scaled_masked_softmax_forward(scores, mask, 0.5).any()
-
-
-# ------------------------------------------------------------------ rows, optimizers
-
-
-def test_rows_go_to_their_experts_and_back() -> None:
-    x, probs = drawn(4, 3), drawn(4, 2).softmax(-1).requires_grad_()
-    experts = torch.tensor([[1, 0], [2, 1], [0, 2], [1, 2]], dtype=torch.int32)
-    rows, places, _ = permutation.moe_permute_fwd(x, F64, experts, 8, [], 8)
-    order = [t for expert in range(3) for t in range(4) if expert in experts[t]]
-    near(rows, x[order])
-    near(permutation.moe_unpermute_fwd(rows, F64, places, probs, 4, 2), x)
-    grad = drawn(4, 3, seed=9)
-    _, of_probs = permutation.moe_unpermute_bwd(grad, rows, F64, places, probs)
-    expected = (grad * x).sum(-1, keepdim=True).expand(4, 2)
-    assert torch.allclose(of_probs.double(), expected, rtol=1e-6)
+# ------------------------------------------------------------------ optimizers
 
 
 @pytest.mark.parametrize("mode", [0, 1])
@@ -382,7 +178,7 @@ MISREAD = {
         "a bias of (6,) for (5, 4)",
     ),
     "splits of other rows": (
-        lambda: grouped([3, 4], [torch.empty(7, 4, dtype=F64)], splits=[4, 3]),
+        lambda: grouped([3, 4], torch.empty(7, 4, dtype=F64), [4, 3]),
         "splits [4, 3] of operands with [3, 4] rows",
     ),
     "a norm's weight": (
@@ -397,15 +193,15 @@ MISREAD = {
         "the table ends at 8",
     ),
     "strides of queries": (
-        lambda: attend(drawn(4, 5, 8).mT, drawn(5, 2, 5), drawn(5, 2, 5), *[[0, 5]] * 2),
+        lambda: attend(drawn(4, 5, 8).mT, drawn(5, 2, 5), drawn(5, 2, 5), [0, 5]),
         "has strides",
     ),
     "more rows than are said": (
-        lambda: attend(drawn(5, 4, 8), drawn(5, 2, 8), drawn(5, 2, 8), *[[0, 5]] * 2, most=4),
+        lambda: attend(drawn(5, 4, 8), drawn(5, 2, 8), drawn(5, 2, 8), [0, 5], most=4),
         "5 rows, and 4 are said to be the most",
     ),
     "lengths behind the end": (
-        lambda: attend(drawn(5, 4, 8), drawn(5, 2, 8), drawn(5, 2, 8), *[[0, 6]] * 2),
+        lambda: attend(drawn(5, 4, 8), drawn(5, 2, 8), drawn(5, 2, 8), [0, 6]),
         "document 0 ends behind 5",
     ),
     "lists that do not match": (

@@ -11,21 +11,30 @@ pytestmark = pytest.mark.gpu
 LENGTH, SLICES = 1024, 4
 
 
-def plan(boundaries=tuple(range(0, LENGTH + 1, LENGTH // SLICES))):
-    from megatron_epp.ir import Chunk, Kind, Op, Plan, Span
+def plan(
+    boundaries=tuple(range(0, LENGTH + 1, LENGTH // SLICES)),
+    letters=("kk",) * SLICES,
+    weights=None,
+):
+    """A document in slices; on the stage in the middle ``letters`` of each. ``weights``: chunks
+    whose Ws run at the end in turn, with every B as an I; None for whole backwards."""
+    from megatron_epp.ir import Chunk, Kind, Op, Plan, Span, check
 
     count = range(SLICES)
-    order = (
-        *(Op(Kind.FORWARD, c) for c in count),
-        *(Op(Kind.BACKWARD, c) for c in reversed(count)),
+    forwards = tuple(Op(Kind.FORWARD, c) for c in count)
+    whole, halves = (
+        (*forwards, *(Op(kind, c) for c in reversed(count))) for kind in (Kind.BACKWARD, Kind.INPUT)
     )
-    return Plan(
+    halves += tuple(Op(Kind.WEIGHT, c) for c in weights or ())
+    made = Plan(
         documents=(boundaries[-1],),
         layers=(1, 2, 1),
         chunks=tuple(Chunk((Span(0, *boundaries[c : c + 2]),)) for c in count),
-        recompute=tuple(("k" * layers,) * SLICES for layers in (1, 2, 1)),
-        orders=(order, order, order),
+        recompute=(("k",) * SLICES, tuple(letters), ("k",) * SLICES),
+        orders=(whole, whole if weights is None else halves, whole),
     )
+    check(made)
+    return made
 
 
 def run(world, model, its_plan=None) -> dict:

@@ -14,27 +14,6 @@ pytestmark = pytest.mark.gpu
 LEAST_RATE = 10e9  # bytes per second to pinned memory and back: half of what PCIe 4 carries
 
 
-def lettered(*letters: str, split: bool = False):
-    """The plan with a choice for each chunk; ``split``: every B as I, and all W at the end."""
-    from megatron_epp.ir import Kind, Op, check
-
-    whole = plan()
-    order = whole.orders[1]
-    if split:
-        order = (
-            *(Op(Kind.FORWARD, c) for c in range(SLICES)),
-            *(Op(Kind.INPUT, c) for c in reversed(range(SLICES))),
-            *(Op(Kind.WEIGHT, c) for c in range(SLICES)),
-        )
-    made = replace(
-        whole,
-        orders=(whole.orders[0], order, whole.orders[2]),
-        recompute=(whole.recompute[0], letters, whole.recompute[2]),
-    )
-    check(made)
-    return made
-
-
 def stage(alone):
     from scripts.bench.single_stage import build_stage
 
@@ -49,13 +28,13 @@ def keeping(alone):
     return model, run(alone, model)
 
 
-@pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
+@pytest.mark.parametrize("weights", [None, range(SLICES)], ids=["B", "I and W"])
 @pytest.mark.parametrize(
     "letters", [("oo",) * SLICES, ("ok", "ko", "kk", "oo"), ("of", "co", "oa", "bo")], ids="-".join
 )
-def test_gradients_are_those_of_keeping(alone, keeping, letters, split) -> None:
+def test_gradients_are_those_of_keeping(alone, keeping, letters, weights) -> None:
     model, expected = keeping
-    assert off(run(alone, model, lettered(*letters, split=split)), expected) < 1e-3
+    assert off(run(alone, model, plan(letters=letters, weights=weights)), expected) < 1e-3
 
 
 def test_the_guard_can_fail(alone) -> None:
@@ -66,7 +45,7 @@ def test_the_guard_can_fail(alone) -> None:
 
     model, block = stage(alone), torch.empty(2**26, dtype=torch.uint8, pin_memory=True)
     with patch.object(HostStore, "allocate", lambda self, nbytes: [block]):
-        found = run(alone, model, lettered(*("oo",) * SLICES))
+        found = run(alone, model, plan(letters=("oo",) * SLICES))
     assert off(found, run(alone, model)) > 0.1
 
 
@@ -86,7 +65,7 @@ def test_what_is_offloaded_is_gone(alone, engine) -> None:
     args = copy.copy(alone.args)
     args.gradient_accumulation_fusion = True
     model = stage(replace(alone, args=args))
-    offloaded = lettered(*("oo",) * SLICES)
+    offloaded = plan(letters=("oo",) * SLICES)
 
     def ran(its_plan):
         torch.cuda.synchronize()  # what the run before still copies is no part of this one's memory
@@ -117,7 +96,7 @@ def test_copies_are_as_fast_as_the_link(alone) -> None:
     model = stage(alone)
     rate = host_rate(probe_alone(alone, model), make_groups(alone.device))
     assert rate > LEAST_RATE
-    offloaded = lettered(*("oo",) * SLICES)
+    offloaded = plan(letters=("oo",) * SLICES)
     seconds = {}
     for name, made in (("kept", plan()), ("away", offloaded)):
         for _ in range(3):

@@ -15,22 +15,8 @@ ORDERS = {"as Is": (3, 2, 1, 0), "the other way": (0, 1, 2, 3), "mixed": (2, 0, 
 
 
 def halves(weights):
-    """The plan with every B as an I, and all W at the end; the last two chunks recomputed."""
-    from megatron_epp.ir import Kind, Op, check
-
-    whole = plan()
-    order = (
-        *(Op(Kind.FORWARD, c) for c in range(4)),
-        *(Op(Kind.INPUT, c) for c in reversed(range(4))),
-        *(Op(Kind.WEIGHT, c) for c in weights),
-    )
-    split = replace(
-        whole,
-        orders=(whole.orders[0], order, whole.orders[2]),
-        recompute=(whole.recompute[0], ("kk", "kk", "ff", "bb"), whole.recompute[2]),
-    )
-    check(split)
-    return split
+    """The last two chunks are recomputed."""
+    return plan(letters=("kk", "kk", "ff", "bb"), weights=weights)
 
 
 @pytest.fixture(
