@@ -267,12 +267,6 @@ def all_to_all_single(into: Tensor, tensor: Tensor, group: Any = None, async_op=
     return _collective("all_to_all", act, group, async_op, into, tensor)
 
 
-def barrier(group: Any = None) -> None:
-    """Of hosts: gloo's."""
-    world, key = HERE.world, ("barrier", group.name, group.number("barrier"))
-    world.wait(world.issue(None, str(key), None, (), key, group.size()))
-
-
 # ------------------------------------------------------------------ in place
 
 
@@ -301,12 +295,8 @@ def _is_cuda(device: torch.device | str) -> bool:
     return torch.device(device).type == "cuda"
 
 
-def _record_stream(tensor: Tensor, stream: CudaStream) -> None:
-    memory_of(tensor).users.append(stream.issue("recorded"))
-
-
 _COLLECTIVES = (
-    isend, irecv, send, recv, barrier,
+    isend, irecv, send, recv,
     all_reduce, all_gather_into_tensor, reduce_scatter_tensor, all_to_all_single,
 )  # fmt: skip
 _CUDA = {
@@ -328,7 +318,6 @@ _TENSOR = {
     "to": _to,
     "cpu": lambda tensor: _to(tensor, "cpu"),
     "pin_memory": _pin_memory,
-    "record_stream": _record_stream,
 }
 
 

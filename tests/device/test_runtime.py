@@ -23,9 +23,9 @@ from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import NoMeter
 from tests.device.fakes import CudaEvent, Group, run_on
 from tests.device.memory import CUDA
-from tests.device.pipeline import Stage, drawn, drawn_letters, reference, shape_of
 from tests.device.queues import HALVES, HERE, ORDERS, Order, Stuck, World, half_of
 from tests.plans import two_ahead
+from tests.runtime.pipeline import Stage, drawn, drawn_letters, reference, shape_of
 
 pytestmark = pytest.mark.everything
 

@@ -1,4 +1,4 @@
-"""The executor on a pipeline of plain linear stages: numbers, messages, records, lost peers."""
+"""The executor on a small pipeline of hosts: numbers, messages, records, lost peers."""
 
 import os
 from collections.abc import Mapping
@@ -10,7 +10,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from torch import Tensor
 
 from megatron_epp.ir import (
     HandOver,
@@ -30,62 +29,8 @@ from megatron_epp.runtime.executor import CurrentOp, Executor, LinkLost
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.memory_meter import NoMeter
+from tests.runtime.pipeline import WIDTH, on_host, reference, shape_of
 from tests.runtime.world import run
-
-WIDTH = 6
-
-
-def weight(stage: int) -> Tensor:
-    generator = torch.Generator().manual_seed(stage)
-    return torch.randn(WIDTH, WIDTH, generator=generator, dtype=torch.float64)
-
-
-def rows(chunk: int, tokens: int) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 + chunk)
-    return torch.randn(tokens, WIDTH, generator=generator, dtype=torch.float64)
-
-
-class Linear:
-    """A stage y = x W whose loss, on the last stage, is half the square of y. By hand, no autograd.
-
-    ``at``: called before each op.
-    """
-
-    def __init__(self, plan: Plan, stage: int, at=lambda op: None):
-        self.plan, self.stage, self.at = plan, stage, at
-        self.weight, self.gradient = weight(stage), torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
-        self.inputs: dict[int, Tensor] = {}
-        self.outputs: dict[int, Tensor] = {}
-        self.aside: dict[int, tuple[Tensor, Tensor]] = {}
-
-    def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
-        self.at(Op(Kind.FORWARD, chunk))
-        assert (received is None) == (self.stage == 0)
-        x = rows(chunk, self.plan.chunks[chunk].tokens) if received is None else received
-        self.inputs[chunk] = x
-        y = x @ self.weight
-        if self.stage == self.plan.stages - 1:
-            self.outputs[chunk] = y
-            return None
-        return y
-
-    def input_backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        self.at(Op(Kind.INPUT, chunk))
-        grad = self.outputs.pop(chunk) if gradient is None else gradient
-        self.aside[chunk] = self.inputs.pop(chunk), grad
-        return None if self.stage == 0 else grad @ self.weight.T
-
-    def weight_backward(self, chunk: int) -> None:
-        x, grad = self.aside.pop(chunk)
-        self.gradient += x.T @ grad
-
-    def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        handed_back = self.input_backward(chunk, gradient)
-        self.weight_backward(chunk)
-        return handed_back
-
-    def abandon(self) -> None:
-        self.inputs.clear()
 
 
 def execute(
@@ -117,24 +62,11 @@ def executor_of(
     """What runs the program of ``rank``; ``links``: other than those of ``groups``."""
     clock = HostClock()
     clock.start()
-    shape = lambda message: (plan.chunks[message.chunk].tokens, WIDTH)  # noqa: E731
-    links = links or Links(groups, shape, torch.float64, torch.device("cpu"))
+    links = links or Links(groups, shape_of(plan), torch.float64, torch.device("cpu"))
     store = Store({}) if store is None else store  # an empty one is false
     current_op = current_op or CurrentOp(rank)
     objects = compute, links, store, clock, NoMeter(), current_op
     return Executor(lower(plan)[rank], *objects, catch_errors=catch_errors)
-
-
-def expected(plan: Plan) -> list[Tensor]:
-    """Every stage's gradient, in one process with autograd."""
-    weights = [weight(stage).requires_grad_() for stage in range(plan.stages)]
-    loss = torch.zeros((), dtype=torch.float64)
-    for chunk, what in enumerate(plan.chunks):
-        x = rows(chunk, what.tokens)
-        for w in weights:
-            x = x @ w
-        loss = loss + (x * x).sum() / 2
-    return list(torch.autograd.grad(loss, weights))
 
 
 def plans(ranks: int, stages: int) -> list[Plan]:
@@ -158,7 +90,7 @@ class Outcome:
     """Of one plan on one rank; ``gradients``: by stage; ``kept``: what stages still hold for their
     chunks."""
 
-    gradients: dict[int, numpy.ndarray]
+    gradients: dict[int, list[numpy.ndarray]]
     records: tuple[Timed, ...]
     sent: int
     received: int
@@ -174,25 +106,28 @@ def run_plans(rank: int, ranks: int, stages: int) -> list[Outcome]:
         groups = {payload: dist.new_group(group_desc=payload.name) for payload in Payload}
     outcomes = []
     for iteration, plan in enumerate(plans(ranks, stages)):
-        computes = {stage: Linear(plan, stage) for stage in plan.stages_of(rank)}
+        computes = {stage: on_host(plan, stage) for stage in plan.stages_of(rank)}
         alone = computes[rank] if stages == ranks else computes
         records, links = execute(plan, rank, groups, alone, iteration)
-        kept = sum(len(c.inputs) + len(c.outputs) + len(c.aside) for c in computes.values())
-        gradients = {stage: compute.gradient.numpy() for stage, compute in computes.items()}
+        kept = sum(len(c._saved) + len(c._aside) for c in computes.values())
+        gradients = {
+            stage: [one.numpy() for one in compute.results()[:-1]]
+            for stage, compute in computes.items()
+        }
         outcomes.append(Outcome(gradients, records, links.sent, links.received, kept))
     return outcomes
 
 
 def compare(found: list[list[Outcome]], stages: int) -> None:
-    """Every rank's outcomes with autograd's gradients, and with the programs."""
+    """Every rank's outcomes with those of one process, op by op, and with the programs."""
     for iteration, plan in enumerate(plans(len(found), stages)):
-        programs, right = lower(plan), expected(plan)
+        programs, right = lower(plan), reference(plan)
         for rank, outcomes in enumerate(found):
             one = outcomes[iteration]
             assert tuple(one.gradients) == plan.stages_of(rank)
-            for stage, gradient in one.gradients.items():
-                wanted = right[stage].numpy()
-                assert abs(wanted - gradient).max() < 1e-12 * abs(wanted).max()
+            for stage, gradients in one.gradients.items():
+                for wanted, gradient in zip(right[stage], gradients, strict=True):
+                    assert abs(wanted.numpy() - gradient).max() <= 1e-12 * wanted.abs().max()
             assert one.kept == 0
             # One record per op and transfer, in the program's order, one after the other.
             timed = [op for op in programs[rank] if not isinstance(op, (Post, HandOver))]
@@ -254,11 +189,11 @@ def lose_a_peer(rank: int) -> str:
     groups = {payload: dist.new_group() for payload in Payload}
 
     def die(op: Op) -> None:
-        if rank == 1 and op == Op(Kind.INPUT, 0):
+        if rank == 1 and op == Op(Kind.BACKWARD, 0):
             os._exit(7)
 
     try:
-        execute(TWO, rank, groups, Linear(TWO, rank, die), iteration=9)
+        execute(TWO, rank, groups, on_host(TWO, rank, die), iteration=9)
     except LinkLost as error:
         return str(error)
     return "nothing happened"
@@ -286,11 +221,11 @@ def test_the_store_must_be_empty() -> None:
     store, kv = Store({0: 4}), torch.ones(4, 1, 2)
     store.append(0, 0, 0, kv, kv)  # and nobody releases it
     with pytest.raises(AssertionError, match="1 K/V buffers outlive the iteration"):
-        executor_of(ALONE, 0, Linear(ALONE, 0), store=store).run()
+        executor_of(ALONE, 0, on_host(ALONE, 0), store=store).run()
 
 
 def test_a_tensor_for_nobody_is_noticed() -> None:
-    generous = Linear(ALONE, 0)
+    generous = on_host(ALONE, 0)
     generous.backward = lambda chunk, gradient: torch.ones(4, WIDTH)  # of the first stage
     with pytest.raises(AssertionError, match="a tensor was received or made for nobody"):
         execute(ALONE, 0, {}, generous)

@@ -13,7 +13,8 @@ from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import LimitReached, SavedBytesMeter, out_of_memory
 from tests.plans import V_SHAPE
-from tests.runtime.test_executor import WIDTH, Linear, executor_of
+from tests.runtime.pipeline import on_host, shape_of
+from tests.runtime.test_executor import executor_of
 from tests.runtime.world import run
 
 STAGES, FAILING = 3, 1
@@ -38,7 +39,7 @@ def run_stage(rank: int, kind: Kind, chunk: int) -> dict[str, Any]:
     the_plan = plan()
     program = lower(the_plan)[rank]
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-    compute = Linear(the_plan, rank, fails_at(kind, chunk, error) if rank == FAILING else id)
+    compute = on_host(the_plan, rank, fails_at(kind, chunk, error) if rank == FAILING else id)
     executor = executor_of(the_plan, rank, compute, groups)
     records, links = executor.run(), executor.links
     return {
@@ -47,8 +48,10 @@ def run_stage(rank: int, kind: Kind, chunk: int) -> dict[str, Any]:
         "sent": links.sent,
         "received": links.received,
         "failure": executor.failure and (executor.failure.op, executor.failure.reason),
-        "kept": len(compute.inputs),
-        "finite": bool(torch.isfinite(compute.gradient).all()),
+        "kept": len(compute._saved),
+        "finite": all(
+            bool(torch.isfinite(one).all()) for one in compute.results() if one is not None
+        ),
     }
 
 
@@ -57,7 +60,6 @@ def test_every_planned_message_leaves_and_comes(kind, chunk, tmp_path) -> None:
     the_plan = plan()
     if chunk is None:  # one whose backward is not split
         chunk = next(op.chunk for op in the_plan.orders[FAILING] if op.kind is Kind.BACKWARD)
-        kind = Kind.INPUT  # the stage of the test runs its backward as two halves
     found = run(STAGES, run_stage, tmp_path, kind, chunk)
     assert all(isinstance(one, dict) for one in found), found
     for rank, one in enumerate(found):
@@ -111,7 +113,7 @@ class FullAtFirst:
         return self.zeros(message)
 
     def zeros(self, message):
-        return torch.zeros(self.plan.chunks[message.chunk].tokens, WIDTH, dtype=torch.float64)
+        return torch.zeros(shape_of(self.plan)(message), dtype=torch.float64)
 
     def send(self, message, tensor):
         self.sent.append(message)
@@ -127,7 +129,7 @@ def test_a_receive_without_memory_is_a_failure_of_the_next_op() -> None:
     the_plan = plan()
     program = lower(the_plan)[1]
     links = FullAtFirst(the_plan)
-    executor = executor_of(the_plan, 1, Linear(the_plan, 1), links=links)
+    executor = executor_of(the_plan, 1, on_host(the_plan, 1), links=links)
     executor.run()
     assert executor.failure is not None
     assert executor.failure.op == the_plan.orders[1][0]
@@ -153,7 +155,7 @@ def test_a_failure_names_the_stage_and_the_rank(rank, failing, refused, caplog) 
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     at = fails_at(failing.kind, failing.chunk, error) if refused else id
     computes = {
-        stage: Linear(the_plan, stage, at if stage == failing.stage else id)
+        stage: on_host(the_plan, stage, at if stage == failing.stage else id)
         for stage in the_plan.stages_of(rank)
     }
     current_op = CurrentOp(rank, iteration=7)

@@ -15,7 +15,8 @@ from megatron_epp.ir import Kind, Message, Op, Payload, Transfer
 from megatron_epp.runtime import executor, watcher
 from megatron_epp.runtime.executor import CurrentOp, LinkLost, OutsidePhase
 from megatron_epp.runtime.watcher import LOST_STATUS, Watcher
-from tests.runtime.test_executor import TWO, Linear, execute
+from tests.runtime.pipeline import on_host
+from tests.runtime.test_executor import TWO, execute
 from tests.runtime.world import run
 from tests.waiting import LAST_RESORT_SECONDS
 
@@ -152,11 +153,12 @@ def stop_a_peer(rank: int, folder: Path, gloo_seconds: float, watch_seconds: flo
         payload: dist.new_group(timeout=timedelta(seconds=gloo_seconds)) for payload in Payload
     }
     peer = folder / "pid"
+    if rank == 1:
+        peer.write_text(str(os.getpid()))
     dist.barrier()  # both are there: from here on nothing takes long but what stands still
 
     def stand_still(op: Op) -> None:
-        if rank == 1 and op == Op(Kind.INPUT, 0):
-            peer.write_text(str(os.getpid()))
+        if rank == 1 and op == Op(Kind.BACKWARD, 0):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def end_both(status: int) -> None:
@@ -171,7 +173,7 @@ def stop_a_peer(rank: int, folder: Path, gloo_seconds: float, watch_seconds: flo
     Watcher(
         current_op, (0, 1), rank, timedelta(seconds=watch_seconds), 0.5, 0.25, tell, end_both
     ).start()
-    compute = Linear(TWO, rank, stand_still)
+    compute = on_host(TWO, rank, stand_still)
     try:
         execute(TWO, rank, groups, compute, 9, current_op)
     except LinkLost as error:

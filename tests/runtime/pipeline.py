@@ -154,9 +154,14 @@ class _Keeping:
     def prefetch(self, chunk: int) -> None: ...
 
 
+def on_host(plan: Plan, stage: int, at: Callable[[Op], object] = lambda op: None) -> Stage:
+    """The stage on a host without a GPU."""
+    return Stage(plan, stage, torch.device("cpu"), _Keeping(), at=at)
+
+
 def reference(plan: Plan) -> list[list[Tensor]]:
     """Every stage's results, ``met`` aside."""
-    stages = [Stage(plan, stage, torch.device("cpu"), _Keeping()) for stage in range(plan.stages)]
+    stages = [on_host(plan, stage) for stage in range(plan.stages)]
     sends = {}  # by (stage, op): its message
     for rank, program in enumerate(lower(plan)):
         for item in program:
