@@ -42,9 +42,13 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
 }
 
 
-def _number(name: str, value: Any, least: float, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} {quoted(value)}: expected a number")
+def require_number(
+    name: str, value: Any, least: float, most: float, *, whole: bool = False
+) -> float:
+    """Return ``value`` as a float; ValueError if it is no number, or outside least to most."""
+    kinds = int if whole else int | float
+    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+        raise ValueError(f"{name} {quoted(value)}: expected a {'whole ' * whole}number")
     if not least <= value <= most:
         limits = "a number above 0" if value <= 0 < least else f"from {least:g} to {most:g}"
         raise ValueError(f"{name} {quoted(value)}: expected {limits}")
@@ -61,7 +65,7 @@ def _by_size(name: str, table: Any, limits: tuple[float, float] = _RATE) -> dict
         devices = int(size) if str(size).isdecimal() else 0
         if not 2 <= devices <= MOST_DEVICES:
             raise ValueError(f"{where}: expected a size from 2 to {MOST_DEVICES}")
-        rates[devices] = _number(where, rate, *limits)
+        rates[devices] = require_number(where, rate, *limits)
     return rates
 
 
@@ -123,9 +127,7 @@ class Device:
         if not self.group_bytes_per_second:
             raise ValueError("group_bytes_per_second: expected a rate for one size at least")
         for name, limits in _LIMITS.items():
-            _number(name, getattr(self, name), *limits)
-        if not isinstance(self.node_devices, int) or isinstance(self.node_devices, bool):
-            raise ValueError(f"node_devices {quoted(self.node_devices)}: expected a whole number")
+            require_number(name, getattr(self, name), *limits, whole=name == "node_devices")
 
     @property
     def host_seconds(self) -> dict[Kind, float]:

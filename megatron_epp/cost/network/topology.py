@@ -15,30 +15,24 @@ sends the fraction (size - here) / size of its bytes to other nodes.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import sqrt
 from typing import Any
 
-from megatron_epp.cost.catalogue.devices import MOST_DEVICES, Device
+from megatron_epp.cost.catalogue.devices import MOST_DEVICES, Device, require_number
 from megatron_epp.cost.catalogue.named import pick
 from megatron_epp.cost.network.rails import (
-    ALL_TO_ALL,
-    RINGS,
-    TORUS,
     Dimension,
     all_to_all_rate,
-    dimensions_of,
     members_in,
     ring_rate,
     shift_rate,
 )
 from megatron_epp.ir.errors import quoted, require_name
 
-SWITCH, MESH, FAT_TREE = "switch", "mesh", "fat-tree"
-BY_RAILS = RINGS, ALL_TO_ALL, TORUS
+SWITCH, MESH, ALL_TO_ALL = "switch", "mesh", "all-to-all"
 MOST_NODES = 1 << 16
 Place = tuple[int, int]  # row, column
-_KNOWN = {"inside": (SWITCH, MESH), "between": (SWITCH, RINGS, ALL_TO_ALL, TORUS, FAT_TREE)}
+_KNOWN = {"inside": (SWITCH, MESH), "between": (SWITCH, ALL_TO_ALL)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +46,12 @@ class Topology:
             node form a square and link to their neighbours. Half of an all-to-all's bytes cross the
             middle of a k x k square over k links, so an all-to-all is k times slower; rings have
             the full rate.
-        between: how nodes are joined. "switch": every pair has the full rate. "fat-tree":
-            rail-optimised; the devices of one rail have the full rate, and other devices reach the
-            rail through links of the node. "rings": circuit switches close a ring through every
-            group's nodes in a row and column. "torus": a fixed ring per row and column.
-            "all-to-all": rail rings that join every pair of nodes of a row or column. For the rates
-            see ``rails.py``.
+        between: how nodes are joined. "switch": every pair has the full rate. "all-to-all": rail
+            rings that join every pair of nodes of a row or column; for the rates see ``rails.py``.
         link_bytes_per_second: rate of a node in one direction, over all rails; 0: as in the
             device's description.
         nodes: rows and columns of the grid. Empty: unknown; each group's nodes count as one row.
-        rails: number of rings that a node is on in its row, and also in its column; 0: as many as
-            are needed to join every pair.
         failed_nodes: (row, column) of each failed node, counted from 0.
-        failed_links: refused; a failed link is one of its nodes in failed_nodes.
         used: number of rows and of columns of the grid that a job uses; empty: all.
         hosts: names of the nodes, row by row; empty: none.
         column_load: load of the busiest link in a column, relative to a grid without failures. It
@@ -77,9 +64,7 @@ class Topology:
     between: str = SWITCH
     link_bytes_per_second: float = 0.0
     nodes: tuple[int, ...] = ()
-    rails: int = 0
     failed_nodes: tuple[Place, ...] = ()
-    failed_links: tuple = ()
     used: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
     column_load: float = 1.0
@@ -87,75 +72,33 @@ class Topology:
     def __post_init__(self):
         require_name("topology name", self.name)
         for field, known in _KNOWN.items():
-            if getattr(self, field) not in known:
-                raise ValueError(
-                    f"{field} {quoted(getattr(self, field))}: expected {' or '.join(known)}"
-                )
-        devices = self.node_devices
-        if (
-            not isinstance(devices, int)
-            or isinstance(devices, bool)
-            or not (0 <= devices <= MOST_DEVICES)
-        ):
-            raise ValueError(f"node_devices {quoted(devices)}: expected from 0 to {MOST_DEVICES}")
-        rate = self.link_bytes_per_second
-        if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1e24:
-            raise ValueError(f"link_bytes_per_second {quoted(rate)}: expected bytes a second, or 0")
-        load = self.column_load
-        if isinstance(load, bool) or not isinstance(load, int | float) or not 1 <= load <= 1e6:
-            raise ValueError(f"column_load {quoted(load)}: expected at least 1")
-        self._check_grid()
-        self.dimensions(1.0)
-
-    def _check_grid(self) -> None:
-        """Check the fields of the grid, and replace lists from JSON by tuples."""
-        lists = "nodes", "failed_nodes", "used", "hosts", "failed_links"
-        for field in lists:
+            if (value := getattr(self, field)) not in known:
+                raise ValueError(f"{field} {quoted(value)}: expected {' or '.join(known)}")
+        require_number("node_devices", self.node_devices, 0, MOST_DEVICES, whole=True)
+        require_number("link_bytes_per_second", self.link_bytes_per_second, 0, 1e24)
+        require_number("column_load", self.column_load, 1, 1e6)
+        for field in ("nodes", "failed_nodes", "used", "hosts"):
             if not isinstance(value := getattr(self, field), list | tuple):
                 raise ValueError(f"{field} {quoted(value)}: expected a list")
-        rails = self.rails
-        if not isinstance(rails, int) or isinstance(rails, bool) or not 0 <= rails <= MOST_NODES:
-            raise ValueError(f"rails {quoted(rails)}: expected from 0 to {MOST_NODES}")
-        if rails and self.between not in BY_RAILS:
-            raise ValueError(f"rails {rails}: between {self.between} has no rings; leave it out")
-        if self.failed_links:
-            raise ValueError(
-                "failed_links: no longer read; name one node of every failed link in failed_nodes"
-            )
-        if not self.nodes:
-            for field in lists[1:]:
-                if getattr(self, field):
-                    raise ValueError(f"{field}: expected nodes, the rows and columns of the grid")
-            if self.between == TORUS:
-                raise ValueError("between torus: expected nodes, the rows and columns of the grid")
-        else:
-            checks = {"nodes": self._sizes, "used": self._sizes, "hosts": self._names}
-            for field, checked in (checks | {"failed_nodes": self._places}).items():
-                object.__setattr__(self, field, checked(field))
-        for field in lists:
-            object.__setattr__(self, field, tuple(getattr(self, field)))
+            if value and not self.nodes:
+                raise ValueError(f"{field}: expected nodes, the rows and columns of the grid")
+            object.__setattr__(self, field, tuple(value))
+        if self.nodes:
+            self._check_grid()
 
-    def _sizes(self, field: str) -> tuple[int, ...]:
-        value = tuple(getattr(self, field))
-        if not value and field == "used":
-            return value
-        integers = all(isinstance(size, int) and not isinstance(size, bool) for size in value)
-        most = self.nodes if field == "used" else (MOST_NODES, MOST_NODES)
-        if (
-            len(value) != 2
-            or not integers
-            or any(not 1 <= size <= limit for size, limit in zip(value, most, strict=True))
-            or value[0] * value[1] > MOST_NODES
-        ):
-            limit = f"the grid's {most[0]} and {most[1]}" if field == "used" else f"{MOST_NODES}"
-            raise ValueError(
-                f"{field} {quoted(list(value))}: expected [rows, columns], each at least 1, at "
-                f"most {limit}{'' if field == 'used' else ' nodes in all'}"
-            )
-        return value
-
-    def _names(self, field: str) -> tuple[str, ...]:
+    def _check_grid(self) -> None:
+        """Check the grid's sizes and hosts; replace names of failed nodes by rows and columns."""
+        for field, most in (("nodes", (MOST_NODES, MOST_NODES)), ("used", self.nodes)):
+            sizes = getattr(self, field)
+            if field == "used" and not sizes:
+                continue
+            if len(sizes) != 2:
+                raise ValueError(f"{field} {quoted(list(sizes))}: expected [rows, columns]")
+            for what, size, limit in zip(("rows", "columns"), sizes, most, strict=True):
+                require_number(f"{field}: {what}", size, 1, limit, whole=True)
         rows, columns = self.nodes
+        if rows * columns > MOST_NODES:
+            raise ValueError(f"nodes {list(self.nodes)}: expected at most {MOST_NODES} in all")
         if self.hosts and len(self.hosts) != rows * columns:
             raise ValueError(
                 f"hosts: {len(self.hosts)} names; expected {rows * columns}, one for every node of "
@@ -165,33 +108,28 @@ class Topology:
             require_name(f"hosts[{number}]", name)
             if any(each.isspace() for each in name):
                 raise ValueError(f"hosts[{number}] {quoted(name)}: expected a name without blanks")
-        return _each_once(field, self.hosts, self.hosts)
-
-    def _places(self, field: str) -> tuple[Place, ...]:
-        """Return the failed nodes, each given by row and column or by host name."""
-        rows, columns = self.nodes
-        places = []
-        entries: Sequence[Any] = self.failed_nodes
-        for number, value in enumerate(entries):
-            if isinstance(value, str) and value in self.hosts:
-                places.append(divmod(self.hosts.index(value), columns))
-                continue
-            numbers = isinstance(value, list | tuple) and all(type(each) is int for each in value)
-            if (
-                not numbers
-                or len(value) != 2
-                or not (0 <= value[0] < rows and 0 <= value[1] < columns)
-            ):
-                names = "a name of hosts, or " if self.hosts else ""
-                raise ValueError(
-                    f"{field}[{number}] {quoted(value)}: there is no such node; expected "
-                    f"{names}[row, column] from [0, 0] to [{rows - 1}, {columns - 1}]"
-                )
-            places.append((value[0], value[1]))
-        failed = _each_once(field, places, entries)
+        _require_once("hosts", self.hosts, self.hosts)
+        failed = tuple(self._place(*entry) for entry in enumerate(self.failed_nodes))
+        _require_once("failed_nodes", failed, self.failed_nodes)
         if len(failed) == rows * columns:
             raise ValueError(f"failed_nodes: all {len(failed)} nodes failed; expected one at least")
-        return failed
+        object.__setattr__(self, "failed_nodes", failed)
+
+    def _place(self, number: int, value: Any) -> Place:
+        """Return the failed node that entry ``number`` names, by row and column or by host name."""
+        rows, columns = self.nodes
+        if isinstance(value, str) and value in self.hosts:
+            row, column = divmod(self.hosts.index(value), columns)
+            return row, column
+        if isinstance(value, list | tuple) and [type(each) for each in value] == [int, int]:
+            row, column = value
+            if 0 <= row < rows and 0 <= column < columns:
+                return row, column
+        names = "a name of hosts, or " if self.hosts else ""
+        raise ValueError(
+            f"failed_nodes[{number}] {quoted(value)}: there is no such node; expected "
+            f"{names}[row, column] from [0, 0] to [{rows - 1}, {columns - 1}]"
+        )
 
     @property
     def live(self) -> list[Place]:
@@ -207,44 +145,30 @@ class Topology:
             self.hosts[row * self.nodes[1] + column] if self.hosts else f"row{row}-column{column}"
         )
 
-    @property
-    def hops(self) -> int:
-        """Number of links on the longest path between two nodes; 1 if switches join them."""
-        lines = chain.from_iterable(self.dimensions(1.0))
-        return sum(1 if each.wiring == ALL_TO_ALL else each.nodes // 2 for each in lines) or 1
-
-    def dimensions(self, link: float, alone: int = 0) -> list[list[Dimension]]:
+    def dimensions(self, link: float, alone: int = 0) -> list[Dimension]:
         """Return the dimensions of a row, and of a column; empty if switches join the nodes.
 
         Args:
             link: bytes per second of a node, divided evenly over row and column.
             alone: number of nodes of the single row if the grid is unknown.
         """
-        if self.between in (SWITCH, FAT_TREE):
+        if self.between == SWITCH:
             return []
         rows, columns = self.nodes or (1, alone)
-        sizes = [size for size in (columns, rows) if size > 1]
-        need = max((size // 2 for size in sizes), default=1)
-        each = link / max(1, len(sizes))
-        rates = [each] if columns > 1 else []
-        rates += [each / self.column_load] if rows > 1 else []
-        return [
-            dimensions_of(size, self.between, self.rails or need, rate)
-            for size, rate in zip(sizes, rates, strict=True)
-        ]
+        lines = [(columns, 1.0), (rows, self.column_load)]
+        lines = [(size, load) for size, load in lines if size > 1]
+        rails = max((size // 2 for size, _ in lines), default=1)
+        return [Dimension(size, rails, link / len(lines) / load) for size, load in lines]
 
 
-def _each_once[T](field: str, values: Sequence[T], entries: Sequence[Any]) -> tuple[T, ...]:
-    """Return ``values``; raise a ValueError, which shows its entry, if one comes twice."""
+def _require_once(field: str, values: Sequence[object], entries: Sequence[Any]) -> None:
+    """Raise a ValueError, which shows its entry, if one of ``values`` comes twice."""
     for number, value in enumerate(values):
         if (first := values.index(value)) != number:
-            shown = entries[number]
-            shown = list(shown) if isinstance(shown, tuple) else shown
             raise ValueError(
-                f"{field}[{number}] {quoted(shown)}: is there twice, first as {field}[{first}]; "
-                "expected each once"
+                f"{field}[{number}] {quoted(entries[number])}: is there twice, first as "
+                f"{field}[{first}]; expected each once"
             )
-    return tuple(values)
 
 
 # `railx`: nodes are meshes of directly joined devices. Rings of nodes go through optical circuit
@@ -339,14 +263,14 @@ class Network:
         if self.across_bytes_per_second and spanned >= min(self.across_bytes_per_second):
             known = max(size for size in self.across_bytes_per_second if size <= spanned)
             return self.across_bytes_per_second[known] * (known - self.node_devices) / known
-        dimensions, places = self._between(nodes, stride)
-        return all_to_all_rate(dimensions, places) if places else self.share_bytes_per_second
+        dimensions, members = self._between(nodes, stride)
+        return all_to_all_rate(dimensions, members) if members else self.share_bytes_per_second
 
-    def _between(self, nodes: int, stride: int) -> tuple[list[Dimension], list[tuple[int, int]]]:
-        """Return the grid's dimensions, at a device's rates, and a group's place in each of them.
+    def _between(self, nodes: int, stride: int) -> tuple[list[Dimension], list[int]]:
+        """Return the grid's dimensions, at a device's rates, and a group's members in each of them.
 
         Both lists are empty if switches join the nodes. The group is on ``nodes`` nodes, and its
-        members are ``stride`` devices apart. For places see rails.members_in.
+        members are ``stride`` devices apart.
 
         Raises:
             ValueError: the grid has fewer nodes than the group needs.
@@ -354,16 +278,10 @@ class Network:
         lines = self.topology.dimensions(self.share_bytes_per_second, nodes)
         if not lines:
             return [], []
-        grid = self.topology.nodes or (1, nodes)
-        used = [
-            taken for taken, size in zip(self.topology.used or grid, grid, strict=True) if size > 1
-        ]
-        sizes: list[int] = []
-        for line, size in zip(lines, reversed(used), strict=True):
-            sizes += [size] if len(line) == 1 else [line[0].nodes, -(-size // line[0].nodes)]
-        return list(chain.from_iterable(lines)), members_in(
-            sizes, nodes, max(1, stride // self.node_devices)
-        )
+        rows, columns = self.topology.used or self.topology.nodes or (1, nodes)
+        whole = self.topology.nodes or (1, nodes)
+        used = [size for size, of in ((columns, whole[1]), (rows, whole[0])) if of > 1]
+        return lines, members_in(used, nodes, max(1, stride // self.node_devices))
 
     def gather_latency(self, size: int) -> float:
         """Return the latency in seconds of a gather or scatter over ``size`` devices."""
@@ -405,8 +323,8 @@ class Network:
         inside = at_most(self.ring_bytes_per_second, size)
         if nodes == 1:
             return inside
-        dimensions, places = self._between(nodes, stride)
-        rate = ring_rate(dimensions, places) if places else self.share_bytes_per_second
+        dimensions, members = self._between(nodes, stride)
+        rate = ring_rate(dimensions, members) if members else self.share_bytes_per_second
         return min(inside, here * rate)
 
     def to_neighbour(self, devices: int, replicas: int, stages: int) -> float:
@@ -417,7 +335,7 @@ class Network:
         """
         if devices * replicas * stages <= self.node_devices:
             return devices * at_most(self.ring_bytes_per_second, 2)
-        if not self.topology.nodes or self.topology.between in (SWITCH, FAT_TREE):
+        if not self.topology.nodes or self.topology.between == SWITCH:
             return devices * self.share_bytes_per_second
         apart = devices * replicas
         dimensions, _ = self._between(2, apart)

@@ -8,9 +8,7 @@ or fills several rows. The rows depend on the topology of the network:
 
     all-to-all   rows with enough live nodes. If a node of a row has failed, another node of the
                  row replaces it. Traffic in its column then takes one more hop (``column_load``)
-    rings        rows and columns without failed nodes; rings bypass the other rows and columns
-    torus        adjacent rows and columns without failed nodes
-    switches     all live nodes form one row
+    switch       all live nodes form one row
 """
 
 from collections import defaultdict
@@ -21,8 +19,8 @@ from itertools import pairwise, permutations
 
 import numpy as np
 
-from megatron_epp.cost.network.rails import ALL_TO_ALL, RINGS, TORUS, hamiltonian_rings
-from megatron_epp.cost.network.topology import BY_RAILS, Place, Topology
+from megatron_epp.cost.network.rails import hamiltonian_rings
+from megatron_epp.cost.network.topology import SWITCH, Place, Topology
 from megatron_epp.planner.tuning.layouts import Layout
 
 
@@ -96,7 +94,7 @@ class _Rows:
                 for way in ways:
                     for link in pairwise((one, *way, other)):
                         load[link] += 1 / len(ways)
-        lines = [line[0] for line in topology.dimensions(1.0)][:: -1 if self.transposed else 1]
+        lines = topology.dimensions(1.0)[:: -1 if self.transposed else 1]
         pairs = [hamiltonian_rings(line.nodes)[1] if line.nodes > 2 else [] for line in lines]
         doubled = [set(map(frozenset, each)) for each in pairs]
 
@@ -186,22 +184,16 @@ def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1
     apart = layout.tp * layout.cp * layout.dp // node_devices
     most, best = 0, None
     for rows in _usable_rows(topology):
-        widths = [  # multiples or divisors of a block, the widest first
-            width
-            for width in range(len(rows.columns), 0, -1)
-            if width % together == 0 or together % width == 0
-        ]
-        # All-to-all: _standing_in has generated one entry per width already.
-        for width in widths[:1] if topology.between == ALL_TO_ALL else widths:
-            held = rows.held(width, together)
-            most = max(most, held)
-            if held < wanted:
-                continue
-            aligned = not apart or apart % width == 0 or width % apart == 0
-            away = rows.displaced(wanted, width)
-            score = (not aligned, away, rows.transposed, -width)
-            if best is None or score < best[0]:
-                best = score, rows, width
+        columns = len(rows.columns)
+        width = next(w for w in range(columns, 0, -1) if w % together == 0 or together % w == 0)
+        held = rows.held(width, together)
+        most = max(most, held)
+        if held < wanted:
+            continue
+        aligned = not apart or apart % width == 0 or width % apart == 0
+        score = (not aligned, rows.displaced(wanted, width), rows.transposed, -width)
+        if best is None or score < best[0]:
+            best = score, rows, width
     if best is None:
         size = topology.nodes[0] * topology.nodes[1]
         raise ValueError(
@@ -212,14 +204,13 @@ def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1
     (_, displaced, *_), rows, width = best
     nodes = rows.places(wanted, width)
     load = rows.column_load(wanted, width, topology) if displaced else 1.0
-    by_rails = topology.between in BY_RAILS
-    if not by_rails:
+    if topology.between == SWITCH:
         nodes = [divmod(at, topology.nodes[1]) for _, at in nodes]
     having = set(nodes)
     used_topology = replace(
         topology,
         nodes=topology.nodes[:: -1 if rows.transposed else 1],
-        used=(-(-wanted // width), width) if by_rails else (),
+        used=() if topology.between == SWITCH else (-(-wanted // width), width),
         column_load=load,
         failed_nodes=(),
         hosts=(),
@@ -241,20 +232,14 @@ def _usable_rows(topology: Topology) -> tuple[_Rows, ...]:
     live = np.ones(topology.nodes, bool)
     for place in topology.failed_nodes:
         live[place] = False
-    if topology.between not in BY_RAILS:
+    if topology.between == SWITCH:
         row = live.reshape(1, -1)
         left = np.flatnonzero(row[0]).tolist()
-        return (_Rows(row, [0], left, len(left)),)  # switches: the live nodes in the grid's order
-    ways = {ALL_TO_ALL: _standing_in, RINGS: _passing_by, TORUS: _side_by_side}[topology.between]
-    return tuple(
-        _Rows(each, *way, each is not live) for each in (live, live.T) for way in ways(each)
-    )
+        return (_Rows(row, [0], left, len(left)),)  # the live nodes in the grid's order
+    return (*_standing_in(live, False), *_standing_in(live.T, True))
 
 
-Ways = Iterator[tuple[list[int], list[int], int]]
-
-
-def _standing_in(live: np.ndarray) -> Ways:
+def _standing_in(live: np.ndarray, transposed: bool) -> Iterator[_Rows]:
     """Yield, for every width, the rows with at least that many live nodes, and as many columns.
 
     The columns are those with the most live nodes. If some rows have fewer live nodes than the
@@ -270,40 +255,4 @@ def _standing_in(live: np.ndarray) -> Ways:
         if len(chosen) < len(live):  # one row with fewer live nodes, for the last nodes of the job
             rows.append(int(np.argmax(np.where(counts < width, counts, -1))))
             last = int(counts[rows[-1]])
-        yield rows, columns.tolist(), last
-
-
-def _passing_by(live: np.ndarray) -> Ways:
-    """Yield selections of rows and columns without failed nodes.
-
-    Selection n (n = 0, 1, ...) omits the n rows with the most failed nodes. It also omits each
-    column that has a failed node in a remaining row.
-    """
-    holes = (~live).sum(axis=1)
-    order = np.argsort(-holes, kind="stable")
-    for without in range(min(int((holes > 0).sum()), len(live) - 1) + 1):
-        rows = np.sort(order[without:])
-        if len(columns := np.flatnonzero(live[rows].all(axis=0))):
-            yield rows.tolist(), columns.tolist(), len(columns)
-
-
-def _side_by_side(live: np.ndarray) -> Ways:
-    """Yield, for every height, the widest rectangle of live nodes; the grid wraps around."""
-    rows, columns = live.shape
-    holes = np.zeros((2 * rows + 1, 2 * columns + 1), int)
-    holes[1:, 1:] = np.tile(~live, (2, 2)).cumsum(axis=0).cumsum(axis=1)
-    width = columns
-    for height in range(1, rows + 1):
-        while width:
-            right, down = slice(width, width + columns), slice(height, height + rows)
-            inside = holes[down, right] - holes[:rows, right] - holes[down, :columns]
-            inside += holes[:rows, :columns]
-            if (free := np.argwhere(inside == 0)).size:
-                top, left = free[0].tolist()
-                yield (
-                    [(top + at) % rows for at in range(height)],
-                    [(left + at) % columns for at in range(width)],
-                    width,
-                )
-                break
-            width -= 1
+        yield _Rows(live, rows, columns.tolist(), last, transposed)
