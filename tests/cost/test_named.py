@@ -127,7 +127,7 @@ def test_damaged_profiles() -> None:
     [
         ({"budget_gib": True}, "budget_gib True: expected a number"),
         ({"budget_gib": 1e308}, "budget_gib 1e+308: expected from 0.001 to 1e+06"),
-        ({"node_devices": 0.5}, "node_devices 0.5: expected from 1 to 1e+06"),
+        ({"node_devices": 0}, "node_devices 0: expected a number above 0"),
         ({"node_devices": 1.5}, "node_devices 1.5: expected a whole number"),
         ({"linear_flops": 1e-300}, "linear_flops 1e-300: expected from 1 to 1e+24"),
         ({"link_latency_seconds": 1e300}, "link_latency_seconds 1e+300: expected from 0 to 1000"),
