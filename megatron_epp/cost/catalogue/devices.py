@@ -43,12 +43,12 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
 
 
 def require_number(
-    name: str, value: Any, least: float, most: float, *, whole: bool = False
+    name: str, value: Any, least: float, most: float, *, integer: bool = False
 ) -> float:
     """Return ``value`` as a float; ValueError if it is no number, or outside least to most."""
-    kinds = int if whole else int | float
+    kinds = int if integer else int | float
     if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
-        raise ValueError(f"{name} {quoted(value)}: expected a {'whole ' * whole}number")
+        raise ValueError(f"{name} {quoted(value)}: expected a {'whole ' * integer}number")
     if not least <= value <= most:
         limits = "a number above 0" if value <= 0 < least else f"from {least:g} to {most:g}"
         raise ValueError(f"{name} {quoted(value)}: expected {limits}")
@@ -127,7 +127,7 @@ class Device:
         if not self.group_bytes_per_second:
             raise ValueError("group_bytes_per_second: expected a rate for one size at least")
         for name, limits in _LIMITS.items():
-            require_number(name, getattr(self, name), *limits, whole=name == "node_devices")
+            require_number(name, getattr(self, name), *limits, integer=name == "node_devices")
 
     @property
     def host_seconds(self) -> dict[Kind, float]:

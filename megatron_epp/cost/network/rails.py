@@ -93,7 +93,7 @@ def members_in(sizes: Sequence[int], members: int, stride: int) -> list[int]:
         raise ValueError(
             f"a group of {members} nodes, {stride} apart: the topology has {there} nodes"
         )
-    found = []
+    numbers = []
     for size in sizes:
         here = 1
         if stride >= size:
@@ -101,8 +101,8 @@ def members_in(sizes: Sequence[int], members: int, stride: int) -> list[int]:
         else:
             here = min(members, -(-size // stride))
             members, stride = -(-members // here), 1
-        found.append(here)
-    return found
+        numbers.append(here)
+    return numbers
 
 
 def all_to_all_rate(dimensions: Sequence[Dimension], members: Sequence[int]) -> float:

@@ -74,7 +74,7 @@ class Topology:
         for field, known in _KNOWN.items():
             if (value := getattr(self, field)) not in known:
                 raise ValueError(f"{field} {quoted(value)}: expected {' or '.join(known)}")
-        require_number("node_devices", self.node_devices, 0, MOST_DEVICES, whole=True)
+        require_number("node_devices", self.node_devices, 0, MOST_DEVICES, integer=True)
         require_number("link_bytes_per_second", self.link_bytes_per_second, 0, 1e24)
         require_number("column_load", self.column_load, 1, 1e6)
         for field in ("nodes", "failed_nodes", "used", "hosts"):
@@ -95,7 +95,7 @@ class Topology:
             if len(sizes) != 2:
                 raise ValueError(f"{field} {quoted(list(sizes))}: expected [rows, columns]")
             for what, size, limit in zip(("rows", "columns"), sizes, most, strict=True):
-                require_number(f"{field}: {what}", size, 1, limit, whole=True)
+                require_number(f"{field}: {what}", size, 1, limit, integer=True)
         rows, columns = self.nodes
         if rows * columns > MOST_NODES:
             raise ValueError(f"nodes {list(self.nodes)}: expected at most {MOST_NODES} in all")
@@ -279,8 +279,8 @@ class Network:
         if not lines:
             return [], []
         rows, columns = self.topology.used or self.topology.nodes or (1, nodes)
-        whole = self.topology.nodes or (1, nodes)
-        used = [size for size, of in ((columns, whole[1]), (rows, whole[0])) if of > 1]
+        grid = self.topology.nodes or (1, nodes)
+        used = [size for size, of in ((columns, grid[1]), (rows, grid[0])) if of > 1]
         return lines, members_in(used, nodes, max(1, stride // self.node_devices))
 
     def gather_latency(self, size: int) -> float:
