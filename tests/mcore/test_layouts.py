@@ -95,7 +95,7 @@ def test_most_devices_and_then_the_fastest(monkeypatch, tmp_path) -> None:
     assert found("pp 9\npp 4", 9) == (4, 8)  # where the larger one does not fit
     one = chosen(monkeypatch, tmp_path, "pp 3", 4)
     assert one.has_spares and one.line("f").endswith("spares: ranks 3")
-    assert ChosenLayout.from_json(one.to_json()).facts == one.facts
+    assert ChosenLayout.of_facts(one.facts) == one
     with pytest.raises(ValueError, match="fits the 1 devices that are there; expected at least 2"):
         chosen(monkeypatch, tmp_path, "pp 3\npp 2", 1)
     with pytest.raises(ValueError, match=r"no layout fits 9 devices.*more memory than there is"):

@@ -6,13 +6,12 @@ makes the choice when a job starts.
 
 import copy
 import io
-import json
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from megatron_epp.mcore.choose.kept import kept_layout, resumes
 from megatron_epp.mcore.flags.config import LAYOUT_KEY
@@ -103,17 +102,15 @@ class ChosenLayout:
             f"{seconds}{spares}"
         )
 
-    def to_json(self) -> str:
-        """Return the layout as JSON text for :meth:`from_json`."""
-        return json.dumps(asdict(self))
-
     @classmethod
-    def from_json(cls, text: str) -> "ChosenLayout":
-        """Return the layout in a JSON text of :meth:`to_json`."""
-        entries = json.loads(text)
-        of_layout = entries.pop("layout")
-        layers = tuple(of_layout.pop("layers"))
-        return cls(AllowedLayout(**of_layout, layers=layers), **entries)
+    def of_facts(cls, facts: Mapping[str, Any]) -> Self:
+        """Return the layout with the entries of :attr:`facts`; raise a ValueError if one is bad."""
+        numbers: dict[str, Any] = {name: facts.get(name) for name in (*DEGREES, "devices", "ranks")}
+        if not all(isinstance(each, int) and 1 <= each <= 10**6 for each in numbers.values()):
+            raise ValueError(f"{numbers}: expected numbers from 1 on")
+        devices, ranks = numbers.pop("devices"), numbers.pop("ranks")
+        layout = AllowedLayout(**numbers, layers=tuple(map(int, facts.get("layers", ()))))
+        return cls(layout, devices, ranks, float(facts.get("seconds", 0)))
 
     def watch(self, parser: ArgumentParser) -> ArgumentParser:
         """Make ``parser`` set this layout's degrees and layers in its args; record the layout."""

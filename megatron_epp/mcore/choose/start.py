@@ -5,6 +5,7 @@ store. Ranks that the layout does not use are spares. Spares join no process gro
 the training ends or torchrun stops them.
 """
 
+import json
 import os
 import socket
 import sys
@@ -19,8 +20,6 @@ import torch
 
 from megatron_epp.mcore.choose.kept import kept_layout, resumes
 from megatron_epp.mcore.choose.layouts import (
-    DEGREES,
-    AllowedLayout,
     ChosenLayout,
     choice,
     predicted_seconds,
@@ -55,7 +54,7 @@ def choose_allowed_layout() -> ChosenLayout | None:
         answer = ""
         try:
             chosen = as_before(wanted, devices) or choice(wanted, devices, predicted_seconds)
-            answer = chosen.to_json()
+            answer = json.dumps(chosen.facts)
         finally:
             if devices > 1:
                 meeting_store().set(key, answer)
@@ -67,7 +66,7 @@ def choose_allowed_layout() -> ChosenLayout | None:
         answer = store.get(key).decode()
         if not answer:
             raise ValueError(f"--epp-layouts {wanted.epp_layouts}: rank 0 has chosen none")
-        chosen = ChosenLayout.from_json(answer)
+        chosen = ChosenLayout.of_facts(json.loads(answer))
     if rank < chosen.ranks:
         os.environ["WORLD_SIZE"] = str(chosen.ranks)
     return chosen
@@ -85,14 +84,11 @@ def as_before(wanted: Namespace, devices: int) -> ChosenLayout | None:
     kept = kept_layout(wanted) if resumes(wanted) else None
     if kept is None or kept.get("devices") != devices:
         return None
-    numbers = {name: kept.get(name, 0) for name in (*DEGREES, "ranks")}
-    if not all(isinstance(number, int) and 1 <= number <= 10**6 for number in numbers.values()):
+    try:
+        before = ChosenLayout.of_facts(kept)
+    except (TypeError, ValueError):
         return None
-    ranks, layers = numbers.pop("ranks"), tuple(map(int, kept.get("layers", ())))
-    layout = AllowedLayout(**numbers, layers=layers)
-    if layout not in read_layouts(wanted.epp_layouts):
-        return None
-    return ChosenLayout(layout, devices, ranks, float(kept.get("seconds", 0)))
+    return before if before.layout in read_layouts(wanted.epp_layouts) else None
 
 
 @cache
