@@ -27,7 +27,7 @@ from megatron_epp.ir.errors import printable
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.tuning.node_map import NodeMap, map_nodes
 from megatron_epp.planner.tuning.parts import memory_parts
-from megatron_epp.planner.tuning.survey import ELASTIC, Choice, Survey, choice_of, survey
+from megatron_epp.planner.tuning.survey import ELASTIC, Choice, Survey, replanned, survey
 from megatron_epp.show.grid import grid_drawing, grid_text
 from megatron_epp.show.svg import to_svg
 from megatron_epp.show.units import GIB
@@ -209,18 +209,10 @@ def _dry_run(first: Choice, batches: Batches, job: TunedJob, options: Options) -
     """Plan as many batches as --dry-run-corpus says in the layout ``first``, in training order."""
     numbers = range(job.arguments.dry_run_corpus)
     cost = job.cost_for(first.layout)
-    levers = options.levers | {"offload"} if first.offload else options.levers - {"offload"}
-    options = dataclasses.replace(options, levers=levers)
     choices = []
     for number in bar(numbers, len(numbers), "iterations"):
         try:
-            choices.append(
-                choice_of(
-                    *(first.layout, cost, first.layers, [batches[number]], options, first.planner),
-                    cut=first.vocabulary_parallel,
-                    place=first.place,
-                )
-            )
+            choices.append(replanned(first, cost, [batches[number]], options))
         except ValueError as error:
             raise ValueError(f"iteration {number} of {first.layout}: {error}") from error
     return choices

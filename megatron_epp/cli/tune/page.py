@@ -14,7 +14,7 @@ from megatron_epp.cost.catalogue.megatron_flags import model_flags
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import OVERLAPPED, STOCK
 from megatron_epp.planner.tuning.parts import memory_parts
-from megatron_epp.planner.tuning.survey import ELASTIC, Choice, Survey, choice_of
+from megatron_epp.planner.tuning.survey import ELASTIC, Choice, Survey, replanned
 from megatron_epp.show.survey_page import GainPoint, SurveyPage, to_page
 from megatron_epp.show.timeline import Timeline, timeline_of
 from megatron_epp.sim.play import play
@@ -92,15 +92,18 @@ def _try(
     job: TunedJob, choice: Choice, planner: str, lengths: Sequence[int], options: Options
 ) -> Choice | None:
     """Plan ``lengths`` by ``planner`` in the layout of ``choice``; return None if no plan fits."""
-    elastic = planner == ELASTIC and choice.planner == ELASTIC
     cost = job.cost_for(choice.layout)
-    layers = choice.layers if elastic else cost.layout.layers
-    place, cut = (choice.place, choice.vocabulary_parallel) if elastic else ((), False)
-    levers = options.levers | {"offload"} if elastic and choice.offload else options.levers
-    options = dataclasses.replace(options, levers=levers)
-    work = choice.layout, cost, layers, [lengths], options, planner
+    if not planner == choice.planner == ELASTIC:
+        choice = dataclasses.replace(
+            choice,
+            layers=cost.layout.layers,
+            planner=planner,
+            offload="offload" in options.levers,
+            vocabulary_parallel=False,
+            place=(),
+        )
     try:
-        return choice_of(*work, cut=cut, place=place)
+        return replanned(choice, cost, [lengths], options)
     except ValueError:
         return None
 

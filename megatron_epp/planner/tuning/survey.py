@@ -17,6 +17,7 @@ requested or faster.
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import batched
 
@@ -369,21 +370,13 @@ def _with_full_effort(
     placement: bool,
 ) -> list[Choice]:
     """Return ``choice`` and its variants, planned on all batches."""
-    evaluated = []
-    variants: list[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]]
-    variants = [
-        (*each, ()) for each in _variants(choice, cost, vocabulary, "offload" in options.levers)
-    ]
+    variants = _variants(choice, cost, vocabulary, "offload" in options.levers)
     if placement and choice.planner == ELASTIC:
         variants += _placements(choice, cost, batches[0])
-    for layers, offload, cut, place in variants:
-        levers = options.levers | {"offload"} if offload else options.levers - {"offload"}
-        chosen = dataclasses.replace(options, levers=levers)
-        job = choice.layout, cost, layers, batches, chosen, choice.planner
-        try:
-            evaluated.append(choice_of(*job, cut=cut, place=place))
-        except ValueError:  # a later batch does not fit, which rules the variant out
-            continue
+    evaluated = []
+    for variant in variants:
+        with suppress(ValueError):  # a later batch does not fit, which rules the variant out
+            evaluated.append(replanned(variant, cost, batches, options))
     return evaluated
 
 
@@ -436,26 +429,25 @@ def _cuts(cost: Cost, planner: str, vocabulary: str) -> tuple[bool, ...]:
     return (False, True) if ruled_out(cost) is None else (False,)
 
 
-def _variants(
-    choice: Choice, cost: Cost, vocabulary: str, offload: bool
-) -> list[tuple[tuple[int, ...], bool, bool]]:
-    """Return (layers, offload, vocabulary parallel) of the variants to plan with the full effort.
+def _variants(choice: Choice, cost: Cost, vocabulary: str, offload: bool) -> list[Choice]:
+    """Return the variants of ``choice`` to plan with the full effort.
 
     Variants have the layers per stage of ``choice`` or of ``cost``. With ``offload``, offloading is
     tried if recompute takes more than the fraction ``TIGHT`` of the time of ``choice``.
     """
-    layers = dict.fromkeys((choice.layers, cost.layout.layers))
-    variants = [(e, False, cut) for cut in _cuts(cost, choice.planner, vocabulary) for e in layers]
+    variants = [
+        dataclasses.replace(choice, layers=layers, offload=False, vocabulary_parallel=cut)
+        for cut in _cuts(cost, choice.planner, vocabulary)
+        for layers in dict.fromkeys((choice.layers, cost.layout.layers))
+    ]
     tight = choice.recompute_ratio > TIGHT and cost.layout.profile.host_bytes_per_second > 0
     if tight and offload and choice.planner == ELASTIC:
-        variants.append((choice.layers, True, choice.vocabulary_parallel))
+        variants.append(dataclasses.replace(choice, offload=True))
     return variants
 
 
-def _placements(
-    choice: Choice, cost: Cost, lengths: Sequence[int]
-) -> Iterator[tuple[tuple[int, ...], bool, bool, tuple[int, ...]]]:
-    """Yield variants with several stages per rank: :func:`_variants`, plus the rank of every stage.
+def _placements(choice: Choice, cost: Cost, lengths: Sequence[int]) -> Iterator[Choice]:
+    """Yield variants of ``choice`` with several stages per rank.
 
     Layers are balanced by the time of ranks. The LM head is on the last stage.
     """
@@ -464,7 +456,8 @@ def _placements(
         if here is None:
             continue
         if layers := fastest_layers(here, expected_features(here, [heaviest(lengths, cost)])):
-            yield layers, choice.offload, False, here.layout.place
+            place = here.layout.place
+            yield dataclasses.replace(choice, layers=layers, vocabulary_parallel=False, place=place)
 
 
 def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:
@@ -586,6 +579,23 @@ def choice_of(
         plan=fullest.plan,
         cost=cost,
     )
+
+
+def replanned(
+    choice: Choice, even: Cost, batches: Sequence[Sequence[int]], options: Options
+) -> Choice:
+    """Return ``choice`` planned for other batches or options: its layout, layers and planner.
+
+    Whether layers are offloaded is that of ``choice``, not of ``options``. ``even`` is the cost
+    model as in :func:`choice_of`.
+
+    Raises:
+        ValueError: if the model states or a batch do not fit.
+    """
+    levers = options.levers | {"offload"} if choice.offload else options.levers - {"offload"}
+    options = dataclasses.replace(options, levers=levers)
+    job = choice.layout, even, choice.layers, batches, options, choice.planner
+    return choice_of(*job, cut=choice.vocabulary_parallel, place=choice.place)
 
 
 def heaviest_plan(
