@@ -45,6 +45,7 @@ def of(**provenance: str) -> dict:
     [
         ("model", MODEL | {"name": "nice\ntouch PWNED #"}, "model name 'nice"),
         ("device", DEVICE | {"name": f"nice{ESCAPE}"}, "device name 'nice"),
+        ("device", DEVICE | {"name": None}, "device name None: expected"),
         ("topology", {"name": "nice\u202ecod"}, "topology name 'nice"),
         ("topology", {"name": "x" * 201}, "expected at most 200 characters"),
         ("model", MODEL | {LONG: 1}, ""),

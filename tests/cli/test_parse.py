@@ -24,6 +24,7 @@ REFUSED = {
         "chck": "unknown command 'chck'; did you mean check?",
         "--help-me": "unknown option '--help-me'",
         "serve --pp 2": "serve was removed; training starts its planner processes itself",
+        "plan --lenths wlb": "unknown option '--lenths'; did you mean --lengths",
         "check": "PLAN",
         "check a.plan --width 80": "unknown option '--width'",
         "check no.plan": "plan no.plan: No such file; `python -m megatron_epp plan ... -o FILE`",
@@ -67,7 +68,7 @@ REFUSED = {
         "--tp 3": "--tp 3 --cp 8: their product must divide the 32 attention heads of gpt-7b",
         "--model gpt-7": "unknown model 'gpt-7'; did you mean gpt-7b",
         "--device a100": "unknown device 'a100'; did you mean a100-80g",
-        "--device odd.json": "device file odd.json: linear_flops -1: expected a number above 0",
+        "--device odd.json": "device file odd.json: a whole number of 401 digits: expected at",
         "--cost-model no/such.json": "no/such.json: No such file",
         "--batch 100000000000000": "batch 100000000000000 of 512 documents: needs more than 42949",
         "--global-batch-size 100000000": "whole number of at most 32768",
@@ -135,7 +136,7 @@ def test_what_is_refused(cli, folder, line, told) -> None:
     (folder / "binary").write_bytes(b"\xff\xfe\x00plan")
     (folder / "huge").write_text("2147483648\n")
     (folder / "many").write_text("2147483647\n" * 3)
-    odd = dataclasses.asdict(DEVICES["h100-80g"]) | {"linear_flops": -1}
+    odd = dataclasses.asdict(DEVICES["h100-80g"]) | {"linear_flops": 10**400}
     (folder / "odd.json").write_text(json.dumps(odd))
     assert told in cli.refused(line)
 
