@@ -9,10 +9,11 @@ import pytest
 
 @pytest.fixture(scope="module")
 def corpus(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents of the LENGTHS of the test's module."""
-    from tests.mcore.runs import write_corpus  # torch: only where it is asked for
+    """Documents of the LENGTHS of the test's module, or of those that most runs have."""
+    from tests.mcore.runs import LENGTHS, write_corpus  # torch: only where it is asked for
 
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", request.module.LENGTHS)
+    lengths = getattr(request.module, "LENGTHS", LENGTHS)
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", lengths)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ Not collected by itself: the host changes torch for the whole process.
 """
 
 import logging
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -43,9 +44,7 @@ def test_tensors_for_a_gpu_are_made_on_the_cpu(device):
     ]
     assert {tensor.device.type for tensor in made} == {"cpu"}
     assert made[5].dtype == torch.float64
-
-
-def test_other_devices_are_left_alone():
+    # Other devices are left alone.
     assert torch.zeros(2, device="meta").device.type == "meta"
     with torch.device("meta"):
         assert torch.zeros(2).device.type == "meta"
@@ -58,25 +57,17 @@ def test_type_strings_are_those_that_megatron_compares():
     assert torch.ones(1).type(torch.int64).dtype == torch.int64
 
 
-def test_scripts_with_factories_still_compile():
+def test_scripts_with_factories_compile_and_nothing_else_is_compiled():
     @torch.jit.script
     def three(x: torch.Tensor) -> torch.Tensor:
         return x + torch.zeros([3], dtype=torch.float32)
 
     assert three(torch.ones(3)).tolist() == [1.0, 1.0, 1.0]
-
-
-def test_nothing_is_compiled():
-    def twice(x):
-        return 2 * x
-
-    assert torch.compile(twice) is twice
-    assert torch.compile(dynamic=True)(twice) is twice
+    assert torch.compile(torch.sum) is torch.compile(dynamic=True)(torch.sum) is torch.sum
 
 
 def test_streams_and_events_do_nothing_and_the_truth_about_gpus_is_kept():
-    assert not torch.cuda.is_available()
-    assert not cpu_host.has_gpu()
+    assert not torch.cuda.is_available() and not cpu_host.has_gpu()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         side.wait_stream(torch.cuda.current_stream())
@@ -164,61 +155,29 @@ def test_split_sizes_of_an_expert_exchange_become_numbers():
 # ------------------------------------------------------------------ flags
 
 
-def parsed(monkeypatch, *words):
+@pytest.fixture
+def words(monkeypatch):
+    """Set the flags that Megatron's parser reads."""
+
+    def given(text: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *text.split()])
+
+    return given
+
+
+def test_the_defaults_are_what_the_flags_would_set(words):
     from megatron.training.arguments import parse_args
 
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words])
-    return parse_args
+    def parsed(*flags, **how):
+        words(" ".join(flags))
+        return vars(parse_args(**how))
 
-
-def test_the_defaults_are_what_the_flags_would_set(monkeypatch):
-    plain = vars(parsed(monkeypatch)())
-    typed = vars(parsed(monkeypatch, *cpu_host.cpu_flags())())
+    plain, typed = parsed(), parsed(*cpu_host.cpu_flags())
     changed = {name: typed[name] for name in typed if typed[name] != plain[name]}
     assert changed == cpu_host.cpu_defaults()
-    ours = vars(parsed(monkeypatch)(read_flags.prepare_parser))
+    ours = parsed(extra_args_provider=read_flags.prepare_parser)
     assert changed.items() <= ours.items()
     assert ours["eval_interval"] > 0
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (
-            "--distributed-backend nccl",
-            "--distributed-backend nccl: this host has no CUDA GPU; "
-            "leave the flag out (gloo is taken)",
-        ),
-        (
-            "--transformer-impl transformer_engine",
-            "--transformer-impl transformer_engine: this host has no CUDA GPU; "
-            "leave the flag out (local is taken)",
-        ),
-        ("--fp16", "--fp16: this host has no CUDA GPU; train in --bf16 or float32"),
-        ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
-        (
-            "--num-layers x",
-            "argument --num-layers: invalid int value: 'x'",
-        ),
-    ],
-)
-def test_what_cannot_be_parsed_or_done_is_said_in_one_line(monkeypatch, words, line):
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words.split()])
-    with pytest.raises(ValueError) as refusal:
-        read_flags.read_flags()
-    assert str(refusal.value) == line
-    assert job_exit.is_users_mistake(refusal.value)
-
-
-def test_a_bare_assert_of_megatrons_is_shown_with_its_condition(monkeypatch):
-    words = (
-        "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 "
-        "--max-position-embeddings 8 --micro-batch-size 1 --tokenizer-type NullTokenizer "
-        "--vocab-size 10 --mock-data --save somewhere"
-    )
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *words.split()])
-    with pytest.raises(ValueError, match=r"arguments\.py:\d+: .*args\.save_interval"):
-        read_flags.read_flags()
 
 
 FEW = (
@@ -226,25 +185,51 @@ FEW = (
     "--max-position-embeddings 8 --micro-batch-size 1 --tokenizer-type NullTokenizer "
     "--vocab-size 10 --mock-data"
 )
+NO_GPU = "this host has no CUDA GPU; "
 
 
-def test_services_are_started_where_the_parser_leaves_them_to_its_caller(monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "--distributed-backend nccl",
+            f"--distributed-backend nccl: {NO_GPU}leave the flag out (gloo is taken)",
+        ),
+        (
+            "--transformer-impl transformer_engine",
+            f"--transformer-impl transformer_engine: {NO_GPU}leave the flag out (local is taken)",
+        ),
+        ("--fp16", f"--fp16: {NO_GPU}train in --bf16 or float32"),
+        ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
+        ("--num-layers x", "argument --num-layers: invalid int value: 'x'"),
+        # A bare assert of Megatron's is shown with its condition.
+        (f"{FEW} --save somewhere", r"(?s).*arguments\.py:\d+: .*args\.save_interval.*"),
+    ],
+)
+def test_what_cannot_be_parsed_or_done_is_said_in_one_line(words, text, line):
+    words(text)
+    with pytest.raises(ValueError) as refusal:
+        read_flags.read_flags()
+    said = str(refusal.value)
+    assert said == line or re.fullmatch(line, said)
+    assert "\n" not in said and job_exit.is_users_mistake(refusal.value)
+
+
+def test_services_are_started_where_the_parser_leaves_them_to_its_caller(monkeypatch, words):
     """As Megatron's main does since #7418: reading flags starts nothing, services have a function
     of their own. Both orders leave the same behind."""
+    from megatron.core import num_microbatches_calculator as batches
     from megatron.training import arguments, global_vars
 
     def started():
         args = read_flags.read_flags()
-        assert global_vars.get_args() is args
-        vocabulary, batches = args.padded_vocab_size, num_microbatches_calculator
-        assert vocabulary and global_vars.get_tokenizer().vocab_size == 10
-        found = vocabulary, batches.get_num_microbatches(), global_vars.get_timers() is not None
+        assert global_vars.get_args() is args and args.padded_vocab_size
+        assert global_vars.get_tokenizer().vocab_size == 10 and global_vars.get_timers()
+        found = args.padded_vocab_size, batches.get_num_microbatches()
         global_vars.unset_global_variables()
         return found
 
-    from megatron.core import num_microbatches_calculator
-
-    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *FEW.split()])
+    words(FEW)
     at_once = started()
     whole, services = global_vars.set_global_variables, []
 
@@ -309,7 +294,7 @@ def test_a_mistake_is_a_value_error_of_ours():
     assert not job_exit.is_users_mistake(bug.value)
 
 
-# ------------------------------------------------------------------ seams
+# ------------------------------------------------------------------ patch points
 
 
 def _gone():
@@ -324,46 +309,39 @@ def _gone():
 
 def test_the_installed_megatron_is_the_expected_one():
     patch_points.check_patch_points()
-
-
-def test_names_and_targets_are_told_apart():
     every = patch_points.ALL_PATCH_POINTS
     assert len({one.name for one in every}) == len({one.target for one in every}) == len(every)
     assert all(one.reason for one in every)
-
-
-def test_a_missing_target_is_named():
     with pytest.raises(ValueError, match=r"datasets\.utils\.no_such_function does not"):
         patch_points.check_patch_points([_gone()])
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "points", "said"),
+    ("name", "points", "said"),
     [
         (
-            "megatron.core.datasets.utils",
-            "compile_helpers",
+            "megatron.core.datasets.utils.compile_helpers",
             [patch_points.INDEX_BUILDER],
             r"seam 'index builder'.*megatron\.core\.datasets\.utils\.compile_helpers",
         ),
         # What the function calls, which is not replaced itself.
         (
-            "megatron.training.initialize",
-            "set_jit_fusion_options",
+            "megatron.training.initialize.set_jit_fusion_options",
             patch_points.EPP_PATCH_POINTS,
             r"seam 'fusion warm-up'.*set_jit_fusion_options",
         ),
     ],
 )
-def test_a_changed_function_is_noticed(tmp_path, monkeypatch, module, name, points, said):
-    (tmp_path / "elsewhere.py").write_text(f"def {name}():\n    return 'changed'\n")
+def test_a_changed_function_is_noticed(tmp_path, monkeypatch, name, points, said):
+    module, _, function = name.rpartition(".")
+    (tmp_path / "elsewhere.py").write_text(f"def {function}():\n    return 'changed'\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "elsewhere", raising=False)
-    changed = getattr(import_module("elsewhere"), name)
-    monkeypatch.setattr(f"{module}.{name}", changed)
+    changed = getattr(import_module("elsewhere"), function)
+    monkeypatch.setattr(name, changed)
     with pytest.raises(ValueError, match=said):
         patch_points.install(points)
-    assert getattr(import_module(module), name) is changed
+    assert getattr(import_module(module), function) is changed
 
 
 def test_every_seam_notices_any_change():
@@ -396,25 +374,6 @@ def test_installing_is_idempotent_and_can_be_taken_back():
     patch_points.remove(patch_points.EPP_PATCH_POINTS)
     assert initialize._warmup_jit_function is original
     assert not patch_points.is_installed(patch_points.FUSION_WARM_UP)
-
-
-def test_a_linear_multiplies_as_it_is_told_and_else_by_itself():
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-
-    with pytest.MonkeyPatch.context() as patch:
-        for kind, patch_point in (
-            (ColumnParallelLinear, patch_points.COLUMN_LINEAR),
-            (RowParallelLinear, patch_points.ROW_LINEAR),
-        ):
-            patch.setattr(kind, "_forward_impl", lambda self, input, weight, **others: "its own")
-            kind._forward_impl = patch_point.replacement(kind._forward_impl)
-            module = kind.__new__(kind)
-            torch.nn.Module.__init__(module)
-            assert module._forward_impl(input=1, weight=2, bias=None) == "its own"
-            module.epp_multiply = lambda x, weight, bias: (x, weight, bias)
-            assert module._forward_impl(input=1, weight=2, bias=3) == (1, 2, 3)
-            module.epp_multiply = lambda x, weight, bias: NotImplemented
-            assert module._forward_impl(input=1, weight=2, bias=3) == "its own"
 
 
 def test_the_schedule_starts_from_megatrons_own_each_time():

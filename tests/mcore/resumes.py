@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.mcore.runs import PROGRAM, Run, flags, trained, write_corpus
+from tests.mcore.runs import LENGTHS, PROGRAM, Run, flags, trained, write_corpus
 
-LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
 # Saved by parameter: the optimizer's default format holds padding, which is whatever memory held,
 # and cannot be loaded with another number of stages.
 OPTIMIZER = {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -24,6 +25,8 @@ from tests.waiting import LAST_RESORT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 127
+# Some documents are longer than --seq-length.
+LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
 # torchrun's: how often it looks at its ranks, and how long it waits for those it told to end.
 POLL_SECONDS, GRACE_SECONDS = 0.1, 30.0
 
@@ -73,13 +76,23 @@ def write_corpus(
     prefix: Path, lengths: list[int], seed: int = 0, documents_of: int | None = None
 ) -> Path:
     """Documents of ``lengths`` tokens drawn at random, or of one token; returns the prefix."""
+    random = numpy.random.RandomState(seed)
+    drawn = [random.randint(0, VOCABULARY, length) for length in lengths]
+    if documents_of is not None:
+        drawn = [numpy.full(length, documents_of) for length in lengths]
+    return write_documents(prefix, drawn, dtype=numpy.uint16)
+
+
+def write_documents(
+    prefix: Path, documents: Sequence[Any], sentences: int = 1, dtype: type = numpy.int32
+) -> Path:
+    """A .bin/.idx of ``documents``, each in ``sentences`` sequences; returns the prefix."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    random = numpy.random.RandomState(seed)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
-    for length in lengths:
-        tokens = torch.from_numpy(random.randint(0, VOCABULARY, length))
-        builder.add_item(tokens if documents_of is None else torch.full_like(tokens, documents_of))
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for document in documents:
+        for part in numpy.array_split(numpy.array(document, dtype=dtype), sentences):
+            builder.add_item(torch.from_numpy(part))
         builder.end_document()
     builder.finalize(f"{prefix}.idx")
     return prefix

@@ -54,6 +54,7 @@ def test_what_weights_counted_is_said_where_there_are_some(tmp_path: Path) -> No
             choose_blend(resuming(tmp_path))
 
 
+@pytest.mark.everything
 def test_training_draws_as_the_flag_says_and_goes_on_so(tmp_path: Path) -> None:
     short = write_corpus(tmp_path / "short", [21] * 60)
     long = write_corpus(tmp_path / "long", [121] * 60)

@@ -14,8 +14,8 @@ from megatron_epp.mcore.job.checkpoint_folders import (
     require_local,
 )
 from megatron_epp.mcore.trainer.host_facts import facts_of
-from tests.mcore.resumes import LENGTHS, OPTIMIZER
-from tests.mcore.runs import flags, trained, write_corpus
+from tests.mcore.resumes import OPTIMIZER
+from tests.mcore.runs import flags, trained
 from tests.mcore.test_refusals import refused
 
 ALONE = {"pipeline_model_parallel_size": 1, "global_batch_size": 4, "epp": True}
@@ -118,11 +118,6 @@ def test_local_checkpoints_hold_the_optimizer_by_rank(tmp_path: Path) -> None:
     local.dist_ckpt_optim_fully_reshardable = True
     with pytest.raises(ValueError, match="--non-persistent-ckpt-type local with --dist-ckpt"):
         require_local(local)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS)
 
 
 def test_a_run_goes_on_after_its_last_checkpoint_of_any_kind(corpus: Path, tmp_path: Path) -> None:

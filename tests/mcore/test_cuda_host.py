@@ -39,111 +39,90 @@ def gpus(monkeypatch) -> SimpleNamespace:
     return seen
 
 
-def test_the_context_has_many_queues_and_megatron_sees_one(gpus, monkeypatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    cuda_host.prepare(FLAGS)
-    assert gpus.device == 1
-    assert gpus.context["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
-    assert gpus.context["CUDA_MODULE_LOADING"] == "EAGER"
-    assert gpus.context["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    assert torch._dynamo.config.recompile_limit >= cuda_host.RECOMPILATIONS
+QUEUES, MARGIN = "CUDA_DEVICE_MAX_CONNECTIONS", cuda_host.MARGIN
+ALONE = ["--epp"]  # no messages between ranks
 
 
-def test_what_the_user_set_stays(gpus, monkeypatch) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
-    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    cuda_host.prepare(FLAGS)
-    assert gpus.context["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
-    assert gpus.context["CUDA_MODULE_LOADING"] == "LAZY"
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in gpus.context
-
-
-def test_products_leave_room_for_messages(gpus, monkeypatch) -> None:
-    """Where there are messages; as much as the user says, or none."""
-    cuda_host.prepare(["--epp"])
-    assert cuda_host.MARGIN not in gpus.context and gpus.left_free is None
-    cuda_host.prepare(FLAGS)
-    assert (gpus.context[cuda_host.MARGIN], gpus.left_free) == ("4", 4)
-    monkeypatch.setenv(cuda_host.MARGIN, "8")
-    cuda_host.prepare(FLAGS)
-    assert (gpus.context[cuda_host.MARGIN], gpus.left_free) == ("8", 8)
-    for name in cuda_host.NORM_MARGINS:  # set before: as the first of these runs had it
-        assert gpus.context[name] == "4"
-        monkeypatch.delenv(name)
-    cuda_host.prepare(FLAGS)
-    assert [gpus.context[name] for name in cuda_host.NORM_MARGINS] == ["8", "8"]
-    gpus.left_free = None
-    monkeypatch.setenv(cuda_host.MARGIN, "0")
-    cuda_host.prepare(FLAGS)
-    assert gpus.left_free is None
-    monkeypatch.setenv(cuda_host.MARGIN, "few")
-    with pytest.raises(ValueError, match="NVTE_EXT_MARGIN_SM=few: expected a whole number"):
-        cuda_host.prepare(FLAGS)
-
-
-@pytest.mark.parametrize("form", ["apart", "together"])
-def test_the_one_queue_of_megatrons_scripts_is_replaced(form, gpus, monkeypatch, caplog) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    flags = FLAGS if form == "apart" else ["--pipeline-model-parallel-size=4", "--epp"]
+@pytest.mark.parametrize(
+    ("flags", "given", "context"),
+    [
+        (
+            FLAGS,
+            {"LOCAL_RANK": "1"},
+            {
+                QUEUES: "32",
+                "CUDA_MODULE_LOADING": "EAGER",
+                "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+            },
+        ),
+        # What the user set stays,
+        (
+            FLAGS,
+            {
+                QUEUES: "8",
+                "CUDA_MODULE_LOADING": "LAZY",
+                "PYTORCH_ALLOC_CONF": "max_split_size_mb:64",
+            },
+            {QUEUES: "8", "CUDA_MODULE_LOADING": "LAZY", "PYTORCH_CUDA_ALLOC_CONF": None},
+        ),
+        # but the one queue of Megatron's scripts, where something is received.
+        (FLAGS, {QUEUES: "1"}, {QUEUES: "32"}),
+        (["--pipeline-model-parallel-size=4", "--epp"], {QUEUES: "1"}, {QUEUES: "32"}),
+        (ALONE, {QUEUES: "1"}, {QUEUES: "1"}),
+        # Products leave multiprocessors to messages; as many as the user says, or none.
+        (ALONE, {}, {MARGIN: None, "left free": None}),
+        (FLAGS, {}, {MARGIN: "4", **dict.fromkeys(cuda_host.NORM_MARGINS, "4"), "left free": 4}),
+        (FLAGS, {MARGIN: "8"}, {**dict.fromkeys(cuda_host.NORM_MARGINS, "8"), "left free": 8}),
+        (FLAGS, {MARGIN: "0"}, {"left free": None}),
+        # Ranks share the host's GPUs: NCCL believes each on a host of its own.
+        (
+            FLAGS,
+            {"LOCAL_RANK": "3", "RANK": "3", cuda_host.SHARE: "1"},
+            {"NCCL_HOSTID": "epp-3-3", **cuda_host.SOCKETS},
+        ),
+        # Transformer Engine takes torch's cuDNN, but for one that the user names.
+        (ALONE, {"CUDNN_PATH": "/opt/cudnn"}, {"CUDNN_HOME": None}),
+    ],
+)
+def test_what_the_context_begins_with(gpus, monkeypatch, caplog, flags, given, context) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     cuda_host.prepare(flags)
-    assert gpus.context["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"
-    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"  # what Megatron asserts
-    assert "CUDA_DEVICE_MAX_CONNECTIONS=1 is taken as 32" in caplog.text
+    seen = {**gpus.context, "left free": gpus.left_free}
+    assert {name: seen.get(name) for name in context} == context
+    local = int(given.get("LOCAL_RANK", 0)) % 2
+    assert gpus.device == local and os.environ.get("LOCAL_RANK", "0") == str(local)
+    replaced = given.get(QUEUES) == "1" and context[QUEUES] == "32"
+    assert replaced == (f"{QUEUES}=1 is taken as 32" in caplog.text)
+    assert os.environ[QUEUES] == "1"  # what Megatron asserts
+    assert torch._dynamo.config.recompile_limit >= cuda_host.RECOMPILATIONS
+    if "CUDNN_PATH" not in given:
+        assert os.path.isdir(os.path.join(gpus.context["CUDNN_HOME"], "lib"))
 
 
-def test_one_queue_stays_where_nothing_is_received(gpus, monkeypatch, caplog) -> None:
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    cuda_host.prepare(["--epp"])
-    assert gpus.context["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    assert not caplog.text
-
-
-def test_a_rank_without_a_gpu_is_refused(gpus, monkeypatch) -> None:
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ValueError, match=r"local rank 2, but this host has 2 GPU\(s\)"):
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({cuda_host.MARGIN: "few"}, "NVTE_EXT_MARGIN_SM=few: expected a whole number"),
+        ({"LOCAL_RANK": "2"}, r"local rank 2, but this host has 2 GPU\(s\)"),
+        ({cuda_host.SHARE: "yes"}, "EPP_SHARE_GPUS=yes: expected 0 or 1"),
+    ],
+)
+def test_what_a_rank_cannot_begin_with(gpus, monkeypatch, given, said) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=said):
         cuda_host.prepare(FLAGS)
 
 
-def test_ranks_share_the_hosts_gpus(gpus, monkeypatch) -> None:
-    """NCCL believes each on a host of its own; who says nothing of it is refused (above)."""
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv(cuda_host.SHARE, "1")
+def test_megatrons_own_training_and_hosts_without_gpus_are_left_alone(gpus, monkeypatch) -> None:
+    before = dict(os.environ)
+    cuda_host.prepare(FLAGS[1:])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     cuda_host.prepare(FLAGS)
-    assert gpus.device == 1 and os.environ["LOCAL_RANK"] == "1"
-    assert gpus.context["NCCL_HOSTID"] == "epp-3-3"
-    assert {name: gpus.context[name] for name in cuda_host.SOCKETS} == cuda_host.SOCKETS
-    monkeypatch.setenv(cuda_host.SHARE, "yes")
-    with pytest.raises(ValueError, match="EPP_SHARE_GPUS=yes: expected 0 or 1"):
-        cuda_host.prepare(FLAGS)
-
-
-def test_transformer_engine_takes_torchs_cudnn(gpus, monkeypatch) -> None:
-    """A toolkit's beside it would be another; what the user names stays."""
-    cuda_host.prepare(["--epp"])
-    assert os.path.isdir(os.path.join(gpus.context["CUDNN_HOME"], "lib"))
-    monkeypatch.delenv("CUDNN_HOME")
-    monkeypatch.setenv("CUDNN_PATH", "/opt/cudnn")
-    cuda_host.prepare(["--epp"])
-    assert "CUDNN_HOME" not in gpus.context
-    monkeypatch.delenv("CUDNN_PATH")
+    assert gpus.context is None and dict(os.environ) == before
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cuda_host.own_cudnn() == {}
-
-
-def test_megatrons_own_training_is_left_alone(gpus) -> None:
-    cuda_host.prepare(FLAGS[1:])
-    assert gpus.context is None
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
-
-
-def test_a_host_without_gpus_keeps_its_environment(gpus, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    before = dict(os.environ)
-    cuda_host.prepare(FLAGS)
-    assert dict(os.environ) == before
 
 
 @pytest.fixture

@@ -102,6 +102,7 @@ def test_the_command_line_ends_with_status_two(corpus, without_epp: bool) -> Non
 # ------------------------------------------------------------------ as Megatron runs them
 
 
+@pytest.mark.everything
 def test_phases_begin_with_their_own_first_documents(tmp_path: Path) -> None:
     """Three phases of two iterations over corpora A, B, A; their documents differ in length."""
     corpora = [

@@ -193,6 +193,7 @@ stage 0: F2 F0 F1 B1 B2 B0
 """
 
 
+@pytest.mark.everything
 def test_replicas_whose_plans_end_with_w_and_with_b_reduce_in_step(tmp_path):
     """Overlapped reduction, a bucket per parameter, biases, tied embeddings on one stage: the
     same weights to the last bit after three iterations, however the backward is split."""

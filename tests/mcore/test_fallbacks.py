@@ -19,11 +19,9 @@ from megatron_epp.cost.layout import StageLayout
 from megatron_epp.ir import PlanError, Step
 from megatron_epp.planner import Options, plan_part, plan_step
 from megatron_epp.planner.process import Answer
-from tests.mcore.runs import flags, trained, write_corpus
+from tests.mcore.runs import flags, trained
 
 pytestmark = pytest.mark.everything
-
-LENGTHS = [97, 3, 40, 120, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 110, 33, 8, 61, 11]
 
 
 def test_fallbacks_are_kept_and_read_again(tmp_path) -> None:
@@ -102,8 +100,7 @@ def test_a_fallback_that_does_not_fit_is_not_used(room, deaths, planner) -> None
     assert steps.fallbacks.of(3) == ("packing" if planner == "packing" else None)
 
 
-def test_a_resumed_run_repeats_the_fallback(tmp_path) -> None:
-    corpus = write_corpus(tmp_path / "documents", LENGTHS)
+def test_a_resumed_run_repeats_the_fallback(corpus, tmp_path) -> None:
     # Dropout draws by the chunk: another plan, another loss.
     common = {
         "epp": True,

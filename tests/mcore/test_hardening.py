@@ -3,15 +3,17 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from megatron_epp.control.files import claim
 from megatron_epp.control.memory_budget import BUDGET_FILE
 from tests.mcore.runs import flags, trained
 from tests.mcore.test_refusals import ONE, refused
 
 BUDGET_GIB = 0.0006
-LENGTHS = [97, 3, 40, 120, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 110, 33, 8, 61, 11] * 3
 
 
+@pytest.mark.everything
 def test_what_was_predicted_too_little_is_learnt_once_and_nothing_of_it_ends_training(
     corpus, tmp_path
 ) -> None:

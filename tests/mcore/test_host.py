@@ -1,5 +1,7 @@
 """Megatron without a GPU, and the seams: in a process of its own, since torch is changed there."""
 
+import pytest
+
 from tests.programs import ROOT, python
 
 # Where there are GPUs, they are hidden.
@@ -26,6 +28,7 @@ def test_nothing_happens_on_import():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.everything
 def test_a_broken_transformer_engine_does_not_keep_megatron_from_starting(tmp_path):
     package = tmp_path / "transformer_engine"
     package.mkdir()

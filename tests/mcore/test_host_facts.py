@@ -1,6 +1,5 @@
 """What ranks read alone, what the environment holds, what Megatron refuses late: one line each."""
 
-import json
 import shutil
 from argparse import Namespace
 from itertools import pairwise
@@ -48,47 +47,48 @@ def test_tokenizers_and_files_that_differ_are_seen(tmp_path: Path) -> None:
     assert [one != two for one, two in pairwise(seen)] == [True, False, True]
 
 
-def test_a_rank_without_the_checkpoint_is_named_at_start(tmp_path, corpus, monkeypatch) -> None:
-    """Megatron's other ranks would load it and wait ten minutes."""
-    for rank in range(2):
-        (tmp_path / str(rank) / "saved").mkdir(parents=True)
-    (tmp_path / "0/saved/latest_checkpointed_iteration.txt").write_text("2")
-    (tmp_path / "0/saved/iter_0000002").mkdir()
-    (tmp_path / "0/saved/iter_0000002/metadata.json").touch()
-    (tmp_path / "0/saved/epp-choices.json").write_text(
-        json.dumps({"epp_vocab_parallel": "on", "epp_blend": "tokens"})
-    )
-    monkeypatch.setenv("EPP_TEST_FOLDER", str(tmp_path))
-    words = flags(corpus, epp=True, load="saved")
-    refused(
-        words, "--load saved: rank 1 on ", ": no checkpoint; rank 0", processes=2, program=ELSEWHERE
-    )
+CHECKPOINT = {
+    "0/saved/latest_checkpointed_iteration.txt": "2",
+    "0/saved/iter_0000002/metadata.json": "",
+    "0/saved/epp-choices.json": '{"epp_vocab_parallel": "on", "epp_blend": "tokens"}',
+}
+LOCKED = {"1/saved/epp-job.lock": "process 1 on elsewhere since yesterday"}
+SAVE = {"save": "saved", "save_interval": 2}
 
 
-def test_a_rank_with_another_folder_to_save_in_is_named(tmp_path, corpus, monkeypatch) -> None:
-    """Each would write its part of every checkpoint into a folder of its own."""
-    for rank in range(2):
-        (tmp_path / str(rank)).mkdir()
-    monkeypatch.setenv("EPP_TEST_FOLDER", str(tmp_path))
-    words = flags(corpus, epp=True, save="saved", save_interval=2)
-    said = "--save saved: rank 1 on ", ": no such folder; rank 0 on ", "; expected one folder that"
-    refused(words, *said, processes=2, program=ELSEWHERE)
-    (tmp_path / "1/saved").mkdir()  # of another job, say
-    (tmp_path / "1/saved/epp-job.lock").write_text("process 1 on elsewhere since yesterday")
-    refused(
-        words, "--save saved: rank 1 on ", ": process 1 on elsewh", processes=2, program=ELSEWHERE
-    )
-
-
-def test_a_rank_that_alone_is_refused_is_named(tmp_path, corpus, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("files", "changes", "said"),
+    [
+        # Megatron's other ranks would load it and wait ten minutes.
+        (CHECKPOINT, {"load": "saved"}, ["--load saved: rank 1 on ", ": no checkpoint; rank 0"]),
+        # Each would write its part of every checkpoint into a folder of its own.
+        pytest.param(
+            {}, SAVE, ["--save saved: rank 1 on ", ": no such folder; rank 0 on "],
+            marks=pytest.mark.everything,
+        ),
+        pytest.param(  # a folder of another job, say
+            LOCKED, SAVE, ["--save saved: rank 1 on ", ": process 1 on elsewh"],
+            marks=pytest.mark.everything,
+        ),
+        # A rank that alone is refused.
+        ({"1/here.idx": None}, {"data_path": "here"}, ["here.idx: ", "(rank 1 on "]),
+    ],
+)  # fmt: skip
+def test_a_rank_with_other_files_is_named(tmp_path, corpus, monkeypatch, files, changes, said):
+    """``files``: their text; None: there is none."""
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
         for suffix in (".bin", ".idx"):
             shutil.copy(f"{corpus}{suffix}", tmp_path / str(rank) / f"here{suffix}")
-    (tmp_path / "1/here.idx").unlink()
+    for name, text in files.items():
+        if text is None:
+            (tmp_path / name).unlink()
+        else:
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
     monkeypatch.setenv("EPP_TEST_FOLDER", str(tmp_path))
-    words = flags(corpus, epp=True, data_path="here")
-    refused(words, "here.idx: ", "(rank 1 on ", processes=2, program=ELSEWHERE)
+    words = flags(corpus, **{"epp": True, **changes})
+    refused(words, *said, processes=2, program=ELSEWHERE)
 
 
 # ------------------------------------------------------------------ the environment

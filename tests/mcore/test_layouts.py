@@ -13,7 +13,7 @@ from megatron_epp.mcore.choose.kept import CHOICES_FILE, TRACKER
 from megatron_epp.mcore.choose.layouts import AllowedLayout, ChosenLayout, choice, read_layouts
 from megatron_epp.mcore.flags.config import LAYOUT_KEY
 from megatron_epp.mcore.job.read_flags import prepare_parser
-from tests.mcore.runs import Run, flags, train, trained, write_corpus
+from tests.mcore.runs import Run, flags, train, trained
 from tests.mcore.test_uneven_batches import DOUBLE, exact
 
 pytestmark = pytest.mark.everything
@@ -115,12 +115,6 @@ def test_another_ep_keeps_no_optimizer(monkeypatch, tmp_path) -> None:
 
 
 # ------------------------------------------------------------------ restarts
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    lengths = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", lengths * 2)
 
 
 def test_four_devices_then_two_then_four(corpus, tmp_path) -> None:

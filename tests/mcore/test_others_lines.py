@@ -5,17 +5,15 @@ sizes and data are ours, flags of the frameworks' own left out, and what a host 
 do (fp8, fused kernels). Flags of the pipeline, of memory and of parallelism are as there.
 """
 
-import json
-import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.mcore.runs import Run, train
+from tests.mcore.runs import PROGRAM, Run, trained
 
 pytestmark = pytest.mark.everything
 
+ADAPTERS = (str(Path(__file__).with_name("adapted.py")),)
 ITERATIONS = 3
 DATA = (
     "--tokenizer-type NullTokenizer --vocab-size 127 --seq-length 128 --split 100,0,0 "
@@ -62,13 +60,12 @@ LINES = {
     "transformer_engine --cuda-graph-modules attn --attention-dropout 0 --hidden-dropout 0 "
     "--eval-iters 0",
 }
-# What the warning of each names; None: there is none.
+# What the warning of each names, where there is one.
 NAMED = {
     "ms-swift dense": (
         "--recompute-granularity full, --recompute-method uniform, --recompute-num-layers 1",
         "--no-calculate-per-token-loss",
     ),
-    "Megatron-LM llama3": None,
     "Megatron-LM gpt3": (
         "--num-layers-per-virtual-pipeline-stage 2, --overlap-p2p-communication-warmup-flush",
         "--tp-comm-overlap",
@@ -81,34 +78,21 @@ NAMED = {
 LENGTHS = [30, 128, 50, 100, 20, 60] * 8
 
 
-def train_lines(lines: list[str], corpus: Path, folder: Path, *others: str) -> Run:
-    """All of them in the two processes of one torchrun."""
-    file = folder / "lines.json"
-    words = [[*line.split(), *DATA.split(), "--data-path", str(corpus)] for line in lines]
-    file.write_text(json.dumps(words))
-    program = (str(Path(__file__).with_name("several.py")), str(file), *others)
-    return train([], processes=2, program=program)
+def train_line(line: str, corpus: Path, program: tuple[str, ...] = PROGRAM) -> Run:
+    run = trained([*line.split(), *DATA.split(), "--data-path", str(corpus)], program=program)
+    assert len(run.losses) == ITERATIONS and all(2 < loss < 7 for loss in run.losses)
+    return run
 
 
-def test_command_lines_of_others_start_and_train(corpus, tmp_path) -> None:
-    lines = [f"{line} --epp-cost-model analytic" for line in LINES.values()]
-    run = train_lines(lines, corpus, tmp_path)
-    assert run.status == 0, run.output[-4000:]
-    _, *parts = re.split(r"^line \d+$", run.output, flags=re.MULTILINE)
-    assert len(parts) == len(LINES)
-    for name, part in zip(LINES, parts, strict=True):
-        losses = replace(run, output=part).losses
-        assert len(losses) == ITERATIONS, (name, part[-2000:])
-        assert all(2 < loss < 7 for loss in losses), (name, losses)
-    # Rank 0 speaks, and in the order of the lines, if not always between the last rank's words.
+@pytest.mark.parametrize("name", LINES)
+def test_command_lines_of_others_start_and_train(corpus, name: str) -> None:
+    run = train_line(f"{LINES[name]} --epp-cost-model analytic", corpus)
     said = [line for line in run.output.splitlines() if "these flags have no effect" in line]
-    wanted = [named for named in NAMED.values() if named is not None]
-    assert len(said) == len(wanted)
-    for line, named in zip(said, wanted, strict=True):
-        assert [flags for flags in named if flags not in line] == []
+    assert len(said) == (name in NAMED)
+    assert [flags for flags in NAMED.get(name, ()) if flags not in said[0]] == []
 
 
-def test_adapters_on_a_frozen_model_train(corpus, tmp_path) -> None:
+def test_adapters_on_a_frozen_model_train(corpus) -> None:
     """ms-swift's LoRA example: all linears, with recompute, one micro-batch of everything. The cost
     model is measured on the model as it is."""
     line = (
@@ -118,7 +102,5 @@ def test_adapters_on_a_frozen_model_train(corpus, tmp_path) -> None:
         "--finetune --lr 1e-2 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 "
         f"--train-iters {ITERATIONS} --use-distributed-optimizer --overlap-grad-reduce"
     )
-    run = train_lines([line], corpus, tmp_path, "--adapters", "4")
-    assert run.status == 0, run.output[-4000:]
-    assert len(run.losses) == ITERATIONS
+    run = train_line(line, corpus, ADAPTERS)
     assert "--micro-batch-size 16" in run.output

@@ -11,46 +11,41 @@ from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import DEVICES, GIB
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.profile import Profile
-from tests.mcore.runs import flags, train, trained
+from tests.mcore.runs import PROGRAM, Run, flags, train
 
-LENGTHS = [97, 3, 40, 120, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 110, 33, 8, 61, 11]
 LIMIT_GIB = 0.0007
+HUNGRY = str(Path(__file__).with_name("hungry.py"))
+EVALUATION = {"train_iters": 2, "eval_interval": 1, "eval_iters": 1, "split": "70,30,0"}
+# Two ranks that share layers.
+SHARED = {"pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 2}
+
+
+def run(corpus: Path, way: str = "", **changes: object) -> Run:
+    """A run that finds no memory where ``way`` says (hungry.py)."""
+    return train(flags(corpus, epp=True, **changes), program=(HUNGRY, way) if way else PROGRAM)
 
 
 @pytest.fixture(scope="module")
-def cost_model(corpus, tmp_path_factory):
-    """Bytes as measured here; seconds that are the same in every run of this test."""
+def measured(corpus, tmp_path_factory) -> dict[str, object]:
+    """A cost model's bytes as measured here, and seconds that are the same in every run; dropout,
+    as a repetition must draw what the first attempt drew."""
     folder = tmp_path_factory.mktemp("measured")
-    done = run(corpus, None, epp_record=folder, train_iters=1)
+    how = {"hidden_dropout": 0.1, "epp_cost_model": folder / "made.json"}
+    done = run(corpus, **how | {"epp_cost_model": None}, epp_record=folder, train_iters=1)
     assert done.status == 0, done.output
-    path = folder / "epp-cost-model.json"
-    measured = Profile.load(str(path))
-    model = Model("m", 4, 32, 64, 4, 2, 8, 128, gated=True)
-    predicted = analytic_profile(model, DEVICES["cpu"])
+    predicted = analytic_profile(Model("m", 4, 32, 64, 4, 2, 8, 128, gated=True), DEVICES["cpu"])
     names = ("layer_seconds", "first_seconds", "last_seconds", "recompute_seconds")
     seconds = {name: getattr(predicted, name) for name in names}
-    dataclasses.replace(
-        measured, **seconds, link_seconds_per_token=0.0, link_latency_seconds=1e-5
-    ).save(str(path))
-    return path
+    seconds |= {"link_seconds_per_token": 0.0, "link_latency_seconds": 1e-5}
+    measured = Profile.load(str(folder / "epp-cost-model.json"))
+    dataclasses.replace(measured, **seconds).save(str(folder / "made.json"))
+    return how
 
 
-def run(corpus, cost_model, **changes):
-    return train(
-        flags(
-            corpus,
-            epp=True,
-            epp_cost_model=cost_model,
-            hidden_dropout=0.1,  # the repetition must draw what the first attempt drew
-            **changes,
-        )
-    )
-
-
-def test_a_limit_that_nobody_knew_of_is_survived(corpus, cost_model, tmp_path) -> None:
+def test_a_limit_that_nobody_knew_of_is_survived(corpus, measured, tmp_path) -> None:
     """Losses and gradients are those of a run whose budget was small from the start."""
-    limit = {"epp_memory_limit_gib": LIMIT_GIB}
-    hit = run(corpus, cost_model, **limit, epp_plan_ahead=True, epp_record=tmp_path / "hit")
+    limit = {**measured, "epp_memory_limit_gib": LIMIT_GIB}
+    hit = run(corpus, **limit, epp_plan_ahead=True, epp_record=tmp_path / "hit")
     assert hit.status == 0, hit.output
     repeated = re.findall(
         r"repeated with less memory: (iteration \d+ pipeline rank \d .*)", hit.output
@@ -64,41 +59,16 @@ def test_a_limit_that_nobody_knew_of_is_survived(corpus, cost_model, tmp_path) -
     budgets = dict(re.findall(r"stage (\d) budget_bytes (\d+)", kept))
     assert budgets["0"] == budgets["1"]
 
-    knew = run(
-        corpus,
-        cost_model,
-        **limit,
-        epp_memory_budget_gib=int(budgets["0"]) / GIB,
-        epp_record=tmp_path / "knew",
-    )
+    limit["epp_memory_budget_gib"] = int(budgets["0"]) / GIB
+    knew = run(corpus, **limit, epp_record=tmp_path / "knew")
     assert knew.status == 0, knew.output
     assert "repeated with less memory" not in knew.output
     assert len(hit.losses) == 3
-    assert hit.losses == knew.losses
-    assert hit.grad_norms == knew.grad_norms
+    assert (hit.losses, hit.grad_norms) == (knew.losses, knew.grad_norms)
     for iteration in (1, 2, 3):
         name = f"iteration-00000{iteration}.step"
         steps = [(tmp_path / which / name).read_text() for which in ("hit", "knew")]
         assert steps[0] == steps[1]
-
-
-def test_what_can_never_fit_ends_with_one_line(corpus, cost_model) -> None:
-    ended = run(corpus, cost_model, epp_memory_limit_gib=0.00001, train_iters=1)
-    assert "repeated with less memory" in ended.output
-    (line,) = ended.errors
-    assert re.search(r"document \d+ of \d+ tokens on stage \d needs at least .* GiB", line)
-    assert ended.statuses == (2, 2)
-
-
-# ------------------------------------------------------------------ evaluation
-
-
-def hungry(way: str, corpus, **changes):
-    words = flags(corpus, epp=True, **changes)
-    return train(words, program=(str(Path(__file__).parent / "hungry.py"), way))
-
-
-EVALUATION = {"train_iters": 2, "eval_interval": 1, "eval_iters": 1, "split": "70,30,0"}
 
 
 def validation(text: str) -> list[float]:
@@ -106,8 +76,7 @@ def validation(text: str) -> list[float]:
 
 
 def test_an_evaluation_without_memory_is_repeated_in_smaller_chunks(corpus) -> None:
-    plain = train(flags(corpus, epp=True, **EVALUATION))
-    starved = hungry("evaluation", corpus, **EVALUATION)
+    plain, starved = (run(corpus, way, **EVALUATION) for way in ("", "evaluation"))
     assert starved.status == 0, starved.output
     assert re.search(
         r"the evaluation after iteration 1 is repeated in smaller chunks: pipeline rank 1 ran "
@@ -119,28 +88,12 @@ def test_an_evaluation_without_memory_is_repeated_in_smaller_chunks(corpus) -> N
     assert validation(starved.output) == pytest.approx(validation(plain.output), rel=1e-5)
 
 
-def test_an_evaluation_that_never_fits_ends_with_one_line(corpus) -> None:
-    ended = hungry("starving", corpus, **EVALUATION)
-    (line,) = ended.errors
-    assert re.search(
-        r"document \d+ of \d+ tokens does not fit in evaluation|"
-        r"pipeline rank 1 ran out of memory at F\d+ of stage 1 in the evaluation after iteration "
-        r"1, \d tokens, and there are no smaller chunks",
-        line,
-    )
-    assert ended.statuses == (2, 2)
-
-
-# ------------------------------------------------------------------ ranks that share layers
-
-SHARED = {"pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 2}
-
-
+@pytest.mark.everything
 def test_ranks_that_share_layers_give_up_together(corpus) -> None:
     """One alone is over its limit; or both have no memory at the same place of an op."""
-    free = trained(flags(corpus, epp=True, **SHARED))
-    limit = hungry("limit", corpus, **SHARED, epp_memory_limit_gib=2 * LIMIT_GIB)
-    together = hungry("together", corpus, **SHARED)
+    free = run(corpus, **SHARED)
+    limit = run(corpus, "limit", **SHARED, epp_memory_limit_gib=2 * LIMIT_GIB)
+    together = run(corpus, "together", **SHARED)
     for starved in (limit, together):
         assert starved.status == 0, starved.output
         assert "repeated with less memory" in starved.output
@@ -149,12 +102,33 @@ def test_ranks_that_share_layers_give_up_together(corpus) -> None:
     assert together.output.count("out of memory (none for the scores)") == 2
 
 
-def test_one_that_fails_in_the_midst_of_a_layer_ends_the_job(corpus) -> None:
-    ended = hungry("alone", corpus, **SHARED)
+@pytest.mark.everything
+@pytest.mark.parametrize(
+    ("way", "changes", "said"),
+    [
+        (
+            "",
+            {"epp_memory_limit_gib": 0.00001, "train_iters": 1},
+            r"document \d+ of \d+ tokens on stage \d needs at least .* GiB",
+        ),
+        (
+            "starving",
+            EVALUATION,
+            r"document \d+ of \d+ tokens does not fit in evaluation|"
+            r"pipeline rank 1 ran out of memory at F\d+ of stage 1 in the evaluation after "
+            r"iteration 1, \d tokens, and there are no smaller chunks",
+        ),
+        (  # one of two, in the midst of a layer
+            "alone",
+            SHARED,
+            r"iteration 2: was in F0 .*out of memory \(none for the scores\) on one of the ranks "
+            r"that share its layers",
+        ),
+    ],
+)
+def test_what_cannot_go_on_ends_with_one_line(corpus, measured, way, changes, said) -> None:
+    ended = run(corpus, way, **changes if way else {**measured, **changes})
     (line,) = ended.errors
-    assert re.search(
-        r"iteration 2: was in F0 .*out of memory \(none for the scores\) on one of the ranks that "
-        r"share its layers",
-        line,
-    )
-    assert 2 in ended.statuses
+    assert re.search(said, line)
+    assert 2 in ended.statuses and (way == "alone" or ended.statuses == (2, 2))
+    assert way or "repeated with less memory" in ended.output

@@ -7,6 +7,8 @@ import pytest
 
 from tests.programs import ROOT, Done, megatron_copy, python, run
 
+pytestmark = pytest.mark.everything
+
 PATCHES = sorted((ROOT / "patches").glob("*.patch"))
 # Megatron's packages in the order of this test: the patched one before the installed one.
 LOOK = """

@@ -247,6 +247,7 @@ def test_every_size_of_a_layer_is_read_from_flags() -> None:
     assert {field.name for field in dataclasses.fields(LayerShape)} - read == {"ffn_hidden"}
 
 
+@pytest.mark.everything
 def test_the_command_measures_one_layer_of_every_kind(tmp_path, capsys) -> None:
     """Of a pattern that is longer than the layers it builds."""
     out = tmp_path / "model.json"

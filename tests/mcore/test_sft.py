@@ -18,6 +18,12 @@ OWN_ENTRY = (str(Path(__file__).with_name("own_entry.py")),)
 BATCH = {"global_batch_size": len(CHATS), "seq_length": 128, "vocab_size": None}
 
 
+MODELS = [
+    pytest.param({}, id="a GPTModel"),
+    pytest.param(TRAINED_SSM, id="a HybridModel", marks=pytest.mark.everything),
+]
+
+
 @pytest.fixture(scope="module")
 def chats(tmp_path_factory) -> Path:
     """chats.jsonl, and the folder of its tokenizer beside it."""
@@ -35,7 +41,7 @@ def chat_flags(path: Path, **changes: object) -> list[str]:
     return flags(path, **BATCH | tokenizer | {"epp": True} | changes)
 
 
-@pytest.fixture(scope="module", params=[{}, TRAINED_SSM], ids=["a GPTModel", "a HybridModel"])
+@pytest.fixture(scope="module", params=MODELS)
 def model(request) -> dict[str, object]:
     return request.param
 

@@ -16,18 +16,16 @@ from megatron_epp.runtime.executor import LinkLost
 from tests.attack import strikes
 from tests.attack.nodes import losses, printed_losses
 from tests.attack.strikes import Strike
-from tests.mcore.runs import ROOT, flags, train, trained, write_corpus
+from tests.mcore.runs import ROOT, flags, train, trained
 
 pytestmark = pytest.mark.everything
 
 PROGRAM = (str(ROOT / "tests" / "attack" / "struck_training.py"),)
-LENGTHS = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory) -> tuple[list[str], dict[int, float]]:
+def job(corpus) -> tuple[list[str], dict[int, float]]:
     """Flags, and the losses of a job that nothing happens to."""
-    corpus = write_corpus(tmp_path_factory.mktemp("struck") / "documents", LENGTHS * 2)
     how = {"epp": True, "global_batch_size": 4, "train_iters": 4, "clip_grad": 0}
     how |= {"split": "80,20,0", "eval_iters": 1, "eval_interval": 2, "lr_decay_style": "constant"}
     words = flags(corpus, **how)
@@ -58,19 +56,6 @@ def test_a_struck_job_ends_and_continues(job, tmp_path, monkeypatch, strike, sta
     assert sorted(losses(resumed.output)) == [3, 4]  # of 4, nothing is loaded
     for iteration, loss in printed_losses(struck.output) + printed_losses(resumed.output):
         assert loss == straight[iteration]
-
-
-def test_a_rank_whose_store_went_with_rank_0_reports_it(monkeypatch) -> None:
-    """Of a refusal, which rank 0 has too, it says nothing."""
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-    def gone() -> None:
-        raise torch.distributed.DistNetworkError("Connection reset by peer")
-
-    monkeypatch.setattr(job_exit, "_meeting_place", gone)
-    assert job_exit._may_report(lost=True) == (True, True)
-    assert job_exit._may_report(lost=False) == (False, False)
 
 
 def test_which_exceptions_are_lost_ranks(monkeypatch) -> None:

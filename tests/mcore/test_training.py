@@ -10,7 +10,6 @@ import pytest
 from megatron_epp.corpus.lengths import epoch_order
 from megatron_epp.ir import Step
 from tests.mcore.resumes import (
-    LENGTHS,
     Job,
     Six,
     after_three,
@@ -21,20 +20,14 @@ from tests.mcore.resumes import (
     tensors,
     to_megatron_and_back,
 )
-from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.runs import flags, trained
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory) -> Job:
-    return Job(write_corpus(tmp_path_factory.mktemp("corpus") / "documents", LENGTHS))
-
-
-@pytest.fixture(scope="module")
-def six(job, tmp_path_factory) -> Six:
+def six(corpus, tmp_path_factory) -> Six:
     """On two stages."""
     folder = tmp_path_factory.mktemp("six")
-    # torchrun's own, all the way
-    return six_iterations(job, folder, afresh=True, epp_record=folder / "plans")
+    return six_iterations(Job(corpus), folder, epp_record=folder / "plans")
 
 
 def step(folder: Path, iteration: int) -> Step:
@@ -54,24 +47,25 @@ MEASURED = (
 )
 
 
-def test_forked_ranks_print_what_torchruns_print(job, six, tmp_path):
+@pytest.mark.everything
+def test_forked_ranks_print_what_torchruns_print(six, tmp_path):
     """In any order, and without ends of lines: torchrun's two may print into one another's."""
-    forked = six_iterations(job, tmp_path, epp_record=tmp_path / "plans")
-    assert forked.run.losses == six.run.losses and forked.run.grad_norms == six.run.grad_norms
+    started = six_iterations(six.job, tmp_path, afresh=True, epp_record=tmp_path / "plans")
+    assert started.run.losses == six.run.losses and started.run.grad_norms == six.run.grad_norms
     letters = [
         Counter(re.sub(MEASURED, "", each.run.output.replace(str(each.folder), "")))
-        for each in (forked, six)
+        for each in (started, six)
     ]
     for each in letters:
         del each["\n"]
     assert letters[0] == letters[1] and letters[0].total() > 50_000
 
 
-def test_an_output_layer_over_the_stages_goes_on_alike(job, six, tmp_path):
+def test_an_output_layer_over_the_stages_goes_on_alike(six, tmp_path):
     """From a checkpoint of a whole one, and to a checkpoint that holds it as if it were whole."""
     start, saved = after_three(six.folder, tmp_path), tmp_path / "resumed"
     how = {"load": start, "save": saved, "save_interval": 6, "epp_record": tmp_path / "plans"}
-    spread = job.train(train_iters=6, epp=True, epp_vocab_parallel="on", **how)
+    spread = six.job.train(train_iters=6, epp=True, epp_vocab_parallel="on", **how)
     theirs = first_and_third(six.run.losses[3:])
     assert first_and_third(spread.losses) == pytest.approx(theirs, rel=2e-6)
     assert spread.grad_norms == pytest.approx(six.run.grad_norms[3:], abs=2e-3)
@@ -83,10 +77,11 @@ def test_an_output_layer_over_the_stages_goes_on_alike(job, six, tmp_path):
     assert mine[layer].shape == (128, 32)
 
 
-def test_tied_words_over_the_stages(job, tmp_path):
+@pytest.mark.everything
+def test_tied_words_over_the_stages(corpus, tmp_path):
     """The embedding's words and their copies, which a checkpoint does not tell apart, step as whole
     ones do, three and three iterations are six, and they go to Megatron and back."""
-    tied = Job(job.corpus, {"untie_embeddings_and_output_weights": None})
+    tied = Job(corpus, {"untie_embeddings_and_output_weights": None})
     ours, resumed = tmp_path / "ours", tmp_path / "again"
     ours.mkdir()
     resumed.mkdir()
@@ -106,18 +101,18 @@ def test_tied_words_over_the_stages(job, tmp_path):
     )
 
 
-def test_another_number_of_stages_on_resume(job, six, tmp_path):
+def test_another_number_of_stages_on_resume(six, tmp_path):
     one = {"pipeline_model_parallel_size": 1, "epp_record": tmp_path / "plans"}
     start = after_three(six.folder, tmp_path)
-    run = job.train(processes=1, train_iters=6, load=start, epp=True, **one)
+    run = six.job.train(processes=1, train_iters=6, load=start, epp=True, **one)
     theirs = first_and_third(six.run.losses[3:])
     assert first_and_third(run.losses) == pytest.approx(theirs, rel=2e-6)
     for iteration in (4, 5, 6):
         assert step(six.folder, iteration).lengths == step(tmp_path, iteration).lengths
 
 
-def test_checkpoints_load_both_ways(job, six, tmp_path):
-    to_megatron_and_back(job, after_three(six.folder, tmp_path))
+def test_checkpoints_load_both_ways(six, tmp_path):
+    to_megatron_and_back(six.job, after_three(six.folder, tmp_path))
 
 
 def test_equal_documents_give_megatrons_own_numbers(tmp_path):
@@ -132,8 +127,7 @@ def test_equal_documents_give_megatrons_own_numbers(tmp_path):
 def test_mock_documents_are_megatrons(tmp_path):
     changes = {"data_path": None, "mock_data": True, "pipeline_model_parallel_size": 1}
     words = flags(tmp_path, **changes, train_iters=2, epp=True, epp_record=tmp_path / "plans")
-    run = train(words, processes=1)
-    assert run.status == 0 and len(run.losses) == 2, run.output
+    assert len(trained(words, processes=1).losses) == 2
     theirs = numpy.random.default_rng(0).integers(1, 4096, 100_000, numpy.int32) - 1
     training = theirs[:33_333]  # Megatron takes a third of mock data for each split
     lengths = training[training > 0]

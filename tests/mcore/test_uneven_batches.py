@@ -14,7 +14,7 @@ from megatron_epp.mcore.patching import patch_points
 from megatron_epp.mcore.patching.uneven_batches import SampleCount, UnevenMicroBatches
 from tests.certify.trial import CheckedTrial, read_checked
 from tests.mcore.certified import certified, models
-from tests.mcore.runs import Run, flags, trained, write_corpus
+from tests.mcore.runs import Run, flags, trained
 
 DOUBLE = (str(Path(__file__).with_name("double_losses.py")),)
 # Small batches of two documents, then of seven, for three replicas.
@@ -110,12 +110,7 @@ def numbers(pattern: str, run: Run) -> list[str]:
     return re.findall(pattern, run.output)
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    lengths = [97, 3, 40, 260, 9, 12, 65, 30, 2, 128, 129, 21, 5, 77, 18, 150, 33, 8, 61, 11]
-    return write_corpus(tmp_path_factory.mktemp("corpus") / "documents", lengths * 2)
-
-
+@pytest.mark.everything
 def test_losses_are_those_of_one_replica(corpus, tmp_path) -> None:
     """In training, in evaluation, on the way up of a batch-size schedule, and after a resume."""
     alone = trained(flags(corpus, **UNEVEN), 1, DOUBLE)
