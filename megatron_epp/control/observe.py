@@ -32,7 +32,7 @@ SHORT_SECONDS = 1.0  # shorter waits for the first plan are not logged
 # Function from an iteration's number, step, report and seconds of waiting for the plan, to its log
 # line.
 Summary = Callable[[int, AcceptedStep, IterationReport, float], str]
-# Function that writes an iteration to TensorBoard or Weights & Biases (mcore/trainer/telemetry.py).
+# Function that writes an iteration to TensorBoard or Weights & Biases (mcore/trainer/job.py).
 Telemetry = Callable[[int, AcceptedStep, IterationReport], None]
 
 

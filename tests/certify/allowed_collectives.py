@@ -117,7 +117,7 @@ SCHEDULE = (
         "expert exchange",
         "EXPERT_(TENSOR_AND_MODEL|MODEL|TENSOR)_PARALLEL_GROUP",
         r"megatron\.core\.(tensor_parallel|transformer\.moe)\..*"
-        r"|megatron_epp\.mcore\.patching\.unequal_rows\..*",
+        r"|megatron_epp\.mcore\.patching\.gloo\..*",
         "rows to their experts and back; once per layer run, recomputed ones again",
     ),
     AllowedCollective(

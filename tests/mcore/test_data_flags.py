@@ -10,11 +10,10 @@ import pytest
 
 from megatron_epp.mcore.data.data_flags import require_data_flags
 from megatron_epp.mcore.data.global_batches import FullPasses
-from megatron_epp.mcore.flags.units import UNITS
 from megatron_epp.mcore.job.checkpoint_folders import require_complete
 from megatron_epp.mcore.trainer.job_data import consumed_in_phase
 from tests.mcore.resumes import OPTIMIZER
-from tests.mcore.runs import ROOT, flags, trained, write_corpus
+from tests.mcore.runs import flags, trained, write_corpus
 from tests.mcore.test_refusals import refused
 
 LENGTHS = [30, 40, 50, 60] * 5
@@ -176,13 +175,3 @@ def test_full_validation_is_the_loss_over_the_whole_set(tmp_path: Path) -> None:
     assert len(set(found["full_validation"])) == 1 and len(found["full_validation"]) == 3
     full, batches = (float(losses[0]) for losses in found.values())
     assert full == pytest.approx(batches, rel=1e-6)
-
-
-# ----------------------------------------------------------- the table of docs/guides/data.md
-
-
-def test_every_flag_that_counts_samples_has_its_row() -> None:
-    rows = re.findall(
-        r"^\| `(--[a-z-]+)` \| (.+) \|$", (ROOT / "docs" / "guides" / "data.md").read_text(), re.M
-    )
-    assert dict(rows) == UNITS

@@ -12,8 +12,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from megatron_epp.ir import BACKWARDS, Kind, Op, Plan, PlanError, Step, check, parse_records
-from megatron_epp.layers.wgrad.linear import DeferredWeightGrads, Linear, deferred_linear
-from megatron_epp.mcore.model.bucket_order import ReadyOrder
+from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 from megatron_epp.mcore.model.split_backward import Deferral, refuse_split
 from megatron_epp.mcore.patching import patch_points
 from tests.mcore.resumes import require_equal, tensors
@@ -96,62 +95,6 @@ def test_what_cannot_split_is_refused_by_name():
 
     with pytest.raises(PlanError, match=r"which GroupedLinear \(0\) cannot do; give --transfor"):
         refuse_split(nn.Sequential(GroupedLinear(2, 2)))
-
-
-# ------------------------------------------------------------------ each gradient ready once
-
-
-class Net(nn.Module):
-    """Two layers: a norm's weight and a linear's."""
-
-    def __init__(self):
-        super().__init__()
-        for name in ("norm1", "norm2"):
-            setattr(self, name, Parameter(torch.rand(4)))
-        for name in ("linear1", "linear2"):
-            setattr(self, name, Parameter(torch.rand(4, 4)))
-
-    def forward(self, x, deferred: DeferredWeightGrads | None):
-        for norm, linear in ((self.norm1, self.linear1), (self.norm2, self.linear2)):
-            x = x * norm
-            x = (
-                x @ linear.t()
-                if deferred is None
-                else deferred_linear(x, None, Linear(linear), deferred)
-            )
-        return x.sum()
-
-
-@pytest.mark.parametrize("last_is_i", [True, False])
-def test_the_last_w_reports_in_the_order_of_a_b(last_is_i):
-    net, x = Net(), torch.ones(2, 4)
-    names = {parameter: name for name, parameter in net.named_parameters()}
-    reported: list[str] = []
-
-    def report(parameter):
-        reported.append(names[parameter])
-
-    awake = False  # as DDP's hooks are inside no_sync
-    for parameter in net.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: report(p) if awake else None)
-    ready = ReadyOrder(net, report)
-    first, last = DeferredWeightGrads(ready.note), DeferredWeightGrads(ready.note)
-
-    awake = True
-    net(x, None).backward()
-    in_b, reported[:] = list(reported), []
-    assert sorted(in_b) == sorted(names.values())
-
-    awake = False
-    net(x, last).backward()  # I, of the chunk whose W is last
-    other = net(x, first if last_is_i else None)
-    with ready.noting():
-        other.backward()
-    first.accumulate_all()
-    assert not reported
-    awake = True
-    ready.finish(last)
-    assert reported == in_b
 
 
 # ------------------------------------------------------------------ inside the trainer

@@ -13,7 +13,6 @@ from tests.mcore.runs import PROGRAM, Run, trained
 
 pytestmark = pytest.mark.everything
 
-ADAPTERS = (str(Path(__file__).with_name("adapted.py")),)
 ITERATIONS = 3
 DATA = (
     "--tokenizer-type NullTokenizer --vocab-size 127 --seq-length 128 --split 100,0,0 "
@@ -102,5 +101,18 @@ def test_adapters_on_a_frozen_model_train(corpus) -> None:
         "--finetune --lr 1e-2 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 "
         f"--train-iters {ITERATIONS} --use-distributed-optimizer --overlap-grad-reduce"
     )
-    run = train_line(line, corpus, ADAPTERS)
+    run = train_line(line, corpus, (__file__,))
     assert "--micro-batch-size 16" in run.output
+
+
+def main() -> None:
+    """``pretrain_gpt`` of a frozen model that gets adapters before --epp's hooks see it."""
+    from megatron_epp.mcore.certify.adapters import adapt
+    from megatron_epp.mcore.trainer import entry
+    from megatron_epp.mcore.trainer.hooks import TrainerHooks
+
+    entry.main(hooks=TrainerHooks(pre_wrap=lambda models: [adapt(one, 4) for one in models]))
+
+
+if __name__ == "__main__":
+    main()

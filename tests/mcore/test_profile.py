@@ -182,11 +182,7 @@ def test_the_grid_follows_the_work_not_the_clock(hidden) -> None:
     # What is recomputed is measured kept, too: the difference is what counts.
     kept = {shape for shape, letter in shapes if letter == KEEP}
     assert {shape for shape, letter in shapes if letter == FULL} <= kept
-
-
-def test_the_grid_stays_within_the_context() -> None:
-    model = Model("m", 8, 32, 64, 4, 4, 8, 100)
-    for shape, _ in grid(model.shapes[LAYER_KIND], 256, CPU_FLOPS):
+    for shape, _ in grid(layer, 256, CPU_FLOPS):
         assert shape.context + shape.tokens <= 256
 
 

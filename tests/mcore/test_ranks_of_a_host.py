@@ -30,7 +30,7 @@ def threads_of_groups() -> tuple[int, timedelta]:
 
 
 def share(rank: int) -> dict[str, Any]:
-    from megatron_epp.mcore.patching.gloo_device import share_gloo_device
+    from megatron_epp.mcore.patching.gloo import share_gloo_device
 
     plain, _ = threads_of_groups()
     share_gloo_device()

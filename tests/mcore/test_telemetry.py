@@ -19,7 +19,7 @@ NAMES = {
     "planner-iterations-ahead",
     "planner-discarded-plans",
     "truncated-documents",
-    *(f"peak-gib-{of}-{rank}" for of in ("rank", "stage") for rank in range(STAGES)),
+    *(f"peak-gib-rank-{rank}" for rank in range(STAGES)),
 }
 
 
@@ -56,7 +56,6 @@ def test_every_iteration_is_in_the_event_file(tmp_path) -> None:
     for rank in range(STAGES):
         mib = [1024 * gib for gib in curve(f"peak-gib-rank-{rank}")]
         assert mib == pytest.approx([float(found[rank]) for found in peaks], abs=0.06)
-        assert curve(f"peak-gib-stage-{rank}") == curve(f"peak-gib-rank-{rank}")
     assert all(0 <= ratio < 1 for ratio in curve("bubble-ratio"))
     assert all(wait >= 0 for wait in curve("planner-wait-seconds"))
     assert "lm loss" in read.Tags()["scalars"]

@@ -19,13 +19,13 @@ from megatron_epp.cost.columns import DIAGONAL
 from megatron_epp.cost.fitting.fit import Sample
 from megatron_epp.cost.fitting.measured import Conditions, measured_profile
 from megatron_epp.cost.fitting.readings import AFTER_CONTEXT_TOKENS, Peak, Readings, modes_of
+from megatron_epp.cost.fitting.split_seconds import SMALL_TOKENS, SplitSeconds
 from megatron_epp.cost.kinds.layer import Layer
 from megatron_epp.cost.profile import Profile, Provenance
 from megatron_epp.ir import FULL, KEEP, Kind, Payload
 from megatron_epp.mcore.calibrate.clocks import IssueClock
 from megatron_epp.mcore.calibrate.host_rate import host_rate
 from megatron_epp.mcore.calibrate.probe import Measurement, Probe, Shape
-from megatron_epp.mcore.calibrate.split_cost import measure_split
 from megatron_epp.runtime.consensus import broadcast_result
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import receive_now, send_now
@@ -41,6 +41,7 @@ GPU_FLOPS = 1.5e15
 # The profile uses the median of the repeats. The minimum would be too optimistic: on a shared host,
 # ops typically take 5% to 10% longer.
 REPEATS = 3
+SPLIT_REPEATS = 4
 # Tokens of the chunks whose bytes are measured. On a CPU, autograd's saved bytes are exactly linear
 # in the tokens. A GPU's allocator also counts temporaries: small chunks determine the constant
 # bytes of an op (a weight's gradient, the minimum of an attention kernel), large chunks the bytes
@@ -457,3 +458,52 @@ def _measure_links(probe: Probe, groups: Groups, readings: Readings) -> None:
 
 
 _GPU = "h100-80g"  # device of the catalogue for coefficients that are not measured
+
+
+# ------------------------------------------------------------------ split backwards
+
+
+def measure_split(
+    probe: Probe, busy: Probe, tokens: int, weighed: Sequence[int]
+) -> list[SplitSeconds]:
+    """Return measurements of split backwards on one rank.
+
+    The function measures seconds with ``busy`` (:meth:`.probe.Probe.after_work`) for chunks up to
+    ``tokens``, a large size for this device. It measures bytes with ``probe`` for chunks of
+    ``weighed`` tokens.
+    """
+    return [*_split_bytes(probe, weighed), *_split_seconds(busy, tokens)]
+
+
+def _split_bytes(probe: Probe, weighed: Sequence[int]) -> Iterator[SplitSeconds]:
+    for tokens in weighed:
+        shape = Shape(tokens)
+        if probe.device.type == "cuda":  # memory that the first call allocates and keeps
+            probe.layers(shape, KEEP, split=True)
+        halves = [(False, probe.layers(shape, KEEP, weigh=True, split=True))]
+        if probe.last:
+            halves.append((True, probe.ends(shape, weigh=True, split=True)))
+        for end, half in halves:
+            held = half.weight_input_bytes
+            yield SplitSeconds(
+                end, tokens, input_bytes=max(0, half.backward_bytes), weight_input_bytes=held
+            )
+
+
+def _split_seconds(probe: Probe, largest: int) -> Iterator[SplitSeconds]:
+    for tokens in (SMALL_TOKENS, largest // 2, largest):
+        shape = Shape(tokens)
+        runs = []
+        for _ in range(SPLIT_REPEATS):
+            unsplit = probe.layers(shape, KEEP)
+            halves = probe.layers(shape, KEEP, split=True)
+            runs.append((unsplit.backward_seconds, halves.backward_seconds, halves.weight_seconds))
+        yield SplitSeconds(False, tokens, *map(median, zip(*runs, strict=True)))
+    if probe.last:
+        shape = Shape(largest // 2)
+        ends = [probe.ends(shape, split=True) for _ in range(SPLIT_REPEATS)]
+        seconds, weight = (
+            median(getattr(one, name) for one in ends)
+            for name in ("backward_seconds", "weight_seconds")
+        )
+        yield SplitSeconds(True, shape.tokens, seconds + weight, seconds, weight)

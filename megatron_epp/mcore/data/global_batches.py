@@ -1,6 +1,6 @@
 """Global batches of documents: sample numbers and document lengths, before any token is read.
 
-Sample s of a training set is item s of one corpus, or item s of a blend (blend.py). Each batch
+Sample s of a training set is item s of one corpus, or item s of a blend. Each batch
 consists of the next ``size`` samples, as in Megatron's sampler. So the documents of an iteration
 depend only on the number of consumed samples. They are the same for every parallel layout.
 """
@@ -9,15 +9,16 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy
 import torch
 from megatron.core import num_microbatches_calculator
 from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 
+from megatron_epp.corpus.blend import TOKENS, order_by_tokens
 from megatron_epp.corpus.overlong import Counts
-from megatron_epp.mcore.data.blend import DocumentBuilder
 from megatron_epp.mcore.data.documents import (
     DocumentConfig,
     DocumentDataset,
@@ -259,6 +260,35 @@ class FullPasses(GlobalBatches):
         number = (self._drawn + ahead) % self.batches
         samples = numpy.arange(self._bounds[number], self._bounds[number + 1])
         return Batch(samples, self.documents.lengths(samples))
+
+
+class TokenBlend(BlendedDataset):
+    """Megatron's blended dataset, in which each corpus's number of tokens follows its weight."""
+
+    def _build_indices(self) -> tuple[numpy.ndarray, numpy.ndarray]:
+        lengths = [part.first_lengths for part in self.datasets]
+        return order_by_tokens(lengths, self.weights, self.size)
+
+
+class DocumentBuilder(BlendedMegatronDatasetBuilder):
+    """Megatron's dataset builder, which builds a :class:`TokenBlend` if weights are by tokens."""
+
+    @staticmethod
+    def build_generic_dataset(cls: Any, is_built: Callable[[], bool], *args: Any) -> Any:
+        """Build a dataset of class ``cls``, or a TokenBlend if weights are by tokens."""
+        if cls is BlendedDataset and _weighs_tokens(*args[1:]):
+            cls = TokenBlend
+        return BlendedMegatronDatasetBuilder.build_generic_dataset(cls, is_built, *args)
+
+
+def _weighs_tokens(parts: list, weights: list, size: int | None, config: DocumentConfig) -> bool:
+    """Return whether the user gives weights, which are fractions of tokens, and ``size`` is given.
+
+    Without weights given by the user, Megatron weights each corpus by its number of documents. The
+    corpora are then used up at the same rate.
+    """
+    blend = config.blend or config.blend_per_split[parts[0].index_split.value]
+    return config.blend_by == TOKENS and size is not None and blend[1] is not None
 
 
 def build_documents(

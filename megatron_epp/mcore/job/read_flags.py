@@ -22,7 +22,7 @@ from megatron_epp.mcore.job.launch_environment import rank_of
 from megatron_epp.mcore.kinds.registry import replaced_by_kinds
 from megatron_epp.mcore.patching import cpu_host, patch_points
 from megatron_epp.mcore.patching.uneven_batches import restore_evaluation, undivided_evaluation
-from megatron_epp.mcore.placing import virtual_flags
+from megatron_epp.mcore.placing.placeholder import placeholder, watch_virtual_stages
 
 type Watch = Callable[[ArgumentParser], ArgumentParser]
 
@@ -47,7 +47,6 @@ def read_flags(watch: Watch = _as_typed) -> Namespace:
     from megatron_epp.mcore.job import megatron_gpt
     from megatron_epp.mcore.job.checkpoint_folders import require_complete, require_local
     from megatron_epp.mcore.kinds.registry import kind_defaults, require_pattern
-    from megatron_epp.mcore.placing.placeholder import placeholder
 
     with refusals_as_value_errors():
         # The first pass, before Megatron's own checks, finds features that a CPU does not support.
@@ -115,7 +114,7 @@ def with_our_flags(parser: ArgumentParser) -> ArgumentParser:
     With --epp, the parser also resets flags that have no effect, and joins the segments of
     interleaved pipelines to one segment per stage.
     """
-    extended = config.add_arguments(virtual_flags.watch_virtual_stages(parser))
+    extended = config.add_arguments(watch_virtual_stages(parser))
     return replaced.watch(extended, (*replaced_by_kinds(), *SEGMENTS))
 
 

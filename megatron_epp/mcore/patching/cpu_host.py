@@ -44,8 +44,7 @@ import torch
 
 from megatron_epp.mcore.patching import emulated_engine
 from megatron_epp.mcore.patching.cpu_kernels import install_cpu_kernels
-from megatron_epp.mcore.patching.gloo_device import share_gloo_device
-from megatron_epp.mcore.patching.unequal_rows import take_unequal_rows
+from megatron_epp.mcore.patching.gloo import share_gloo_device, take_unequal_rows
 from megatron_epp.runtime.malloc_trim import keep_large_blocks
 
 # Compiled GPU packages that Megatron would import. They cannot run on a CPU-only host. A

@@ -7,6 +7,7 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from megatron_epp.control.accept import AcceptedStep, AcceptedSteps
 from megatron_epp.control.cost_monitor import CostMonitor
@@ -15,6 +16,7 @@ from megatron_epp.control.observe import Observer
 from megatron_epp.control.report import IterationReport, Recorder
 from megatron_epp.control.retry import Retry
 from megatron_epp.control.step_source import StepSource
+from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.mcore.calibrate.first_run import run_every_kind
 from megatron_epp.mcore.calibrate.open_choices import settle_choices
 from megatron_epp.mcore.capabilities import refusals
@@ -37,7 +39,6 @@ from megatron_epp.mcore.model.warm_up import warm_up
 from megatron_epp.mcore.patching import cpu_host, emulated_engine
 from megatron_epp.mcore.placing.embedding_copies import tie_embeddings
 from megatron_epp.mcore.placing.requested import local_stages, place_of, stages_of
-from megatron_epp.mcore.trainer import telemetry
 from megatron_epp.mcore.trainer.elastic_schedule import ElasticSchedule
 from megatron_epp.mcore.trainer.hooks import JobContext, TrainerHooks
 from megatron_epp.mcore.trainer.host_facts import require_same_facts
@@ -276,9 +277,16 @@ class Job:
         )
 
     def _write_scalars(self, iteration: int, step: AcceptedStep, report: IterationReport) -> None:
-        if telemetry.wanted():
-            truncated = self._data.truncated_documents
-            telemetry.write(telemetry.scalars(step, report, truncated), iteration)
+        """Write scalars under ``epp/`` to this rank's TensorBoard and Weights & Biases, if any."""
+        tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+        if tensorboard is None and wandb is None:
+            return
+        values = _scalars(step, report, self._data.truncated_documents)
+        for name, value in values.items():
+            if tensorboard is not None:
+                tensorboard.add_scalar(f"epp/{name}", value, iteration)
+        if wandb is not None:
+            wandb.log({f"epp/{name}": value for name, value in values.items()}, iteration)
 
     # -------------------------------------------------------------- what Megatron calls
 
@@ -299,3 +307,30 @@ class Job:
             samples: Number of documents for training, validation and test.
         """
         return self._data.global_batches(samples, self.place.groups.control)
+
+
+def _scalars(step: AcceptedStep, report: IterationReport, truncated: int) -> dict[str, float]:
+    """Return the scalars of an iteration for TensorBoard and Weights & Biases, by name.
+
+    Args:
+        step: The iteration's step.
+        report: Reports of all ranks.
+        truncated: Number of training documents that were truncated to the context.
+    """
+    values: dict[str, float] = {
+        "tokens-per-second": step.tokens / report.seconds,
+        "seconds": report.seconds,
+        "bubble-ratio": report.bubble_ratio,
+        "recomputed-layers-ratio": report.recomputed,
+        "recomputed-in-part-ratio": report.recomputed_in_part,
+        "chunks": report.chunks,
+        "planner-wait-seconds": step.planning.waited_seconds,
+        "planner-iterations-ahead": step.planning.ahead,
+        "planner-discarded-plans": step.planning.discarded,
+        "truncated-documents": truncated,
+    }
+    for rank, peak in enumerate(report.peak_bytes):
+        values[f"peak-gib-rank-{rank}"] = peak / GIB
+    if step.predicted_seconds:
+        values["predicted-seconds"] = step.predicted_seconds
+    return values

@@ -18,9 +18,14 @@ from megatron_epp.mcore.data.global_batches import (
     scheduled_sizes,
 )
 from megatron_epp.mcore.data.item_documents import ItemDocuments
-from megatron_epp.mcore.flags.units import units_line
 from megatron_epp.mcore.job import megatron_gpt
 from megatron_epp.mcore.trainer.hooks import TrainerHooks
+
+# Flags by which Megatron counts samples (or tokens, as samples times --seq-length). The line at the
+# start names them.
+_SAID = (
+    "train_samples lr_decay_samples lr_warmup_samples lr_wsd_decay_samples step_batch_size_schedule"
+)
 
 
 def consumed_in_phase(args: Any) -> int:
@@ -133,3 +138,18 @@ class JobData:
             samples,
             group,
         )
+
+
+def units_line(args: Any, mean_length: float) -> str | None:
+    """Return a line that names the flags in ``args`` that count documents; None if there are none.
+
+    ``mean_length`` is the mean number of tokens per document.
+    """
+    values = {name: getattr(args, name, None) for name in _SAID.split()}
+    shown = [f"--{name.replace('_', '-')} {value}" for name, value in values.items() if value]
+    if not shown:
+        return None
+    return (
+        f"{', '.join(shown)}: counts documents, of {mean_length:.1f} tokens on average, where "
+        f"samples of Megatron's own data sets have --seq-length {args.seq_length}"
+    )

@@ -10,7 +10,6 @@ import argparse
 import copy
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -90,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         log = folder / "log"
         command = [
             sys.executable, "-m", "torch.distributed.run",
-            "--nproc-per-node", str(processes), "--master-port", str(_free_port()),
+            "--standalone", "--nproc-per-node", str(processes),
             "-m", _WORKER, str(output.resolve()), str(wanted.pp), str(wanted.tp), str(wanted.cp),
             *flags,
         ]  # fmt: skip
@@ -103,12 +102,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(_why(log.read_text(errors="replace")))
     print(summary(Profile.load(str(output))))
     print(f"written to {output}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _why(log: str) -> str:

@@ -1,5 +1,6 @@
 """Runner of a rank's part of a step, which combines plan, data, K/V stores and stage modules."""
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -28,12 +29,13 @@ from megatron_epp.mcore.model.stage import (
     reserve_exchange,
     sum_reports,
 )
-from megatron_epp.mcore.placing.part_config import config_of_part
 from megatron_epp.runtime.executor import Failure
 from megatron_epp.runtime.host_store import HostStore
 from megatron_epp.runtime.kv_store import StageStores
 from megatron_epp.runtime.memory_meter import Meter
 from megatron_epp.runtime.program_runner import ProgramRunner
+
+_PART_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ class StageRunner:
                 )
                 stage_object = self.make_stage(
                     model,
-                    config_of_part(config, number),
+                    _config_of_part(config, number),
                     forward_step,
                     builder,
                     plan,
@@ -177,3 +179,17 @@ class StageRunner:
         """
         boundaries = numpy.concatenate(([0], numpy.cumsum(plan.documents or (0,))))
         return torch.from_numpy(boundaries).to(self.programs.device)
+
+
+def _config_of_part(config: Any, number: int) -> Any:
+    """Return ``config`` with the DDP functions of the rank's stage module ``number``.
+
+    If a rank has several stage modules, ``config`` contains lists with a function of each module.
+    """
+    if not isinstance(config.no_sync_func, list):
+        return config
+    own = copy.copy(config)
+    for name in _PART_FUNCTIONS:
+        if isinstance(functions := getattr(config, name), list):
+            setattr(own, name, functions[number])
+    return own
