@@ -5,7 +5,6 @@ Not collected by itself: the host changes torch for the whole process.
 
 import logging
 import re
-import subprocess
 import sys
 from importlib import import_module
 from types import SimpleNamespace
@@ -79,13 +78,6 @@ def test_streams_and_events_do_nothing_and_the_truth_about_gpus_is_kept():
     assert torch.cuda.get_device_properties(0).total_memory > 0
 
 
-def test_starting_a_data_loader_draws_no_random_numbers():
-    state = torch.get_rng_state()
-    loader = torch.utils.data.DataLoader([torch.zeros(1)] * 3)
-    assert len(list(loader)) == 3
-    assert torch.equal(state, torch.get_rng_state())
-
-
 def test_double_precision_keeps_float64_through_a_cast_and_ends():
     with cpu_host.double_precision():
         made = torch.ones(2)
@@ -113,43 +105,6 @@ def test_the_random_number_tracker_forks_the_cpus_generator(caplog):
     torch.manual_seed(2)
     assert torch.equal(torch.cat([first, second]), torch.cat([torch.rand(3), torch.rand(3)]))
     assert not caplog.records
-
-
-def test_the_index_builder_is_not_made_where_it_is_there(monkeypatch):
-    from megatron.core.datasets import utils
-
-    patch_points.install([patch_points.INDEX_BUILDER])
-    monkeypatch.setattr(subprocess, "run", lambda *args: pytest.fail("make was run"))
-    utils.compile_helpers()
-
-
-@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
-def test_a_norm_for_sequence_parallelism_marks_its_weights(kind):
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
-    config = SimpleNamespace(
-        sequence_parallel=True,
-        normalization=kind,
-        layernorm_zero_centered_gamma=False,
-        persist_layer_norm=False,
-        memory_efficient_layer_norm=False,
-    )
-    norm = WrappedTorchNorm(config=config, hidden_size=8, eps=1e-5)
-    assert all(parameter.sequence_parallel for parameter in norm.parameters())
-    assert config.sequence_parallel
-    config.sequence_parallel = False
-    plain = WrappedTorchNorm(config=config, hidden_size=8, eps=1e-5)
-    assert not any(hasattr(parameter, "sequence_parallel") for parameter in plain.parameters())
-    x = torch.randn(4, 8)
-    assert torch.equal(norm(x), plain(x))
-
-
-def test_split_sizes_of_an_expert_exchange_become_numbers():
-    from megatron.core.transformer.moe import token_dispatcher
-
-    sizes = token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([3, 1]), as_numpy=True)
-    assert sizes.tolist() == [3, 1]
-    assert not torch.is_tensor(sizes)
 
 
 # ------------------------------------------------------------------ flags

@@ -1,4 +1,4 @@
-"""The light look at flags, before Megatron is loaded, refuses none that Megatron's parser has."""
+"""Flags before Megatron is loaded, patterns and sizes that cannot be, and flags of ModelOpt's entry."""
 
 import argparse
 
@@ -10,6 +10,8 @@ from megatron_epp.mcore.flags.config import Config
 from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
+
+from megatron_epp.mcore.patching.modelopt_flags import MEANT, add_arguments  # noqa: E402
 
 
 def test_every_flag_of_megatrons_parser_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,3 +89,31 @@ def test_patterns_and_sizes_that_cannot_be_are_one_line(flags: str, says: str) -
 def test_what_the_planner_would_refuse_is_refused_at_start(values, message) -> None:
     with pytest.raises(ValueError, match=message):
         Config(**values)
+
+
+# ------------------------------------------------------------------ of ModelOpt's entry
+
+
+@pytest.mark.parametrize("flag", MEANT)
+def test_they_set_what_they_mean(parse, flag) -> None:
+    plain, given = parse("--epp"), parse(flag, "--epp")
+    meant, _ = MEANT[flag]
+    changed = {name: value for name, value in vars(given).items() if getattr(plain, name) != value}
+    own = flag.removeprefix("--").replace("-", "_")
+    assert changed.pop(own) is True and getattr(plain, own) is False
+    # Every destination is one that Megatron's parser knows.
+    assert all(hasattr(plain, name) for name in meant)
+    assert changed == {n: value for n, value in meant.items() if getattr(plain, n) != value}
+
+
+def test_others_of_that_entry_stay_unknown(parse) -> None:
+    with pytest.raises(ValueError, match="unrecognized arguments: --export-real-quant-cfg"):
+        parse("--epp", "--export-real-quant-cfg", "None")
+
+
+def test_a_megatron_that_knows_one_keeps_its_own() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--enable-gpt-oss", action="store_true")
+    add_arguments(parser)
+    assert vars(parser.parse_args(["--enable-gpt-oss"]))["enable_gpt_oss"] is True
+    assert not hasattr(parser.parse_args(["--enable-gpt-oss"]), "yarn_beta_fast")

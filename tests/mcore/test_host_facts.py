@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp.control.files import claim
 from megatron_epp.mcore.job.launch_environment import lone_copies, rank_of, require_interface
 from megatron_epp.mcore.trainer.host_facts import facts_of
 from tests.mcore.runs import flags, trained
@@ -89,6 +90,21 @@ def test_a_rank_with_other_files_is_named(tmp_path, corpus, monkeypatch, files, 
     monkeypatch.setenv("EPP_TEST_FOLDER", str(tmp_path))
     words = flags(corpus, **{"epp": True, **changes})
     refused(words, *said, processes=2, program=ELSEWHERE)
+
+
+def test_a_second_job_is_kept_out_by_name(corpus, tmp_path) -> None:
+    folder = tmp_path / "save"
+    (mine,) = claim([("--save", str(folder))])
+    words = flags(corpus, **ONE, save=folder, save_interval=1)
+    refused(words, f"--save {folder}: another job that still runs writes this folder", "process ")
+    mine.close()
+
+
+def test_a_save_folder_that_cannot_be_made_is_one_line_of_one_rank(corpus, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "ck"
+    words = flags(corpus, epp=True, save=folder, save_interval=1)
+    refused(words, f"--save {folder}: Not a directory; name a folder", processes=2)
 
 
 # ------------------------------------------------------------------ the environment

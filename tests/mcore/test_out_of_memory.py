@@ -71,6 +71,33 @@ def test_a_limit_that_nobody_knew_of_is_survived(corpus, measured, tmp_path) -> 
         assert steps[0] == steps[1]
 
 
+@pytest.mark.everything
+def test_what_was_predicted_too_little_is_learnt_once_and_nothing_of_it_ends_training(
+    corpus, tmp_path
+) -> None:
+    """The analytic cost model predicts a part of what a host holds. The budget was cut again in
+    every iteration; and what cannot be kept ended the training."""
+    records = tmp_path / "records"
+    (records / "errors.txt").mkdir(parents=True)
+    (records / BUDGET_FILE).mkdir()
+    ran = run(corpus, train_iters=8, epp_memory_budget_gib=0.0006, epp_record=records)
+    assert len(ran.losses) == 8
+    learnt = re.findall(
+        r"iteration (\d+) pipeline rank (\d) budget_bytes (\d+) correction ([\d.]+) near",
+        ran.output,
+    )
+    assert {rank for _, rank, _, _ in learnt} == {"0", "1"}
+    assert {int(budget) for _, _, budget, _ in learnt} == {int(0.0006 * GIB)}
+    corrections = [float(correction) for _, _, _, correction in learnt]
+    assert min(corrections) > 1.5 and max(corrections) < 10
+    # Documents differ, so does the error; what is learnt once is not learnt again.
+    assert len(learnt) <= 6
+    assert all(int(iteration) <= 5 for iteration, _, _, _ in learnt)
+    cut = [f"{records}/{BUDGET_FILE}, cannot be kept", f"--epp-record {records} cannot be kept"]
+    for words in cut:
+        assert ran.output.count(words) == 1, ran.output
+
+
 def validation(text: str) -> list[float]:
     return [float(x) for x in re.findall(r"validation loss at .*lm loss value: ([0-9.E+-]+)", text)]
 

@@ -23,11 +23,32 @@ from tests.mcore.resumes import (
 from tests.mcore.runs import flags, trained
 
 
+def recorded(folder: Path) -> dict[str, Path]:
+    return {"epp_record": folder / "plans", "tensorboard_dir": folder / "events"}
+
+
 @pytest.fixture(scope="module")
 def six(corpus, tmp_path_factory) -> Six:
     """On two stages."""
     folder = tmp_path_factory.mktemp("six")
-    return six_iterations(Job(corpus), folder, epp_record=folder / "plans")
+    return six_iterations(Job(corpus), folder, **recorded(folder))
+
+
+# What TensorBoard shows of a run of two stages.
+NAMES = {
+    "tokens-per-second",
+    "seconds",
+    "predicted-seconds",
+    "bubble-ratio",
+    "recomputed-layers-ratio",
+    "recomputed-in-part-ratio",
+    "chunks",
+    "planner-wait-seconds",
+    "planner-iterations-ahead",
+    "planner-discarded-plans",
+    "truncated-documents",
+    *(f"peak-gib-rank-{rank}" for rank in range(2)),
+}
 
 
 def step(folder: Path, iteration: int) -> Step:
@@ -50,7 +71,7 @@ MEASURED = (
 @pytest.mark.everything
 def test_forked_ranks_print_what_torchruns_print(six, tmp_path):
     """In any order, and without ends of lines: torchrun's two may print into one another's."""
-    started = six_iterations(six.job, tmp_path, afresh=True, epp_record=tmp_path / "plans")
+    started = six_iterations(six.job, tmp_path, afresh=True, **recorded(tmp_path))
     assert started.run.losses == six.run.losses and started.run.grad_norms == six.run.grad_norms
     letters = [
         Counter(re.sub(MEASURED, "", each.run.output.replace(str(each.folder), "")))
@@ -135,3 +156,37 @@ def test_mock_documents_are_megatrons(tmp_path):
     for iteration in (1, 2):
         drawn = lengths[order[6 * iteration - 6 : 6 * iteration]]
         assert step(tmp_path, iteration).lengths == tuple(drawn.clip(max=128))
+
+
+def test_tensorboard_shows_every_iteration(six) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (file,) = (six.folder / "events").glob("events.out.tfevents.*")
+    read = EventAccumulator(str(file))
+    read.Reload()
+    curves = {tag.removeprefix("epp/") for tag in read.Tags()["scalars"] if tag.startswith("epp/")}
+    assert curves == NAMES
+
+    def curve(name: str) -> list[float]:
+        points = read.Scalars(f"epp/{name}")
+        assert [point.step for point in points] == [1, 2, 3, 4, 5, 6]
+        return [point.value for point in points]
+
+    assert curve("truncated-documents") == [2.0] * 6
+    # The log says the same of every iteration.
+    line = r"epp iteration \d: (\d+) tokens in (\d+) chunks \| ([\d.]+) s, predicted ([\d.]+) s"
+    said = re.findall(line, six.run.output)
+    assert len(said) == 6
+    for number, (tokens, chunks, seconds, predicted) in enumerate(said):
+        assert curve("chunks")[number] == int(chunks)
+        assert curve("seconds")[number] == pytest.approx(float(seconds), abs=6e-4)
+        assert curve("predicted-seconds")[number] == pytest.approx(float(predicted), abs=6e-4)
+        rate = int(tokens) / curve("seconds")[number]
+        assert curve("tokens-per-second")[number] == pytest.approx(rate, rel=1e-5)
+    peaks = re.findall(r"peak ([\d.]+) of [\d.]+ ([\d.]+) of [\d.]+ MiB", six.run.output)
+    for rank in range(2):
+        mib = [1024 * gib for gib in curve(f"peak-gib-rank-{rank}")]
+        assert mib == pytest.approx([float(found[rank]) for found in peaks], abs=0.06)
+    assert all(0 <= ratio < 1 for ratio in curve("bubble-ratio"))
+    assert all(wait >= 0 for wait in curve("planner-wait-seconds"))
+    assert "lm loss" in read.Tags()["scalars"]
