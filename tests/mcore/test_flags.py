@@ -1,4 +1,4 @@
-"""Flags before Megatron is loaded, patterns and sizes that cannot be, and flags of ModelOpt's entry."""
+"""Flags before Megatron is loaded, patterns and sizes that cannot be, flags of ModelOpt's entry."""
 
 import argparse
 
