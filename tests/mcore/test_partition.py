@@ -31,7 +31,7 @@ from megatron_epp.mcore.kinds.registry import require_pattern
 from megatron_epp.mcore.placing.placeholder import placeholder
 from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS
-from tests.mcore.runs import flags, train, trained, write_corpus
+from tests.mcore.runs import flags, trained, write_corpus
 
 LENGTHS = [100, 90, 40, 30, 20, 16, 12, 8, 8, 8, 8, 8] * 8
 # A large vocabulary: its output layer takes layers from the last stage.
@@ -68,13 +68,12 @@ def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
     spread, kept = tmp_path / "spread", tmp_path / "kept"
     start = {**BIG, "train_iters": 2, "save_interval": 2}
     costs = of_a_device(tmp_path / "costs.json")
-    even = train(flags(corpus, **start, **STILL, save=spread, epp_cost_model=costs))
+    even = trained(flags(corpus, **start, **STILL, save=spread, epp_cost_model=costs))
     chosen = {"save": kept, "epp_partition": "auto"}
     # Rank 0 is taken for slower, so that the heavy end on rank 1 keeps more of the layers.
     slower = of_a_device(tmp_path / "slower.json", (4.0, 1.0))
     how = {"epp_cost_model": slower, "load": spread, "finetune": True}
-    auto = train(flags(corpus, **start, **STILL, **chosen, **how))
-    assert even.status == auto.status == 0, even.output + auto.output
+    auto = trained(flags(corpus, **start, **STILL, **chosen, **how))
     assert re.search(
         r"--epp-vocab-parallel auto: on; compared with off, on takes \S+% less time by "
         rf"{costs} \(simulated\)",
@@ -123,12 +122,11 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
     begin, kept = tmp_path / "begin", tmp_path / "kept"
     start = {**HYBRID, "train-iters": 2, "save-interval": 2}
     named = {"hybrid-layer-pattern": "*----*|*", "save": begin}
-    given = train(flags(corpus, **{**start, **STOCK, **named}), program=STOCK_ON_DOCUMENTS)
+    given = trained(flags(corpus, **{**start, **STOCK, **named}), program=STOCK_ON_DOCUMENTS)
     chosen = {"epp-partition": "auto", "epp-vocab-parallel": "on", "save": kept}
     ours = {"hybrid-layer-pattern": PATTERN, "epp": True, "epp-memory-budget-gib": 1, **chosen}
     weights = {"load": begin, "finetune": True}
-    auto = train(flags(corpus, **{**start, **ours, **weights}), program=PRETRAIN_HYBRID)
-    assert given.status == auto.status == 0, given.output + auto.output
+    auto = trained(flags(corpus, **{**start, **ours, **weights}), program=PRETRAIN_HYBRID)
     first, second = json.loads((kept / CHOICES_FILE).read_text())[STAGE_LAYERS]
     pattern = f"{PATTERN[:first]}|{PATTERN[first:]}"
     assert first + second == 7 and first < second  # even ones would be 4 and 3
@@ -140,8 +138,8 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
     assert auto.grad_norms == pytest.approx(given.grad_norms, abs=2e-3)
     last = {"hybrid-layer-pattern": pattern, "load": kept, "train-iters": 3}
     again = {**last, **STOCK, "override-opt-param-scheduler": True}
-    back = train(flags(corpus, **{**HYBRID, **again}), program=STOCK_ON_DOCUMENTS)
-    assert back.status == 0 and "iteration        3/" in back.output, back.output
+    back = trained(flags(corpus, **{**HYBRID, **again}), program=STOCK_ON_DOCUMENTS)
+    assert "iteration        3/" in back.output
     # Resumed with ours, it is not chosen again.
     resumes = {"load": str(kept), "finetune": False, "num_layers": 7}
     args = wanted(hybrid_layer_pattern=PATTERN, epp=True, **resumes)
@@ -191,14 +189,9 @@ def test_what_auto_cannot_have_is_off_with_one_line(
     args = parsed(words.split(), 2)
     filled = {"epp_vocab_parallel": "auto", "padded_vocab_size": 128, "data_parallel_size": 1}
     filled |= {"calculate_per_token_loss": True, "dataloader_type": "external"}
-    filled |= {
-        "attention_dropout": 0.0,
-        "ffn_hidden_size": 128,
-        "kv_channels": 8,
-        "num_query_groups": 4,
-    }
-    filled |= {"expert_tensor_parallel_size": 1, "epp_cost_model": "analytic", **changes}
-    vars(args).update(filled)
+    filled |= {"attention_dropout": 0.0, "ffn_hidden_size": 128, "kv_channels": 8}
+    filled |= {"num_query_groups": 4, "expert_tensor_parallel_size": 1}
+    vars(args).update(filled | {"epp_cost_model": "analytic", **changes})
     parts = SimpleNamespace(pre_wrap=changes.get("pre_wrap"), items=changes.get("items"))
     line = choose_vocabulary(args, parts)
     assert line.startswith(f"--epp-vocab-parallel auto: {said}") and "\n" not in line
