@@ -1,23 +1,28 @@
-"""What a measured op says of the cost model's figures, whatever became of its layers."""
+"""What a measured op says of the cost model's figures, and when refits are made and adopted."""
 
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from megatron_epp.control import cost_monitor
-from megatron_epp.control.cost_monitor import CostMonitor
+from megatron_epp.control.cost_monitor import PAUSE, CostMonitor
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.columns import WindowPairs
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.fitting.fit import Sample
+from megatron_epp.cost.fitting.refit import LEAST
 from megatron_epp.cost.fitting.residuals import Residual
 from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.cost.layout import StageLayout
+from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Kind, Op, Plan, Timed
+from tests.runtime.world import run
 
 PLAN = Plan.parse(
     "plan v1\ndocuments 40 20\nlayers 4\nchunk 0: 0[0:40]\nchunk 1: 1[0:20]\n"
@@ -25,10 +30,8 @@ PLAN = Plan.parse(
 )
 
 
-COST = Cost(
-    StageLayout(analytic_profile(Model("m", 4, 64, 176, 4, 2, 16, 1000), DEVICES["cpu"]), (4,)),
-    (1e9,),
-)
+PROFILE = analytic_profile(Model("m", 4, 64, 176, 4, 2, 16, 1000), DEVICES["cpu"])
+COST = Cost(StageLayout(PROFILE, (4,)), (1e9,))
 
 
 def test_an_offloaded_layer_computes_what_a_kept_one_does() -> None:
@@ -117,3 +120,56 @@ def test_refits_of_a_resumed_run_are_made_fit_for_this_pipeline(tmp_path: Path) 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cost_monitor, "broadcast_result", lambda text, group: text())
         assert seen.resume(str(tmp_path), 20) == COST.layout.profile
+
+
+# ------------------------------------------------------------------ refits on two ranks
+
+
+def monitor_of(rank: int, *folders: str) -> CostMonitor:
+    """A monitor whose drift has raised the alarm."""
+    groups = SimpleNamespace(control=dist.new_group(), leads=rank == 0)
+    monitor = CostMonitor(groups, list(folders), may_refit=True)
+    monitor.drift.alarmed = True
+    return monitor
+
+
+def attempts(rank: int, ops: list[int]) -> list[int]:
+    """When the monitor has last tried to refit, after iterations 8, 9, ... with as many ``ops``."""
+    monitor, tried = monitor_of(rank), []
+    for iteration, count in enumerate(ops, 8):
+        sample = Sample("kkkk", True, True, 40, 820, 0, 1.0)
+        monitor._samples.extend([(Kind.FORWARD, sample)] * (count - len(monitor._samples)))
+        monitor.refit(iteration, COST)
+        tried.append(monitor._tried)
+    return tried
+
+
+def test_too_few_ops_are_no_attempt(tmp_path) -> None:
+    """The next one would be 20 iterations later."""
+    found = run(2, attempts, tmp_path, [36, LEAST - 1, LEAST, LEAST + 4])
+    assert found == [[-PAUSE, -PAUSE, 10, 10]] * 2
+
+
+def replay(rank: int, before: str, now: str, iteration: int) -> list[float | None]:
+    monitor = monitor_of(rank, now)
+    adopted = [monitor.resume(before, iteration)]
+    for passed in range(iteration, 8):
+        monitor.drift.alarmed = True
+        adopted.append(monitor.refit(passed, None))
+        if monitor._recorded == {}:
+            break
+    return [one and one.link_latency_seconds for one in adopted]
+
+
+def test_a_resumed_run_adopts_each_refit_at_its_own_iteration(tmp_path) -> None:
+    before, now = tmp_path / "before", tmp_path / "now"
+    before.mkdir()
+    refits = {3: PROFILE, 7: replace(PROFILE, link_latency_seconds=0.5)}
+    for iteration, profile in refits.items():
+        profile.save(str(before / f"epp-cost-model.from-{iteration:06d}.json"))
+    # Resumed where iteration 5 is the next: what is refitted after 6 counts from 7 on. The drift's
+    # alarm is on all the time, and nothing is learnt anew before the recorded ones are through.
+    found = run(2, replay, tmp_path, str(before), str(now), 5)
+    assert found == [[PROFILE.link_latency_seconds, None, 0.5]] * 2
+    for iteration, profile in refits.items():
+        assert Profile.load(str(now / f"epp-cost-model.from-{iteration:06d}.json")) == profile

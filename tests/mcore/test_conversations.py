@@ -119,6 +119,7 @@ def test_a_line_of_several_conversations(folder: Path, converted) -> None:
     assert targets_of(converted([line]), tokenizer_of(folder)) == ["b\n", "d\n", "f\nh\n"]
 
 
+@pytest.mark.everything
 def test_planning_and_workers(folder, converted) -> None:
     """Lengths end at the last answer; several processes write the same bytes."""
     chats = [*CHATS, turns("no answer"), turns("an answer", "yes", "and a question behind it")]

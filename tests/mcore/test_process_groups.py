@@ -58,6 +58,7 @@ def make(rank: int) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.everything
 def test_groups_of_two_stages_and_of_two_peers(tmp_path) -> None:
     found = run(2, make, tmp_path)
     assert all(isinstance(one, list) for one in found), found

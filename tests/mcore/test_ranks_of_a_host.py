@@ -67,6 +67,7 @@ def wait_for_the_other(rank: int, folder: Path) -> int:
     return len(runs)
 
 
+@pytest.mark.everything
 def test_whoever_waits_while_others_are_measured_computes(tmp_path) -> None:
     first, _ = run(2, wait_for_the_other, tmp_path, tmp_path)
     assert isinstance(first, int) and first > 0, first
