@@ -298,22 +298,21 @@ time.sleep(3600)
 
 
 @pytest.mark.parametrize(
-    ("how", "afresh"),
+    "how",
     [
-        ({"group": False}, False),
-        ({"group": True}, False),
-        # Slow: torchrun itself ends jobs in the two tests of signals below.
-        pytest.param({"group": False}, True, marks=pytest.mark.slow),
-        ({"late": 0, "first": 1}, False),
-        ({"late": 0, "first": 1, "error": "LinkLost"}, False),
+        {"group": False},
+        {"group": True},
+        {"late": 0, "first": 1},
+        {"late": 0, "first": 1, "error": "LinkLost"},
     ],
 )
-def test_refused_ranks_leave_with_status_2_and_rank_0_speaks(tmp_path, how, afresh):
-    """Or rank 1, where it alone is refused, and then says so."""
+def test_refused_ranks_leave_with_status_2_and_rank_0_speaks(tmp_path, how):
+    """Or rank 1, where it alone is refused, and then says so. torchrun itself ends jobs in the two
+    tests of signals below."""
     how = {"group": True, "late": 1, "first": 0, "error": "ValueError", **how}
     file = tmp_path / "program.py"
     file.write_text(REFUSE.format(**how))
-    done = train([], processes=2, program=(str(file),), afresh=afresh)
+    done = train([], processes=2, program=(str(file),))
     (line,) = done.errors
     said = f"megatron_epp: error: rank {how['first']} was given a bad plan"
     if how["first"]:
