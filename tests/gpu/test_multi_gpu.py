@@ -1,17 +1,13 @@
 """Pipelines and tensor parallelism over NCCL: the same losses as one GPU, with the flags of
 examples/pretrain_gpt_epp.sh."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from megatron_epp.mcore.patching import emulated_engine
 
 # ruff: noqa: F811  fixtures of another module
-from tests.gpu.test_training import ITERATIONS, corpus, weights  # noqa: F401
-from tests.gpu.test_training import words as of_one_gpu
-from tests.mcore.runs import Run, train
+from tests.gpu.test_training import ITERATIONS, corpus, trained_from, weights  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 
@@ -34,22 +30,13 @@ def require_gpus(count: int) -> None:
         pytest.skip(f"needs {count} GPUs, there are {there}")
 
 
-def trained(corpus: Path, weights: Path, pp: int, tp: int, gpus: int) -> Run:
-    flags = of_one_gpu(corpus, epp=True, load=weights, finetune=True, **EXAMPLE)
-    flags += ["--pipeline-model-parallel-size", str(pp), "--tensor-model-parallel-size", str(tp)]
-    if tp > 1:
-        flags.append("--sequence-parallel")
-    return train(flags, processes=gpus, seconds=400)
-
-
 @pytest.fixture(scope="module")
 def plain(corpus, weights) -> list[float]:
     """Losses of one GPU."""
     require_gpus(2)
-    run = trained(corpus, weights, 1, 1, 1)
-    assert run.status == 0, run.output
-    assert len(run.losses) == ITERATIONS
-    return run.losses
+    losses = trained_from(weights, corpus, 1, 1, 1, **EXAMPLE).losses
+    assert len(losses) == ITERATIONS
+    return losses
 
 
 @pytest.mark.parametrize(
@@ -61,6 +48,5 @@ def test_losses_over_nccl_are_those_of_one_gpu(
     pp, tp, gpus, corpus, weights, plain, engine
 ) -> None:
     require_gpus(gpus)
-    run = trained(corpus, weights, pp, tp, gpus)
-    assert run.status == 0, run.output
+    run = trained_from(weights, corpus, pp, tp, gpus, **EXAMPLE)
     assert run.losses == pytest.approx(plain, rel=0.01)

@@ -14,8 +14,7 @@ from megatron_epp.mcore.patching import emulated_engine
 
 # ruff: noqa: F811  fixtures of another module
 from tests.gpu.test_multi_gpu import EXAMPLE
-from tests.gpu.test_training import ITERATIONS, corpus, weights, words  # noqa: F401
-from tests.mcore.runs import Run, train
+from tests.gpu.test_training import ITERATIONS, corpus, trained_from, weights  # noqa: F401
 
 pytestmark = pytest.mark.gpu
 
@@ -46,20 +45,6 @@ def test_mps_is_named_before_ranks_start(tmp_path, monkeypatch) -> None:
         require_no_mps()
 
 
-def trained(corpus: Path, weights: Path, pp: int, tp: int, **changes) -> Run:
-    named = {
-        "epp": True,
-        "pipeline_model_parallel_size": pp,
-        "tensor_model_parallel_size": tp,
-        "epp_memory_budget_gib": 2,  # each rank would take the whole device for its own
-        "load": weights,
-        "finetune": True,
-        **({"sequence_parallel": True} if tp > 1 else {}),
-        **changes,
-    }
-    return train(words(corpus, **named), processes=pp * tp, program=SHARED, seconds=400)
-
-
 @pytest.mark.parametrize(
     ("backend", "pp", "tp"),
     [
@@ -73,11 +58,12 @@ def trained(corpus: Path, weights: Path, pp: int, tp: int, **changes) -> Run:
 )
 def test_losses_are_those_of_one_rank(corpus, weights, backend, pp, tp) -> None:
     require_no_mps()
-    changes = GLOO if backend == "gloo" else NCCL
-    one = {**changes, "epp_vocab_parallel": None}
-    alone = trained(corpus, weights, 1, 1, **one)
+    changes: dict = dict(GLOO if backend == "gloo" else NCCL)
+    # Each rank would take the whole device for its own.
+    changes |= {"program": SHARED, "epp_memory_budget_gib": 2}
+    alone = trained_from(weights, corpus, 1, 1, 1, **(changes | {"epp_vocab_parallel": None}))
     # With a measured cost model: messages between the stages are timed.
-    spread = trained(corpus, weights, pp, tp, **{**changes, "epp_cost_model": None})
-    assert alone.status == spread.status == 0, alone.output + spread.output
+    measured = changes | {"epp_cost_model": None}
+    spread = trained_from(weights, corpus, pp, tp, pp * tp, **measured)
     assert len(spread.losses) == ITERATIONS
     assert spread.losses == pytest.approx(alone.losses, rel=0.01)

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_epp.mcore.patching import emulated_engine
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS
-from tests.mcore.runs import Run, flags, train
+from tests.mcore.runs import PROGRAM, Run, flags, trained
 
 pytestmark = pytest.mark.gpu
 
@@ -58,27 +58,32 @@ def words(corpus: Path, **changes) -> list[str]:
 def weights(corpus, tmp_path_factory) -> Path:
     """A checkpoint for runs on other stages to begin with: each draws its first weights itself."""
     folder = tmp_path_factory.mktemp("weights")
-    run = train(words(corpus, epp=True, train_iters=1, save=folder, save_interval=1), processes=1)
-    assert run.status == 0, run.output
+    trained(words(corpus, epp=True, train_iters=1, save=folder, save_interval=1), processes=1)
     return folder
+
+
+def trained_from(
+    weights: Path, corpus: Path, pp: int, tp: int, ranks: int, program=PROGRAM, **changes
+) -> Run:
+    """A run on that many stages and tensor-parallel ranks, which begins with ``weights``."""
+    named = {
+        "epp": True,
+        "pipeline_model_parallel_size": pp,
+        "tensor_model_parallel_size": tp,
+        "sequence_parallel": True if tp > 1 else None,
+        "load": weights,
+        "finetune": True,
+    }
+    line = words(corpus, **(named | changes))
+    return trained(line, processes=ranks, program=program, seconds=400)
 
 
 @pytest.fixture(scope="module")
 def plain(corpus) -> Run:
     """Megatron's own run."""
-    run = train(
-        words(
-            corpus,
-            calculate_per_token_loss=True,
-            micro_batch_size=1,
-            dataloader_type="single",
-            epp_cost_model=None,
-        ),
-        processes=1,
-        program=STOCK_ON_DOCUMENTS,
-    )
-    assert run.status == 0, run.output
-    return run
+    named = {"calculate_per_token_loss": True, "micro_batch_size": 1, "dataloader_type": "single"}
+    line = words(corpus, epp_cost_model=None, **named)
+    return trained(line, processes=1, program=STOCK_ON_DOCUMENTS)
 
 
 @pytest.mark.parametrize(
@@ -86,16 +91,8 @@ def plain(corpus) -> Run:
 )
 def test_loss_is_that_of_the_run_without_epp(corpus, plain, attention, unfused, engine) -> None:
     """With linears, too, that add up their weights' gradients in their product (the default)."""
-    elastic = train(
-        words(
-            corpus,
-            epp=True,
-            epp_attention=attention,
-            no_gradient_accumulation_fusion=unfused,
-        ),
-        processes=1,
-    )
-    assert elastic.status == 0, elastic.output
+    named = {"epp_attention": attention, "no_gradient_accumulation_fusion": unfused}
+    elastic = trained(words(corpus, epp=True, **named), processes=1)
     assert ("with emulated kernels" in elastic.output) == emulated_engine.is_wanted()
     assert len(plain.losses) == len(elastic.losses) == ITERATIONS
     assert elastic.losses == pytest.approx(plain.losses, rel=0.01)

@@ -107,8 +107,7 @@ class Tree:
 
 
 def tree_seconds(lengths: Sequence[int], parents: Parents, rates: Rates) -> Tree:
-    """Return the tree of a micro-batch's documents; raise a ValueError for invalid ``parents``."""
-    require_parents(lengths, parents)
+    """Return the tree of a micro-batch's documents, whose ``parents`` come before them."""
     offsets = [0] * len(lengths)
     for document, parent in enumerate(parents):
         if parent >= 0:
@@ -122,14 +121,3 @@ def tree_seconds(lengths: Sequence[int], parents: Parents, rates: Rates) -> Tree
     return Tree(
         tuple(lengths), tuple(parents), rates, tuple(offsets), tuple(own.tolist()), tuple(below)
     )
-
-
-def require_parents(lengths: Sequence[int], parents: Parents) -> None:
-    """Raise a ValueError unless every document has an earlier document, or -1, as its parent."""
-    if len(parents) != len(lengths):
-        raise ValueError(f"{len(parents)} parents of {len(lengths)} documents; expected one each")
-    for document, parent in enumerate(parents):
-        if not -1 <= parent < document:
-            raise ValueError(
-                f"document {document} continues document {parent}; expected one before it, or -1"
-            )

@@ -83,16 +83,3 @@ def test_without_trees_plans_are_what_they_were() -> None:
     loose = call_plan(lengths, (1,) * 4, GIVEN, CallOptions(), False, none)
     assert "prefix" not in str(loose)
     assert loose.predicted.seconds == pytest.approx(plain.predicted.seconds, rel=0.1)
-
-
-@pytest.mark.parametrize(
-    "parents, said",
-    [
-        ((-1, 1), "document 1 continues document 1; expected one before it, or -1"),
-        ((1, -1), "document 0 continues document 1; expected one before it, or -1"),
-        ((-1,), "1 parents of 2 documents; expected one each"),
-    ],
-)
-def test_what_is_no_tree_is_said(parents, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        tree_seconds((3, 4), parents, RATES)
