@@ -45,15 +45,6 @@ def multi_tensor_l2norm(
     return each.norm()[None], each if per_tensor else each.new_empty(0)
 
 
-def multi_tensor_unscale_l2norm(
-    chunk_size: int, noop_flag: Tensor, lists: Lists, inv_scale: Tensor,
-    per_tensor: bool | None = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the norms of :func:`multi_tensor_l2norm` times ``inv_scale``."""
-    total, each = multi_tensor_l2norm(chunk_size, noop_flag, lists, per_tensor)
-    return total * inv_scale, each * inv_scale
-
-
 def multi_tensor_adam(
     chunk_size: int, noop_flag: Tensor, lists: Lists, lr: float, beta1: float, beta2: float,
     epsilon: float, step: int, mode: int, bias_correction: int, weight_decay: float,

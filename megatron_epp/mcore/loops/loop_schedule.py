@@ -32,7 +32,6 @@ class LoopSchedule:
         self.settings, self.stock = settings, stock
         self._pipelines = Pipelines(settings)
         self._logged: set[str] = set()
-        self._calls = 0  # run by plans
 
     def __call__(self, kind: str, keywords: dict[str, Any]) -> list[Any]:
         """Run a call by a plan, or else by Megatron's own schedule; return forward_data_store.
@@ -50,14 +49,9 @@ class LoopSchedule:
                 say(f"Megatron's own schedule runs calls with {pipeline}")
             return self.stock[kind](**keywords)
         try:
-            return PlannedCall(self.settings, call, pipeline, self._count).result()
+            return PlannedCall(self.settings, call, pipeline).result()
         finally:
             pipeline.current_op.enter(OutsidePhase("what the loop does between two calls"))
-
-    def _count(self) -> int:
-        """Count a call that a plan runs; return the number of such calls so far."""
-        self._calls += 1
-        return self._calls
 
     def _known_pipeline(self, call: LoopCall, kind: str) -> ModelPipeline | str:
         """Return the pipeline that runs the call, or the reason why Megatron runs the call."""

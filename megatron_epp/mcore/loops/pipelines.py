@@ -130,10 +130,6 @@ class ModelPipeline:
             self.plans[key] = plan
         return self.plans[key]
 
-    def learn(self, rates: dict[int, np.ndarray]) -> None:
-        """Set ``rates_SK3`` from ``rates``: pipeline rank -> rates of its stage."""
-        self.rates_SK3 = np.stack([rates[rank] for rank in range(self.stages)])
-
 
 class Pipelines:
     """Cache of the pipelines of all called models.

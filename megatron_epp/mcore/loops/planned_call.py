@@ -1,6 +1,6 @@
 """One call of Megatron's schedule function, planned and executed by this package."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,15 +27,10 @@ from megatron_epp.runtime.kv_store import StageStores
 
 
 class PlannedCall:
-    """One call of the schedule function by an external training loop, executed by a plan.
+    """One call of the schedule function by an external training loop, executed by a plan."""
 
-    ``count()`` returns the number of this call.
-    """
-
-    def __init__(
-        self, settings: Settings, call: LoopCall, pipeline: ModelPipeline, count: Callable[[], int]
-    ):
-        self.settings, self.call, self.pipeline, self._count = settings, call, pipeline, count
+    def __init__(self, settings: Settings, call: LoopCall, pipeline: ModelPipeline):
+        self.settings, self.call, self.pipeline = settings, call, pipeline
         self.batches = MicroBatches(call.one_iterator, call.num_microbatches)
         model = attached(call.one_model)
         assert model is not None, "the schedule plans calls of attached models only"
@@ -128,7 +123,7 @@ class PlannedCall:
         """Execute this rank's ops; return its stage. Collective; all ranks raise if one fails."""
         call, pipeline, config = self.call, self.pipeline, self.call.config
         programs, number, groups = pipeline.programs, pipeline.rank, self.groups
-        programs.current_op.iteration = self._count()
+        programs.current_op.iteration += 1
         splits = groups.tp.size() if config.sequence_parallel else 1
         row_shard = RowShard(groups.cp.size(), groups.cp.rank(), splits, row_block(config))
 
@@ -169,7 +164,8 @@ class PlannedCall:
 
         every = exchange(programs, "what became of the call on all ranks of the replica", outcome)
         # All ranks use the rates of each stage's first rank, so that their rates are equal.
-        pipeline.learn(dict(reversed(every)))
+        rates = dict(reversed(every))
+        pipeline.rates_SK3 = np.stack([rates[rank] for rank in range(pipeline.stages)])
         self.batches.finish()
         if self.settings.observe is not None:
             self.settings.observe(CallRecord(plan, records, meter.peak_bytes))
