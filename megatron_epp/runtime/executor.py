@@ -245,9 +245,9 @@ class Executor:
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT: self._input_backward,
-            Kind.WEIGHT: self._weight_backward,
+            Kind.WEIGHT: lambda op: self.compute.weight_backward(op.chunk),
             Kind.HEAD: self._head,
-            Kind.HEAD_WEIGHT: self._head_weight,
+            Kind.HEAD_WEIGHT: lambda op: self.compute.head_weight(op.chunk),
             Kind.SEND: self._send,
             Kind.RECEIVE: self._receive,
         }
@@ -416,15 +416,9 @@ class Executor:
         gradient = self._inbox.pop(self._at(Payload.GRADIENT, op.chunk), None)
         self._hand_over(op, self.compute.input_backward(op.chunk, gradient))
 
-    def _weight_backward(self, op: Op):
-        self.compute.weight_backward(op.chunk)
-
     def _head(self, op: Op):
         received = self._inbox.pop(self._at(Payload.HEAD, op.chunk))
         self._hand_over(op, self.compute.head(op.chunk, received))
-
-    def _head_weight(self, op: Op):
-        self.compute.head_weight(op.chunk)
 
     def _post(self, op: Post):
         try:

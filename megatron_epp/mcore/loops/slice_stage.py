@@ -151,8 +151,7 @@ class SliceStage(ModelStage):
         for part in rows:
             own = torch.arange(part.span.start, part.span.stop)
             positions[part.start : part.stop] = own + part.offset
-        local_positions = positions[self.row_shard.local(total)]
-        return ChunkParams.of(state, on_device(local_positions, device))
+        return ChunkParams.of(state, on_device(positions[self.row_shard.local(total)], device))
 
     def _encode(self, document: int) -> Mapping[str, Any]:
         """Return the arguments of the language part's forward for a full document."""
