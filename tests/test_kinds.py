@@ -56,30 +56,19 @@ ALLOWED = {
 }
 
 
-def imports(source: str, module: str) -> Iterator[tuple[int, str, bool]]:
-    """(line, absolute name, inside a function) of every import; import_module("...") is one."""
-    package = module.split(".")
-
-    def visit(node: ast.AST, lazy: bool) -> Iterator[tuple[int, str, bool]]:
+def imports(source: str) -> Iterator[tuple[int, str]]:
+    """Line and name of every import (all are absolute); import_module("...") is one."""
+    for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import(names=names):
-                for name in names:
-                    yield node.lineno, name.name, lazy
-            case ast.ImportFrom(module=origin, names=names, level=level):
-                # A relative import climbs from the folder of the module.
-                base = package[: len(package) - level] if level else []
-                origin_parts = base + (origin.split(".") if origin else [])
-                for name in names:
-                    yield node.lineno, ".".join([*origin_parts, name.name]), lazy
-            case ast.Call(func=func, args=[ast.Constant(value=str(name)), *_]) if getattr(
-                func, "id", getattr(func, "attr", "")
-            ) in {"import_module", "__import__"}:
-                yield node.lineno, name, lazy
-        lazy = lazy or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, lazy)
-
-    yield from visit(ast.parse(source), False)
+                yield from ((node.lineno, name.name) for name in names)
+            case ast.ImportFrom(module=origin, names=names):
+                yield from ((node.lineno, f"{origin}.{name.name}") for name in names)
+            case ast.Call(
+                func=ast.Name(id=called) | ast.Attribute(attr=called),
+                args=[ast.Constant(value=str(name)), *_],
+            ) if called in {"import_module", "__import__"}:
+                yield node.lineno, name
 
 
 def every_source() -> dict[str, str]:
@@ -91,8 +80,8 @@ def every_source() -> dict[str, str]:
     }
 
 
-def own_rooms(name: str) -> bool:
-    """Whether ``name``, of a module, is that of a kind's own room, and of no registry."""
+def of_a_kind(name: str) -> bool:
+    """Whether ``name``, of a module, is in the package of one kind, and of no registry."""
     if any(name == each or name.startswith(f"{each}.") for each in OF_MEGATRON):
         return True
     within = name.removeprefix(f"{PACKAGE}.")
@@ -103,12 +92,11 @@ def own_rooms(name: str) -> bool:
 
 
 def known_kinds(path: str, source: str) -> Iterator[str]:
-    """Places where the module at ``path`` knows a kind of layer, unless it is in a kind's room."""
+    """Places where the module at ``path`` knows a kind of layer; kinds' own may."""
     if path.startswith(OWN):
         return
-    module = ".".join([PACKAGE, *path.removesuffix(".py").split("/")])
-    for line, name, _ in imports(source, module):
-        if own_rooms(name):
+    for line, name in imports(source):
+        if of_a_kind(name):
             yield f"{path}:{line}: imports {name}"
     nodes = list(ast.walk(ast.parse(source)))
     asked = {id(arg) for node in nodes if isinstance(node, ast.Call) for arg in node.args}
