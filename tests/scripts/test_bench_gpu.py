@@ -13,6 +13,8 @@ from megatron_epp.ir import Plan, parse_records
 from megatron_epp.sim.play import play
 from tests.mcore.runs import train
 
+pytestmark = pytest.mark.everything
+
 BENCH = Path(__file__).parents[2] / "scripts" / "bench"
 
 

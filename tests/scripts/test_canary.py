@@ -20,6 +20,8 @@ sys.path.insert(0, str(ROOT / "scripts" / "upstream"))
 import canary  # noqa: E402
 import checkout  # noqa: E402
 
+pytestmark = pytest.mark.everything
+
 NAMES = ("f", "Config", "LIMIT", "moved_away")
 BEFORE = """
 LIMIT = 4

@@ -17,6 +17,8 @@ from megatron_epp.planner.calls.call_options import CallOptions  # noqa: E402
 from megatron_epp.planner.calls.call_plan import call_plan  # noqa: E402
 from tests.planner.calls.test_group_order import rates  # noqa: E402
 
+pytestmark = pytest.mark.everything
+
 
 def test_what_was_predicted_is_what_is_replayed() -> None:
     tokens = [100, 400, 100, 300, 100, 200, 100, 350]

@@ -16,6 +16,8 @@ from trees import answers_to, trajectory  # noqa: E402
 
 from megatron_epp.corpus.shared_prefixes import shared_prefixes  # noqa: E402
 
+pytestmark = pytest.mark.everything
+
 GROUPS = {
     "answers": cpu_trees.shrunk(answers_to(1, 8, Random(1)), 16, 300),
     "turns": cpu_trees.shrunk(trajectory(5, Random(1)), 16),

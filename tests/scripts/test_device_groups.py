@@ -22,6 +22,8 @@ from megatron_epp.planner.order.emit import SortedBatch
 from tests.planner.cases import LENGTHS, machine, machines
 from tests.planner.test_planners import QUICK
 
+pytestmark = pytest.mark.everything
+
 
 def test_compare_finds_them_in_a_checkout_and_says_so_where_it_does_not(
     monkeypatch, tmp_path, capsys

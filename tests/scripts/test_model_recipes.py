@@ -12,6 +12,8 @@ from megatron_epp.certify.degrees import Degrees  # noqa: E402
 from megatron_epp.mcore.certify.model_flags import parsed, scaled  # noqa: E402
 from tests.programs import loaded  # noqa: E402
 
+pytestmark = pytest.mark.everything
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "upstream" / "model_recipes.py"
 model_recipes = loaded(SCRIPT)
 RECIPES = model_recipes.RECIPES

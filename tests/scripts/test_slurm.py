@@ -10,6 +10,8 @@ import pytest
 from tests.programs import BASH, ROOT, stand_in
 from tests.waiting import LAST_RESORT_SECONDS, until
 
+pytestmark = pytest.mark.everything
+
 SCRIPT = ROOT / "examples" / "slurm" / "pretrain_llama_7b.sbatch"
 # Two tasks of a job of two nodes with eight tasks each; their signals are Slurm's to send.
 SRUN = """

@@ -8,6 +8,8 @@ import pytest
 
 from tests.programs import python
 
+pytestmark = pytest.mark.everything
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "upstream" / "state_kernels.py"
 # The script says how they are put into a folder of PYTHONPATH. Not importlib.util.find_spec, which
