@@ -8,13 +8,10 @@ import pytest
 import torch
 
 from megatron_epp.layers.attention.cpu import PartsAttention
-from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.mcore.calibrate.probe import undisturbed
-from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.flags import config as config_module
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, elastic_defaults
 from megatron_epp.mcore.job.job_cost import training_levers, unusable_levers
-from megatron_epp.mcore.kinds.positions import PositionedRotary
 from megatron_epp.mcore.kinds.registry import heads_of, kind_defaults
 from megatron_epp.mcore.lm_head.fused_head import rows_at_once
 from megatron_epp.mcore.model import attention
@@ -22,7 +19,6 @@ from megatron_epp.mcore.model.attention import attention_for
 from megatron_epp.mcore.model.elastic_layers import add_every_gradient, fuse_weight_gradients
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.planner import TRAINING_LEVERS
-from megatron_epp.runtime.kv_store import Store
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LATENT = {
@@ -286,19 +282,3 @@ def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
             assert training_levers("bins, wsplit", args) == {"bins", "wsplit"}
         with pytest.raises(ValueError, match="uneven: only simulation can do that; leave"):
             training_levers("default,uneven", args)
-
-
-class Table(torch.nn.Module):
-    def forward(self, length: int, packed_seq: bool) -> torch.Tensor:
-        assert packed_seq  # else a context-parallel rank takes its part of it
-        return 10 * torch.arange(length)[:, None]
-
-
-def test_every_row_has_its_own_position() -> None:
-    state = ChunkState(0, (), 3, "", Store({}))
-    for fused in (False, True):
-        params = ChunkParams.of(state, torch.tensor([4, 5, 0]))
-        rotary = PositionedRotary(Table(), 8, fused)
-        length = rotary.get_rotary_seq_len(None, None, None, None, params)
-        assert rotary(length, packed_seq=True, cp_group=None).tolist() == [[40], [50], [0]]
-        assert params.cu_seqlens_q.tolist() == params.cu_seqlens_kv.tolist() == [0, 3]

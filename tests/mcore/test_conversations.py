@@ -57,26 +57,6 @@ def tokenizer_of(folder: Path, chat_format: str = ALIGNED) -> SFTTokenizer:
     return SFTTokenizer(str(folder / "made.tokenizer"), chat_format)
 
 
-@pytest.mark.parametrize(("chat_format", "end"), [(ALIGNED, "\n"), (NANO, "\n<SPECIAL_12>\n")])
-def test_what_the_assistant_says_counts_and_nothing_else(folder, converted, chat_format, end):
-    """Nor the assistant's prefix of a format that puts it into his turn: three tokens, whatever was
-    trained."""
-    tokenizer = tokenizer_of(folder, chat_format)
-    assert len(tokenizer.text_to_ids("<SPECIAL_11>Assistant\n")) == 3
-    made = converted(chat_format=chat_format)
-    answers = [
-        [message["content"].strip() for message in chat if message["role"] == "assistant"]
-        for chat in CHATS
-    ]
-    expected = ["".join(f"{text}{end}" for text in texts) for texts in answers]
-    assert targets_of(made, tokenizer) == expected
-    if chat_format == ALIGNED:
-        assert tokenizer.ids_to_text(stored(made)[0]) == (
-            "<SPECIAL_10>System\nBe brief.\n<SPECIAL_11>User\nWhat is a token?\n"
-            "<SPECIAL_11>Assistant\nA piece of text.\n"
-        )
-
-
 @pytest.mark.parametrize("chat_format", [ALIGNED, NANO, "identity"])
 def test_targets_are_those_of_megatrons_dataset(folder, converted, chat_format):
     """Of SFTDataset, on lines of one conversation; what it pads with, and the label in front of

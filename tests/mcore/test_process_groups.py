@@ -1,5 +1,7 @@
-"""Groups: as few as there can be, with the user's timeout, spoken on before the first plan."""
+"""Groups: as few as there can be, with the user's timeout, spoken on before the first plan; ranks of
+a host share one network device, and keep company while others are measured."""
 
+import os
 from argparse import Namespace
 from datetime import timedelta
 from types import SimpleNamespace
@@ -115,3 +117,51 @@ def mixed(rank: int) -> tuple[str, Any]:
 
 def test_a_world_of_mixed_back_ends_is_asked_for_its_gpus(tmp_path) -> None:
     assert run(1, mixed, tmp_path) == [("cpu:gloo,cuda:gloo", None)]
+
+
+# ------------------------------------------------------------------ ranks that share a host
+
+
+GROUPS = 8
+
+
+def threads_of_groups() -> tuple[int, timedelta]:
+    """Threads that came with as many groups; the timeout of one of them, over which ranks speak."""
+    before = len(os.listdir("/proc/self/task"))
+    groups = [dist.new_group([0, 1], timeout=timedelta(minutes=MINUTES)) for _ in range(GROUPS)]
+    for group in groups:
+        sent = torch.ones(1)
+        dist.all_reduce(sent, group=group)
+        assert sent.item() == 2
+    backend = groups[-1]._get_backend(torch.device("cpu"))
+    return len(os.listdir("/proc/self/task")) - before, backend.options._timeout
+
+
+def share(rank: int) -> dict[str, Any]:
+    from megatron_epp.mcore.patching.gloo import share_gloo_device
+
+    plain, _ = threads_of_groups()
+    share_gloo_device()
+    threads_of_groups()  # the first of them makes the device
+    shared, timeout = threads_of_groups()
+    return {"plain": plain, "shared": shared, "timeout": timeout}
+
+
+def test_groups_share_one_device_and_its_thread(tmp_path) -> None:
+    for found in run(2, share, tmp_path):
+        assert isinstance(found, dict), found
+        assert found["plain"] - found["shared"] == GROUPS
+        assert found["timeout"] == timedelta(minutes=MINUTES)
+
+
+@pytest.mark.parametrize(("alone", "layers"), [(True, 3), (False, 0)])
+def test_what_others_would_wait_for_is_not_run_meanwhile(monkeypatch, alone, layers) -> None:
+    """Whether the others have come is asked before every layer, and not at all with company."""
+    from megatron_epp.mcore.calibrate import measure
+
+    come, runs = iter((False, False, False, True)), []
+    met = SimpleNamespace(is_completed=lambda: next(come), wait=lambda: runs.append("met"))
+    monkeypatch.setattr(measure.dist, "barrier", lambda group, async_op: met)
+    probe: Any = SimpleNamespace(computes_alone=alone, layers=lambda *_: runs.append("layer"))
+    measure._meet(probe, SimpleNamespace(control=None))
+    assert runs == ["layer"] * layers + ["met"]
