@@ -1,5 +1,4 @@
-"""Groups: as few as there can be, with the user's timeout, spoken on before the first plan; ranks of
-a host share one network device, and keep company while others are measured."""
+"""Groups: few, with the user's timeout, spoken on before the first plan; ranks of one host."""
 
 import os
 from argparse import Namespace

@@ -196,32 +196,30 @@ def test_made_up_chunks_have_the_pairs_they_say() -> None:
 # ------------------------------------------------------------------ kinds of layers
 
 
-def test_the_flags_say_which_layer_is_of_which_kind() -> None:
-    dense = model_shape(args(num_layers=4))
-    assert dense.kinds == {} and dense.pattern == "" and dense.ffn_hidden == FFN
-    experts = {"num_experts": 8, "moe_ffn_hidden_size": 24, "num_layers": 4}
-    mixed = model_shape(args(moe_layer_freq=[0, 1, 1, 1], **experts))
-    assert mixed.pattern == "dense 3*experts"
-    assert mixed.shapes["experts"].shape == LayerShape(
-        experts=8, active_experts=2, expert_hidden=24
-    )
-    assert model_shape(args(moe_layer_freq=2, **experts)).pattern == "2*(experts dense)"
-    alike = model_shape(args(**experts))
-    assert alike.pattern == "4*experts" and list(alike.kinds) == ["experts"]
-    windows = {"window_size": (16, 0), "window_attn_skip_freq": 2}
-    far = model_shape(args(num_layers=4, **windows))
-    assert far.pattern == "2*(window full)"
-    assert far.kinds["window"].window == 17  # keys, the query's own among them
-    both = model_shape(args(moe_layer_freq=[0, 0, 1, 1], **experts, **windows))
-    assert both.pattern == "window-dense full-dense window-experts full-experts"
-    latent = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
-              "v_head_dim": 6, "multi_latent_attention": True}  # fmt: skip
-    (layer,) = model_shape(args(**latent)).shapes.values()
-    latents, _ = layer.parts
-    sizes = (latents.query_hidden, latents.output_hidden, layer.carried.channels)
-    assert sizes == (48, 24, 20)
+EXPERTS = {"num_experts": 8, "moe_ffn_hidden_size": 24}
+WINDOWS = {"window_size": (16, 0), "window_attn_skip_freq": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "pattern"),
+    [
+        ({}, ""),
+        ({**EXPERTS, "moe_layer_freq": [0, 1, 1, 1]}, "dense 3*experts"),
+        ({**EXPERTS, "moe_layer_freq": 2}, "2*(experts dense)"),
+        (EXPERTS, "4*experts"),
+        (WINDOWS, "2*(window full)"),
+        (
+            {**EXPERTS, **WINDOWS, "moe_layer_freq": [0, 0, 1, 1]},
+            "window-dense full-dense window-experts full-experts",
+        ),
+    ],
+)
+def test_the_flags_say_which_layer_is_of_which_kind(changes, pattern) -> None:
+    """What the sizes of each kind are: test_hub_flags.py."""
+    model = model_shape(args(num_layers=4, **changes))
+    assert model.pattern == pattern and model.ffn_hidden == FFN
     with pytest.raises(ValueError, match="--moe-layer-freq: 3 layers; expected --num-layers, 4"):
-        model_shape(args(moe_layer_freq=[0, 1, 1], **experts))
+        model_shape(args(num_layers=4, **EXPERTS, moe_layer_freq=[0, 1, 1]))
 
 
 def test_every_size_of_a_layer_is_read_from_flags() -> None:
