@@ -15,7 +15,9 @@ from tests.mcore.runs import LENGTHS, PROGRAM, Run, flags, trained, write_corpus
 # Saved by parameter: the optimizer's default format holds padding, which is whatever memory held,
 # and cannot be loaded with another number of stages.
 OPTIMIZER = {"use_distributed_optimizer": True, "dist_ckpt_optim_fully_reshardable": True}
-STOCK_ON_DOCUMENTS = (str(Path(__file__).with_name("stock_on_documents.py")),)
+STOCK_ON_DOCUMENTS, STOCK_ON_CONVERSATIONS = (
+    (str(Path(__file__).with_name("stock.py")), data) for data in ("documents", "conversations")
+)
 Tensors = Mapping[str, torch.Tensor]
 
 

@@ -9,10 +9,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron_epp.mcore.data.chat_cache import check_chat_flags
 from tests.mcore.chats import CHATS, prepare, script, turns, write_chats
 from tests.mcore.models import TRAINED_SSM
+from tests.mcore.resumes import STOCK_ON_CONVERSATIONS
 from tests.mcore.runs import PROGRAM, Run, flags, train, trained, write_corpus
 
 HYBRID = ("-m", "megatron_epp.pretrain_hybrid")
-STOCK = (str(Path(__file__).with_name("stock_on_conversations.py")),)
 OWN_ENTRY = (str(Path(__file__).with_name("own_entry.py")),)
 # Every iteration trains on all of them, so that orders do not matter.
 BATCH = {"global_batch_size": len(CHATS), "seq_length": 128, "vocab_size": None}
@@ -68,7 +68,7 @@ def test_megatrons_own_sft_data_and_schedule_give_the_same_numbers(chats, model,
             dataloader_type="single",
             **model,
         ),
-        program=STOCK,
+        program=STOCK_ON_CONVERSATIONS,
     )
     assert elastic.losses == pytest.approx(stock.losses, rel=2e-6)
     assert elastic.grad_norms == pytest.approx(stock.grad_norms, abs=2e-3)
