@@ -1,7 +1,7 @@
 """Megatron's own schedule and loss, which tests compare ``--epp`` with.
 
-stock.py documents <flags>        whole documents in the order of our dataset: of one length, one per
-                                  micro-batch
+stock.py documents <flags>        whole documents in the order of our dataset: of one length, one
+                                  per micro-batch
 stock.py conversations <flags>    Megatron's SFTDataset and SFTTokenizer, as they pack and pad
 
 One line of a file of conversations is one conversation and one sample, so the row is the
