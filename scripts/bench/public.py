@@ -32,11 +32,11 @@ from megatron_epp.cost.kinds.moe import NARROW_EXPERT
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.network.topology import TOPOLOGIES, Network
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Chunk, Kind, Span
-from megatron_epp.planner.chunks.fixed_size import packed_chunks
 from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
 from megatron_epp.planner.order.policies import warm_up_policy
 from megatron_epp.planner.order.problem import loads_of, problem_of, rates_of
 from megatron_epp.planner.order.warmup import constant, interleaved_warm_up
+from megatron_epp.planner.published.schedules import packed_chunks
 from megatron_epp.sim.exchange import alone_seconds
 
 PAGE = ROOT / "docs" / "results" / "public_measurements.md"

@@ -1,7 +1,6 @@
 """Ranks that were measured slower than others: seconds, and the layers that follow."""
 
 from dataclasses import replace
-from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +10,7 @@ from megatron_epp.__main__ import main
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import FULL, OF_LAYERS, Chunk, Kind, Plan, Span
-from megatron_epp.planner.choose.partition import (
-    expected_features,
-    fastest_layers,
-    stage_layer_seconds,
-)
+from megatron_epp.planner.choose.partition import expected_features, fastest_layers
 
 LENGTHS = [30000, 12000, 5000, 3000, 3000, 900, 700, 400] * 4
 MACHINE = ("--lengths", "wlb", "--model", "llama3-8b", "--pp", "4", "--cp", "8")
@@ -63,25 +58,6 @@ def test_ranks_measured_slower_take_longer(tmp_path: Path, capsys) -> None:
     assert main([*words, "--pp", "4"]) == 2
     said = capsys.readouterr().err
     assert "measured on 2 pipeline ranks whose devices differ" in said and said.count("\n") == 1
-
-
-def test_no_partition_is_faster() -> None:
-    _, cost = slower(2.5, 1.0, 1.3, 1.7)
-    features = expected_features(cost, [LENGTHS])
-    seconds = stage_layer_seconds(cost, features)
-
-    def slowest(layers: tuple[int, ...]) -> float:
-        ends = np.cumsum(layers)
-        return max(own[e - n : e].sum() for own, e, n in zip(seconds, ends, layers, strict=True))
-
-    found = fastest_layers(cost, features)
-    assert found is not None
-    every = [
-        tuple(b - a for a, b in pairwise((0, *boundaries, 32)))
-        for boundaries in combinations(range(1, 32), 3)
-    ]
-    assert slowest(found) == pytest.approx(min(map(slowest, every)), rel=1e-12)
-    assert slowest(found) < slowest(cost.layout.layers)
 
 
 def test_a_list_of_devices_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,8 +1,9 @@
 """Batches and machines for the planners' tests."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 from hypothesis import strategies as st
 
 from megatron_epp.cost.analytic import profile
@@ -11,9 +12,16 @@ from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.kinds.layer import LayerShape
+from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.layout import StageLayout
+from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.profile import Seconds
 from megatron_epp.ir import Kind
+from megatron_epp.planner.chunks.chunking import Chunking
+from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
+from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, problem_of, rates_of
+from megatron_epp.planner.order.warmup import shrinking_in_flight
 
 GIB = 2**30
 # Long enough to be cut, short enough to be packed; some equal, some of a single token.
@@ -102,3 +110,25 @@ def priced(cost: Cost, price: float) -> Cost:
     )
     profile = dataclasses.replace(cost.layout.profile, layer_seconds=seconds)
     return cost.replace(profile=profile.each_kind(host_seconds={}))
+
+
+class Prepared(NamedTuple):
+    """A batch in chunks of about equal time, and all that a scheduler wants to know of it."""
+
+    batch: SortedBatch
+    chunking: Chunking
+    loads: Loads
+    work: ScheduleProblem
+    limit: np.ndarray
+
+
+def prepared(
+    cost: Cost, lengths: list[int], chunks: float | ChunkingParams, counts: Counts | None = None
+) -> Prepared:
+    params = chunks if isinstance(chunks, ChunkingParams) else ChunkingParams(chunks)
+    batch = SortedBatch.of(lengths)
+    chunking = build_chunks(params, batch.lengths, rates_of(cost), 10**9)
+    loads = loads_of(chunking, batch.lengths)
+    work = problem_of(cost, chunking, loads, counts or {})
+    limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
+    return Prepared(batch, chunking, loads, work, limit)

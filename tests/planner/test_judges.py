@@ -11,19 +11,19 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import KEEP, Kind, Op, Plan, PlanError
 from megatron_epp.planner import ALL, PLANNERS, Options
-from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
+from megatron_epp.planner.chunks.bin_packing import longest_first
+from megatron_epp.planner.chunks.slicing import cut_at
 from megatron_epp.planner.lower_bound import lower_bound_seconds
-from megatron_epp.planner.order.emit import Draft, SortedBatch, plan_of
+from megatron_epp.planner.order.emit import Draft, plan_of
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.policies import policies, policy_of
-from megatron_epp.planner.order.problem import loads_of, problem_of, rates_of
+from megatron_epp.planner.order.problem import problem_of, rates_of
 from megatron_epp.planner.order.replay import replayed
-from megatron_epp.planner.order.warmup import shrinking_in_flight
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.choices import freed_bytes, ladder
 from megatron_epp.planner.replicas import balance_replicas
 from megatron_epp.sim.play import play
-from tests.planner.cases import machine
+from tests.planner.cases import machine, prepared
 
 
 def every_order(chunks: int) -> list[tuple[Op, ...]]:
@@ -42,12 +42,8 @@ def test_list_scheduling_against_every_order(lengths, cut) -> None:
     """Two stages, three chunks: the styles of epp come within 3% of the best of all orders, and
     no order is faster than the bound."""
     cost = machine(pp=2)
-    batch = SortedBatch.of(lengths)
-    chunking = build_chunks(ChunkingParams(3.0), batch.lengths, rates_of(cost), 10**9)
+    batch, chunking, _, work, in_flight_limit = prepared(cost, lengths, 3.0)
     assert chunking.count == 3 and (chunking.document.max() >= 0) == cut
-    loads = loads_of(chunking, batch.lengths)
-    work = problem_of(cost, chunking, loads, {})
-    in_flight_limit = shrinking_in_flight(chunking.sizes, 2)
     ours = min(
         list_schedule(work, policy_of(style, work, in_flight_limit)).seconds
         for style in policies(False, many=True)
@@ -77,11 +73,8 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
     """The same optimum within the 2% gap; the relaxation, rounded up, is feasible."""
     random = Random(seed)
     cost = machine(pp=random.choice((2, 3)), room_gib=2)
-    batch = SortedBatch.of([random.randint(2_000, 12_000) for _ in range(10)])
-    chunking = build_chunks(ChunkingParams(8.0), batch.lengths, rates_of(cost), 10**9)
-    loads = loads_of(chunking, batch.lengths)
-    work = problem_of(cost, chunking, loads, {})
-    in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
+    lengths = [random.randint(2_000, 12_000) for _ in range(10)]
+    _, _, loads, work, in_flight_limit = prepared(cost, lengths, 8.0)
     alone = list_schedule(
         work,
         policy_of(next(iter(policies(False, many=False))), work, in_flight_limit),
@@ -128,46 +121,29 @@ def test_the_diagonal_program_says_when_nothing_helps() -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 def test_dealing_against_every_dealing(seed) -> None:
-    """Longest first is within 4/3 of the best of all dealings; each replica gets one."""
+    """Longest first, to replicas and to packs, is within 4/3 of the best of all dealings; each
+    replica and each pack gets a document."""
     random = Random(seed)
     cost = machine(pp=2)
-    rates = rates_of(cost)
-    replicas = random.choice((2, 3))
-    lengths = [random.randint(1, 20_000) for _ in range(7)]
+    rates, owners = rates_of(cost), random.choice((2, 3))
+    lengths = sorted((random.randint(100, 20_000) for _ in range(7)), reverse=True)
     seconds = rates.document_seconds(np.array(lengths))
 
     def slowest(owner) -> float:
-        sums = np.bincount(owner, weights=seconds, minlength=replicas)
-        return float(sums.max()) if (np.bincount(owner, minlength=replicas) > 0).all() else np.inf
+        sums = np.bincount(owner, weights=seconds, minlength=owners)
+        return float(sums.max()) if (np.bincount(owner, minlength=owners) > 0).all() else np.inf
 
-    best = min(slowest(owner) for owner in itertools.product(range(replicas), repeat=7))
-    assignments = balance_replicas(lengths, cost, replicas)
+    best = min(slowest(owner) for owner in itertools.product(range(owners), repeat=7))
+    assignments = balance_replicas(lengths, cost, owners)
     assert sorted(d for held in assignments for d in held) == list(range(7))
-    owner = np.empty(7, dtype=int)
+    replica_of = np.empty(7, dtype=int)
     for replica, held in enumerate(assignments):
-        owner[list(held)] = replica
-    assert best - 1e-12 <= slowest(owner) <= 4 / 3 * best + 1e-12
-
-
-def test_packing_program_against_scipy() -> None:
-    """Longest processing time into m bins is within 4/3 - 1/(3m) of the MILP's makespan."""
-    from megatron_epp.planner.chunks.bin_packing import longest_first
-    from megatron_epp.planner.chunks.slicing import cut_at
-
-    rates = rates_of(machine())
-    for seed in range(5):
-        random = Random(seed)
-        lengths = np.array(sorted((random.randint(100, 9_000) for _ in range(9)), reverse=True))
-        cuts = cut_at(lengths, np.array([0, int(lengths[0])]))
-        bucket, count = longest_first(cuts, rates, 3, 1e9)
-        assert count == 3
-        seconds = rates.document_seconds(lengths)
-        ours = np.bincount(bucket, weights=seconds).max()
-        best = min(
-            np.bincount(owner, weights=seconds, minlength=3).max()
-            for owner in itertools.product(range(3), repeat=9)
-        )
-        assert best <= ours * (1 + 1e-12) <= best * (4 / 3 - 1 / 9) * (1 + 1e-9)
+        replica_of[list(held)] = replica
+    uncut = cut_at(np.array(lengths), np.array([0, lengths[0]]))
+    pack_of, packs = longest_first(uncut, rates, owners, 1e9)
+    assert packs == owners
+    for owner in (replica_of, pack_of):
+        assert best - 1e-12 <= slowest(owner) <= (4 / 3 - 1 / (3 * owners)) * best + 1e-12
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -175,11 +151,8 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
     """Deep pipelines start with a few rows; what comes out keeps all of them."""
     random = Random(seed)
     cost = machine(pp=4, room_gib=3)
-    batch = SortedBatch.of([random.randint(2_000, 12_000) for _ in range(30)])
-    chunking = build_chunks(ChunkingParams(40.0), batch.lengths, rates_of(cost), 10**9)
-    loads = loads_of(chunking, batch.lengths)
-    work = problem_of(cost, chunking, loads, {})
-    in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
+    lengths = [random.randint(2_000, 12_000) for _ in range(30)]
+    _, chunking, loads, work, in_flight_limit = prepared(cost, lengths, 40.0)
     solver = ilp.Solver()
     freed = freed_bytes(cost, loads, "kf")
     most = np.full(chunking.count + cost.layout.stages - 1, min(cost.layout.layers))
@@ -227,10 +200,7 @@ def test_uneven_layers_pay_where_the_last_stage_carries_the_head() -> None:
 def test_the_ladder_is_convex() -> None:
     """Each step frees its bytes at a higher price than the one before."""
     cost = machine()
-    batch = SortedBatch.of([30_000, 500])
-    loads = loads_of(
-        build_chunks(ChunkingParams(4.0), batch.lengths, rates_of(cost), 10**9), batch.lengths
-    )
+    loads = prepared(cost, [30_000, 500], 4.0).loads
     letters = ladder(cost, loads)
     assert letters[0] == "k" and letters[-1] == "f" and len(letters) > 2
     saved = [cost.memory.saved_bytes((0, letter), loads).sum() for letter in letters]
@@ -244,12 +214,10 @@ def test_orders_played_again_take_what_they_took(pp, cut) -> None:
     """Whole and split, over links; and with other work what the simulator says. Two stages share
     a link between gradients and what H wants."""
     cost = machine(pp=pp, room_gib=3, link_seconds=True, vocabulary_parallel=cut)
-    batch = SortedBatch.of([20_000, 9_000, 7_000] + [1_500] * 12)
-    chunking = build_chunks(ChunkingParams(12.0), batch.lengths, rates_of(cost), 10**9)
-    loads = loads_of(chunking, batch.lengths)
+    lengths = [20_000, 9_000, 7_000] + [1_500] * 12
+    batch, chunking, loads, plain, in_flight_limit = prepared(cost, lengths, 12.0)
     more = {(0, "f"): np.full((pp, chunking.count), 3.0)}
-    plain, recomputing = (problem_of(cost, chunking, loads, counts) for counts in ({}, more))
-    in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
+    recomputing = problem_of(cost, chunking, loads, more)
     for style in policies(True, many=True):
         schedule = list_schedule(plain, policy_of(style, plain, in_flight_limit))
         again = replayed(plain, schedule)

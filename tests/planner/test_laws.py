@@ -30,7 +30,7 @@ from megatron_epp.planner.order.warmup import (
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.uniform import strict
 from megatron_epp.sim.engine import OpArrays
-from tests.planner.cases import LENGTHS, machine, machines, priced
+from tests.planner.cases import LENGTHS, machine, machines, prepared, priced
 
 SIZES = st.lists(st.integers(1, 6), min_size=1, max_size=8).map(lambda s: sorted(s, reverse=True))
 
@@ -148,10 +148,7 @@ def test_the_list_scheduler_tells_the_simulators_time(lengths, cost, seed) -> No
 def test_the_first_stage_splits_no_backward_for_nothing(lengths, cost, price) -> None:
     """Where W stands right behind I, a B delays nobody, saves the price and holds no more."""
     cost = priced(cost, price)
-    batch = SortedBatch.of(lengths)
-    chunking = build_chunks(ChunkingParams(12), batch.lengths, rates_of(cost), 50_000)
-    work = problem_of(cost, chunking, loads_of(chunking, batch.lengths), {})
-    in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
+    batch, chunking, loads, work, in_flight_limit = prepared(cost, lengths, 12)
     style = PolicyParams(strict=True, split=True, held=0.0, patience=1.0)
     schedule = list_schedule(work, policy_of(style, work, in_flight_limit))
     halves = Draft(chunking, {}, schedule.kinds, schedule.chunks)
@@ -168,7 +165,7 @@ def test_the_first_stage_splits_no_backward_for_nothing(lengths, cost, price) ->
             before.chunk != after.chunk
         )
     dearer = priced(cost, -0.5)  # where B takes longer than both, they stay apart
-    work = problem_of(dearer, chunking, loads_of(chunking, batch.lengths), {})
+    work = problem_of(dearer, chunking, loads, {})
     assert (merge_iw(schedule, work) == schedule.kinds).all()
 
 
@@ -226,9 +223,7 @@ def test_groups_can_be_arranged() -> None:
 def test_a_policy_that_fits_stays_within_the_budget() -> None:
     """Memory holds forwards back where greed would exceed the budget."""
     cost = machine(pp=4, room_gib=6)
-    batch = SortedBatch.of([6_000] * 60)
-    chunking = build_chunks(ChunkingParams(60.0), batch.lengths, rates_of(cost), 10**9)
-    work = problem_of(cost, chunking, loads_of(chunking, batch.lengths), {})
+    _, chunking, _, work, _ = prepared(cost, [6_000] * 60, 60.0)
     everything = np.full((4, chunking.count), chunking.count)
     greedy = Policy(group_by_group(chunking.sizes, 4), everything, everything)
     schedule = list_schedule(work, greedy)

@@ -11,22 +11,19 @@ from megatron_epp.cost.layer_kinds import parse_kinds
 from megatron_epp.cost.profile import layer_coefficients
 from megatron_epp.ir import Kind
 from megatron_epp.planner import ALL, PLANNERS, Options
-from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.chunks.slicing import equal_points
-from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.problem import (
     every_layer,
     left_layers,
-    loads_of,
     problem_of,
     rates_of,
 )
-from megatron_epp.planner.order.warmup import group_by_group, shrinking_in_flight
+from megatron_epp.planner.order.warmup import group_by_group
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.choices import diagonal_counts, freed_bytes, full_layers
 from megatron_epp.planner.recompute.uniform import strict
-from tests.planner.cases import mixture
+from tests.planner.cases import mixture, prepared
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -39,9 +36,8 @@ def test_recompute_by_kind_against_every_choice(seed) -> None:
     )
     layers = len(parse_kinds(pattern))
     cost = mixture(pattern, layers, 1)
-    batch = SortedBatch.of([random.randint(2_000, 12_000) for _ in range(3)])
-    chunking = build_chunks(ChunkingParams(3.0), batch.lengths, rates_of(cost), 10**9)
-    loads = loads_of(chunking, batch.lengths)
+    lengths = [random.randint(2_000, 12_000) for _ in range(3)]
+    _, chunking, loads, kept, _ = prepared(cost, lengths, 3.0)
     in_flight_limit = group_by_group(chunking.sizes, cost.layout.stages)
     assert cost.layout.kinds.number == 2 and chunking.count <= 4
 
@@ -49,7 +45,6 @@ def test_recompute_by_kind_against_every_choice(seed) -> None:
         moved = problem_of(cost, chunking, loads, counts).ops.moved_bytes
         return bool(ilp.within(in_flight_limit, chunking.backward, moved, budget).all())
 
-    kept = problem_of(cost, chunking, loads, {})
     free, _ = ilp._missing(
         in_flight_limit,
         kept.backward_order,
@@ -100,11 +95,8 @@ def test_a_stage_alone_with_its_kind_recomputes_it() -> None:
     """DeepSeek's first layers lie on the first stage alone: they are recomputed where the memory
     asks for it, though no other stage on their diagonals has any."""
     cost = mixture("3*dense 9*experts", 12, 4, room_gib=1e6)
-    batch = SortedBatch.of([20_000, 15_000, 9_000, 8_000])
-    chunking = build_chunks(ChunkingParams(12.0), batch.lengths, rates_of(cost), 10**9)
-    loads = loads_of(chunking, batch.lengths)
-    in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
-    kept = problem_of(cost, chunking, loads, {})
+    lengths = [20_000, 15_000, 9_000, 8_000]
+    _, chunking, loads, kept, in_flight_limit = prepared(cost, lengths, 12.0)
     full = every_layer("f", left_layers(cost, {}, chunking.count))
     least = list_schedule(
         problem_of(cost, chunking, loads, full), strict(in_flight_limit)

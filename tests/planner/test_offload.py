@@ -14,22 +14,17 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import BACKWARDS, OFFLOAD, Kind, Plan
 from megatron_epp.planner import ALL, PLANNERS, Options
-from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.epp.player import STRICT
 from megatron_epp.planner.epp.search import Search
-from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.problem import (
     ScheduleProblem,
-    loads_of,
     problem_of,
-    rates_of,
     with_unrecomputed,
 )
-from megatron_epp.planner.order.warmup import shrinking_in_flight
 from megatron_epp.planner.recompute import ilp, offload
 from megatron_epp.planner.recompute.choices import diagonal_counts
 from megatron_epp.planner.result import PlannedReplica
-from tests.planner.cases import LENGTHS, ROOMS_GIB, machine
+from tests.planner.cases import LENGTHS, ROOMS_GIB, machine, prepared
 from tests.planner.test_planners import QUICK, planned_or_refused, proves
 
 LONG = [30_000, 22_000, 9_000] + [900, 2_500, 4_000] * 8
@@ -59,9 +54,7 @@ def letters(plan: Plan) -> set[str]:
 @settings(QUICK, max_examples=40)
 def test_what_hides_takes_no_time_and_one_layer_more_does(lengths, pp, rate, chunks) -> None:
     cost = at_rate(machine(pp=pp, head_seconds=True), rate)
-    batch = SortedBatch.of(lengths)
-    chunking = build_chunks(ChunkingParams(chunks), batch.lengths, rates_of(cost), 10**9)
-    loads = loads_of(chunking, batch.lengths)
+    loads = prepared(cost, lengths, chunks).loads
     layers = np.array(cost.layout.layers, float)[:, None]
 
     def seconds(aside: np.ndarray) -> np.ndarray:
@@ -83,10 +76,8 @@ def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
     random = Random(seed)
     stages = random.choice((2, 4))
     cost = at_rate(machine(pp=stages, room_gib=3.3), random.choice((3e9, 20e9)))
-    batch = SortedBatch.of([random.randint(2_000, 25_000) for _ in range(12)])
-    chunking = build_chunks(ChunkingParams(14.0), batch.lengths, rates_of(cost), 10**9)
-    loads = loads_of(chunking, batch.lengths)
-    in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
+    lengths = [random.randint(2_000, 25_000) for _ in range(12)]
+    _, chunking, loads, _, in_flight_limit = prepared(cost, lengths, 14.0)
     layers = np.array(cost.layout.layers, float)[:, None]
     aside = (
         offload.hidden_layers(cost, loads)[0, OFFLOAD] * (np.arange(stages) != stages - 1)[:, None]
@@ -116,9 +107,8 @@ def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
 def test_where_offloading_reaches_nothing_is_recomputed_and_no_time_is_lost(chunks) -> None:
     """A rate that hides everything, and memory for the window law with all layers offloaded and
     no byte more: 1F1B takes what it takes with ample memory."""
-    batch = SortedBatch.of(LONG)
     ample = at_rate(machine(pp=4, room_gib=1e6), 1e15)
-    chunking = build_chunks(ChunkingParams(chunks), batch.lengths, rates_of(ample), 10**9)
+    batch, chunking, *_ = prepared(ample, LONG, chunks)
     search = Search(batch, ample, ON)
     everything = np.tile(np.array(ample.layout.layers, float)[:, None], (1, chunking.count))
     kept = search.prepare(chunking)

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from itertools import combinations
+from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations, pairwise
 from pathlib import Path
 from random import Random
 
@@ -13,8 +14,14 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind
+from megatron_epp.ir.placement import named_placement
 from megatron_epp.planner import Options
-from megatron_epp.planner.choose.choice import RunChoice, partition_by_time, partition_of
+from megatron_epp.planner.choose.choice import (
+    RunChoice,
+    partition_by_time,
+    partition_of,
+    with_placement,
+)
 from megatron_epp.planner.choose.partition import (
     expected_features,
     fastest_layers,
@@ -27,34 +34,64 @@ from tests.cost.simple_device import OLD_H100
 LENGTHS = [30000, 12000, 5000, 3000, 3000, 900, 700, 400] * 4
 
 
-def slowest(seconds: np.ndarray, layers: tuple[int, ...]) -> float:
-    return max(part.sum() for part in np.split(seconds, np.cumsum(layers)[:-1]))
+def slowest(cost: Cost, seconds: list[np.ndarray], layers: tuple[int, ...]) -> float:
+    """Seconds of the slowest rank; ``seconds``: of every layer on every stage."""
+    ends = np.cumsum(layers)
+    parts = [own[e - n : e].sum() for own, e, n in zip(seconds, ends, layers, strict=True)]
+    return max(cost.layout.placement.of_ranks(parts))
 
 
-def every_partition(layers: int, stages: int):
+def every_partition(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
     for boundaries in combinations(range(1, layers), stages - 1):
-        yield tuple(b - a for a, b in zip((0, *boundaries), (*boundaries, layers), strict=True))
+        yield tuple(b - a for a, b in pairwise((0, *boundaries, layers)))
 
 
-@pytest.mark.parametrize(
-    ("name", "pp", "tp"),
-    [("llama3-8b", 4, 8), ("deepseek-v3", 3, 8), ("gpt-oss-20b", 4, 4), ("qwen3-30b-a3b", 3, 4)],
-)
-def test_no_partition_is_faster(name: str, pp: int, tp: int) -> None:
-    """All of them judged, on models with few enough layers."""
-    try:
-        cost = named_cost(name, "h200-141g", pp=pp, tp=tp, memory_budget_gib=1e5)
-    except ValueError as error:  # not a model of that name here
-        pytest.skip(str(error))
-    if sum(cost.layout.layers) > 64:
-        pytest.skip("too many partitions")
+def roomy(model: str, pp: int, tp: int) -> Cost:
+    return named_cost(model, "h200-141g", pp=pp, tp=tp, memory_budget_gib=1e5)
+
+
+def placed(name: str) -> Cost:
+    cost = named_cost("llama3-8b", OLD_H100, pp=2, tp=8, logits_held=False)
+    return with_placement(cost, named_placement(name, 2))
+
+
+def slow_ranks() -> Cost:
+    alone = named_cost("llama3-8b", "h100-80g", pp=4, cp=8)
+    profile = dataclasses.replace(alone.layout.profile, rank_slowness=(2.5, 1.0, 1.3, 1.7))
+    return alone.replace(profile=profile)
+
+
+# Models with few enough layers, ranks measured slower than others, placements, and MTP layers,
+# which stay on the last stage.
+PARTITIONED: Mapping[str, Callable[[Path], Cost]] = {
+    "llama3-8b": lambda path: roomy("llama3-8b", 4, 8),
+    "deepseek-v3": lambda path: roomy("deepseek-v3", 3, 8),
+    "gpt-oss-20b": lambda path: roomy("gpt-oss-20b", 4, 4),
+    "qwen3-30b-a3b": lambda path: roomy("qwen3-30b-a3b", 3, 4),
+    "slow ranks": lambda path: slow_ranks(),
+    "v": lambda path: placed("v"),
+    "interleaved": lambda path: placed("interleaved 2"),
+    "neighbours": lambda path: placed("place 0 0 1 1"),
+    "MTP": lambda path: roomy(predicting("llama3-8b", 2, path), 4, 8),
+}
+
+
+@pytest.mark.parametrize("name", PARTITIONED)
+def test_no_partition_is_faster(name: str, tmp_path: Path) -> None:
+    """All of them judged."""
+    cost = PARTITIONED[name](tmp_path)
     features = expected_features(cost, [LENGTHS])
-    seconds = stage_layer_seconds(cost, features)[0]
+    seconds = stage_layer_seconds(cost, features)
     found = fastest_layers(cost, features)
-    assert found is not None
-    best = min(slowest(seconds, each) for each in every_partition(len(seconds), pp))
-    assert slowest(seconds, found) == pytest.approx(best, rel=1e-12)
-    assert slowest(seconds, found) <= slowest(seconds, cost.layout.layers)
+    allowed = [
+        layers
+        for layers in every_partition(len(seconds[0]), cost.layout.stages)
+        if layers[-1] >= cost.layout.pinned_layers
+    ]
+    assert found in allowed
+    best = min(slowest(cost, seconds, layers) for layers in allowed)
+    assert slowest(cost, seconds, found) == pytest.approx(best, rel=1e-12)
+    assert best <= slowest(cost, seconds, cost.layout.layers)
 
 
 def test_the_head_takes_layers_from_the_last_stage() -> None:
@@ -147,7 +184,6 @@ def predicting(name: str, depths: int, tmp_path: Path) -> str:
 
 
 def test_depths_stay_on_the_last_stage_with_a_head_each(tmp_path: Path) -> None:
-    """And all of the others go where the slowest stage is fastest."""
     name, depths = predicting("llama3-8b", 2, tmp_path), 2
     cost = named_cost(name, "h200-141g", pp=4, tp=8, memory_budget_gib=1e5)
     plain = named_cost("llama3-8b", "h200-141g", pp=4, tp=8, memory_budget_gib=1e5)
@@ -156,13 +192,6 @@ def test_depths_stay_on_the_last_stage_with_a_head_each(tmp_path: Path) -> None:
         and cost.layout.predictions == 3
         and cost.layout.pinned_layers == 3
     )
-    features = expected_features(cost, [LENGTHS])
-    found = fastest_layers(cost, features)
-    seconds = stage_layer_seconds(cost, features)[0]
-    allowed = [each for each in every_partition(len(seconds), 4) if each[-1] > depths]
-    assert found in allowed
-    best = min(slowest(seconds, each) for each in allowed)
-    assert slowest(seconds, found) == pytest.approx(best, rel=1e-12)
     assert layout_flags((9, 9, 9, 7), 2)[-1] == "5"
     layout, one = plain.layout, plain.seconds.per(Kind.FORWARD)
     head = layout.row(layout.profile.last_seconds[Kind.FORWARD])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.layer_kinds import Choice, Counts
 from megatron_epp.planner.chunks.block import build_block
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import TAPERS, UNCUT, ChunkingParams, build_chunks
@@ -23,7 +24,10 @@ from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.problem import ChunkProblems, rates_of
 from megatron_epp.planner.published.infinipipe.planner import chunkings as alg1_chunkings
 from megatron_epp.planner.recompute import offload
-from megatron_epp.planner.recompute.hill_climbing import trimmed
+
+# Chosen by hand, like epp.search.GRID.
+SCALES = (0.0, 0.25, 0.5, 0.75, 0.9)
+UNDO_STEPS = (4, 2, 1)  # numbers of layers per diagonal to stop recomputing at once
 
 # The numbers down to CLIMB_FRACTION, and those of policies() and neighbours(), were chosen by hand.
 # The batches used for that are not recorded, and no sweep shows how sensitive plans are to them.
@@ -318,3 +322,57 @@ def neighbours(
     if params.local:
         for factor in (0.7, 1.4):
             yield changed(local=params.local * factor)
+
+
+# ------------------------------------------------------------------ hill climbing over recompute
+
+
+def trimmed[T](
+    best: T,
+    counts_of: Callable[[T], Counts],
+    play: Callable[[Counts], T | None],
+    rank: Callable[[T], tuple[float, float]],
+    slots: np.ndarray,
+) -> T:
+    """Return the best candidate found by reducing the recompute of ``best``.
+
+    First, all recompute counts are scaled. Then the counts of one diagonal of stages and chunks at
+    a time are reduced, in descending order of recomputed layers.
+
+    Args:
+        best: candidate to start from.
+        counts_of: function that returns the recompute counts of a candidate.
+        play: function that simulates given counts and returns a candidate; None if no effort is
+            left.
+        rank: function that returns the sort key of a candidate.
+        slots: [stages, chunks] index of the diagonal of each stage and chunk.
+    """
+    start = counts_of(best)
+    for counts in (_scaled(start, scale) for scale in SCALES):
+        tried = play(counts)
+        if tried is None:
+            return best
+        if rank(tried) < rank(best):
+            best = tried
+    for step in UNDO_STEPS:
+        for mode, slot in list(_places(counts_of(best), slots)):
+            counts = counts_of(best)
+            grid = counts[mode]
+            less = np.where(slots == slot, np.maximum(grid - step, 0.0), grid)
+            tried = play({**counts, mode: less})
+            if tried is None:
+                return best
+            if rank(tried) < rank(best):
+                best = tried
+    return best
+
+
+def _scaled(counts: Counts, scale: float) -> Counts:
+    return {mode: np.ceil(grid * scale) for mode, grid in counts.items()}
+
+
+def _places(counts: Counts, slots: np.ndarray) -> Iterator[tuple[Choice, int]]:
+    for mode, grid in counts.items():
+        weight = np.bincount(slots.ravel(), weights=grid.ravel())
+        order = np.argsort(-weight, kind="stable")
+        yield from ((mode, int(slot)) for slot in order if weight[slot] > 0)

@@ -29,9 +29,10 @@ import numpy as np
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import FULL, OFFLOAD
+from megatron_epp.planner.chunks.bin_packing import first_fit
 from megatron_epp.planner.chunks.block import folded
-from megatron_epp.planner.chunks.chunking import Chunking
-from megatron_epp.planner.chunks.fixed_size import fixed_chunks, packed_chunks, sizes
+from megatron_epp.planner.chunks.chunking import Chunking, assemble
+from megatron_epp.planner.chunks.slicing import Rates, cut_at
 from megatron_epp.planner.lower_bound import ordered_bound_seconds, work_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.compiled import F, I, W
@@ -53,6 +54,9 @@ from megatron_epp.planner.recompute.uniform import (
 
 Place = tuple[int, ...]  # rank of every stage
 
+LEAST_CHUNK_TOKENS = 1024
+STEP = 2**0.5  # factor between chunk sizes, from the context down; finer steps change little
+SIZES = 12
 GROWTH = 2**0.25  # factor between packing lengths; finer steps change little
 RANK_SLICES = (1, 2, 4)  # of SlimPipe: factors on the number of ranks
 MOST_SLICES = 2048
@@ -213,6 +217,38 @@ def _of_slices(
         if number and slices.count > MOST_SLICES:
             break
         yield _folded(slices, cost, options), f"slices of {size}", 0
+
+
+def sizes(context: int, multiple: int) -> Iterator[int]:
+    """Yield chunk sizes to try, multiples of ``multiple`` tokens, from context to about 1024."""
+    seen = set()
+    for power in range(SIZES):
+        size = max(multiple, round(context / STEP**power / multiple) * multiple)
+        if size not in seen and (power == 0 or size >= min(LEAST_CHUNK_TOKENS, context)):
+            seen.add(size)
+            yield size
+
+
+def packed_chunks(lengths: np.ndarray, context: int, rates: Rates) -> Chunking:
+    """Return chunks of at most ``context`` tokens, with unsliced documents packed first-fit.
+
+    If the longest document has more tokens than ``context``, its length is the limit.
+    """
+    longest = int(lengths[0])
+    uncut = cut_at(lengths, np.array([0, longest]))
+    bucket, buckets = first_fit(uncut, max(context, longest))
+    return assemble(uncut, bucket, buckets, rates)
+
+
+def fixed_chunks(lengths: np.ndarray, size: int, rates: Rates) -> Chunking:
+    """Return chunks of ``size`` tokens: slices of long documents, and packs of the rest.
+
+    A pack holds short documents and at most one tail (the last slice of a long document).
+    """
+    points = np.arange(0, int(lengths[0]) + size, size)
+    cuts = cut_at(lengths, points)
+    bucket, buckets = first_fit(cuts, size)
+    return assemble(cuts, bucket, buckets, rates)
 
 
 # ------------------------------------------------------------------ order of ops
