@@ -12,10 +12,8 @@ from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.columns import CONTEXT
-from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.fit import Sample, fit_profile
 from megatron_epp.cost.fitting.regression import fit, nnls
-from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import (
     MEASURED,
     Bytes,
@@ -266,20 +264,6 @@ def test_noise_is_seen_in_the_quality() -> None:
         assert quality.tested == 60
         assert 0.02 < quality.median < 0.05  # of |normal(0, 5%)| the median is 3.4%
     assert "seconds of F: error median" in str(fitted)
-
-
-def test_a_fitted_profile_makes_a_cost() -> None:
-    rows = measured(noise=0.0)
-    rows.pop("truth")
-    cost = Cost(StageLayout(fit_profile(TEMPLATE, WHERE, **rows).profile, (4, 4)), (1e12, 1e12))
-    row = rows["seconds"][Kind.FORWARD][0]
-    load = np.array([row.tokens, row.pairs, 1.0])
-    expected = seconds_of(
-        cost.layout.profile,
-        Kind.FORWARD,
-        dataclasses.replace(row, choice="kkkk", first=True, last=False),
-    )
-    assert cost.seconds.per(Kind.FORWARD)[0] @ load == pytest.approx(expected)
 
 
 def test_bad_samples() -> None:

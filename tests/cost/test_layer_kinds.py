@@ -341,34 +341,6 @@ def test_ledgers_of_mixtures_end_at_zero(both: tuple[Cost, Plan]) -> None:
     assert min(played.peak_bytes) >= 0
 
 
-def twins(difference: float) -> tuple[Cost, Cost]:
-    """llama3-8b, and the same in two kinds that differ so much in what nothing depends on (W's
-    gathers under ZeRO 1)."""
-    one = named_cost("llama3-8b", "h100-80g", pp=4, tp=8)
-    figures = layer_coefficients(one.layout.profile)
-    gathers = {**figures.gather_seconds, Kind.WEIGHT: figures.gather_seconds[Kind.WEIGHT]}
-    gathers[Kind.WEIGHT] += difference
-    other = dataclasses.replace(figures, gather_seconds=gathers)
-    made = one.layout.profile.with_kinds({"even": figures, "odd": other})
-    return one, one.replace(profile=made, layer_kinds=("even", "odd") * 16)
-
-
-def test_kinds_with_the_same_figures_are_one() -> None:
-    one, two = twins(0.0)
-    assert two.layout.kinds.number == 1
-    _, apart = twins(1.0)
-    assert apart.layout.kinds.number == 2 and apart.layout.kinds.counts.tolist() == [[4.0] * 4] * 2
-    plan = arbitrary_plan([9000, 500, 7000], (8,) * 4, Random(1), modes="kfmo")
-    for other in (two, apart):
-        tables = [cost.table(plan) for cost in (one, other)]
-        for name in ("seconds", "held_bytes", "workspace_bytes", "comm_seconds"):
-            for key, grid in getattr(tables[0], name).items():
-                found = np.asarray(getattr(tables[1], name)[key])
-                if other is two:
-                    assert np.array_equal(found, grid), (name, key)
-                assert np.allclose(found, grid, rtol=1e-12, atol=1.01), (name, key)
-
-
 # --- what a cost refuses --------------------------------------------------------------------------
 
 
@@ -445,15 +417,12 @@ ACTIVE = {"qwen3-30b-a3b": 3.3, "qwen3-235b-a22b": 22.0, "deepseek-v3": 37.0, "g
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_shapes_have_the_published_number_of_parameters(name: str) -> None:
-    assert model(name).parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
-
-
-@pytest.mark.parametrize("name", ACTIVE)
-def test_a_token_meets_the_published_number_of_parameters(name: str) -> None:
     known = model(name)
+    assert known.parameters / 1e9 == pytest.approx(PUBLISHED[name], rel=0.01)
     met = sum(known.shapes[kind].active_parameters for kind in known.layer_kinds)
     ends = known.vocabulary_parameters * (1 if name.startswith("gpt-oss") else 2)
-    assert (met + ends) / 1e9 == pytest.approx(ACTIVE[name], rel=0.03)
+    if name in ACTIVE:
+        assert (met + ends) / 1e9 == pytest.approx(ACTIVE[name], rel=0.03)
 
 
 def test_layers_with_a_state_by_hand() -> None:

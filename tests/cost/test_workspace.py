@@ -15,7 +15,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.fit import line_above
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Profile, Workspace
-from megatron_epp.ir import OF_LAYERS, Item, Kind, Plan
+from megatron_epp.ir import Item, Kind, Plan
 from megatron_epp.planner.feasibility import most_tokens, require_fit
 from megatron_epp.sim.play import play
 from tests.show.plans import EXAMPLE
@@ -76,19 +76,6 @@ def test_workspaces_go_to_text_and_back() -> None:
     bad["workspace_bytes"]["F"]["per_contex_token"] = 1.0
     with pytest.raises(ValueError, match="workspace_bytes: expected an object with per_context_to"):
         Profile.from_json(json.dumps(bad))
-
-
-def test_absent_figures_change_no_byte() -> None:
-    made = cost(Workspace(2.0, 2.0))
-    loads = made.loads(PLAN.chunks, PLAN.documents)
-    for kind in OF_LAYERS:
-        bare = dataclasses.replace(
-            made.layout.profile,
-            workspace_bytes={kind: Workspace(2.0, 2.0) for kind in OF_LAYERS},
-            last_workspace_bytes={kind: Workspace() for kind in OF_LAYERS},
-        )
-        grid = made.replace(profile=bare).memory.workspace_bytes(kind, loads)
-        assert grid.tolist() == [[10_000.0, 11_000.0, 1800.0]] * 2
 
 
 def test_what_fits_leaves_room_for_it() -> None:

@@ -105,14 +105,6 @@ def test_recompute_choices_go_to_text_and_back(choice: str) -> None:
     assert parse_recompute(format_recompute(choice)) == choice
 
 
-def test_offloaded_layers_lie_evenly_among_the_others() -> None:
-    assert offload_among("ffkkkk", 0) == "ffkkkk"
-    assert offload_among("kkkk", 2) == "okkokk"
-    assert offload_among("fkk", 1) == "ofkk"
-    assert offload_among("f", 3) == "ofoo"
-    assert offload_among("", 2) == "oo"
-
-
 @given(st.text("kfc", max_size=30), st.integers(0, 30))
 def test_offloading_keeps_the_order_of_the_others(choice: str, count: int) -> None:
     """And between two offloaded layers lie as many others as between any two, give or take one."""

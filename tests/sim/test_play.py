@@ -1,6 +1,5 @@
 """The simulator against an independent replay, closed forms, and its own promises."""
 
-import time
 from itertools import pairwise
 from random import Random
 
@@ -35,7 +34,6 @@ from megatron_epp.sim.inputs import op_arrays, orders_of
 from megatron_epp.sim.play import BUSY, START, IdleTail, Wait, play
 from megatron_epp.sim.rule_arrays import needs_for
 from tests.plans import EXAMPLE, any_plans, evaluation, random_table, reordered
-from tests.programs import python
 from tests.sim.replay import Replay
 
 
@@ -426,38 +424,3 @@ def test_a_stuck_order_takes_forever() -> None:
     table = even_table(plan, 1, 2)
     arrays = op_arrays(table, slices_of(plan), rules_for(False))
     assert run(orders_of(plan), arrays, needs_for(False)).seconds == np.inf
-
-
-def test_it_is_fast() -> None:
-    """16 stages x 512 chunks in at most 0.1 s of the processor, warm: the best of five.
-
-    A clock that stands while others compute.
-    """
-    plan = one_f_one_b(16, [8] * 64)
-    table = even_table(plan, 1, 2)
-    play(plan, table)
-    best = np.inf
-    for _ in range(5):
-        begin = time.process_time()
-        play(plan, table)
-        best = min(best, time.process_time() - begin)
-    assert best <= 0.1
-
-
-def test_it_answers_without_torch() -> None:
-    program = """
-import sys
-for absent in ("torch", "megatron", "transformer_engine", "triton"):
-    sys.modules[absent] = None
-from megatron_epp.cost.build import named_cost
-from megatron_epp.ir import Plan
-from megatron_epp.sim.play import play
-from tests.plans import EXAMPLE
-plan = Plan.parse(EXAMPLE.replace("layers 4 4", "layers 20 20").replace("4k", "20k")
-                  .replace("3f1k", "15f5k").replace("2c2k", "10c10k"))
-cost = named_cost("gpt-13b", "a100-80g", pp=2, cp=8)
-print(play(plan, cost.table(plan)).seconds)
-"""
-    done = python("-c", program)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) > 0
