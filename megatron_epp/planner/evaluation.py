@@ -128,7 +128,7 @@ def _shares(
         stages, at = _turns(kinds, cost)
         own = [np.where(at < 0, NOTHING, each[0, at]) for each in (kinds, chunks)]
         draft = Draft(chunking, {}, own[0], own[1], stages=stages)
-    members = member_plans(batch, draft, cost, options)
+    members = member_plans(batch, draft, cost)
     counts = with_unrecomputed(cost, {}, chunking.count)
     tables = [cost.table_of(member.loads, counts, forward_only=True) for member in members]
     played = [play(member.plan, table) for member, table in zip(members, tables, strict=True)]

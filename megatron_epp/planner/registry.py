@@ -21,7 +21,7 @@ from megatron_epp.planner.order.emit_block import PlannedBlock, emit_block
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.published import schedules
 from megatron_epp.planner.published.infinipipe import planner as infinipipe
-from megatron_epp.planner.published.schedules import Place, Published, any_place
+from megatron_epp.planner.published.schedules import Place, any_place
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 from megatron_epp.planner.result import PlannedReplica
 
@@ -96,10 +96,6 @@ def _with_effort(batch: SortedBatch, cost: Cost, options: Options) -> Options:
     return dataclasses.replace(chosen, effort=(chosen.effort or 0) * options.lockstep)
 
 
-def _published(row: Published) -> Planner:
-    return Planner(row.name, row.draft, row.compared, row.takes, row.placements)
-
-
 _ROWS = (
     Planner("epp", epp.draft),
     Planner(
@@ -107,7 +103,10 @@ _ROWS = (
         takes=schedules.one_stage_a_rank,
         placements="one stage a rank",
     ),
-    *map(_published, schedules.ROWS),
+    *(
+        Planner(row.name, row.draft, row.compared, row.takes, row.placements)
+        for row in schedules.ROWS
+    ),
 )
 PLANNERS: Mapping[str, Planner] = {row.name: row for row in _ROWS}
 COMPARED = tuple(row.name for row in _ROWS if row.compared)

@@ -171,7 +171,6 @@ def test_so_with_layers_of_several_kinds(pattern, layers) -> None:
 def _require_bound(lengths, cost: Cost, width: int, seed: int, split: bool) -> None:
     random = Random(seed)
     batch = SortedBatch.of([*lengths, *[5] * width])
-    options = Options(lockstep=width)
     params = ChunkingParams(random.uniform(1, 20), cut=random.choice((0.5, 1.0)))
     most = int(batch.lengths[0])
     chunking = build_block(params, batch.lengths, rates_of(cost), most, 1, width)
@@ -186,9 +185,9 @@ def _require_bound(lengths, cost: Cost, width: int, seed: int, split: bool) -> N
     in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
     schedule = list_schedule(work, policy_of(style, work, in_flight_limit))
     draft = Draft(chunking, counts, schedule.kinds, schedule.chunks)
-    exact = block_peaks(batch, draft, cost, options) - np.array(cost.memory.states_bytes)
+    exact = block_peaks(batch, draft, cost) - np.array(cost.memory.states_bytes)
     assert (exact <= schedule.peak_bytes * (1 + 1e-9) + 16 * chunking.count).all()
-    shares = member_plans(batch, draft, cost, options)
+    shares = member_plans(batch, draft, cost)
     for share, table in zip(shares, tables_in_step(shares, draft, cost), strict=True):
         assert play(share.plan, table).seconds == pytest.approx(schedule.seconds, rel=1e-9)
 

@@ -103,7 +103,7 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
         best = dataclasses.replace(best, cost=cost.replace(layers=best.cost.layout.layers))
         if len(factors) == 1:
             return best
-        seconds = _seconds_by_host(batch, best, options)
+        seconds = _seconds_by_host(batch, best)
         drafts.append((best, seconds))
         if seconds.max() < DEPENDS * seconds.min():
             _report_expected(cost, options, number - len(factors))
@@ -131,9 +131,9 @@ def _with_hosts(cost: Cost, factor: float) -> Cost:
     return cost.with_coefficients_times({"host_seconds": factor, "expert_host_seconds": factor})
 
 
-def _seconds_by_host(batch: SortedBatch, scored: ScoredDraft, options: Options) -> np.ndarray:
+def _seconds_by_host(batch: SortedBatch, scored: ScoredDraft) -> np.ndarray:
     """Return the simulated seconds [HOSTS] of a draft with each of the factors HOSTS."""
-    members = member_plans(batch, scored.draft, scored.cost, options)
+    members = member_plans(batch, scored.draft, scored.cost)
     tables = (
         tables_in_step(members, scored.draft, _with_hosts(scored.cost, factor))[0]
         for factor in HOSTS
@@ -170,7 +170,7 @@ def _fastest(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
         more = _searched(batch, cost, many)
         best = min([best, *more], key=lambda candidate: candidate.rank)
     if best.over_bytes > 0:
-        peaks = block_peaks(batch, best.draft, best.cost, options).astype(np.int64)
+        peaks = block_peaks(batch, best.draft, best.cost).astype(np.int64)
         if (peaks > np.array(best.cost.device_budget_bytes)).any():
             raise no_plan_fits(best.cost, batch.documents, tuple(peaks.tolist()))
     return best
@@ -304,7 +304,7 @@ def _own(
         best = _on_devices(batch, cost, options, tables, host)
         if best is None:
             return None
-        taken = most_host_bytes(batch, best.draft, cost, options)
+        taken = most_host_bytes(batch, best.draft, cost)
         if taken <= cost.host_budget_bytes:
             return best
         assert not host.at_once, "all that is offloaded fits at once"
@@ -326,7 +326,7 @@ def _on_devices(
         drafted = candidate.draft()
         if "exact" in options.levers:
             return ScoredDraft(candidate.seconds, candidate.over_bytes, drafted, cost)
-        exact = block_peaks(batch, drafted, cost, options)
+        exact = block_peaks(batch, drafted, cost)
         over = exact - np.array(cost.device_budget_bytes)
         if (over <= 0).all():
             return ScoredDraft(candidate.seconds, 0.0, drafted, cost)

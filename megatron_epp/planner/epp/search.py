@@ -348,8 +348,8 @@ def trimmed[T](
         slots: [stages, chunks] index of the diagonal of each stage and chunk.
     """
     start = counts_of(best)
-    for counts in (_scaled(start, scale) for scale in SCALES):
-        tried = play(counts)
+    for scale in SCALES:
+        tried = play({mode: np.ceil(grid * scale) for mode, grid in start.items()})
         if tried is None:
             return best
         if rank(tried) < rank(best):
@@ -365,10 +365,6 @@ def trimmed[T](
             if rank(tried) < rank(best):
                 best = tried
     return best
-
-
-def _scaled(counts: Counts, scale: float) -> Counts:
-    return {mode: np.ceil(grid * scale) for mode, grid in counts.items()}
 
 
 def _places(counts: Counts, slots: np.ndarray) -> Iterator[tuple[Choice, int]]:

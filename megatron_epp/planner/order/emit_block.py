@@ -46,23 +46,20 @@ class MemberPlan:
     loads: Loads
 
 
-def member_plans(
-    batch: SortedBatch, draft: Draft, cost: Cost, options: Options
-) -> tuple[MemberPlan, ...]:
+def member_plans(batch: SortedBatch, draft: Draft, cost: Cost) -> tuple[MemberPlan, ...]:
     """Return the plan of every replica of a lockstep group.
 
     Args:
         batch: the documents, sorted by length.
         draft: the common plan as arrays.
         cost: cost model, including the stages and parallel degrees.
-        options: planner options, such as levers and effort.
     """
     chunking = draft.chunking
     members = chunking.members if isinstance(chunking, BlockChunking) else (chunking,)
-    return tuple(_member_plan(batch, draft, member, cost, options) for member in members)
+    return tuple(_member_plan(batch, draft, member, cost) for member in members)
 
 
-def most_host_bytes(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> float:
+def most_host_bytes(batch: SortedBatch, draft: Draft, cost: Cost) -> float:
     """Return the peak of a rank's offloaded bytes in host memory, over all replicas of the group.
 
     The arguments are those of :func:`member_plans`.
@@ -71,16 +68,14 @@ def most_host_bytes(batch: SortedBatch, draft: Draft, cost: Cost, options: Optio
         return 0
     return max(
         bytes_
-        for member in member_plans(batch, draft, cost, options)
+        for member in member_plans(batch, draft, cost)
         for bytes_ in cost.layout.placement.of_ranks(
             host_peak_bytes(cost, member.plan, member.loads)
         )
     )
 
 
-def _member_plan(
-    batch: SortedBatch, draft: Draft, member: Chunking, cost: Cost, options: Options
-) -> MemberPlan:
+def _member_plan(batch: SortedBatch, draft: Draft, member: Chunking, cost: Cost) -> MemberPlan:
     assignment = tuple(sorted(batch.names[d] for d in np.unique(member.spans.document)))
     local = {document: number for number, document in enumerate(assignment)}
     # -1: document of another replica, which is not used.
@@ -113,7 +108,7 @@ def emit_block(
         cost: cost model, including the stages and parallel degrees.
         options: planner options, such as levers and effort.
     """
-    members = member_plans(batch, draft, cost, options)
+    members = member_plans(batch, draft, cost)
     local = any(chunk.has_local for member in members for chunk in member.plan.chunks)
     bound = block_bound_seconds(batch.lengths, cost, options.lockstep, local)
     planned = []
@@ -123,16 +118,15 @@ def emit_block(
     return PlannedBlock(tuple(member.assignment for member in members), tuple(planned))
 
 
-def block_peaks(batch: SortedBatch, draft: Draft, cost: Cost, options: Options) -> np.ndarray:
+def block_peaks(batch: SortedBatch, draft: Draft, cost: Cost) -> np.ndarray:
     """Return simulated peak bytes [ranks], with model states: the maximum over the replicas.
 
     Args:
         batch: the documents, sorted by length.
         draft: the common plan as arrays.
         cost: cost model, including the stages and parallel degrees.
-        options: planner options, such as levers and effort.
     """
-    members = member_plans(batch, draft, cost, options)
+    members = member_plans(batch, draft, cost)
     tables = tables_in_step(members, draft, cost)
     return np.max(
         [

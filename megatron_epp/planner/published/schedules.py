@@ -151,7 +151,7 @@ class Published:
             else:
                 drafts = _saving(problems, policies, note, self.saving)
             for drafted in drafts:
-                if most_host_bytes(batch, drafted.draft, cost, options) > cost.host_budget_bytes:
+                if most_host_bytes(batch, drafted.draft, cost) > cost.host_budget_bytes:
                     on_device = [mode for mode in modes if mode != OFFLOAD]
                     drafted = uniform_draft(problems, policies, note, on_device)
                 if best is None or drafted.rank < best.rank:

@@ -114,7 +114,7 @@ def draft_below(
         if np.isfinite(below) and bound(best.ilps.chunking) >= below:
             return None
         note = f"{best.note}, predicted {best.seconds:.6g} s"
-        played, peaks = _play(batch, best.ilps.chunking, best.cuts, counts, note, cost, options)
+        played, peaks = _play(batch, best.ilps.chunking, best.cuts, counts, note, cost)
         if played.over_bytes <= 0:
             return played
         if played.seconds >= below:
@@ -134,7 +134,7 @@ def _anything_that_fits(batch: SortedBatch, cost: Cost, options: Options) -> Sco
         everything = every_layer(FULL, left_layers(cost, {}, chunking.count))
         for cuts in ((), tuple(range(1, chunking.groups))):
             description = f"{note}, everything recomputed"
-            played, _ = _play(batch, chunking, cuts, everything, description, cost, options)
+            played, _ = _play(batch, chunking, cuts, everything, description, cost)
             best = played if best is None else min(best, played, key=lambda scored: scored.rank)
     assert best is not None, "there is at least one chunking"
     return best
@@ -226,7 +226,6 @@ def _play(
     counts: Counts,
     note: str,
     cost: Cost,
-    options: Options,
 ) -> tuple[ScoredDraft, np.ndarray]:
     """Return the simulated draft, and its exact peak bytes [stages] without model states."""
     loads = loads_of(chunking, batch.lengths, cost.multiple)
