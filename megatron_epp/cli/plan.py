@@ -246,7 +246,6 @@ def _lockstep_lines(result: Outcome) -> list[str]:
 
 def _overlapped(plan: Plan, cost: Cost) -> list[str]:
     """Return lines on total and exposed time of messages and of data-parallel communication."""
-    cost = cost.replace(layers=plan.layers)  # the lever uneven may have moved layers
     table = cost.table(plan)
     played = play(plan, table)
     lines = []

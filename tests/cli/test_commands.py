@@ -89,7 +89,7 @@ def test_every_format_of_a_picture(cli: Commands, folder: Path) -> None:
     assert [p.name for p in folder.iterdir() if "partial" in p.name] == []
 
 
-@pytest.mark.slow
+@pytest.mark.everything
 def test_plan_offloads_where_memory_is_tight(cli: Commands) -> None:
     """All levers do, those of training do not; a machine without a host link refuses the plan."""
     tight = f"{ON_TWO} --memory-budget-gib 10"
