@@ -36,12 +36,6 @@ assert schedules.get_forward_backward_func(1, None) is schedules.forward_backwar
 """
 
 
-@pytest.fixture
-def tree(tmp_path) -> Path:
-    """A copy of the installed Megatron, as a checkout has it: its packages in ``megatron/``."""
-    return megatron_copy(tmp_path)
-
-
 def git_apply(tree: Path, *words: str) -> Done:
     return run("git", "apply", *words, cwd=tree)
 
@@ -52,17 +46,15 @@ def test_there_are_patches_and_the_readme_names_each():
     assert [patch.stem for patch in PATCHES if patch.stem not in readme] == []
 
 
-def test_the_patches_apply_alone_and_together_and_not_twice(tree):
+def test_the_patches_apply_and_where_they_are_applied_nothing_is_replaced(tmp_path):
+    """To a copy of the installed Megatron, as a checkout has it: alone, together, and not twice."""
+    tree = megatron_copy(tmp_path)
     for patch in PATCHES:
         done = git_apply(tree, "--check", str(patch))
         assert done.returncode == 0, done.stderr
     assert git_apply(tree, *map(str, PATCHES)).returncode == 0
     for patch in PATCHES:
         assert git_apply(tree, "--check", str(patch)).returncode != 0
-
-
-def test_where_the_patches_are_applied_nothing_is_replaced(tree):
-    assert git_apply(tree, *map(str, PATCHES)).returncode == 0
     path = f"{tree}{os.pathsep}{ROOT}"
     how = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = python("-c", LOOK.format(patched=str(tree)), cwd=tree, **how)
