@@ -39,15 +39,7 @@ GROUPS = {
     "Kernels": "epp_attention epp_mla_keeps epp_row_multiple",
     "Plans on disk": "epp_plan epp_record",
 }
-PLACES = {
-    "epp": "`--epp`",
-    "slices": "external loops",
-    "calls": "calls of loops",
-    "no_gpu": "CPU-only host",
-}
-# Columns of the support page, in which "external loops" covers a model and its calls.
-COLUMNS = [name for place, name in PLACES.items() if place != "calls"]
-UNTYPED = "no effect if typed"
+COLUMNS = {"training": "`--epp`", "slices": "external loops", "no_gpu": "CPU-only host"}
 
 
 # ------------------------------------------------------------------ Markdown
@@ -210,13 +202,13 @@ def refused_page() -> str:
 
     rows = []
     for row in TABLE:
-        places = [
-            "" if getattr(row, place) is None
-            else UNTYPED if place == "epp" and not row.typed
-            else "refused"
-            for place in PLACES
-        ]  # fmt: skip
-        rows.append([as_code(cell(row.what)), *places, as_code(cell(row.instead))])
+        instead = {
+            "training": "refused" if row.typed else "no effect if typed",
+            "slices": "Megatron's schedule" if row.of_call else "refused",
+            "no_gpu": "refused",
+        }
+        columns = [instead[column] if getattr(row, column) else "" for column in COLUMNS]
+        rows.append([as_code(cell(row.what)), *columns, as_code(cell(row.instead))])
     return "\n".join(
         [
             f"# Flags and features that are refused or have no effect\n\n{NOTE}\n",
@@ -226,13 +218,12 @@ def refused_page() -> str:
             "the flag is [ignored with a warning](#flags-without-effect); from a checkpoint's "
             "arguments or from a script it is refused.\n"
             "- External loops: `megatron_epp.attach` refuses such a model of an "
-            "[external training loop](../guides/external_loops.md).\n"
-            "- Calls of loops: Megatron's own schedule runs such calls of an attached model, and a "
-            "line says so once.\n"
+            "[external training loop](../guides/external_loops.md). *Megatron's schedule*: runs "
+            "such calls of an attached model, and a line says so once.\n"
             "- CPU-only host: refused at start on a host without a GPU.\n"
             "- An empty cell: not refused there.\n",
             "## Refused\n",
-            table(("feature", *PLACES.values(), "instead"), rows),
+            table(("feature", *COLUMNS.values(), "instead"), rows),
             "## Flags without effect\n",
             "With `--epp` these flags of Megatron-LM are set back to their neutral values, and "
             "rank 0 logs one warning that names them. Results are those without the flags.\n",
@@ -301,15 +292,16 @@ def answers(words: str, external: bool) -> Iterator[str]:
         max_sequence_length=config.seq_length,
     )
 
-    def runs(*asked: tuple[Any, Any]) -> str:
-        return "yes" if all(limit_for(place, of) is None for place, of in asked) else "no"
+    def runs(*refusals: str | None) -> str:
+        return "yes" if refusals == (None,) * len(refusals) else "no"
 
     taken = " ".join(getattr(args, TAKEN, ()))
     ignored = any(word in taken for word in words.split() if word.startswith("--"))
-    trains = "no effect" if ignored else runs(("epp", args))
+    trains = "no effect" if ignored else runs(limit_for("training", args))
     yield trains
-    yield runs(("slices", model), ("calls", call)) if external else ""
-    yield trains if trains != "yes" else runs(("no_gpu", args))
+    loops = limit_for("slices", model), limit_for("slices", call, of_call=True)
+    yield runs(*loops) if external else ""
+    yield trains if trains != "yes" else runs(limit_for("no_gpu", args))
 
 
 def support_page() -> str:
@@ -325,7 +317,7 @@ def support_page() -> str:
             what = "<br>".join(filter(None, (feature["what"], feature.get("note"))))
             rows.append([what, *runs, typed])
         parts.append(f"## {section['title']}\n")
-        parts.append(table(("feature", *COLUMNS, "flags"), rows))
+        parts.append(table(("feature", *COLUMNS.values(), "flags"), rows))
     return "\n".join([*parts, source["end"]])
 
 

@@ -27,7 +27,6 @@ REGISTRIES = (
     "mcore.kinds.base",
     "mcore.kinds.certificate_base",
     "mcore.kinds.certificates",
-    "mcore.kinds.heads",
     "mcore.kinds.limit",
     "mcore.kinds.modules",
     "mcore.kinds.mtp.mtp_layers",

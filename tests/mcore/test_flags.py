@@ -53,6 +53,8 @@ def test_every_flag_of_megatrons_parser_is_known(monkeypatch: pytest.MonkeyPatch
             "--hybrid-layer-pattern=*-/* --position-embedding-type rope",
             "further tokens predicted with tied embeddings over several stages",
         ),
+        ("--attention-dropout 0.1", "--epp does not run dropout in attention"),
+        ("--fp4-format e2m1 --bf16", "--epp does not run fp4"),
         ("--lr 1e-3 --min-lr 1", "Megatron refuses the flags (--min-lr, --lr) at arguments.py:"),
         ("--num-experts 6 --expert-model-parallel-size 4", "expected a multiple of it"),
         (

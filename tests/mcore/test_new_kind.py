@@ -218,9 +218,10 @@ require_pattern(args)
 made = model_shape(args)
 assert made.layer_kinds == ("sum", "attention", "sum", "mlp"), made.layer_kinds
 assert made.shapes["sum"].carried.state == 2 * 16
-assert limit_for("epp", args).startswith("--epp does not run decayed sums over context-parallel")
+refused = "--epp does not run decayed sums over context-parallel"
+assert limit_for("training", args).startswith(refused)
 args.context_parallel_size = 1
-assert limit_for("epp", args) is None
+assert limit_for("training", args) is None
 
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.build import even_layers

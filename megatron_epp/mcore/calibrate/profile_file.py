@@ -29,7 +29,7 @@ FILE_NAME = "epp-cost-model.json"
 
 def provenance_of(args: Any) -> Provenance:
     """Return the provenance of this job's profile: model, device and dtype."""
-    from megatron_epp.mcore.kinds.heads import query_groups
+    from megatron_epp.mcore.kinds.base import query_groups
     from megatron_epp.mcore.lm_head.fused_head import fused_head
 
     sizes = f"hidden {args.hidden_size} ffn {args.ffn_hidden_size}"

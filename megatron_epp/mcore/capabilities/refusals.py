@@ -7,7 +7,7 @@ from contextlib import suppress
 from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.flags.config import OFF, ON, PLACING_FLAGS, layers_by_time
-from megatron_epp.mcore.kinds.heads import query_groups
+from megatron_epp.mcore.kinds.base import query_groups
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, lockstep_of
 from megatron_epp.mcore.placing.requested import asked_placement, stages_of
 
@@ -89,7 +89,7 @@ def require_vocabulary_parallel(args: argparse.Namespace) -> None:
 def refuse_by_name(args: argparse.Namespace) -> None:
     """Raise a ValueError if ``args``, before validation, use an unsupported feature (table.py)."""
     with suppress(AttributeError, TypeError):  # validation would set missing attributes
-        if (reason := limit_for("epp", args)) is not None:
+        if (reason := limit_for("training", args)) is not None:
             raise ValueError(reason)
 
 
@@ -98,7 +98,7 @@ def refuse(args: argparse.Namespace) -> None:
     context = getattr(args, "seq_length", None)
     if context is not None and context < 1:
         raise ValueError(f"--seq-length {context}: expected a context of at least 1 token")
-    if (reason := limit_for("epp", args)) is not None:
+    if (reason := limit_for("training", args)) is not None:
         raise ValueError(reason)
     for part in LAYER_KINDS:
         part.refuse(args)

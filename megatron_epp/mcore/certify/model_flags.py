@@ -1,11 +1,12 @@
 """Reader of the user's model flags: Megatron's args for a small model in the certified dtype."""
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,18 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import BF16, FLOAT64
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.certify.scale_down import small
-from megatron_epp.mcore.flags.config import AUTO, FUSED_LINEARS, OFF, PLACING_FLAGS
+from megatron_epp.mcore.flags.config import (
+    AUTO,
+    FUSED_LINEARS,
+    OFF,
+    PLACING_FLAGS,
+    elastic_defaults,
+)
 from megatron_epp.mcore.hybrid.pattern import mtp_part_of, symbols_of_layers
 from megatron_epp.mcore.hybrid.segments import layout_symbols
 from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
+from megatron_epp.mcore.kinds.base import query_groups
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
-from megatron_epp.mcore.kinds.heads import query_groups
 from megatron_epp.mcore.kinds.registry import kind_defaults
 from megatron_epp.mcore.model.quantisation import per_tensor_scales
 from megatron_epp.mcore.model.shape import with_mtp
@@ -98,7 +105,8 @@ _NOT_REFERENCE: dict[str, Any] = {
 def parsed(flags: Sequence[str], pp: int) -> Namespace:
     """Parse ``flags`` with Megatron's parser; return the args, with --epp over ``pp`` stages.
 
-    The function removes flags that have no effect under a plan.
+    The function removes flags that have no effect under a plan. It refuses what training with
+    --epp refuses, because a certificate does not need some of these flags, and replaces others.
 
     Raises:
         ValueError: A flag is refused.
@@ -106,9 +114,18 @@ def parsed(flags: Sequence[str], pp: int) -> Namespace:
     stages = ["--pipeline-model-parallel-size", str(pp)]
     with refusals_as_value_errors(), _command_line([*flags, *stages, "--epp"]):
         args = parse_args(prepare_parser)
+        refusals.refuse_by_name(parse_args(partial(_as_in_training, args)))
     if args.epp_vocab_parallel == AUTO:  # a certificate is for explicit values
         args.epp_vocab_parallel = OFF
     return args
+
+
+def _as_in_training(wanted: Namespace, parser: ArgumentParser) -> ArgumentParser:
+    """Return the parser of training on GPUs, with Transformer Engine's layers by default."""
+    parser = prepare_parser(parser)
+    defaults = elastic_defaults(wanted) | kind_defaults(wanted)
+    parser.set_defaults(**defaults, transformer_impl="transformer_engine")
+    return parser
 
 
 @dataclass(frozen=True, slots=True)

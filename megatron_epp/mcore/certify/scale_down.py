@@ -21,8 +21,8 @@ from megatron_epp.certify.degrees import Degrees
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.layer_selection import small_kinds
 from megatron_epp.mcore.hybrid.pattern import pattern_of, symbols_of_layers
+from megatron_epp.mcore.kinds.base import query_groups
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
-from megatron_epp.mcore.kinds.heads import query_groups
 from megatron_epp.mcore.kinds.registry import model_sizes, require_pattern
 from megatron_epp.mcore.model.shape import stage_layers
 from megatron_epp.mcore.placing.requested import asked_placement, layers_of_placement, placed_values

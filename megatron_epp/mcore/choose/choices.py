@@ -182,9 +182,9 @@ def choose_vocabulary(args: Any, parts: Any = None) -> str | None:
 
 
 def _vocabulary_and_reason(args: Any, parts: Any) -> tuple[str, str]:
-    refused, unlike = vocabulary_refusal(args), limit_for("epp", args)
+    refused, unlike = vocabulary_refusal(args), limit_for("training", args)
     args.epp_vocab_parallel = ON
-    if (said := limit_for("epp", args)) not in (None, unlike):
+    if (said := limit_for("training", args)) not in (None, unlike):
         refused = said, ""
     args.epp_vocab_parallel = OFF
     if parts is not None and parts.pre_wrap is not None:

@@ -1,78 +1,98 @@
 """Limit of this package: an unsupported feature, listed in docs/reference/refused_flags.md."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-Reason = Callable[[Any], str | None]
+from megatron_epp.mcore.patching import emulated_engine
+
+type Column = Literal["training", "slices", "no_gpu"]
+# Holder of settings -> whether they select the feature, or the reason why it is refused.
+type Test = Callable[[Any], bool | str | None]
+
+# Values with which a flag is not set, next to None, False, 0, "none" and [].
+_UNSET = {
+    "dataloader_type": "external",
+    "distributed_backend": "gloo",
+    "micro_batch_size": 1,
+    "transformer_impl": "local",
+}
+_FLAGS = {"fp4": "--fp4-format", "fp8": "--fp8-format"}  # of other names than their settings
+_EMULATED = ("fp8", "transformer_impl")  # what a CPU emulates with Transformer Engine
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Feature that --epp, slices, planned calls or CPU-only hosts do not support.
+    """Feature that training with --epp, slices of external loops or CPU-only hosts do not support.
 
-    An attribute that is a function returns None or False if the feature is not used or is
-    supported.
+    A test is either the names of settings, separated by blanks, one of which must be set, or a
+    function. The function may also return the reason of the refusal; by default, the reason is
+    made of ``what`` and ``instead``.
 
     Attributes:
         what: Description of the feature, with its flags.
         instead: What the user should do instead.
-        epp: Function (args) -> whether the flags select the feature; --epp then refuses the flags.
-        slices: Function (model of an external training loop) -> the reason why ``attach`` refuses
-            the model. If the result is True, the reason is made of ``what`` and ``instead``.
-        calls: Function (call of a loop) -> the reason why Megatron's own schedule runs the call.
-        no_gpu: Function (args) -> the reason why CPU-only hosts refuse the flags.
+        training: Test of args; --epp refuses the flags.
+        slices: Test of the model of an external training loop, which ``attach`` then refuses; with
+            ``of_call``, test of a call of the loop, which Megatron's own schedule then runs.
+            Instead of names, {setting of the configuration: its description}. True applies
+            the test ``training`` to the model's configuration.
+        no_gpu: {setting of args: what to do instead}; CPU-only hosts refuse these settings.
         typed: Whether --epp refuses the flags if the user has typed them. If false, typed flags are
             removed with a warning (replaced.py), and refused only if they were set in another way.
+        of_call: Whether ``slices`` is a test of each call of a loop.
     """
 
     what: str
     instead: str
-    epp: Callable[[Any], Any] | None = None
-    slices: Callable[[Any], str | bool | None] | None = None
-    calls: Reason | None = None
-    no_gpu: Reason | None = None
+    training: Test | str = ""
+    slices: Test | Mapping[str, str] | Literal[True] | None = None
+    no_gpu: Mapping[str, str] = field(default_factory=dict)
     typed: bool = True
+    of_call: bool = False
 
+    def reason(self, column: Column, holder: Any) -> str | None:
+        """Return the reason why ``column`` refuses ``holder``; None if it does not.
 
-def any_of(*names: str, harmless: tuple[Any, ...] = ()) -> Callable[[Any], bool]:
-    """Return a function that tests whether one of the flags ``names`` is set.
+        ``holder`` is args, or for slices a model or a call, which have a ``config``.
+        """
+        if column == "no_gpu":
+            return self._without_gpu(holder)
+        test = getattr(self, column)
+        if isinstance(test, Mapping):
+            prefix = "" if self.of_call else "slices do not compute "
+            names = (name for name in test if is_set(holder.config, name))
+            return next((f"{prefix}{test[name]} ({name})" for name in names), None)
+        if test is True:
+            test, holder = self.training, holder.config
+        used = test(holder) if callable(test) else is_set(holder, *(test or "").split())
+        if isinstance(used, str) or not used:
+            return used or None
+        runs = "slices do not compute" if column == "slices" else "--epp does not run"
+        return f"{runs} {self.what}: {self.instead}"
 
-    A flag is set if its value is not None, False or one of ``harmless``.
-    """
-
-    def asked(args: Any) -> bool:
-        values = [getattr(args, name, None) for name in names]
-        return any(v is not None and v is not False and v not in harmless for v in values)
-
-    return asked
-
-
-def settings(before: str = "", **words: str) -> Reason:
-    """Return a function that returns a description of the first setting in ``words`` that is set.
-
-    The returned function takes a model or a call of an external training loop, and reads its
-    ``config``. It returns None if no setting is set.
-
-    Args:
-        before: Text before the description of the setting.
-        words: Description of each setting, by the setting's name in the configuration.
-    """
-
-    def reason(holder: Any) -> str | None:
-        for name, what in words.items():
-            if getattr(holder.config, name, None) not in (None, False, 0, 0.0):
-                return f"{before}{what} ({name})"
+    def _without_gpu(self, args: Any) -> str | None:
+        for name, instead in self.no_gpu.items():
+            emulated = name in _EMULATED and emulated_engine.is_wanted()
+            if is_set(args, name) and not emulated:
+                value, flag = getattr(args, name), flag_of(name)
+                shown = flag if value is True else f"{flag} {value}"
+                return f"{shown}: this host has no CUDA GPU; {instead}"
         return None
 
-    return reason
+
+def flag_of(name: str) -> str:
+    """Return the flag that sets the attribute ``name`` of args."""
+    return _FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
-def not_computed(**words: str) -> Reason:
-    """Return the function of :func:`settings`; descriptions begin with "slices do not compute"."""
-    return settings("slices do not compute ", **words)
+def gpu_only(name: str, instead: str = "leave the flag out") -> Limit:
+    """Return the limit of a setting of args that needs a GPU and has no other limit."""
+    runs = f" other than {_UNSET[name]}" if name in _UNSET else ""
+    return Limit(flag_of(name) + runs, instead, no_gpu={name: instead})
 
 
-def of_config(asked: Callable[[Any], Any]) -> Callable[[Any], bool]:
-    """Return a function that takes a loop's model and applies the test ``asked`` to its config."""
-    return lambda model: bool(asked(model.config))
+def is_set(holder: Any, *names: str) -> bool:
+    """Return whether one of the settings ``names`` of args or of a configuration is set."""
+    values = ((name, getattr(holder, name, None)) for name in names)
+    return any(v not in (None, False, "none", [], _UNSET.get(name)) for name, v in values)

@@ -85,7 +85,7 @@ def megatron_only(call: LoopCall, stages: int) -> str | None:
         return "shapes that adjust_tensor_shapes_fn changes"
     if stages > 1 and (call.pg_collection is None) != (call.p2p_communicator is None):
         return "p2p_communicator without pg_collection"  # Megatron reports it
-    if (reason := limit_for("calls", call)) is not None:
+    if (reason := limit_for("slices", call, of_call=True)) is not None:
         return reason
     if call.num_microbatches < 1:
         return "no micro-batch"

@@ -165,6 +165,11 @@ def test_slices_side_by_side_are_padded_together() -> None:
             "slices do not compute other attention variants",
         ),
         ({"experimental_attention_variant": "gdn"}, None),
+        (
+            {"overlap_moe_expert_parallel_comm": True},
+            "slices do not compute exchanges of tokens that overlap",
+        ),
+        ({"enable_mhc_connections": True}, "slices do not compute several residual streams"),
         ({"enable_hyper_connections": True}, "slices do not compute several residual streams"),
         ({"hc_count": 4}, "slices do not compute several residual streams"),
         ({"hc_count": 1}, None),
@@ -218,7 +223,7 @@ def test_what_slices_do_not_compute_is_said_in_the_callers_words() -> None:
     """A loop has the model's configuration, and no flags."""
     from megatron_epp.mcore.capabilities.table import TABLE, in_settings
 
-    said = [in_settings(f"{row.what}: {row.instead}") for row in TABLE if row.slices or row.calls]
+    said = [in_settings(f"{row.what}: {row.instead}") for row in TABLE if row.slices]
     assert said and not [line for line in said if "--" in line]
     assert in_settings("give --moe-token-dispatcher-type alltoall, or run without --epp") == (
         "give moe_token_dispatcher_type alltoall, or run without slices"

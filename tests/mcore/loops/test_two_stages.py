@@ -149,13 +149,8 @@ def test_settings_that_only_megatron_acts_on() -> None:
     assert megatrons_reason() is None
     from megatron_epp.mcore.capabilities.table import TABLE
 
-    def found(**config: object) -> set[str]:
-        call = call_of(**config)
-        return {row.what for row in TABLE if row.calls is not None and row.calls(call)}
-
-    rows = {row.what for row in TABLE if row.calls is not None}
+    rows = [row for row in TABLE if row.of_call]
     for name in (
-        "overlap_moe_expert_parallel_comm",
         "hybrid_context_parallel",
         "dynamic_context_parallel",
         "moe_paged_stash",
@@ -165,18 +160,9 @@ def test_settings_that_only_megatron_acts_on() -> None:
         "overlap_p2p_comm",
     ):
         assert name in (megatrons_reason(**{name: True}) or "")
-        rows -= found(**{name: True})
-    for name, streams in (
-        ("enable_mhc_connections", True),
-        ("enable_hyper_connections", True),
-        ("hc_count", 4),
-    ):
-        for stages in (1, 2):
-            config = {name: streams, "pipeline_model_parallel_size": stages}
-            wide = "several residual streams (mHC), whose messages are wider than hidden_size"
-            assert megatrons_reason(stages, **config) == (wide if stages > 1 else None)
-            rows -= found(**config)
-    assert {what.split(" (")[0] for what in rows} == {
+        call = call_of(**{name: True})
+        rows = [row for row in rows if row.reason("slices", call) is None]
+    assert {row.what.split(" (")[0] for row in rows} == {
         "CUDA graphs",
         "fully sharded data parallelism",
     }

@@ -7,9 +7,8 @@ from megatron_epp.cost.kinds.attention import AttentionPart
 from megatron_epp.layers.attention.layer_attention import Heads
 from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.flags.replaced import ReplacedFlags
-from megatron_epp.mcore.kinds.base import LayerKind, layers_with
-from megatron_epp.mcore.kinds.heads import query_groups
-from megatron_epp.mcore.kinds.limit import Limit, any_of, not_computed
+from megatron_epp.mcore.kinds.base import LayerKind, layers_with, query_groups
+from megatron_epp.mcore.kinds.limit import Limit
 from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
 
 
@@ -75,13 +74,13 @@ class AttentionKind(LayerKind):
         Limit(
             "clipping and logging of attention logits (--qk-clip, --log-max-attention-logit)",
             "leave them out: the attention of slices keeps no largest logit",
-            any_of("qk_clip", "log_max_attention_logit"),
+            "qk_clip log_max_attention_logit",
         ),
         Limit(
             "dropout in attention (--attention-dropout above 0)",
             "give --attention-dropout 0: how a document is cut must not change its loss",
-            any_of("attention_dropout", harmless=(0,)),
-            slices=not_computed(attention_dropout="dropout in attention"),
+            "attention_dropout",
+            {"attention_dropout": "dropout in attention"},
         ),
         _ODD_ROTARY,
     )

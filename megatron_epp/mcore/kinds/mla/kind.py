@@ -12,7 +12,7 @@ from megatron_epp.mcore.kinds.attention.kind import (
     derived_symbols,
     odd_rotary,
 )
-from megatron_epp.mcore.kinds.limit import Limit, any_of
+from megatron_epp.mcore.kinds.limit import Limit
 from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
 
 KEEPS = "epp_mla_keeps"  # what is cached for later slices of a document: latents, or K and V
@@ -34,7 +34,7 @@ class MLAKind(AttentionKind):
             "one product for both latents, and latents cached (--mla-down-proj-fusion, "
             "--cache-mla-latents)",
             "leave them out: the first saves one launch a chunk, the second is for inference",
-            any_of("mla_down_proj_fusion", "cache_mla_latents"),
+            "mla_down_proj_fusion cache_mla_latents",
         ),
     )
 

@@ -1,10 +1,9 @@
 """Limits of MoE: Megatron's flags that are refused, or replaced by equivalent flags."""
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_epp.mcore.flags.replaced import ReplacedFlags
-from megatron_epp.mcore.kinds.limit import Limit, any_of, of_config, settings
+from megatron_epp.mcore.kinds.limit import Limit, Test, is_set
 
 _PER_DOCUMENT = frozenset({"aux_loss", "seq_aux_loss", "none"})
 
@@ -20,13 +19,8 @@ def has_experts(holder: Any) -> bool:
     return any(getattr(holder, name, None) for name in names)
 
 
-def _if_experts(asked: Callable[[Any], Any]) -> Callable[[Any], bool]:
+def _if_experts(asked: Test) -> Test:
     return lambda args: has_experts(args) and bool(asked(args))
-
-
-def _both(asked: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return a Limit's fields ``epp`` and ``slices``: ``asked`` tests args, or a model's config."""
-    return {"epp": asked, "slices": of_config(asked)}
 
 
 def expert_ranks(args: Any) -> int:
@@ -66,8 +60,8 @@ def _cannot_flex(holder: Any) -> bool:
 
 
 def _cannot_exchange(holder: Any) -> bool:
-    known = any_of("moe_token_dispatcher_type", harmless=("allgather", "alltoall", "flex"))
-    return known(holder) or _cannot_flex(holder)
+    dispatcher = getattr(holder, "moe_token_dispatcher_type", None)
+    return dispatcher not in (None, "allgather", "alltoall", "flex") or _cannot_flex(holder)
 
 
 def _exchanges_alike(args: Any) -> bool:
@@ -86,21 +80,32 @@ def balancing_types(holder: Any) -> list[str]:
     return [types] if isinstance(types, str) else list(types)
 
 
-def _two_pools(config: Any) -> bool:
-    return has_experts(config) and {"aux_loss", "seq_aux_loss"} <= set(balancing_types(config))
+def _drops_tokens(holder: Any) -> bool:
+    names = (
+        "moe_pad_expert_input_to_capacity",
+        "moe_token_dropping",
+        "moe_expert_rank_capacity_factor",
+    )
+    capacity = getattr(holder, "moe_expert_capacity_factor", None) or -1  # Megatron's none
+    return capacity >= 0 or is_set(holder, *names)
+
+
+def _two_pools(model: Any) -> bool:
+    types = set(balancing_types(model.config))
+    return has_experts(model.config) and {"aux_loss", "seq_aux_loss"} <= types
 
 
 MOE_LIMITS = (
     Limit(
         "experts spread over replicas, in slices of loops (--expert-model-parallel-size)",
         "use Megatron's own schedule (no attach)",
-        slices=of_config(lambda config: lockstep_width(config) > 1),
+        slices=lambda model: lockstep_width(model.config) > 1,
     ),
     Limit(
         "balancing by aux_loss beside seq_aux_loss, in slices of loops "
         "(--moe-router-load-balancing-type)",
         "give one of aux_loss, seq_aux_loss and none, or use Megatron's own schedule (no attach)",
-        slices=of_config(_two_pools),
+        slices=_two_pools,
     ),
     Limit(
         "experts spread over parts of replicas (--expert-model-parallel-size times "
@@ -108,14 +113,13 @@ MOE_LIMITS = (
         "is a multiple of them)",
         "give --expert-tensor-parallel-size 1 and an --expert-model-parallel-size that divides "
         "--tensor-model-parallel-size times --context-parallel-size, or is a multiple of it",
-        **_both(
-            _if_experts(
-                lambda args: (
-                    expert_ranks(args) % dense_ranks(args) != 0
-                    and dense_ranks(args) % expert_ranks(args) != 0
-                )
+        _if_experts(
+            lambda args: (
+                expert_ranks(args) % dense_ranks(args) != 0
+                and dense_ranks(args) % expert_ranks(args) != 0
             )
         ),
+        slices=True,
     ),
     Limit(
         "experts spread over replicas that exchange by gathering "
@@ -128,102 +132,81 @@ MOE_LIMITS = (
         "experts spread over replicas whose ranks are not neighbours (--use-tp-pp-dp-mapping)",
         "leave it out, or give an --expert-model-parallel-size that divides "
         "--tensor-model-parallel-size times --context-parallel-size",
-        lambda args: lockstep_width(args) > 1 and any_of("use_tp_pp_dp_mapping")(args),
+        lambda args: lockstep_width(args) > 1 and is_set(args, "use_tp_pp_dp_mapping"),
     ),
     Limit(
         "experts over tensor-parallel ranks that all hold the same rows",
         "give --sequence-parallel, as Megatron asks in training",
-        **_both(
-            _if_experts(
-                lambda args: args.tensor_model_parallel_size > 1 and not args.sequence_parallel
-            )
+        _if_experts(
+            lambda args: args.tensor_model_parallel_size > 1 and not args.sequence_parallel
         ),
+        slices=True,
     ),
     Limit(
         "biases of experts whose matrices are split (--expert-tensor-parallel-size above 1, by "
         "default the tensor ranks)",
         "give --expert-tensor-parallel-size 1, or --disable-bias-linear, as Megatron asks",
-        **_both(
-            _if_experts(
-                lambda args: (
-                    getattr(args, "add_bias_linear", False) and args.expert_tensor_parallel_size > 1
-                )
-            )
+        _if_experts(
+            lambda args: is_set(args, "add_bias_linear") and args.expert_tensor_parallel_size > 1
         ),
+        slices=True,
     ),
     Limit(
         "balancing that depends on what is computed together (--moe-router-load-balancing-type "
         "global_aux_loss, quantile_balancing, sinkhorn)",
         "give aux_loss or seq_aux_loss, which are per document here, or none and "
         "--moe-router-enable-expert-bias",
-        **_both(_if_experts(lambda args: not set(balancing_types(args)) <= _PER_DOCUMENT)),
+        _if_experts(lambda args: not set(balancing_types(args)) <= _PER_DOCUMENT),
+        slices=True,
     ),
     Limit(
         "experts of limited capacity (--moe-expert-capacity-factor, "
         "--moe-pad-expert-input-to-capacity)",
         "leave them out: which tokens are dropped would depend on the plan; "
         "--moe-aux-loss-coeff or --moe-router-enable-expert-bias keep experts balanced",
-        **_both(
-            _if_experts(
-                lambda args: (
-                    (getattr(args, "moe_expert_capacity_factor", None) or -1) >= 0
-                    or any_of("moe_pad_expert_input_to_capacity", "moe_token_dropping")(args)
-                    or any_of("moe_expert_rank_capacity_factor")(args)
-                )
-            )
-        ),
+        _if_experts(_drops_tokens),
+        slices=True,
     ),
     Limit(
         "routing at random (--moe-input-jitter-eps, --moe-router-force-load-balancing, "
         "--moe-router-force-biased)",
         "leave it out: a recomputed layer would choose other experts",
-        **_both(
-            any_of(
-                "moe_input_jitter_eps",
-                "moe_router_force_load_balancing",
-                "moe_router_force_biased",
-            )
-        ),
+        "moe_input_jitter_eps moe_router_force_load_balancing moe_router_force_biased",
+        slices=True,
     ),
     Limit(
         "routing replay (--moe-enable-routing-replay)",
         "leave it out: it replays first in, first out, and slices run backward in reverse",
-        **_both(any_of("moe_enable_routing_replay")),
+        "moe_enable_routing_replay",
+        slices=True,
     ),
     Limit(
         "other exchanges of tokens (--moe-token-dispatcher-type flex without deep_ep, in another "
         "format than bf16, on one rank, or by ncclep)",
         "give --moe-token-dispatcher-type alltoall or allgather",
-        **_both(_if_experts(_cannot_exchange)),
+        _if_experts(_cannot_exchange),
+        slices=True,
         typed=False,
     ),
     Limit(
         "exchanges of tokens that overlap with computing (--moe-shared-expert-overlap, "
         "--overlap-moe-expert-parallel-comm, --delay-wgrad-compute)",
         "leave them out: plans expose every exchange (compare shows the loss: packing-overlap)",
-        **_both(
-            any_of(
-                "moe_shared_expert_overlap",
-                "overlap_moe_expert_parallel_comm",
-                "delay_wgrad_compute",
-                "overlap_dispatch_backward_with_experts_wgrad",
-            )
-        ),
-        calls=settings(
-            overlap_moe_expert_parallel_comm="experts' communication overlapped by two "
-            "micro-batches"
-        ),
+        "moe_shared_expert_overlap overlap_moe_expert_parallel_comm delay_wgrad_compute "
+        "overlap_dispatch_backward_with_experts_wgrad",
+        slices=True,
         typed=False,
     ),
     Limit(
         "a stash of experts' activations (moe_paged_stash)",
         "leave it out",
-        calls=settings(moe_paged_stash="a paged stash of experts' activations"),
+        slices={"moe_paged_stash": "a paged stash of experts' activations"},
+        of_call=True,
     ),
     Limit(
         "a dense model made one of experts at start (--moe-use-upcycling)",
         "upcycle once without --epp, and load the checkpoint that it saves",
-        any_of("moe_use_upcycling"),
+        "moe_use_upcycling",
     ),
 )
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar, override
 from megatron_epp.cost.kinds.mtp import MTPPart
 from megatron_epp.mcore.hybrid.segments import layout_symbols
 from megatron_epp.mcore.kinds.base import LayerKind
-from megatron_epp.mcore.kinds.limit import Limit, any_of, not_computed
+from megatron_epp.mcore.kinds.limit import Limit, is_set
 
 _BY_EXPERTS_IN_FP8 = ("mtp_num_layers", "num_experts", "fp8")
 
@@ -39,7 +39,7 @@ class MTPKind(LayerKind):
         Limit(
             "slices in loops of models that predict further tokens (--mtp-num-layers)",
             "use Megatron's own schedule (no attach)",
-            slices=not_computed(mtp_num_layers="multi-token prediction"),
+            slices={"mtp_num_layers": "multi-token prediction"},
         ),
         Limit(
             "further tokens predicted with tied embeddings over several stages (--mtp-num-layers)",
@@ -51,7 +51,7 @@ class MTPKind(LayerKind):
             "--fp8-format): Megatron moves the mask of padding with the tokens, so its routers "
             "count other rows there",
             "train in bf16",
-            lambda args: all(getattr(args, name, None) for name in _BY_EXPERTS_IN_FP8),
+            lambda args: all(is_set(args, name) for name in _BY_EXPERTS_IN_FP8),
         ),
         Limit(
             "layers that predict further tokens on another stage than the last, or alone there "
@@ -62,7 +62,7 @@ class MTPKind(LayerKind):
         Limit(
             "hidden states of several predictions mixed at random (--mtp-hsm)",
             "leave it out: each prediction begins with the one before it",
-            any_of("mtp_hsm"),
+            "mtp_hsm",
         ),
         Limit(
             "further tokens whose losses leave the output layer alone, with its words over the "
