@@ -27,7 +27,7 @@ BAD_IMPORTS = [
     ("A layer imports only", "cost.build", "from megatron_epp.sim.play import play"),
     ("A layer imports only", "sim.play", "def late():\n    from ..show import text"),
     ("A layer imports only", "control.report", "from megatron_epp.mcore.trainer import setup"),
-    ("A layer imports only", "certify.child", "def late():\n    import megatron_epp.mcore.certify"),
+    ("A layer imports only", "certify.trial", "def late():\n    import megatron_epp.mcore.certify"),
     ("A layer imports only", "mcore.job.job_cost", "import megatron_epp.cli.plan"),
     ("A layer imports only", "layers.norms", "from megatron_epp import pretrain_gpt"),
     ("Planning does not import", "planner.division", "from megatron_epp.runtime import link"),

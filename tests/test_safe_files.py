@@ -28,7 +28,6 @@ ALLOWED = {
     "control/files.py": "a lock in a folder that nobody else can enter",
     "cli/files.py": "writes to devices and pipes, as they are",
     "cli/megatron_flags.py": "the source of Megatron and of this package",
-    "certify/child.py": "a log in a folder of its own",
     "certify/processes.py": "a log in a folder of its own",
     "corpus/idx_file.py": "maps an index, whose header says how long it is",
     "corpus/lengths.py": "reads as much as the bound allows; its own file of distributions",

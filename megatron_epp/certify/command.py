@@ -50,7 +50,7 @@ class BatchVerdict:
         gradient_error: largest error of a gradient, except gradients of fp8 weights.
         parameter: parameter with the largest error.
         problems: failures, and deviations from the plan.
-        routing: differences between routers (routed.py).
+        routing: differences between routers (trainer_results.py).
         bound: largest allowed ``loss_error`` and ``gradient_error``: BOUND for relative errors,
             OWN_BOUND for errors in units of the reference model's own error (protocol.py).
         quantised_error: largest error of a gradient of fp8 weights, whose bound is

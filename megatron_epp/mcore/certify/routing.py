@@ -7,7 +7,7 @@ import numpy
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-from megatron_epp.certify.routed import RoutingRecord
+from megatron_epp.certify.trainer_results import RoutingRecord
 from megatron_epp.mcore.kinds.moe.router import logged_number, moe_layers
 
 
