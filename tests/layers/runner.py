@@ -1,5 +1,6 @@
 """Runs plans through the attentions, and whole documents through a naive one, to be compared."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -18,22 +19,30 @@ HEAD_SIZE = 8
 SCALE = 0.3
 NAMES = ("out", "dq", "dk", "dv")
 
-Documents = list[tuple[Tensor, ...]]  # q, k, v and the gradient of the output, of each document
+# q, k, v, or what an attention has in their place, and the gradient of the output: each document's.
+Documents = list[tuple[Tensor, ...]]
+
+
+def drawn(
+    lengths: tuple[int, ...],
+    shapes: Sequence[tuple[int, ...]],
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> Documents:
+    """Tensors of documents; ``shapes`` of a row."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return [tuple(draw(length, *shape) for shape in shapes) for length in lengths]
 
 
 def documents(
     lengths: tuple[int, ...], heads: int, groups: int, dtype: torch.dtype, seed: int = 0
 ) -> Documents:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(length: int, count: int) -> Tensor:
-        shape = (length, count, HEAD_SIZE)
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    return [
-        (draw(length, heads), draw(length, groups), draw(length, groups), draw(length, heads))
-        for length in lengths
-    ]
+    shapes = [(count, HEAD_SIZE) for count in (heads, groups, groups, heads)]
+    return drawn(lengths, shapes, seed, dtype)
 
 
 def naive(
@@ -70,15 +79,20 @@ class Pass:
 
 
 class Runner:
-    """Runs a plan's single stage of one layer by the attention of CPUs, in parts. ``multiple``:
-    rows are padded up to it."""
+    """Runs a plan's single stage of one layer by the attention of CPUs, in parts.
+
+    multiple: rows are padded up to it; weights: tensors; ``learnt``: their gradients by chunk
+    """
+
+    weights: tuple[Tensor, ...] = ()
 
     def __init__(self, plan: Plan, given: Documents, multiple: int = 1):
         self.plan, self.given, self.multiple = plan, given, multiple
+        self.learnt: list[tuple[Tensor, ...]] = []
         self.slices = slices_of(plan)
         self.store = Store({d: ends[-1] for d, ends in self.slices.boundaries.items()})
         self.results = [
-            tuple(torch.full_like(t, torch.nan) for t in (q, q, k, v)) for q, k, v, _ in given
+            tuple(torch.full_like(t, torch.nan) for t in (grad, *inputs)) for *inputs, grad in given
         ]
         self.passes: dict[int, Pass] = {}
 
@@ -117,7 +131,9 @@ class Runner:
         out = made.out if made.out.requires_grad else self.attention(made.state, made.inputs)
         rows = made.state.rows
         grad = self.gathered(rows, made.state.tokens, -1)
-        for kind, gradient in enumerate(torch.autograd.grad(out, made.inputs, grad), 1):
+        gradients = torch.autograd.grad(out, (*made.inputs, *self.weights), grad)
+        self.learnt.append(gradients[len(made.inputs) :])
+        for kind, gradient in enumerate(gradients[: len(made.inputs)], 1):
             assert not gradient[rows[-1].stop :].any(), "padding has no gradient"
             self.scatter(rows, kind, gradient)
         assert not out[rows[-1].stop :].any(), "padding's output is zero"
@@ -220,6 +236,14 @@ def distances(results, expected) -> dict[str, float]:
         )
         for kind, name in enumerate(NAMES)
     }
+
+
+def require_close(results, expected, name: str = "") -> None:
+    """Of all documents, in float64."""
+    for mine, theirs in zip(results, expected, strict=True):
+        for part, wanted in zip(mine, theirs, strict=True):
+            close = (part.detach() - wanted.detach()).abs().max() <= 1e-12
+            assert close, name
 
 
 def require_exact(runner: type[Runner], plan: Plan, given: Documents, multiple: int = 1) -> None:

@@ -13,29 +13,26 @@ from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.mla import LatentKV, LatentKVAttention
 from megatron_epp.runtime.kv_store import Store
-from tests.layers.runner import LAYER, ROWS, SCALE, Pass, Runner, sliced_plan
+from tests.layers.runner import (
+    LAYER,
+    ROWS,
+    SCALE,
+    Documents,
+    Runner,
+    drawn,
+    plan_of,
+    require_close,
+    sliced_plan,
+)
 
 HEADS, PLAIN, ROTARY, VALUE, RANK = 3, 6, 4, 5, 7
-Given = list[tuple[Tensor, ...]]  # q, latent, rotated key, gradient of the output
 
 
-def documents(lengths: tuple[int, ...]) -> tuple[Given, Tensor]:
-    """And the up-projection."""
-    generator = torch.Generator().manual_seed(3)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    given = [
-        (
-            draw(length, HEADS, PLAIN + ROTARY),
-            draw(length, 1, RANK),
-            draw(length, 1, ROTARY),
-            draw(length, HEADS, VALUE),
-        )
-        for length in lengths
-    ]
-    return given, draw(HEADS * (PLAIN + VALUE), RANK)
+def documents(lengths: tuple[int, ...]) -> tuple[Documents, Tensor]:
+    """q, latent, rotated key and the gradient of the output; and the up-projection."""
+    shapes = (HEADS, PLAIN + ROTARY), (1, RANK), (1, ROTARY), (HEADS, VALUE)
+    ((weight,),) = drawn((HEADS * (PLAIN + VALUE),), [(RANK,)], seed=4)
+    return drawn(lengths, shapes, seed=3), weight
 
 
 def expanded(latent: Tensor, rotary: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,7 +41,7 @@ def expanded(latent: Tensor, rotary: Tensor, weight: Tensor) -> tuple[Tensor, Te
     return torch.cat((key, rotary.expand(-1, HEADS, -1)), -1), value.contiguous()
 
 
-def naive(given: Given, weight: Tensor) -> tuple[list[tuple[Tensor, ...]], Tensor]:
+def naive(given: Documents, weight: Tensor) -> tuple[list[tuple[Tensor, ...]], Tensor]:
     """(out, dq, dlatent, drotary) of each document, and the weight's gradient."""
     weight = weight.clone().requires_grad_()
     results, total = [], torch.zeros_like(weight)
@@ -63,31 +60,17 @@ def naive(given: Given, weight: Tensor) -> tuple[list[tuple[Tensor, ...]], Tenso
 class LatentRunner(Runner):
     drop = False
 
-    def __init__(self, plan: Plan, given: Given, weight: Tensor, multiple: int = 1):
+    def __init__(self, plan: Plan, given: Documents, weight: Tensor, multiple: int = 1):
         super().__init__(plan, given, multiple)
-        self.results = [
-            tuple(torch.full_like(t, torch.nan) for t in (grad, q, latent, rotary))
-            for q, latent, rotary, grad in given
-        ]
-        self.weight = weight.clone().requires_grad_()
-        self.of_weight = torch.zeros_like(weight)
+        self.weights = (weight.clone().requires_grad_(),)
 
     def attention(self, state: ChunkState, inputs: tuple[Tensor, ...]) -> Tensor:
         q, latent, rotary = inputs
-        k, v = expanded(latent, rotary, self.weight)
-        made_of = LatentKV(latent, rotary, self.weight)
+        k, v = expanded(latent, rotary, *self.weights)
+        made_of = LatentKV(latent, rotary, *self.weights)
         out, again = LatentKVAttention(SCALE)(q, k, v, made_of, state, LAYER, self.drop)
         assert again is None or torch.equal(again.value(), out)
         return out
-
-    def backward(self, made: Pass) -> None:
-        out = made.out if made.out.requires_grad else self.attention(made.state, made.inputs)
-        rows = made.state.rows
-        grad = self.gathered(rows, made.state.tokens, 3)
-        *gradients, of_weight = torch.autograd.grad(out, (*made.inputs, self.weight), grad)
-        self.of_weight += of_weight
-        for kind, gradient in enumerate(gradients, 1):
-            self.scatter(rows, kind, gradient)
 
 
 class Dropping(LatentRunner):
@@ -104,34 +87,22 @@ def test_slices_compute_what_whole_documents_compute(name, block, runner) -> Non
         run = runner(plan, given, weight, multiple=4)
         results = run.run()
     expected, of_weight = naive(given, weight)
-    for mine, theirs in zip(results, expected, strict=True):
-        for part, wanted in zip(mine, theirs, strict=True):
-            torch.testing.assert_close(part.detach(), wanted, rtol=0, atol=1e-12)
-    torch.testing.assert_close(run.of_weight, of_weight, rtol=0, atol=1e-12)
+    require_close(results, expected)
+    require_close([(sum(each for (each,) in run.learnt),)], [(of_weight,)])
 
 
 @pytest.mark.parametrize("sizes", [(10, 5), (5, 10), (7, 7)])
 def test_values_may_have_another_size_than_keys(sizes) -> None:
     size, value = sizes
-    generator = torch.Generator().manual_seed(1)
-    plan = sliced_plan(9, 3)
-
-    def draw(width: int) -> Tensor:
-        return torch.randn(9, 2, width, generator=generator, dtype=torch.float64)
-
-    q, k, v, grad = (draw(width) for width in (size, size, value, value))
-    inputs = tuple(t.clone().requires_grad_() for t in (q, k, v))
+    given = drawn((9,), [(2, width) for width in (size, size, value, value)])
+    *inputs, grad = (tensor.clone().requires_grad_() for tensor in given[0])
     scores = torch.einsum("thd,shd->hts", inputs[0], inputs[1]) * SCALE
     hidden = torch.ones(9, 9).triu(1).bool()
     out = torch.einsum(
         "hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), inputs[2]
     )
     expected = torch.autograd.grad(out, inputs, grad)
-    run = Runner(plan, [(q, k, v, grad)])
-    run.results = [tuple(torch.full_like(t, torch.nan) for t in (grad, q, k, v))]
-    (mine,) = run.run()
-    for part, wanted in zip(mine, (out, *expected), strict=True):
-        torch.testing.assert_close(part.detach(), wanted.detach(), rtol=0, atol=1e-12)
+    require_close(Runner(sliced_plan(9, 3), given).run(), [(out, *expected)])
 
 
 def test_what_is_kept_has_no_heads() -> None:
@@ -149,14 +120,12 @@ def test_what_is_kept_has_no_heads() -> None:
 
 
 def test_evaluation_leaves_nothing_behind() -> None:
-    from tests.layers.runner import plan_of
-
     plan = plan_of((9,), ["0[0:4]", "0[4:9]"], "F0 F1")
     given, weight = documents(plan.documents)
     run = LatentRunner(plan, given, weight)
     run.run()
     expected, _ = naive(given, weight)
-    torch.testing.assert_close(run.results[0][0].detach(), expected[0][0], rtol=0, atol=1e-12)
+    require_close([run.results[0][:1]], [expected[0][:1]])
 
 
 def test_planners_know_the_block() -> None:

@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.recompute.outputs import DroppedOutputs
-from megatron_epp.layers.recompute.wrap import EXECUTABLE, wrap_layer
+from megatron_epp.layers.recompute.wrap import wrap_layer
 from megatron_epp.runtime.kv_store import Store
 
 
@@ -77,8 +77,3 @@ def test_the_wrapper_keeps_the_layers_name() -> None:
         wrap_layer(layer.forward, 0, lambda others: None, checkpoint, DroppedOutputs()).__name__
         == "forward"
     )
-
-
-def test_letters_that_run() -> None:
-    """What the planner may use in training by default; ir/recompute.py knows more."""
-    assert set("kf") <= set(EXECUTABLE)

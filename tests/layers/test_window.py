@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_epp.ir import Kind
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.layers import window
 from megatron_epp.layers.attention.cpu import PartsAttention
@@ -50,8 +49,8 @@ class Seeing(Runner):
         self.store = store_for(plan, self.slices, attention.stores_last_slice)
         if not known:
             self.store.boundaries.clear()
-        self.sinks_H = None if sinks_H is None else sinks_H.clone().requires_grad_()
-        self.attend = attention.of_layer(before, lambda: self.sinks_H)
+        self.weights = () if sinks_H is None else (sinks_H.clone().requires_grad_(),)
+        self.attend = attention.of_layer(before, lambda: next(iter(self.weights), None))
 
     def attention(self, state, inputs) -> Tensor:
         return self.attend(*inputs, state, LAYER, False)[0]
@@ -109,17 +108,8 @@ def test_the_gradient_of_the_sinks(of) -> None:
     given = documents((23, 6), HEADS, GROUPS, torch.float64)
     plan = plan_of((23, 6), ["0[0:8]", "0[8:9] 1[0:6]", "0[9:23]"], "F0 F1 F2 B2 B1 B0")
     for before in (None, 4):
-        runner = Seeing(plan, given, 8, before, sinks(), of=of)
-        total = torch.zeros(HEADS, dtype=torch.float64)
-        state_of = {}
-        for op in plan.orders[0]:
-            if op.kind is Kind.FORWARD:
-                state_of[op.chunk] = runner.forward(op.chunk)
-                continue
-            made = state_of.pop(op.chunk)
-            grad = runner.gathered(made.state.rows, made.state.tokens, 3)
-            (share,) = torch.autograd.grad(made.out, (runner.sinks_H,), grad)
-            total += share
+        runner = require_exact(plan, given, before, sinks(), 8, of=of)
+        total = sum(share for (share,) in runner.learnt)
         expected = sum(each[4] for each in naive(given, before, sinks()))
         torch.testing.assert_close(total, expected, rtol=1e-13, atol=1e-13)
 
