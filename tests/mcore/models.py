@@ -95,3 +95,24 @@ TRAINED_SSM = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+TRAINED_MLA = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 12,
+    "qk_layernorm": True,
+    "apply_layernorm_1p": True,
+    "rotary_scaling_factor": 4,
+    "mscale_all_dim": 1.0,
+    "group_query_attention": None,
+    "num_query_groups": None,
+}
+TRAINED_EXPERTS = {
+    **TRAINED_MOE,
+    "moe_router_bias_update_rate": 0.1,
+    "window_size": "16,0",
+    "window_attn_skip_freq": 2,
+    "softmax_type": "learnable",
+}

@@ -1,20 +1,13 @@
-"""Every kind of layer under ``--epp``: certified over all degrees, with faults injected."""
+"""Every kind of layer under ``--epp``: certified over all degrees. Faults: test_faults.py."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
-from megatron_epp.certify.batches import Frame, RandomBatch, modes_drawn
-from megatron_epp.certify.command import BOUND, BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
-from megatron_epp.ir import slices_of
-from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS, OF_MLA
-from megatron_epp.mcore.kinds.window.certificate import WINDOW
 from tests.mcore.certified import certified
-from tests.mcore.fault_injection import FAULTS, first_seed, inject_alone, names, require_shown
 from tests.mcore.models import (
     DSA,
     GATED_DELTA_NET,
@@ -31,15 +24,16 @@ from tests.mcore.models import (
     SSM_MOE,
     V3,
     V3_MOE,
-    WINDOWS,
 )
 
-pytestmark = pytest.mark.everything
+everything = pytest.mark.everything
 
 # ------------------------------------------------------------------ without faults
 
 SPARSE_LOSS = "--dsa-indexer-use-sparse-loss"
 SHARDED = "--sequence-parallel --expert-model-parallel-size 2"
+GROUPED = "--group-query-attention --num-query-groups 8 "
+MIXED = "windows, MLA, MoE, Mamba, gated delta net and MTP"
 EVERY = ("packed", "split", "selective", "offloaded", "halved")
 
 
@@ -50,6 +44,18 @@ def trial(degrees: Degrees, *models: str, batches: int = 4, overlap: bool = Fals
 
 # By name: the trial, what the first line says of its model, what its batches must cover.
 TRIALS: Mapping[str, tuple[Trial, str, tuple[str, ...]]] = {
+    # Every kind that one model can have: attention of full heads, MLA and DSA exclude each other,
+    # and DSA excludes windows.
+    MIXED: (
+        trial(
+            Degrees(pp=2, tp=2, dp=1),
+            f"{SSM} {HYBRID_MLA} {HYBRID_MOE} --untie-embeddings-and-output-weights "
+            f"--window-size 127,0 {SHARDED} {PATTERN}+-ME|GE+M/+E".replace(GROUPED, ""),
+            batches=3,
+        ),
+        "further tokens predicted",
+        ("packed", "cut"),
+    ),
     "MLA over tensor-parallel stages": (
         trial(
             Degrees(pp=2, tp=2, dp=1),
@@ -173,9 +179,12 @@ AT_LENGTH = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in AT_LENGTH)) for n in TRIALS]
-)
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """The first tier has the mixed certificate."""
+    return [pytest.mark.slow] * (name in AT_LENGTH) + [everything] * (name != MIXED)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in TRIALS])
 def test_random_plans_compute_what_the_reference_model_computes(name: str) -> None:
     job, said, covered = TRIALS[name]
     lines, judged = certified(job)
@@ -186,118 +195,29 @@ def test_random_plans_compute_what_the_reference_model_computes(name: str) -> No
             assert sum(getattr(batch.coverage, what) for batch in batches) > 0, what
 
 
-# ------------------------------------------------------------------ with faults
+# Attention of GPUs as certify has it there, on a host without any.
+EXACT = """
+from megatron_epp.mcore.certify.rank import exact_attention
+from megatron_epp.mcore.trainer.hooks import TrainerHooks
+HOOKS = TrainerHooks(attention_for=exact_attention)
+"""
 
 
-def cut(fault: str, drawn: RandomBatch) -> bool:
-    """Whether a document of the batch is cut."""
-    (plan,) = drawn.step.plans
-    return max(slices_of(plan).later) >= 0
-
-
-def cut_beside_others(fault: str, drawn: RandomBatch) -> bool:
-    """Whether a document is cut, and a chunk has several."""
-    (plan,) = drawn.step.plans
-    return cut(fault, drawn) and any(len(chunk.spans) > 1 for chunk in plan.chunks)
-
-
-def cut_and_up_projected_again(fault: str, drawn: RandomBatch) -> bool:
-    """Whether a document is cut, and a chunk recomputes an up-projection."""
-    (plan,) = drawn.step.plans
-    return cut(fault, drawn) and any(OF_MLA in letters for letters in plan.recompute[0])
-
-
-def between_two_others(fault: str, drawn: RandomBatch) -> bool:
-    """Whether a slice shorter than the window lies between two others."""
-    (plan,) = drawn.step.plans
-    slices = slices_of(plan)
-    return fault == "nothing" or any(
-        slices.later[chunk] >= 0 and span.start > 0 and span.tokens < WINDOW
-        for chunk in range(len(plan.chunks))
-        for span in plan.chunks[chunk].spans
-        if span.document == slices.document[chunk]
-    )
-
-
-def counts(drawn: RandomBatch, span) -> bool:
-    """Whether ``span`` has targets."""
-    document = drawn.step.assignments[0][span.document]
-    return bool(drawn.loss_masks[document][span.start : span.stop].any())
-
-
-def state_is_carried(fault: str, drawn: RandomBatch) -> bool:
-    """Whether a document is cut; where a call or a document begins wrongly, also after another in a
-    chunk, with targets."""
-    (plan,) = drawn.step.plans
-    after = [span for chunk in plan.chunks for span in chunk.spans[1:] if counts(drawn, span)]
-    if fault == "begin in the middle of a call":
-        return any(span.start > 0 for span in after)
-    return bool(after) if fault == "run over documents" else cut(fault, drawn)
-
-
-def targets_before_others(fault: str, drawn: RandomBatch) -> bool:
-    """Whether a slice with targets has others after it."""
-    (plan,) = drawn.step.plans
-    return any(
-        span.stop < plan.documents[span.document] and counts(drawn, span)
-        for chunk, later in zip(plan.chunks, slices_of(plan).later, strict=True)
-        if later >= 0
-        for span in chunk.spans
-    )
-
-
-@dataclass(frozen=True)
-class Injection:
-    """Faults of a kind of layer, a batch each, in one process.
-
-    shows: whether a fault must show in a batch; layers: of the small model
-    """
-
-    model: str
-    shows: Callable[[str, RandomBatch], bool]
-    layers: int = 2
-    modes: str = EXECUTABLE
-
-
-INJECTIONS = {
-    "mla": Injection(
-        f"{V3} --num-layers 2 --epp-mla-keeps latents",
-        cut_and_up_projected_again,
-        modes=EXECUTABLE + OF_MLA,
-    ),
-    "dsa": Injection(f"{V3} {DSA} --num-layers 2", cut_beside_others, modes=EXECUTABLE + OF_MLA),
-    "ssm": Injection(f"{SSM}{PATTERN}MM-M", state_is_carried, layers=4),
-    # Without the bias that moves with every batch, those with faults, too.
-    "hybrid": Injection(
-        f"{LLAMA} {HYBRID_MOE} {PATTERN}*-*E*-".replace("--moe-router-enable-expert-bias ", ""),
-        cut,
-        layers=6,
-        modes=EXECUTABLE + OF_EXPERTS,
-    ),
-    "window": Injection(f"{LLAMA} --num-layers 2 {WINDOWS}", between_two_others),
-    "mtp": Injection(
-        f"{LLAMA} --num-layers 2 {MTP} --mtp-use-repeated-layer", targets_before_others, layers=4
-    ),
-}
-
-
-@cache
-def judged(kind: str) -> Mapping[str, BatchVerdict]:
-    of, table = INJECTIONS[kind], FAULTS / f"{kind}.py"
-    letters = modes_drawn(of.modes)
-    frame = Frame(61, (of.layers,), replicas=1, modes=letters, splits=True)
-    return inject_alone(table, of.model, first_seed(table, frame, of.shows))
-
-
+@everything
 @pytest.mark.parametrize(
-    ("kind", "fault"),
-    [(kind, fault) for kind in INJECTIONS for fault in names(FAULTS / f"{kind}.py")],
+    ("cp", "model", "batches"),
+    [
+        (1, f"{V3} --epp-mla-keeps expanded", 4),
+        (2, f"{V3} --epp-mla-keeps expanded", 4),
+        (1, LLAMA, 3),
+        (2, LLAMA, 6),
+    ],
 )
-def test_a_fault_shows_and_nothing_else_does(kind: str, fault: str) -> None:
-    batch = judged(kind)[fault]
-    if fault != "keep one index for all runs":
-        require_shown(batch, fault)
-        return
-    # Or the store refuses what it is handed.
-    assert batch.problems or batch.gradient_error > 1e6 * BOUND
-    assert not batch.passed
+def test_attention_by_the_kernels_of_gpus(cp, model, batches, tmp_path) -> None:
+    exact = tmp_path / "exact.py"
+    exact.write_text(EXACT)
+    job = trial(Degrees(1, 1, 1, cp=cp), f"{model} --num-layers 2", batches=batches)
+    _, judged = certified(replace(job, interfere=exact))
+    assert sum(batch.coverage.cut for batch in judged) > 0
+    assert sum(batch.coverage.packed for batch in judged) > 0
+    assert sum(batch.coverage.hybrid + batch.coverage.split for batch in judged) > 0

@@ -1,26 +1,23 @@
-"""Experts spread over replicas: certified, with faults, trained, refused."""
+"""Experts spread over replicas: certified, trained, refused. Faults: test_faults.py."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from megatron_epp.certify.batches import Frame, StepCoverage, draw, modes_drawn
-from megatron_epp.certify.command import BOUND, BatchVerdict, verdict
+from megatron_epp.certify.batches import Frame, RandomBatch, StepCoverage, modes_drawn
+from megatron_epp.certify.command import BatchVerdict, verdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.ir import Step, check_op_templates
 from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS
 from tests.certify.backend import certify_checked
-from tests.mcore.fault_injection import FAULTS, inject, names
-from tests.mcore.models import HYBRID_MOE, QWEN3, V3, V3_MOE
+from tests.mcore.models import HYBRID_MOE, QWEN3, TRAINED_EXPERTS, V3, V3_MOE
 from tests.mcore.resumes import LENGTHS, OPTIMIZER, logged, require_equal, tensors
 from tests.mcore.runs import Run, flags, train, trained, write_corpus
-from tests.mcore.test_experts import EXPERTS
 
 pytestmark = pytest.mark.everything
 
-TABLE = FAULTS / "lockstep.py"
 MODEL = QWEN3 + "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
 # Latent attention, a dense first layer, shared experts.
 DEEPSEEK = f"{V3} {V3_MOE} --num-layers 4 "
@@ -65,24 +62,11 @@ def fragile(step: Step) -> bool:
     )
 
 
-def fits(seed: int) -> bool:
-    """Whether with it every batch can be broken in every way, and the first two have all kinds."""
-    drawn = [draw(seed, number, FRAME) for number in range(len(names(TABLE)))]
-    proved = [StepCoverage.of(one) for one in drawn[:2]]
-    every = all(sum(getattr(coverage, kind) for coverage in proved) for kind in KINDS)
-    return every and all(fragile(one.step) for one in drawn)
-
-
-def seed() -> int:
-    return next(seed for seed in range(100) if fits(seed))
-
-
-@pytest.fixture(scope="module")
-def four() -> tuple[list[str], dict[str, BatchVerdict]]:
-    """Lines, and batches of four replicas, of which the first two are not touched."""
-    lines: list[str] = []
-    degrees = Degrees(pp=1, tp=1, dp=4)
-    return lines, inject(TABLE, Trial(degrees, spread(SHORT, 4), seed=seed()), lines.append)
+def shows(way: str, drawn: RandomBatch) -> bool:
+    """Whether the fault must show (test_faults.py); what is untouched has all kinds."""
+    coverage = StepCoverage.of(drawn)
+    every = "nothing" not in way or all(getattr(coverage, kind) for kind in KINDS)
+    return every and fragile(drawn.step)
 
 
 def require_proved(lines: list[str], judged: list[BatchVerdict]) -> None:
@@ -107,44 +91,10 @@ def test_random_blocks_compute_what_the_plain_model_computes(name) -> None:
     assert all(f"{trial.degrees.dp} replicas in lockstep" in line for line in said)
 
 
-def test_four_replicas_compute_what_the_plain_model_computes(four) -> None:
-    lines, judged = four
-    assert "4 replicas in lockstep" in lines[0]
-    require_proved(lines, [batch for way, batch in judged.items() if "nothing" in way])
-
-
-# ------------------------------------------------------------------ faults
-
-
-def test_documents_dealt_wrongly_show(four) -> None:
-    batch = four[1]["deal wrongly"]
-    assert not batch.problems
-    assert min(batch.loss_error, batch.gradient_error) > 1e6 * BOUND, batch
-
-
-def test_empty_chunks_that_count_show(four) -> None:
-    """More tokens than there are choose experts; gradients of the loss are what they were."""
-    judged = four[1]["count empty chunks"]
-    totals = [
-        re.search(r"counted other tokens: (\d+) in all where the plain model has (\d+)", line)
-        for line in judged.routing
-    ]
-    assert any(found and int(found[1]) > int(found[2]) for found in totals), judged
-
-
-def test_a_broken_skeleton_is_refused_before_anything_runs(four) -> None:
-    """By all ranks alike, so that nobody waits in an exchange: within a few seconds, not at the
-    timeout of the groups. Of the ways to break one see tests/ir/test_lockstep.py."""
-    batch = four[1]["skip empty chunks"]
-    assert len(batch.problems) == 4, batch
-    for problem in batch.problems:
-        assert "PlanError" in problem and "expected the same ops in the same order" in problem
-
-
 # ------------------------------------------------------------------ inside the trainer
 
 SPREAD = {
-    **EXPERTS,
+    **TRAINED_EXPERTS,
     **OPTIMIZER,
     "pipeline_model_parallel_size": 1,
     "expert_model_parallel_size": 2,

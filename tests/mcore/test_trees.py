@@ -1,11 +1,8 @@
 """Documents that continue others compute what the plain model computes of whole copies."""
 
-from collections.abc import Mapping
-
 import pytest
 
 from megatron_epp.certify.batches import RandomBatch, modes_drawn
-from megatron_epp.certify.command import BatchVerdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
@@ -13,17 +10,15 @@ from tests.certify.backend import main
 from tests.certify.frame import CheckedFrame
 from tests.certify.trial import CheckedTrial
 from tests.mcore.certified import certified
-from tests.mcore.fault_injection import FAULTS, first_seed, inject, names
 
 pytestmark = pytest.mark.everything
 
-TABLE = FAULTS / "trees.py"
 FRAME = CheckedFrame(61, (2,), replicas=1, modes=modes_drawn(EXECUTABLE), splits=True, trees=True)
 
 
 def shows(way: str, drawn: RandomBatch) -> bool:
-    """Whether the way must show: several documents continue one; they continue one that continues
-    another; any does."""
+    """Whether the fault must show (test_faults.py): several documents continue one; they continue
+    one that continues another; any does."""
     (plan,) = drawn.step.plans
     parents = [prefix.document for prefix in plan.prefixes if prefix is not None]
     if way == "lose a branch":
@@ -33,18 +28,6 @@ def shows(way: str, drawn: RandomBatch) -> bool:
     if way == "see the nearest":
         return any(plan.prefixes[parent] is not None for parent in parents)
     return bool(parents)
-
-
-@pytest.fixture(scope="module")
-def judged() -> Mapping[str, BatchVerdict]:
-    llama = tuple(f"{LLAMA} --num-layers 2".split())
-    seed = first_seed(TABLE, FRAME, shows)
-    return inject(TABLE, CheckedTrial(Degrees(1, 1, 1), (llama,), seed=seed, trees=True))
-
-
-@pytest.mark.parametrize("way", names(TABLE))
-def test_every_way_to_break_a_tree_shows(judged, way: str) -> None:
-    assert judged[way].passed == way.startswith("nothing"), judged[way]
 
 
 JOBS = {
