@@ -712,7 +712,6 @@ def test_only_experts_have_an_activation_of_their_own_to_recompute() -> None:
         freed = figures.saved_bytes["k"].per_token - figures.saved_bytes["e"].per_token
         assert freed == (2 * 2 * 40 if kind == "experts" else 0), kind
         assert (figures.recompute_seconds["e"] != Seconds()) is (kind == "experts")
-    assert Profile.from_json(PROFILE.to_json()) == PROFILE
 
 
 # ------------------------------------------------------------------ memory that routing decides
@@ -777,7 +776,6 @@ def test_only_latents_have_an_up_projection_to_recompute() -> None:
     plain = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
     assert plain.saved_bytes["u"] == plain.saved_bytes["k"]
     assert plain.recompute_seconds["u"] == Seconds()
-    assert Profile.from_json(made.to_json()) == made
 
 
 def test_a_context_of_latents_is_expanded_wherever_it_is_attended_to() -> None:
