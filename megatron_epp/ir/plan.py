@@ -51,13 +51,7 @@ from megatron_epp.ir.chunk import EMPTY, Chunk
 from megatron_epp.ir.errors import PlanError, quoted, shortened
 from megatron_epp.ir.op import MAKE_GRADIENTS, OF_HEAD, Kind, Op, StageOp
 from megatron_epp.ir.placement import Placement
-from megatron_epp.ir.recompute import (
-    KEEP,
-    MODES,
-    MOST_LAYERS,
-    format_recompute,
-    parse_recompute,
-)
+from megatron_epp.ir.recompute import KEEP, MODES, MOST_LAYERS, format_recompute, parse_recompute
 from megatron_epp.ir.span import NUMBER, Span
 
 # Limits far above any real plan, so that no small file takes minutes or gigabytes to parse.

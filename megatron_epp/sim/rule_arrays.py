@@ -5,14 +5,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from megatron_epp.ir import (
-    KIND_CODE,
-    Payload,
-    Relation,
-    Rules,
-    StagePosition,
-    rules_for,
-)
+from megatron_epp.ir import KIND_CODE, Payload, Relation, Rules, StagePosition, rules_for
 from megatron_epp.sim.engine import (
     ANYWHERE,
     BEFORE_LAST,

@@ -14,13 +14,7 @@ from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.columns import CONTEXT
 from megatron_epp.cost.fitting.fit import Sample, fit_profile
 from megatron_epp.cost.fitting.regression import fit, nnls
-from megatron_epp.cost.profile import (
-    MEASURED,
-    Bytes,
-    Profile,
-    Provenance,
-    Seconds,
-)
+from megatron_epp.cost.profile import MEASURED, Bytes, Profile, Provenance, Seconds
 from megatron_epp.ir import BACKWARDS, OF_LAYERS, Kind
 
 TRUTH = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])

@@ -9,14 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.__main__ import main
-from megatron_epp.planner import (
-    ALL,
-    LEVERS,
-    PLANNERS,
-    Options,
-    balance_replicas,
-    plan_step,
-)
+from megatron_epp.planner import ALL, LEVERS, PLANNERS, Options, balance_replicas, plan_step
 from megatron_epp.planner.options import default_levers
 from tests.planner.cases import machine
 

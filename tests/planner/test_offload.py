@@ -16,11 +16,7 @@ from megatron_epp.ir import BACKWARDS, OFFLOAD, Kind, Plan
 from megatron_epp.planner import ALL, PLANNERS, Options
 from megatron_epp.planner.epp.player import STRICT
 from megatron_epp.planner.epp.search import Search
-from megatron_epp.planner.order.problem import (
-    ScheduleProblem,
-    problem_of,
-    with_unrecomputed,
-)
+from megatron_epp.planner.order.problem import ScheduleProblem, problem_of, with_unrecomputed
 from megatron_epp.planner.recompute import ilp, offload
 from megatron_epp.planner.recompute.choices import diagonal_counts
 from megatron_epp.planner.result import PlannedReplica

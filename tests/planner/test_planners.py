@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Op, Plan, PlanError, check
-from megatron_epp.planner import (
-    ALL,
-    COMPARED,
-    PLANNERS,
-    TRAINING_LEVERS,
-    Options,
-    evaluation_plan,
-)
+from megatron_epp.planner import ALL, COMPARED, PLANNERS, TRAINING_LEVERS, Options, evaluation_plan
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import SIMULATION_ONLY
 from megatron_epp.planner.result import PlannedReplica

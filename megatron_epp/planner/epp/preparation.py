@@ -33,12 +33,7 @@ from megatron_epp.planner.order.warmup import (
 from megatron_epp.planner.published.infinipipe.grouping import RecomputeIlps, group
 from megatron_epp.planner.published.infinipipe.memory import papers_ledger
 from megatron_epp.planner.recompute import ilp, offload
-from megatron_epp.planner.recompute.choices import (
-    Ladders,
-    diagonal_counts,
-    full_layers,
-    ladders,
-)
+from megatron_epp.planner.recompute.choices import Ladders, diagonal_counts, full_layers, ladders
 from megatron_epp.planner.recompute.ilp import Solver
 
 # Effort charged, in simulated ops: CHUNKING_OPS per chunking, OPS_PER_NUMBER per array element, and

@@ -10,16 +10,7 @@ from megatron_epp.cost.columns import CHUNKS, PAIRS, TOKENS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads, join_loads, local_of, over_ranks, padded
-from megatron_epp.ir import (
-    BACKWARDS,
-    KEEP,
-    KIND_CODE,
-    OF_HEAD,
-    OF_LAYERS,
-    Kind,
-    Payload,
-    rules_for,
-)
+from megatron_epp.ir import BACKWARDS, KEEP, KIND_CODE, OF_HEAD, OF_LAYERS, Kind, Payload, rules_for
 from megatron_epp.planner.block_table import BlockLoads, tables_of
 from megatron_epp.planner.chunks.block import BlockChunking
 from megatron_epp.planner.chunks.chunking import Chunking
