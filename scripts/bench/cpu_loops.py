@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Training loops of others on this host's CPU: Megatron's schedule, planned micro-batches, slices.
+"""External training loops on this host's CPU: Megatron's schedule, planned micro-batches, slices.
 
     scripts/bench/cpu.py --case loops [--cases sft agent 16384x8] [--pp 2 4] [--batches 3]
         [--repeats 2] [--variants whole slices torch-1f1b torch-interleaved] [--busy-host]
@@ -567,8 +567,8 @@ HEAD = (
     "whole, measured",
     "slices, measured",
     *(f"{name}, measured" for name in TORCH),
-    "bubble % (stock / 0 / 1)",
-    "peak MiB (stock / 0 / 1)",
+    "bubble % (stock / whole / slices)",
+    "peak MiB (stock / whole / slices)",
     "chunks",
 )
 
