@@ -58,26 +58,24 @@ def _conv(lengths: list[int]) -> torch.Tensor:
     return causal_conv1d(rows, torch.randn(16, 4), cu_seqlens=boundaries)[0]
 
 
+def _rule(rows: int) -> torch.Tensor:
+    q, k, v = (torch.randn(rows, 2, 8, requires_grad=True) for _ in range(3))
+    g, beta = -torch.rand(rows, 2, 1), torch.rand(rows, 2)
+    return gated_delta_rule(q, k, v, g, beta, 1.0, None)[0]
+
+
+def made(output: torch.Tensor) -> int:
+    """Elements that the backward of ``output`` makes."""
+    with Made() as counted:
+        output.sum().backward()
+    return counted.elements
+
+
 @pytest.mark.parametrize("kernel", [_mamba, _delta, _conv])
 def test_many_sequences_make_about_what_one_makes(kernel) -> None:
-    def made(count: int) -> int:
-        output = kernel([ROWS // count] * count)
-        with Made() as counted:
-            output.sum().backward()
-        return counted.elements
-
-    assert made(32) < 1.5 * made(1)
+    assert made(kernel([ROWS // 32] * 32)) < 1.5 * made(kernel([ROWS]))
 
 
 def test_the_delta_rule_makes_as_much_for_every_row() -> None:
     """Of one sequence: blocks of it are not zeros of the whole each."""
-
-    def made(rows: int) -> int:
-        q, k, v = (torch.randn(rows, 2, 8, requires_grad=True) for _ in range(3))
-        g, beta = -torch.rand(rows, 2, 1), torch.rand(rows, 2)
-        output, _ = gated_delta_rule(q, k, v, g, beta, 1.0, None)
-        with Made() as counted:
-            output.sum().backward()
-        return counted.elements
-
-    assert made(4096) < 5 * made(1024)
+    assert made(_rule(4096)) < 5 * made(_rule(1024))
