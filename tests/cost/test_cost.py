@@ -230,17 +230,7 @@ def costs() -> st.SearchStrategy[Cost]:
 
 
 def on_layers(cost: Cost, plan: Plan) -> Cost:
-    return Cost(
-        StageLayout(
-            cost.layout.profile,
-            plan.layers,
-            cost.layout.tp,
-            cost.layout.cp,
-            cost.layout.dp,
-            cost.layout.zero,
-        ),
-        (1e12,) * plan.stages,
-    )
+    return cost.replace(layers=plan.layers, device_budget_bytes=(1e12,) * plan.stages)
 
 
 def issue(of: LayerCoefficients, kind: Kind) -> float:

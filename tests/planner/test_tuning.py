@@ -20,16 +20,8 @@ K = 1024
 
 
 def cost_for(layout: Layout) -> Cost:
-    return named_cost(
-        "llama3-8b",
-        "h100-80g",
-        pp=layout.pp,
-        tp=layout.tp,
-        cp=layout.cp,
-        dp=layout.dp,
-        logits_held=False,
-        topology="nodes",
-    )
+    degrees = {name: getattr(layout, name) for name in ("pp", "tp", "cp", "dp")}
+    return named_cost("llama3-8b", "h100-80g", **degrees, logits_held=False, topology="nodes")
 
 
 def test_layouts_fill_the_devices_and_are_megatrons() -> None:

@@ -1,5 +1,6 @@
 """The simulator against an independent replay, closed forms, and its own promises."""
 
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -343,19 +344,8 @@ def test_a_message_that_waits_for_its_link() -> None:
         "plan v1\ndocuments 1 1\nlayers 1 1\nchunk 0: 0[0:1]\nchunk 1: 1[0:1]\n"
         "stage 0: F0 F1\nstage 1: F0 F1\n"
     )
-    table = even_table(plan, 1, 2)
-    slow = [[5.0, 5.0]]
-    table = Table(
-        table.seconds,
-        table.recompute_seconds,
-        table.comm_seconds,
-        dict.fromkeys(Payload, slow),
-        0.5,
-        table.held_bytes,
-        table.workspace_bytes,
-        table.resident_bytes,
-    )
-    played = play(plan, table)
+    slow = {"link_seconds": dict.fromkeys(Payload, ((5.0, 5.0),)), "link_latency_seconds": 0.5}
+    played = play(plan, replace(even_table(plan, 1, 2), **slow))
     assert [(f.ready, f.depart, f.arrive) for f in played.flights] == [(1, 1, 6.5), (2, 6, 11.5)]
     assert played.seconds == 12.5
     # F1 of stage 1 was held up by the message before its own, hence by F0 of stage 0.
