@@ -299,37 +299,27 @@ def test_a_file_of_choices_is_read(
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "said"),
+    ("text", "said"),
     [
-        ("epp-partition.json", "[2, 4]", "choices of an earlier version; delete the file, and say"),
-        ("epp-vocab-parallel.json", '"on"', "choices of an earlier version; delete the file, and"),
-        (CHOICES_FILE, "[2,", "no choices ("),
-        (CHOICES_FILE, '{"epp_stage_layers": [2, 0]}', "no partition (expected layers by stage)"),
-        (
-            CHOICES_FILE,
-            '{"epp_stage_layers": [2, 3]}',
-            "layers [2, 3] are not 6 on 2 stages; leave",
-        ),
-        (CHOICES_FILE, json.dumps(PLACED), "stages are on ranks 1 0 0 1; expected --epp-pla"),
-        (CHOICES_FILE, '{"epp_vocab_parallel": "perhaps"}', 'expected "on" or "off"; delete the'),
-        (CHOICES_FILE, '{"epp_vocab_parallel": true}', 'expected "on" or "off"; delete the file'),
-        (CHOICES_FILE, '"on"', "no choices (expected an object); delete the file"),
-        (CHOICES_FILE, "{" * 10**5, "no choices ("),
-        (
-            CHOICES_FILE,
-            '{"epp_stage_layers": [6], "epp_place": [0]}',
-            "layers [6] are not 6 on",
-        ),
-        (CHOICES_FILE, '{"epp_stage_layers": [3, 3], "epp_place": "01"}', "no partition (expected"),
+        ("[2,", "no choices ("),
+        ('{"epp_stage_layers": [2, 0]}', "no partition (expected layers by stage)"),
+        ('{"epp_stage_layers": [2, 3]}', "layers [2, 3] are not 6 on 2 stages; leave"),
+        (json.dumps(PLACED), "stages are on ranks 1 0 0 1; expected --epp-pla"),
+        ('{"epp_vocab_parallel": "perhaps"}', 'expected "on" or "off"; delete the'),
+        ('{"epp_vocab_parallel": true}', 'expected "on" or "off"; delete the file'),
+        ('"on"', "no choices (expected an object); delete the file"),
+        ("{" * 10**5, "no choices ("),
+        ('{"epp_stage_layers": [6], "epp_place": [0]}', "layers [6] are not 6 on"),
+        ('{"epp_stage_layers": [3, 3], "epp_place": "01"}', "no partition (expected"),
     ],
 )
 def test_a_damaged_file_of_choices_is_refused_in_one_line(
-    name: str, text: str, said: str, tmp_path: Path
+    text: str, said: str, tmp_path: Path
 ) -> None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / CHOICES_FILE).write_text(text)
     args = wanted(load=str(tmp_path))
     with pytest.raises(ValueError) as refusal:
         kept_vocabulary(args)
         kept_placement(args)
-    assert str(refusal.value).startswith(f"{tmp_path / name}: ")
+    assert str(refusal.value).startswith(f"{tmp_path / CHOICES_FILE}: ")
     assert said in str(refusal.value) and "\n" not in str(refusal.value)

@@ -17,7 +17,6 @@ from megatron_epp.safe_files import bounded_text
 
 CHOICES_FILE = "epp-choices.json"  # {"epp_vocab_parallel": ..., "epp_place": ..., ...}
 # Files of versions before CHOICES_FILE, which are refused.
-_EARLIER = ("epp-vocab-parallel.json", "epp-partition.json")
 VOCABULARY_KEY, BLEND_KEY = "epp_vocab_parallel", "epp_blend"
 
 
@@ -157,15 +156,10 @@ def _kept(args: Any, key: str) -> tuple[Path, dict[str, Any] | None]:
     """Return (path, choices) of the file of choices; ``choices`` is None if there is no file.
 
     Raises:
-        ValueError: The file is damaged, or an earlier version wrote the choices. The message names
-            the flag that says ``key`` instead.
+        ValueError: The file is damaged. The message names the flag that says ``key`` instead.
     """
-    folder = Path(args.load)
-    path = folder / CHOICES_FILE
+    path = Path(args.load) / CHOICES_FILE
     if not path.exists():
-        for name in _EARLIER:
-            if (folder / name).exists():
-                raise _damaged(folder / name, "choices of an earlier version", key, args)
         return path, None
     try:
         choices = json.loads(bounded_text(path, "a run's choices", "replace"))

@@ -1,1 +1,1 @@
-"""Number of layers that each stage recomputes or offloads per chunk: ILP, hill climbing."""
+"""Number of layers that each stage recomputes or offloads for each chunk."""
