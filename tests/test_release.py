@@ -107,6 +107,7 @@ def run(outside: Path, *words: str) -> programs.Done:
     return programs.run(command, *words, cwd=outside, only=known)
 
 
+@pytest.mark.everything
 def test_the_installed_command_plans_compares_and_draws(outside: Path) -> None:
     (outside / "lengths.txt").write_text("\n".join(map(str, (9000, 1500, 900, 300, 12, 4000))))
     batch = ("--lengths", "lengths.txt", "--model", "llama3-8b", "--pp", "2", "--tp", "8")

@@ -33,6 +33,7 @@ def at_once(**named: Any) -> tqdm.std.tqdm:
 REAL = tqdm.tqdm
 
 
+@pytest.mark.everything
 def test_the_search_of_one_plan_has_a_bar_by_its_effort(monkeypatch, capsys) -> None:
     assert run(parse(PLAN.split())) == 0
     plan = capsys.readouterr().out

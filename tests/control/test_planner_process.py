@@ -66,6 +66,7 @@ def test_its_plans_are_those_of_this_process(model, layout, lockstep, place) -> 
         process.close()
 
 
+@pytest.mark.everything
 def test_a_planner_is_started_anew(planner) -> None:
     def planned(name: str, lengths: list[int]) -> tuple[int, ...]:
         planner.ask(name, lengths, False)

@@ -79,6 +79,7 @@ def check_rows(ulysses: Ulysses, rows: slice, heads: slice) -> None:
     assert again.value() is again.value() and promised.times == 1
 
 
+@pytest.mark.everything
 def test_rows_become_heads_and_back(tmp_path) -> None:
     torch.multiprocessing.spawn(rank_main, (str(tmp_path),), nprocs=RANKS)
 

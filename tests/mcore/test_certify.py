@@ -187,6 +187,7 @@ def test_a_config_json_is_certified_by_the_flags_that_it_makes(tmp_path, capsys)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this host has a GPU")
+@pytest.mark.everything
 def test_a_gpu_that_is_not_there_is_refused_by_name() -> None:
     assert read(["--device", "cuda"]).device == "cuda"
     llama = models(f"{LLAMA} --num-layers 2")
@@ -216,6 +217,7 @@ def test_a_rank_that_dies_ends_the_certificate(tmp_path) -> None:
     assert [p for p in mine.children(recursive=True) if p not in servers] == []
 
 
+@pytest.mark.everything
 def test_killing_the_command_ends_its_processes() -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "megatron_epp", "certify", "--pp", "1", "--batches", "9999"],

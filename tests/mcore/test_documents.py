@@ -564,6 +564,7 @@ def other_documents(rank: int, folder: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.everything
 def test_nodes_with_other_documents_are_told_at_start(tmp_path: Path) -> None:
     for rank in range(3):
         (tmp_path / str(rank)).mkdir()

@@ -72,6 +72,7 @@ def test_many_replicas_share_no_effort(efforts: list[int]) -> None:
     assert set(efforts) == {2}
 
 
+@pytest.mark.everything
 def test_searches_in_earnest_where_a_published_schedule_wins_in_tight_memory(
     monkeypatch: pytest.MonkeyPatch, efforts: list[int]
 ) -> None:

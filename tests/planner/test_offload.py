@@ -149,6 +149,7 @@ def test_with_any_rate_recompute_is_gone(room_gib) -> None:
     assert free.seconds - ample.seconds < 0.5 * (plain.seconds - ample.seconds)
 
 
+@pytest.mark.everything
 def test_without_the_lever_or_a_rate_or_need_nothing_changes() -> None:
     """The same text, to the last letter."""
     random = Random(7)
@@ -211,6 +212,7 @@ def test_plans_stay_within_the_hosts_memory(share) -> None:
 
 @given(LENGTHS, st.integers(1, 4), st.sampled_from((0.05, 0.5, 2.0)), st.integers(0, 1))
 @settings(QUICK, max_examples=8)
+@pytest.mark.everything
 def test_no_plan_takes_more_of_the_host_than_there_is(lengths, pp, host_gib, effort) -> None:
     cost = at_rate(machine(pp=pp, room_gib=3.0), 1e12).replace(host_budget_bytes=host_gib * GIB)
     planned = planned_or_refused("epp", lengths, cost, Options(levers=ALL, effort=effort))

@@ -29,6 +29,7 @@ def test_a_batch_shorter_than_two_contexts_is_not_one_micro_batch() -> None:
 
 @given(st.lists(st.integers(64, 20_000), min_size=1, max_size=24), st.integers(0, 40_000))
 @settings(max_examples=40)
+@pytest.mark.everything
 def test_it_is_the_best_of_its_lengths_and_epp_is_no_slower(lengths, context) -> None:
     options = Options(context=context, effort=0)
     found = PLANNERS[STOCK](lengths, COST, options)

@@ -198,6 +198,7 @@ def test_a_v_does_not_lose_to_zb_v_within_its_memory() -> None:
     assert ours.seconds <= theirs.seconds * (1 + 1e-9)
 
 
+@pytest.mark.everything
 def test_room_holds_forwards_back_and_what_cannot_be_is_said() -> None:
     ample, _ = play(4, 12, "one")
     tight, _ = play(4, 12, "one", room=2)

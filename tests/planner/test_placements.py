@@ -51,6 +51,7 @@ def test_few_micro_batches_want_several_stages_on_a_rank_and_many_do_not() -> No
         ("a100-40g", "packing", (15, 17), "interleaved 2", (7, 9, 8, 8), False),
     ],
 )
+@pytest.mark.everything
 def test_choices_are_those_of_three_searches(
     device: str, planner: str, layers: tuple, placement: str, placed_layers: tuple, sharded: bool
 ) -> None:

@@ -154,6 +154,7 @@ def test_training_levers_give_plans_that_training_runs() -> None:
     st.sampled_from((0.0, 0.02, 0.2)),
 )
 @settings(QUICK, max_examples=25)
+@pytest.mark.everything
 def test_splitting_is_never_slower_than_not(lengths, pp, room_gib, levers, effort, price) -> None:
     cost = priced(machine(pp=pp, room_gib=room_gib), price)
     whole, split = (

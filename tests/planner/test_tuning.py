@@ -65,6 +65,7 @@ def test_the_first_choice_is_within_two_percent_of_the_best_of_all(lengths: str)
     assert mine <= 1.02 * min(seconds.values())
 
 
+@pytest.mark.everything
 def test_choices_of_unlike_batches_are_compared_on_all_of_them() -> None:
     """The first batch is half of the others: what was planned on it alone would seem the best."""
     short = open_corpus("wlb", 8 * K).batch(3, 8)

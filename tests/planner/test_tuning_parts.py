@@ -95,6 +95,7 @@ def cost_for(layout: Layout):
     )
 
 
+@pytest.mark.everything
 def test_experts_are_tried_inside_a_stage_and_over_replicas() -> None:
     mixture = MODELS["qwen3-30b-a3b"]
     found = list(layouts(mixture, 16, 8, 16))
