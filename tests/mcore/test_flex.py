@@ -140,18 +140,19 @@ def test_what_flex_does_not_run_becomes_alltoall_and_is_refused_elsewhere(
     row = next(row for row in MoEKind.LIMITS if "flex" in row.what)
     (taken,) = (row for row in MoEKind.REPLACED if "moe_enable_deepep" in row.names)
     args = asked(**changes)
-    assert taken.same(args) and row.epp(args) and row.slices(argparse.Namespace(config=args))
+    assert taken.same(args) and row.reason("training", args)
+    assert row.reason("slices", argparse.Namespace(config=args))
     assert taken.neutral(args) == {"moe_token_dispatcher_type": "alltoall"}
     for name in limits._BACKENDS.values():
         monkeypatch.setattr(fused_a2a, name, True)
     assert taken.same(args) is not runs
-    assert row.epp(args) is not runs
+    assert (row.reason("training", args) is None) is runs
     for words in ("deep_ep", "bf16", "on one rank", "ncclep"):
         assert words in row.what
     # What is not flex, and flags without their package's exchange, are left alone.
     assert not taken.same(asked(moe_token_dispatcher_type="alltoall", bf16=False))
-    assert not row.epp(asked(moe_token_dispatcher_type="allgather"))
-    assert row.epp(asked(moe_token_dispatcher_type="another"))
+    assert row.reason("training", asked(moe_token_dispatcher_type="allgather")) is None
+    assert row.reason("training", asked(moe_token_dispatcher_type="another"))
 
 
 def test_packages_are_told_apart(monkeypatch) -> None:
