@@ -360,6 +360,7 @@ ROOT = str(programs.ROOT)
         ("torch numba highspy matplotlib", ["check a.plan"]),  # it answers at once
     ],
 )
+@pytest.mark.everything
 def test_it_answers_where_packages_are_not_installed(without: str, lines: list[str]) -> None:
     code = (
         f"import sys\nfor name in {without.split()}: sys.modules[name] = None\n"
@@ -434,6 +435,7 @@ def test_reports_end_with_how_far_the_analytic_model_is_off(cli: Commands) -> No
     assert "analytic model of" not in json.dumps(cli.facts(compare))
 
 
+@pytest.mark.everything
 def test_how_tokens_go_to_experts_is_a_flag(cli: Commands) -> None:
     job = "--lengths lengths --model qwen3-30b-a3b --device h100-80g --pp 2 --tp 2 --cp 4 --ep 8"
     default, sorted_apart, flex = (

@@ -65,6 +65,7 @@ def test_what_is_padded_is_played_and_printed(cli: Commands) -> None:
     assert played(named) == pytest.approx(plan.predicted.seconds, rel=1e-9)
 
 
+@pytest.mark.everything
 def test_compare_and_tune_say_what_is_padded(cli: Commands) -> None:
     line = f"compare {LLAMA} --pp 2 --planner packing"
     assert "\npadding  chunks to multiples of 16 tokens\n" in cli.said(line)

@@ -177,6 +177,7 @@ def test_a_grid_with_a_hole_is_mapped_drawn_and_launched(cli: Commands) -> None:
     assert "topology file mine.json: failed_nodes[1] 'd': there is no such node" in told
 
 
+@pytest.mark.everything
 def test_it_says_plainly_when_no_pipeline_or_no_epp_is_best(cli: Commands) -> None:
     Path("equal").write_text("2048\n" * 8)
     told = cli.said(f"{TUNE} --lengths equal --context 2048")

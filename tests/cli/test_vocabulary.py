@@ -74,6 +74,7 @@ def test_a_plan_file_brings_it_along(cli: Commands) -> None:
     assert "vocab" not in Path("cut.plan").read_text().splitlines()[0]
 
 
+@pytest.mark.everything
 def test_compare_says_so(cli: Commands) -> None:
     line = f"compare {JOB} --effort 0 --planner epp packing flexsp"
     table = cli.joined(f"{line} --vocab-parallel on")

@@ -93,6 +93,7 @@ def test_distributed_data_parallelism_is_left_as_it_was_found(how):
     assert run.output.rstrip().endswith("trained")
 
 
+@pytest.mark.everything
 def test_measured_calibration_under_every_overlap_of_the_example_scripts(corpus, tmp_path):
     """Two replicas of two stages, several buckets: the flags of examples/ with the cost model that
     they get, measured at start."""

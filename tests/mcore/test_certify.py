@@ -96,6 +96,7 @@ def test_adapters_without_a_graph_to_hang_on_are_noticed() -> None:
     assert not all(batch.passed for batch in judged), verdict(judged)
 
 
+@pytest.mark.everything
 def test_without_model_flags_it_certifies_two_models(capsys) -> None:
     """Untied with grouped queries, and tied; with tensor parallelism one splits the sequence."""
     assert main(["--pp", "2", "--tp", "2", "--batches", "4"]) == 0

@@ -114,6 +114,7 @@ def mixed(rank: int) -> tuple[str, Any]:
     return dist.get_backend(), message_options(torch.device("cuda"), timedelta(minutes=MINUTES))
 
 
+@pytest.mark.everything
 def test_a_world_of_mixed_back_ends_is_asked_for_its_gpus(tmp_path) -> None:
     assert run(1, mixed, tmp_path) == [("cpu:gloo,cuda:gloo", None)]
 

@@ -65,6 +65,7 @@ def test_commands_plan_with_it(tmp_path: Path, efforts: list[int]) -> None:
     assert planned(60) == {EFFORT}
 
 
+@pytest.mark.everything
 def test_many_replicas_share_no_effort(efforts: list[int]) -> None:
     cost = named_cost("gpt-7b", "a100-80g", pp=2, cp=2, dp=8)
     batch = open_corpus("wlb", 16384).batch(1, 16)

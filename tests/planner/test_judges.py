@@ -37,7 +37,13 @@ def every_order(chunks: int) -> list[tuple[Op, ...]]:
     return found
 
 
-@pytest.mark.parametrize(("lengths", "cut"), [((3_300, 3_000, 2_700), False), ((9_000, 500), True)])
+@pytest.mark.parametrize(
+    ("lengths", "cut"),
+    [
+        ((3_300, 3_000, 2_700), False),
+        pytest.param((9_000, 500), True, marks=pytest.mark.everything),
+    ],
+)
 def test_list_scheduling_against_every_order(lengths, cut) -> None:
     """Two stages, three chunks: the styles of epp come within 3% of the best of all orders, and
     no order is faster than the bound."""
@@ -185,6 +191,7 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
     assert on_demand.sum() <= everything.sum() * 1.1 + 4
 
 
+@pytest.mark.everything
 def test_uneven_layers_pay_where_the_last_stage_carries_the_head() -> None:
     """And are left alone where the user fixed them."""
     cost = named_cost("llama3-8b", "a100-80g", pp=4, cp=8)  # its LM head is large
@@ -233,6 +240,7 @@ def test_orders_played_again_take_what_they_took(pp, cut) -> None:
         assert peaks == pytest.approx(played.peak_bytes, rel=1e-12)
 
 
+@pytest.mark.everything
 def test_no_uniform_recompute_beats_the_plan_on_its_own_orders() -> None:
     """One letter for so many layers of every stage and chunk, within the same budget."""
     lengths = [2_676, 16_384, 3_507, 16_384]

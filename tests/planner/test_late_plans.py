@@ -27,6 +27,7 @@ def test_planning_is_measured_by_what_a_host_has(pp: int, tp: int, replicas_of_a
     assert late_plans(unknown, 1e9, 0.5) is None
 
 
+@pytest.mark.everything
 def test_plan_and_compare_say_it_of_many_replicas(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -43,6 +44,7 @@ def test_plan_and_compare_say_it_of_many_replicas(
         assert "would wait" not in capsys.readouterr().out
 
 
+@pytest.mark.everything
 def test_tune_marks_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """In the table and in JSON, of --epp alone; and ranks by seconds, as before."""
     words = ["tune", "--lengths", "wlb", "--model", "gpt-7b", "--device", "h100-80g", "--gpus", "8"]

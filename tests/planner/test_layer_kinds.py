@@ -106,6 +106,7 @@ def test_a_stage_alone_with_its_kind_recomputes_it() -> None:
     assert found[dense, "f"][0].max() == 3 and found[dense, "f"][1:].max() == 0
 
 
+@pytest.mark.everything
 def test_two_kinds_that_hardly_differ_give_the_plan_of_one() -> None:
     """Alike figures are one kind; figures that differ by a millionth are two, and take as long."""
     lengths = [30_000, 12_000, 9_000] + [1_500] * 12

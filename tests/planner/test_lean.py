@@ -25,6 +25,7 @@ def test_less_memory_for_at_most_half_a_percent(lengths: str) -> None:
     assert max(plain.peak_bytes) - max(lean.peak_bytes) > 0.1 * room, "nothing was saved"
 
 
+@pytest.mark.everything
 def test_two_documents_of_2m_at_every_effort() -> None:
     """From 358 s to 1666 s it went, by effort, before logits were gone early and searches in tight
     memory went on."""

@@ -207,6 +207,7 @@ def test_a_bound_without_exchange_is_below_the_other(lengths: list[int], cp: int
     assert (rank_seconds(every, RATES, cp) > 0).all()
 
 
+@pytest.mark.everything
 def test_through_the_command_line(tmp_path, capsys) -> None:
     """plan, check, simulate and draw of a plan with local documents; what cannot be is one line."""
     lengths, made = tmp_path / "lengths.txt", tmp_path / "made.plan"

@@ -109,6 +109,7 @@ def test_odd_blocks() -> None:
         Options(lockstep=0)
 
 
+@pytest.mark.everything
 def test_replicas_that_run_freely_are_planned_as_ever() -> None:
     lengths = heavy_tailed(4, 30)
     cost = machine(pp=2, room_gib=20)
@@ -237,6 +238,7 @@ def test_epp_is_never_slower_in_lockstep_either() -> None:
         assert all(found.fits for found in taken["epp"].planned)
 
 
+@pytest.mark.everything
 def test_the_price_of_lockstep() -> None:
     """Simulated: at 512 documents at most a twentieth, on a batch that no number was chosen on, all
     of them spread over the ranks, as they are in lockstep."""
@@ -251,6 +253,7 @@ def test_the_price_of_lockstep() -> None:
     assert free.seconds * 0.98 < locked.seconds < 1.05 * free.seconds
 
 
+@pytest.mark.everything
 def test_offload_has_room_for_each() -> None:
     lengths = heavy_tailed(9, 30)
     cost = machine(pp=2, room_gib=3)

@@ -138,6 +138,7 @@ def test_where_memory_is_tight_layers_are_offloaded() -> None:
 
 
 @pytest.mark.parametrize("room_gib", [3.5, 4])
+@pytest.mark.everything
 def test_with_any_rate_recompute_is_gone(room_gib) -> None:
     """And the time is that of ample memory, but for what a shorter window costs."""
     ample = planned_on(OFF, 1e6)
@@ -197,6 +198,7 @@ def test_recompute_fills_what_offloading_leaves() -> None:
 
 
 @pytest.mark.parametrize("share", [0.9, 0.5, 1e-6])
+@pytest.mark.everything
 def test_plans_stay_within_the_hosts_memory(share) -> None:
     """The less of it, the less is offloaded and the longer it takes; none, and it is a plan
     without the lever."""

@@ -61,6 +61,7 @@ def test_infinipipe_is_for_one_stage_a_rank() -> None:
         planner_of("infinipipe")(LENGTHS, machine("v"), Options())
 
 
+@pytest.mark.everything
 def test_a_fifth_of_the_room_costs_time_and_is_kept() -> None:
     ample = planner_of("epp")(LENGTHS, machine("v"), Options(context=16384, effort=1))
     states = max(machine("v").layout.placement.of_ranks(machine("v").memory.states_bytes))

@@ -111,6 +111,7 @@ def test_a_method_on_other_stages_is_refused() -> None:
         planner_of("1f1b")(FEW, machine("v"), QUICK)
 
 
+@pytest.mark.everything
 def test_tune_weighs_several_stages_on_a_rank() -> None:
     """For few long documents on eight ranks of one device, whole ones; the choice says where stages
     lie, and fits."""

@@ -80,6 +80,7 @@ def test_choices_of_unlike_batches_are_compared_on_all_of_them() -> None:
         assert sum(choice.shares.values()) == pytest.approx(1)
 
 
+@pytest.mark.everything
 def test_a_bound_rules_out_only_what_is_slower() -> None:
     batch = open_corpus("wlb", 8 * K).batch(3, 8)
     found = list(layouts(LLAMA, 8, 8, 8))

@@ -89,6 +89,7 @@ def test_it_saves_the_last_stages_bubble() -> None:
     assert cut.lower_bound_seconds < cut.seconds
 
 
+@pytest.mark.everything
 def test_tight_memory_is_kept_to() -> None:
     """What H leaves for G and the output layer's part are in the budget; recompute answers."""
     roomy = PLANNERS["epp"](LENGTHS, cost(vocabulary_parallel=True), Options(effort=1))

@@ -85,6 +85,7 @@ def test_never_more_than_twice_what_was_in_use_at_once(steps) -> None:
         assert host.resident < needed + max(50, needed)
 
 
+@pytest.mark.everything
 def test_memory_of_large_tensors_is_kept() -> None:
     """Ten tensors of 64 MiB one after the other: pages are taken from the kernel once."""
     program = """

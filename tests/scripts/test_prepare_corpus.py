@@ -97,6 +97,7 @@ def test_megatrons_tokenizer_agrees(script, folder: Path, tmp_path: Path) -> Non
         assert not {tokenizer.unk, tokenizer.bos, tokenizer.pad} & set(ids)
 
 
+@pytest.mark.everything
 def test_workers_runs_and_shuffled_orders_agree(script, folder: Path, tmp_path: Path) -> None:
     words = ("--vocab-size", 300, "--shuffle", 1)
     assert run(script, folder, "-o", tmp_path / "one", *words) == 0

@@ -152,6 +152,7 @@ def test_the_environment_of_these_tests_is_the_pinned_one() -> None:
         assert (name, found.get(name)) == (name, version)
 
 
+@pytest.mark.everything
 def test_missing_gpus_are_counted(tmp_path: Path) -> None:
     """The last lines say how many tests a host without a GPU leaves out."""
     marked = tmp_path / "test_marked.py"

@@ -264,6 +264,7 @@ def test_a_job_holds_no_more_than_it_would_by_1f1b() -> None:
     assert roomy.predicted.seconds < plain.predicted.seconds
 
 
+@pytest.mark.everything
 def test_more_memory_is_never_predicted_worse() -> None:
     """A search within a larger budget goes on from the best within smaller ones."""
     random, stages, gained = Random(0), 3, 0
