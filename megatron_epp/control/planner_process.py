@@ -20,7 +20,7 @@ from pathlib import Path
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.process import Answer, Request, Settings, receive
+from megatron_epp.planner.process import Answer, PlannerSettings, Request, receive
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class PlannerProcess:
     def __init__(self, cost: Cost, options: Options, planner: str, replicas: int, replica: int = 0):
         # A copy without the tables that costs cache, which would be sent, too.
         cost = dataclasses.replace(cost, layout=dataclasses.replace(cost.layout))
-        self._settings = Settings(cost, options, planner, replicas, replica)
+        self._settings = PlannerSettings(cost, options, planner, replicas, replica)
         self.iteration_seconds: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None

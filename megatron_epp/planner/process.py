@@ -3,9 +3,9 @@
 The trainer starts this process (control/planner_process.py). ``FD`` is the process's end of a pipe
 of multiprocessing.connection. All messages are pickled:
 
-    Settings   first: what is equal for all requests
-    Request    documents to plan for
-    Answer     one for each request, in order: the plan's text, or an error
+    PlannerSettings  first: what is equal for all requests
+    Request          documents to plan for
+    Answer           one for each request, in order: the plan's text, or an error
 
 An answer depends on the settings and the request alone. If a request cannot be planned, the answer
 contains an error, and the process continues. It ends when the pipe ends, even while it plans.
@@ -29,7 +29,7 @@ from megatron_epp.planner.options import Options
 _WARM_UP = (4096, 1024, 512, 256)  # documents of a replica
 
 
-class Settings(NamedTuple):
+class PlannerSettings(NamedTuple):
     """Cost model, options and place of a planner process."""
 
     cost: Cost
@@ -70,7 +70,7 @@ def receive(pipe: Connection, put: Callable[[Any], None]) -> threading.Thread:
     return thread
 
 
-def plan_text(settings: Settings, lengths: Sequence[int], forward_only: bool) -> str:
+def plan_text(settings: PlannerSettings, lengths: Sequence[int], forward_only: bool) -> str:
     """Return the text of the step part for the settings' lockstep group.
 
     Raises:
@@ -85,7 +85,7 @@ def plan_text(settings: Settings, lengths: Sequence[int], forward_only: bool) ->
     return str(plan_part(lengths, cost, options, planner, replicas, replica))
 
 
-def answer(settings: Settings, request: Request) -> Answer:
+def answer(settings: PlannerSettings, request: Request) -> Answer:
     """Return the answer to one request."""
     began = time.perf_counter()
     step = error = ""
@@ -102,7 +102,7 @@ def main() -> None:
     pipe = Connection(int(sys.argv[1]))
     # numpy's overflow warning does not say which input was wrong.
     warnings.filterwarnings("error", ".* encountered in ", RuntimeWarning)
-    settings: Settings = pipe.recv()
+    settings: PlannerSettings = pipe.recv()
     requests: SimpleQueue[Request] = SimpleQueue()
     receive(pipe, lambda message: os._exit(0) if message is None else requests.put(message))
     # Loads solver and compiled code. A budget that is too small is reported by the requests.

@@ -11,7 +11,7 @@ from megatron_epp.control.step_source import Planning
 from megatron_epp.control.waits import WATCHED, Waits
 from megatron_epp.ir import StepPart
 from megatron_epp.planner import Options
-from megatron_epp.planner.process import Answer, Settings, plan_text
+from megatron_epp.planner.process import Answer, PlannerSettings, plan_text
 from megatron_epp.runtime.groups import planning_ranks
 from tests.planner.cases import machine
 
@@ -93,7 +93,7 @@ def test_as_many_processes_as_planning_takes(planning, most, processes, waits) -
 class Answering(Process):
     """A planner process that really plans."""
 
-    settings = Settings(machine(pp=2), Options(effort=0), "epp", 2, 1)
+    settings = PlannerSettings(machine(pp=2), Options(effort=0), "epp", 2, 1)
 
     def ask(self, name, lengths, forward_only) -> None:
         super().ask(name, lengths, forward_only)

@@ -20,7 +20,7 @@ from megatron_epp.cost.layout import StageLayout
 from megatron_epp.ir import StepPart
 from megatron_epp.planner import ALL, Options, evaluation_part, plan_part, replicas
 from megatron_epp.planner.options import default_levers
-from megatron_epp.planner.process import Request, Settings, answer
+from megatron_epp.planner.process import PlannerSettings, Request, answer
 
 COST = Cost(
     StageLayout(
@@ -116,7 +116,7 @@ def test_any_error_becomes_an_answer(monkeypatch) -> None:
         raise ZeroDivisionError("a bug\nwith two lines")
 
     monkeypatch.setattr(replicas, "plan_part", crash)
-    settings = Settings(COST, Options(), "epp", 1, 0)
+    settings = PlannerSettings(COST, Options(), "epp", 1, 0)
     failed = answer(settings, Request("iteration 1 x", [900], False))
     assert (failed.name, failed.step, failed.error) == (
         *("iteration 1 x", ""),
@@ -141,7 +141,7 @@ def test_it_ends_with_its_trainer_in_the_midst_of_a_plan_and_without_torch() -> 
             text=True,
             pass_fds=[end.fileno()],
         )
-    pipe.send(Settings(COST, Options(), "packing", 1, 0))
+    pipe.send(PlannerSettings(COST, Options(), "packing", 1, 0))
     pipe.send(Request("iteration 1 x", [64, 8], False))
     assert pipe.recv().error == ""
     pipe.send(Request("iteration 2 x", [64] * 9, False))
