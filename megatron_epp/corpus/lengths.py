@@ -28,7 +28,7 @@ from megatron_epp.corpus.idx_file import CorpusFiles, read_index
 from megatron_epp.corpus.loss_mask import examine_masks
 from megatron_epp.corpus.overlong import Counts, apply_context, require_policy
 from megatron_epp.corpus.text_lengths import SUFFIXES, Progress, text_lengths
-from megatron_epp.ir.errors import quoted
+from megatron_epp.ir.errors import first_line, quoted
 
 # Number of documents, at evenly spaced quantiles, that represent a named distribution.
 NAMED_DOCUMENTS = 200_000
@@ -216,9 +216,8 @@ def read_lengths(path: Path) -> np.ndarray:
                 data = file.read(_MOST_TEXT_BYTES + 1)
         text = data.decode("utf-8-sig")  # some editors write a byte-order mark
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(
-            f"{path}: cannot be read as a list of lengths ({reason}); "
+            f"{path}: cannot be read as a list of lengths ({first_line(error)}); "
             "expected text (or .gz of it) with one positive whole number a line"
         ) from error
     if len(data) > _MOST_TEXT_BYTES:

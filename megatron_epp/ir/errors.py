@@ -21,6 +21,11 @@ def shortened(text: str, most: int = MOST_OF_A_LINE) -> str:
     return f"{text[:half]} ... {text[-half:]}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of the message of ``error``, or its type's name if it has none."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 def quoted(value: object) -> str:
     """Return ``value`` as a Python literal, cut at the end if it is long."""
     text = value if isinstance(value, str) else repr(value)

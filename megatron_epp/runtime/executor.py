@@ -25,6 +25,7 @@ from megatron_epp.ir import (
     Timed,
     Transfer,
 )
+from megatron_epp.ir.errors import first_line
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.kv_store import StageStores, Store
 from megatron_epp.runtime.malloc_trim import HostHeap
@@ -342,7 +343,7 @@ class Executor:
         Raises:
             OutOfMemory: if a peer did not fail in this op.
         """
-        reason = _first_line(error)
+        reason = first_line(error)
         if self.peers is not None and not self.peers.all_failed(where):
             raise OutOfMemory(
                 f"{self.current_op}: out of memory ({reason}) on one of the ranks that share its "
@@ -366,7 +367,7 @@ class Executor:
     def _give_up(self, op: Op, failed: str | Exception):
         """Free everything and turn later ops into no-ops, after an error or a lack of memory."""
         error = failed if isinstance(failed, Exception) else None
-        reason = failed if isinstance(failed, str) else _first_line(failed)
+        reason = failed if isinstance(failed, str) else first_line(failed)
         held = min(self.meter.op_peak(), self.meter.limit_bytes)
         self.failure = Failure(op, self.stage, self.current_op.rank, int(held), reason, error)
         what = "out of memory" if error is None else f"failed with {type(error).__name__}"
@@ -475,13 +476,9 @@ class Executor:
             raise self._lost(message, error) from error
 
     def _lost(self, message: Message | None, error: RuntimeError | MemoryError) -> LinkLost:
-        reason = _first_line(error)
+        reason = first_line(error)
         logger.error("%s; the link is lost: %s", self.current_op, reason)
         return LinkLost(f"{self.current_op}; the link is lost: {reason}")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _carrying(program: Program) -> dict[int, dict[Op, Payload]]:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from megatron_epp.ir import IN_FLIGHT
+from megatron_epp.ir.errors import first_line
 from megatron_epp.runtime.memory_meter import Meter, NoMeter, has_no_storage
 
 logger = logging.getLogger(__name__)
@@ -367,7 +368,7 @@ class HostStore:
                 for size in sizes
             ]
         except (MemoryError, RuntimeError) as error:
-            self._say_full(taken, str(error).splitlines()[0])
+            self._say_full(taken, first_line(error))
             return None
         self._taken.bytes += taken
         self._taken.peak_bytes = max(self.peak_bytes, self.bytes)

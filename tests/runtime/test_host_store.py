@@ -188,6 +188,21 @@ def test_where_the_host_has_no_room_a_layer_stays(caplog) -> None:
     assert "--epp-host-memory-gib" in said
 
 
+def test_where_the_host_gives_no_memory_a_layer_stays(monkeypatch, caplog) -> None:
+    """The error of an allocator may have no message."""
+
+    def none_left(*_, **__):
+        raise MemoryError
+
+    kept, host = gradient("kkk", store()), store()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "empty", none_left)
+        assert torch.equal(gradient("oko", host), kept)
+    assert host.peak_bytes == 0
+    (said,) = caplog.messages
+    assert "0.0 MiB are taken (MemoryError)" in said
+
+
 def test_a_layer_of_small_tensors_stays_and_is_none_the_less_finished() -> None:
     """What a single row saves on one of many ranks is not worth a copy."""
     host = store(Late())
