@@ -227,7 +227,7 @@ def _places(needs, stages):
 
 @njit()
 def run_arrays(orders, arrays, needs):
-    """Simulate ``orders``; return the fields of :class:`Run` as a tuple, also to compiled callers.
+    """Simulate ``orders``; return the fields of :class:`Run` as a tuple.
 
     The loop only reads local arrays. If it passed tuples of arrays to functions, numba would count
     references for every op, which took two thirds of the time.
