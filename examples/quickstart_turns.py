@@ -23,17 +23,12 @@ VARIANTS = tuple(
 )
 
 
-def main() -> None:
-    from megatron_epp.mcore.patching import cpu_host
-
-    cpu_host.install_cpu_host()
+def as_ever(_, *iteration) -> str:
+    """Return the log line that any run prints."""
     from megatron_epp.control.observe import summary_line
 
-    steps = in_turns.VariantSteps
-    in_turns.take_turns(
-        VARIANTS, steps, lambda variant_of, *rest: summary_line(*rest), warm_up=1, first=0
-    )
+    return summary_line(*iteration)
 
 
 if __name__ == "__main__":
-    main()
+    in_turns.work(VARIANTS, warm_up=1, first=0, tell=as_ever)

@@ -71,10 +71,13 @@ WORK = "--work"
 # ------------------------------------------------------------------ inside torchrun
 
 
-def work(variants: Sequence[Variant], warm_up: int, first: int) -> None:
+def work(
+    variants: Sequence[Variant], warm_up: int, first: int, tell: Callable | None = None
+) -> None:
     """Train; run every batch from number ``first`` on with each variant in turn.
 
-    The first ``warm_up`` iterations warm up.
+    The first ``warm_up`` iterations warm up. ``tell`` returns the log entry of an iteration, like
+    :func:`told`, which is the default.
     """
     from megatron_epp.mcore.patching import cpu_host
 
@@ -92,7 +95,7 @@ def work(variants: Sequence[Variant], warm_up: int, first: int) -> None:
         hooks=TrainerHooks(
             make_steps=functools.partial(VariantSteps, lambda at: variants[variant_of(at)]),
             make_batches=repeated(len(variants), warm_up, first),
-            summary=functools.partial(told, variant_of),
+            summary=functools.partial(tell or told, variant_of),
         ),
     )
 

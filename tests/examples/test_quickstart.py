@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from tests.mcore import runs
 from tests.programs import BASH, ROOT, run
 
 pytestmark = pytest.mark.everything
@@ -62,3 +63,13 @@ def test_the_first_quickstart_is_still_there() -> None:
         *("--decoder-first-pipeline-num-layers 4", "--decoder-last-pipeline-num-layers 2"),
     ):
         assert flag in sizes
+
+
+def test_every_batch_is_computed_four_times(tmp_path) -> None:
+    """One warm-up, then the four ways, each with the log line of any run."""
+    corpus = runs.write_corpus(tmp_path / "corpus", runs.LENGTHS)
+    words = runs.flags(corpus, epp=True, epp_record=tmp_path / "record", train_iters=5)
+    run = runs.trained(words, program=(str(ROOT / "examples" / "quickstart_turns.py"),))
+    assert len(run.losses) == 5
+    tokens = re.findall(r"epp iteration \d+: (\d+) tokens in", run.output)
+    assert len(tokens) == 5 and len(set(tokens)) == 1
