@@ -14,11 +14,13 @@ from megatron_epp.planner import ALL, PLANNERS, Options
 from megatron_epp.planner.chunks.bin_packing import longest_first
 from megatron_epp.planner.chunks.slicing import cut_at
 from megatron_epp.planner.lower_bound import lower_bound_seconds
+from megatron_epp.planner.order import list_scheduler
 from megatron_epp.planner.order.emit import Draft, plan_of
-from megatron_epp.planner.order.list_scheduler import list_schedule
+from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
 from megatron_epp.planner.order.policies import policies, policy_of
 from megatron_epp.planner.order.problem import problem_of, rates_of
 from megatron_epp.planner.order.replay import replayed
+from megatron_epp.planner.order.warmup import group_by_group, pipelines, shrinking_in_flight
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.choices import freed_bytes, ladder
 from megatron_epp.planner.replicas import balance_replicas
@@ -214,6 +216,23 @@ def test_the_ladder_is_convex() -> None:
     seconds = [cost.seconds.recompute((0, letter), loads).sum() for letter in letters]
     prices = np.diff(seconds) / -np.diff(saved)
     assert (np.diff(saved) < 0).all() and (np.diff(prices) > 0).all()
+
+
+def test_a_strict_order_is_that_of_the_list_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computed at once instead of op by op: the same ops, times and bytes, to the last bit."""
+    cost = machine(pp=4, room_gib=3, link_seconds=True)
+    _, chunking, _, work, _ = prepared(cost, [20_000, 9_000, 7_000] + [1_500] * 12, 12.0)
+    sizes = chunking.sizes
+    limits = [shrinking_in_flight(sizes, 4), group_by_group(sizes, 4), pipelines(sizes, [2, 5], 4)]
+    limits.append(np.zeros_like(limits[0]))  # incomplete: backwards before their forwards
+    policies = [Policy(limit, limit, limit) for limit in limits]
+    at_once = [list_schedule(work, policy) for policy in policies]
+    monkeypatch.setattr(list_scheduler, "strict_orders", lambda *limits: (None, None, False))
+    for found, policy in zip(at_once, policies, strict=True):
+        expected = list_schedule(work, policy)
+        for field in dataclasses.fields(expected):
+            ours, right = (np.asarray(getattr(each, field.name)) for each in (found, expected))
+            assert np.array_equal(ours, right) and ours.dtype == right.dtype, field.name
 
 
 @pytest.mark.parametrize(("pp", "cut"), [(4, False), (4, True), (2, True)])

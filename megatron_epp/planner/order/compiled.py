@@ -1,4 +1,4 @@
-"""Compiled loops of the list scheduler.
+"""Compiled loops of the list scheduler, and of the simulation of given orders of ops.
 
 The compiled functions are in one file because numba's disk cache only detects changes of a
 function's own file. For the same reason, this file repeats the codes of ir.KIND_CODE and
@@ -44,6 +44,16 @@ def _message(kind, s, stages, head):
     if kind in (B, I) and s > 0:
         return GRADIENT, s - 1, s - 1
     return 0, 0, -1
+
+
+@njit()
+def _arrivals(stages, count, head):
+    """Return initial arrival times [payloads, stages, chunks] of inputs: 0 or infinite."""
+    arrival = np.full((3 if head else 2, stages, count), np.inf)
+    arrival[ACTIVATION, 0, :] = 0.0
+    if not head:
+        arrival[GRADIENT, stages - 1, :] = 0.0
+    return arrival
 
 
 @njit()
@@ -481,3 +491,83 @@ def schedule_with(problem, limits):
         peaks[r] = ranks[r].peak
         seconds = max(seconds, ranks[r].free_at)
     return seconds, peaks, kinds, chunks, on_stage, start, stop
+
+
+@njit()
+def strict_orders(limit, backward_order, last_of_group):
+    """Return the op kinds and the chunks, both [stages, ops], of the orders that ``limit`` fixes.
+
+    Backward k of stage s follows limit[s, k] forwards. The third value is False if a backward
+    precedes a forward that it requires.
+    """
+    stages, count = limit.shape
+    kinds = np.empty((stages, 2 * count), dtype=np.int8)
+    chunks = np.empty((stages, 2 * count), dtype=np.int32)
+    for s in range(stages):
+        f = 0
+        for b in range(count):
+            while f < min(limit[s, b], count):
+                kinds[s, f + b], chunks[s, f + b] = F, f
+                f += 1
+            c = backward_order[b]
+            if f <= last_of_group[c]:
+                return kinds, chunks, False
+            kinds[s, f + b], chunks[s, f + b] = B, c
+    return kinds, chunks, True
+
+
+@njit()
+def replay_of(seconds, link_seconds, latency, moves, kinds, chunks):
+    """Simulate given orders (replay.replayed); return seconds, peak bytes, start and stop times.
+
+    The orders must satisfy the dependencies within each stage, so ops wait only for messages.
+
+    Args:
+        seconds: [kinds, stages, chunks] seconds of every op.
+        link_seconds: [payloads, links, chunks] seconds of every message.
+        latency: latency of a link in seconds.
+        moves: [kinds, 2, stages, chunks] bytes that every op allocates and frees.
+        kinds: [stages, ops] op kinds in order.
+        chunks: [stages, ops] chunks of these ops.
+    """
+    stages, count = seconds.shape[1:]
+    per_stage = kinds.shape[1]
+    start, stop = np.zeros((stages, per_stage)), np.zeros((stages, per_stage))
+    head = len(link_seconds) > HEAD  # vocabulary parallelism
+    arrival = _arrivals(stages, count, head)
+    links = np.zeros((stages, stages))
+    free, held, peak = np.zeros(stages), np.zeros(stages), np.zeros(stages)
+    at = np.zeros(stages, dtype=np.int64)
+    left = stages * per_stage
+    while left > 0:
+        before = left
+        for s in range(stages):
+            while at[s] < per_stage:
+                i = at[s]
+                kind, c = kinds[s, i], chunks[s, i]
+                ready = 0.0
+                if kind == F:
+                    ready = arrival[ACTIVATION, s, c]
+                elif kind == H:
+                    ready = arrival[HEAD, s, c]
+                elif kind != W and kind != G:
+                    ready = arrival[GRADIENT, s, c]
+                if ready == np.inf:
+                    break
+                begin = max(free[s], ready)
+                done = begin + seconds[kind, s, c]
+                start[s, i], stop[s, i], free[s] = begin, done, done
+                held[s] += moves[kind, 0, s, c]
+                peak[s] = max(peak[s], held[s])
+                held[s] -= moves[kind, 1, s, c]
+                at[s] += 1
+                left -= 1
+                payload, row, to = _message(kind, s, stages, head)
+                if to == s:
+                    arrival[payload, to, c] = done
+                elif to >= 0:
+                    links[s, to] = max(done, links[s, to]) + link_seconds[payload, row, c]
+                    arrival[payload, to, c] = links[s, to] + latency
+        if left == before:
+            return np.inf, peak, start, stop
+    return free.max(), peak, start, stop

@@ -2,10 +2,16 @@
 
 After every change of recompute, list scheduling may return another order, but the earlier order is
 sometimes better for the new times.
+
+The simulator's loop (sim.engine) computes the same results and more, but takes three to eight times
+as long (4 to 32 stages), and a search replays thousands of orders.
+Tests require both loops to return exactly equal times (tests/planner/test_judges.py). Ranks with
+several stages use the simulator's loop.
 """
 
 import numpy as np
 
+from megatron_epp.planner.order.compiled import replay_of
 from megatron_epp.planner.order.list_scheduler import Schedule
 from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.sim.engine import Orders, run
@@ -14,16 +20,33 @@ from megatron_epp.sim.rule_arrays import needs_for
 
 def replayed(work: ScheduleProblem, schedule: Schedule) -> Schedule:
     """Return ``schedule`` in the same order, with the times and peaks of ``work`` (same chunks)."""
-    place = np.array(work.place or range(work.stages))
+    seconds, peaks, start, stop = (
+        _of_ranks(work, schedule)
+        if work.place
+        else replay_of(
+            work.ops.seconds,
+            work.ops.link_seconds,
+            work.ops.latency,
+            work.ops.moved_bytes,
+            schedule.kinds,
+            schedule.chunks,
+        )
+    )
+    over = max(0.0, float((peaks - work.headroom_bytes).max()))
+    kept = schedule.kinds, schedule.chunks, schedule.stages
+    return Schedule(seconds, peaks, over, *kept, start, stop)
+
+
+def _of_ranks(
+    work: ScheduleProblem, schedule: Schedule
+) -> tuple[float, np.ndarray, np.ndarray, np.ndarray]:
+    """Return seconds, peak bytes, start and stop of a replay if ranks have several stages."""
     ran = schedule.kinds >= 0
-    on_stage = schedule.stages if work.place else np.broadcast_to(place[:, None], ran.shape)
     offset = np.concatenate(([0], np.cumsum(ran.sum(axis=1))))
-    chunks, stages = (of[ran].astype(np.int64) for of in (schedule.chunks, on_stage))
+    chunks, stages = (of[ran].astype(np.int64) for of in (schedule.chunks, schedule.stages))
+    orders = Orders(schedule.kinds[ran], chunks, stages, offset, np.array(work.place))
     arrays = work.ops._replace(resident=np.zeros(work.stages))
-    orders = Orders(schedule.kinds[ran], chunks, stages, offset, place)
     played = run(orders, arrays, needs_for(work.vocabulary_parallel))
     start, stop = np.zeros(ran.shape), np.zeros(ran.shape)
     start[ran], stop[ran] = played.start, played.stop
-    over = max(0.0, float((played.peak - work.headroom_bytes).max()))
-    kept = schedule.kinds, schedule.chunks, schedule.stages
-    return Schedule(played.seconds, played.peak, over, *kept, start, stop)
+    return played.seconds, played.peak, start, stop
