@@ -60,7 +60,7 @@ def resumable_line(args: Any) -> str:
         degrees = "any tensor-, pipeline- and data-parallel degrees"
     else:
         degrees = (
-            "the tensor- and pipeline-parallel degrees of this run, with any data-parallel one"
+            "the stages and the tensor-parallel degree of this run, with any data-parallel one"
         )
         if getattr(args, "non_persistent_ckpt_type", None) != "local":  # it does not support flag
             more = f"; with {flag}, given now, they resume with any"

@@ -49,6 +49,36 @@ def require_local(args: Any) -> None:
 
 def require_complete(args: Any) -> None:
     """Raise a ValueError if the checkpoint that the job would load is missing or incomplete."""
+    for flag, path in _to_load(args):
+        folder = path.parent
+        if not path.is_dir():
+            raise ValueError(
+                f"{flag}: {path} is not there; expected the folder of a checkpoint, of an "
+                f"iteration that {folder} has: {_numbers(complete_iterations(folder))}"
+            )
+        if not _is_complete(path):
+            raise ValueError(
+                f"{flag}: {path} is half written, by a job that ended while it saved; give "
+                f"--ckpt-step with one of the iterations that are complete: "
+                f"{_numbers(complete_iterations(folder))}"
+            )
+
+
+def checkpoint_to_load(args: Any) -> Path | None:
+    """Return the folder of the checkpoint that the job loads, the latest of its folders, or None.
+
+    Raises:
+        ValueError: A tracker file is damaged.
+    """
+    return max((path for _, path in _to_load(args)), key=lambda path: path.name, default=None)
+
+
+def _to_load(args: Any) -> Iterator[tuple[str, Path]]:
+    """Yield (flag, folder of the checkpoint to load) for the folders of :func:`folders_of`.
+
+    Raises:
+        ValueError: A tracker file is damaged.
+    """
     step, elsewhere = getattr(args, "ckpt_step", None), getattr(args, "pretrained_checkpoint", None)
     for flag, folder in folders_of(args).items():
         tracked = tracked_iteration(folder)
@@ -61,18 +91,7 @@ def require_complete(args: Any) -> None:
             flag, tracked = f"--ckpt-step {step}", str(step)
         if tracked is None or tracked == RELEASE or (elsewhere and step):
             continue
-        path = folder / f"iter_{int(tracked):07d}"
-        if not path.is_dir():
-            raise ValueError(
-                f"{flag}: {path} is not there; expected the folder of a checkpoint, of an "
-                f"iteration that {folder} has: {_numbers(complete_iterations(folder))}"
-            )
-        if not _is_complete(path):
-            raise ValueError(
-                f"{flag}: {path} is half written, by a job that ended while it saved; give "
-                f"--ckpt-step with one of the iterations that are complete: "
-                f"{_numbers(complete_iterations(folder))}"
-            )
+        yield flag, folder / f"iter_{int(tracked):07d}"
 
 
 def leftover_lines(args: Any) -> Iterator[str]:

@@ -40,15 +40,11 @@ ENDINGS = (Exception, SystemExit, CheckpointException)
 PATIENCE_AT_START_SECONDS, PATIENCE_SECONDS = 30.0, 5.0
 ANSWER_SECONDS = 30.0  # limit on the store's answers, beyond this wait
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-# Part of a message of Megatron -> advice that replaces Megatron's own.
-_REMEDIES = {
-    "sharding type": "The optimizer's states were saved for one layout; save with "
-    "--dist-ckpt-optim-fully-reshardable to resume with other degrees, and resume this checkpoint "
-    "with its own, or with --no-load-optim",
-    "OptimizerParamScheduler:": "(of --train-iters, --train-samples, --lr and their kin); give "
-    "--override-opt-param-scheduler for the flags' values, or --use-checkpoint-opt-param-scheduler "
-    "for the checkpoint's",
-}
+# Advice after messages of Megatron on another learning-rate schedule.
+_SCHEDULE_REMEDY = (
+    "(of --train-iters, --train-samples, --lr and their kin); give --override-opt-param-scheduler "
+    "for the flags' values, or --use-checkpoint-opt-param-scheduler for the checkpoint's"
+)
 _REFUSED, _REPORTED = "megatron_epp/refused", "megatron_epp/spoken"
 
 
@@ -117,9 +113,8 @@ def refused_by_megatron(error: BaseException) -> ValueError | None:
         return ValueError(f"--load: Megatron ended at {where}, as the lines before say; check it")
     if not (frames[-1].line or "").startswith(("assert", "raise")):
         return None
-    for part, remedy in _REMEDIES.items():
-        if part in str(error):
-            return ValueError(f"{reason(error).split(' Please ')[0]} {remedy}")
+    if "OptimizerParamScheduler:" in str(error):
+        return ValueError(f"{reason(error)} {_SCHEDULE_REMEDY}")
     return ValueError(f"{reason(error)} (Megatron, {where})")
 
 
