@@ -126,14 +126,14 @@ class VariantSteps:
     whole: tuple[float, ...] = ()
     host: tuple[int, ...] = ()
 
-    def __init__(self, variant_at, place, model):
+    def __init__(self, variant_at, place, models):
         from megatron_epp.mcore.calibrate.profile_file import obtain
         from megatron_epp.mcore.job.job_cost import training_cost, training_levers
         from megatron_epp.planner import Options
 
         args, config = place.args, place.config
         self.variant_at, self.groups = variant_at, place.groups
-        profile = obtain(args, config, model, place.groups, place.row_shard)
+        profile = obtain(args, config, models, place.groups, place.row_shard)
         cost = training_cost(args, config, place.layers, profile)
         self.cost = cost.replace(multiple=place.row_shard.multiple)
         self.options = Options(

@@ -135,7 +135,7 @@ def profile_of(alone: SingleProcess, model: Any) -> Profile:
     from megatron_epp.mcore.calibrate.profile_file import obtain
     from megatron_epp.mcore.job.process_groups import make_groups
 
-    return obtain(alone.args, alone.config, model, make_groups(alone.device), alone.share)
+    return obtain(alone.args, alone.config, [model], make_groups(alone.device), alone.share)
 
 
 # ------------------------------------------------------------------ what is made up

@@ -12,8 +12,8 @@ cpu_host.install_cpu_host()
 from megatron_epp.mcore.trainer import entry, hooks  # noqa: E402
 
 
-def make_steps(place, model):
-    steps = hooks.make_steps(place, model)
+def make_steps(place, models):
+    steps = hooks.make_steps(place, models)
     plain = steps.look_ahead
 
     def look_ahead(iteration, following):

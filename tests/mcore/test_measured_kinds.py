@@ -114,7 +114,7 @@ def shaped(word: tuple[str, ...]) -> Model:
 
 def measured(groups, word: tuple[str, ...]) -> tuple[Profile, list[str]]:
     probe = MadeUpLayers(word)
-    return calibrate(probe, groups, shaped(word), 65536, ORIGIN, False, word), probe.runs
+    return calibrate([probe], groups, shaped(word), 65536, ORIGIN, False, [word]), probe.runs
 
 
 def test_each_kind_is_found_again(groups) -> None:
@@ -131,6 +131,49 @@ def test_each_kind_is_found_again(groups) -> None:
         assert figures.saved_bytes[KEEP].per_token == pytest.approx(held, rel=1e-3)
         assert figures.recompute_seconds["m"].per_token == pytest.approx(1e-7 * (1 + len(kind)))
     assert f"{made.provenance.source}".count("seconds of F") == 2
+
+
+def test_a_rank_with_several_stages_measures_a_kind_once(groups) -> None:
+    """By the first of its stages that has it, and each end by the stage that has it."""
+
+    class Stage(MadeUpLayers):
+        def __init__(self, word: tuple[str, ...], first: bool = False, last: bool = False):
+            super().__init__(word)
+            self.first, self.last, self.ran = first, last, []
+
+        def of_layer(self, at: int) -> MadeUpLayers:
+            return MadeUpLayers(self.word, at, self.runs)
+
+        def after_work(self, shape: Shape) -> "Stage":
+            other = Stage(self.word, self.first, self.last)
+            other.ran, other.runs, other.pace = self.ran, self.runs, 1.0
+            return other
+
+        def embedding(self, shape: Shape, weigh: bool = False) -> Measurement:
+            assert self.first
+            self.ran.append("embedding")
+            return super().embedding(shape, weigh)
+
+        def ends(self, shape: Shape, weigh: bool = False, split: bool = False) -> Measurement:
+            assert self.last
+            self.ran.append("head")
+            return super().ends(shape, weigh, split)
+
+    word = ("local", "local", "far", "local", "far")
+    stages = [Stage(word[:2], first=True), Stage(word[2:4]), Stage(word[4:], last=True)]
+    kinds = [stage.word for stage in stages]
+    made = calibrate(stages, groups, shaped(word), 65536, ORIGIN, False, kinds)
+    assert [set(stage.runs) for stage in stages] == [{"local"}, {"far"}, set()]
+    assert [set(stage.ran) for stage in stages] == [{"embedding"}, set(), {"head"}]
+    for kind, figures in made.kinds.items():
+        token, pair, _, _, held = RULES[kind]
+        forward = figures.layer_seconds[Kind.FORWARD]
+        assert forward.per_token == pytest.approx(token, rel=0.02)
+        assert forward.per_pair == pytest.approx(pair, rel=0.02)
+        assert figures.saved_bytes[KEEP].per_token == pytest.approx(held, rel=1e-3)
+    assert made.first_seconds[Kind.FORWARD].per_token == pytest.approx(1e-7, rel=1e-3)
+    assert made.last_seconds[Kind.FORWARD].per_token == pytest.approx(5e-7, rel=1e-3)
+    assert made.last_bytes.per_token == pytest.approx(8, rel=1e-3)
 
 
 def test_what_a_gpus_host_takes_is_measured_by_small_chunks_and_kept() -> None:
@@ -197,7 +240,7 @@ class OnGpu(MadeUpLayers):
 def test_on_a_gpu_pairs_inside_a_slice_are_told_from_those_with_its_context(groups) -> None:
     """And the host's time from the device's."""
     probe = OnGpu(("far",) * 2)
-    profile = calibrate(probe, groups, shaped(probe.word), 65536, ORIGIN, False, probe.word)
+    profile = calibrate([probe], groups, shaped(probe.word), 65536, ORIGIN, False, [probe.word])
     token, pair, chunk, *_ = RULES["far"]
     for spans in ((Span(0, 0, 30000),), (Span(0, 40000, 48000),), (Span(0, 0, 900),) * 9):
         tokens = sum(span.tokens for span in spans)
@@ -314,7 +357,7 @@ def test_nothing_runs_again_for_nothing(groups) -> None:
         "far": LayerShape(kv_rank=16, query_rank=24, rotary_size=4, value_size=16),
     }
     model = Model("m", 2, 64, 128, 4, 2, 16, 1000, kinds=shapes, pattern="local far")
-    made = calibrate(Busy(word), groups, model, 65536, ORIGIN, False, word)
+    made = calibrate([Busy(word)], groups, model, 65536, ORIGIN, False, [word])
     known = analytic_profile(model, device("cpu"))
     for kind, own, nothing in (("local", "e", "u"), ("far", "u", "e")):
         figures, told = made.kinds[kind], known.kinds[kind]
@@ -352,7 +395,7 @@ class SpreadOrLocal(MadeUpLayers):
 
 def test_what_rows_take_to_be_exchanged_is_found(groups) -> None:
     word = ("local", "far", "local")
-    made = calibrate(SpreadOrLocal(word), groups, shaped(word), 65536, ORIGIN, False, word)
+    made = calibrate([SpreadOrLocal(word)], groups, shaped(word), 65536, ORIGIN, False, [word])
     assert made.cp == 2
     exchange = SpreadOrLocal.EXCHANGE
     for figures in made.kinds.values():

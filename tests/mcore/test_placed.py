@@ -21,11 +21,16 @@ from megatron_epp.sim.play import play
 from tests.certify.planned import PlansOf
 from tests.certify.trial import CheckedTrial, read_checked
 from tests.mcore.certified import certified
-from tests.mcore.resumes import STOCK_ON_DOCUMENTS, Job
-from tests.mcore.runs import flags, train, trained, write_corpus
+from tests.mcore.models import TRAINED_MOE, TRAINED_SSM
+from tests.mcore.resumes import OPTIMIZER, STOCK_ON_DOCUMENTS, Job
+from tests.mcore.runs import PROGRAM, flags, train, trained, write_corpus
+from tests.mcore.test_refusals import refused
 from tests.plans import random_table
 
 pytestmark = pytest.mark.everything
+
+PLAIN_OPTIMIZER = dict.fromkeys(OPTIMIZER)
+HYBRID_PROGRAM = ("-m", "megatron_epp.pretrain_hybrid")
 
 
 def model(flags: str, stages: int, *placement: str) -> tuple[str, ...]:
@@ -189,15 +194,77 @@ def test_checkpoints_go_from_placement_to_placement_and_to_megatron(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("placement", "more"),
+    [
+        ("v", {}),
+        ("interleaved 2", {**TRAINED_SSM, **TRAINED_MOE, "hybrid_layer_pattern": "*-EM*-EG"}),
+        ("v", {"untie_embeddings_and_output_weights": None, "epp_vocab_parallel": "on"}),
+        ("interleaved 3", {"num_layers": 6, "epp_vocab_parallel": "on"}),
+        ("interleaved 4", {"num_layers": 8, "epp_vocab_parallel": "on", **PLAIN_OPTIMIZER}),
+    ],
+)
+def test_what_is_measured_at_its_start_computes_whole_documents(
+    placement: str, more: dict, tmp_path: Path
+) -> None:
+    """Begun, stopped and resumed with the cost model that it measured: losses and gradient norms of
+    Megatron's own schedule on one stage, of one document a micro-batch, from the same weights."""
+    corpus = write_corpus(tmp_path / "corpus", [65] * 30)
+    way = {"seq_length": 64, "max_position_embeddings": 64, "train_iters": 5,
+           "lr_decay_style": "constant", **more}  # fmt: skip
+    one = {"processes": 1, "pipeline_model_parallel_size": 1, "micro_batch_size": 1,
+           "calculate_per_token_loss": True, "dataloader_type": "single"}  # fmt: skip
+    if placement == "interleaved 3":
+        one["make_vocab_size_divisible_by"] = 384  # words count, those that only fill up, too
+    stock = Job(corpus, way, STOCK_ON_DOCUMENTS)
+    first, saved = tmp_path / "first", tmp_path / "saved"
+    stock.train(**one, save=first, save_interval=1, exit_interval=1)
+    whole = stock.train(**one, load=first)
+    ours = Job(corpus, way, HYBRID_PROGRAM if "hybrid_layer_pattern" in more else PROGRAM)
+    how = {"epp": True, "epp_placement": placement, "epp_cost_model": None,
+           "save": saved, "save_interval": 9}  # fmt: skip
+    begun = ours.train(**how, load=first, exit_interval=3)
+    assert "measured this device in" in begun.output
+    resumed = ours.train(**how, load=saved)
+    assert "measured this device in" not in resumed.output
+    # Of the second iteration of a run Megatron's log shows the mean with the first.
+    *others, fourth, fifth = whole.losses
+    losses = [*begun.losses, *resumed.losses]
+    assert losses == pytest.approx([*others, fourth, (fourth + fifth) / 2], rel=2e-6)
+    assert [*begun.grad_norms, *resumed.grad_norms] == pytest.approx(whole.grad_norms, abs=2e-3)
+
+
+def test_optimizer_states_of_other_stages_are_refused(tmp_path: Path) -> None:
+    """Saved by rank, of stages of the same sizes that lie otherwise: of them Megatron sees nothing.
+    Saved by parameter they load (above)."""
+    corpus = write_corpus(tmp_path / "corpus", [65] * 24)
+    saved = tmp_path / "saved"
+    how = {"epp": True, "use_distributed_optimizer": True, "lr_decay_style": "constant"}
+    save = {"save": saved, "save_interval": 1, "exit_interval": 1}
+    how["train_iters"] = 2
+    trained(flags(corpus, **how, epp_placement="interleaved 2", **save))
+    how["load"] = saved
+    same = trained(flags(corpus, **how, epp_placement="place 0 1 0 1 layers 1 1 1 1"))
+    assert len(same.losses) == 1
+    refused(
+        flags(corpus, **how, epp_placement="place 0 0 1 1"),
+        "--load",
+        "saved without --dist-ckpt-optim-fully-reshardable, belong to stages on ranks 0 1 0 1 with "
+        "layers 1 1 1 1, ",
+        "; this run has stages on ranks 0 0 1 1 with layers 1 1 1 1, ",
+        processes=2,
+    )
+    fresh = trained(flags(corpus, **how, epp_placement="place 0 0 1 1", no_load_optim=True))
+    assert len(fresh.losses) == 1
+
+
+@pytest.mark.parametrize(
     ("more", "said"),
     [
         ({"epp-placement": "place 0 1 1 0"}, "the last stage, 3, is on rank 0; expected rank 1, "
          "from which Megatron takes the loss: rank 0: 0 3 | rank 1: 1 2"),
         ({"epp-placement": "nowhere"}, "--epp-placement nowhere: No such file or directory"),
-        ({"epp-placement": "v", "epp-cost-model": None}, "parts of a model are not measured at"),
         ({"epp-placement": "interleaved 9"}, "18 stages for 4 layers"),
         ({"epp-placement": "v", "epp-partition": "auto"}, "chooses layers of one stage a rank"),
-        ({"epp-placement": "auto", "epp-cost-model": None}, "parts of a model are not measured at"),
         ({"epp-placement": "auto", "decoder-first-pipeline-num-layers": 1}, "--epp-placement auto"),
         ({"epp-placement": "flags", "num-layers-per-virtual-pipeline-stage": 3}, "4 layers on 2 "
          "pipeline ranks; expected a divisor of 2, the layers of a rank"),
@@ -241,6 +308,15 @@ def test_megatrons_flags_of_virtual_stages_mean_a_placement(
         named = any("virtual" in line or "segments" in line for line in getattr(args, TAKEN))
         virtual = bool(more) and "Et|tttL" not in more.values()
         assert named == (virtual and not asked)
+
+
+def test_words_are_padded_for_all_stages(tmp_path: Path) -> None:
+    more = {"epp-placement": "interleaved 3", "num-layers": 6, "epp-vocab-parallel": "on"}
+    words = flags(tmp_path / "corpus", **more)
+    args = parsed(words, 2)
+    assert placeholder(args)["make_vocab_size_divisible_by"] == 3 * 128
+    args.epp_vocab_parallel = "off"
+    assert "make_vocab_size_divisible_by" not in placeholder(args)
 
 
 def test_a_placement_is_chosen_by_lengths_and_kept(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from megatron_epp.mcore.job import job_cost  # noqa: E402
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS  # noqa: E402
 from megatron_epp.mcore.lm_head import fused_head  # noqa: E402
 from megatron_epp.mcore.model.shape import model_shape  # noqa: E402
-from megatron_epp.mcore.trainer.profile_command import main  # noqa: E402
+from megatron_epp.mcore.trainer.profile_command import _without_layout, main  # noqa: E402
 from tests.mcore.runs import MODEL  # noqa: E402
 
 HIDDEN, FFN, GROUPS, HEAD = 32, 128, 2, 8
@@ -311,6 +311,14 @@ def test_the_command_measures_bytes_exactly(tmp_path, capsys) -> None:
     assert f"host    {made.host_bytes_per_second / 1e9:.3g} GB/s" in said
     for letter in (FULL, *SELECTIVE):  # but those of experts and of latents
         assert (made.recompute_seconds[letter](1000, 500_500) > 0) is (letter not in "ue")
+
+
+def test_flags_that_place_layers_are_left_out() -> None:
+    """With all their values; a training's other flags stay."""
+    words = (
+        "--epp-placement interleaved 2 --bf16 --epp-partition=auto --lr -1 --hybrid-layer-pattern"
+    )
+    assert _without_layout([*words.split(), "M*"]) == ["--bf16", "--lr", "-1"]
 
 
 def test_what_cannot_be_measured_is_one_line(tmp_path) -> None:

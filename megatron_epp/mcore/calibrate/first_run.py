@@ -1,8 +1,8 @@
-"""First run of one layer of every kind on all stages at the same time, before the first iteration.
+"""First run of one layer of every kind on all ranks at the same time, before the first iteration.
 
-Triton and NVRTC compile and tune kernels at their first call. Without this run, stages would
-compile one after another in the first iteration, and the other stages would wait. With this run,
-all stages compile at the same time. The run also reports kernels that the device cannot run.
+Triton and NVRTC compile and tune kernels at their first call. Without this run, ranks would compile
+one after another in the first iteration, and the other ranks would wait. With this run, all ranks
+compile at the same time. The run also reports kernels that the device cannot run.
 """
 
 from collections.abc import Sequence
@@ -35,20 +35,23 @@ def run_every_kind(args: Any, models: Sequence[Any], groups: Any, rows: Any) -> 
         ValueError: A kernel does not run on one of the ranks. All ranks raise the error.
     """
     problems: list[str] = []
+    seen: set[tuple[str, ...]] = set()
     for model in models:
         with undisturbed(model):
-            problems += _problems(probe_of(args, model, rows))
+            problems += _problems(probe_of(args, model, rows), seen)
     every: list[list[str]] = [[] for _ in range(groups.control.size())]
     dist.all_gather_object(every, problems, group=groups.control)
     for problem in (one for of_rank in every for one in of_rank):
         raise ValueError(f"{problem}; expected kernels that run on this device")
 
 
-def _problems(probe: Probe) -> list[str]:
-    """Return one line of text for every layer kind of the stage that fails to run."""
+def _problems(probe: Probe, seen: set[tuple[str, ...]]) -> list[str]:
+    """Return one line of text for every layer kind of the stage that fails to run.
+
+    The function skips kinds in ``seen``, which earlier stages have run, and adds the stage's kinds.
+    """
     size = min(ROWS, probe.context // 2)
     shapes = [Shape(size, pieces=2), Shape(size, size, cut=True)]
-    seen: set[tuple[str, ...]] = set()
     problems = []
     for at, layer in enumerate(layers_of(probe.model)):
         kinds = tuple(kind.KIND.NAME for kind in kinds_of_layer(layer))

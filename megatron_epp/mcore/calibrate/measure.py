@@ -1,13 +1,15 @@
 """Measurement of a profile (measured cost model): seconds and bytes of this model on this device.
 
-All ranks run the same synthetic chunks at the same time, each through the layers, embedding and LM
-head of its stage. So the ranks of a host share memory and caches, as in training. Chunks and
-repeats depend only on the model's shape, so all ranks run the same number of measurements.
+All ranks run the same synthetic chunks at the same time, each through one layer of every kind that
+its stages have, and through the embedding and the LM head if its stages have them. So the ranks of
+a host share memory and caches, as in training. Chunks and repeats depend only on the model's shape,
+so all ranks run the same number of measurements.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -134,13 +136,13 @@ def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
 
 
 def calibrate(
-    probe: Probe,
+    stages: Sequence[Probe],
     groups: Groups,
     model: Model,
     context: int,
     provenance: Provenance,
     split_backward: bool,
-    kinds: Sequence[str] = (),
+    kinds: Sequence[Sequence[str]] = (),
 ) -> Profile:
     """Measure and fit a profile. Collective.
 
@@ -148,7 +150,7 @@ def calibrate(
     in the context ``probe.undisturbed``, which restores both.
 
     Args:
-        probe: The probe of this rank.
+        stages: The probes of this rank's stages, first to last.
         groups: The job's process groups.
         model: Shape of the model.
         context: Largest number of tokens of a document.
@@ -156,8 +158,9 @@ def calibrate(
             measurements to ``provenance.source``.
         split_backward: Whether plans may split B into I and W. If so, the function also measures
             split backwards. Otherwise, it predicts I and W as analytic fractions of B.
-        kinds: Kind of each layer of this stage, by the names in ``model``. The function measures
-            one kind after another; each rank that has the kind measures one layer.
+        kinds: For each of ``stages``, the kind of each layer, by the names in ``model``; empty if
+            all layers have one kind. The function measures one kind after another; each rank that
+            has the kind measures one layer, whatever the number of its stages.
 
     Returns:
         The same profile on every rank.
@@ -165,45 +168,62 @@ def calibrate(
     Raises:
         ValueError: The measurements cannot be fitted.
     """
-    flops = _most_flops(probe)
+    company, flops = stages[0], _most_flops(stages[0])
     of_kinds: dict[str, list[Readings]] = {}
     for kind, layer in model.shapes.items():
         readings, first = Readings(groups.pipeline_rank, replica=groups.replica), not of_kinds
-        kind_probe: Probe | None = probe
-        if kinds:
-            kind_probe = probe.of_layer(kinds.index(kind)) if kind in kinds else None
-        # Embedding and LM head are measured once, with the first kind.
-        there = layer if kind_probe is not None else None
-        _measure_bytes(kind_probe or probe, readings, context, there, ends=first)
+        probe = _layer_probe(kind, stages, kinds)
+        if probe is not None:
+            _measure_bytes(probe, readings, context, layer)
+        if first:  # embedding and LM head are measured once, with the first kind
+            _measure_end_bytes(stages, readings, context)
         shapes = grid(layer, context, flops)
         large = max(shape.tokens for shape, _ in shapes) // 2
-        busy = None if kind_probe is None else kind_probe.after_work(Shape(large))
-        _measure_seconds(busy, probe, groups, shapes, readings, layer)
+        busy = None if probe is None else probe.after_work(Shape(large))
+        _measure_seconds(busy, company, groups, shapes, readings, layer)
         if first:
-            _measure_end_seconds(probe.after_work(Shape(large)), groups, shapes, readings)
-        if kind_probe is not None and busy is not None:
+            busy_stages = [stage.after_work(Shape(large)) for stage in stages]
+            _measure_end_seconds(busy_stages, groups, shapes, readings)
+        if probe is not None and busy is not None:
             _measure_modules(busy, shapes, readings)
-            readings.host += _host_seconds(kind_probe, shapes[0][0])
-            readings.stores_last_slice = kind_probe.stores_last_slice
+            readings.host += _host_seconds(probe, shapes[0][0])
+            readings.stores_last_slice = probe.stores_last_slice
         dist.barrier(groups.control)
-        if split_backward and kind_probe is not None and busy is not None:
-            readings.split += measure_split(kind_probe, busy, large, _sizes(probe, context)[-2:])
-        if probe.config.context_parallel_size > 1:
+        if split_backward:
+            weighed = _sizes(company, context)[-2:]
+            if probe is not None and busy is not None:
+                readings.split += measure_split(probe, busy, large, weighed)
+            for stage, busy_stage in zip(stages, busy_stages, strict=True) if first else ():
+                if stage.last:
+                    readings.split += _measure_split_head(stage, busy_stage, large, weighed)
+        if company.config.context_parallel_size > 1:
             _measure_exchange(busy, groups, shapes, readings)
         if first:
-            _measure_links(probe, groups, readings)
-            readings.host_rate = host_rate(probe, groups)
+            _measure_links(company, groups, readings)
+            readings.host_rate = host_rate(company, groups)
         every: list = [None] * groups.control.size()
         dist.all_gather_object(every, readings, group=groups.control)
         of_kinds[kind] = every
 
     def fitted() -> str:
         try:
-            return measured_profile(of_kinds, model, provenance, _conditions(probe)).to_json()
+            return measured_profile(of_kinds, model, provenance, _conditions(company)).to_json()
         except ValueError as refusal:
             raise ValueError(f"calibration: {refusal}") from refusal
 
     return Profile.from_json(broadcast_result(fitted, groups.control))
+
+
+def _layer_probe(
+    kind: str, stages: Sequence[Probe], kinds: Sequence[Sequence[str]]
+) -> Probe | None:
+    """Return a probe of this rank's first layer of ``kind``; None if the rank has no such layer."""
+    if not any(kinds):
+        return stages[0]
+    for stage, of_layers in zip(stages, kinds, strict=True):
+        if kind in of_layers:
+            return stage.of_layer(of_layers.index(kind))
+    return None
 
 
 def _most_flops(probe: Probe) -> float:
@@ -228,32 +248,29 @@ def _conditions(probe: Probe) -> Conditions:
     )
 
 
-def _measure_bytes(
-    probe: Probe, readings: Readings, context: int, layer: Layer | None, *, ends: bool = True
-) -> None:
-    """Measure the bytes of ``layer``, if not None.
-
-    With ``ends``, also measure the bytes of the embedding and the LM head.
-    """
-    on_gpu, sizes = probe.device.type == "cuda", _sizes(probe, context)
+def _measure_bytes(probe: Probe, readings: Readings, context: int, layer: Layer) -> None:
+    """Measure the bytes of ``layer``."""
+    sizes = _sizes(probe, context)
     for tokens in sizes:
-        if layer is not None:
-            _measure_layer_bytes(probe, readings, tokens, tokens in sizes[-2:], layer)
-        if not ends:
-            continue
-        shape = Shape(tokens)
-        if on_gpu:  # allocations that happen only once
-            list(_ends(probe, shape, weigh=False))
-        for measured, first, last in _ends(probe, shape, weigh=True):
-            held = max(1, measured.held_bytes)
-            if tokens in sizes[-2:]:
-                readings.held.append(Sample("", first, last, tokens, shape.pairs, 0, held))
-            if last:
-                readings.peaks += _peaks(measured, KEEP, True, tokens)
-    attends = layer is not None and layer.flops_per_pair > 0
-    for after in _contexts(probe, context) if on_gpu and attends else ():
+        _measure_layer_bytes(probe, readings, tokens, tokens in sizes[-2:], layer)
+    attends = probe.device.type == "cuda" and layer.flops_per_pair > 0
+    for after in _contexts(probe, context) if attends else ():
         measured = _weighed(probe, Shape(AFTER_CONTEXT_TOKENS, after), KEEP)
         readings.peaks += _peaks(measured, KEEP, False, AFTER_CONTEXT_TOKENS, after)
+
+
+def _measure_end_bytes(stages: Sequence[Probe], readings: Readings, context: int) -> None:
+    """Measure the bytes of the embedding and the LM head that ``stages`` have."""
+    sizes = _sizes(stages[0], context)
+    for shape in map(Shape, sizes):
+        if stages[0].device.type == "cuda":  # allocations that happen only once
+            list(_ends(stages, shape, weigh=False))
+        for measured, first, last in _ends(stages, shape, weigh=True):
+            held = max(1, measured.held_bytes)
+            if shape.tokens in sizes[-2:]:
+                readings.held.append(Sample("", first, last, shape.tokens, shape.pairs, 0, held))
+            if last:
+                readings.peaks += _peaks(measured, KEEP, True, shape.tokens)
 
 
 def _measure_layer_bytes(
@@ -304,12 +321,15 @@ def _contexts(probe: Probe, context: int) -> tuple[int, ...]:
     return tuple(sorted({min(size, most * size // _CONTEXTS[-1]) for size in _CONTEXTS}))
 
 
-def _ends(probe: Probe, shape: Shape, weigh: bool) -> Iterator[tuple[Measurement, bool, bool]]:
-    """Measure the stage's embedding and head; yield (measurement, with embedding, with head)."""
-    if probe.first:
-        yield probe.embedding(shape, weigh), True, False
-    if probe.last:
-        yield probe.ends(shape, weigh), probe.first, True
+def _ends(
+    stages: Sequence[Probe], shape: Shape, weigh: bool
+) -> Iterator[tuple[Measurement, bool, bool]]:
+    """Measure the stages' embedding and head; yield (measurement, with embedding, with head)."""
+    for probe in stages:
+        if probe.first:
+            yield probe.embedding(shape, weigh), True, False
+        if probe.last:
+            yield probe.ends(shape, weigh), probe.first, True
 
 
 def _measure_seconds(
@@ -322,7 +342,7 @@ def _measure_seconds(
 ) -> None:
     """Measure the seconds of ``layer`` with ``probe``, and add them to ``readings``.
 
-    ``probe`` is None if this stage has no layer of the kind of ``layer``. While other ranks
+    ``probe`` is None if this rank has no layer of the kind of ``layer``. While other ranks
     measure, a CPU rank keeps its core busy with layers of the probe ``company``.
     """
     runs: dict[tuple[Shape, str], list[Measurement]] = {}
@@ -372,7 +392,10 @@ def _meet(probe: Probe, groups: Groups) -> None:
 
 
 def _measure_end_seconds(
-    probe: Probe, groups: Groups, shapes: Sequence[tuple[Shape, str]], readings: Readings
+    stages: Sequence[Probe],
+    groups: Groups,
+    shapes: Sequence[tuple[Shape, str]],
+    readings: Readings,
 ) -> None:
     """Measure the seconds of embedding and LM head, in rounds of small and large chunks.
 
@@ -380,13 +403,13 @@ def _measure_end_seconds(
     disturbance affects all sizes and does not look like a cost per chunk.
     """
     largest = max(shape.tokens for shape, _ in shapes)
-    if not probe.fused_head:  # the logits of the largest chunk may exceed the device's memory
+    if not stages[0].fused_head:  # the logits of the largest chunk may exceed the device's memory
         largest //= 2
     runs: dict[Shape, list[list[tuple[Measurement, bool, bool]]]] = {}
     for _ in range(REPEATS):
         for shape in (Shape(largest // 8), Shape(largest // 2), Shape(largest)):
-            _meet(probe, groups)
-            runs.setdefault(shape, []).append(list(_ends(probe, shape, weigh=False)))
+            _meet(stages[0], groups)
+            runs.setdefault(shape, []).append(list(_ends(stages, shape, weigh=False)))
     for shape, got in runs.items():
         for same in zip(*got, strict=True):
             _, first, last = same[0]
@@ -435,7 +458,7 @@ def _measure_exchange(
 
 
 def _measure_links(probe: Probe, groups: Groups, readings: Readings) -> None:
-    """Measure the seconds of messages between the first two stages of every pipeline."""
+    """Measure the seconds of messages between the first two ranks of every pipeline."""
     if groups.pipeline_size < 2:
         return
     first, second = groups.pipeline_ranks[:2]  # global ranks, because payload groups span the world
@@ -464,46 +487,50 @@ _GPU = "h100-80g"  # device of the catalogue for coefficients that are not measu
 
 
 def measure_split(
-    probe: Probe, busy: Probe, tokens: int, weighed: Sequence[int]
+    probe: Probe, busy: Probe, largest: int, weighed: Sequence[int]
 ) -> list[SplitSeconds]:
-    """Return measurements of split backwards on one rank.
+    """Return measurements of a layer's split backwards on one rank.
 
     The function measures seconds with ``busy`` (:meth:`.probe.Probe.after_work`) for chunks up to
-    ``tokens``, a large size for this device. It measures bytes with ``probe`` for chunks of
+    ``largest`` tokens, a large size for this device. It measures bytes with ``probe`` for chunks of
     ``weighed`` tokens.
     """
-    return [*_split_bytes(probe, weighed), *_split_seconds(busy, tokens)]
-
-
-def _split_bytes(probe: Probe, weighed: Sequence[int]) -> Iterator[SplitSeconds]:
-    for tokens in weighed:
-        shape = Shape(tokens)
-        if probe.device.type == "cuda":  # memory that the first call allocates and keeps
-            probe.layers(shape, KEEP, split=True)
-        halves = [(False, probe.layers(shape, KEEP, weigh=True, split=True))]
-        if probe.last:
-            halves.append((True, probe.ends(shape, weigh=True, split=True)))
-        for end, half in halves:
-            held = half.weight_input_bytes
-            yield SplitSeconds(
-                end, tokens, input_bytes=max(0, half.backward_bytes), weight_input_bytes=held
-            )
-
-
-def _split_seconds(probe: Probe, largest: int) -> Iterator[SplitSeconds]:
+    run = partial(probe.layers, modes=KEEP)
+    measured = [_split_bytes(probe, run, tokens, end=False) for tokens in weighed]
     for tokens in (SMALL_TOKENS, largest // 2, largest):
         shape = Shape(tokens)
         runs = []
         for _ in range(SPLIT_REPEATS):
-            unsplit = probe.layers(shape, KEEP)
-            halves = probe.layers(shape, KEEP, split=True)
+            unsplit = busy.layers(shape, KEEP)
+            halves = busy.layers(shape, KEEP, split=True)
             runs.append((unsplit.backward_seconds, halves.backward_seconds, halves.weight_seconds))
-        yield SplitSeconds(False, tokens, *map(median, zip(*runs, strict=True)))
-    if probe.last:
-        shape = Shape(largest // 2)
-        ends = [probe.ends(shape, split=True) for _ in range(SPLIT_REPEATS)]
-        seconds, weight = (
-            median(getattr(one, name) for one in ends)
-            for name in ("backward_seconds", "weight_seconds")
-        )
-        yield SplitSeconds(True, shape.tokens, seconds + weight, seconds, weight)
+        measured.append(SplitSeconds(False, tokens, *map(median, zip(*runs, strict=True))))
+    return measured
+
+
+def _measure_split_head(
+    probe: Probe, busy: Probe, largest: int, weighed: Sequence[int]
+) -> list[SplitSeconds]:
+    """Return measurements of the LM head's split backward, like :func:`measure_split`."""
+    measured = [_split_bytes(probe, probe.ends, tokens, end=True) for tokens in weighed]
+    shape = Shape(largest // 2)
+    runs = [busy.ends(shape, split=True) for _ in range(SPLIT_REPEATS)]
+    seconds = median(run.backward_seconds for run in runs)
+    weight = median(run.weight_seconds for run in runs)
+    return [*measured, SplitSeconds(True, shape.tokens, seconds + weight, seconds, weight)]
+
+
+def _split_bytes(
+    probe: Probe, run: Callable[..., Measurement], tokens: int, *, end: bool
+) -> SplitSeconds:
+    """Return the bytes of a split backward that ``run``, a method of ``probe``, runs."""
+    shape = Shape(tokens)
+    if probe.device.type == "cuda":  # memory that the first call allocates and keeps
+        run(shape, split=True)
+    half = run(shape, weigh=True, split=True)
+    return SplitSeconds(
+        end,
+        tokens,
+        input_bytes=max(0, half.backward_bytes),
+        weight_input_bytes=half.weight_input_bytes,
+    )

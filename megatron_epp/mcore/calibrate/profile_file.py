@@ -9,6 +9,8 @@ import datetime
 import logging
 import platform
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,8 +129,8 @@ def require(profile: Profile, wanted: Provenance, where: str) -> Profile:
 # ------------------------------------------------------------------ for the trainer
 
 
-def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profile:
-    """Return the profile of this job. Collective: every rank passes its wrapped model.
+def obtain(args: Any, config: Any, models: Sequence[Any], groups: Any, rows: Any) -> Profile:
+    """Return the profile of this job. Collective: every rank passes its wrapped stage modules.
 
     With --epp-cost-model FILE, the function reads the file; with --epp-cost-model analytic, it
     returns the analytic profile. Otherwise it reads the file next to the resumed checkpoint, with
@@ -138,7 +140,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     Args:
         args: Megatron's arguments.
         config: The configuration of --epp.
-        model: The wrapped model of this rank.
+        models: The wrapped stage modules of this rank, first to last.
         groups: The job's process groups.
         rows: ``RowShard`` that selects the rows (tokens) of a chunk on this rank.
 
@@ -167,16 +169,19 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
     began = time.perf_counter()
     if groups.control.rank() == 0:
         logger.info("measuring this device for the cost model, before the first iteration ...")
-    with undisturbed(model), full_output_layer(unwrap_model(model)):
-        probe, shape = probe_of(args, model, rows), model_shape(args)
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(undisturbed(model))
+            stack.enter_context(full_output_layer(unwrap_model(model)))
+        probes, shape = [probe_of(args, model, rows) for model in models], model_shape(args)
         profile = calibrate(
-            probe,
+            probes,
             groups,
             shape,
             args.seq_length,
             wanted,
             "wsplit" in training_levers(config.epp_levers, args),
-            kinds_of_stage(shape, probe.model),
+            [kinds_of_stage(shape, probe.model) for probe in probes],
         )
     if groups.control.rank() == 0:
         places = [folder for folder in (args.save, config.epp_record) if folder]
@@ -193,7 +198,7 @@ def obtain(args: Any, config: Any, model: Any, groups: Any, rows: Any) -> Profil
 
 
 def probe_of(args: Any, model: Any, rows: Any) -> Any:
-    """Return the probe of this rank's wrapped ``model`` (probe.py)."""
+    """Return the probe of ``model``, a wrapped stage module (probe.py)."""
     from megatron.core.utils import unwrap_model
 
     from megatron_epp.mcore.calibrate.probe import Probe

@@ -118,7 +118,7 @@ class Rank:
         self.steps = DrawnSteps()
         hooks = replace(
             self.hooks,
-            make_steps=lambda place, model: self.steps,
+            make_steps=lambda place, models: self.steps,
             choose=lambda choice, args, layers: choice.values[-1],
         )
         job = Job(self.args, Config.of(self.args), hooks)

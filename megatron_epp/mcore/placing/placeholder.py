@@ -15,11 +15,14 @@ are joined to one stage.
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from math import lcm
 from typing import Any
 
 from megatron_epp.cost.build import even_layers
 from megatron_epp.ir.placement import EVENLY, INTERLEAVED, Placement
 from megatron_epp.mcore.flags.config import (
+    DIVISIBLE_BY,
+    ON,
     PARTITION_AUTO,
     PLACEMENT_FLAGS,
     PLACING_FLAGS,
@@ -54,10 +57,7 @@ def placeholder(wanted: Any) -> dict[str, Any]:
         return _placed(wanted, placement)
     if not layers_by_time(wanted) or stages == 1:
         return {}
-    asked = "--epp-partition auto"
-    if placement_by_time(wanted):
-        asked = "--epp-placement auto"
-        _require_cost_model(wanted)
+    asked = f"--epp-{'placement' if placement_by_time(wanted) else 'partition'} auto"
     for name, silent in PLACING_FLAGS.items():
         if getattr(wanted, name) != silent:
             raise ValueError(
@@ -94,7 +94,6 @@ def _placed(wanted: Any, placement: Placement) -> dict[str, Any]:
             "--epp-partition auto chooses layers of one stage a rank; with --epp-placement give a "
             "file with a line 'layers'"
         )
-    _require_cost_model(wanted)
     pattern = pattern_of(wanted)
     if pattern is not None and "|" in pattern:
         raise ValueError(
@@ -103,16 +102,10 @@ def _placed(wanted: Any, placement: Placement) -> dict[str, Any]:
         )
     layers = wanted.num_layers if pattern is None else len(symbols_of_layers(pattern))
     of_stages = layers_of_placement(placement, layers or 0)
-    return placed_values(placement, of_stages, wanted.mtp_num_layers or 0, pattern)
-
-
-def _require_cost_model(wanted: Any) -> None:
-    if wanted.epp_plan is None and wanted.epp_cost_model is None:
-        raise ValueError(
-            f"--epp-placement {wanted.epp_placement}: parts of a model are not measured at start; "
-            "give --epp-cost-model analytic, or the file that `python -m megatron_epp profile` "
-            "writes"
-        )
+    values = placed_values(placement, of_stages, wanted.mtp_num_layers or 0, pattern)
+    if wanted.epp_vocab_parallel == ON:  # all stages need equal numbers of vocabulary rows
+        values["make_vocab_size_divisible_by"] = lcm(DIVISIBLE_BY, placement.stages)
+    return values
 
 
 # ------------------------------------------------------------------ --epp-placement flags

@@ -49,19 +49,19 @@ class JobContext:
     placement: tuple[int, ...] = ()
 
 
-def make_steps(place: JobContext, model: Any) -> StepSource:
+def make_steps(place: JobContext, models: Sequence[Any]) -> StepSource:
     """Return the source of steps: recorded steps with --epp-plan, else the planner. Collective.
 
     Without --epp-cost-model, the function measures the cost model on the ranks of the job.
 
     Args:
         place: Context of this rank.
-        model: This rank's first stage module, wrapped, in its final number format.
+        models: This rank's stage modules, wrapped, in their final number format.
     """
     if place.config.epp_plan is not None:
         return RecordedSteps(place.config.epp_plan)
     args, config, groups = place.args, place.config, place.groups
-    profile = obtain(args, config, model, groups, place.row_shard)
+    profile = obtain(args, config, models, groups, place.row_shard)
     return make_planning(args, config, place.layers, place.row_shard.multiple, groups, profile)
 
 
@@ -81,7 +81,7 @@ class TrainerHooks:
     Attributes:
         pre_wrap: Function called with the stage modules before Megatron wraps them. It returns
             changed modules, such as modules with adapters. None: no change.
-        make_steps: Function (context, first stage module) -> source of steps.
+        make_steps: Function (context, this rank's stage modules) -> source of steps.
         items: Function called with the numbers of samples for training, validation and test (None
             is one epoch). It returns three datasets of items, which replace the corpora of
             --data-path (data/item_documents.py). None: no replacement.
@@ -98,7 +98,7 @@ class TrainerHooks:
     """
 
     pre_wrap: Callable[[list[Any]], list[Any]] | None = None
-    make_steps: Callable[[JobContext, Any], StepSource] = make_steps
+    make_steps: Callable[[JobContext, Sequence[Any]], StepSource] = make_steps
     items: Callable[[Sequence[int | None]], Sequence[VarlenItems | None]] | None = None
     make_batches: Callable[[DocumentSource, int | Callable[[int], int], int], GlobalBatches] = (
         GlobalBatches

@@ -222,7 +222,7 @@ class Job:
         place, args = self.place, self.args
         if cpu_host.has_gpu_kernels():
             run_every_kind(args, models, place.groups, place.row_shard)
-        steps = self.hooks.make_steps(place, models[0])
+        steps = self.hooks.make_steps(place, models)
         accepted = AcceptedSteps(
             steps,
             place.groups,

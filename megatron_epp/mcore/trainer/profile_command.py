@@ -170,6 +170,7 @@ def worker(argv: Sequence[str]) -> None:
     try:
         layers, size = _layers(flags, int(pp))
         sys.argv = ["profile", *_with_defaults(_without_layout(flags)), "--epp", *size,
+                    "--epp-placement", "even",
                     "--pipeline-model-parallel-size", pp,
                     "--tensor-model-parallel-size", tp,
                     "--context-parallel-size", cp]  # fmt: skip
@@ -191,8 +192,8 @@ def _measuring_hooks(output: str) -> Any:
     """Return the trainer's hooks that write the measured cost model to ``output``, and end."""
     from megatron_epp.mcore.trainer.hooks import JobContext, TrainerHooks
 
-    def make_steps(place: JobContext, model: Any) -> Any:
-        profile = obtain(place.args, place.config, model, place.groups, place.row_shard)
+    def make_steps(place: JobContext, models: Sequence[Any]) -> Any:
+        profile = obtain(place.args, place.config, models, place.groups, place.row_shard)
         if place.groups.control.rank() == 0:
             profile.save(output)
         raise _Measured
@@ -243,21 +244,19 @@ def _one_of_each_kind(args: Any, layers: int, pp: int) -> None:
 _PATTERN = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 # Flags that place layers on stages; here every stage has one layer of every kind.
 _LAYOUT = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
-           "--pipeline-model-parallel-layout", *_PATTERN)  # fmt: skip
+           "--epp-partition", "--epp-placement", "--num-layers-per-virtual-pipeline-stage",
+           "--num-virtual-stages-per-pipeline-rank", "--pipeline-model-parallel-layout",
+           *_PATTERN)  # fmt: skip
 
 
 def _without_layout(flags: Sequence[str]) -> list[str]:
     """Return ``flags`` without the flags (and values) that place layers on stages."""
     kept, skips = [], False
     for word in flags:
-        name, _, value = word.partition("=")
-        if skips and not word.startswith("--"):
-            skips = False
-        elif name in _LAYOUT:
-            skips = not value
-        else:
+        if word.startswith("--"):
+            skips = word.partition("=")[0] in _LAYOUT
+        if not skips:
             kept.append(word)
-            skips = False
     return kept
 
 
