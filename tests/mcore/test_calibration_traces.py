@@ -94,12 +94,16 @@ def test_distributed_data_parallelism_is_left_as_it_was_found(how):
 
 
 @pytest.mark.everything
-def test_measured_calibration_under_every_overlap_of_the_example_scripts(corpus, tmp_path):
-    """Two replicas of two stages, several buckets: the flags of examples/ with the cost model that
-    they get, measured at start."""
+@pytest.mark.parametrize("placement", ["even", "v"])
+def test_measured_calibration_under_every_overlap_of_the_example_scripts(
+    placement: str, corpus, tmp_path
+):
+    """Two replicas of two pipeline ranks, several buckets: the flags of examples/ with the cost
+    model that they get, measured at start."""
     words = flags(
         corpus,
         epp=True,
+        epp_placement=placement,
         epp_cost_model=None,
         ddp_bucket_size=4000,
         use_distributed_optimizer=True,
