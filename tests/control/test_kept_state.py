@@ -52,11 +52,11 @@ def test_fallbacks_that_cannot_be_kept_end_nothing(tmp_path, caplog) -> None:
     [
         ("[1, 2", "Expecting"),
         ("", "Expecting"),
-        ("{}", "a list of bytes by stage"),
-        ('[1, "x"]', "a list of bytes by stage"),
-        ("[1, 0]", "a list of bytes by stage"),
-        ("[1, NaN]", "a list of bytes by stage"),
-        ("[1e999, 1]", "a list of bytes by stage"),
+        ("{}", "a list of bytes by rank"),
+        ('[1, "x"]', "a list of bytes by rank"),
+        ("[1, 0]", "a list of bytes by rank"),
+        ("[1, NaN]", "a list of bytes by rank"),
+        ("[1e999, 1]", "a list of bytes by rank"),
         ("[" * 100_000, "recursion"),
         ("\xff\x00", "Expecting"),
     ],
@@ -69,13 +69,9 @@ def test_damaged_default_budgets_name_the_way_out(tmp_path, text, says) -> None:
 
     (tmp_path / DEFAULT_BUDGETS).write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=rf"{DEFAULT_BUDGETS}: no memory budgets \(.*{says}") as no:
-        saved_budgets(SimpleNamespace(load=str(tmp_path)), (0, 1))
+        saved_budgets(SimpleNamespace(load=str(tmp_path)), 2)
     assert "; delete the file: " in str(no.value)
     (tmp_path / DEFAULT_BUDGETS).write_text("[3.5, 4]")
-    assert saved_budgets(SimpleNamespace(load=str(tmp_path)), (0, 1)) == (3.5, 4)
-    assert saved_budgets(SimpleNamespace(load=str(tmp_path)), (0, 1, 2)) is None
-    assert saved_budgets(SimpleNamespace(load=str(Path(tmp_path) / "no")), (0, 1)) is None
-    # The file has a number for every stage; a budget is of the device of their rank.
-    (tmp_path / DEFAULT_BUDGETS).write_text("[4, 3.5, 3.5, 4]")
-    assert saved_budgets(SimpleNamespace(load=str(tmp_path)), (1, 0, 0, 1)) == (3.5, 4)
-    assert saved_budgets(SimpleNamespace(load=str(tmp_path)), (0, 1)) is None
+    assert saved_budgets(SimpleNamespace(load=str(tmp_path)), 2) == (3.5, 4)
+    assert saved_budgets(SimpleNamespace(load=str(tmp_path)), 3) is None
+    assert saved_budgets(SimpleNamespace(load=str(Path(tmp_path) / "no")), 2) is None

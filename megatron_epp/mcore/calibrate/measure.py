@@ -7,9 +7,8 @@ so all ranks run the same number of measurements.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import median
 
 import torch
@@ -189,13 +188,11 @@ def calibrate(
             readings.host += _host_seconds(probe, shapes[0][0])
             readings.stores_last_slice = probe.stores_last_slice
         dist.barrier(groups.control)
-        if split_backward:
-            weighed = _sizes(company, context)[-2:]
-            if probe is not None and busy is not None:
-                readings.split += measure_split(probe, busy, large, weighed)
-            for stage, busy_stage in zip(stages, busy_stages, strict=True) if first else ():
-                if stage.last:
-                    readings.split += _measure_split_head(stage, busy_stage, large, weighed)
+        weighed = _sizes(company, context)[-2:]
+        if split_backward and probe is not None and busy is not None:
+            readings.split += measure_split(probe, busy, large, weighed)
+        if split_backward and first and stages[-1].last:
+            readings.split += measure_split_head(stages[-1], busy_stages[-1], large, weighed)
         if company.config.context_parallel_size > 1:
             _measure_exchange(busy, groups, shapes, readings)
         if first:
@@ -487,50 +484,47 @@ _GPU = "h100-80g"  # device of the catalogue for coefficients that are not measu
 
 
 def measure_split(
-    probe: Probe, busy: Probe, largest: int, weighed: Sequence[int]
+    probe: Probe, busy: Probe, tokens: int, weighed: Sequence[int]
 ) -> list[SplitSeconds]:
-    """Return measurements of a layer's split backwards on one rank.
+    """Return measurements of split backwards on one rank.
 
     The function measures seconds with ``busy`` (:meth:`.probe.Probe.after_work`) for chunks up to
-    ``largest`` tokens, a large size for this device. It measures bytes with ``probe`` for chunks of
+    ``tokens``, a large size for this device. It measures bytes with ``probe`` for chunks of
     ``weighed`` tokens.
     """
-    run = partial(probe.layers, modes=KEEP)
-    measured = [_split_bytes(probe, run, tokens, end=False) for tokens in weighed]
+    return [*_split_bytes(probe, weighed), *_split_seconds(busy, tokens)]
+
+
+def _split_bytes(probe: Probe, weighed: Sequence[int]) -> Iterator[SplitSeconds]:
+    for tokens in weighed:
+        shape = Shape(tokens)
+        if probe.device.type == "cuda":  # memory that the first call allocates and keeps
+            probe.layers(shape, KEEP, split=True)
+        halves = probe.layers(shape, KEEP, weigh=True, split=True)
+        held, peak = halves.weight_input_bytes, max(0, halves.backward_bytes)
+        yield SplitSeconds(False, tokens, input_bytes=peak, weight_input_bytes=held)
+
+
+def _split_seconds(probe: Probe, largest: int) -> Iterator[SplitSeconds]:
     for tokens in (SMALL_TOKENS, largest // 2, largest):
         shape = Shape(tokens)
         runs = []
         for _ in range(SPLIT_REPEATS):
-            unsplit = busy.layers(shape, KEEP)
-            halves = busy.layers(shape, KEEP, split=True)
+            unsplit = probe.layers(shape, KEEP)
+            halves = probe.layers(shape, KEEP, split=True)
             runs.append((unsplit.backward_seconds, halves.backward_seconds, halves.weight_seconds))
-        measured.append(SplitSeconds(False, tokens, *map(median, zip(*runs, strict=True))))
-    return measured
+        yield SplitSeconds(False, tokens, *map(median, zip(*runs, strict=True)))
 
 
-def _measure_split_head(
-    probe: Probe, busy: Probe, largest: int, weighed: Sequence[int]
+def measure_split_head(
+    probe: Probe, busy: Probe, tokens: int, weighed: Sequence[int]
 ) -> list[SplitSeconds]:
-    """Return measurements of the LM head's split backward, like :func:`measure_split`."""
-    measured = [_split_bytes(probe, probe.ends, tokens, end=True) for tokens in weighed]
-    shape = Shape(largest // 2)
-    runs = [busy.ends(shape, split=True) for _ in range(SPLIT_REPEATS)]
+    """Return measurements of the LM head's split backward; arguments as in measure_split."""
+    runs = [busy.ends(Shape(tokens // 2), split=True) for _ in range(SPLIT_REPEATS)]
     seconds = median(run.backward_seconds for run in runs)
     weight = median(run.weight_seconds for run in runs)
-    return [*measured, SplitSeconds(True, shape.tokens, seconds + weight, seconds, weight)]
-
-
-def _split_bytes(
-    probe: Probe, run: Callable[..., Measurement], tokens: int, *, end: bool
-) -> SplitSeconds:
-    """Return the bytes of a split backward that ``run``, a method of ``probe``, runs."""
-    shape = Shape(tokens)
-    if probe.device.type == "cuda":  # memory that the first call allocates and keeps
-        run(shape, split=True)
-    half = run(shape, weigh=True, split=True)
-    return SplitSeconds(
-        end,
-        tokens,
-        input_bytes=max(0, half.backward_bytes),
-        weight_input_bytes=half.weight_input_bytes,
-    )
+    splits = [SplitSeconds(True, tokens // 2, seconds + weight, seconds, weight)]
+    for size in weighed:
+        held = probe.ends(Shape(size), weigh=True, split=True).weight_input_bytes
+        splits.append(SplitSeconds(True, size, weight_input_bytes=held))
+    return splits

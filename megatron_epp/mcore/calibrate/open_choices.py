@@ -45,7 +45,7 @@ def cheaper(choice: OpenChoice, args: Any, layers: tuple[int, ...]) -> str:
         setattr(trial, choice.flag, value)
         cost = training_cost(trial, config, layers, analytic(trial))
         if config.epp_memory_budget_gib is None:  # use the budgets of the resumed run
-            kept = saved_budgets(args, cost.layout.placement.place) or cost.device_budget_bytes
+            kept = saved_budgets(args, cost.layout.placement.ranks) or cost.device_budget_bytes
             cost = cost.replace(device_budget_bytes=kept)
         try:
             options = Options(context=args.seq_length, effort=0)

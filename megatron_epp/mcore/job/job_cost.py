@@ -39,7 +39,7 @@ from megatron_epp.safe_files import bounded_text
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_BUDGETS = "epp-default-budgets.json"  # bytes by stage, next to the checkpoint
+DEFAULT_BUDGETS = "epp-default-budgets.json"  # bytes by pipeline rank, next to the checkpoint
 DEFAULT_HOST_BUDGET = "epp-default-host-budget.json"  # bytes, next to the checkpoint
 CPU_FRACTION = 0.8  # fraction of the available memory for chunks
 UNBROKEN = 0.97  # usable fraction of a GPU's memory; fragmentation wastes the rest
@@ -109,10 +109,9 @@ def make_planning(
         try:
             devices = unlike or cost.device_budget_bytes
             if config.epp_memory_budget_gib is None:
-                devices = saved_budgets(args, cost.layout.placement.place) or devices
+                devices = saved_budgets(args, cost.layout.placement.ranks) or devices
                 if args.save:
-                    stages = [devices[rank] for rank in cost.layout.placement.place]
-                    write_atomically(Path(args.save) / DEFAULT_BUDGETS, json.dumps(stages))
+                    write_atomically(Path(args.save) / DEFAULT_BUDGETS, json.dumps(devices))
             if "offload" in options.levers and config.epp_host_memory_gib is None:
                 (host,) = _bytes_in_file(args, DEFAULT_HOST_BUDGET) or (host,)
                 if args.save:
@@ -364,20 +363,17 @@ def _require_rate(profile: Profile, config: Config) -> None:
         )
 
 
-def saved_budgets(args: Any, rank_of: Sequence[int]) -> tuple[float, ...] | None:
+def saved_budgets(args: Any, ranks: int) -> tuple[float, ...] | None:
     """Return the memory budget in bytes of each pipeline rank, as saved by the resumed run.
 
-    The result is None if the run saved no budgets, or if it had another number of stages.
-    ``rank_of`` lists the pipeline rank of every stage. The file repeats the budget of a
-    pipeline rank for each of its stages.
+    The result is None if the run saved no budgets, or if it had another number of pipeline ranks
+    than ``ranks``.
 
     Raises:
         ValueError: The file is damaged.
     """
     budgets = _bytes_in_file(args, DEFAULT_BUDGETS)
-    if budgets is None or len(budgets) != len(rank_of):
-        return None
-    return tuple(budgets[rank_of.index(rank)] for rank in range(1 + max(rank_of)))
+    return None if budgets is None or len(budgets) != ranks else budgets
 
 
 def _bytes_in_file(args: Any, name: str) -> tuple[float, ...] | None:
@@ -391,7 +387,7 @@ def _bytes_in_file(args: Any, name: str) -> tuple[float, ...] | None:
             isinstance(one, int | float) and not isinstance(one, bool) and 0 < one < math.inf
             for one in budgets
         ):
-            raise ValueError("expected a list of bytes by stage")
+            raise ValueError("expected a list of bytes by rank")
     except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path}: no memory budgets ({error}); delete the file: budgets then follow from the "

@@ -45,13 +45,6 @@ LAYER_KINDS: tuple[LayerKind, ...] = (
     WindowKind(),
     MTPKind(),
 )
-# Flags of kinds that replace multi-head attention, with the values that do not select the kind.
-MIXER_FLAGS = {
-    name: neutral
-    for part in LAYER_KINDS
-    if part.PRICED is None or part.PRICED.MIXER
-    for name, neutral in part.FLAGS.items()
-}
 # Layer symbols of a HybridModel that --epp supports.
 SYMBOLS = {part.SYMBOL: part.NAME for part in LAYER_KINDS if part.SYMBOL}
 
