@@ -1,6 +1,7 @@
-"""The ``compare`` command: all planners on the same batches, and where epp gains too little."""
+"""The ``compare`` command: all planners and stock on the same batches, and a verdict."""
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -14,20 +15,19 @@ from megatron_epp.cli.machine import padding_text
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.plan import late_text, options_of
 from megatron_epp.cli.progress import Workers, bar
+from megatron_epp.cli.verdict import PAYS, verdict, why_stock
 from megatron_epp.cost.catalogue.accuracy import accuracy_lines
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.overlap import EXPERTS, TENSOR, overlaps
-from megatron_epp.planner import COMPARED, OVERLAPPED, PLANNERS, STOCK, Options
+from megatron_epp.planner import COMPARED, PACKED, PLANNERS, STOCK, Options
+from megatron_epp.planner.choose.choice import heaviest
 from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
+from megatron_epp.planner.stock import Stock, stock_of
 from megatron_epp.show.table import text_table
 from megatron_epp.show.units import GIB, fraction_text, seconds_text
 
-# Smaller gains are ignored: no cost model is accurate enough for them.
-PAYS = 0.01
 COLUMNS = 100  # maximum line length
 _EPP = "epp"
-# the baselines without elastic plans, and the paper's planner
-_KNOWN = (STOCK, OVERLAPPED, "infinipipe")
+_KNOWN = (STOCK, "infinipipe")  # the baseline without --epp, and the paper's planner
 _WARM_UP = 24  # number of documents
 
 
@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ValueError: if no planner can plan any batch.
     """
-    default = (*COMPARED, *comparison_methods())
-    names = [known_planner(name) for name in dict.fromkeys(arguments.planner or default)]
+    default = (*COMPARED, STOCK, *comparison_methods())
+    names = [known_planner(name, STOCK) for name in dict.fromkeys(arguments.planner or default)]
     options = options_of(arguments)
     numbers = range(arguments.first_batch, arguments.first_batch + arguments.batches)
     batches = open_batches(arguments, numbers)
@@ -51,20 +51,34 @@ def run(arguments: argparse.Namespace) -> int:
     pipelines = [name for name in names if name in PLANNERS]
     chosen_by = _EPP if _EPP in names else (pipelines or names)[0]
     cost, elastic_cost = run_costs(arguments, batches, options, chosen_by)
-    if not arguments.planner and overlaps(cost):
-        names.insert(names.index(STOCK) + 1, OVERLAPPED)
-    costs = {name: elastic_cost if name == _EPP else cost for name in names}
+    costs = {name: elastic_cost if name == _EPP else cost for name in names if name != STOCK}
     cold = _warm_up(costs, first, options, arguments.dp)
     outcomes: list[Outcome] = []
     failed: dict[str, str] = {}
+    stock: Stock | None = None
+    if STOCK in names:
+        held = [heaviest(batches[each], cost, options.lockstep) for each in numbers]
+        try:
+            stock = stock_of(held, cost, options, bar)
+        except ValueError as error:
+            failed[STOCK] = str(error)
+            names.remove(STOCK)
+
+    def planned_as(name: str, number: int) -> tuple[Cost, Options, str]:
+        if name != STOCK or stock is None:
+            return costs[name], options, name
+        tokens = stock.batches[number - arguments.first_batch].tokens
+        return stock.cost, dataclasses.replace(options, context=tokens), PACKED
+
     work = ((number, name) for number in numbers for name in names)
     done, status = 0, 0
     try:
         with Workers() as workers:
             for number, name in bar(work, len(numbers) * len(names), "planning"):
-                job = number, batches[number], costs[name], options, name, arguments.dp
+                job = number, batches[number], *planned_as(name, number), arguments.dp
                 try:
-                    outcomes.append(outcome(*job, priced=True, run=workers))
+                    found = outcome(*job, priced=True, run=workers)
+                    outcomes.append(dataclasses.replace(found, planner=name))
                 except ValueError as error:
                     failed.setdefault(name, f"batch {number}: " + str(error).split("\n")[0])
                 done += name == names[-1]
@@ -77,11 +91,16 @@ def run(arguments: argparse.Namespace) -> int:
     if not outcomes:
         raise ValueError("; ".join(f"{name}: {why}" for name, why in failed.items()))
     if arguments.json:
-        print(json.dumps([each.facts() for each in outcomes], indent=1))
+        facts = [each.facts() for each in outcomes]
+        for each in facts:
+            if stock is not None and each["planner"] == STOCK:
+                each["stock"] = stock.facts()
+        print(json.dumps(facts, indent=1))
         for name, why in failed.items():
             print(f"{name}: {why}", file=sys.stderr)
         return status
-    _say(_best(names, outcomes, len(numbers)))
+    for line in (*_verdict(outcomes, stock, failed), _best(names, outcomes, len(numbers))):
+        _say(line)
     print()
     _say(f"lengths  {batches}")
     _say(
@@ -98,9 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
     print()
     print(_table(names, outcomes))
     print(_LEGEND)
-    for name, description in _BASELINES.items():
-        if any(each.planner == name for each in outcomes):
-            print(f"{name:15}  {description}")
+    if stock is not None:
+        _say(f"stock    the fastest of Megatron's own schedules: {stock}{_static(stock)}")
     slowest = max(outcomes, key=lambda each: each.plan_seconds)
     print()
     _say(
@@ -109,7 +127,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if late := late_text([each for each in outcomes if each.planner == _EPP], cost):
         _say(f"{_EPP}: {late}")
-    for line in (*_verdict(outcomes), *_lockstep_prices(names, outcomes, options.lockstep)):
+    for line in _lockstep_prices(names, outcomes, options.lockstep):
         _say(line)
     for name, why in failed.items():
         _say(f"{name} failed: {why}")
@@ -173,7 +191,7 @@ def _best(names: Sequence[str], outcomes: Sequence[Outcome], batches: int) -> st
     if faster:
         text += ", " + " and ".join([", ".join(faster[:-1]), faster[-1]] if faster[1:] else faster)
     text += f"; it fits the memory budget on {'every batch' if batches > 1 else 'the batch'}."
-    if best not in PLANNERS:
+    if best not in (*PLANNERS, STOCK):
         text += f" Training runs pipeline plans, which {best} does not make."
     return text
 
@@ -217,12 +235,6 @@ chunks   parts that the batch is cut and packed into
 plan s   seconds of planning, median; in training it runs while the batch before is computed
 fits     batches whose plan stays within the memory budget\
 """
-
-_BASELINES = {
-    STOCK: "packing to the length, of those up to the context, that is fastest for the batch",
-    OVERLAPPED: f"Megatron hiding {TENSOR:.0%} of tensor-parallel exchanges, packed to the "
-    f"context, or {EXPERTS:.0%} of experts', packed to the fastest length",
-}
 
 
 def _table(names: Sequence[str], outcomes: Sequence[Outcome]) -> str:
@@ -278,31 +290,36 @@ def _lockstep_prices(names: Sequence[str], outcomes: Sequence[Outcome], lockstep
     ]
 
 
-def _verdict(outcomes: Sequence[Outcome]) -> list[str]:
-    """Return a line on the gain of epp, and a line for each batch on which epp gains too little."""
-    by_batch: dict[int, dict[str, Outcome]] = {}
-    for each in outcomes:
-        by_batch.setdefault(each.batch, {})[each.planner] = each
-    lines = []
-    gains = []
-    for batch, planners in by_batch.items():
-        elastic = planners.get(_EPP)
-        others = [each for name, each in planners.items() if name != _EPP and each.fits]
-        if elastic is None or not others:
-            continue
-        best = min(others, key=lambda each: each.seconds)
-        gains.append(best.seconds / elastic.seconds)
-        if not elastic.fits:
-            lines.append(f"batch {batch}: epp does not fit the budget, {best.planner} does")
-        elif best.seconds < elastic.seconds * (1 + PAYS):
-            lines.append(
-                f"batch {batch}: epp does not pay: {best.planner} takes "
-                f"{best.seconds / elastic.seconds:.3f} of its time"
-            )
-    if not gains:
-        return []
-    head = (
-        f"epp against the best of the others: {statistics.median(gains):.3f} x ({min(gains):.3f} "
-        f"to {max(gains):.3f}); it pays on {len(gains) - len(lines)} of {len(gains)} batches"
+def _static(stock: Stock) -> str:
+    """Return the job with one packing length for all batches as text; "" with one batch."""
+    if len(stock.batches) == 1 or stock.static is None:
+        return ""
+    return (
+        f"; with one length for all batches, {stock.static.tokens} tokens: "
+        f"{seconds_text(stock.static.seconds)} a batch"
     )
-    return [head, *lines]
+
+
+def _verdict(
+    outcomes: Sequence[Outcome], stock: Stock | None, failed: Mapping[str, str]
+) -> list[str]:
+    """Return the verdict on epp, and a line for each batch on which stock is faster than epp.
+
+    There is no verdict if the user did not ask for both rows.
+    """
+    both: list[dict[int, Outcome]] = []
+    for name in (_EPP, STOCK):
+        rows = {each.batch: each for each in outcomes if each.planner == name}
+        if not rows and name not in failed:
+            return []
+        both.append({} if name in failed or not all(r.fits for r in rows.values()) else rows)
+    elastic, other = both
+    if stock is None or not elastic or not other:
+        return [verdict(1.0 if elastic else None, 1.0 if other else None, str(stock), "")]
+    ratios = {batch: other[batch].seconds / each.seconds for batch, each in elastic.items()}
+    why = why_stock(stock.overlap, stock.cost.layout.stages)
+    lines = [verdict(1.0, statistics.median(ratios.values()), str(stock), why)]
+    for batch, ratio in ratios.items() if len(ratios) > 1 else ():
+        if ratio * (1 + PAYS) < 1:
+            lines.append(f"batch {batch}: --epp is {1 / ratio - 1:.1%} slower than stock.")
+    return lines

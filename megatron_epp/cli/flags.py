@@ -227,10 +227,11 @@ ASSUMPTIONS = tuple(field.name for field in fields(AssumptionFlags))
 
 def _planners_help() -> str:
     # Imported late: these modules load a compiler and a solver.
-    from megatron_epp.planner import COMPARED
+    from megatron_epp.planner import COMPARED, STOCK
     from megatron_epp.planner.comparison_methods import comparison_methods
 
-    return f"which to compare (default: all of {', '.join((*COMPARED, *comparison_methods()))})"
+    default = ", ".join((*COMPARED, STOCK, *comparison_methods()))
+    return f"which to compare (default: all of {default})"
 
 
 @dataclass

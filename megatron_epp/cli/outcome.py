@@ -6,18 +6,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megatron_epp.cost.catalogue.named import unknown_name
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step
 from megatron_epp.planner import (
     COMPARISON_METHODS,
-    OVERLAPPED,
     PLANNERS,
     Options,
     PlannerResult,
     balance_replicas,
     plan_step,
-    planner_and_cost,
+    planner_of,
 )
 from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
 from megatron_epp.planner.lower_bound import lower_bound_seconds
@@ -129,13 +127,12 @@ def outcome(
     """
     results: tuple[PlannerResult, ...]
     free = None
-    maker, cost = planner_and_cost(planner, cost)
-    if maker in PLANNERS:
-        planned = plan_step(lengths, cost, options, maker, replicas, run)
+    if planner in PLANNERS:
+        planned = plan_step(lengths, cost, options, planner, replicas, run)
         results, step, took = planned.planned, planned.step, planned.plan_seconds
         if priced and options.lockstep > 1:
             alone = replace(options, lockstep=1)
-            others = plan_step(lengths, cost, alone, maker, replicas, run).planned
+            others = plan_step(lengths, cost, alone, planner, replicas, run).planned
             free = max(each.seconds for each in others)
     elif options.lockstep > 1:
         raise ValueError(
@@ -162,11 +159,14 @@ def outcome(
     return Outcome(batch, planner, slowest, results, bound, took, step, free)
 
 
-def known_planner(name: str) -> str:
-    """Return ``name``; if no planner has this name, raise a ValueError with near matches."""
-    known = (*PLANNERS, OVERLAPPED, *comparison_methods())
-    if name in COMPARISON_METHODS and name not in known:
+def known_planner(name: str, *baselines: str) -> str:
+    """Return ``name``, one of ``baselines`` or of a planner.
+
+    Raises:
+        ValueError: if no planner has this name; the message lists near matches.
+    """
+    if name in baselines or name in comparison_methods():
+        return name
+    if name in COMPARISON_METHODS:
         raise ValueError(ABSENT)
-    if name not in known:
-        raise ValueError(unknown_name("planner", name, known))
-    return name
+    return planner_of(name).name

@@ -44,6 +44,13 @@ def overlaps_experts(cost: Cost) -> bool:
     return layout.ep > 1 and any(each.expert_bytes_per_token > 0 for each in kinds)
 
 
+def overlap_text(cost: Cost) -> str:
+    """Return a description of the communication that stock Megatron overlaps."""
+    if overlaps_experts(cost):
+        return f"{EXPERTS:.0%} of experts' exchanges hidden"
+    return f"{TENSOR:.0%} of tensor-parallel exchanges hidden"
+
+
 def overlapped(cost: Cost) -> Cost:
     """Return the cost of stock Megatron with its overlap, modelled as fewer exchanged bytes."""
     hidden = OF_EXPERTS if overlaps_experts(cost) else OF_TENSORS

@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from megatron_epp.planner.registry import (
         COMPARED,
         COMPARISON_METHODS,
-        OVERLAPPED,
+        PACKED,
         PLANNERS,
         STOCK,
-        planner_and_cost,
         planner_of,
     )
     from megatron_epp.planner.replicas import (
@@ -39,8 +38,8 @@ _HOME = {
     "evaluation": ("evaluation_plan",),
     "options": ("ALL", "LEVERS", "TRAINING_LEVERS", "Options", "parse_levers"),
     "registry": (
-        *("COMPARED", "COMPARISON_METHODS", "OVERLAPPED", "PLANNERS", "STOCK"),
-        *("planner_and_cost", "planner_of"),
+        *("COMPARED", "COMPARISON_METHODS", "PACKED", "PLANNERS", "STOCK"),
+        "planner_of",
     ),
     "replicas": (
         *("balance_replicas", "evaluation_part", "evaluation_step"),

@@ -109,13 +109,16 @@ def work_bound_seconds(loads: Loads, cost: Cost) -> float:
 def ordered_bound_seconds(chunking: Chunking, loads: Loads, cost: Cost) -> float:
     """Return a lower bound in seconds for all plans with this chunk order and unsplit backwards.
 
-    Every stage waits for the first chunk, does all its work, and waits for the last gradient.
+    Every rank waits for the first chunk on its first stage, does all its work, and waits for the
+    last gradient of this stage.
     """
     forward = block_seconds(cost, Kind.FORWARD, loads)
     backward = block_seconds(cost, Kind.BACKWARD, loads)
-    last = int(chunking.backward[-1])
+    last, placement = int(chunking.backward[-1]), cost.layout.placement
+    first = [placement.place.index(rank) for rank in range(placement.ranks)]
     ramp = np.cumsum(forward[:, 0]) - forward[:, 0]
     tail = np.cumsum(backward[:, last]) - backward[:, last]
     head, head_weight = (block_seconds(cost, kind, loads).sum(axis=1) for kind in OF_HEAD)
     work = forward.sum(axis=1) + head + backward.sum(axis=1)
-    return float((ramp + work + np.maximum(tail, head_weight)).max())
+    ranks_work, weight = (placement.of_ranks(each.tolist()) for each in (work, head_weight))
+    return float((ramp[first] + ranks_work + np.maximum(tail[first], weight)).max())

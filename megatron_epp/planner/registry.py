@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from megatron_epp.cost.catalogue.named import unknown_name
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.overlap import overlapped, overlaps_experts
 from megatron_epp.planner.epp import planner as epp
 from megatron_epp.planner.feasibility import require_fit
 from megatron_epp.planner.options import Options, with_effort
@@ -112,18 +111,9 @@ PLANNERS: Mapping[str, Planner] = {row.name: row for row in _ROWS}
 COMPARED = tuple(row.name for row in _ROWS if row.compared)
 # Methods without a pipeline, in `compare` and in a checkout only (scripts/bench).
 COMPARISON_METHODS = ("flexsp", "megatron-hybrid-cp")
-# Baselines: documents packed to the context (PACKED) or to the best length of each batch (STOCK).
-# OVERLAPPED is one of the two with Megatron's overlap of exchanges (cost.overlap), in `compare` and
-# `tune` only.
-PACKED, STOCK, OVERLAPPED = "packing", "packing-best", "packing-overlap"
-
-
-def planner_and_cost(name: str, cost: Cost) -> tuple[str, Cost]:
-    """Return the planner's name and the cost model of row ``name`` of ``compare`` or ``tune``."""
-    if name != OVERLAPPED:
-        return name, cost
-    # The buffers of the tensor-parallel overlap have one shape for the run (cost/overlap.py).
-    return (STOCK if overlaps_experts(cost) else PACKED), overlapped(cost)
+# Planner of documents packed to the context, and the baseline of `compare` and `tune`: the fastest
+# of Megatron's own schedules (planner.stock).
+PACKED, STOCK = "packing", "stock"
 
 
 def planner_of(name: str) -> Planner:
@@ -132,10 +122,12 @@ def planner_of(name: str) -> Planner:
     Raises:
         ValueError: if the name is unknown, or if it is a baseline without a pipeline plan.
     """
-    if name == OVERLAPPED:
+    if name == "packing-overlap":
+        raise ValueError(f"planner {name!r} is part of {STOCK!r} now, the baseline of compare")
+    if name == STOCK:
         raise ValueError(
-            f"planner {name!r} is a baseline with Megatron's own overlaps, with which no plan "
-            f"runs; expected one of {', '.join(COMPARED)}"
+            f"planner {name!r} is the baseline of compare, which Megatron runs without --epp; "
+            f"expected one of {', '.join(COMPARED)}"
         )
     if name in COMPARISON_METHODS:
         raise ValueError(

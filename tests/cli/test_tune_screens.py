@@ -10,7 +10,8 @@ import pytest
 
 from megatron_epp.__main__ import main
 from megatron_epp.cli.tune.report import tuning_lines
-from megatron_epp.planner.registry import OVERLAPPED
+from megatron_epp.planner.registry import STOCK
+from megatron_epp.planner.stock import Packed, Stock
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import Choice, Survey
 from megatron_epp.show.units import GIB
@@ -126,8 +127,11 @@ def test_a_survey_as_text() -> None:
         peak_bytes=50 * GIB, tokens_per_second=68266.7, exchange_seconds=0.0,
     )  # fmt: skip
     stock = dataclasses.replace(
-        first, layout=Layout(8, 1, 1, 2), layers=(32,), planner=OVERLAPPED, seconds=3.012,
-        peak_bytes=60 * GIB,
+        first, layout=Layout(8, 1, 2, 1), layers=(8, 8, 8, 8), planner=STOCK, seconds=3.012,
+        peak_bytes=60 * GIB, place=(0, 1, 0, 1), stock=Stock(
+            "interleaved 2", "80% of tensor-parallel exchanges hidden", cost,
+            (Packed(3.0, 8192, 0), Packed(3.024, 8192, 2)), Packed(3.1, 8192, 2),
+        ),
     )  # fmt: skip
     rows = (first, second, stock)
     parts = {0: [{"weights": 1.0 * GIB, "K/V": 0.25 * GIB}, {"weights": 2.0 * GIB, "K/V": 0.0}]}

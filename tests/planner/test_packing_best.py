@@ -1,4 +1,4 @@
-"""The baseline that searches its packing length, and the one with Megatron's overlaps."""
+"""The planner that searches its packing length, and stock in ``compare``."""
 
 import dataclasses
 import json
@@ -11,17 +11,18 @@ from megatron_epp.__main__ import main
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.overlap import EXPERTS, TENSOR, overlapped, overlaps
 from megatron_epp.ir import Kind
-from megatron_epp.planner import PLANNERS, STOCK, Options, planner_of
+from megatron_epp.planner import PLANNERS, Options
 from megatron_epp.planner.published.schedules import packing_lengths
 
 K = 1024
+BEST = "packing-best"
 COST = named_cost("gpt-7b", "a100-80g", pp=4, cp=8, zero=1)
 
 
 def test_a_batch_shorter_than_two_contexts_is_not_one_micro_batch() -> None:
     """24K tokens: two micro-batches of the context idle on four stages."""
     lengths, options = [2 * K] * 12, Options(context=16 * K)
-    packing, best = (PLANNERS[name](lengths, COST, options) for name in ("packing", STOCK))
+    packing, best = (PLANNERS[name](lengths, COST, options) for name in ("packing", BEST))
     assert packing.packing_tokens == 16 * K and packing.chunks == 2
     assert 2 * K <= best.packing_tokens < 8 * K and best.chunks >= 4
     assert packing.seconds / best.seconds > 1.2
@@ -32,7 +33,7 @@ def test_a_batch_shorter_than_two_contexts_is_not_one_micro_batch() -> None:
 @pytest.mark.everything
 def test_it_is_the_best_of_its_lengths_and_epp_is_no_slower(lengths, context) -> None:
     options = Options(context=context, effort=0)
-    found = PLANNERS[STOCK](lengths, COST, options)
+    found = PLANNERS[BEST](lengths, COST, options)
     tokens = list(packing_lengths(max(lengths), context))
     assert tokens[0] >= max(lengths) and tokens[-1] == max(context, max(lengths))
     each = [PLANNERS["packing"](lengths, COST, Options(context=one)) for one in tokens]
@@ -62,26 +63,28 @@ def test_overlaps_hide_their_fraction_of_an_exchange(model, layout, hidden) -> N
     assert overlaps(cost) == (hidden > 0)
 
 
-def test_compare_shows_the_baselines(tmp_path, capsys) -> None:
+def test_compare_says_which_stock_is_and_gives_a_verdict(tmp_path, capsys) -> None:
     path = tmp_path / "lengths.txt"
     path.write_text("\n".join(map(str, [4000, 2000, 1000, 500] * 4)))
     words = ["compare", "--lengths", str(path), "--model", "llama3-8b", "--device", "h100-80g"]
     words += ["--pp", "2", "--tp", "4", "--context", "16384", "--effort", "0"]
+    words += ["--planner", "epp", "packing", BEST, "stock"]
     assert main([*words, "--json"]) == 0
     rows = {row["planner"]: row for row in json.loads(capsys.readouterr().out)}
-    assert rows["packing"]["packing_tokens"] == 16384 > rows[STOCK]["packing_tokens"] >= 4000
-    # Buffers of the tensor-parallel overlap have one shape: packed to the context.
-    assert rows["packing-overlap"]["packing_tokens"] == 16384
-    assert rows["packing-overlap"]["seconds"] < rows["packing"]["seconds"]
-    assert rows[STOCK]["seconds"] < rows["packing"]["seconds"]
-    assert "packing_tokens" not in rows["epp"]
+    assert rows["packing"]["packing_tokens"] == 16384 > rows[BEST]["packing_tokens"] >= 4000
+    stock = rows["stock"]["stock"]
+    assert rows["stock"]["packing_tokens"] == stock["batches"][0]["tokens"]
+    assert rows["stock"]["seconds"] == pytest.approx(stock["static"]["seconds"])
+    assert rows["stock"]["seconds"] <= rows[BEST]["seconds"] < rows["packing"]["seconds"]
+    assert "packing_tokens" not in rows["epp"] and "stock" not in rows["epp"]
     assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "times as fast as packing-best" in said and "Megatron hiding 80%" in said
-    assert main([*words[:-6], "--cp", "4", *words[-4:], "--json"]) == 0
-    assert "packing-overlap" not in capsys.readouterr().out
-
-
-def test_no_plan_runs_with_megatrons_overlaps() -> None:
-    with pytest.raises(ValueError, match="'packing-overlap' is a baseline"):
-        planner_of("packing-overlap")
+    said = " ".join(capsys.readouterr().out.split())
+    ratio = rows["stock"]["seconds"] / rows["epp"]["seconds"]
+    kind = (
+        "use --epp, " if ratio > 1.01 else "either; " if ratio > 1 / 1.01 else "leave --epp out, "
+    )
+    assert said.startswith(f"Verdict: {kind}")
+    named = f"{stock['placement']}, packed to {stock['batches'][0]['tokens']} tokens, no recompute"
+    assert said.count(named.replace("even", "one stage a rank")) == 2
+    assert main([*words[:-4], "epp", "packing"]) == 0
+    assert "Verdict" not in capsys.readouterr().out  # without stock there is none

@@ -12,7 +12,7 @@ from megatron_epp.cli.tune.script import launch_flags
 from megatron_epp.cost.catalogue.accuracy import accuracy_lines
 from megatron_epp.cost.catalogue.megatron_flags import model_flags
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.registry import OVERLAPPED, STOCK
+from megatron_epp.planner.registry import STOCK
 from megatron_epp.planner.tuning.parts import memory_parts
 from megatron_epp.planner.tuning.survey import ELASTIC, Choice, Survey, replanned
 from megatron_epp.show.survey_page import GainPoint, SurveyPage, to_page
@@ -125,8 +125,6 @@ def _gains(
     """Return the gain over packing at ``context``, ``context`` / 2, ... (up to 6, down to 4096)."""
     contexts = sorted({max(1, context >> n) for n in range(_CONTEXTS)})
     contexts = [each for each in contexts if each >= min(_LEAST_CONTEXT, context)]
-    overlapped = any(each.planner == OVERLAPPED for each in result.choices)
-    stocks = (STOCK, OVERLAPPED) if overlapped else (STOCK,)
     best = {
         planner: [each for each in result.choices if (each.planner == ELASTIC) == elastic][:_TRIED]
         for planner, elastic in ((ELASTIC, True), (STOCK, False))
@@ -136,9 +134,9 @@ def _gains(
         short = tuple(min(length, at) for length in lengths)
         here = dataclasses.replace(options, context=at)
         pairs = [(each, each.planner) for several in best.values() for each in several]
-        for each, planner in (*pairs, *((chosen, name) for name in (ELASTIC, *stocks))):
+        for each, planner in (*pairs, (chosen, ELASTIC), (chosen, STOCK)):
             tasks.append((job, each, planner, short, here))
-            keys.append((at, ELASTIC if planner == ELASTIC else STOCK, each is chosen))
+            keys.append((at, planner, each is chosen))
     seconds_of: dict[tuple[int, str, bool], float] = {}
     for key, seconds in zip(keys, bar(workers(_seconds, tasks), len(tasks), "gain"), strict=True):
         for both in {key, (*key[:2], False)}:

@@ -5,12 +5,13 @@ import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from megatron_epp.cli.compare import COLUMNS, PAYS
+from megatron_epp.cli.compare import COLUMNS
+from megatron_epp.cli.verdict import PAYS, verdict, why_stock
 from megatron_epp.cost.overlap import EXPERTS, TENSOR
 from megatron_epp.planner.choose.choice import placement_name
 from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.feasibility import PLANNING_CORES
-from megatron_epp.planner.registry import OVERLAPPED, STOCK
+from megatron_epp.planner.registry import STOCK
 from megatron_epp.planner.tuning.survey import ELASTIC, TIGHT_MEMORY, Choice, Survey
 from megatron_epp.show.table import text_table
 from megatron_epp.show.units import GIB, fraction_text, seconds_text, tokens_text
@@ -18,15 +19,11 @@ from megatron_epp.show.units import GIB, fraction_text, seconds_text, tokens_tex
 _HEADERS = (
     *("", "tp", "cp", "pp", "dp", "ep", "layers", "runs", "tokens/s", "MFU", "seconds", "GiB", ""),
 )
-_BASELINES = {
-    STOCK: "stock, packed at best",
-    OVERLAPPED: "stock, overlaps",
-}
 _LEGEND = f"""\
-runs      --epp, with offloading, with the vocabulary cut over the stages (vocab), or Megatron's own
-          schedule with whole documents packed; at best: to the fastest length of each batch;
-          overlaps: it hides {TENSOR:.0%} of tensor-parallel exchanges, packed to the context (their
-          buffers have one shape), or {EXPERTS:.0%} of experts', packed at best
+runs      --epp, with offloading, with the vocabulary cut over the stages (vocab); or stock, the
+          fastest of Megatron's own schedules: whole documents packed to the best length of each
+          batch; overlap: it hides {TENSOR:.0%} of tensor-parallel exchanges, packed to the context
+          (their buffers have one shape), or {EXPERTS:.0%} of experts'
 tokens/s  of the whole job; MFU: the model's own flops, recompute left out, over the data sheet's
           peak of all devices; seconds: of an iteration, the mean over the batches
 GiB       the most that a device holds; tight: within {TIGHT_MEMORY:.0%} of its budget\
@@ -134,9 +131,11 @@ def _layers(choice: Choice) -> str:
 
 
 def runs(choice: Choice) -> str:
-    """Return the column ``runs`` of a choice: --epp with settings, or the name of a baseline."""
-    if choice.planner != ELASTIC:
-        return _BASELINES[choice.planner]
+    """Return the column ``runs`` of a choice: --epp with settings, or stock with its schedule."""
+    if choice.stock is not None:
+        placement = choice.stock.placement if choice.place else ""
+        overlap = "overlap" if choice.stock.overlap else ""
+        return ", ".join(filter(None, (STOCK, placement, overlap)))
     runs = ["--epp", "offload" * choice.offload, "vocab" * choice.vocabulary_parallel]
     if choice.place:
         runs.append(f"--epp-placement {placement_name(choice.place)}")
@@ -150,7 +149,7 @@ def survey_verdict(result: Survey) -> list[str]:
         f"Best: {first.layout}, {runs(first)}: {seconds_text(first.seconds)} an iteration, "
         f"{tokens_text(round(first.tokens_per_second))} tokens a second."
     )
-    lines = [summary, *_why(result.choices)]
+    lines = [_verdict(result.choices), summary, *_why(result.choices)]
     if result.stopped:
         lines.insert(0, "Interrupted: this is what was found until then, on one batch or on all.")
     if first.tight:
@@ -158,35 +157,23 @@ def survey_verdict(result: Survey) -> list[str]:
     flags = [] if first.place else layout_flags(first.layers)
     if flags:
         lines.append(f"Layers by time: {' '.join(flags)}")
-    elastic = next((c for c in result.choices if c.planner == ELASTIC), None)
-    baselines: dict[str, Choice] = {}
-    for choice in result.choices:
-        if choice.planner != ELASTIC:
-            baselines.setdefault(choice.planner, choice)
-    fastest = min(baselines.values(), key=lambda choice: choice.seconds, default=None)
     if first.layout.pp == 1:
         lines.append(
             "No pipeline is best here: with one stage nothing waits and no stage carries the "
             "output layer alone; plans still pack and cut the documents."
         )
-    if elastic is None:
-        lines.append("No --epp is best here: no plan of it fits; leave --epp out.")
-    elif fastest is not None and fastest.seconds <= elastic.seconds * (1 + PAYS):
-        lines.append(
-            f"No --epp is best here: {_BASELINES[fastest.planner]} takes "
-            f"{fastest.seconds / elastic.seconds:.3f} of its time ({fastest.layout})."
-        )
-    elif baselines:
-        each = (
-            f"{elastic.seconds / choice.seconds:.2f} of that of {_BASELINES[choice.planner]} "
-            f"({choice.layout})"
-            for choice in baselines.values()
-        )
-        lines.append(
-            f"--epp takes less time than Megatron's own schedule at its best layout: "
-            f"{', '.join(each)}."
-        )
     return lines
+
+
+def _verdict(choices: Sequence[Choice]) -> str:
+    """Return the verdict on the fastest rows with and without --epp."""
+    seconds = next((each.seconds for each in choices if each.planner == ELASTIC), None)
+    rows = ((each, each.stock) for each in choices if each.stock is not None)
+    row, stock = next(rows, (None, None))
+    if row is None or stock is None:
+        return verdict(seconds, None, "", "")
+    which = f"{row.layout}, {stock}"
+    return verdict(seconds, row.seconds, which, why_stock(stock.overlap, row.layout.pp))
 
 
 def _with_spare_memory(choices: Sequence[Choice]) -> str:

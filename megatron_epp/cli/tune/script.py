@@ -9,7 +9,7 @@ from megatron_epp.cost.catalogue.hub_file import HubConfig
 from megatron_epp.cost.catalogue.megatron_flags import ModelFlags, model_flags
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.ir.errors import printable
-from megatron_epp.planner.choose.partition import layout_flags
+from megatron_epp.planner.choose.partition import layout_flags, layout_text
 from megatron_epp.planner.tuning.survey import ELASTIC, Choice
 
 _HEAD = """\
@@ -96,7 +96,8 @@ def launch_script(
 
 
 def _model_flags(job: TunedJob, choice: Choice) -> ModelFlags:
-    stages = () if choice.place or choice.layout.pp == 1 else choice.layers
+    placed = choice.place and choice.planner == ELASTIC  # --epp-placement says the stages
+    stages = () if placed or choice.layout.pp == 1 else choice.layers
     return model_flags(job.model, job.config, choice.layout.tp, stages)
 
 
@@ -132,7 +133,7 @@ def require_sayable(model: Model, config: HubConfig | None) -> None:
 def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
     """Return the flags of the parallel sizes and of uneven stages.
 
-    Flags of stages are omitted for a HybridModel, and if ``choice`` has a placement.
+    Flags of stages are omitted for a HybridModel, and if --epp-placement says the stages.
     """
     layout = choice.layout
     flags = [["--tensor-model-parallel-size", str(layout.tp)]]
@@ -146,7 +147,11 @@ def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
         flags.append(["--expert-model-parallel-size", str(choice.ep)])
         flags.append(["--expert-tensor-parallel-size", "1"])
         flags.append(["--moe-token-dispatcher-type", "alltoall"])
-    if not choice.place and not hybrid and (layout_options := layout_flags(choice.layers)):
+    if hybrid or (choice.place and choice.planner == ELASTIC):
+        return flags
+    if choice.place:
+        flags.append(["--pipeline-model-parallel-layout", layout_text(choice.layers)])
+    elif layout_options := layout_flags(choice.layers):
         flags.append(layout_options)
     return flags
 

@@ -94,13 +94,15 @@ class Published:
             documents are packed, the packing length in tokens (else 0).
         policies: function that returns the policies or orders to try for a chunking. Its last
             argument is whether backwards may be split.
-        modes: recompute modes; the first mode with which a plan fits is used.
+        modes: recompute modes; the first mode with which a plan fits is used. Without a mode,
+            nothing is recomputed.
         saving: numbers of last chunks of a document that save activations, to try in place of
             uniform recompute (ChunkFlow's K).
         splits: whether policies may split backwards.
         compared: whether ``compare`` shows the planner by default.
         takes: function that returns whether the schedule supports a placement.
         placements: description of the supported placements, for error messages.
+        recomputed: minimum number of layers of every stage that are recomputed.
     """
 
     name: str
@@ -112,6 +114,7 @@ class Published:
     compared: bool = True
     takes: Callable[[Place], bool] = any_place
     placements: str = "any"
+    recomputed: int = 0
 
     def draft(
         self,
@@ -147,7 +150,7 @@ class Published:
             policies = list(self.policies(chunking, cost, split))
             problems = ChunkProblems(cost, chunking, loads, self.splits and split)
             if not self.saving:
-                drafts = iter([uniform_draft(problems, policies, note, modes)])
+                drafts = iter([uniform_draft(problems, policies, note, modes, self.recomputed)])
             else:
                 drafts = _saving(problems, policies, note, self.saving)
             for drafted in drafts:
@@ -353,8 +356,8 @@ def _discarded(cost: Cost, chunking: Chunking, kept: int) -> Counts:
 ROWS = (
     SEQ1F1B := Published("seq1f1b", _of_sizes, _constant),
     CHUNKFLOW := Published("chunkflow", _of_sizes, _shrinking, saving=(1, 2, 4, 8, 16)),
-    Published("packing", packed, _constant),
-    PACKING_BEST := Published("packing-best", packed_to_lengths, _constant),
+    PACKING := Published("packing", packed, _constant),
+    PACKING_BEST := Published("packing-best", packed_to_lengths, _constant, compared=False),
     MEGATRON := Published(
         *("1f1b", packed, _megatrons),
         compared=False,

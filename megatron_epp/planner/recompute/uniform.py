@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import OFFLOAD
+from megatron_epp.ir import FULL, OFFLOAD
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.order.emit import Draft
 from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
@@ -98,7 +98,11 @@ def scored_draft(
 
 
 def uniform_draft(
-    problems: ChunkProblems, policies: Sequence[NotedPolicy], note: str, modes: Sequence[str]
+    problems: ChunkProblems,
+    policies: Sequence[NotedPolicy],
+    note: str,
+    modes: Sequence[str],
+    least: int = 0,
 ) -> ScoredDraft:
     """Return the best draft of several policies, with the least uniform recompute that fits.
 
@@ -110,6 +114,7 @@ def uniform_draft(
         policies: policies or orders to try.
         note: description of the chunking.
         modes: recompute modes; the first mode with which the draft fits is used.
+        least: minimum number of layers of every stage that are recomputed.
     """
     cost, chunking = problems.cost, problems.chunking
 
@@ -118,12 +123,12 @@ def uniform_draft(
         counts = cost.layout.kinds.first(mode, np.tile(grid, (1, chunking.count)))
         return counts, *best_schedule(problems, counts, policies)
 
-    description = ""
-    counts, schedule, how = play(modes[0], 0)
+    description = f"recompute {least} layers" if least else ""
+    counts, schedule, how = play(FULL, least)
     for mode in modes:
         if schedule.over_bytes <= 0:
             break
-        low, high = 1, max(cost.layout.layers)  # the least number that fits is in low..high
+        low, high = least + 1, max(cost.layout.layers)  # the least number that fits is in low..high
         while low < high:
             middle = (low + high) // 2
             if play(mode, middle)[1].over_bytes > 0:

@@ -25,7 +25,6 @@ import numpy as np
 
 from megatron_epp.cost.columns import CHUNKS
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.overlap import overlaps
 from megatron_epp.ir import Kind, Plan
 from megatron_epp.ir.placement import Placement
 from megatron_epp.planner.choose.choice import (
@@ -48,9 +47,10 @@ from megatron_epp.planner.epp.planner import can_be_local
 from megatron_epp.planner.feasibility import planning_load
 from megatron_epp.planner.lower_bound import least_seconds_per
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.registry import OVERLAPPED, PLANNERS, STOCK, planner_and_cost
+from megatron_epp.planner.registry import PACKED, PLANNERS, STOCK
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.planner.runner import Runner, in_turn
+from megatron_epp.planner.stock import Stock, stock_of
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.sim.exchange import exchange
 from megatron_epp.sim.play import play
@@ -78,7 +78,7 @@ class Choice:
     Attributes:
         layout: parallel degrees of the job.
         layers: number of layers of every stage.
-        planner: name of the planner.
+        planner: name of the planner, or STOCK.
         offload: whether layers may be offloaded.
         seconds: time of an iteration including the exchange between replicas. If only the first
             batch was planned, the time is scaled to all batches.
@@ -102,6 +102,7 @@ class Choice:
             machine, and no decision depends on it.
         plan: plan of the replica with the highest memory peak in all planned batches.
         cost: cost model of ``plan``.
+        stock: Megatron's own schedule and its static job, if ``planner`` is STOCK.
     """
 
     layout: Layout
@@ -125,6 +126,7 @@ class Choice:
     planning_load: float = dataclasses.field(default=0.0, repr=False, compare=False)
     plan: Plan | None = dataclasses.field(default=None, repr=False, compare=False)
     cost: Cost | None = dataclasses.field(default=None, repr=False, compare=False)
+    stock: Stock | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
     def budget_bytes(self) -> float:
@@ -156,7 +158,7 @@ class Choice:
 
     def facts(self) -> dict:
         """Return the fields as a dict for JSON."""
-        hidden = ("plan", "cost", "planning_load")
+        hidden = ("plan", "cost", "planning_load", "stock")
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
         if self.ep == 1:
             del own["ep"]
@@ -173,6 +175,7 @@ class Choice:
             "shares": self.shares,
             "tight": self.tight,
             **({"late": self.late} if self.late else {}),
+            **({"stock": self.stock.facts()} if self.stock else {}),
         }
 
 
@@ -250,16 +253,12 @@ def survey(
     choices: list[Choice] = []
     least = np.inf
 
-    def looks(group: Sequence[Layout], how: Options, planners_of: Callable) -> Iterator:
-        tasks = [looked_at(layout, how, planners_of(layout)) for layout in group]
+    def looks(group: Sequence[Layout], how: Options, planners: Sequence[str]) -> Iterator:
+        tasks = [looked_at(layout, how, planners) for layout in group]
         for layout, (choices_of, why) in zip(group, run(_look_at, tasks), strict=True):
             if why:
                 refused.setdefault(layout, why)
             yield layout, choices_of
-
-    def stocks(layout: Layout) -> Sequence[str]:
-        both = overlaps(costs[layout])
-        return (ELASTIC, STOCK, OVERLAPPED) if both else (ELASTIC, STOCK)
 
     try:
         groups = [*batched(ordered, AT_ONCE)]
@@ -267,7 +266,8 @@ def survey(
             best = sorted(choice.seconds for glanced in glances.values() for choice in glanced)
             out = {each for each in group if len(best) >= top and bounds[each] > best[top - 1]}
             bounded += [each for each in group if each in out]
-            glances.update(looks([each for each in group if each not in out], glance, stocks))
+            kept_in = [each for each in group if each not in out]
+            glances.update(looks(kept_in, glance, (ELASTIC, STOCK)))
         near = {
             layout: _elastic_seconds(glanced, likely[layout]) for layout, glanced in glances.items()
         }
@@ -279,7 +279,7 @@ def survey(
                 if number < top or near[layout] <= least * GLANCE:
                     wanted.append(layout)
                 number += 1
-            for layout, sketched in looks(wanted, sketch, lambda _: (ELASTIC,)):
+            for layout, sketched in looks(wanted, sketch, (ELASTIC,)):
                 glances[layout] = [*glances[layout], *sketched]
             least = min(least, *(_elastic_seconds(glances[each], np.inf) for each in group))
         for layout, glanced in glances.items():
@@ -307,7 +307,8 @@ def _look_at(
     why = ""
     for planner in planners:
         for cut in _cuts(cost, planner, vocabulary):
-            ways = partitions(cost.with_vocabulary(cut), lengths, by_time)
+            open_layers = by_time and planner == ELASTIC  # stock chooses its layers itself
+            ways = partitions(cost.with_vocabulary(cut), lengths, open_layers)
             for layers in reversed(ways):  # balanced by time first; even layers if those do not fit
                 try:
                     chosen = layout, cost, layers, [lengths], options, planner
@@ -435,6 +436,8 @@ def _variants(choice: Choice, cost: Cost, vocabulary: str, offload: bool) -> lis
     Variants have the layers per stage of ``choice`` or of ``cost``. With ``offload``, offloading is
     tried if recompute takes more than the fraction ``TIGHT`` of the time of ``choice``.
     """
+    if choice.planner == STOCK:  # it chooses its placement and layers again
+        return [choice]
     variants = [
         dataclasses.replace(choice, layers=layers, offload=False, vocabulary_parallel=cut)
         for cut in _cuts(cost, choice.planner, vocabulary)
@@ -521,27 +524,38 @@ def choice_of(
 ) -> Choice:
     """Plan all batches for one layout, and return the means of the predictions.
 
+    Stock chooses its placement and layers itself.
+
     Args:
         layout: parallel degrees.
         even: cost model of the layout with layers divided evenly over the stages.
         layers: number of layers of every stage.
         batches: document lengths of every batch.
         options: planner options, such as levers and effort.
-        planner: name of the planner.
+        planner: name of the planner, or STOCK.
         cut: whether to use vocabulary parallelism.
         place: rank of every stage if ranks have several stages, else ().
 
     Raises:
         ValueError: if the model states or a batch do not fit.
     """
-    if place:
-        even = with_placement(even, Placement(place, layers))
-    cost = even.replace(layers=layers, vocabulary_parallel=cut)
+    stock, plans_by, contexts = None, planner, [options.context] * len(batches)
+    if planner == STOCK:
+        lockstep = _lockstep(even)
+        held = [heaviest(lengths, even, lockstep) for lengths in batches]
+        stock = stock_of(held, even, dataclasses.replace(options, lockstep=lockstep))
+        cost, plans_by, contexts = stock.cost, PACKED, [each.tokens for each in stock.batches]
+        layers, place = cost.layout.layers, cost.layout.place
+    else:
+        if place:
+            even = with_placement(even, Placement(place, layers))
+        cost = even.replace(layers=layers, vocabulary_parallel=cut)
     cost.require_states_fit()
     results, taken = [], []
-    for lengths in batches:
+    for lengths, context in zip(batches, contexts, strict=True):
         began = time.process_time()
-        results.append(heaviest_plan(lengths, cost, options, planner))
+        here = dataclasses.replace(options, context=context)
+        results.append(heaviest_plan(lengths, cost, here, plans_by))
         taken.append(time.process_time() - began)
     exposed = [each for _, each, _ in results]
     seconds = [planned.seconds + each for planned, each, _ in results]
@@ -578,6 +592,7 @@ def choice_of(
         else 0.0,
         plan=fullest.plan,
         cost=cost,
+        stock=stock,
     )
 
 
@@ -616,10 +631,11 @@ def heaviest_plan(
     Raises:
         ValueError: if no plan fits the memory budget.
     """
-    lockstep = max(1, cost.layout.ep // (cost.layout.tp * cost.layout.cp))
+    lockstep = _lockstep(cost)
     held = heaviest(lengths, cost, lockstep)
-    maker, cost = planner_and_cost(planner, cost)
-    block = PLANNERS[maker].plan_block(held, cost, dataclasses.replace(options, lockstep=lockstep))
+    block = PLANNERS[planner].plan_block(
+        held, cost, dataclasses.replace(options, lockstep=lockstep)
+    )
     planned = max(block.planned, key=lambda one: (not one.fits, max(one.peak_bytes)))
     if not planned.fits:
         raise ValueError(f"{planner} finds no plan that fits the memory budget")
@@ -627,3 +643,8 @@ def heaviest_plan(
         return planned, 0.0, 0.0
     comm = exchange(cost, play(planned.plan, cost.table(planned.plan)))
     return planned, comm.exposed_seconds, max(comm.seconds - comm.exposed_seconds, 0.0)
+
+
+def _lockstep(cost: Cost) -> int:
+    """Return the number of replicas that share experts, and run in lockstep."""
+    return max(1, cost.layout.ep // (cost.layout.tp * cost.layout.cp))

@@ -191,7 +191,7 @@ MOE_LIMITS = (
     Limit(
         "exchanges of tokens that overlap with computing (--moe-shared-expert-overlap, "
         "--overlap-moe-expert-parallel-comm, --delay-wgrad-compute)",
-        "leave them out: plans expose every exchange (compare shows the loss: packing-overlap)",
+        "leave them out: plans expose every exchange (compare counts them in stock)",
         "moe_shared_expert_overlap overlap_moe_expert_parallel_comm delay_wgrad_compute "
         "overlap_dispatch_backward_with_experts_wgrad",
         slices=True,
