@@ -77,8 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
             for number, name in bar(work, len(numbers) * len(names), "planning"):
                 job = number, batches[number], *planned_as(name, number), arguments.dp
                 try:
-                    found = outcome(*job, priced=True, run=workers)
-                    outcomes.append(dataclasses.replace(found, planner=name))
+                    result = outcome(*job, priced=True, run=workers)
+                    outcomes.append(dataclasses.replace(result, planner=name))
                 except ValueError as error:
                     failed.setdefault(name, f"batch {number}: " + str(error).split("\n")[0])
                 done += name == names[-1]

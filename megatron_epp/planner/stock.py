@@ -195,14 +195,14 @@ def stock_of(
     tried = list(candidates(cost, batches))
     best: tuple[float, Candidate, list[Packed]] | None = None
     for candidate in progress(tried, len(tried), "stock") if progress else tried:
-        found = _packed(each, candidate, options, best[0] if best else np.inf)
-        if found is not None:
-            best = sum(one.seconds for one in found), candidate, found
+        packings = _packed(each, candidate, options, best[0] if best else np.inf)
+        if packings is not None:
+            best = sum(one.seconds for one in packings), candidate, packings
     if best is None:
         raise ValueError("none of Megatron's own schedules fits the memory budget")
-    _, candidate, found = best
-    static = _static(each, candidate, options) if len(found) > 1 else found[0]
-    return Stock(candidate.placement, candidate.overlap, candidate.cost, tuple(found), static)
+    _, candidate, packings = best
+    static = _static(each, candidate, options) if len(packings) > 1 else packings[0]
+    return Stock(candidate.placement, candidate.overlap, candidate.cost, tuple(packings), static)
 
 
 def _packed(
@@ -219,16 +219,16 @@ def _packed(
     ``recomputed`` are those of :meth:`Candidate.schedule`.
     """
     schedule = candidate.schedule(tokens, recomputed)
-    found: list[Packed] = []
+    packings: list[Packed] = []
     for batch in batches:
-        left = below - sum(one.seconds for one in found)
+        left = below - sum(one.seconds for one in packings)
         drafted = schedule.draft(batch, candidate.cost, options, left)
         if drafted is None or drafted.over_bytes > 0 or drafted.seconds >= left:
             return None
-        found.append(
+        packings.append(
             Packed(drafted.seconds, drafted.draft.packing_tokens, _recomputed_layers(drafted))
         )
-    return found
+    return packings
 
 
 def _static(
@@ -240,12 +240,12 @@ def _static(
     best: tuple[float, int, int] | None = None
     for tokens in every if not candidate.one_length else (max(longest, context),):
         job = batches, candidate, options, best[0] if best else np.inf, tokens
-        found = _packed(*job)
-        most = max(each.recomputed for each in found) if found else 0
-        if found and min(each.recomputed for each in found) < most:
-            found = _packed(*job, most)
-        if found:
-            best = sum(each.seconds for each in found), tokens, most
+        packings = _packed(*job)
+        most = max(each.recomputed for each in packings) if packings else 0
+        if packings and min(each.recomputed for each in packings) < most:
+            packings = _packed(*job, most)
+        if packings:
+            best = sum(each.seconds for each in packings), tokens, most
     return Packed(best[0] / len(batches), *best[1:]) if best else None
 
 
