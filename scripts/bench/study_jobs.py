@@ -1,12 +1,14 @@
-"""Jobs of many kinds: plans with other host times, with noise, and without each default.
+"""Jobs of many kinds: epp against stock, with other host times, with noise, without each default.
 
-    python scripts/bench/study_jobs.py [--parts host,noise,defaults] [--jobs 8b-a 8b-b ...]
+    python scripts/bench/study_jobs.py [--parts stock,host,noise,defaults] [--jobs 8b-a 8b-b ...]
                                        [--batches 1] [-o RESULT.md]
+    python scripts/bench/study_jobs.py --parts stock,host --jobs table --batches 2
 
-All numbers are **simulated** with the analytic cost model, with the levers of training on the
-device, and with `auto` vocabulary parallelism. For a job with several replicas, the replica with
-the most work counts. Defaults are chosen on the ``even`` jobs (the second, fourth, ...), and
-evaluated on the ``odd`` jobs. `sft`, `conv` and `synth` are log-normal distributions (median 450,
+All numbers are **simulated** with the analytic cost model and with the levers of training on the
+device. Part ``stock`` plans every job as ``compare`` does by default, the others with `auto`
+vocabulary parallelism. For a job with several replicas, the replica with the most work counts.
+Defaults are chosen on the ``even`` jobs (the second, fourth, ...), and evaluated on the ``odd``
+jobs; ``table`` is another set. `sft`, `conv` and `synth` are log-normal distributions (median 450,
 7,000, 11,000 tokens; sigma 1, 1.05, 0.8); other distributions are those of this project.
 """
 
@@ -19,21 +21,27 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 from headline import ROOT, publish
 
 sys.path.insert(0, str(ROOT))
 
+from megatron_epp.cli.layout import run_costs
 from megatron_epp.cli.machine import AS_TRAINED
+from megatron_epp.cli.options import parse
+from megatron_epp.cli.plan import options_of
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue import devices
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, PlanError
 from megatron_epp.planner import Options, PlannedReplica, planner_of
+from megatron_epp.planner.choose import FIRST_BATCHES
 from megatron_epp.planner.choose.choice import heaviest, placed_cost, vocabulary_of
 from megatron_epp.planner.options import default_levers
+from megatron_epp.planner.stock import stock_of
 from megatron_epp.show.table import markdown
 from megatron_epp.sim.play import play
 
@@ -53,9 +61,10 @@ class Job:
     documents: int
     device: str = "h100-80g"
     zero: int | None = None
+    ep: int | None = None
 
     def cost(self, device: str = "") -> Cost:
-        degrees = {name: getattr(self, name) for name in ("pp", "tp", "cp", "dp", "zero")}
+        degrees = {name: getattr(self, name) for name in ("pp", "tp", "cp", "dp", "ep", "zero")}
         return named_cost(self.model, device or self.device, **degrees, **AS_TRAINED)
 
     def batch(self, number: int) -> tuple[int, ...]:
@@ -91,10 +100,23 @@ JOBS = {
     "qnext": Job("qwen3-next-80b", 4, 8, 1, 2, 128, "sft", 256),
     "dsv3": Job("deepseek-v3", 16, 1, 8, 4, 32, "wlb", 512),
 }
+TABLE = {
+    "8b-64k-16": Job("llama3-8b", 4, 8, 1, 1, 64, "wlb", 16),
+    "8b-32k-64": Job("llama3-8b", 4, 2, 1, 1, 32, "wlb", 64),
+    "8b-128k-64": Job("llama3-8b", 2, 1, 8, 1, 128, "wlb", 64),
+    "13b-32k-64": Job("gpt-13b", 8, 1, 4, 1, 32, "wlb", 64, **A, zero=1),
+    "70b-64k-128": Job("llama3-70b", 4, 8, 1, 1, 64, "wlb", 128),
+    "70b-128k-64": Job("llama3-70b", 8, 8, 1, 1, 128, "wlb", 64),
+    "q30-64k-64": Job("qwen3-30b-a3b", 4, 1, 8, 1, 64, "wlb", 64, ep=8),
+    "q30-64k-32": Job("qwen3-30b-a3b", 2, 1, 8, 1, 64, "prolong", 32, ep=8),
+    "qnext-32k-32": Job("qwen3-next-80b", 4, 8, 1, 1, 32, "wlb", 32, ep=8),
+    "8b-32k-8": Job("llama3-8b", 4, 1, 2, 1, 32, "prolong", 8),
+}
 EVEN, ODD = tuple(JOBS)[1::2], tuple(JOBS)[::2]
 WORLDS = (0.5, 1.0, 2.0)  # times the host time that plans assume
 NOISES, SLOW = (0.1, 0.2), (1.1, 1.3)
 SEEDS = range(5)
+SLOW_HOST = 2.0  # times the host time that plans assume, of epp against stock
 
 
 def with_host(name: str, factor: float, folder: str) -> str:
@@ -131,31 +153,85 @@ def seconds_on(plan: Plan, cost: Cost) -> float:
     return play(plan, cost.with_vocabulary(plan.vocabulary_parallel).table(plan)).seconds
 
 
-def host_times(jobs: dict[str, Job], batches: int) -> str:
-    """Return the loss of plans for the assumed host time if the host is faster or slower.
+def with_hosts(cost: Cost, factor: float) -> Cost:
+    """Return ``cost`` with host times times ``factor``."""
+    return cost.with_coefficients_times({"host_seconds": factor, "expert_host_seconds": factor})
 
-    The loss is relative to the best plan for the real host time, with and without the lever
-    `hedge`.
+
+@dataclass(frozen=True)
+class Compared:
+    """A job as ``compare`` plans it by default: stock's cost model, and that of epp's choice."""
+
+    cost: Cost
+    elastic: Cost
+    options: Options
+    batches: list[list[int]]  # of the replica with the most work
+
+    @classmethod
+    def of(cls, job: Job, batches: int) -> "Compared":
+        words = ["compare", "--lengths", job.corpus, "--model", job.model, "--device", job.device]
+        words += ["--context", str(job.context * K), "--global-batch-size", str(job.documents)]
+        for name in ("pp", "tp", "cp", "dp", "ep", "zero"):
+            if (value := getattr(job, name)) is not None:
+                words += [f"--{name}", str(value)]
+        arguments = parse(words)
+        options = options_of(arguments)
+        first = SimpleNamespace(first=[job.batch(number) for number in range(FIRST_BATCHES)])
+        cost, elastic = run_costs(arguments, first, options, "epp")
+        held = [heaviest(job.batch(each), cost, options.lockstep) for each in range(batches)]
+        return cls(cost, elastic, options, held)
+
+    def rows(self, host: float = 1.0) -> Iterator[list[str]]:
+        """Yield, for every batch, cells on stock and epp if hosts take ``host`` times as long."""
+        stock = stock_of(self.batches, with_hosts(self.cost, host), self.options)
+        elastic = with_hosts(self.elastic, host)
+        for number, (lengths, packed) in enumerate(zip(self.batches, stock.batches, strict=True)):
+            block = planner_of("epp").plan_block(lengths, elastic, self.options)
+            taken = max(each.seconds for each in block.planned)
+            cells = [str(number), f"{packed.seconds:.4g}", f"{taken:.4g}"]
+            yield [*cells, f"{packed.seconds / taken:.3f}", str(stock)]
+
+
+def against_stock(jobs: dict[str, Job], batches: int, host: float = 1.0) -> str:
+    """Return the seconds of stock, which it is, the seconds of epp by default, and their ratio.
+
+    epp keeps the stages that it chose for the assumed hosts.
     """
+    rows = []
+    for name, job in jobs.items():
+        for cells in Compared.of(job, batches).rows(host):
+            rows.append([name, *cells])
+            progress(rows[-1])
+    ratios = sorted(float(row[4]) for row in rows)
+    least, median = ratios[0], statistics.median(ratios)
+    table = markdown(["job", "batch", "stock s", "epp s", "stock / epp", "stock"], rows)
+    return f"{table}\nstock / epp: least {least:.3f}, median {median:.3f}\n"
+
+
+def host_times(jobs: dict[str, Job], batches: int) -> str:
+    """Return epp against stock on slow hosts, and the loss of epp's plans on other hosts.
+
+    The loss of plans for the assumed host time is relative to the best plan for the real one.
+    """
+    slow = against_stock(jobs, batches, SLOW_HOST)
     rows = []
     for name, batch, job in each_batch(jobs, batches):
         with tempfile.TemporaryDirectory() as folder:
             costs = [job.cost(with_host(job.device, world, folder)) for world in WORLDS]
-        plain = lacking(job.options(), "hedge")
-        own = [planned(job, cost, batch, options=plain) for cost in costs]
-        ours, middle = planned(job, costs[WORLDS.index(1.0)], batch), own[WORLDS.index(1.0)]
-        cells = [name, str(ours.chunks)]
+        own = [planned(job, cost, batch) for cost in costs]
+        assumed = own[WORLDS.index(1.0)]
+        cells = [name, str(assumed.chunks)]
         for cost, best in zip(costs, own, strict=True):
-            least = min(seconds_on(made.plan, cost) for made in (*own, ours))
-            taken = [seconds_on(made.plan, cost) for made in (ours, middle)]
-            losses = [f"{each / least - 1:.1%}" for each in taken]
-            cells += [f"{taken[0]:.3f}", *losses, str(best.chunks)]
+            least = min(seconds_on(made.plan, cost) for made in own)
+            taken = seconds_on(assumed.plan, cost)
+            cells += [f"{taken:.3f}", f"{taken / least - 1:.1%}", str(best.chunks)]
         rows.append(cells)
         progress(cells)
-    told = ("s at x {:g}", "loss", "without hedge", "chunks of its own")
-    return markdown(
+    told = ("s at x {:g}", "loss", "chunks of its own")
+    losses = markdown(
         ["job", "chunks", *(each.format(world) for world in WORLDS for each in told)], rows
     )
+    return f"Hosts {SLOW_HOST:g} times as slow:\n\n{slow}\n{losses}"
 
 
 def noise(jobs: dict[str, Job], batches: int) -> str:
@@ -221,8 +297,6 @@ def defaults(jobs: dict[str, Job], batches: int) -> str:
         others = [
             of(batch, cost.with_vocabulary(not on), options),
             of(batch, chosen, lacking(options, "local")),
-            of(batch, chosen, lacking(options, "lean")),
-            of(batch, chosen, lacking(options, "hedge")),
             of(batch, chosen, dataclasses.replace(options, levers=options.levers | {"wsplit"})),
             *(of(batch, made, options) for made in placed),
         ]
@@ -236,8 +310,6 @@ def defaults(jobs: dict[str, Job], batches: int) -> str:
             "vocabulary",
             "vocabulary otherwise",
             "no single-rank documents",
-            "not lean",
-            "no hedge",
             "split backward",
             "v",
             "interleaved 2",
@@ -270,6 +342,7 @@ def progress(cells: Sequence[str]) -> None:
 
 
 PARTS: dict[str, tuple[str, Callable[[dict[str, Job], int], str]]] = {
+    "stock": ("epp by default against stock", against_stock),
     "host": ("Plans of the assumed host time where hosts are faster or slower", host_times),
     "noise": ("epp's lead under noise and one slow rank", noise),
     "defaults": ("Choices made otherwise, over the default's seconds", defaults),
@@ -279,12 +352,12 @@ PARTS: dict[str, tuple[str, Callable[[dict[str, Job], int], str]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--jobs", nargs="+", default=["even"], help="names, even or odd")
+    parser.add_argument("--jobs", nargs="+", default=["even"], help="names, even, odd or table")
     parser.add_argument("--batches", type=int, default=1)
     parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
     args = parser.parse_args()
-    sets = {"even": EVEN, "odd": ODD}
-    jobs = {name: JOBS[name] for word in args.jobs for name in sets.get(word, (word,))}
+    sets = {"even": EVEN, "odd": ODD, "table": tuple(TABLE)}
+    jobs = {name: (JOBS | TABLE)[name] for word in args.jobs for name in sets.get(word, (word,))}
     parts = [PARTS[name] for name in args.parts.split(",")]
     text = "\n".join(f"### {title}\n\n{table(jobs, args.batches)}" for title, table in parts)
     publish(text, args.output)
