@@ -23,12 +23,13 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
-from megatron_epp.mcore.calibrate import clocks, measure  # noqa: E402
+from megatron_epp.mcore.calibrate import clocks, measure, profile_file  # noqa: E402
 from megatron_epp.mcore.calibrate.clocks import IssueClock  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import calibrate  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Measurement, Shape  # noqa: E402
 from megatron_epp.mcore.data.row_shard import RowShard  # noqa: E402
 from megatron_epp.mcore.kinds.mtp.mtp_layers import kinds_of_stage  # noqa: E402
+from megatron_epp.mcore.model import shape as shape_module  # noqa: E402
 
 ORIGIN = Provenance("made up", "cpu: none", "float32", "2026-11-22", MEASURED, MEASURED)
 # Of a layer: forward seconds per token, per pair that its window leaves, per chunk; its window;
@@ -174,6 +175,24 @@ def test_a_rank_with_several_stages_measures_a_kind_once(groups) -> None:
     assert made.first_seconds[Kind.FORWARD].per_token == pytest.approx(1e-7, rel=1e-3)
     assert made.last_seconds[Kind.FORWARD].per_token == pytest.approx(5e-7, rel=1e-3)
     assert made.last_bytes.per_token == pytest.approx(8, rel=1e-3)
+
+
+def test_a_profile_is_measured_once_and_kept(groups, monkeypatch, tmp_path) -> None:
+    """Rank 0 hears of it when it is measured, and not when it is read by the run that resumes."""
+    made, _ = measured(groups, ("local", "far"))
+    monkeypatch.setattr(measure, "calibrate", lambda *args: made)
+    monkeypatch.setattr(profile_file, "provenance_of", lambda args: made.provenance)
+    monkeypatch.setattr(shape_module, "model_shape", lambda args: None)
+    heard: list[Profile] = []
+    for load in (None, str(tmp_path)):
+        args = SimpleNamespace(
+            save=str(tmp_path), load=load, seq_length=8, transformer_impl="local",
+            gradient_accumulation_fusion=False, pipeline_model_parallel_size=1, epp_layouts=None,
+            epp_cost_model=None,
+        )  # fmt: skip
+        config = SimpleNamespace(epp_cost_model=None, epp_record=None, epp_levers="default")
+        assert profile_file.obtain(args, config, [], groups, None, heard.append) == made
+        assert heard == [made]
 
 
 def test_what_a_gpus_host_takes_is_measured_by_small_chunks_and_kept() -> None:

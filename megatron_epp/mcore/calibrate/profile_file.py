@@ -9,7 +9,7 @@ import datetime
 import logging
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -129,7 +129,14 @@ def require(profile: Profile, wanted: Provenance, where: str) -> Profile:
 # ------------------------------------------------------------------ for the trainer
 
 
-def obtain(args: Any, config: Any, models: Sequence[Any], groups: Any, rows: Any) -> Profile:
+def obtain(
+    args: Any,
+    config: Any,
+    models: Sequence[Any],
+    groups: Any,
+    rows: Any,
+    after: Callable[[Profile], object] = lambda profile: None,
+) -> Profile:
     """Return the profile of this job. Collective: every rank passes its wrapped stage modules.
 
     With --epp-cost-model FILE, the function reads the file; with --epp-cost-model analytic, it
@@ -143,6 +150,7 @@ def obtain(args: Any, config: Any, models: Sequence[Any], groups: Any, rows: Any
         models: The wrapped stage modules of this rank, first to last.
         groups: The job's process groups.
         rows: ``RowShard`` that selects the rows (tokens) of a chunk on this rank.
+        after: Function that rank 0 calls with a profile that was measured now.
 
     Returns:
         The same profile on all ranks.
@@ -194,6 +202,7 @@ def obtain(args: Any, config: Any, models: Sequence[Any], groups: Any, rows: Any
             f", kept in {places[0]}/{FILE_NAME}" if places else "",
             profile.provenance.source,
         )
+        after(profile)
     return profile
 
 
