@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.cli.tune.script import layout_arguments
+from megatron_epp.planner.registry import STOCK
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import Choice
 from tests.cli.commands import LONG_AND_SHORT, Commands
@@ -198,3 +199,14 @@ def test_the_script_says_how_experts_are_spread() -> None:
     dense = dataclasses.replace(choice, ep=1)
     assert not any("expert" in word for group in layout_arguments(dense) for word in group)
     assert "ep" not in dense.facts()
+
+
+def test_a_stock_row_says_its_interleaved_stages_by_megatrons_layout_flag() -> None:
+    choice = Choice(
+        *(Layout(1, 1, 2, 1), (2, 2, 2, 1), STOCK, False, 1.0, 1e5, 0.1, 0.0, 0.1, 0.0, 0.0, 2**30),
+        *(1, 1, False, (0, 1, 0, 1)),
+    )
+    words = [word for group in layout_arguments(choice) for word in group]
+    assert words[-2:] == ["--pipeline-model-parallel-layout", "Et*2|t*2|t*2|tL"]
+    elastic = dataclasses.replace(choice, planner="epp")  # --epp-placement says the stages
+    assert not any("layout" in word for group in layout_arguments(elastic) for word in group)
