@@ -25,7 +25,6 @@ class Frame:
         layers: number of layers of every stage.
         replicas: number of replicas.
         modes: recompute modes to draw from.
-        splits: whether plans may split backwards B into I and W.
         lockstep: number of replicas that shard experts and so run in lockstep; 1 for none.
         vocabulary_parallel: whether all stages shard the LM head (ops H and G).
         ranks: number of context-parallel ranks of a stage; a document may run on only one rank.
@@ -38,7 +37,6 @@ class Frame:
     layers: tuple[int, ...]
     replicas: int
     modes: str
-    splits: bool
     lockstep: int = 1
     vocabulary_parallel: bool = False
     ranks: int = 1
@@ -180,7 +178,7 @@ def draw(seed: int, number: int, frame: Frame) -> RandomBatch:
     generator = numpy.random.default_rng([seed, number])
     tokens = tuple(generator.integers(0, frame.vocabulary, length + 1) for length in lengths)
     # No, half of or all backwards are split.
-    fraction = random.choice((0.0, 0.5, 1.0)) if frame.splits else 0.0
+    fraction = random.choice((0.0, 0.5, 1.0))
     assignments = frame.assign(len(lengths), random)
     plans = _plans(lengths, assignments, frame, random, fraction, frame.is_alone(number))
     if frame.ranks > 1 and number % 3:  # in every third batch all documents are sharded

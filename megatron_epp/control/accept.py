@@ -42,7 +42,6 @@ class AcceptedStep:
         predicted_seconds: predicted time of the slowest replica; 0 if plans have no prediction.
         predicted_peak_bytes: predicted peak of each pipeline rank, as the maximum over the
             replicas; empty if the plans have no prediction.
-        splits_backward: whether the plan of any replica splits backward into I and W.
         planning: how the step was planned; each number is the maximum over all ranks.
     """
 
@@ -50,7 +49,6 @@ class AcceptedStep:
     tokens: int
     predicted_seconds: float = 0.0
     predicted_peak_bytes: tuple[float, ...] = ()
-    splits_backward: bool = False
     planning: Planning = field(default_factory=Planning)
 
     @property
@@ -175,7 +173,7 @@ def _facts(sourced: SourcedStep | None, groups: Groups) -> list[float]:
     """
     ranks = len(groups.pipeline_ranks)
     if sourced is None:
-        return [0.0] * (6 + ranks)
+        return [0.0] * (5 + ranks)
     planning, step = sourced.planning, sourced.step
     part = _part(step, groups.replica)
     predictions = [plan.predicted for plan in part.plans if plan.predicted is not None]
@@ -185,7 +183,6 @@ def _facts(sourced: SourcedStep | None, groups: Groups) -> list[float]:
         float(planning.ahead),
         float(planning.discarded),
         float(bool(planning.fell_back)),
-        float(any(plan.splits_backward for plan in part.plans)),
         max((one.seconds for one in predictions), default=0.0),
         *((max(peak) * GIB for peak in peaks) if predictions else [0.0] * ranks),
     ]
@@ -194,13 +191,12 @@ def _facts(sourced: SourcedStep | None, groups: Groups) -> list[float]:
 def _accepted(
     sourced: SourcedStep, replica: int, tokens: int, facts: Sequence[float]
 ) -> AcceptedStep:
-    waited, ahead, discarded, fell_back, splits, seconds, *peaks = facts
+    waited, ahead, discarded, fell_back, seconds, *peaks = facts
     return AcceptedStep(
         _part(sourced.step, replica),
         tokens,
         seconds,
         tuple(peaks) if seconds else (),
-        bool(splits),
         Planning(waited, int(ahead), int(discarded), "a planner failed" * bool(fell_back)),
     )
 

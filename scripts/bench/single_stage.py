@@ -225,7 +225,7 @@ def run_stage(alone: SingleProcess, model: Any, plan: Plan, stage: int) -> Stage
     model.zero_grad_buffer()
     part = Step((tuple(samples.tolist()),), (plan,)).part(0)
     ran = runner.run(
-        AcceptedStep(part, sum(plan.documents), splits_backward=plan.splits_backward),
+        AcceptedStep(part, sum(plan.documents)),
         Batch(samples, numpy.array(plan.documents)),
         MadeUpDocuments(alone.args.padded_vocab_size),
         [model],

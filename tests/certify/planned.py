@@ -21,7 +21,6 @@ class PlansOf:
     layers: tuple[int, ...]
     place: tuple[int, ...]
     vocabulary_parallel: bool
-    splits: bool
 
     def __call__(self, lengths: Sequence[int]) -> Plan:
         """Return the plan for one replica, whose documents have these ``lengths`` in tokens.
@@ -41,7 +40,6 @@ class PlansOf:
             profile, self.layers, vocabulary_parallel=self.vocabulary_parallel, place=self.place
         )
         cost = Cost(layout, (STAGE_BYTES,) * layout.placement.ranks)
-        levers = TRAINING_LEVERS - {"local"} - (set() if self.splits else {"wsplit"})
-        options = Options(CONTEXT, levers)
+        options = Options(CONTEXT, TRAINING_LEVERS - {"local"})
         (planned,) = plan_block(self.planner, lengths, cost, options).planned
         return planned.plan

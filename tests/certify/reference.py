@@ -29,7 +29,6 @@ class CheckedReference(ReferenceModel):
                 frame.layers,
                 frame.place,
                 frame.vocabulary_parallel,
-                frame.splits,
             )
             plans([CONTEXT, CONTEXT // 2])  # raises early if the planner refuses these stages
         if self.trial.trees:

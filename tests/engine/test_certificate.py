@@ -109,6 +109,12 @@ EVERY_DEGREE = {
         batches=3,
         overlap=True,
     ),
+    "experts over replicas": CheckedTrial(
+        Degrees(1, 1, 2),
+        models(f"{EXPERTS}{GROUPED} --expert-model-parallel-size 2"),
+        batches=4,
+        overlap=True,
+    ),
     "context-parallel ranks": CheckedTrial(
         Degrees(1, 1, 1, cp=2), models(DENSE, V3, GPT_OSS), batches=6
     ),
@@ -273,7 +279,7 @@ def test_adapters_around_its_linears_are_refused() -> None:
 # ------------------------------------------------------------------ faults
 
 OF_WINDOWS = ("see one less behind a border", "forget the sinks of slices")
-FRAME = Frame(61, (2,), replicas=1, modes=modes_drawn(EXECUTABLE), splits=True)
+FRAME = Frame(61, (2,), replicas=1, modes=modes_drawn(EXECUTABLE))
 
 
 def shows(way: str, drawn: RandomBatch) -> bool:

@@ -240,11 +240,43 @@ def test_linears_defer_inside_the_context_and_are_given_back() -> None:
 
 
 def test_which_modules_can() -> None:
-    from megatron_epp.mcore.model.split_backward import refuse_split
+    from megatron_epp.mcore.model.split_backward import kept_in_input
 
     net, _ = nets()
-    refuse_split(net)
+    assert kept_in_input(net) == []
     assert can_defer(net.first) and can_defer(net.second)
     net.second.weight_names = ["query", "key"]
     assert not can_defer(net.second)
+    assert kept_in_input(net) == [type(net.second).__name__]
     assert not can_defer(nn.Linear(2, 2))
+
+
+def test_grouped_linears_compute_their_weight_gradients_in_i_and_leave_nothing() -> None:
+    import transformer_engine.pytorch as te
+
+    from megatron_epp.mcore.model.split_backward import Deferral, kept_in_input
+
+    torch.manual_seed(0)
+    made = {"bias": False, "params_dtype": torch.float64, "device": "cpu"}
+    dense, experts = te.Linear(H, FFN, **made), te.GroupedLinear(2, FFN, H, **made)
+    model = nn.ModuleList([dense, experts])
+    assert kept_in_input(model) == ["GroupedLinear"]
+    x = torch.randn(T, H, dtype=torch.float64, requires_grad=True)
+    gradient = torch.randn(T, H, dtype=torch.float64)
+    experts(dense(x), [T - 2, 2]).backward(gradient)
+    whole = [parameter.grad for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    meter, deferred = SavedBytesMeter(model.parameters()), DeferredWeightGrads()
+    with meter.watch(Store({})), Deferral(model) as deferral:
+        with deferral.into(deferred):
+            y = experts(dense(x), [T - 2, 2])
+        y.backward(gradient)
+        del y
+        gc.collect()
+        assert meter.now == 8 * T * (H + FFN)  # of the dense linear alone
+        assert deferred.weights == (dense.weight,)
+        assert all(parameter.grad is not None for parameter in experts.parameters())
+        deferred.accumulate_all()
+    for parameter, expected in zip(model.parameters(), whole, strict=True):
+        assert torch.equal(parameter.grad, expected)

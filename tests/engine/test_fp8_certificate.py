@@ -104,7 +104,7 @@ def test_what_is_not_certified_is_refused(loop, fp8, says) -> None:
 
 # ------------------------------------------------------------------ faults
 
-FRAME = Frame(61, (2,), replicas=1, modes=modes_drawn(EXECUTABLE), splits=True)
+FRAME = Frame(61, (2,), replicas=1, modes=modes_drawn(EXECUTABLE))
 
 
 def shows(fault: str, drawn: RandomBatch) -> bool:

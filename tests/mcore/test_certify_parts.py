@@ -20,7 +20,7 @@ from megatron_epp.mcore.certify.scale_down import (
 )
 from megatron_epp.mcore.model.shape import stage_layers
 
-FRAME = Frame(vocabulary=61, layers=(2, 1, 2), replicas=2, modes="kfcmnab", splits=True)
+FRAME = Frame(vocabulary=61, layers=(2, 1, 2), replicas=2, modes="kfcmnab")
 
 # ------------------------------------------------------------------ what is drawn
 

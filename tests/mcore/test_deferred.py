@@ -4,16 +4,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from torch import nn
 from torch.nn import Parameter
 
-from megatron_epp.ir import BACKWARDS, Kind, Op, Plan, PlanError, Step, check, parse_records
+from megatron_epp.ir import BACKWARDS, Kind, Op, Plan, Step, check, parse_records
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
-from megatron_epp.mcore.model.split_backward import Deferral, refuse_split
+from megatron_epp.mcore.model.split_backward import Deferral, kept_in_input, report_kept
 from megatron_epp.mcore.patching import patch_points
 from tests.mcore.resumes import require_equal, tensors
 from tests.mcore.runs import flags, trained, write_corpus
@@ -83,18 +85,38 @@ def test_a_borrowed_weight_and_a_frozen_one_stay_in_i():
     assert not len(deferred)
 
 
-def test_what_cannot_split_is_refused_by_name():
-    refuse_split(nn.Sequential(megatron_linear()))
-    with pytest.raises(PlanError, match="--no-gradient-accumulation-fusion"):
-        refuse_split(nn.Sequential(megatron_linear(fused=True)))
-    head = megatron_linear(fused=True)
-    refuse_split(nn.Sequential(head), [head])
+class GroupedLinear(nn.Linear):
+    __module__ = "transformer_engine.pytorch.module.grouped_linear"
 
-    class GroupedLinear(nn.Linear):
-        __module__ = "transformer_engine.pytorch.module.grouped_linear"
 
-    with pytest.raises(PlanError, match=r"which GroupedLinear \(0\) cannot do; give --transfor"):
-        refuse_split(nn.Sequential(GroupedLinear(2, 2)))
+def test_linears_that_cannot_defer_compute_their_weight_gradient_in_i():
+    model = nn.Sequential(megatron_linear(), megatron_linear(fused=True), GroupedLinear(4, 4))
+    assert kept_in_input(model) == ["ColumnParallelLinear", "GroupedLinear"]
+    assert kept_in_input(model[:1]) == []
+    x, deferred = torch.ones(2, 1, 4, requires_grad=True), DeferredWeightGrads()
+    with Deferral(model) as deferral, deferral.into(deferred):
+        assert hasattr(model[0], "epp_multiply") and not hasattr(model[1], "epp_multiply")
+        for module in model[:2]:
+            multiply(module, x).sum().backward()
+        model[2](x).sum().backward()
+    assert deferred.weights == (model[0].weight,)
+    assert all(module.weight.grad is not None for module in model[1:])
+    deferred.accumulate_all()
+    assert torch.equal(model[0].weight.grad, model[1].weight.grad)
+
+
+def test_the_start_names_what_stays_in_i_on_any_rank(caplog, monkeypatch):
+    def gather(every, own, group):
+        every[:] = [own, ["TEGroupedLinear"]]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    told = "split backward: I computes the weight gradients of GroupedLinear, TEGroupedLinear"
+    for rank, lines in ((0, [told]), (1, [])):
+        group = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            report_kept([nn.Sequential(GroupedLinear(2, 2))], group)
+        assert caplog.messages == lines
 
 
 # ------------------------------------------------------------------ inside the trainer

@@ -171,7 +171,7 @@ def alone(
     **others: int,
 ) -> Injection:
     """Return an injection in one process."""
-    frame = Frame(61, (layers,), replicas=1, modes=modes_drawn(modes), splits=True)
+    frame = Frame(61, (layers,), replicas=1, modes=modes_drawn(modes))
     return Injection(Trial(Degrees(1, 1, 1), models(model)), frame, shows, **others)
 
 
@@ -232,7 +232,7 @@ INJECTIONS = {
             models(f"{LLAMA} --num-layers 4 --num-attention-heads 8 --num-query-groups 1"),
             overlap=True,
         ),
-        Frame(61, (2, 2), 1, modes_drawn(EXECUTABLE), splits=True, ranks=2),
+        Frame(61, (2, 2), 1, modes_drawn(EXECUTABLE), ranks=2),
         local_beside_spread,
         seed=1596,
     ),

@@ -49,7 +49,7 @@ TRIALS = {
     ),
 }
 MODES = modes_drawn(EXECUTABLE + OF_EXPERTS)
-FRAME = Frame(61, (2,), replicas=4, modes=MODES, splits=True, lockstep=4)
+FRAME = Frame(61, (2,), replicas=4, modes=MODES, lockstep=4)
 
 
 KINDS = ("packed", "split", "hybrid", "empty", "recomputed", "selective", "halved")

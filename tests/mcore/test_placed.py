@@ -81,7 +81,7 @@ def test_certificates_that_cannot_be_are_refused() -> None:
         read(["--pp", "2", "--placement", "auto"])
     for planner, said in (("zb-v", "expected the placement v"), ("zbv", "did you mean zb-v")):
         with pytest.raises(ValueError, match=said):
-            PlansOf(planner, (1,) * 4, (0, 1, 0, 1), False, True)([60, 30])
+            PlansOf(planner, (1,) * 4, (0, 1, 0, 1), False)([60, 30])
 
 
 def test_the_command_line_names_placements() -> None:

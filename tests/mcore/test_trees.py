@@ -13,7 +13,7 @@ from tests.mcore.certified import certified
 
 pytestmark = pytest.mark.everything
 
-FRAME = CheckedFrame(61, (2,), replicas=1, modes=modes_drawn(EXECUTABLE), splits=True, trees=True)
+FRAME = CheckedFrame(61, (2,), replicas=1, modes=modes_drawn(EXECUTABLE), trees=True)
 
 
 def shows(way: str, drawn: RandomBatch) -> bool:

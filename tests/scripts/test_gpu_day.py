@@ -118,7 +118,7 @@ def test_a_gpu_step_runs_every_op_and_recompute_mode_that_training_plans() -> No
         plan = PLANNERS["epp"](batch, machine, Options(context=32_768, effort=0)).plan
         _note(plan, planned)
     drawn: tuple[set, set] = set(), set()
-    frame = Frame(61, (2, 2), 1, modes_drawn(EXECUTABLE), splits=True, vocabulary_parallel=True)
+    frame = Frame(61, (2, 2), 1, modes_drawn(EXECUTABLE), vocabulary_parallel=True)
     for number in range(12):
         for plan in draw(1, number, frame).step.plans:
             _note(plan, drawn)

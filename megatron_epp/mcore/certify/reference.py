@@ -105,7 +105,6 @@ class ReferenceModel:
         self.quantised = quantised_keys(self.model) if exact else frozenset()
         self.rows = row_block(small.elastic)
         modes = modes_drawn(EXECUTABLE + modes_of_kinds(args))
-        splits = all(kind.splits(small.elastic) for kind in LAYER_CERTIFICATES)
         sharded, place = vocabulary_parallel(small.elastic), place_of(small.elastic)
         # If ranks share a tensor, each rank has a separate scale for its shard.
         shared = degrees.tp * degrees.cp * small.elastic.expert_model_parallel_size > 1
@@ -115,7 +114,6 @@ class ReferenceModel:
             small.layers,
             degrees.dp,
             modes,
-            splits=splits,
             lockstep=lockstep_of(small.elastic),
             vocabulary_parallel=sharded,
             ranks=degrees.cp,

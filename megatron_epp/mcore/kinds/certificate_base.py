@@ -50,10 +50,6 @@ class LayerCertificate:
     def read_pattern(self, args: Any, symbols: str) -> None:
         """Set the fields of ``args`` that Megatron derives from the layer symbols of a pattern."""
 
-    def splits(self, args: Any) -> bool:
-        """Return whether plans may split the backward of layers of this kind."""
-        return True
-
     def shrink_blocks(self) -> None:
         """Reduce block sizes of this package's layers, so that small models have several blocks."""
 

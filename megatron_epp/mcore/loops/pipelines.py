@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
 
-from megatron_epp.ir import Plan, PlanError, check
+from megatron_epp.ir import Plan, check
 from megatron_epp.mcore.job.emergency_exit import end_now
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS
 from megatron_epp.mcore.loops.agreement import exchange
@@ -21,7 +21,7 @@ from megatron_epp.mcore.loops.call_arguments import LoopCall
 from megatron_epp.mcore.loops.replica_groups import initialise_communicator, make_replica_groups
 from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.mcore.model.attention import this_device
-from megatron_epp.mcore.model.split_backward import has_engines, refuse_split
+from megatron_epp.mcore.model.split_backward import has_engines, kept_in_input
 from megatron_epp.mcore.patching import patch_points
 from megatron_epp.mcore.patching.cuda_host import one_queue
 from megatron_epp.planner.calls.call_cost import guessed_rates, guessed_token_bytes
@@ -223,12 +223,13 @@ class Pipelines:
         """Return the reason why ``model`` cannot split backwards; None if it can."""
         if not self.settings.options.split:
             return "not wanted"
+        if has_engines(model):
+            return "the split backward of Transformer Engine's linears was timed in no loop"
+        if kept := kept_in_input(model):
+            return f"{' and '.join(kept)} fuse gradient accumulation"
         try:
-            if has_engines(model):
-                return "no GPU has run the split backward of Transformer Engine's linears yet"
-            refuse_split(model)
             patch_points.install([patch_points.COLUMN_LINEAR, patch_points.ROW_LINEAR])
-        except (PlanError, ValueError) as refusal:
+        except ValueError as refusal:
             return str(refusal)
         return None
 

@@ -9,26 +9,31 @@ nothing is patched.
 Transformer Engine's linears defer by their own protocol (layers/wgrad/te_linear.py). Their forwards
 are also wrapped during the iteration.
 
-I computes the gradients of norms, biases and embeddings. If embeddings are tied within a stage, I
-also computes the output layer's weight gradient, because autograd sums it with the embedding's
-gradient. If a linear of Transformer Engine adds its bias in the GEMM, W computes the bias gradient.
+I computes the gradients of norms, biases, routers and embeddings, and of the weights of linears
+that cannot defer (:func:`kept_in_input`). If embeddings are tied within a stage, I also computes
+the output layer's weight gradient, because autograd sums it with the embedding's gradient. If a
+linear of Transformer Engine adds its bias in the GEMM, W computes the bias gradient.
 """
 
-from collections.abc import Callable, Collection, Iterator
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megatron_epp.ir import PlanError
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads, Linear, deferred_linear
 from megatron_epp.layers.wgrad.te_linear import can_defer, deferred_forward
 from megatron_epp.mcore.patching import patch_points
+
+logger = logging.getLogger(__name__)
 
 _LINEARS = (ColumnParallelLinear, RowParallelLinear)
 
@@ -41,26 +46,30 @@ def early_modules(model: Any, early: bool) -> tuple[nn.Module, ...]:
     return (get_attr_wrapped_model(model, "output_layer"),) if early else ()
 
 
-def refuse_split(model: nn.Module, besides: Collection[nn.Module] = ()) -> None:
-    """Raise a PlanError unless all linears of ``model`` can defer their weight gradients to W.
+def kept_in_input(model: nn.Module) -> list[str]:
+    """Return the names of the classes of linears whose weight gradients I computes.
 
-    Modules in ``besides`` are not checked. Megatron's linears must not fuse gradient accumulation.
-    Transformer Engine's linears with a single weight can defer its gradient. Grouped linears, fused
-    MLPs, and linears of a version without ``wgrad_store`` cannot.
+    Transformer Engine's linears with a single weight can defer its gradient to W. Grouped linears,
+    fused MLPs, and linears of a version without ``wgrad_store`` cannot. Megatron's linears cannot
+    if they fuse gradient accumulation.
     """
-    for name, module in model.named_modules():
-        if any(module is other for other in besides):
-            continue
-        if _is_engines(module) and not can_defer(module):
-            raise PlanError(
-                f"the plan splits backward into I and W, which {type(module).__name__} ({name}) "
-                "cannot do; give --transformer-impl local, or leave wsplit out of --epp-levers"
-            )
-        if isinstance(module, _LINEARS) and module.gradient_accumulation_fusion:
-            raise PlanError(
-                "the plan splits backward into I and W, which cannot fuse gradient accumulation; "
-                "give --no-gradient-accumulation-fusion, or leave wsplit out of --epp-levers"
-            )
+    linears = (m for m in model.modules() if isinstance(m, _LINEARS) or _is_engines(m))
+    return sorted({type(each).__name__ for each in linears if not _can_defer(each)})
+
+
+def report_kept(models: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
+    """Log on rank 0 the linears of any rank whose weight gradients stay in I. Collective."""
+    every: list[list[str]] = [[] for _ in range(group.size())]
+    own = [name for model in models for name in kept_in_input(model)]
+    dist.all_gather_object(every, own, group=group)
+    if (names := sorted(set(chain.from_iterable(every)))) and group.rank() == 0:
+        logger.info("split backward: I computes the weight gradients of %s", ", ".join(names))
+
+
+def _can_defer(module: nn.Module) -> bool:
+    if isinstance(module, _LINEARS):
+        return not module.gradient_accumulation_fusion
+    return can_defer(module)
 
 
 def has_engines(model: nn.Module) -> bool:
@@ -79,13 +88,14 @@ class Deferral:
     """Context in which the linears of one stage can defer weight gradients.
 
     The linears defer weight gradients only in the context :meth:`into`. Linears in ``besides`` are
-    not patched.
+    not patched; nor are linears that cannot defer.
     """
 
     def __init__(self, model: nn.Module, besides: Collection[nn.Module] = ()):
         modules = [m for m in model.modules() if not any(m is other for other in besides)]
-        self.linears = [module for module in modules if isinstance(module, _LINEARS)]
-        self.engines = [module for module in modules if _is_engines(module) and can_defer(module)]
+        deferring = [module for module in modules if _can_defer(module)]
+        self.linears = [module for module in deferring if isinstance(module, _LINEARS)]
+        self.engines = [module for module in deferring if _is_engines(module)]
         self._own: list[Any] = []  # forwards set on the instances of ``engines``
         # An attribute, not a context variable, because on a GPU backward runs in another thread.
         self._deferred: DeferredWeightGrads | None = None

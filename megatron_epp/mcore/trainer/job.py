@@ -26,7 +26,7 @@ from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.job import megatron_gpt
 from megatron_epp.mcore.job.emergency_exit import end_now
-from megatron_epp.mcore.job.job_cost import host_budget_bytes, on_these_ranks
+from megatron_epp.mcore.job.job_cost import host_budget_bytes, on_these_ranks, training_levers
 from megatron_epp.mcore.job.process_groups import make_groups
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 from megatron_epp.mcore.kinds.registry import heads_of, layers_see
@@ -35,6 +35,7 @@ from megatron_epp.mcore.lm_head.shard import shard_output_layer
 from megatron_epp.mcore.lm_head.tied import tie
 from megatron_epp.mcore.model.attention import Attention, this_device
 from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients
+from megatron_epp.mcore.model.split_backward import report_kept
 from megatron_epp.mcore.model.warm_up import warm_up
 from megatron_epp.mcore.patching import cpu_host, emulated_engine
 from megatron_epp.mcore.placing.embedding_copies import tie_embeddings
@@ -222,6 +223,8 @@ class Job:
         place, args = self.place, self.args
         if cpu_host.has_gpu_kernels():
             run_every_kind(args, models, place.groups, place.row_shard)
+        if "wsplit" in training_levers(self.config.epp_levers, args):
+            report_kept(models, place.groups.control)
         steps = self.hooks.make_steps(place, models)
         accepted = AcceptedSteps(
             steps,

@@ -21,7 +21,6 @@ from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.lm_head.head import head_for
 from megatron_epp.mcore.lm_head.messages import MessageShapes
 from megatron_epp.mcore.model.quantisation import forget_quantised_weights
-from megatron_epp.mcore.model.split_backward import early_modules, refuse_split
 from megatron_epp.mcore.model.stage import (
     ForwardStep,
     ModelStage,
@@ -109,19 +108,14 @@ class StageRunner:
             Records, summed losses and number of tokens. If an op runs out of memory,
             :attr:`StageRun.failure` names the op, and no exception is raised.
 
-        Raises:
-            PlanError: The plan splits a backward, but a linear of the model does not support it.
         """
         # Step 1: select this replica's plan and its samples of the global batch.
         replica, device = self.replica, self.programs.device
         plan, block = step.plan_of(replica), step.plans
         samples = batch.samples[list(step.part.documents_of(replica))]
-        # Step 2: clear fp8 weights cached in the last iteration; check that linears can split B.
-        for stage, model in zip(self.stages, models, strict=True):
+        # Step 2: clear fp8 weights cached in the last iteration.
+        for model in models:
             forget_quantised_weights(model)
-            if step.splits_backward:
-                early = self.fused_head and stage == plan.stages - 1
-                refuse_split(model, early_modules(model, early))
         # Step 3: lower this rank's ops to a program with sends and receives.
         slices = slices_of(plan)
         rank = plan.rank_of[self.stages[0]]

@@ -95,11 +95,6 @@ class MoECertificate(LayerCertificate):
             words += ["layers " + "".join("de"[kind] for kind in args.moe_layer_freq)]
         return words
 
-    def splits(self, args: Any) -> bool:
-        """Return whether plans may split the backward; false for experts with grouped GEMMs."""
-        groups = args.moe_grouped_gemm or args.hybrid_layer_pattern is not None
-        return args.transformer_impl == "local" or not has_experts(args) or not groups
-
     @override
     def fix_reference(self, layer: Any, by_engine: bool) -> None:
         fix_expert_biases(layer.mlp)
