@@ -99,8 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
         for name, why in failed.items():
             print(f"{name}: {why}", file=sys.stderr)
         return status
-    for line in (*_verdict(outcomes, stock, failed), _best(names, outcomes, len(numbers))):
-        _say(line)
+    for sentence in (*_verdict(outcomes, stock, failed), _best(names, outcomes, len(numbers))):
+        _say(sentence)
     print()
     _say(f"lengths  {batches}")
     _say(
