@@ -407,8 +407,8 @@ class TunedMachineFlags:
     )
     placement: str = flag(
         "even",
-        "stages of every pipeline rank: even (default), one, or auto: also interleaved 2 and v for "
-        "the best layouts, where that takes at least 2%% less time",
+        "stages of every pipeline rank: even (default), one, or auto: also several for the best "
+        "layouts, where that takes at least 1%% less time",
         ("HOW", one_of("even", "auto")),
     )
     vocab_parallel: str = shared_setting("vocab_parallel")

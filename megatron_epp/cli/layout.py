@@ -9,13 +9,18 @@ from typing import Any
 from megatron_epp.cli.documents import Batches
 from megatron_epp.cli.machine import cost_of, with_padding
 from megatron_epp.cli.options import UsageError
+from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir.placement import A_PLACEMENT, Placement, read_placement
 from megatron_epp.planner import PLANNERS, Options
-from megatron_epp.planner.choose.choice import partition_of, placement_of, ruled_out, vocabulary_of
+from megatron_epp.planner.choose.choice import (
+    PLACEMENT_NAMES,
+    padded_words,
+    ruled_out,
+    run_choice,
+)
 from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.safe_files import bounded_text
-from megatron_epp.show.units import fraction_text
 
 AUTO = "auto"  # value of an option that is chosen by the corpus's lengths
 
@@ -39,35 +44,38 @@ def run_costs(
         UsageError: if an option has no effect, or two options decide the same setting.
     """
     cost = named_layout_cost(arguments, batches.first)
-    asked = arguments.vocab_parallel
+    asked, stages = arguments.vocab_parallel, cost.layout.stages
     if asked == "on" and planner not in PLANNERS:
         raise UsageError(
             f"--vocab-parallel {asked} has no effect on {planner}, which makes no pipeline plan"
         )
-    if arguments.partition != "even":
-        _require_open("--partition", arguments, cost, options, planner)
-        cost = _partitioned(cost, batches, options, planner)
-    chosen = cost
-    if arguments.placement == AUTO:
-        _require_open("--placement", arguments, cost, options, planner)
-        placement = placement_of(cost, batches.first, options, planner)
-        chosen = placement.cost
-        print(
-            f"placement: {placement.key}, layers {' '.join(map(str, chosen.layout.layers))}; "
-            f"{placement.comparison} (simulated)",
-            file=sys.stderr,
+    by_time, anywhere = arguments.partition != "even", arguments.placement == AUTO
+    for flag in ("--partition",) * by_time + ("--placement",) * anywhere:
+        _require_open(flag, arguments, cost, planner)
+    open_vocabulary = asked == AUTO and stages > 1 and planner in PLANNERS
+    why = ruled_out(cost) if open_vocabulary else None
+    chosen, words = cost, model(arguments.model).vocabulary if arguments.model else 0
+    if by_time or anywhere or (open_vocabulary and why is None):
+        choose = partial(run_choice, cost, batches.first, options, planner)
+        vocabularies = [False, True] if open_vocabulary and why is None else [asked == "on"]
+        choice = choose(
+            placements=PLACEMENT_NAMES if anywhere else (),
+            vocabularies=vocabularies,
+            by_time=by_time or anywhere,
+            words=padded_words(words, cost.layout.tp),
         )
-    if asked != AUTO or cost.layout.stages == 1 or planner not in PLANNERS:
-        return cost, chosen
-    why = ruled_out(cost)
-    if why is None:
-        cut = chosen.with_vocabulary(True)
-        if arguments.partition != "even":
-            cut = _partitioned(cut, batches, options, planner)
-        vocabulary = vocabulary_of(chosen, batches.first, options, planner, cut)
-        chosen, why = vocabulary.cost, f"{vocabulary.comparison} (simulated)"
-    how = "on" if chosen.layout.vocabulary_parallel else "off"
-    print(f"vocabulary parallelism: {how}; {why}", file=sys.stderr)
+        chosen = choice.cost
+        print(f"stages: {choice.way}; {choice.comparison} (simulated)", file=sys.stderr)
+        if by_time:
+            if anywhere or open_vocabulary:
+                cost = choose(vocabularies=[asked == "on"], by_time=True).cost
+            else:
+                cost = chosen
+            flags = layout_flags(cost.layout.layers, cost.layout.pinned_layers - 1)
+            said = " ".join(flags) or "even layers are best; no flags of Megatron's are needed"
+            print(f"partition: {' '.join(map(str, cost.layout.layers))}; {said}", file=sys.stderr)
+    if why is not None:
+        print(f"vocabulary parallelism: off; {why}", file=sys.stderr)
     return cost, chosen
 
 
@@ -113,34 +121,14 @@ def _named_placement(text: str, ranks: int) -> Placement:
         raise UsageError(f"--placement {text}: {refusal}") from refusal
 
 
-def _require_open(
-    flag: str, arguments: argparse.Namespace, cost: Cost, options: Options, planner: str
-) -> None:
+def _require_open(flag: str, arguments: argparse.Namespace, cost: Cost, planner: str) -> None:
     """Raise a UsageError if the value auto of ``flag`` cannot choose the layers of the stages."""
     if arguments.layers:
         raise UsageError(
             f"--layers names the layers of every stage and {flag} auto chooses the layers of the "
             "stages; expected one of the two"
         )
-    if "uneven" in options.levers:
-        raise UsageError(
-            f"{flag} auto chooses layers for the run and the lever uneven for every batch; "
-            "expected one of the two, as in --levers all,-uneven"
-        )
     if planner not in PLANNERS:
         raise UsageError(f"{flag} auto has no effect on {planner}, which makes no pipeline plan")
     if cost.layout.stages == 1:
         raise UsageError(f"{flag} auto has no effect with one stage; leave it out")
-
-
-def _partitioned(cost: Cost, batches: Batches, options: Options, planner: str) -> Cost:
-    """Return ``cost`` with layers balanced by time; print them, as numbers and Megatron's flags."""
-    partition = partition_of(cost, batches.first, options, planner)
-    flags = layout_flags(partition.key, cost.layout.pinned_layers - 1)
-    said = " ".join(flags) if flags else "even layers are best; no flags of Megatron's are needed"
-    print(
-        f"partition: {' '.join(map(str, partition.key))} ({fraction_text(partition.gain)} less "
-        f"time than {' '.join(map(str, cost.layout.layers))}); {said}",
-        file=sys.stderr,
-    )
-    return partition.cost

@@ -77,6 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
     print(_summary(result, batches, lengths, cost), end="", file=report)
+    if line := result.slow_host_line(cost, options):
+        print(line, file=report)
     if arguments.output is not None:
         print(f"wrote {arguments.output}", file=report)
     return 0
@@ -95,17 +97,12 @@ def _read(counts: Counts) -> dict[str, int]:
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """Return the planner's options; --layers forbids the planner to change layers of stages.
+    """Return the planner's options.
 
     Raises:
         UsageError: if an option has no effect, or two options contradict each other.
     """
     levers = levers_of(arguments)
-    if arguments.layers and "uneven" in map(str.strip, arguments.levers.split(",")):
-        raise UsageError(
-            "--layers names the layers of every stage and the lever uneven moves them; expected one"
-            " of the two"
-        )
     if arguments.host_memory_gib is not None and "offload" not in levers:
         raise UsageError(
             "--host-memory-gib has no effect without the lever offload; expected --levers "
@@ -122,12 +119,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
             raise UsageError(
                 "--levers local has no effect with one context-parallel rank; expected --cp above 1"
             )
-    options = Options(
-        arguments.context,
-        levers,
-        open_layers=not arguments.layers,
-        lockstep=lockstep,
-    )
+    options = Options(arguments.context, levers, lockstep=lockstep)
     if arguments.effort is not None:
         options = dataclasses.replace(options, effort=arguments.effort)
     return options
@@ -178,7 +170,6 @@ def _summary(result: Outcome, batches: Batches, lengths: tuple[int, ...], cost: 
     offloaded, host = 0.0, ""
     plan = replica.plan if isinstance(replica, PlannedReplica) else None
     if plan is not None:
-        cost = cost.replace(layers=plan.layers)  # the lever uneven may have moved layers
         offloaded = offloaded_ratio(plan)
         taken = (f"{peak / GIB:.2f}" for peak in host_peak_bytes(cost, plan))
         host = f"; on the host {' '.join(taken)} GiB of each device"

@@ -8,20 +8,19 @@ from megatron_epp.cost.catalogue.named import unknown_name
 # Levers of `epp`, and what each lever does when it is on. Other planners have no levers.
 LEVERS = MappingProxyType(
     {
-        "chunks": "choose the number of chunks by simulation, not by InfiniPipe's equation 13",
-        "bins": "pack by longest processing time into any number of packs, not by algorithm 1",
-        "window": "one pipeline without barriers; its in-flight limit falls as documents finish",
         "wsplit": "split the backward into I and W where that saves time; W fills bubbles",
-        "trim": "recompute less, by stage and chunk, where memory has slack",
-        "selective": "recompute single modules of a layer, not only full layers",
         "offload": "copy saved activations to the host instead of recomputing (default: if known)",
-        "exact": "charge K/V and their gradients only to the documents that need them",
-        "uneven": "move layers between stages if the user left them open (simulation only)",
-        "search": "hill climbing over chunks, recompute and order",
-        "persist": "raise a small effort if memory is tight and the plan far above its lower bound",
         "local": "put each short document on one context-parallel rank: no all-to-all",
-        "hedge": "choose plans that lose little if hosts issue ops slower than assumed",
-        "lean": "of plans within 0.5% of the fastest, take the one with the lowest peak memory",
+    }
+)
+# Former levers: what they did is always done now, or never.
+ALWAYS_ON = frozenset(
+    ("bins", "chunks", "exact", "lean", "persist", "search", "selective", "trim", "window")
+)
+GONE = MappingProxyType(
+    {
+        "hedge": "plans are made for the assumed host",
+        "uneven": "--partition auto moves layers between stages",
     }
 )
 MOST_EFFORT = 1_000_000
@@ -32,12 +31,11 @@ MOST_EFFORT = 1_000_000
 EFFORT, MANY_EFFORT = 4, 16
 FEW = 2048
 SECONDS_OF_EFFORT = 0.2
-SIMULATION_ONLY = frozenset({"uneven"})
 ALL = frozenset(LEVERS)
 # Levers that the executor supports. `offload` is added for GPUs whose host memory is known
 # (default_levers): it frees nothing on a CPU-only host. `wsplit` is removed for layers that cannot
 # split a backward, by the training flags (mcore.job.job_cost.unusable_levers).
-TRAINING_LEVERS = ALL - SIMULATION_ONLY - {"offload"}
+TRAINING_LEVERS = ALL - {"offload"}
 # Off by default with Transformer Engine's layers, hence on GPUs: their split backwards are correct,
 # but their speed has not been measured.
 UNTIMED_ON_GPUS = frozenset({"wsplit"})
@@ -53,7 +51,6 @@ class Options:
         levers: names of the LEVERS that planner `epp` may use.
         effort: amount of search; 0: take the first good plan; None: depends on the batch
             (:func:`with_effort`).
-        open_layers: whether the planner may change the number of layers per stage (lever `uneven`).
         lockstep: number of replicas of a lockstep group, which share experts and an op template
             (ir.program.op_template); 1: every replica is planned individually.
     """
@@ -61,7 +58,6 @@ class Options:
     context: int = 0
     levers: frozenset[str] = field(default=TRAINING_LEVERS)
     effort: int | None = None
-    open_layers: bool = False
     lockstep: int = 1
 
     @property
@@ -128,4 +124,8 @@ def parse_levers(text: str, default: frozenset[str] = TRAINING_LEVERS) -> frozen
 
 
 def _unknown(name: str) -> str:
+    if name in ALWAYS_ON:
+        return f"lever {name}: always on now; leave it out"
+    if name in GONE:
+        return f"lever {name}: removed; {GONE[name]}"
     return unknown_name("lever", name, LEVERS, "all", "default", "none")

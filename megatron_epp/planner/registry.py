@@ -75,7 +75,7 @@ class Planner:
         require_fit(cost, batch.documents)
         drafted = self.draft(batch, cost, _with_effort(batch, cost, options))
         assert drafted is not None, "nothing was excluded, so there is a draft"
-        block = emit_block(self.name, batch, drafted.draft, drafted.cost, options)
+        block = emit_block(self.name, batch, drafted.draft, cost, options)
         took = (time.perf_counter() - began) / options.lockstep
         planned = tuple(dataclasses.replace(each, plan_seconds=took) for each in block.planned)
         return dataclasses.replace(block, planned=planned)

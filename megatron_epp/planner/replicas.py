@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import Chunk, Plan, PlanError, Step, StepPart
+from megatron_epp.ir import Chunk, Plan, Step, StepPart
 from megatron_epp.planner.chunks.local import first_local
 from megatron_epp.planner.chunks.slicing import ideal_chunks
 from megatron_epp.planner.epp.planner import can_be_local
@@ -125,11 +125,8 @@ def plan_step(
 ) -> PlannedStep:
     """Assign documents to replicas by time, and plan each replica.
 
-    All replicas get the same layers per stage. With ``options.open_layers``, their first plans may
-    differ in layers. All replicas are then planned again, with the slowest replica's layers and
-    with those of ``cost``, and the faster step is returned. Replicas in lockstep
-    (``options.lockstep``) are planned together: documents are balanced over lockstep groups. Within
-    a group, chunks that run at the same time should take equally long.
+    Replicas in lockstep (``options.lockstep``) are planned together: documents are balanced over
+    lockstep groups. Within a group, chunks that run at the same time should take equally long.
 
     Args:
         lengths: document lengths of the global batch.
@@ -144,14 +141,6 @@ def plan_step(
     """
     began = time.perf_counter()
     assigned, blocks = _planned(lengths, cost, options, replicas, planner, run)
-    planned = [replica_plan for block in blocks for replica_plan in block.planned]
-    if len({replica_plan.plan.layers for replica_plan in planned}) > 1:
-        slowest = max(
-            planned, key=lambda replica_plan: (not replica_plan.fits, replica_plan.seconds)
-        )
-        layers = dict.fromkeys((slowest.plan.layers, cost.layout.layers))
-        each = (cost.replace(layers=one) for one in layers)
-        assigned, blocks = _with_layers(lengths, each, options, replicas, planner, run)
     numbered = {
         number: (block.assignments, [replica_plan.plan for replica_plan in block.planned])
         for number, block in enumerate(blocks)
@@ -327,27 +316,6 @@ def _without_stand_ins(
         )
         for plan, count in zip(plans, kept, strict=True)
     ]
-
-
-def _with_layers(
-    lengths: Sequence[int],
-    costs: Iterable[Cost],
-    options: Options,
-    replicas: int,
-    planner: str,
-    run: Runner,
-) -> tuple[Assignments, list[PlannedBlock]]:
-    """Return the best assignment and plans for any of ``costs``, which differ in their layers."""
-    closed = dataclasses.replace(options, open_layers=False)
-    results, reasons = [], []
-    for cost in costs:
-        try:
-            results.append(_planned(lengths, cost, closed, replicas, planner, run))
-        except PlanError as error:  # a replica's documents fit only with other layers
-            reasons.append(error)
-    if not results:
-        raise reasons[0]
-    return min(results, key=lambda divided: _slowest(divided[1]))
 
 
 def _balanced_twice(units: int, options: Options) -> bool:

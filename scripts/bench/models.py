@@ -6,8 +6,7 @@
 
 All numbers are simulated with the cost model of megatron_epp.cost, from the models' shapes and
 assumed rates of an H100; nothing ran on a GPU. ``documents`` is the number for one replica. Stages
-have equal numbers of layers; one column shows epp with the lever uneven, which moves layers between
-stages.
+have equal numbers of layers.
 """
 
 import argparse
@@ -42,8 +41,8 @@ LAYOUTS = {
     "qwen3-next-80b": (4, 1),
 }
 OTHERS = ("packing-best", "infinipipe", "megatron-hybrid-cp")
-HEAD = ("model", "seconds", *(f"{name} / epp" for name in OTHERS), "layers moved", "idle",
-        "recompute", "exchanges", "GiB", "planned in")  # fmt: skip
+HEAD = ("model", "seconds", *(f"{name} / epp" for name in OTHERS), "idle", "recompute",
+        "exchanges", "GiB", "planned in")  # fmt: skip
 
 
 def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
@@ -56,8 +55,7 @@ def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
 
 def row(name: str, cost: Cost, batches: Sequence[tuple[int, ...]], context: int) -> list[str]:
     """Return the table row of one model."""
-    even = Options(context=context, levers=ALL - {"uneven"})
-    moved = Options(context=context, levers=ALL, open_layers=True)
+    even = Options(context=context, levers=ALL)
     ours, times = [], []
     for batch in batches:
         began = time.process_time()
@@ -73,13 +71,10 @@ def row(name: str, cost: Cost, batches: Sequence[tuple[int, ...]], context: int)
             against.append(spread(ratios) + fits)
         except PlanError:
             against.append("does not fit")
-    open_layers = [PLANNERS["epp"](batch, cost, moved) for batch in batches]
-    gains = [o.seconds / f.seconds for f, o in zip(open_layers, ours, strict=True)]
     return [
         name,
         spread([each.seconds for each in ours]),
         *against,
-        spread(gains),
         spread([100 * each.bubble_ratio for each in ours], "{:.0f}%"),
         spread([100 * each.recompute_ratio for each in ours], "{:.1f}%"),
         spread([100 * each.comm_ratio for each in ours], "{:.0f}%"),

@@ -26,7 +26,7 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir.placement import named_placement
 from megatron_epp.planner import Options, planner_of
-from megatron_epp.planner.choose.choice import partition_of, placement_of, with_placement
+from megatron_epp.planner.choose.choice import PLACEMENT_NAMES, run_choice, with_placement
 
 K = 1024
 DEVICE = "h200-141g"
@@ -43,7 +43,7 @@ def seconds(planner: str, cost: Cost, batches: Sequence[Sequence[int]], options:
 
 
 def by_time(planner: str, cost: Cost, batches: Sequence[Sequence[int]], options: Options) -> Cost:
-    return partition_of(cost, batches, options, planner).cost
+    return run_choice(cost, batches, options, planner, by_time=True).cost
 
 
 def row(name: str, ranks: int, said: str, batches: Sequence[Sequence[int]], how: Options) -> str:
@@ -61,9 +61,9 @@ def row(name: str, ranks: int, said: str, batches: Sequence[Sequence[int]], how:
         alone = seconds(planner, by_time(planner, even, every, how), batches, how)
         cells.append(f"{base / alone:.2f}")
     for planner in ("adaptis", "epp"):
-        found = placement_of(even, every, how, planner)
+        found = run_choice(even, every, how, planner, placements=PLACEMENT_NAMES, by_time=True)
         ratio = base / seconds(planner, found.cost, batches, how)
-        cells += [f"{ratio:.2f}", found.key]
+        cells += [f"{ratio:.2f}", found.way.placement]
     return f"| {name} | {ranks} | {said} | {' | '.join(cells)} |"
 
 

@@ -32,7 +32,7 @@ JOBS = {
     "70b-pp16": ("llama3-70b", "h100-80g", 16, 8, 1, 128),
     "q235-pp8": ("qwen3-235b-a22b", "h100-80g", 8, 4, 2, 128),
 }
-# The same, of choosing vocabulary parallelism at the start of a run.
+# The same, of choosing placement, layers and vocabulary parallelism at the start of a run.
 CHOICES = {
     "70b-pp4": ("llama3-70b", "h100-80g", 4, 8, 2, 128),
     "q235-pp8": JOBS["q235-pp8"],
@@ -45,7 +45,7 @@ from megatron_epp.cli.machine import AS_TRAINED
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.planner import Options, plan_step
-from megatron_epp.planner.choose.choice import vocabulary_of
+from megatron_epp.planner.choose.choice import PLACEMENT_NAMES, run_choice
 from megatron_epp.planner.options import default_levers
 context = thousands * 1024
 corpus = open_corpus("wlb", context)
@@ -54,7 +54,8 @@ options = Options(context=context, levers=default_levers(device), effort=effort)
 def run(number, documents=512):
     batch = corpus.batch(number, documents)
     if choose:
-        return vocabulary_of(cost, [batch], options, "epp").seconds.values()
+        how = {"placements": PLACEMENT_NAMES, "vocabularies": (False, True), "by_time": True}
+        return run_choice(cost, [batch], options, "epp", **how).seconds.values()
     step = plan_step(batch, cost, options, "epp", 1)
     return [str(step.step), max(each.seconds for each in step.planned)]
 def spent():

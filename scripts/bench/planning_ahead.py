@@ -93,9 +93,7 @@ def trained(row: Row, effort: int, iterations: int) -> list[str]:
     cost = named_cost(
         row.model, row.device, pp=row.pp, tp=row.tp, cp=row.cp, dp=row.dp, zero=1, **AS_TRAINED
     )
-    # `hedge` has no effect on the measured cost models of training; here it would search again.
-    levers = default_levers(row.device) - {"hedge"}
-    options = Options(context=context, levers=levers, effort=effort)
+    options = Options(context=context, levers=default_levers(row.device), effort=effort)
     corpus = open_corpus(row.corpus, context)
     most = max(1, CORES // row.planned_here)
     pool = PlannerPool(lambda: PlannerProcess(cost, options, "epp", row.dp, 0), most)

@@ -39,7 +39,8 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, PlanError
 from megatron_epp.planner import Options, PlannedReplica, planner_of
 from megatron_epp.planner.choose import FIRST_BATCHES
-from megatron_epp.planner.choose.choice import heaviest, placed_cost, vocabulary_of
+from megatron_epp.planner.choose.choice import heaviest, placed_cost, run_choice
+from megatron_epp.planner.choose.slow_hosts import SLOW_HOST, with_hosts
 from megatron_epp.planner.options import default_levers
 from megatron_epp.planner.stock import stock_of
 from megatron_epp.show.table import markdown
@@ -116,7 +117,6 @@ EVEN, ODD = tuple(JOBS)[1::2], tuple(JOBS)[::2]
 WORLDS = (0.5, 1.0, 2.0)  # times the host time that plans assume
 NOISES, SLOW = (0.1, 0.2), (1.1, 1.3)
 SEEDS = range(5)
-SLOW_HOST = 2.0  # times the host time that plans assume, of epp against stock
 
 
 def with_host(name: str, factor: float, folder: str) -> str:
@@ -140,7 +140,9 @@ def planned(
 ) -> PlannedReplica:
     """Return a plan for the job on ``cost``, with the faster choice of vocabulary parallelism."""
     options = options or job.options()
-    made = vocabulary_of(cost.replace(dp=1), [batch], options, planner).cost
+    made = run_choice(
+        cost.replace(dp=1), [batch], options, planner, vocabularies=(False, True)
+    ).cost
     found = planner_of(planner)(
         batch, cost.with_vocabulary(made.layout.vocabulary_parallel), options
     )
@@ -151,11 +153,6 @@ def planned(
 
 def seconds_on(plan: Plan, cost: Cost) -> float:
     return play(plan, cost.with_vocabulary(plan.vocabulary_parallel).table(plan)).seconds
-
-
-def with_hosts(cost: Cost, factor: float) -> Cost:
-    """Return ``cost`` with host times times ``factor``."""
-    return cost.with_coefficients_times({"host_seconds": factor, "expert_host_seconds": factor})
 
 
 @dataclass(frozen=True)
@@ -289,7 +286,9 @@ def defaults(jobs: dict[str, Job], batches: int) -> str:
     rows = []
     for name, batch, job in each_batch(jobs, batches):
         cost, options = job.cost(), job.options()
-        choice = vocabulary_of(cost.replace(dp=1), [batch], options, "epp").cost
+        choice = run_choice(
+            cost.replace(dp=1), [batch], options, "epp", vocabularies=(False, True)
+        ).cost
         on = choice.layout.vocabulary_parallel
         chosen = cost.with_vocabulary(on)
         base = of(batch, chosen, options)

@@ -90,8 +90,8 @@ def test_a_placement_is_chosen_and_said(cli: Commands) -> None:
     for documents, several in ((4, True), (48, False)):
         Path("same").write_text("8000\n" * documents)
         told = cli.ran(f"plan {job} packing -o chosen.plan").err
-        line = next(line for line in told.splitlines() if line.startswith("placement: "))
-        assert ("less time" in line) and ("placement: even" in line) != several
+        line = next(line for line in told.splitlines() if line.startswith("stages: "))
+        assert " time" in line and ("stages: one stage a rank" in line) != several
         assert bool(Plan.parse(Path("chosen.plan").read_text()).place) == several
     cli.said(f"compare {job} epp 1f1b")
 
@@ -107,7 +107,7 @@ def test_tune_writes_the_placement_it_has_chosen(cli: Commands) -> None:
     assert "--epp-placement" not in Path("run.sh").read_text()
     told = cli.said(f"{line} --placement auto")
     text = Path("run.sh").read_text()
-    assert "--epp-placement v" in told and "--epp-cost-model analytic" in text
+    assert "--epp-placement interleaved 4" in told and "--epp-cost-model analytic" in text
     found = re.search(r"--epp-placement 'place ([\d ]+) layers ([\d ]+)'", text)
-    assert found is not None and found[1] == "7 6 5 4 3 2 1 0 0 1 2 3 4 5 6 7"
+    assert found is not None and found[1] == " ".join(map(str, [*range(8)] * 4))
     assert sum(map(int, found[2].split())) == 32

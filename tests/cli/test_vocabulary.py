@@ -1,5 +1,6 @@
 """--vocab-parallel through the command line: what it changes and keeps."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -31,9 +32,9 @@ def test_it_changes_the_plan_and_its_promise_and_auto_says_what_it_took(cli: Com
 
     shown = cli.ran(line)  # the default: auto
     assert shown.out == on["plan"]
-    told = next(line for line in shown.err.splitlines() if line.startswith("vocabulary"))
-    assert told.startswith("vocabulary parallelism: on; compared with off, on takes ")
-    assert told.endswith("% less time (simulated)")
+    told = next(line for line in shown.err.splitlines() if line.startswith("stages: "))
+    assert ", vocabulary parallelism; compared with one stage a rank" in told
+    assert re.search(r": vocabulary parallelism takes \S+% less time;? .*\(simulated\)$", told)
 
 
 @pytest.mark.parametrize(

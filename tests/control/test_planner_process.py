@@ -51,7 +51,7 @@ def planner():
 def test_its_plans_are_those_of_this_process(model, layout, lockstep, place) -> None:
     cost = named_cost(model, "h100-80g", **layout, logits_held=False)
     cost = cost.replace(multiple=layout["tp"], host_budget_bytes=2e11 / 3)
-    levers = ALL - {"uneven"} if lockstep > 1 else default_levers("h100-80g", True)
+    levers = ALL if lockstep > 1 else default_levers("h100-80g", True)
     options = Options(context=16384, levers=levers, effort=0, lockstep=lockstep)
     here = plan_part(LENGTHS, cost, options, "epp", *place)  # first, so that tables are cached
     process = PlannerProcess(cost, options, "epp", *place)

@@ -10,7 +10,7 @@ from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL, OF_LAYERS, Chunk, Kind, Span
-from megatron_epp.planner.epp.planner import _with_hosts
+from megatron_epp.planner.choose.slow_hosts import with_hosts
 
 H100 = DEVICES["h100-80g"]
 PROFILE = profile(MODELS["llama3-8b"], H100)
@@ -59,8 +59,7 @@ def test_a_host_issues_the_products_of_its_own_experts(ep: int) -> None:
     assert host[Kind.BACKWARD] == pytest.approx(BACKWARD * (1 + 0.034 * 128 / ep))
     if ep == 1:
         assert 4.7 < host[Kind.FORWARD] / FORWARD < 6.1
-    # A hedge against slower hosts is one against slower hosts of experts, too.
-    twice = _with_hosts(cost, 2.0).seconds.host[Kind.FORWARD][STAGE]
+    twice = with_hosts(cost, 2.0).seconds.host[Kind.FORWARD][STAGE]
     assert twice == pytest.approx(2 * cost.seconds.host[Kind.FORWARD][STAGE])
 
 

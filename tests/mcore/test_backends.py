@@ -277,8 +277,8 @@ def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
         assert training_levers("-wsplit", args) == TRAINING_LEVERS - {"wsplit"}
         if unusable_levers(args):
             with pytest.raises(ValueError, match=r"wsplit: .* no I and W; leave it out"):
-                training_levers("bins, wsplit", args)
+                training_levers("local, wsplit", args)
         else:
-            assert training_levers("bins, wsplit", args) == {"bins", "wsplit"}
-        with pytest.raises(ValueError, match="uneven: only simulation can do that; leave"):
+            assert training_levers("local, wsplit", args) == {"local", "wsplit"}
+        with pytest.raises(ValueError, match="uneven: removed; --partition auto moves layers"):
             training_levers("default,uneven", args)

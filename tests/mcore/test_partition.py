@@ -18,7 +18,7 @@ from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.mcore.certify.model_flags import parsed
 from megatron_epp.mcore.choose import choices as job_choices
-from megatron_epp.mcore.choose.choices import choose_placement, choose_vocabulary
+from megatron_epp.mcore.choose.choices import choose_stages
 from megatron_epp.mcore.choose.kept import (
     BLEND_KEY,
     CHOICES_FILE,
@@ -75,7 +75,8 @@ def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
     how = {"epp_cost_model": slower, "load": spread, "finetune": True}
     auto = trained(flags(corpus, **start, **STILL, **chosen, **how))
     assert re.search(
-        r"--epp-vocab-parallel auto: on; compared with off, on takes \S+% less time by "
+        r"--epp-vocab-parallel auto: on; compared with one stage a rank, layers 3 3: "
+        r"vocabulary parallelism takes \S+% less time.* by "
         rf"{costs} \(simulated\)",
         even.output,
     )
@@ -143,7 +144,7 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
     # Resumed with ours, it is not chosen again.
     resumes = {"load": str(kept), "finetune": False, "num_layers": 7}
     args = wanted(hybrid_layer_pattern=PATTERN, epp=True, **resumes)
-    placement, said = choose_placement(args)
+    placement, (said,) = choose_stages(args)
     assert placement.layers == (first, second)
     assert args.hybrid_layer_pattern == pattern
     assert said.endswith(f"{pattern}; the checkpoint's, as it resumes (kept next to it)")
@@ -193,7 +194,7 @@ def test_what_auto_cannot_have_is_off_with_one_line(
     filled |= {"num_query_groups": 4, "expert_tensor_parallel_size": 1}
     vars(args).update(filled | {"epp_cost_model": "analytic", **changes})
     parts = SimpleNamespace(pre_wrap=changes.get("pre_wrap"), items=changes.get("items"))
-    line = choose_vocabulary(args, parts)
+    _, (line, *_) = choose_stages(args, parts)
     assert line.startswith(f"--epp-vocab-parallel auto: {said}") and "\n" not in line
     assert args.epp_vocab_parallel == said.split(";")[0]
 
@@ -201,7 +202,7 @@ def test_what_auto_cannot_have_is_off_with_one_line(
 def test_without_epp_or_stages_there_is_nothing_to_choose() -> None:
     for changes in ({"epp": False}, {"epp": True, "pipeline_model_parallel_size": 1}):
         args = wanted(epp_vocab_parallel="auto", **changes)
-        assert choose_vocabulary(args) is None and args.epp_vocab_parallel == "off"
+        assert choose_stages(args)[0] is None and args.epp_vocab_parallel == "off"
 
 
 def test_a_document_longer_than_a_replicas_part_is_said_at_start(
@@ -211,9 +212,9 @@ def test_a_document_longer_than_a_replicas_part_is_said_at_start(
     batches = [[4096] * 8, [262_144, *[2048] * 63]]
     monkeypatch.setattr(job_choices, "cost_and_options", lambda args, layers: (cost, None))
     monkeypatch.setattr(job_choices, "first_batches", lambda args: batches)
-    for other in ("choose_blend", "choose_row_multiple", "choose_vocabulary"):
+    for other in ("choose_blend", "choose_row_multiple"):
         monkeypatch.setattr(job_choices, other, lambda *args: None)
-    monkeypatch.setattr(job_choices, "choose_placement", lambda args: (None, None))
+    monkeypatch.setattr(job_choices, "choose_stages", lambda *args: (None, []))
 
     def lines(replicas: int) -> list[str]:
         args = wanted(epp=True, num_layers=32, data_parallel_size=replicas)

@@ -343,4 +343,4 @@ def test_a_placement_is_chosen_by_lengths_and_kept(tmp_path: Path) -> None:
     two = train(flags(corpus, **way, num_layers=2, train_iters=1))
     assert two.status == 0 and len(two.losses) == 1, two.output
     assert "--epp-placement auto: stages on ranks 0 1, layers 1 1 of the stages;" in two.output
-    assert "interleaved 2 fits no plan, v fits no plan" in two.output
+    assert "layers 1 1 of the stages; no other can run by" in two.output

@@ -26,7 +26,7 @@ _LINES = (
     f"wikipedia 2 {_LLAMA} --pp 4 --cp 8 --context 65536 --global-batch-size 64",
     f"wlb 3 {_LLAMA} --pp 8 --cp 4 --context 98304 --global-batch-size 48 {_SPLIT}",
     f"wlb 4 {_GPT} --pp 2 --cp 8 --context 32768 --global-batch-size 64",
-    f"prolong 5 {_LLAMA} --pp 4 --cp 4 --context 65536 --global-batch-size 32 --levers none",
+    f"prolong 5 {_LLAMA} --pp 4 --cp 4 --context 65536 --global-batch-size 32",
     f"wlb 6 {_LLAMA} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --zero 1",
     f"wlb 7 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --memory-budget-gib 30",
     f"wlb 8 {_LLAMA} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --multiple 128",
@@ -41,8 +41,7 @@ _LINES = (
     f"wikipedia 7 {_LLAMA} --pp 2 --tp 8 --dp 4 --context 16384 --global-batch-size 64",
     f"wlb 8 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 32 {_SPLIT}"
     " --layers 9 8 8 7",
-    f"wlb 9 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 32 --levers all"
-    " --layers 9 8 8 7",
+    f"wlb 9 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 32 --layers 9 8 8 7",
     f"wlb 10 {_LLAMA} --pp 4 --tp 4 --context 65536 --global-batch-size 32 --overlong drop",
     f"wlb 11 {_LLAMA} --pp 4 --tp 4 --context 16384 --global-batch-size 32 {_SPLIT}"
     " --overlong split",
@@ -70,8 +69,7 @@ _LINES = (
     " --planner chunkflow",
     f"wlb 20 {_LLAMA} --pp 4 --cp 8 --context 98304 --global-batch-size 128 {_SPLIT} --effort 0",
     f"wlb 21 {_LLAMA} --pp 3 --cp 8 --context 49152 --global-batch-size 64 --layers 11 11 10",
-    f"wikipedia 22 {_LLAMA} --pp 4 --cp 8 --context 196608 --global-batch-size 64"
-    f" {_SPLIT},-selective,-trim",
+    f"wikipedia 22 {_LLAMA} --pp 4 --cp 8 --context 196608 --global-batch-size 64 {_SPLIT}",
     f"wlb 23 {_LLAMA} --pp 4 --cp 8 --context 65536 --global-batch-size 128 --effort 1",
     # Interleaved and V placements, with ample and with tight memory, planned by ``epp``.
     f"wlb 0 {_LLAMA} --pp 2 --tp 8 --placement interleaved 2 --context 65536"

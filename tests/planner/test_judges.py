@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import KEEP, Kind, Op, Plan, PlanError
-from megatron_epp.planner import ALL, PLANNERS, Options
+from megatron_epp.planner import PLANNERS, Options
 from megatron_epp.planner.chunks.bin_packing import longest_first
 from megatron_epp.planner.chunks.slicing import cut_at
 from megatron_epp.planner.lower_bound import lower_bound_seconds
@@ -191,19 +190,6 @@ def test_rows_on_demand_lead_to_the_same_program(seed, monkeypatch) -> None:
     )
     assert missing.max() <= 0
     assert on_demand.sum() <= everything.sum() * 1.1 + 4
-
-
-@pytest.mark.everything
-def test_uneven_layers_pay_where_the_last_stage_carries_the_head() -> None:
-    """And are left alone where the user fixed them."""
-    cost = named_cost("llama3-8b", "a100-80g", pp=4, cp=8)  # its LM head is large
-    lengths = [20_000, 9_000] + [3_000] * 40
-    even = PLANNERS["epp"](lengths, cost, Options(levers=ALL))
-    moved = PLANNERS["epp"](lengths, cost, Options(levers=ALL, open_layers=True))
-    assert even.plan.layers == cost.layout.layers
-    assert sum(moved.plan.layers) == sum(cost.layout.layers)
-    assert moved.plan.layers[-1] < cost.layout.layers[-1]
-    assert moved.seconds < 0.97 * even.seconds
 
 
 def test_the_ladder_is_convex() -> None:

@@ -11,24 +11,32 @@ from megatron_epp.planner import (
     parse_levers,
     planner_of,
 )
-from megatron_epp.planner.options import default_levers
+from megatron_epp.planner.options import ALWAYS_ON, GONE, default_levers
 
 
 def test_levers_are_sets_names_and_exceptions() -> None:
     assert parse_levers("all") == ALL == set(LEVERS)
     assert parse_levers("default") == TRAINING_LEVERS
     assert parse_levers("none") == frozenset()
-    assert parse_levers("bins,window") == {"bins", "window"}
+    assert parse_levers("wsplit,local") == {"wsplit", "local"}
     assert parse_levers("all,-wsplit") == ALL - {"wsplit"}
-    assert parse_levers("-bins") == TRAINING_LEVERS - {"bins"}
-    assert parse_levers("-bins", default=ALL) == ALL - {"bins"}
+    assert parse_levers("-local") == TRAINING_LEVERS - {"local"}
+    assert parse_levers("-local", default=ALL) == ALL - {"local"}
     assert "wsplit" in TRAINING_LEVERS
-    assert "uneven" not in TRAINING_LEVERS
     assert "offload" in ALL - TRAINING_LEVERS
     assert default_levers("h100-80g", host_memory=True) - default_levers("h100-80g") == {"offload"}
     assert "offload" not in default_levers("h100-80g"), "nothing is known of the host's memory"
     assert "offload" not in default_levers("cpu: its processor", host_memory=True)
-    assert "simulation only" in LEVERS["uneven"]
+
+
+@pytest.mark.parametrize("text", ["default,{}", "all,-{}"])
+def test_former_levers_are_refused_by_name(text: str) -> None:
+    for name in ALWAYS_ON:
+        with pytest.raises(ValueError, match=f"^lever {name}: always on now; leave it out$"):
+            parse_levers(text.format(name))
+    for name, instead in GONE.items():
+        with pytest.raises(ValueError, match=f"^lever {name}: removed; {instead}$"):
+            parse_levers(text.format(name))
 
 
 def test_unknown_levers_are_named_with_the_nearest() -> None:

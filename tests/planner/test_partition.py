@@ -16,10 +16,11 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind
 from megatron_epp.ir.placement import named_placement
 from megatron_epp.planner import Options
+from megatron_epp.planner.choose import choice
 from megatron_epp.planner.choose.choice import (
+    PARTITION_PAYS,
     RunChoice,
-    partition_by_time,
-    partition_of,
+    run_choice,
     with_placement,
 )
 from megatron_epp.planner.choose.partition import (
@@ -114,29 +115,33 @@ def test_a_stage_with_little_memory_gets_few_layers() -> None:
     assert found is not None and found[0] < 10
 
 
-def test_plans_judge_and_a_gain_below_the_models_truth_is_none() -> None:
+def test_plans_judge_and_a_gain_below_the_models_truth_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=4, cp=8)
     even = cost.layout.layers
 
-    def indifferent(of: Cost) -> float:
-        return 1.0 if of.layout.layers == even else 0.999
+    def found(others: float | None) -> RunChoice:
+        """Even layers take a second, others so many."""
 
-    assert partition_by_time(cost, [LENGTHS], indifferent).key == even
+        def seconds(of: Cost, *_: object) -> float | None:
+            return 1.0 if of.layout.layers == even else others
 
-    def only_even_fits(of: Cost) -> float | None:
-        return 1.0 if of.layout.layers == even else None
+        monkeypatch.setattr(choice, "sketched_seconds", seconds)
+        return run_choice(cost, [LENGTHS], Options(effort=0), "epp", by_time=True)
 
-    found = partition_by_time(cost, [LENGTHS], only_even_fits)
-    assert found.key == found.cost.layout.layers == even and found.gain == 0
-    assert None in found.seconds.values()
+    assert found(1 - PARTITION_PAYS / 2).way.layers == even
+    assert found(1 - 2 * PARTITION_PAYS).way.layers != even
+    made = found(None)
+    assert made.way.layers == made.cost.layout.layers == even and made.gain == 0
+    assert None in made.seconds.values()
 
 
 def test_a_partition_by_plans_is_faster_by_plans() -> None:
     cost = named_cost("llama3-8b", OLD_H100, pp=4, cp=8, logits_held=False)
-    found = partition_of(cost, [LENGTHS], Options(effort=0), "epp")
-    assert isinstance(found, RunChoice) and found.cost.layout.layers == found.key
-    assert found.gain > 0.02
-    assert found.seconds[found.key] == min(filter(None, found.seconds.values()))
+    found = run_choice(cost, [LENGTHS], Options(effort=0), "epp", by_time=True)
+    assert found.cost.layout.layers == found.way.layers and found.gain > 0.02
+    assert found.seconds[found.way] == min(filter(None, found.seconds.values()))
 
 
 def test_flags_are_megatrons() -> None:

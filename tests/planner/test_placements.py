@@ -1,6 +1,7 @@
 """Where a placement pays: chosen with the layers of its stages; published methods as plans."""
 
 import dataclasses
+from itertools import product
 
 import pytest
 
@@ -9,19 +10,21 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind, Plan, check
 from megatron_epp.ir.placement import named_placement
 from megatron_epp.planner import Options, planner_of
+from megatron_epp.planner.choose import choice
 from megatron_epp.planner.choose.choice import (
+    PLACEMENT_NAMES,
     PLACEMENT_PAYS,
-    partition_of,
-    placement_of,
+    RunChoice,
+    run_choice,
     sketched_seconds,
-    vocabulary_of,
     with_placement,
 )
+from megatron_epp.planner.choose.partition import expected_features, fastest_layers
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import survey
 from tests.cost.simple_device import OLD_H100
 
-FEW, MANY = [8000] * 4, [8000] * 48
+FEW, MANY = [8000] * 4, [8000] * 240
 QUICK = Options(context=8192, effort=0)
 
 
@@ -31,48 +34,79 @@ def machine(name: str = "even") -> Cost:
     return cost if name == "even" else with_placement(cost, made)
 
 
+def chosen(cost: Cost, batches: list[list[int]], planner: str = "packing", **how) -> RunChoice:
+    how = {"placements": PLACEMENT_NAMES, "by_time": True} | how
+    return run_choice(cost, batches, QUICK, planner, **how)
+
+
 def test_few_micro_batches_want_several_stages_on_a_rank_and_many_do_not() -> None:
     """Packed: there are as many micro-batches as documents, and a bubble for a few of them."""
-    few = placement_of(machine(), [FEW], QUICK, "packing")
-    assert few.key != "even" and few.cost.layout.place and sum(few.cost.layout.layers) == 32
+    few = chosen(machine(), [FEW])
+    assert few.way.placement in PLACEMENT_NAMES and sum(few.cost.layout.layers) == 32
+    assert few.cost.layout.layers == few.way.layers
+    default = next(iter(few.seconds))
     taken = sketched_seconds(few.cost, [FEW], QUICK, "packing")
-    assert taken == few.seconds[few.key] < few.seconds["even"] * (1 - PLACEMENT_PAYS)
-    assert "less time" in few.comparison
-    many = placement_of(machine(), [MANY], QUICK, "packing")
-    assert many.key == "even" and not many.cost.layout.place
-    assert "interleaved 2" in many.comparison and " v " in many.comparison
+    assert taken == few.seconds[few.way] < few.seconds[default] * (1 - PLACEMENT_PAYS)
+    assert few.gain == 1 - taken / few.seconds[default]
+    assert few.comparison.startswith("compared with one stage a rank, layers 16 16: ")
+    assert f"{few.way} takes {few.gain:.1%} less time" in few.comparison
+    many = chosen(machine(), [MANY])
+    assert many.way.placement == "even" and not many.cost.layout.place
+    others = {way.placement for way in many.seconds}
+    assert len(others) > 1, "the fastest others are planned for all batches"
 
 
-@pytest.mark.parametrize(
-    ("device", "planner", "layers", "placement", "placed_layers", "sharded"),
-    [
-        (OLD_H100, "epp", (17, 15), "v", (8, 8, 8, 8), True),
-        (OLD_H100, "packing", (17, 15), "interleaved 2", (5, 9, 10, 8), False),
-        ("a100-40g", "packing", (15, 17), "interleaved 2", (7, 9, 8, 8), False),
-    ],
-)
-@pytest.mark.everything
-def test_choices_are_those_of_three_searches(
-    device: str, planner: str, layers: tuple, placement: str, placed_layers: tuple, sharded: bool
-) -> None:
-    """As recorded at d652579, where layers, placement and vocabulary had a search each."""
-    cost = named_cost(
-        "llama3-8b", device, pp=2, tp=8 if device == OLD_H100 else 4, logits_held=False
+def test_the_choice_is_the_fastest_of_all_candidates_planned_alone() -> None:
+    """On one batch, where every candidate can be planned in full."""
+    how = Options(context=65_536, effort=0)
+    documents = [30_000, 12_000, 5000, 3000, 3000, 900, 700, 400]
+    found = run_choice(
+        *(machine(), [documents], how, "epp"),
+        placements=PLACEMENT_NAMES,
+        vocabularies=(False, True),
+        by_time=True,
     )
-    documents = [30_000, 12_000, 5000, 3000, 3000, 900, 700, 400, 30_000, 12_000, 5000, 3000]
-    batches = [documents, [60_000, 20_000, 9_000, *[4_000] * 9]]
-    how = batches, Options(context=65_536, effort=0), planner
-    assert partition_of(cost, *how).key == layers
-    placed = placement_of(cost, *how)
-    assert (placed.key, placed.cost.layout.layers) == (placement, placed_layers)
-    assert vocabulary_of(cost, *how).cost.layout.vocabulary_parallel == sharded
+    seconds = []
+    for name, vocabulary in product(("even", *PLACEMENT_NAMES), (False, True)):
+        cost = machine(name).with_vocabulary(vocabulary)
+        layers = fastest_layers(cost, expected_features(cost, [documents]))
+        for each in (cost, cost.replace(layers=layers)):
+            seconds.append(sketched_seconds(each, [documents], how, "epp"))
+    assert found.seconds[found.way] <= min(filter(None, seconds)) * (1 + PLACEMENT_PAYS)
 
 
-def test_too_few_layers_for_several_stages() -> None:
-    cost = machine().replace(layers=(1, 1), profile=machine().layout.profile, layer_kinds=())
-    found = placement_of(cost, [FEW], QUICK, "packing")
-    assert found.key == "even" and found.seconds["v"] is None
-    assert "v fits no plan" in found.comparison
+def test_what_cannot_run_is_no_candidate() -> None:
+    """Too few layers for the stages, words that do not divide, a planner of one stage a rank."""
+    cost = machine().replace(layers=(2, 2), profile=machine().layout.profile, layer_kinds=())
+    found = chosen(cost, [FEW], vocabularies=(False, True), words=32)
+    assert {way.placement for way in found.seconds} <= {"even", "v", "interleaved 2"}
+    assert all(len(way.layers) * 8 in (16, 32) for way in found.seconds if way.vocabulary)
+    narrow = chosen(cost, [FEW], vocabularies=(False, True), words=16)
+    assert not any(way.vocabulary for way in narrow.seconds if way.placement != "even")
+    alone = chosen(cost, [FEW], "infinipipe")
+    assert {way.placement for way in alone.seconds} == {"even"}
+
+
+@pytest.mark.parametrize(("on_slow_hosts", "pays"), [(1.1, False), (0.995, False), (0.98, True)])
+def test_where_hosts_are_assumed_a_gain_counts_on_slow_hosts_too(
+    on_slow_hosts: float, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several stages a rank take 0.9 of the time on the assumed host."""
+    cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=8, logits_held=False)
+    assumed = float(cost.seconds.host[Kind.FORWARD].sum())
+
+    def seconds(of: Cost, *_: object) -> float:
+        slow = float(of.seconds.host[Kind.FORWARD].sum()) > 1.5 * assumed
+        return (on_slow_hosts if slow else 0.9) if of.layout.place else 1.0
+
+    monkeypatch.setattr(choice, "sketched_seconds", seconds)
+    found = chosen(cost, [FEW])
+    assert bool(found.cost.layout.place) == pays
+    assert found.slow_gain == pytest.approx(1 - on_slow_hosts if pays else 0)
+    measured = dataclasses.replace(cost.layout.profile.provenance, kind="measured")
+    profile = dataclasses.replace(cost.layout.profile, provenance=measured)
+    sure = chosen(cost.replace(profile=profile), [FEW])
+    assert sure.cost.layout.place and sure.slow_gain is None
 
 
 @pytest.mark.parametrize(

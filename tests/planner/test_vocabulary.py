@@ -2,7 +2,6 @@
 
 import dataclasses
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,11 +10,8 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import BACKWARDS, Kind, check
 from megatron_epp.planner import COMPARED, PLANNERS, Options, evaluation_plan, plan_step
-from megatron_epp.planner.choose import choice
-from megatron_epp.planner.choose.choice import VOCABULARY_PAYS, vocabulary_of
+from megatron_epp.planner.choose.choice import VOCABULARY_PAYS, RunChoice, run_choice
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
-from megatron_epp.planner.lower_bound import lower_bound_seconds
-from megatron_epp.planner.options import MANY_EFFORT
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.sim.play import play
 from tests.cost.simple_device import OLD_H100
@@ -131,53 +127,20 @@ def test_replicas_have_it_too() -> None:
 
 
 def test_auto_takes_what_is_faster() -> None:
-    options = Options(effort=1)
-    found = vocabulary_of(cost(), [LENGTHS], options, "epp")
-    assert found.cost.layout.vocabulary_parallel and found.gain > 0.03
-    assert found.gain == 1 - found.seconds["on"] / found.seconds["off"]
+    def chosen(of: Cost, lengths: list[int]) -> RunChoice:
+        options = Options(effort=1)
+        return run_choice(of, [lengths], options, "epp", vocabularies=(False, True))
+
+    found = chosen(cost(), LENGTHS)
+    off, on = sorted(found.seconds, key=lambda way: way.vocabulary)
+    assert found.way == on and found.cost.layout.vocabulary_parallel and found.gain > 0.03
+    assert found.gain == 1 - found.seconds[on] / found.seconds[off]
     # Without an output layer that takes time, messages alone are left of it.
-    light = cost().replace(profile=_without_head(cost()))
-    found = vocabulary_of(light, [LENGTHS], options, "epp")
-    assert not found.cost.layout.vocabulary_parallel and found.gain_of("on") < VOCABULARY_PAYS
-    alone = vocabulary_of(cost(1), [[900]], options, "epp")
-    assert not alone.cost.layout.vocabulary_parallel and alone.gain_of("on") == 0
+    light = chosen(cost().replace(profile=_without_head(cost())), LENGTHS)
+    assert not light.cost.layout.vocabulary_parallel
+    assert all(light.gain_of(way) < VOCABULARY_PAYS for way in light.seconds)
 
 
 def _without_head(of: Cost):
     none = {kind: type(each)() for kind, each in of.layout.profile.last_seconds.items()}
     return dataclasses.replace(of.layout.profile, last_seconds=none)
-
-
-@pytest.mark.parametrize(
-    ("sketched", "in_earnest", "chosen"),
-    [
-        (None, 1.3, "off"),  # a search that failed
-        (None, 2.0, "on"),
-        (None, None, "on"),
-        (3.0, 1.4, "off"),
-        (3.0, 4.0, "on"),
-        (1.1, None, "off"),  # in time from the first
-    ],
-)
-def test_a_failed_search_does_not_choose_vocabulary_parallelism(
-    sketched: float | None,
-    in_earnest: float | None,
-    chosen: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Seconds of plans without, in lower bounds; with it all take 1.4."""
-    machine, efforts = cost(), []
-    bound = lower_bound_seconds(np.sort(LENGTHS)[::-1], machine)
-
-    def plan(lengths: list[int], cost: Cost, options: Options) -> SimpleNamespace:
-        times: float | None = 1.4
-        if not cost.layout.vocabulary_parallel:
-            efforts.append(options.effort)
-            times = in_earnest if options.effort == MANY_EFFORT else sketched
-        return SimpleNamespace(fits=times is not None, seconds=(times or 0) * bound)
-
-    monkeypatch.setattr(choice, "PLANNERS", {"epp": plan})
-    levers = Options().levers - {"local"}
-    made = vocabulary_of(machine, [LENGTHS], Options(levers=levers), "epp")
-    assert made.key == chosen
-    assert (MANY_EFFORT in efforts) == (sketched is None or sketched > 1.4)

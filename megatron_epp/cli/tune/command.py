@@ -108,6 +108,7 @@ def _survey(
         partition=arguments.partition == AUTO,
         vocabulary=arguments.vocab_parallel,
         placement=arguments.placement == AUTO,
+        words=job.model.vocabulary,
         progress=bar,
         run=workers,
     )

@@ -44,7 +44,6 @@ from megatron_epp.mcore.flags.config import (
     LAYOUT_KEY,
     OFF,
     ON,
-    PARTITION_AUTO,
     Config,
     layers_by_time,
     placement_by_time,
@@ -56,9 +55,10 @@ from megatron_epp.mcore.job.job_cost import (
     training_cost,
     training_levers,
 )
+from megatron_epp.mcore.kinds.registry import lockstep_of
 from megatron_epp.mcore.model.shape import mtp_shapes, stage_layers, with_mtp
 from megatron_epp.mcore.patching import cpu_host
-from megatron_epp.mcore.placing.requested import place_of, placed_values
+from megatron_epp.mcore.placing.requested import STAGE_LAYERS, placed_values
 from megatron_epp.planner.choose import FIRST_BATCHES
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.padding import GPU_ROWS, MOST_PADDING, gpu_row_multiple
@@ -90,9 +90,8 @@ def choose(args: Any, parts: Any = None) -> JobChoices:
     """
     blend = choose_blend(args)
     rows = choose_row_multiple(args, parts)  # first: the other choices use padded chunks
-    vocabulary = choose_vocabulary(args, parts)
-    placement, line = choose_placement(args)
-    lines = blend, vocabulary, line, rows, _overlong_line(args, parts)
+    placement, stages = choose_stages(args, parts)
+    lines = blend, *stages, rows, _overlong_line(args, parts)
     return JobChoices(tuple(filter(None, lines)), placement)
 
 
@@ -165,23 +164,55 @@ def choose_blend(args: Any) -> str | None:
     )
 
 
-def choose_vocabulary(args: Any, parts: Any = None) -> str | None:
-    """Set --epp-vocab-parallel to on or off if it is auto; return a line to print, or None.
+def choose_stages(args: Any, parts: Any = None) -> tuple[Placement | None, list[str]]:
+    """Choose vocabulary parallelism, layers and ranks of the stages where their flags are ``auto``.
 
-    The weights of a checkpoint load with either value, but in some formats its optimizer states
-    load only with the same value. So a run that resumes uses its checkpoint's choice. The value is
-    off if the job does not support vocabulary parallelism or if the gain is unknown.
+    What is open is chosen together, by the simulated times of plans. A run that resumes uses its
+    checkpoint's choices: weights load with any, but optimizer states not in every format. The
+    function sets --epp-vocab-parallel. With --epp-partition or --epp-placement auto, it also sets
+    --pipeline-model-parallel-layout, or marks the stages by | in a HybridModel's pattern.
+
+    Returns:
+        The chosen placement with its layers (None if the flags set them), and lines to print.
     """
-    if args.epp_vocab_parallel != AUTO:
-        return None
-    args.epp_vocab_parallel = OFF
-    if not args.epp or args.pipeline_model_parallel_size == 1:
-        return None
-    args.epp_vocab_parallel, why = _vocabulary_and_reason(args, parts)
-    return f"--epp-vocab-parallel auto: {args.epp_vocab_parallel}; {why}"
+    open_vocabulary, open_layers = args.epp_vocab_parallel == AUTO, layers_by_time(args)
+    if open_vocabulary:
+        args.epp_vocab_parallel = OFF
+    if not args.epp or not (open_vocabulary or open_layers):
+        return None, []
+    flag = f"--epp-{'placement' if placement_by_time(args) else 'partition'} auto"
+    if args.pipeline_model_parallel_size == 1:
+        return None, [f"{flag} has no effect with one stage"] if open_layers else []
+    vocabulary: tuple[str, str] | None = (args.epp_vocab_parallel, "")
+    if open_vocabulary:
+        vocabulary = _settled_vocabulary(args, parts)
+    placement, why = _settled_placement(args) if open_layers else (None, "")
+    if vocabulary is None or (open_layers and placement is None):
+        on, placement, reason = _by_time(args, vocabulary, placement)
+        if vocabulary is None:
+            vocabulary = (ON if on else OFF), "chosen with the stages" if open_layers else reason
+        why = f"{why}; {reason}" if why else reason
+    lines = []
+    args.epp_vocab_parallel, of_vocabulary = vocabulary
+    if open_vocabulary:
+        lines.append(f"--epp-vocab-parallel auto: {args.epp_vocab_parallel}; {of_vocabulary}")
+    if not open_layers:
+        return None, lines
+    assert placement is not None
+    values = placed_values(
+        placement, placement.layers, args.mtp_num_layers or 0, args.hybrid_layer_pattern
+    )
+    vars(args).update(values)
+    where = f"layers {' '.join(map(str, placement.layers))} of the stages"
+    if placement_by_time(args):
+        where = f"stages on ranks {placement}, {where}"
+    if args.hybrid_layer_pattern is not None and placement.is_even:
+        where = f"{where}, {args.hybrid_layer_pattern}"
+    return placement, [*lines, f"{flag}: {where}; {why}"]
 
 
-def _vocabulary_and_reason(args: Any, parts: Any) -> tuple[str, str]:
+def _settled_vocabulary(args: Any, parts: Any) -> tuple[str, str] | None:
+    """Return (on or off, reason) if plans do not decide about vocabulary parallelism, else None."""
     refused, unlike = vocabulary_refusal(args), limit_for("training", args)
     args.epp_vocab_parallel = ON
     if (said := limit_for("training", args)) not in (None, unlike):
@@ -198,91 +229,79 @@ def _vocabulary_and_reason(args: Any, parts: Any) -> tuple[str, str]:
         return (ON if kept_vocabulary(args) else OFF), "the checkpoint's, as it resumes"
     if args.pipeline_model_parallel_layout is not None and not layers_by_time(args):
         return OFF, "--pipeline-model-parallel-layout has placed the output layer"
-    if place_of(args) or placement_by_time(args):
-        return OFF, "ranks may have several stages; give on"
     if parts is not None and parts.items is not None:
         return OFF, "no lengths are known of documents from Python"
-    from megatron_epp.planner.choose.choice import ruled_out, vocabulary_of
-
-    layers = even_layers(args.num_layers, args.pipeline_model_parallel_size)
-    if args.epp_partition != PARTITION_AUTO:
-        layers = tuple(stage_layers(args, len(layers), None))
-    try:
-        cost, options = cost_and_options(args, layers)
-        if (refusal := ruled_out(cost)) is not None:
-            return OFF, refusal
-        choice = vocabulary_of(cost, first_batches(args), options, args.epp_planner)
-    except (OSError, ValueError) as unknown:
-        return OFF, f"what it saves is not known: {str(unknown).split(';')[0]}"
-    return choice.key, f"{choice.comparison} by {_source_of_costs(args)} (simulated)"
+    return None
 
 
-def choose_placement(args: Any) -> tuple[Placement | None, str | None]:
-    """Choose the layers and ranks of stages by simulated time; return (placement, line to print).
+def _settled_placement(args: Any) -> tuple[Placement | None, str]:
+    """Return the placement, with layers, that plans or a checkpoint have, and the reason.
 
-    With --epp-partition auto, the function chooses the layers per stage. With --epp-placement auto,
-    it also chooses the rank of each stage. The function sets --pipeline-model-parallel-layout, or
-    marks the stages by | in a HybridModel's pattern. Without these flags, both results are None.
+    The placement is None if it is open; the reason then says why it is chosen anew, or is empty.
     """
-    if not (args.epp and layers_by_time(args)):
-        return None, None
-    both = placement_by_time(args)
-    flag = f"--epp-{'placement' if both else 'partition'} auto"
-    stages = args.pipeline_model_parallel_size
-    if stages == 1:
-        return None, f"{flag} has no effect with one stage"
-    even = even_layers(args.num_layers, stages)
-    if resumes(args) and keeps_layout(args):
-        kept = kept_placement(args)
-        placement = kept or Placement(tuple(range(stages)), even)
+    if resumes(args):
+        if not keeps_layout(args):
+            return None, "chosen anew, as the checkpoint's run had another layout"
+        stages, kept = args.pipeline_model_parallel_size, kept_placement(args)
+        even = Placement(tuple(range(stages)), even_layers(args.num_layers, stages))
         whence = "its flags made it even" if kept is None else "kept next to it"
-        why = f"the checkpoint's, as it resumes ({whence})"
-    else:
-        placement, why = _placement_by_time(args, even)
-        if resumes(args):
-            why = f"chosen anew, as the checkpoint's run had another layout; {why}"
-    values = placed_values(
-        placement, placement.layers, args.mtp_num_layers or 0, args.hybrid_layer_pattern
-    )
-    vars(args).update(values)
-    where = f"layers {' '.join(map(str, placement.layers))} of the stages"
-    if both:
-        where = f"stages on ranks {placement}, {where}"
-    if args.hybrid_layer_pattern is not None and placement.is_even:
-        where = f"{where}, {args.hybrid_layer_pattern}"
-    return placement, f"{flag}: {where}; {why}"
-
-
-def _placement_by_time(args: Any, even: tuple[int, ...]) -> tuple[Placement, str]:
-    """Return the layers per stage with the shortest simulated time, and a text with the reason.
-
-    With --epp-placement auto, the function also chooses the rank of each stage; plans in --epp-plan
-    then determine both. ``even`` are the layers per stage without this choice (``even_layers``).
-    """
-    from megatron_epp.planner.choose.choice import partition_of, placement_of
-
-    costing = cost_and_options
-    if getattr(args, LAYOUT_KEY, None) is not None and resumes(args):
-        # Use the cost model that the resumed run has measured, as the choice of the layout does.
-        args, costing = copy.copy(args), first_cost_and_options
-    both = placement_by_time(args)
-    if both and args.epp_plan is not None:
+        return kept or even, f"the checkpoint's, as it resumes ({whence})"
+    if placement_by_time(args) and args.epp_plan is not None:
         plan = first_recorded(args.epp_plan)
-        place, layers = plan.place or tuple(range(plan.stages)), plan.layers
-        why = "as the plans of --epp-plan have it"
+        place, (*others, last) = plan.place or tuple(range(plan.stages)), plan.layers
+        layers = (*others, last - len(mtp_shapes(args)))
+        return Placement(place, layers), "as the plans of --epp-plan have it"
+    return None, ""
+
+
+def _by_time(
+    args: Any, vocabulary: tuple[str, str] | None, placement: Placement | None
+) -> tuple[bool, Placement | None, str]:
+    """Choose what is open by simulated time; return vocabulary, placement and the reason.
+
+    ``vocabulary`` and ``placement`` are None if they are open, or if the flags set the placement.
+    """
+    from megatron_epp.planner.choose.choice import PLACEMENT_NAMES, ruled_out, run_choice
+
+    open_layers = layers_by_time(args) and placement is None
+    stages, costing, where = args.pipeline_model_parallel_size, cost_and_options, args
+    if placement is not None:
+        layers = placement.layers
+        where = copy.copy(args)
+        vars(where).update(placed_values(placement, layers, args.mtp_num_layers or 0, None))
+    elif open_layers:
+        layers = even_layers(args.num_layers, stages)
     else:
-        cost, options = costing(args, even)
-        plans = first_batches(args), options, args.epp_planner
-        if both:
-            placed = placement_of(cost, *plans)
-            cost, why = placed.cost, f"{placed.comparison} by"
-        else:
-            partition = partition_of(cost, *plans)
-            cost, why = partition.cost, f"{100 * partition.gain:.1f}% faster than even ones by"
-        place, layers = cost.layout.placement.place, cost.layout.layers
-        why = f"{why} {_source_of_costs(args)} (simulated)"
-    *others, last = layers
-    return Placement(place, (*others, last - len(mtp_shapes(args)))), why
+        layers = tuple(getattr(args, STAGE_LAYERS, None) or stage_layers(args, stages, None))
+    if open_layers and getattr(args, LAYOUT_KEY, None) is not None and resumes(args):
+        # Use the cost model that the resumed run has measured, as the choice of the layout does.
+        where, costing = copy.copy(args), first_cost_and_options
+    try:
+        cost, options = costing(where, layers)
+        why = ruled_out(cost)
+        vocabularies = [args.epp_vocab_parallel == ON]
+        if vocabulary is None:
+            vocabularies = [False] if why is not None else [False, True]
+        if why is not None and not open_layers:
+            return False, None, why
+        choice = run_choice(
+            *(cost, first_batches(args), options, args.epp_planner),
+            placements=PLACEMENT_NAMES if open_layers and placement_by_time(args) else (),
+            vocabularies=vocabularies,
+            by_time=open_layers,
+            words=getattr(args, "padded_vocab_size", None) or 0,
+        )
+    except (OSError, ValueError) as unknown:
+        if open_layers:
+            raise
+        return False, None, f"what it saves is not known: {str(unknown).split(';')[0]}"
+    layout = choice.cost.layout
+    if open_layers:
+        *others, last = layout.layers
+        chosen_layers = (*others, last - len(mtp_shapes(args)))
+        placement = Placement(layout.placement.place, chosen_layers)
+    reason = f"{choice.comparison} by {_source_of_costs(where)} (simulated)"
+    return layout.vocabulary_parallel, placement, reason
 
 
 # ------------------------------------------------------------------ lengths and costs
@@ -315,7 +334,7 @@ def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]
         levers -= {"offload"}  # available host memory also differs between ranks
     else:
         cost = cost.replace(host_budget_bytes=config.epp_host_memory_gib * GIB)
-    options = Options(args.seq_length, levers)
+    options = Options(args.seq_length, levers, lockstep=lockstep_of(args))
     return cost.replace(multiple=chunk_multiple(args)), options
 
 

@@ -321,7 +321,7 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
         cost, options = first_cost_and_options(args, layers)
     except (OSError, ValueError):
         return 0.0
-    held = [heaviest(lengths, cost) for lengths in batches]
+    held = [heaviest(lengths, cost, options.lockstep) for lengths in batches]
     seconds = sketched_seconds(cost, held, options, args.epp_planner)
     return None if seconds is None else seconds / len(held)
 

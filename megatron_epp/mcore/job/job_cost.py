@@ -142,7 +142,6 @@ def training_levers(text: str, args: Any) -> frozenset[str]:
         ValueError: ``text`` names a lever that the job cannot use.
     """
     from megatron_epp.planner.options import (
-        SIMULATION_ONLY,
         TRAINING_LEVERS,
         UNTIMED_ON_GPUS,
         parse_levers,
@@ -151,8 +150,7 @@ def training_levers(text: str, args: Any) -> frozenset[str]:
     # On a CPU-only host, offloading saves nothing: chunks already lie in host memory.
     offload = {"offload"} if cpu_host.has_gpu() else frozenset()
     levers = parse_levers(text, TRAINING_LEVERS | offload)
-    unusable = dict.fromkeys(SIMULATION_ONLY, "only simulation can do that")
-    unusable |= unusable_levers(args)
+    unusable = unusable_levers(args)
     named = {word.strip() for word in text.split(",")}
     for name in sorted(named & unusable.keys()):
         raise ValueError(f"--epp-levers {name}: {unusable[name]}; leave it out")

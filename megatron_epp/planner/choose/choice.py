@@ -1,17 +1,12 @@
-"""Choices made once per run, by planning its first batches with every candidate.
+"""Choice of placement, layers per stage and vocabulary parallelism by plans of first batches.
 
-    partition_of     number of layers of every stage: balanced by time, or as the flags say
-    placement_of     one or several stages per rank, with layers balanced by time
-    vocabulary_of    LM head on the last stage, or sharded over all stages
-
-Weights do not move between iterations, so a choice holds for a whole run. Each of the three
-functions plans the batches with every candidate and chooses the fastest candidate
-(:func:`fastest`). The result depends only on the function's arguments.
+Weights do not move between iterations, so the choice holds for a whole run. :func:`run_choice`
+plans the batches with every candidate. The result depends only on the function's arguments.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,83 +21,97 @@ from megatron_epp.planner.choose.partition import (
     stage_layer_seconds,
     with_layers,
 )
+from megatron_epp.planner.choose.slow_hosts import SLOW_HOST, assumes_host_time, with_hosts
 from megatron_epp.planner.lower_bound import lower_bound_seconds
-from megatron_epp.planner.options import MANY_EFFORT, Options
+from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.planner.replicas import balance_blocks
 
-SKETCH_EFFORT = 1  # effort of the plans that compare candidates
-MOST_TRIED = 10  # number of partitions planned, over all rounds
+PLACEMENT_NAMES = ("v", "interleaved 2", "interleaved 3", "interleaved 4")
+SKETCH_EFFORT = 1  # effort of the plans that decide between finalists
+FINALISTS = 2  # number of placed candidates that are planned for all batches
+MOST_MOVES = 8  # number of partitions planned beyond those of the finalists
 # Fractions of the time that a candidate must save: cost models are not exact enough for less.
-PARTITION_PAYS, PLACEMENT_PAYS, VOCABULARY_PAYS = 0.005, 0.02, 0.01
-# If the plan without vocabulary parallelism exceeds its bound by this factor, or no plan was found,
-# a search with little effort may have missed a better plan. The search is then repeated with more
-# effort.
-DOUBTFUL = 1.25
-PLACEMENT_NAMES = ("interleaved 2", "v")  # tried besides one stage per rank
-OFF, ON = "off", "on"
+PARTITION_PAYS, PLACEMENT_PAYS, VOCABULARY_PAYS = 0.005, 0.01, 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class RunChoice[K: Hashable]:
-    """The fastest candidate (partition, placement or kind of LM head), and all candidates' times.
+class Way:
+    """A candidate: how the model is divided over the pipeline ranks.
+
+    Attributes:
+        placement: name of the placement (ir.placement).
+        layers: number of layers of every stage.
+        vocabulary: whether the LM head is sharded over all stages.
+    """
+
+    placement: str
+    layers: tuple[int, ...]
+    vocabulary: bool = False
+
+    def __str__(self) -> str:
+        return self.unlike(None)
+
+    def unlike(self, other: "Way | None") -> str:
+        """Return a description of the fields that differ from ``other``; None: of all fields."""
+        parts = []
+        if other is None or self.placement != other.placement:
+            parts.append("one stage a rank" if self.placement == EVENLY else self.placement)
+        if other is None or self.layers != other.layers:
+            parts.append(f"layers {' '.join(map(str, self.layers))}")
+        if self.vocabulary != (other is not None and other.vocabulary):
+            parts.append("vocabulary parallelism" if self.vocabulary else "its output layer whole")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class RunChoice:
+    """The chosen candidate, and the times of the candidates that were planned for all batches.
 
     Attributes:
         cost: cost model with the chosen candidate.
-        key: name, or layers per stage, of the chosen candidate.
-        seconds: for each candidate, total seconds of the plans of all batches; None if a batch
-            does not fit. The first candidate is the default of the run.
+        way: the chosen candidate.
+        seconds: for each planned candidate, total seconds of the plans of all batches; None if a
+            batch does not fit. The first candidate is the default of the run.
+        slow_gain: fraction of the default's time that the choice saves on hosts SLOW_HOST times as
+            slow; None if the host time is measured.
     """
 
     cost: Cost
-    key: K
-    seconds: dict[K, float | None]
+    way: Way
+    seconds: dict[Way, float | None]
+    slow_gain: float | None = None
 
     @property
     def gain(self) -> float:
-        """Fraction of the first candidate's time that the chosen candidate saves."""
-        return self.gain_of(self.key)
+        """Fraction of the default's time that the choice saves; 0 if one of them does not fit."""
+        return self.gain_of(self.way)
 
-    def gain_of(self, key: K) -> float:
-        """Return the fraction of the first candidate's time that candidate ``key`` saves.
-
-        The fraction is negative if ``key`` is slower, and 0 if one of the two does not fit.
-        """
-        (first, *_), taken = self.seconds.values(), self.seconds.get(key)
+    def gain_of(self, way: Way) -> float:
+        """Return the fraction of the default's time that ``way`` saves (negative: it adds)."""
+        (first, *_), taken = self.seconds.values(), self.seconds.get(way)
         return 1 - taken / first if first and taken else 0.0
 
     @property
     def comparison(self) -> str:
-        """Text that compares every candidate with the first candidate."""
+        """Text that compares every planned candidate with the default."""
         (first, first_seconds), *others = self.seconds.items()
         parts = []
-        for key, seconds in others:
-            gain = self.gain_of(key)
+        for way, seconds in others:
+            gain = self.gain_of(way)
             if seconds is None:
-                parts.append(f"{key} fits no plan")
+                result = "fits no plan"
             elif first_seconds is None:
-                parts.append(f"{key} fits, {first} does not")
+                result = "fits, the first does not"
             else:
-                parts.append(f"{key} takes {abs(gain):.1%} {'less' if gain >= 0 else 'more'} time")
-        return f"compared with {first}, {', '.join(parts)}"
-
-
-def fastest[K: Hashable](
-    candidates: Iterable[tuple[K, Cost, float | None]], pays: float
-) -> RunChoice[K]:
-    """Return the fastest of ``candidates``: (name or layers, cost model, total seconds).
-
-    Another candidate replaces the first only if it saves more than the fraction ``pays`` of the
-    first candidate's time. The seconds are None if a batch does not fit.
-    """
-    first, *others = candidates
-    key, cost, least = first
-    for other in others:
-        required = 1 - pays if key == first[0] else 1.0
-        if other[2] is not None and (least is None or other[2] < least * required):
-            key, cost, least = other
-    return RunChoice(cost, key, {name: seconds for name, _, seconds in (first, *others)})
+                result = f"takes {abs(gain):.1%} {'less' if gain >= 0 else 'more'} time"
+            parts.append(f"{way.unlike(first)} {result}")
+        if self.slow_gain is not None and self.way != first:
+            parts.append(
+                f"on hosts {SLOW_HOST:g} times as slow, the choice saves {self.slow_gain:.1%}"
+            )
+        return f"compared with {first}: {'; '.join(parts)}" if parts else "no other can run"
 
 
 def sketched_seconds(
@@ -116,7 +125,7 @@ def sketched_seconds(
 
     Args:
         cost: cost model, including the stages and parallel degrees.
-        batches: lengths of the documents of one replica in each batch.
+        batches: lengths of the documents of one replica (or lockstep group) in each batch.
         options: planner options, such as levers and effort.
         planner: name of the planner.
         effort: maximum effort of the planner's search.
@@ -124,18 +133,16 @@ def sketched_seconds(
     sketch = dataclasses.replace(
         options,
         effort=effort if options.effort is None else min(options.effort, effort),
-        levers=options.levers - {"uneven"},
-        open_layers=False,
     )
     total = 0.0
     for lengths in batches:
         try:
-            planned = PLANNERS[planner](lengths, cost, sketch)
+            planned = PLANNERS[planner].plan_block(lengths, cost, sketch).planned
         except ValueError:
             return None
-        if not planned.fits:
+        if not all(each.fits for each in planned):
             return None
-        total += planned.seconds
+        total += max(each.seconds for each in planned)
     return total
 
 
@@ -149,55 +156,192 @@ def heaviest(lengths: Sequence[int], cost: Cost, lockstep: int = 1) -> list[int]
     return max(of_replicas, key=lambda held: float(rates.document_seconds(np.array(held)).sum()))
 
 
-def partition_of(
-    cost: Cost, batches: Sequence[Sequence[int]], options: Options, planner: str
-) -> RunChoice[tuple[int, ...]]:
-    """Return the number of layers per stage that gives the fastest plans of ``batches``.
+def run_choice(
+    cost: Cost,
+    batches: Sequence[Sequence[int]],
+    options: Options,
+    planner: str,
+    *,
+    placements: Sequence[str] = (),
+    vocabularies: Sequence[bool] = (False,),
+    by_time: bool = False,
+    words: int = 0,
+) -> RunChoice:
+    """Return the candidate with the fastest plans of ``batches`` that pays.
 
-    Only the replica with the most work in each batch is planned.
+    Only the replica (or lockstep group) with the most work in each batch is planned. All candidates
+    are planned for the first batch with little effort, but for those whose lower bound is above the
+    fastest plan so far. The default, the fastest candidates with one stage per rank, and the
+    FINALISTS fastest others are planned for all batches. Where the host time is assumed, a
+    candidate must also pay on hosts that are slower (:mod:`.slow_hosts`).
 
     Args:
-        cost: cost model, with the layers per stage to start from.
+        cost: cost model of the default stages and layers, one stage per rank unless ``placements``
+            is empty.
         batches: document lengths of each global batch of the job.
         options: planner options, such as levers and effort.
         planner: name of the planner.
+        placements: names of the placements to try besides the stages of ``cost``.
+        vocabularies: whether to try the LM head on the last stage (False), sharded over all stages
+            (True), or both.
+        by_time: whether to also try layers per stage that balance the ranks' time; without
+            ``placements``, single layers then move while that makes the plans faster.
+        words: padded size of the vocabulary, which a sharded LM head divides over all stages and
+            tensor-parallel ranks; 0 if unknown.
     """
-    held = [heaviest(lengths, cost) for lengths in batches]
-    return partition_by_time(cost, held, lambda c: sketched_seconds(c, held, options, planner))
+    held = [heaviest(lengths, cost, options.lockstep) for lengths in batches]
+    candidates = _candidates(cost, held, planner, placements, vocabularies, by_time, words)
+    climb = by_time and not placements and cost.layout.stages > 1
+    return _Chooser(held, options, planner, assumes_host_time(cost)).choice(dict(candidates), climb)
 
 
-def partition_by_time(
-    cost: Cost, batches: Sequence[Sequence[int]], seconds_of: Callable[[Cost], float | None]
-) -> RunChoice[tuple[int, ...]]:
-    """Return the fastest number of layers per stage, among at most ``MOST_TRIED`` partitions.
+def _candidates(
+    cost: Cost,
+    batches: Sequence[Sequence[int]],
+    planner: str,
+    placements: Sequence[str],
+    vocabularies: Sequence[bool],
+    by_time: bool,
+    words: int,
+) -> Iterator[tuple[Way, Cost]]:
+    """Yield the candidates that can run, each with its cost model; the default is the first."""
+    even = cost.layout.placement.is_even
+    default = EVENLY if even else f"place {cost.layout.placement}"
+    for name in (default, *placements):
+        placed = cost if name == default else placed_cost(cost, name)
+        if placed is None or not PLANNERS[planner].takes(placed.layout.placement.place):
+            continue
+        for vocabulary in vocabularies:
+            if vocabulary and words % (placed.layout.stages * placed.layout.tp):
+                continue
+            here = placed.with_vocabulary(vocabulary)
+            yield Way(name, here.layout.layers, vocabulary), here
+            if by_time and here.layout.stages > 1:
+                features = expected_features(here, batches)
+                layers = fastest_layers(here, features) or here.layout.layers
+                yield Way(name, layers, vocabulary), here.replace(layers=layers)
 
-    ``seconds_of`` returns the total seconds of all ``batches`` for a cost model, or None if a batch
-    does not fit. The first candidate is ``cost.layout.layers``.
-    """
-    tried: dict[tuple[int, ...], float | None] = {}
 
-    def seconds(layers: tuple[int, ...]) -> float:
-        if layers not in tried and len(tried) < MOST_TRIED:
-            moved = with_layers(cost, layers)
-            tried[layers] = None if moved is None else seconds_of(moved)
-        taken = tried.get(layers)
-        return np.inf if taken is None else taken
+class _Chooser:
+    """Plans of candidates, which are made once."""
 
-    at = cost.layout.layers
-    seconds(at)
-    features = expected_features(cost, batches)
-    by_sums = fastest_layers(cost, features)
-    if by_sums is not None and seconds(by_sums) < seconds(at):
-        at = by_sums
-    moved = True
-    while moved and cost.layout.stages > 1 and len(tried) < MOST_TRIED:
-        moved = False
-        for other in _neighbours(at, stage_layer_seconds(cost, features), cost):
-            if seconds(other) < seconds(at):
-                at, moved = other, True
-                break
-    candidates = ((layers, cost.replace(layers=layers), taken) for layers, taken in tried.items())
-    return fastest(candidates, PARTITION_PAYS)
+    def __init__(self, held: list[list[int]], options: Options, planner: str, assumes_host: bool):
+        self.held, self.options, self.planner = held, options, planner
+        self.assumes_host = assumes_host
+        self.costs: dict[Way, Cost] = {}
+        self.seconds: dict[Way, float | None] = {}
+        self.slow: dict[Way, float | None] = {}
+
+    def choice(self, costs: dict[Way, Cost], climb: bool) -> RunChoice:
+        """Return the choice among ``costs``, whose first is the default.
+
+        With ``climb``, single layers then move from slow to fast ranks while that helps.
+        """
+        self.costs = costs
+        default, *others = costs
+        if not others and not climb:
+            return RunChoice(costs[default], default, {default: None})
+        for way in self._finalists(self._glances()):
+            self._planned(way)
+        chosen = default
+        ranked = sorted(self.seconds, key=self._planned)
+        simple = [way for way in ranked if way.placement == default.placement]
+        # Without and with vocabulary parallelism, then the fastest with several stages per rank.
+        for way in sorted(simple, key=lambda way: way.vocabulary):
+            if self._pays(way, chosen):
+                chosen = way
+        placed = (way for way in ranked if way.placement != default.placement)
+        chosen = next((way for way in placed if self._pays(way, chosen)), chosen)
+        if climb:
+            chosen = self._climb(chosen)
+        slow = self._gain(chosen, default, self._on_slow_host) if self.assumes_host else None
+        return RunChoice(self.costs[chosen], chosen, dict(self.seconds), slow)
+
+    def _glances(self) -> dict[Way, float]:
+        """Return the seconds of plans of the first batch; infinite if a candidate is hopeless."""
+        longest_first = np.sort(self.held[0])[::-1]
+        local = "local" in self.options.levers
+        bounds = {
+            way: lower_bound_seconds(longest_first, cost, local=local) / self.options.lockstep
+            for way, cost in self.costs.items()
+            if with_layers(cost, way.layers) is not None
+        }
+        least, glances = math.inf, dict.fromkeys(self.costs, math.inf)
+        for way in sorted(bounds, key=bounds.__getitem__):
+            if bounds[way] < least:
+                arguments = self.costs[way], self.held[:1], self.options, self.planner, 0
+                glances[way] = sketched_seconds(*arguments) or math.inf
+                least = min(least, glances[way])
+        return glances
+
+    def _finalists(self, glances: dict[Way, float]) -> list[Way]:
+        """Return the default, the fastest with one stage per rank, and the fastest others."""
+        default, ranked = next(iter(glances)), sorted(glances, key=glances.__getitem__)
+        simple = [way for way in ranked if way.placement == default.placement]
+        best = [
+            next((way for way in simple if way.vocabulary == vocabulary), default)
+            for vocabulary in (False, True)
+        ]
+        others = [way for way in ranked if way not in simple and math.isfinite(glances[way])]
+        return list(dict.fromkeys((default, *best, *others[:FINALISTS])))
+
+    def _planned(self, way: Way) -> float:
+        if way not in self.seconds:
+            arguments = self.held, self.options, self.planner
+            self.seconds[way] = sketched_seconds(self.costs[way], *arguments)
+        taken = self.seconds[way]
+        return math.inf if taken is None else taken
+
+    def _on_slow_host(self, way: Way) -> float:
+        if way not in self.slow:
+            cost = with_hosts(self.costs[way], SLOW_HOST)
+            self.slow[way] = sketched_seconds(cost, self.held, self.options, self.planner)
+        taken = self.slow[way]
+        return math.inf if taken is None else taken
+
+    @staticmethod
+    def _gain(way: Way, than: Way, seconds: Callable[[Way], float]) -> float:
+        before, after = seconds(than), seconds(way)
+        if math.isinf(after):
+            return -math.inf
+        return math.inf if math.isinf(before) else 1 - after / before
+
+    def _pays(self, way: Way, than: Way) -> bool:
+        """Return whether ``way`` saves enough of the time of ``than``, on slow hosts as well."""
+        if way == than:
+            return False
+        wanted = PARTITION_PAYS
+        if way.vocabulary and not than.vocabulary:
+            wanted = VOCABULARY_PAYS
+        if way.placement != than.placement:
+            wanted = PLACEMENT_PAYS
+        if self._gain(way, than, self._planned) < wanted:
+            return False
+        layers_only = (way.placement, way.vocabulary) == (than.placement, than.vocabulary)
+        if layers_only or not self.assumes_host:
+            return True
+        return self._gain(way, than, self._on_slow_host) >= wanted
+
+    def _climb(self, chosen: Way) -> Way:
+        """Return ``chosen`` with layers moved one by one to faster ranks while that helps."""
+        moves, moved = 0, True
+        while moved and moves < MOST_MOVES:
+            moved = False
+            cost = self.costs[chosen]
+            seconds = stage_layer_seconds(cost, expected_features(cost, self.held))
+            for layers in _neighbours(chosen.layers, seconds, cost):
+                way = dataclasses.replace(chosen, layers=layers)
+                if way in self.seconds or moves >= MOST_MOVES:
+                    continue
+                there = with_layers(cost, layers)
+                if there is None:
+                    continue
+                self.costs[way] = there
+                moves += 1
+                if self._pays(way, chosen):
+                    chosen, moved = way, True
+                    break
+        return chosen
 
 
 def _neighbours(
@@ -228,34 +372,6 @@ def _neighbours(
                     moved[give] -= 1
                     moved[take] += 1
                     yield tuple(moved)
-
-
-def placement_of(
-    cost: Cost, batches: Sequence[Sequence[int]], options: Options, planner: str
-) -> RunChoice[str]:
-    """Return the placement with the fastest plans over ``batches``.
-
-    Candidates are one stage per rank and ``PLACEMENT_NAMES``, each with layers balanced by time.
-
-    Args:
-        cost: cost model with one stage per rank.
-        batches: document lengths of each global batch of the job.
-        options: planner options, such as levers and effort.
-        planner: name of the planner.
-    """
-
-    def candidates() -> Iterator[tuple[str, Cost, float | None]]:
-        for name in (EVENLY, *PLACEMENT_NAMES):
-            placed = cost if name == EVENLY else placed_cost(cost, name)
-            if placed is None or (
-                name != EVENLY and with_layers(placed, placed.layout.layers) is None
-            ):
-                yield name, cost, None
-                continue
-            partition = partition_of(placed, batches, options, planner)
-            yield name, partition.cost, partition.seconds[partition.key]
-
-    return fastest(candidates(), PLACEMENT_PAYS)
 
 
 def placed_cost(cost: Cost, name: str) -> Cost | None:
@@ -301,44 +417,7 @@ def ruled_out(cost: Cost) -> str | None:
     return None
 
 
-def vocabulary_of(
-    cost: Cost,
-    batches: Sequence[Sequence[int]],
-    options: Options,
-    planner: str,
-    cut: Cost | None = None,
-) -> RunChoice[str]:
-    """Return the faster of ``cost`` without and with vocabulary parallelism.
-
-    Only the replica with the most work in each batch is planned.
-
-    Args:
-        cost: cost model, including the stages and parallel degrees.
-        batches: document lengths of each global batch of the job.
-        options: planner options, such as levers and effort.
-        planner: name of the planner.
-        cut: cost model for vocabulary parallelism if it needs other layers per stage; default:
-            ``cost``.
-    """
-    uncut = cost.with_vocabulary(False)
-    if ruled_out(cost) is not None:
-        return RunChoice(uncut, OFF, {OFF: None})
-    held = [heaviest(lengths, uncut) for lengths in batches]
-    costs = {OFF: uncut, ON: (cut or cost).with_vocabulary(True)}
-    sketches = {key: sketched_seconds(each, held, options, planner) for key, each in costs.items()}
-
-    def choice() -> RunChoice[str]:
-        return fastest(((k, c, sketches[k]) for k, c in costs.items()), VOCABULARY_PAYS)
-
-    if choice().key == OFF:
-        return choice()
-    bound = sum(
-        lower_bound_seconds(np.sort(lengths)[::-1], uncut, local="local" in options.levers)
-        for lengths in held
-    )
-    off = math.inf if (taken := sketches[OFF]) is None else taken
-    if off > DOUBTFUL * bound / options.lockstep:
-        again = sketched_seconds(uncut, held, options, planner, MANY_EFFORT)
-        if again is not None:
-            sketches[OFF] = min(off, again)
-    return choice()
+def padded_words(words: int, tp: int) -> int:
+    """Return ``words``, the size of a vocabulary, as Megatron pads it by default."""
+    multiple = 128 * tp
+    return -(-words // multiple) * multiple

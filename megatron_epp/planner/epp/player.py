@@ -41,7 +41,6 @@ class Candidate:
             self.prepared.counts,
             kinds,
             chunks,
-            self.prepared.pipelines,
             note=f"{self.name}; {self.policy}",
             stages=self.schedule.stages if self.prepared.work.place else None,
         )
@@ -110,8 +109,8 @@ class Player(Preparation):
             self._spend_play(prepared, policy)
 
     def _policies(self, tight: bool, *, many: bool = False) -> list[PolicyParams]:
-        strict, placed = "window" not in self.levers, bool(self.cost.layout.place)
-        chosen = list(policies(self.split, many=many, strict=strict, tight=tight, placed=placed))
+        placed = bool(self.cost.layout.place)
+        chosen = list(policies(self.split, many=many, tight=tight, placed=placed))
         if self.cost.layout.vocabulary_parallel:
             # Pure 1F1B leaves no slack for an H, so it goes last.
             return [*chosen[1:], chosen[0]]

@@ -14,7 +14,6 @@ from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import ChunkingParams
 from megatron_epp.planner.epp import progress
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
 from megatron_epp.planner.order.problem import (
@@ -26,14 +25,11 @@ from megatron_epp.planner.order.problem import (
 )
 from megatron_epp.planner.order.warmup import (
     group_by_group,
-    pipelines,
     placed_window,
     shrinking_in_flight,
 )
-from megatron_epp.planner.published.infinipipe.grouping import RecomputeIlps, group
-from megatron_epp.planner.published.infinipipe.memory import papers_ledger
 from megatron_epp.planner.recompute import ilp, offload
-from megatron_epp.planner.recompute.choices import Ladders, diagonal_counts, full_layers, ladders
+from megatron_epp.planner.recompute.choices import diagonal_counts, ladders
 from megatron_epp.planner.recompute.ilp import Solver
 
 # Effort charged, in simulated ops: CHUNKING_OPS per chunking, OPS_PER_NUMBER per array element, and
@@ -81,7 +77,6 @@ class PreparedChunking:
         work: the scheduling problem for ``counts``.
         min_in_flight: [stages, chunks] least number of forwards before each backward
             (planner.order.warmup), or [ranks, backwards] if ranks have several stages.
-        pipelines: number of successive pipelines over which the chunks are distributed.
     """
 
     chunking: Chunking
@@ -90,7 +85,6 @@ class PreparedChunking:
     problems: ChunkProblems
     work: ScheduleProblem
     min_in_flight: np.ndarray
-    pipelines: int
 
 
 # The values are a prepared chunking and the ops charged for its preparation.
@@ -102,7 +96,6 @@ class Preparation:
 
     Args:
         halves: whether to compute seconds and bytes of I and W, too.
-        headroom_bytes: [ranks] bytes for chunks; None: memory budget minus model states.
         host: limit of host memory for offloading; None: the host budget of ``cost``.
     """
 
@@ -112,7 +105,6 @@ class Preparation:
         cost: Cost,
         options: Options,
         halves: bool = True,
-        headroom_bytes: np.ndarray | None = None,
         host: offload.HostHeadroom | None = None,
     ):
         self.host = offload.HostHeadroom(cost.host_budget_bytes) if host is None else host
@@ -120,17 +112,11 @@ class Preparation:
         self.levers, self.halves = options.levers, halves
         self.effort = Effort(options.search_effort)
         self.solver = Solver()
-        self.headroom_bytes = headroom_bytes
 
     def work(self, problems: ChunkProblems, counts: Counts) -> ScheduleProblem:
         """Return the scheduling problem for the recompute ``counts``, and charge its effort."""
         self._spend_work(problems.chunking.count)
-        work = problems.of(counts)
-        if "exact" not in self.levers:
-            work = papers_ledger(work, self.cost, problems.loads, counts)
-        if self.headroom_bytes is not None:
-            work = dataclasses.replace(work, headroom_bytes=self.headroom_bytes)
-        return work
+        return problems.of(counts)
 
     def _spend_work(self, chunks: int) -> None:
         self.effort.spend(CHUNKING_OPS + OPS_PER_NUMBER * self.cost.layout.stages * chunks)
@@ -159,8 +145,8 @@ class Preparation:
     ) -> PreparedChunking | None:
         """Prepare a chunking with the least recompute that lets its in-flight limit fit in memory.
 
-        If no recompute suffices, lever `window` lowers the limit to one document at a time. If that
-        does not suffice either, all layers are recomputed.
+        If no recompute suffices, the limit is one document at a time. If that does not suffice
+        either, all layers are recomputed.
 
         Args:
             chunking: the chunks.
@@ -172,17 +158,19 @@ class Preparation:
         problems = problems or self.problems([chunking])[0]
         loads = problems.loads
         work = self.work(problems, {})
-        min_in_flight, parts = self._min_in_flight(chunking, loads, work)
-        laws = [min_in_flight] if not bare else []
-        if "window" in self.levers:
-            bare_limit = group_by_group(chunking.sizes, self.cost.layout.stages)
-            # With several stages per rank: no forwards beyond those that a backward requires.
-            laws.append(np.zeros_like(min_in_flight) if self.cost.layout.place else bare_limit)
-        kept = PreparedChunking(chunking, loads, {}, problems, work, min_in_flight, parts)
+        place, stages = self.cost.layout.place, self.cost.layout.stages
+        if place:
+            min_in_flight = placed_window(chunking.sizes, place)
+            bare_limit = np.zeros_like(min_in_flight)  # only the forwards that a backward requires
+        else:
+            min_in_flight = shrinking_in_flight(chunking.sizes, stages)
+            bare_limit = group_by_group(chunking.sizes, stages)
+        laws = [bare_limit] if bare else [min_in_flight, bare_limit]
+        kept = PreparedChunking(chunking, loads, {}, problems, work, min_in_flight)
         # ``hopeless`` is not called with offloading, whose cost is unknown at this point, or with
         # several stages per rank, whose orders are sometimes faster with little memory.
-        asked = "offload" not in self.levers and not self.cost.layout.place
-        if asked and laws and not _within(work, laws[0]).all() and hopeless(kept):
+        asked = "offload" not in self.levers and not place
+        if asked and not _within(work, laws[0]).all() and hopeless(kept):
             self.effort.spend(PROGRAM_OPS)  # charged as if the chunking had been prepared
             self._spend_work(chunking.count)
             return None
@@ -205,7 +193,7 @@ class Preparation:
         if _within(kept, least).all():
             return {}
         chunking, loads = problems.chunking, problems.loads
-        steps = self.ladders(loads)
+        steps = ladders(self.cost, loads)
 
         def recompute(
             work: ScheduleProblem, layers: list[np.ndarray] | None = None
@@ -263,27 +251,6 @@ class Preparation:
         first = np.minimum(np.sum(left, axis=0), layers)
         by_kind = self.cost.layout.kinds.from_front(np.zeros_like(first), first)
         return {(k, mode): np.minimum(by_kind[k], grid) for k, grid in enumerate(left)}
-
-    def ladders(self, loads: Loads) -> Ladders:
-        """Return the recompute modes to choose from for every layer kind, cheapest first."""
-        if "selective" in self.levers:
-            return ladders(self.cost, loads)
-        return full_layers(self.cost)
-
-    def _min_in_flight(
-        self, chunking: Chunking, loads: Loads, work: ScheduleProblem
-    ) -> tuple[np.ndarray, int]:
-        """Return the number of forwards before each backward, and the number of pipelines."""
-        if self.cost.layout.place:
-            return placed_window(chunking.sizes, self.cost.layout.place), 1
-        if "window" in self.levers:
-            return shrinking_in_flight(chunking.sizes, self.cost.layout.stages), 1
-        seconds = work.ops.seconds[F] + work.ops.seconds[B]
-        delta = (self.cost.layout.stages - 1) * float(seconds.mean())
-        ilps = RecomputeIlps(self.solver, chunking, loads, self.cost, work.headroom_bytes)
-        grouped = group(ilps, delta)
-        cuts = tuple(range(1, chunking.groups)) if grouped is None else grouped[0]
-        return pipelines(chunking.sizes, list(cuts), self.cost.layout.stages), len(cuts) + 1
 
     def recounted(self, prepared: PreparedChunking, counts: Counts) -> PreparedChunking | None:
         """Return ``prepared`` with recompute ``counts``; None if no effort is left."""

@@ -19,10 +19,8 @@ from megatron_epp.planner.epp.preparation import PreparedChunking, PreparedChunk
 from megatron_epp.planner.epp.uniform_search import uniform_recompute
 from megatron_epp.planner.feasibility import most_tokens
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.problem import ChunkProblems, rates_of
-from megatron_epp.planner.published.infinipipe.planner import chunkings as alg1_chunkings
 from megatron_epp.planner.recompute import offload
 
 # Chosen by hand, like epp.search.GRID.
@@ -51,8 +49,8 @@ LOCAL = 1.0  # initial ``ChunkingParams.local``
 class Search(Player):
     """Search for the best plan of one batch on one machine.
 
-    ``shared`` contains chunkings of an earlier search with the same batch, machine, headroom and
-    levers (except `wsplit`). The search spends their effort again, so sharing changes no result.
+    ``shared`` contains chunkings of an earlier search with the same batch, machine and levers
+    (except `wsplit`). The search spends their effort again, so sharing changes no result.
     """
 
     def __init__(
@@ -61,11 +59,10 @@ class Search(Player):
         cost: Cost,
         options: Options,
         halves: bool = True,
-        headroom_bytes: np.ndarray | None = None,
         shared: PreparedChunkings | None = None,
         host: offload.HostHeadroom | None = None,
     ):
-        super().__init__(batch, cost, options, halves, headroom_bytes, host)
+        super().__init__(batch, cost, options, halves, host)
         self.rates = rates_of(cost)
         self.total = float(self.rates.document_seconds(batch.lengths).sum()) / options.lockstep
         self.most = most_tokens(cost)
@@ -150,12 +147,11 @@ class Search(Player):
 
     def run(self) -> Candidate:
         """Run the search and return the best candidate, which may exceed the memory budget."""
-        candidate = self._grid() if "bins" in self.levers else self._alg1()
+        candidate = self._grid()
         best, start = self._best_of_many(candidate), None
         while offload.without_offload(best.prepared.counts) and best is not start:
             start = best
-            if "trim" in self.levers:
-                best = self._trimmed(best)
+            best = self._trimmed(best)
             options = uniform_recompute(self, best, self._others(best))
             alike = min(options, key=lambda option: option.rank, default=best)
             if alike.rank < best.rank:
@@ -184,25 +180,11 @@ class Search(Player):
             slot[None] + after[:, None],
         )
 
-    def _alg1(self) -> Candidate:
-        """Return the best candidate by Alg. 1 of InfiniPipe; simulation or its eq. 13 chooses K."""
-        options = [
-            (prepared, note)
-            for chunking, note in alg1_chunkings(self.batch, self.cost, self.options, self.rates)
-            if (prepared := self.prepare(chunking)) is not None
-        ]
-        stages = self.cost.layout.stages
-        if "chunks" not in self.levers:
-            options = [min(options, key=lambda option: _by_eq_13(option[0], stages))]
-        played = [self.best_policy(prepared, note) for prepared, note in options]
-        return min(played, key=lambda candidate: candidate.rank)
-
     def _grid(self) -> Candidate:
         ideal = ideal_chunks(self.total, self.rates, self.cost.layout.placement.ranks)
-        factors = GRID if "chunks" in self.levers else (1.0,)
         effort_left = self.effort.left
         # From the middle outwards, so that a small effort tries the likely numbers.
-        outwards = sorted(factors, key=lambda factor: abs(np.log(factor / LIKELY)))
+        outwards = sorted(GRID, key=lambda factor: abs(np.log(factor / LIKELY)))
         seeds = [list(self._seeds(max(1.0, ideal * factor))) for factor in outwards]
         for number, some in enumerate(seeds):
             # Build the chunks of the first number alone, because a small effort ends there. Then
@@ -218,8 +200,7 @@ class Search(Player):
             for factor in FULL_GRID_EFFORT:
                 params = ChunkingParams(max(1.0, ideal * factor), cut=UNCUT, local=self.local)
                 self.try_params(params)
-        if "search" in self.levers:
-            self._climb(effort_left)
+        self._climb(effort_left)
         return self._best()[1]
 
     def _seeds(self, chunks: float) -> Iterator[ChunkingParams]:
@@ -254,8 +235,7 @@ class Search(Player):
     def _best_neighbour(self, params: ChunkingParams, effort_left: float) -> ChunkingParams | None:
         best, best_rank = None, self.known[params].rank
         tight = bool(self.known[params].prepared.counts)
-        fixed = "chunks" not in self.levers
-        around = list(neighbours(params, tight=tight, fixed_count=fixed))
+        around = list(neighbours(params, tight=tight))
         self.build(around)
         for neighbour in around:
             if self.effort.left <= effort_left * (1 - CLIMB_FRACTION):
@@ -274,15 +254,7 @@ def _of_other_chunks(candidates: Iterable[Candidate], than: Candidate) -> Iterat
     )
 
 
-def _by_eq_13(prepared: PreparedChunking, stages: int) -> float:
-    """Return the time predicted by InfiniPipe's equation 13, with which the paper chooses K."""
-    work = prepared.work.ops.seconds[F] + prepared.work.ops.seconds[B]
-    return float(work.mean(axis=0).sum()) * (1 + (stages - 1) / prepared.work.chunks)
-
-
-def neighbours(
-    params: ChunkingParams, *, tight: bool, fixed_count: bool
-) -> Iterator[ChunkingParams]:
+def neighbours(params: ChunkingParams, *, tight: bool) -> Iterator[ChunkingParams]:
     """Yield parameters that differ from ``params`` in one field.
 
     The number of chunks changes in small (x 1.08) and large (x 1.2) steps. These factors were
@@ -291,7 +263,6 @@ def neighbours(
     Args:
         params: the parameters to start from.
         tight: whether the plan of ``params`` recomputes any layer.
-        fixed_count: whether the number of chunks stays fixed.
     """
 
     def changed(**fields: Any) -> ChunkingParams:
@@ -310,11 +281,10 @@ def neighbours(
             yield changed(front=at)
     for at in near(params.back):
         yield changed(back=at)
-    if not fixed_count:
-        for factor in (1.08, 1 / 1.08, 1.2, 1 / 1.2):
-            yield changed(chunks=max(1.0, params.chunks * factor))
-        for extra in (1, -1, 2, -2):
-            yield changed(extra_bins=params.extra_bins + extra)
+    for factor in (1.08, 1 / 1.08, 1.2, 1 / 1.2):
+        yield changed(chunks=max(1.0, params.chunks * factor))
+    for extra in (1, -1, 2, -2):
+        yield changed(extra_bins=params.extra_bins + extra)
     if params.cut < UNCUT:
         for cut in (0.8, 1.25, 1.5):
             yield changed(cut=params.cut * cut)

@@ -11,6 +11,7 @@ from megatron_epp.planner.epp.player import STRICT, Candidate, Player
 from megatron_epp.planner.epp.preparation import PreparedChunking
 from megatron_epp.planner.order.problem import left_layers
 from megatron_epp.planner.recompute import offload
+from megatron_epp.planner.recompute.choices import ladders
 
 ALIKE = (1.0, 0.75, 0.5, 0.25)  # fractions of the number of layers that uniform recompute requires
 
@@ -26,7 +27,7 @@ def uniform_recompute(
     The iterator ends when no effort is left.
     """
     for candidate in (best, *others):
-        steps = "".join(modes[1:] for modes in player.ladders(candidate.prepared.loads))
+        steps = "".join(modes[1:] for modes in ladders(player.cost, candidate.prepared.loads))
         for mode in dict.fromkeys(steps):
             named = dataclasses.replace(candidate, name=f"{candidate.name}, {mode} alike")
             by_limit = _least_uniform(

@@ -60,7 +60,7 @@ class PolicyParams:
 
 
 def policies(
-    split: bool, *, many: bool, strict: bool = False, tight: bool = False, placed: bool = False
+    split: bool, *, many: bool, tight: bool = False, placed: bool = False
 ) -> Iterator[PolicyParams]:
     """Yield the policies to try: a few for every chunking, or many for the best chunking.
 
@@ -69,20 +69,14 @@ def policies(
     Args:
         split: whether backwards may be split.
         many: whether to yield many policies.
-        strict: whether all policies must keep the in-flight limit.
         tight: whether memory is tight. Unsplit backwards may then be better, because a B holds no
             bytes for a W.
         placed: whether ranks have several stages.
     """
     if placed:
-        yield from _placed_policies(split, many=many, strict=strict, tight=tight)
+        yield from _placed_policies(split, many=many, tight=tight)
         return
     yield PolicyParams(strict=True)
-    if strict:
-        if split:
-            for held in (0.0, 1.0, 4.0) if many else (1.0,):
-                yield PolicyParams(True, True, held, 0.6)
-        return
     if not split:
         for lead in (-1, 0, 1, 2, 4, 8) if many else (0, 2):
             yield PolicyParams(strict=False, lead=lead)
@@ -103,13 +97,9 @@ def policies(
             yield PolicyParams(True, True, held, 0.6)
 
 
-def _placed_policies(
-    split: bool, *, many: bool, strict: bool, tight: bool
-) -> Iterator[PolicyParams]:
+def _placed_policies(split: bool, *, many: bool, tight: bool) -> Iterator[PolicyParams]:
     for warm in WARMER if many else WARMER[:2]:
         for deep, fixed in TURNS:
-            if strict and not fixed:
-                continue
             if not split or tight or many:
                 yield PolicyParams(fixed, warm=warm, deep=deep)
             if split:
@@ -118,7 +108,7 @@ def _placed_policies(
         for warm in WARMER[:2]:
             for held in (1.0, 4.0):
                 for patience in (0.3, 0.6, 1.0):
-                    yield PolicyParams(strict, True, held, patience, warm=warm)
+                    yield PolicyParams(False, True, held, patience, warm=warm)
 
 
 def policy_of(style: PolicyParams, work: ScheduleProblem, limit: np.ndarray) -> Policy:

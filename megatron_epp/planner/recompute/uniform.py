@@ -25,14 +25,11 @@ class ScoredDraft:
         seconds: simulated time of the iteration.
         over_bytes: maximum over the ranks of bytes above the budget; 0 if the draft fits.
         draft: the plan as arrays.
-        cost: cost model of the simulation; its layers per stage may differ from the job's (lever
-            `uneven`).
     """
 
     seconds: float
     over_bytes: float
     draft: Draft
-    cost: Cost
 
     @property
     def rank(self) -> tuple[float, float]:
@@ -94,7 +91,7 @@ def scored_draft(
     note = ", ".join(filter(None, notes))
     stages = schedule.stages if cost.layout.place else None
     draft = Draft(chunking, counts, schedule.kinds, schedule.chunks, note=note, stages=stages)
-    return ScoredDraft(schedule.seconds, schedule.over_bytes, draft, cost)
+    return ScoredDraft(schedule.seconds, schedule.over_bytes, draft)
 
 
 def uniform_draft(

@@ -16,10 +16,11 @@ requested or faster.
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import batched
+from typing import Any
 
 import numpy as np
 
@@ -29,12 +30,11 @@ from megatron_epp.ir import Kind, Plan
 from megatron_epp.ir.placement import Placement
 from megatron_epp.planner.choose.choice import (
     PLACEMENT_NAMES,
-    PLACEMENT_PAYS,
     SKETCH_EFFORT,
-    VOCABULARY_PAYS,
     heaviest,
-    placed_cost,
+    padded_words,
     ruled_out,
+    run_choice,
     with_placement,
 )
 from megatron_epp.planner.choose.partition import (
@@ -208,6 +208,7 @@ def survey(
     partition: bool = True,
     vocabulary: str = "off",
     placement: bool = False,
+    words: int = 0,
     progress: Callable[[Iterable, int, str], Iterable] = lambda items, total, what: items,
     run: Runner = in_turn,
 ) -> Survey:
@@ -225,6 +226,7 @@ def survey(
         partition: whether to also try numbers of layers per stage that balance the stages' time.
         vocabulary: vocabulary parallelism of the ``epp`` planner: off, on, or auto (if faster).
         placement: whether to try several stages per rank for the best layouts.
+        words: size of the vocabulary; 0 if unknown.
         progress: function that wraps an iterable in a progress bar.
         run: function that maps a function over tasks, for example in worker processes.
     """
@@ -239,9 +241,8 @@ def survey(
             refused[layout] = str(error).split("\n")[0]
     likely = {layout: _estimate(bound, costs[layout]) for layout, bound in bounds.items()}
     ordered = sorted(likely, key=lambda layout: (likely[layout], layout))
-    # A glance drops the levers that cost most when memory is tight.
     kept = options.levers - {"offload"}  # _variants tries offloading for the finalists
-    glance = dataclasses.replace(options, effort=0, levers=kept - {"persist"})
+    glance = dataclasses.replace(options, effort=0, levers=kept)
     effort = SKETCH_EFFORT if options.effort is None else min(SKETCH_EFFORT, options.effort)
     sketch = dataclasses.replace(options, effort=effort, levers=kept)
 
@@ -259,6 +260,15 @@ def survey(
             if why:
                 refused.setdefault(layout, why)
             yield layout, choices_of
+
+    def how_of(cost: Cost) -> dict[str, Any]:
+        """Return the arguments of run_choice for a layout."""
+        return {
+            "placements": PLACEMENT_NAMES if placement and cost.layout.stages > 1 else (),
+            "vocabularies": _cuts(cost, ELASTIC, vocabulary),
+            "by_time": partition,
+            "words": padded_words(words, cost.layout.tp),
+        }
 
     try:
         groups = [*batched(ordered, AT_ONCE)]
@@ -286,7 +296,7 @@ def survey(
             if glanced:
                 refused.pop(layout, None)
             choices += _best_of(glanced)
-        choices = _finals(choices, batches, costs, options, vocabulary, placement, progress, run)
+        choices = _finals(choices, batches, costs, options, how_of, progress, run)
     except KeyboardInterrupt:
         known = choices or [each for glanced in glances.values() for each in _best_of(glanced)]
         return Survey(tuple(sorted(known, key=_order)), refused, tuple(bounded), True)
@@ -336,8 +346,7 @@ def _finals(
     batches: Sequence[Sequence[int]],
     costs: dict[Layout, Cost],
     options: Options,
-    vocabulary: str,
-    placement: bool,
+    how_of: Callable[[Cost], Mapping[str, Any]],
     progress: Callable[[Iterable, int, str], Iterable],
     run: Runner,
 ) -> list[Choice]:
@@ -351,7 +360,7 @@ def _finals(
         baselines.setdefault(choice.planner, []).append(choice)
     work = [*finalists, *(c for each in baselines.values() for c in each[:FINALISTS])]
     tasks = [
-        (choice, costs[choice.layout], batches, options, vocabulary, placement) for choice in work
+        (choice, cost := costs[choice.layout], batches, options, how_of(cost)) for choice in work
     ]
     evaluated = [
         each
@@ -367,13 +376,31 @@ def _with_full_effort(
     cost: Cost,
     batches: Sequence[Sequence[int]],
     options: Options,
-    vocabulary: str,
-    placement: bool,
+    how: Mapping[str, Any],
 ) -> list[Choice]:
-    """Return ``choice`` and its variants, planned on all batches."""
-    variants = _variants(choice, cost, vocabulary, "offload" in options.levers)
-    if placement and choice.planner == ELASTIC:
-        variants += _placements(choice, cost, batches[0])
+    """Return ``choice`` and its variants, planned on all batches.
+
+    The stages of planner `epp` are those of :func:`~.choice.run_choice` with the arguments ``how``;
+    stock chooses its own. Offloading is tried if recompute takes more than the fraction ``TIGHT``
+    of the time.
+    """
+    if choice.planner != ELASTIC:
+        variants = [choice]
+    else:
+        together = dataclasses.replace(options, lockstep=_lockstep(cost))
+        chosen = run_choice(cost, batches, together, ELASTIC, **how).cost.layout
+        variants = [
+            dataclasses.replace(
+                choice,
+                layers=chosen.layers,
+                place=chosen.place,
+                vocabulary_parallel=chosen.vocabulary_parallel,
+                offload=False,
+            )
+        ]
+        tight = choice.recompute_ratio > TIGHT and cost.layout.profile.host_bytes_per_second > 0
+        if tight and "offload" in options.levers:
+            variants.append(dataclasses.replace(variants[0], offload=True))
     evaluated = []
     for variant in variants:
         with suppress(ValueError):  # a later batch does not fit, which rules the variant out
@@ -403,19 +430,15 @@ def _on_all(
 def _best_of(choices: Sequence[Choice]) -> list[Choice]:
     """Return the best choice of every layout and planner.
 
-    A choice with offloading, vocabulary parallelism or several stages per rank is the best only if
-    it saves a minimum fraction of the time of the best choice without this option.
+    A choice with offloading is the best only if it saves OFFLOAD_PAYS of the time of the best
+    choice without.
     """
     best: dict[tuple, Choice] = {}
-    for choice in sorted(choices, key=lambda c: (bool(c.place), c.vocabulary_parallel, c.offload)):
+    for choice in sorted(choices, key=lambda c: c.offload):
         key = choice.layout, choice.planner
         asked = 1.0
         if key in best and choice.offload > best[key].offload:
             asked -= OFFLOAD_PAYS
-        if key in best and choice.vocabulary_parallel > best[key].vocabulary_parallel:
-            asked -= VOCABULARY_PAYS
-        if key in best and bool(choice.place) > bool(best[key].place):
-            asked -= PLACEMENT_PAYS
         if key not in best or choice.seconds < best[key].seconds * asked:
             best[key] = choice
     return list(best.values())
@@ -428,39 +451,6 @@ def _cuts(cost: Cost, planner: str, vocabulary: str) -> tuple[bool, ...]:
     if vocabulary == "on":
         return (True,)
     return (False, True) if ruled_out(cost) is None else (False,)
-
-
-def _variants(choice: Choice, cost: Cost, vocabulary: str, offload: bool) -> list[Choice]:
-    """Return the variants of ``choice`` to plan with the full effort.
-
-    Variants have the layers per stage of ``choice`` or of ``cost``. With ``offload``, offloading is
-    tried if recompute takes more than the fraction ``TIGHT`` of the time of ``choice``.
-    """
-    if choice.planner == STOCK:  # it chooses its placement and layers again
-        return [choice]
-    variants = [
-        dataclasses.replace(choice, layers=layers, offload=False, vocabulary_parallel=cut)
-        for cut in _cuts(cost, choice.planner, vocabulary)
-        for layers in dict.fromkeys((choice.layers, cost.layout.layers))
-    ]
-    tight = choice.recompute_ratio > TIGHT and cost.layout.profile.host_bytes_per_second > 0
-    if tight and offload and choice.planner == ELASTIC:
-        variants.append(dataclasses.replace(choice, offload=True))
-    return variants
-
-
-def _placements(choice: Choice, cost: Cost, lengths: Sequence[int]) -> Iterator[Choice]:
-    """Yield variants of ``choice`` with several stages per rank.
-
-    Layers are balanced by the time of ranks. The LM head is on the last stage.
-    """
-    for name in PLACEMENT_NAMES if cost.layout.placement.ranks > 1 else ():
-        here = placed_cost(cost.with_vocabulary(False), name)
-        if here is None:
-            continue
-        if layers := fastest_layers(here, expected_features(here, [heaviest(lengths, cost)])):
-            place = here.layout.place
-            yield dataclasses.replace(choice, layers=layers, vocabulary_parallel=False, place=place)
 
 
 def _bound(lengths: Sequence[int], cost: Cost, options: Options) -> float:

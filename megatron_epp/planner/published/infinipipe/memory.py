@@ -4,17 +4,12 @@ In this model, a slice or hybrid chunk holds K/V gradients for all its tokens fr
 The simulator uses exact rules instead: see ir.rules and cost.Cost.
 """
 
-import dataclasses
-
 import numpy as np
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.profile import LayerCoefficients
 from megatron_epp.ir import FULL, KEEP
-from megatron_epp.planner.order.compiled import B, F, I, W
-from megatron_epp.planner.order.problem import ScheduleProblem
 
 
 def paper_moves(cost: Cost, loads: Loads) -> np.ndarray:
@@ -70,34 +65,3 @@ def _freed(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
         - carries * of.kv_bytes_per_token
     )
     return np.maximum(per_token, 0.0) * loads.tokens / cost.layout.shards
-
-
-def papers_ledger(
-    work: ScheduleProblem, cost: Cost, loads: Loads, counts: Counts
-) -> ScheduleProblem:
-    """Return ``work`` with InfiniPipe's memory model: K/V gradients count from a chunk's F on.
-
-    Args:
-        work: scheduling problem with exact bytes.
-        cost: cost model, including the stages and parallel degrees.
-        loads: tokens and query-key pairs of the chunks.
-        counts: number of layers by layer kind and recompute mode. A layer with a selective mode
-            frees the bytes that it saves with KEEP, minus the bytes that it saves with the mode.
-    """
-    moves = paper_moves(cost, loads)
-    for (kind, mode), grid in counts.items():
-        if mode == FULL:
-            freed = _freed(cost, cost.layout.coefficients[kind], loads)
-        else:
-            freed = cost.memory.saved_bytes((kind, KEEP), loads) - cost.memory.saved_bytes(
-                (kind, mode), loads
-            )
-        moves[0, 0] -= grid * freed
-        moves[1, 1] -= grid * freed
-    moved = work.ops.moved_bytes.copy()  # the paper has no H and G; their bytes stay exact
-    moved[W] = 0.0
-    moved[F], moved[B], moved[I] = moves[0], moves[1], moves[1]
-    held = cost.memory.weight_input_bytes(loads)
-    moved[I, 1] -= np.minimum(held, moved[I, 1])  # what W still requires is not freed
-    moved[W, 1] = moved[B, 1] - moved[I, 1]
-    return dataclasses.replace(work, ops=work.ops._replace(moved_bytes=moved))

@@ -235,4 +235,4 @@ def _play(
     drafted = Draft(
         chunking, counts, schedule.kinds, schedule.chunks, pipelines=len(cuts) + 1, note=note
     )
-    return ScoredDraft(schedule.seconds, schedule.over_bytes, drafted, cost), schedule.peak_bytes
+    return ScoredDraft(schedule.seconds, schedule.over_bytes, drafted), schedule.peak_bytes
