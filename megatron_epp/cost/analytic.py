@@ -3,9 +3,14 @@
 They are computed layer kind by layer kind. For MoE, tokens are assumed to be distributed evenly
 over the experts. For MLA, every device of a stage receives the latents of all tokens. K and V of a
 context are projected again block by block. B, or I, computes the gradient of that up-projection.
+
+I and W together take longer than B: W reads the inputs and output gradients of products again, and
+I exposes communication that B hides (:mod:`megatron_epp.cost.seconds`). Linears that cannot defer
+their weight gradients to W compute them in I.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_epp.cost.catalogue.devices import Device
@@ -44,6 +49,8 @@ WEIGHT_READ = 0.75
 # LayerNorms and activation functions only move memory; their recompute takes this fraction of the
 # linear layers' forward.
 NORM_FRACTION = 0.01
+# Linears that compute their weight gradients in I: experts with grouped products, or all linears.
+EXPERTS, ALL = "experts", "all"
 # Rows whose logits exist at a time with a fused LM head and loss on a GPU. Each block computes a
 # gradient of the full output weight, which is written, read and added to main_grad: 0.45 ms for 32K
 # vocabulary entries, compared with 2 ms of products for 1024 rows. Blocks are therefore as large as
@@ -62,6 +69,7 @@ def profile(
     logits_held: bool = True,
     kv_read: bool = False,
     moe_token_dispatcher_type: str = ALLTOALL,
+    kept_in_input: str = EXPERTS,
 ) -> Profile:
     """Return the analytic profile of ``model`` on ``device``, for one layer of every kind.
 
@@ -76,15 +84,19 @@ def profile(
             takes time.
         moe_token_dispatcher_type: how tokens are sent to experts, as in Megatron's flag; values
             other than `flex` count as `alltoall`.
+        kept_in_input: linears whose weight gradients I computes, not W: EXPERTS, ALL, or "".
     """
     token_dispatcher = FLEX if moe_token_dispatcher_type == FLEX else ALLTOALL
     coefficients = {
-        kind: _coefficients(layer, device, kv_read, token_dispatcher)
+        kind: _coefficients(layer, device, kv_read, token_dispatcher, kept_in_input)
         for kind, layer in model.shapes.items()
     }
     source = "analytic: flops and bytes of the device's rates"
     head_inputs = float(ELEMENT_BYTES * (model.hidden + model.vocabulary))
     head_token = 2.0 * model.vocabulary_parameters / device.linear_flops if head_seconds else 0.0
+    of_head = [each * head_token for each in ((1, 2, 1, 1) if logits_held else (3, 0, 0, 0))]
+    if head_seconds and logits_held:
+        of_head[-1] += _read_seconds(head_inputs, device)
     logits = Bytes(LOGITS_BYTES * model.vocabulary, LOGITS_BYTES * model.vocabulary)
     none = {kind: Workspace() for kind in Kind if kind in _COMPUTE}
     boundary = ELEMENT_BYTES * model.hidden
@@ -98,12 +110,7 @@ def profile(
         cp=1,
         **of_first,
         first_seconds={kind: Seconds() for kind in _COMPUTE},
-        last_seconds={
-            kind: Seconds(fraction * head_token)
-            for kind, fraction in zip(
-                _COMPUTE, (1, 2, 1, 1) if logits_held else (3, 0, 0, 0), strict=True
-            )
-        },
+        last_seconds=dict(zip(_COMPUTE, map(Seconds, of_head), strict=True)),
         first_bytes=Bytes(),
         last_bytes=logits if logits_held else Bytes(),
         stores_last_slice=False,
@@ -164,23 +171,20 @@ def _without_weights(forward: float, backward: float) -> dict[Kind, float]:
 
 
 def _coefficients(
-    layer: Layer, device: Device, kv_read: bool, token_dispatcher: str
+    layer: Layer, device: Device, kv_read: bool, token_dispatcher: str, kept_in_input: str
 ) -> LayerCoefficients:
     """Return the coefficients of one layer, from flops and bytes."""
+    deferred = _deferred(layer, device, kept_in_input)
     linear = _product_flops(layer, device) / device.linear_flops
     attention = layer.flops_per_pair / device.attention_flops
     # ZeRO 3 gathers a layer's weights in F and B and scatters its gradients in B.
     weights = ELEMENT_BYTES * (layer.parameters + layer.expert_parameters)
     gather = 3 * weights / device.group_bytes_per_second[min(device.group_bytes_per_second)]
-    launch = device.launch_seconds * layer.launches
-    kept, weight_inputs = ELEMENT_BYTES * layer.saved, ELEMENT_BYTES * layer.weight_inputs
     rate = device.memory_efficiency * device.memory_bytes_per_second
     # DeepEP and HybridEP sort tokens while they send them.
     moved = layer.moved + (layer.routed.permuted if token_dispatcher == ALLTOALL else 0.0)
     light = ELEMENT_BYTES * moved / rate if rate else 0.0
-    layer_cost = _layer(
-        layer, linear, attention, launch, gather, float(kept), float(weight_inputs), light
-    )
+    layer_cost = _layer(layer, device, linear, attention, gather, light, deferred)
     columns = {
         column: _column_seconds(layer, work, device, attention)
         for column, work in layer.work.items()
@@ -194,24 +198,52 @@ def _coefficients(
     }
     if workspaces:
         workspaces[Kind.INPUT] = workspaces[Kind.BACKWARD]
+    issue = {
+        op: layer.routed.issue * seconds
+        for op, seconds in device.host_seconds.items()
+        if layer.routed.issue
+    }
+    of_layer, of_experts = not any(deferred), bool(kept_in_input)
     return dataclasses.replace(
         layer_cost,
         column_seconds=columns,
         workspace_bytes={**layer_cost.workspace_bytes, **workspaces},
-        weight_seconds=_weight_seconds(layer.parameters, device),
-        expert_weight_seconds=_weight_seconds(layer.expert_parameters, device),
-        host_seconds=device.host_seconds,
-        expert_host_seconds={
-            op: layer.routed.issue * seconds
-            for op, seconds in device.host_seconds.items()
-            if layer.routed.issue
-        },
+        weight_seconds=in_input(_weight_seconds(layer.parameters, device), of_layer),
+        expert_weight_seconds=in_input(
+            _weight_seconds(layer.expert_parameters, device), of_experts
+        ),
+        host_seconds=in_input(device.host_seconds, of_layer),
+        expert_host_seconds=in_input(issue, of_experts),
     )
+
+
+def _deferred(layer: Layer, device: Device, kept_in_input: str) -> tuple[float, int]:
+    """Return the forward flops per token, and channels from I to W, of products that W completes.
+
+    W computes their weight gradients. Both numbers are 0 if it computes none.
+    """
+    experts = kept_in_input == EXPERTS
+    inputs = layer.weight_inputs - experts * layer.routed.weight_inputs
+    if kept_in_input == ALL or not inputs:
+        return 0.0, 0
+    flops = _product_flops(layer, device) - layer.scan_flops
+    return flops - experts * (2.0 * layer.routed.active + _narrow_flops(layer, device)), inputs
+
+
+def in_input(seconds: Mapping[Kind, float], kept: bool = True) -> Mapping[Kind, float]:
+    """Return ``seconds`` by kind of op; if ``kept``, I does what B does, and W nothing."""
+    if not kept or not seconds:
+        return seconds
+    return {**seconds, Kind.INPUT: seconds[Kind.BACKWARD], Kind.WEIGHT: 0.0}
+
+
+def _narrow_flops(layer: Layer, device: Device) -> float:
+    return layer.routed.narrow_flops if device.memory_efficiency else 0.0
 
 
 def _product_flops(layer: Layer, device: Device) -> float:
     """Return the forward flops per token of products and scans, increased for narrow experts."""
-    return layer.flops_per_token + (layer.routed.narrow_flops if device.memory_efficiency else 0.0)
+    return layer.flops_per_token + _narrow_flops(layer, device)
 
 
 def _weight_seconds(parameters: int, device: Device) -> dict[Kind, float]:
@@ -239,36 +271,46 @@ def _column_seconds(
     return _without_weights(forward, work.backward * forward)
 
 
+def _read_seconds(bytes_: float, device: Device) -> float:
+    """Return the seconds to read ``bytes_`` from the device's memory; 0 if its rate is unknown."""
+    rate = (device.memory_efficiency or 1.0) * device.memory_bytes_per_second
+    return bytes_ / rate if rate else 0.0
+
+
 def _layer(
     layer: Layer,
+    device: Device,
     linear: float,
     attention: float,
-    launch: float,
     gather: float,
-    kept: float,
-    weight_inputs: float,
-    light: float = 0.0,
+    light: float,
+    deferred: tuple[float, int],
 ) -> LayerCoefficients:
     """Return the coefficients of a layer.
 
     Args:
         layer: sizes of the layer.
+        device: rates of the device.
         linear: forward seconds per token.
         attention: forward seconds per query-key pair.
-        launch: forward seconds per chunk.
         gather: seconds per chunk of ZeRO 3's gathers and scatters, in F and B together.
-        kept: bytes per token saved from F to B.
-        weight_inputs: bytes per token saved from I to W.
         light: forward seconds per token of kernels other than products and attention.
+        deferred: flops and channels of :func:`_deferred`.
     """
-    saved, carried = _saved_bytes(layer, kept), layer.carried
+    saved, carried = _saved_bytes(layer, float(ELEMENT_BYTES * layer.saved)), layer.carried
     back, pairs = MOVED_BACKWARD * light, ATTENTION_BACKWARD * attention
+    # W reads the operands of its products again, which no cache holds after I. It launches neither
+    # scans nor exchanges of tokens.
+    flops, channels = deferred
+    weight, weight_inputs = flops / device.linear_flops, float(ELEMENT_BYTES * channels)
+    launch = device.launch_seconds * layer.launches
+    launch_weight = device.launch_seconds if channels else 0.0
     return LayerCoefficients(
         layer_seconds={
             Kind.FORWARD: Seconds(linear + light, attention, launch),
             Kind.BACKWARD: Seconds(2 * linear + back, pairs, 2 * launch),
-            Kind.INPUT: Seconds(linear + back, pairs, launch),
-            Kind.WEIGHT: Seconds(linear, 0.0, launch),
+            Kind.INPUT: Seconds(2 * linear - weight + back, pairs, 2 * launch - launch_weight),
+            Kind.WEIGHT: Seconds(weight + _read_seconds(weight_inputs, device), 0.0, launch_weight),
         },
         recompute_seconds=_recompute_seconds(layer, linear, attention, launch, light),
         gather_seconds={

@@ -49,7 +49,7 @@ class BackwardPeak:
         output_bytes = np.zeros_like(held)
         if kind is Kind.INPUT:
             bytes_KC = [
-                bytes_C + layout.bytes_of(of.weight_input_bytes, loads)
+                bytes_C + memory.layer_weight_input_bytes(of, loads)
                 for bytes_C, of in zip(bytes_KC, layout.coefficients, strict=True)
             ]
             output_bytes = memory.ends.weight_input_bytes(loads)

@@ -15,6 +15,15 @@ def tensor_seconds(layout: StageLayout, bytes_per_token: float) -> float:
     return moved / (layout.cp * at_most(layout.profile.tensor_bytes_per_second, layout.tp))
 
 
+def gathered_bytes(layout: StageLayout, of: LayerCoefficients) -> float:
+    """Return the bytes per token of other ranks' rows that I leaves for W on a device.
+
+    With tensor parallelism a sublayer's first product reads all rows of its TP group, and its last
+    product all rows of the output's gradient (sequence parallelism gathers both).
+    """
+    return of.tensor_bytes_per_token * (layout.tp - 1) / (layout.tp * layout.cp)
+
+
 def all_to_all_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
     """Return the seconds per token of all-to-alls in a CP group, in a layer's forward.
 
@@ -48,6 +57,16 @@ def gather_latency(layout: StageLayout, of: LayerCoefficients) -> float:
     if layout.tp == 1 or layout.network is None:
         return 0.0
     return of.tensor_gathers * layout.network.gather_latency(layout.tp)
+
+
+def uncovered_seconds(layout: StageLayout, of: LayerCoefficients) -> tuple[float, float]:
+    """Return the seconds per token, and latency, of the collectives that B hides and I exposes.
+
+    In each sublayer, B hides one gather or scatter in a TP group next to the product of a weight
+    gradient, which I does not compute.
+    """
+    tensor = tensor_seconds(layout, of.tensor_bytes_per_token / 2)
+    return tensor, gather_latency(layout, of) / 2
 
 
 def exposed_seconds(layout: StageLayout, of: LayerCoefficients) -> float:

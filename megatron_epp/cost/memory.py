@@ -10,6 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_epp.cost.communication import gathered_bytes
 from megatron_epp.cost.ends import Ends
 from megatron_epp.cost.layer_kinds import Choice, Counts
 from megatron_epp.cost.layout import StageLayout
@@ -133,11 +134,13 @@ class ChunkMemory:
 
     def weight_input_bytes(self, loads: Loads) -> np.ndarray:
         """Return the bytes held from I to W: [stages, chunks]."""
-        layout = self.layout
-        held = layout.over_stages(
-            [layout.bytes_of(each.weight_input_bytes, loads) for each in layout.coefficients]
-        )
-        return np.ceil(held + self.ends.weight_input_bytes(loads))
+        layers = [self.layer_weight_input_bytes(each, loads) for each in self.layout.coefficients]
+        return np.ceil(self.layout.over_stages(layers) + self.ends.weight_input_bytes(loads))
+
+    def layer_weight_input_bytes(self, of: LayerCoefficients, loads: Loads) -> np.ndarray:
+        """Return the bytes that one layer holds from I to W, rows of its TP group included: [C]."""
+        own = self.layout.bytes_of(of.weight_input_bytes, loads)
+        return own + gathered_bytes(self.layout, of) * loads.tokens
 
     # --- while an op runs ------------------------------------------------------------------------
 
@@ -190,7 +193,7 @@ class ChunkMemory:
         layer = self.saved_bytes((kind, KEEP), loads)
         if op is Kind.INPUT:
             # Weight inputs of all layers count from the start of I, this layer's included.
-            left = self.layout.bytes_of(self.layout.coefficients[kind].weight_input_bytes, loads)
+            left = self.layer_weight_input_bytes(self.layout.coefficients[kind], loads)
             layer = np.maximum(layer - left, 0.0)
         return layer
 

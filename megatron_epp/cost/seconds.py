@@ -23,7 +23,9 @@ from megatron_epp.cost.communication import (
     expert_seconds,
     exposed_seconds,
     gather_latency,
+    gathered_bytes,
     tensor_seconds,
+    uncovered_seconds,
 )
 from megatron_epp.cost.ends import Ends
 from megatron_epp.cost.layer_kinds import Choice, Counts
@@ -88,6 +90,9 @@ class OpSeconds:
                 + _weights_row(layout, each, kind)
                 for each in layout.coefficients
             ]
+            if kind is Kind.WEIGHT:
+                for row, each in zip(rows, layout.coefficients, strict=True):
+                    row[TOKENS] += _read_seconds(layout, gathered_bytes(layout, each))
             result[kind] = layout.over_stages(rows)
             self.ends.add_seconds(kind, result[kind])
         every = {**result, **self.ends.head_seconds()}
@@ -103,6 +108,8 @@ class OpSeconds:
                 if kind is not Kind.WEIGHT:
                     layer[TOKENS] = exposed_seconds(self.layout, each)
                     layer[CHUNKS] = gather_latency(self.layout, each)
+                if kind is Kind.INPUT:
+                    layer[[TOKENS, CHUNKS]] += uncovered_seconds(self.layout, each)
                 if self.layout.zero == 3:
                     layer[CHUNKS] += each.gather_seconds[kind]
                 rows.append(layer)
@@ -243,6 +250,12 @@ def _weights_row(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> np.n
     row[CHUNKS] = of.weight_seconds.get(kind, 0.0) * layout.profile.tp / layout.tp
     row[CHUNKS] += of.expert_weight_seconds.get(kind, 0.0) / layout.ep
     return row
+
+
+def _read_seconds(layout: StageLayout, bytes_: float) -> float:
+    """Return the seconds to read ``bytes_`` from the device's memory; 0 if its rate is unknown."""
+    rate = 0.0 if layout.network is None else layout.network.copy_bytes_per_second
+    return bytes_ / rate if rate else 0.0
 
 
 def _exchanges(mode: str) -> bool:

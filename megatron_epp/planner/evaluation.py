@@ -11,7 +11,8 @@ from megatron_epp.planner.chunks.block import folded
 from megatron_epp.planner.chunks.chunking import assemble
 from megatron_epp.planner.chunks.slicing import cut_each, ideal_chunks
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import NOTHING, Draft, SortedBatch
+from megatron_epp.planner.order.compiled import NOTHING
+from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.emit_block import MemberPlan, member_plans
 from megatron_epp.planner.order.problem import rates_of, with_unrecomputed
 from megatron_epp.sim.play import play

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from megatron_epp.cost.analytic import profile, without_states
+from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
-from megatron_epp.cost.profile import Bytes
+from megatron_epp.cost.profile import Bytes, Seconds
 from megatron_epp.ir import Item, Kind, Plan
 from megatron_epp.sim.play import play
 
@@ -73,9 +74,88 @@ def test_the_output_layer_waits_on_the_last_stage_only():
     ]
 
 
+H100, LLAMA, QWEN = DEVICES["h100-80g"], MODELS["llama3-8b"], MODELS["qwen3-30b-a3b"]
+READ = H100.memory_efficiency * H100.memory_bytes_per_second  # bytes per second
+
+
 def test_the_analytic_output_layer_has_a_w_of_its_own():
-    last = profile(MODELS["llama3-8b"], DEVICES["h100-80g"]).last_seconds
+    last = profile(LLAMA, H100).last_seconds
     assert last[Kind.WEIGHT].per_token > 0
+    operands = 2 * (LLAMA.hidden + LLAMA.vocabulary)
     assert last[Kind.INPUT].per_token + last[Kind.WEIGHT].per_token == pytest.approx(
-        last[Kind.BACKWARD].per_token
+        last[Kind.BACKWARD].per_token + operands / READ
     )
+
+
+def test_w_reads_the_operands_of_its_products_again():
+    """A dense layer on one device: W has the flops of a forward, I the rest of B."""
+    of = profile(LLAMA, H100).layer_seconds
+    # Inputs and output gradients of QKV, projection, gate and up, down.
+    gate_up, qkv = 2 * LLAMA.ffn_hidden, LLAMA.heads * 128 + 2 * LLAMA.kv_heads * 128
+    channels = (4096 + qkv) + (4096 + 4096) + (4096 + gate_up) + (LLAMA.ffn_hidden + 4096)
+    halves = of[Kind.INPUT].per_token + of[Kind.WEIGHT].per_token
+    assert halves == pytest.approx(of[Kind.BACKWARD].per_token + 2 * channels / READ)
+    flops = LLAMA.shapes["layer"].flops_per_token
+    assert of[Kind.WEIGHT].per_token == pytest.approx(
+        flops / H100.linear_flops + 2 * channels / READ
+    )
+    assert of[Kind.INPUT].per_pair == of[Kind.BACKWARD].per_pair and not of[Kind.WEIGHT].per_pair
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "qwen3-30b-a3b", "nemotron-h-8b", "deepseek-v3"])
+@pytest.mark.parametrize("kept", ["", "experts", "all"])
+def test_a_split_is_never_free(name, kept):
+    for each in profile(MODELS[name], H100, kept_in_input=kept).kinds.values():
+        of, inputs = each.layer_seconds, each.weight_input_bytes.per_token
+        for field in ("per_token", "per_pair", "per_chunk"):
+            whole, *halves = (
+                getattr(of[kind], field) for kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+            )
+            more = inputs / READ if field == "per_token" else 0.0
+            assert sum(halves) == pytest.approx(whole + more), (name, field)
+        for seconds in (each.weight_seconds, each.expert_weight_seconds, each.host_seconds):
+            if seconds:
+                halves = seconds[Kind.INPUT] + seconds[Kind.WEIGHT]
+                assert halves >= seconds[Kind.BACKWARD] * (1 - 1e-12)
+        if kept == "all" or not inputs:
+            assert of[Kind.INPUT] == of[Kind.BACKWARD] and of[Kind.WEIGHT] == Seconds()
+            assert each.host_seconds[Kind.WEIGHT] == each.weight_seconds[Kind.WEIGHT] == 0
+
+
+def test_grouped_experts_compute_their_weight_gradients_in_i():
+    """What W computes, reads and issues is that of attention; experts of separate linears add
+    theirs."""
+    grouped, separate = (
+        next(iter(profile(QWEN, H100, kept_in_input=kept).kinds.values()))
+        for kept in ("experts", "")
+    )
+    (layer,) = QWEN.shapes.values()
+    own = 2 * 2048 + QWEN.heads * 128 + (QWEN.heads + 2 * QWEN.kv_heads) * 128
+    assert grouped.weight_input_bytes.per_token == 2 * own
+    experts = layer.shape.active_experts * (2 * 2048 + 3 * layer.shape.expert_hidden)
+    assert separate.weight_input_bytes.per_token == 2 * (own + experts)
+    assert grouped.layer_seconds[Kind.WEIGHT].per_token == pytest.approx(
+        2 * layer.parameters / H100.linear_flops + 2 * own / READ
+    )
+    for name in ("expert_weight_seconds", "expert_host_seconds"):
+        of = getattr(grouped, name)
+        assert of[Kind.INPUT] == of[Kind.BACKWARD] > 0 and of[Kind.WEIGHT] == 0
+        assert getattr(separate, name)[Kind.WEIGHT] > 0
+
+
+def test_tensor_parallelism_leaves_gathered_rows_and_an_uncovered_collective():
+    """Per sublayer, I leaves all rows of the first product's input and of the last one's output
+    gradient, and waits for one gather or scatter beside which B computes weight gradients."""
+    plan = Plan.parse("plan v1\ndocuments 1024\nlayers 32\nchunk 0: 0[0:1024]\nstage 0: F0 I0 W0\n")
+    how = {"zero": 1, "topology": "nodes", "memory_budget_gib": 1000, "logits_held": False}
+    one, eight = (named_cost("llama3-8b", "h100-80g", pp=1, tp=tp, **how) for tp in (1, 8))
+    loads = one.loads(plan.chunks, plan.documents)
+    hidden, inner = 4 * 4096, LLAMA.shapes["layer"].weight_inputs - 4 * 4096
+    (held,), (alone,) = (each.memory.weight_input_bytes(loads)[0] for each in (eight, one))
+    assert held == 32 * 1024 * 2 * (hidden + inner / 8)
+    assert alone == 32 * 1024 * 2 * (hidden + inner)
+    seconds = {kind: eight.seconds.device(kind, loads)[0, 0] for kind in (Kind.INPUT, Kind.WEIGHT)}
+    whole = eight.seconds.device(Kind.BACKWARD, loads)[0, 0]
+    collective = 1024 * 2 * 4096 * 7 / 8 / 360e9 + H100.gather_latency_seconds[8]
+    expected = whole + 32 * 2 * collective + held / READ
+    assert sum(seconds.values()) == pytest.approx(expected)

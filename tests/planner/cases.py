@@ -15,7 +15,7 @@ from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import Loads
-from megatron_epp.cost.profile import Seconds
+from megatron_epp.cost.profile import Seconds, layer_coefficients
 from megatron_epp.ir import Kind
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
@@ -99,17 +99,20 @@ def with_room(cost: Cost, room_gib: float) -> Cost:
 
 
 def priced(cost: Cost, price: float) -> Cost:
-    """``cost`` where I and W of a layer together take ``price`` more than B, as a share of it, and
-    the host no time."""
-    seconds = dict(cost.layout.profile.layer_seconds)
-    whole, half = seconds[Kind.BACKWARD], seconds[Kind.INPUT]
-    seconds[Kind.INPUT] = Seconds(
-        half.per_token + price * whole.per_token,
-        half.per_pair + price * whole.per_pair,
-        half.per_chunk + price * whole.per_chunk,
-    )
-    profile = dataclasses.replace(cost.layout.profile, layer_seconds=seconds)
-    return cost.replace(profile=profile.each_kind(host_seconds={}))
+    """``cost`` where I and W of a layer together take ``price`` more than B, as a share of it;
+    neither the host nor tensor-parallel groups take time."""
+    kinds = {}
+    for kind, each in cost.layout.profile.kinds.items():
+        of = dict(each.layer_seconds)
+        whole, weight = of[Kind.BACKWARD] * (1 + price), of[Kind.WEIGHT]
+        of[Kind.INPUT] = Seconds(
+            max(0.0, whole.per_token - weight.per_token),
+            whole.per_pair,
+            max(0.0, whole.per_chunk - weight.per_chunk),
+        )
+        kinds[kind] = dataclasses.replace(layer_coefficients(each), layer_seconds=of)
+    free = {"host_seconds": {}, "tensor_bytes_per_token": 0.0}
+    return cost.replace(profile=cost.layout.profile.with_kinds(kinds).each_kind(**free))
 
 
 class Prepared(NamedTuple):

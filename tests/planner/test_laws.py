@@ -15,12 +15,13 @@ from megatron_epp.planner.chunks.chunking import Chunking, assemble
 from megatron_epp.planner.chunks.params import TAPERS, ChunkingParams, build_chunks
 from megatron_epp.planner.chunks.slicing import Spans, cut_each
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.compiled import B
-from megatron_epp.planner.order.emit import Draft, SortedBatch, merge_iw
+from megatron_epp.planner.order.compiled import B, I
+from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.emit_block import emit_block
-from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
+from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
 from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, problem_of, rates_of
+from megatron_epp.planner.order.replay import merged
 from megatron_epp.planner.order.warmup import (
     constant,
     group_by_group,
@@ -143,30 +144,45 @@ def test_the_list_scheduler_tells_the_simulators_time(lengths, cost, seed) -> No
         assert room == pytest.approx(schedule.peak_bytes, rel=1e-9, abs=4)
 
 
+def _starts(schedule: Schedule) -> dict[tuple[int, int, int], float]:
+    """The start of every op, by stage, kind and chunk; a B counts as an I."""
+    rows = zip(
+        schedule.kinds.tolist(), schedule.chunks.tolist(), schedule.start.tolist(), strict=True
+    )
+    return {
+        (stage, I if kind == B else kind, chunk): start
+        for stage, row in enumerate(rows)
+        for kind, chunk, start in zip(*row, strict=True)
+        if kind >= 0
+    }
+
+
 @given(LENGTHS, machines(), st.sampled_from((0.0, 0.1)))
 @settings(max_examples=20, deadline=None)
-def test_the_first_stage_splits_no_backward_for_nothing(lengths, cost, price) -> None:
-    """Where W stands right behind I, a B delays nobody, saves the price and holds no more."""
+def test_no_backward_is_split_for_nothing(lengths, cost, price) -> None:
+    """Where W stands right after I and nobody waits for the gradient, a B delays no op, saves the
+    price and holds no more; on the first stage nobody ever waits."""
     cost = priced(cost, price)
     batch, chunking, loads, work, in_flight_limit = prepared(cost, lengths, 12)
     style = PolicyParams(strict=True, split=True, held=0.0, patience=1.0)
     schedule = list_schedule(work, policy_of(style, work, in_flight_limit))
     halves = Draft(chunking, {}, schedule.kinds, schedule.chunks)
-    kinds = merge_iw(schedule, work)
-    apart, merged = (
+    shorter = merged(work, schedule)
+    apart, together = (
         emit_block("test", batch, draft, cost, Options()).planned[0]
-        for draft in (halves, dataclasses.replace(halves, kinds=kinds))
+        for draft in (halves, dataclasses.replace(halves, kinds=shorter.kinds))
     )
-    assert (merged.plan.orders == apart.plan.orders) == (not (kinds == B).any())
-    assert merged.seconds <= apart.seconds * (1 + 1e-9)
-    assert all(m <= a for m, a in zip(merged.peak_bytes, apart.peak_bytes, strict=True))
-    for before, after in itertools.pairwise(merged.plan.orders[0]):
-        assert (before.kind, after.kind) != (Kind.INPUT, Kind.WEIGHT) or (
-            before.chunk != after.chunk
-        )
+    assert together.seconds == pytest.approx(shorter.seconds)
+    assert (together.plan.orders == apart.plan.orders) == (not (shorter.kinds == B).any())
+    assert together.seconds <= apart.seconds * (1 + 1e-9)
+    assert all(m <= a for m, a in zip(together.peak_bytes, apart.peak_bytes, strict=True))
+    before, now = _starts(schedule), _starts(shorter)
+    assert all(now[op] <= before[op] * (1 + 1e-9) for op in now)
+    for one, next_op in itertools.pairwise(together.plan.orders[0]):
+        assert (one.kind, next_op.kind) != (Kind.INPUT, Kind.WEIGHT) or one.chunk != next_op.chunk
     dearer = priced(cost, -0.5)  # where B takes longer than both, they stay apart
     work = problem_of(dearer, chunking, loads, {})
-    assert (merge_iw(schedule, work) == schedule.kinds).all()
+    assert merged(work, schedule) is schedule
 
 
 @given(LENGTHS, machines(), st.floats(1, 60), st.sampled_from((1, 16, 64)))

@@ -172,6 +172,7 @@ class RoutedExperts:
         parameters: parameters of all experts.
         active: parameters of the experts to which one token is routed.
         copies: number of experts to which one token is routed.
+        weight_inputs: channels saved from I to W if W computes the experts' weight gradients.
         exchanged: channels of all copies of a token that are sent to experts' devices (one way).
         permuted: channels that a separate kernel moves to sort tokens by expert.
         narrow_flops: additional forward flops per token for slow products of narrow experts.
@@ -181,6 +182,7 @@ class RoutedExperts:
     parameters: int = 0
     active: int = 0
     copies: int = 0
+    weight_inputs: int = 0
     exchanged: int = 0
     permuted: float = 0.0
     narrow_flops: float = 0.0

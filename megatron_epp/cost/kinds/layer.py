@@ -180,7 +180,12 @@ class Layer:
     @property
     def flops_per_token(self) -> float:
         """Forward flops per token of linear layers and scans."""
-        return 2.0 * self.active_parameters + sum(part.scan_flops for part in self.parts)
+        return 2.0 * self.active_parameters + self.scan_flops
+
+    @property
+    def scan_flops(self) -> float:
+        """Forward flops per token of scans, which have no weight gradient."""
+        return sum(part.scan_flops for part in self.parts)
 
     @property
     def flops_per_pair(self) -> float:

@@ -95,6 +95,7 @@ class MoEPart(MLPPart):
             parameters=self.shape.experts * self._one_expert,
             active=active,
             copies=copies,
+            weight_inputs=copies * (2 * self._width + self.shape.expert_hidden * self.matrices),
             exchanged=sent,
             permuted=2.0 * sent,
             narrow_flops=2.0 * active * narrow**2,
@@ -119,11 +120,10 @@ class MoEPart(MLPPart):
 
     @property
     def weight_inputs(self) -> int:
-        """Channels saved from I to W."""
-        inputs_and_gradients = 2 * self._width + self.shape.expert_hidden * self.matrices
-        active = self.shape.active_experts * inputs_and_gradients
-        once = self.shape.experts + 2 * self.shape.expert_latent
-        return super().weight_inputs + active + once
+        """Channels saved from I to W; I computes the router's weight gradient."""
+        latent = self.shape.expert_latent
+        dense = super().weight_inputs if self.dense_hidden or latent else 0
+        return self.routed.weight_inputs + dense + 2 * latent
 
     @property
     def recomputed(self) -> dict[str, RecomputedModule]:

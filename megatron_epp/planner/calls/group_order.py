@@ -18,10 +18,11 @@ from megatron_epp.ir import Op, Table, rules_for
 from megatron_epp.planner.calls.call_cost import CallChunks, chunks_in
 from megatron_epp.planner.chunks.chunking import backward_order, last_of_groups, starts_of
 from megatron_epp.planner.order.compiled import B, F
-from megatron_epp.planner.order.emit import merge_iw, orders_of_arrays
+from megatron_epp.planner.order.emit import orders_of_arrays
 from megatron_epp.planner.order.list_scheduler import Schedule, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
 from megatron_epp.planner.order.problem import ScheduleProblem
+from megatron_epp.planner.order.replay import merged
 from megatron_epp.planner.order.warmup import group_by_group, shrinking_in_flight
 from megatron_epp.planner.recompute.uniform import strict
 from megatron_epp.sim.inputs import op_arrays
@@ -90,10 +91,8 @@ class OrderedGroups:
 
     def ops(self, sizes: np.ndarray) -> tuple[tuple[Op, ...], ...]:
         """Return the ops of every stage, with the caller's chunk indices."""
-        kinds, chunks = self.schedule.kinds, self.schedule.chunks
-        if self.policy.split:
-            kinds = merge_iw(self.schedule, self.problem)
-        return orders_of_arrays(kinds, chunks_in(self.order, sizes)[chunks])
+        chunks = chunks_in(self.order, sizes)[self.schedule.chunks]
+        return orders_of_arrays(self.schedule.kinds, chunks)
 
 
 def call_order(problem: ScheduleProblem, sizes: np.ndarray) -> OrderedGroups:
@@ -175,6 +174,8 @@ class GroupSearch:
                 break
             self.left -= problem.stages * problem.chunks * (3 if policy.split else 2)
             played = list_schedule(problem, policy_of(policy, problem, limit))
+            if policy.split:
+                played = merged(problem, played)
             if not np.isfinite(played.seconds) or played.over_bytes > 0:
                 continue
             if self.best is None or played.seconds < self.best.seconds * (1 - _ROUNDING):

@@ -27,6 +27,7 @@ from megatron_epp.planner.order.emit_block import (
 )
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.policies import policy_of
+from megatron_epp.planner.order.replay import merged
 from megatron_epp.planner.published import schedules
 from megatron_epp.planner.published.infinipipe import planner as infinipipe
 from megatron_epp.planner.recompute.offload import HostHeadroom
@@ -251,6 +252,8 @@ def _within(search: Search, candidate: Candidate, fraction: float) -> Candidate:
     policy = policy_of(candidate.policy, smaller, candidate.prepared.min_in_flight)
     search.effort.spend(work.stages * work.chunks * (3 if candidate.policy.split else 2))
     schedule = list_schedule(smaller, policy)
+    if candidate.policy.split:
+        schedule = merged(smaller, schedule)
     over = max(0.0, float((schedule.peak_bytes - work.headroom_bytes).max()))
     return dataclasses.replace(
         candidate,

@@ -7,10 +7,10 @@ import numpy as np
 
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.planner.epp.preparation import Preparation, PreparedChunking
-from megatron_epp.planner.order.emit import Draft, merge_iw
+from megatron_epp.planner.order.emit import Draft
 from megatron_epp.planner.order.list_scheduler import Schedule, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
-from megatron_epp.planner.order.replay import replayed
+from megatron_epp.planner.order.replay import merged, replayed
 
 STRICT = PolicyParams(strict=True)
 
@@ -33,14 +33,11 @@ class Candidate:
 
     def draft(self) -> Draft:
         """Return the candidate's plan as arrays."""
-        kinds, chunks = self.schedule.kinds, self.schedule.chunks
-        if self.policy.split:
-            kinds = merge_iw(self.schedule, self.prepared.work)
         return Draft(
             self.prepared.chunking,
             self.prepared.counts,
-            kinds,
-            chunks,
+            self.schedule.kinds,
+            self.schedule.chunks,
             note=f"{self.name}; {self.policy}",
             stages=self.schedule.stages if self.prepared.work.place else None,
         )
@@ -80,6 +77,8 @@ class Player(Preparation):
         schedule = list_schedule(
             prepared.work, policy_of(policy, prepared.work, prepared.min_in_flight)
         )
+        if policy.split:
+            schedule = merged(prepared.work, schedule)
         return Candidate(schedule.seconds, schedule.over_bytes, prepared, policy, schedule, name)
 
     def _spend_play(self, prepared: PreparedChunking, policy: PolicyParams) -> None:

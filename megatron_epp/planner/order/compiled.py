@@ -14,6 +14,7 @@ from megatron_epp.sim.jit import njit
 
 F, B, I, W, H, G = 0, 1, 2, 3, 4, 5  # noqa: E741  (the letters of plans)
 assert [KIND_CODE[Kind(code)] for code in "FBIWHG"] == [F, B, I, W, H, G]
+NOTHING = -1  # no op
 ACTIVATION, GRADIENT, HEAD = 0, 1, 2  # ir.Payload
 FORWARD_DONE = 3  # additional index of ``arrival``: the stage's own F, which a B requires
 BLOCK = 8  # number of ranks in a block of _first_to_wake
@@ -527,7 +528,7 @@ def replay_of(seconds, link_seconds, latency, moves, kinds, chunks):
         link_seconds: [payloads, links, chunks] seconds of every message.
         latency: latency of a link in seconds.
         moves: [kinds, 2, stages, chunks] bytes that every op allocates and frees.
-        kinds: [stages, ops] op kinds in order.
+        kinds: [stages, ops] op kinds in order, or NOTHING.
         chunks: [stages, ops] chunks of these ops.
     """
     stages, count = seconds.shape[1:]
@@ -545,6 +546,10 @@ def replay_of(seconds, link_seconds, latency, moves, kinds, chunks):
             while at[s] < per_stage:
                 i = at[s]
                 kind, c = kinds[s, i], chunks[s, i]
+                if kind == NOTHING:
+                    at[s] += 1
+                    left -= 1
+                    continue
                 ready = 0.0
                 if kind == F:
                     ready = arrival[ACTIVATION, s, c]

@@ -14,13 +14,9 @@ from megatron_epp.ir import COMPUTE, KEEP, OFFLOAD, Op, Plan, Prediction
 from megatron_epp.ir.recompute import offload_among
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.compiled import B, I, W
-from megatron_epp.planner.order.list_scheduler import Schedule
-from megatron_epp.planner.order.problem import ScheduleProblem
+from megatron_epp.planner.order.compiled import NOTHING
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.sim.play import Simulation
-
-NOTHING = -1  # no op
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +99,6 @@ def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
         place=place,
         turns=turns,
     )
-
-
-def merge_iw(schedule: Schedule, work: ScheduleProblem) -> np.ndarray:
-    """Return the op kinds, with B in place of adjacent I and W of stage 0 if B is not slower.
-
-    No stage waits for the gradient of the first stage's input, so a B delays no other op. Unlike an
-    I, a B holds no memory for a W. On other stages, an I sends its gradient before its W runs.
-    """
-    rank = work.place[0] if work.place else 0
-    ran, of, stages = schedule.kinds[rank], schedule.chunks[rank], schedule.stages[rank]
-    follows = (ran[:-1] == I) & (ran[1:] == W) & (of[:-1] == of[1:])
-    if work.place:
-        follows &= (stages[:-1] == 0) & (stages[1:] == 0)
-    seconds = work.ops.seconds[:, 0]
-    halves = seconds[I] + seconds[W]
-    pays = seconds[B] <= halves * (1 + 1e-9)  # equal except for rounding
-    at = np.flatnonzero(follows & pays[of[:-1]])
-    kinds = schedule.kinds.copy()
-    kinds[rank, at], kinds[rank, at + 1] = B, NOTHING
-    return kinds
 
 
 def as_planned(

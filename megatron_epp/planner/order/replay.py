@@ -9,9 +9,11 @@ Tests require both loops to return exactly equal times (tests/planner/test_judge
 several stages use the simulator's loop.
 """
 
+import dataclasses
+
 import numpy as np
 
-from megatron_epp.planner.order.compiled import replay_of
+from megatron_epp.planner.order.compiled import GRADIENT, NOTHING, B, I, W, replay_of
 from megatron_epp.planner.order.list_scheduler import Schedule
 from megatron_epp.planner.order.problem import ScheduleProblem
 from megatron_epp.sim.engine import Orders, run
@@ -35,6 +37,31 @@ def replayed(work: ScheduleProblem, schedule: Schedule) -> Schedule:
     over = max(0.0, float((peaks - work.headroom_bytes).max()))
     kept = schedule.kinds, schedule.chunks, schedule.stages
     return Schedule(seconds, peaks, over, *kept, start, stop)
+
+
+def merged(work: ScheduleProblem, schedule: Schedule) -> Schedule:
+    """Return ``schedule`` with B in place of adjacent I and W wherever this delays no other op.
+
+    B takes less time than I and W, and leaves no bytes for a W. But an I sends its gradient before
+    its W runs, so the stage before must not need the gradient before B ends.
+    """
+    kinds, chunks, seconds = schedule.kinds, schedule.chunks, work.ops.seconds
+    stages = schedule.stages if work.place else np.indices(kinds.shape)[0]
+    follows = (kinds[:, :-1] == I) & (kinds[:, 1:] == W) & (chunks[:, :-1] == chunks[:, 1:])
+    rank, at = np.nonzero(follows & (stages[:, :-1] == stages[:, 1:]))
+    s, c = stages[rank, at], chunks[rank, at]
+    begin, backward = np.full(seconds.shape[1:], np.inf), (kinds == B) | (kinds == I)
+    begin[stages[backward], chunks[backward]] = schedule.start[backward]
+    arrival = schedule.start[rank, at] + seconds[B, s, c]
+    arrival += work.ops.link_seconds[GRADIENT, s - 1, c] + work.ops.latency
+    halves = seconds[I, s, c] + seconds[W, s, c]
+    pays = seconds[B, s, c] <= halves * (1 + 1e-9)  # equal except for rounding
+    chosen = pays & ((s == 0) | (arrival <= begin[s - 1, c]))
+    if not chosen.any():
+        return schedule
+    kinds = kinds.copy()
+    kinds[rank[chosen], at[chosen]], kinds[rank[chosen], at[chosen] + 1] = B, NOTHING
+    return replayed(work, dataclasses.replace(schedule, kinds=kinds))
 
 
 def _of_ranks(
