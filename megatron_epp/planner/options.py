@@ -33,12 +33,8 @@ FEW = 2048
 SECONDS_OF_EFFORT = 0.2
 ALL = frozenset(LEVERS)
 # Levers that the executor supports. `offload` is added for GPUs whose host memory is known
-# (default_levers): it frees nothing on a CPU-only host. `wsplit` is removed for layers that cannot
-# split a backward, by the training flags (mcore.job.job_cost.unusable_levers).
+# (default_levers): it frees nothing on a CPU-only host.
 TRAINING_LEVERS = ALL - {"offload"}
-# Off by default with Transformer Engine's layers, hence on GPUs: their split backwards are correct,
-# but their speed has not been measured.
-UNTIMED_ON_GPUS = frozenset({"wsplit"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +90,8 @@ def default_levers(device: str, host_memory: bool = False) -> frozenset[str]:
 
     ``host_memory``: whether the host memory for offloading is known.
     """
-    if device.partition(":")[0] == "cpu":  # "cpu", or "cpu: its processor"
-        return TRAINING_LEVERS
-    return TRAINING_LEVERS - UNTIMED_ON_GPUS | ({"offload"} if host_memory else frozenset())
+    on_cpu = device.partition(":")[0] == "cpu"  # "cpu", or "cpu: its processor"
+    return TRAINING_LEVERS | ({"offload"} if host_memory and not on_cpu else frozenset())
 
 
 def parse_levers(text: str, default: frozenset[str] = TRAINING_LEVERS) -> frozenset[str]:

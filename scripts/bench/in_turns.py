@@ -138,7 +138,7 @@ class VariantSteps:
         self.cost = cost.replace(multiple=place.row_shard.multiple)
         self.options = Options(
             context=args.seq_length,
-            levers=training_levers(config.epp_levers, args),
+            levers=training_levers(config.epp_levers),
             effort=config.epp_effort,
         )
 

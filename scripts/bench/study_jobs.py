@@ -296,7 +296,7 @@ def defaults(jobs: dict[str, Job], batches: int) -> str:
         others = [
             of(batch, cost.with_vocabulary(not on), options),
             of(batch, chosen, lacking(options, "local")),
-            of(batch, chosen, dataclasses.replace(options, levers=options.levers | {"wsplit"})),
+            of(batch, chosen, lacking(options, "wsplit")),
             *(of(batch, made, options) for made in placed),
         ]
         ratios = [f"{other / base:.3f}" for other in others]
@@ -309,7 +309,7 @@ def defaults(jobs: dict[str, Job], batches: int) -> str:
             "vocabulary",
             "vocabulary otherwise",
             "no single-rank documents",
-            "split backward",
+            "no split backward",
             "v",
             "interleaved 2",
         ],

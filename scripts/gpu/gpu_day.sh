@@ -273,9 +273,9 @@ add lazy-loading 2 300 "a pipeline with lazily loaded kernels: does it end?" "$l
     env CUDA_MODULE_LOADING=LAZY "${torchrun[@]}" 2 "${train[@]}" --train-iters 10 --epp --pipeline-model-parallel-size 2
 add recompilations 1 240 "fusions compiled anew for chunks of new sizes: how often, and whether a limit was hit" 'Recompiling function|recompile_limit|lm loss' \
     env TORCH_LOGS=recompiles "${torchrun[@]}" 1 "${train[@]}" --train-iters 30 --epp
-# Levers, which are off by default.
+# Number formats and levers.
 add fp8 1 300 "fp8: weights quantised once an iteration, or held so, slices, what is saved" "$tests" "${test[@]}" tests/gpu/test_fp8.py
-add split 1 200 "I and W of Transformer Engine's linears (lever wsplit, off by default)" "$tests" "${test[@]}" tests/gpu/test_split.py
+add split 1 200 "I and W of Transformer Engine's linears (lever wsplit)" "$tests" "${test[@]}" tests/gpu/test_split.py
 add offload 1 200 "layers in pinned host memory (letter o): gradients, memory, speed of the copies" "$tests" "${test[@]}" tests/gpu/test_offload.py
 # More of what is known by now.
 shared nccl-4-1

@@ -143,20 +143,22 @@ def test_what_is_refused(cli, folder, line, told) -> None:
 
 ON_TWO = "--lengths wlb --pp 2"
 ON_CPUS = "--model gpt-7b --device cpu"
-ON_GPUS = TRAINING_LEVERS - {"wsplit"}
 
 
 @pytest.mark.parametrize(
     ("line", "levers"),
     [
-        *((f"{name} {ON_TWO} {GPT}", ON_GPUS) for name in ("plan", "compare")),
+        *((f"{name} {ON_TWO} {GPT}", TRAINING_LEVERS) for name in ("plan", "compare")),
         *((f"{name} {ON_TWO} {ON_CPUS}", TRAINING_LEVERS) for name in ("plan", "compare")),
-        (f"plan {ON_TWO} {GPT} --host-memory-gib 9", ON_GPUS | {"offload"}),
-        (f"plan {ON_TWO} {GPT} --levers default,wsplit", TRAINING_LEVERS),
-        (f"plan {ON_TWO} --cost-model h100-80g.json", ON_GPUS),
+        (f"plan {ON_TWO} {GPT} --host-memory-gib 9", TRAINING_LEVERS | {"offload"}),
+        (f"plan {ON_TWO} {GPT} --levers default,-wsplit", TRAINING_LEVERS - {"wsplit"}),
+        (f"plan {ON_TWO} --cost-model h100-80g.json", TRAINING_LEVERS),
         (f"plan {ON_TWO} --cost-model cpu.json", TRAINING_LEVERS),
-        (f"tune {LLAMA} --nodes 1 --lengths wlb", ON_GPUS),
-        (f"tune {LLAMA} --nodes 1 --lengths wlb --host-memory-gib=9", ON_GPUS | {"offload"}),
+        (f"tune {LLAMA} --nodes 1 --lengths wlb", TRAINING_LEVERS),
+        (
+            f"tune {LLAMA} --nodes 1 --lengths wlb --host-memory-gib=9",
+            TRAINING_LEVERS | {"offload"},
+        ),
         (f"tune {ON_CPUS} --nodes 1 --lengths wlb --host-memory-gib=9", TRAINING_LEVERS),
     ],
 )

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.catalogue.devices import device
+from megatron_epp.cost.catalogue.devices import device, host_seconds_of
 from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.fitting.split_seconds import SMALL_TOKENS, SplitSeconds, with_split
 from megatron_epp.cost.profile import Bytes, Seconds, Workspace
@@ -15,9 +15,9 @@ B = Seconds(per_token=3e-6, per_pair=2e-9, per_chunk=1e-4)
 HEAD = Seconds(per_token=4e-6)
 
 
-def measured(price: float, per_chunk: float, weight_seconds: float = 1e-6):
+def measured(price: float, per_chunk: float, weight_seconds: float = 1e-6, inputs: int = 11):
     """A profile with B measured as above, and splits of a device with this price, whose W takes so
-    long for a token."""
+    long for a token and reads so many bytes."""
     made = analytic_profile(model("llama3-8b"), device("cpu"))
     made = dataclasses.replace(
         made,
@@ -28,7 +28,7 @@ def measured(price: float, per_chunk: float, weight_seconds: float = 1e-6):
     splits = []
     for tokens in (128, 256):
         # Beside what is in proportion to tokens, 5 bytes that every I needs.
-        bytes_ = {"input_bytes": tokens * 7 + 5, "weight_input_bytes": tokens * 11}
+        bytes_ = {"input_bytes": tokens * 7 + 5, "weight_input_bytes": tokens * inputs}
         splits.append(SplitSeconds(False, tokens, **bytes_))
         splits.append(SplitSeconds(True, tokens, weight_input_bytes=tokens * 13))
     for tokens in (SMALL_TOKENS, 1000, 2000):
@@ -63,6 +63,17 @@ def test_no_weight_gradient_is_free():
     found = measured(0.0, 0.0, weight_seconds=0.0)
     unmeasured = analytic_profile(model("llama3-8b"), device("cpu")).layer_seconds[Kind.WEIGHT]
     assert found.layer_seconds[Kind.WEIGHT].per_token == unmeasured.per_token > 0
+
+
+def test_where_nothing_is_left_for_w_i_is_b():
+    """No linear of the layer can defer: noise of the clock is no W, and the host issues none."""
+    found = measured(0.1, 1e-5, weight_seconds=1e-8, inputs=0)
+    assert found.layer_seconds[Kind.INPUT] == B and found.layer_seconds[Kind.WEIGHT] == Seconds()
+    assert found.weight_input_bytes == Bytes()
+    on_gpu = dataclasses.replace(found, host_seconds=host_seconds_of(1.0, 2.0))
+    host = with_split(on_gpu, [SplitSeconds(False, n, 1.0, 1.0) for n in (SMALL_TOKENS, 99)] + [
+        SplitSeconds(False, 128)]).host_seconds  # fmt: skip
+    assert host[Kind.INPUT] == host[Kind.BACKWARD] == 2.0 and host[Kind.WEIGHT] == 0
 
 
 def test_the_output_layer_is_shared_out_as_measured():

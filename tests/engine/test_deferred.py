@@ -280,3 +280,28 @@ def test_grouped_linears_compute_their_weight_gradients_in_i_and_leave_nothing()
         deferred.accumulate_all()
     for parameter, expected in zip(model.parameters(), whole, strict=True):
         assert torch.equal(parameter.grad, expected)
+
+
+@pytest.mark.everything
+def test_i_leaves_the_rows_of_the_tensor_parallel_group(tmp_path) -> None:
+    """A layer's measured bytes from I to W against those of the analytic cost model."""
+    from megatron_epp.cost.build import named_cost
+    from megatron_epp.cost.catalogue.models import Model
+    from megatron_epp.cost.profile import Profile
+    from megatron_epp.ir import Chunk, Span
+    from megatron_epp.mcore.trainer.profile_command import main
+
+    sizes = """
+        --num-layers 1 --hidden-size 256 --ffn-hidden-size 512 --num-attention-heads 4
+        --group-query-attention --num-query-groups 2 --vocab-size 127 --swiglu --disable-bias-linear
+        --normalization RMSNorm --position-embedding-type rope --seq-length 512
+        --untie-embeddings-and-output-weights --transformer-impl transformer_engine --bf16
+    """
+    words = [*sizes.split(), "--sequence-parallel"]
+    main(["--pp", "1", "--tp", "2", "-o", str(tmp_path / "x.json"), *words])
+    measured = Profile.load(str(tmp_path / "x.json")).weight_input_bytes.per_token
+    model = Model("m", 1, 256, 512, 4, 2, 64, 128, gated=True)
+    cost = named_cost(model, "h100-80g", pp=1, tp=2, zero=1, logits_held=False)
+    loads = cost.loads((Chunk((Span(0, 0, 1000),)),), (1000,))
+    counted = cost.memory.weight_input_bytes(loads)[0, 0] / 1000
+    assert measured == pytest.approx(counted, rel=0.02)

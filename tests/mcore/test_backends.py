@@ -11,7 +11,8 @@ from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.mcore.calibrate.probe import undisturbed
 from megatron_epp.mcore.flags import config as config_module
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, elastic_defaults
-from megatron_epp.mcore.job.job_cost import training_levers, unusable_levers
+from megatron_epp.mcore.job import job_cost
+from megatron_epp.mcore.job.job_cost import training_levers
 from megatron_epp.mcore.kinds.registry import heads_of, kind_defaults
 from megatron_epp.mcore.lm_head.fused_head import rows_at_once
 from megatron_epp.mcore.model import attention
@@ -243,8 +244,8 @@ def test_linears_of_transformer_engine_need_no_apex_to_add_their_gradients(monke
 
 
 def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
-    """Fused positions are Transformer Engine's kernel, and its linears' W is for those who ask;
-    fused accumulation of the output layer's gradient is apex's."""
+    """Fused positions are Transformer Engine's kernel; fused accumulation of the output layer's
+    gradient is apex's."""
     wanted = SimpleNamespace(
         max_position_embeddings=8,
         transformer_impl="transformer_engine",
@@ -260,25 +261,36 @@ def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
     assert elastic_defaults(wanted)["gradient_accumulation_fusion"] is False
     monkeypatch.setattr(config_module, "find_spec", lambda name: name)
     assert "gradient_accumulation_fusion" not in elastic_defaults(wanted)
-    for impl, fused, without in (
-        ("local", False, set()),
-        ("local", True, {"wsplit"}),
-        ("transformer_engine", False, {"wsplit"}),
-    ):
-        args = SimpleNamespace(transformer_impl=impl, gradient_accumulation_fusion=fused)
-        assert training_levers("default", args) == TRAINING_LEVERS - without
-        assert training_levers("all", args) == (TRAINING_LEVERS | {"offload"}) - without
-        assert training_levers("default,offload", args) == training_levers("all", args)
-        with monkeypatch.context() as on_gpus:
-            on_gpus.setattr(cpu_host, "has_gpu", lambda: True)
-            assert training_levers("default", args) == (TRAINING_LEVERS | {"offload"}) - without
-            assert "offload" not in training_levers("default,-offload", args)
-        assert hash(training_levers("all", args))  # options are values
-        assert training_levers("-wsplit", args) == TRAINING_LEVERS - {"wsplit"}
-        if unusable_levers(args):
-            with pytest.raises(ValueError, match=r"wsplit: .* no I and W; leave it out"):
-                training_levers("local, wsplit", args)
-        else:
-            assert training_levers("local, wsplit", args) == {"local", "wsplit"}
-        with pytest.raises(ValueError, match="uneven: removed; --partition auto moves layers"):
-            training_levers("default,uneven", args)
+
+
+def test_the_levers_of_training(monkeypatch) -> None:
+    assert training_levers("default") == TRAINING_LEVERS
+    assert training_levers("default,offload") == TRAINING_LEVERS | {"offload"}
+    assert training_levers("-wsplit") == TRAINING_LEVERS - {"wsplit"}
+    assert hash(training_levers("all"))  # options are values
+    monkeypatch.setattr(cpu_host, "has_gpu", lambda: True)
+    assert training_levers("default") == TRAINING_LEVERS | {"offload"}
+    assert "offload" not in training_levers("default,-offload")
+    with pytest.raises(ValueError, match="uneven: removed; --partition auto moves layers"):
+        training_levers("default,uneven")
+
+
+@pytest.mark.parametrize(
+    ("kept", "flags"),
+    [
+        ("", {}),
+        ("all", {"gradient_accumulation_fusion": True}),
+        ("", {"transformer_impl": "transformer_engine", "gradient_accumulation_fusion": True}),
+        ("experts", {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True}),
+        ("experts", {"transformer_impl": "transformer_engine", "hybrid_layer_pattern": "*E"}),
+        ("", {"moe_grouped_gemm": True}),  # local experts are separate linears
+    ],
+)
+def test_linears_priced_in_i(kept, flags) -> None:
+    args = {
+        "transformer_impl": "local",
+        "gradient_accumulation_fusion": False,
+        "moe_grouped_gemm": False,
+        "hybrid_layer_pattern": None,
+    }
+    assert job_cost.kept_in_input(SimpleNamespace(**args | flags)) == kept

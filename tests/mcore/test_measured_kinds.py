@@ -458,3 +458,41 @@ def test_a_stages_kinds_follow_its_layers_numbers() -> None:
     )
     assert kinds_of_stage(model, stage) == ("far", "local")
     assert kinds_of_stage(Model("m", 4, 64, 128, 4, 2, 16, 1000), stage) == ()
+
+
+class SplitLayers(MadeUpLayers):
+    """Layers whose I and W take 10% more than B; ``heads`` counts the LM head's split backwards.
+
+    A ``far`` layer's linears defer nothing."""
+
+    heads = 0
+
+    def layers(self, shape: Shape, letters: str, weigh: bool = False, split: bool = False):
+        made = super().layers(shape, letters, weigh)
+        if not split or self.word[self.at] == "far":
+            return made
+        weight = 0.4 * made.backward_seconds
+        inner = 1.1 * made.backward_seconds - weight
+        return replace(made, backward_seconds=inner, weight_seconds=weight,
+                       weight_input_bytes=300 * shape.tokens)  # fmt: skip
+
+    def ends(self, shape: Shape, weigh: bool = False, split: bool = False) -> Measurement:
+        SplitLayers.heads += split
+        return super().ends(shape, weigh)
+
+
+def test_every_kind_is_timed_whole_and_split_and_the_head_once(groups, monkeypatch) -> None:
+    monkeypatch.setattr(SplitLayers, "heads", 0)
+    heads = []
+    for word in (("local",), ("local", "far", "local")):
+        made = calibrate([SplitLayers(word)], groups, shaped(word), 65536, ORIGIN, True, [word])
+        heads.append(SplitLayers.heads)
+    assert heads[1] == 2 * heads[0] > 0
+    local, far = made.kinds["local"], made.kinds["far"]
+    whole, inner, weight = (
+        local.layer_seconds[kind](10_000, 0) for kind in (Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+    )
+    assert inner + weight == pytest.approx(1.1 * whole, rel=0.02)
+    assert local.weight_input_bytes.per_token == 300
+    assert far.layer_seconds[Kind.INPUT] == far.layer_seconds[Kind.BACKWARD]
+    assert far.layer_seconds[Kind.WEIGHT] == Seconds()

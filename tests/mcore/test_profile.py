@@ -48,7 +48,8 @@ def args(**changes) -> SimpleNamespace:
         "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1,
         "moe_token_dispatcher_type": "alltoall", "window_size": None,
         "window_attn_skip_freq": None, "multi_latent_attention": False,
-        "hybrid_layer_pattern": None, **changes,
+        "hybrid_layer_pattern": None, "gradient_accumulation_fusion": False,
+        "moe_grouped_gemm": False, **changes,
     }  # fmt: skip
     return SimpleNamespace(**values)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from megatron_epp.cost.analytic import in_input
 from megatron_epp.cost.fitting.fit import line_above
 from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
 from megatron_epp.ir import Kind
@@ -42,7 +43,11 @@ class SplitSeconds:
 
 
 def with_split(profile: Profile, splits: Sequence[SplitSeconds]) -> Profile:
-    """Return ``profile``, whose B was measured, with I, W and their bytes from ``splits``."""
+    """Return ``profile``, whose B was measured, with I, W and their bytes from ``splits``.
+
+    If I leaves nothing for W, no linear of the layer defers its weight gradient: I takes as long as
+    B, and W takes no time.
+    """
     timed = [split for split in splits if split.whole]
     small = [s for s in timed if not s.end and s.tokens == SMALL_TOKENS]
     large = [s for s in timed if not s.end and s.tokens != SMALL_TOKENS]
@@ -55,6 +60,10 @@ def with_split(profile: Profile, splits: Sequence[SplitSeconds]) -> Profile:
         per_token = layer[Kind.WEIGHT].per_token
     weight = layer[Kind.WEIGHT] = Seconds(per_token=per_token, per_chunk=per_chunk / 2)
     layer[Kind.INPUT] = _rest(layer[Kind.BACKWARD], 1 + price, per_chunk, weight)
+    host = profile.host_seconds
+    if not any(s.weight_input_bytes for s in splits if not s.end):
+        layer |= {Kind.INPUT: layer[Kind.BACKWARD], Kind.WEIGHT: Seconds()}
+        host = in_input(host)
     ends = [s for s in timed if s.end]
     if ends:
         fraction = median(s.weight / s.whole for s in ends)
@@ -82,6 +91,7 @@ def with_split(profile: Profile, splits: Sequence[SplitSeconds]) -> Profile:
         profile,
         layer_seconds=layer,
         last_seconds=last,
+        host_seconds=host,
         weight_input_bytes=Bytes(between, between),
         last_weight_input_bytes=Bytes(after, after),
         workspace_bytes={

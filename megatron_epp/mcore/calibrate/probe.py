@@ -102,8 +102,8 @@ class Measurement:
         forward_bytes: Peak bytes during F, minus ``held_bytes``.
         backward_bytes: Peak bytes during B (during I if the backward is split), minus the bytes
             held at the start of the op. Negative if the op frees more than it allocates.
-        weight_seconds: Seconds of W, if the backward is split.
-        weight_input_bytes: Bytes held from I to W, if the backward is split.
+        weight_seconds: Seconds of W; 0 if no weight gradient is deferred to W.
+        weight_input_bytes: Bytes held from I to W; 0 if no weight gradient is deferred to W.
     """
 
     forward_seconds: float
@@ -311,6 +311,7 @@ class Probe:
                 output.backward(gradient)
             backward_seconds = self.clock.seconds(start)
             backward_peak, waiting = scale.peak(), scale.held()
+            splits = len(deferred) > 0
             start = self.clock.start()
             deferred.accumulate_all()
             weight_seconds = self.clock.seconds(start)
@@ -320,8 +321,8 @@ class Probe:
             held_bytes=held,
             forward_bytes=forward_peak - held,
             backward_bytes=backward_peak - kept,
-            weight_seconds=weight_seconds if split else 0.0,
-            weight_input_bytes=waiting if split else 0,
+            weight_seconds=weight_seconds if splits else 0.0,
+            weight_input_bytes=waiting if splits else 0,
         )
 
     @contextmanager

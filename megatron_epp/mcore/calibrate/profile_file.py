@@ -188,7 +188,7 @@ def obtain(
             shape,
             args.seq_length,
             wanted,
-            "wsplit" in training_levers(config.epp_levers, args),
+            "wsplit" in training_levers(config.epp_levers),
             [kinds_of_stage(shape, probe.model) for probe in probes],
         )
     if groups.control.rank() == 0:

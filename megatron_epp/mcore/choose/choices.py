@@ -329,7 +329,7 @@ def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]
     if config.epp_memory_budget_gib is None and not cpu_host.has_gpu():
         # The available memory differs between ranks, but all ranks must choose the same layers.
         cost = cost.replace(device_budget_bytes=(AMPLE_BYTES,) * cost.layout.placement.ranks)
-    levers = training_levers(config.epp_levers, args)
+    levers = training_levers(config.epp_levers)
     if config.epp_host_memory_gib is None:
         levers -= {"offload"}  # available host memory also differs between ranks
     else:

@@ -59,9 +59,7 @@ class Config:
 
     epp: bool = flag(False, "Train with elastic pipelines; without it Megatron is unchanged.")
     epp_planner: str = shared_setting("planner")
-    epp_levers: str = shared_setting(
-        "levers", "; levers that this job's layers cannot run are left out"
-    )
+    epp_levers: str = shared_setting("levers")
     epp_plan: str | None = flag(
         None,
         "Run these plans instead of planning: a file (the same plan in every iteration, refused "

@@ -17,7 +17,7 @@ from megatron_epp.control.fallbacks import Fallbacks
 from megatron_epp.control.files import write_atomically
 from megatron_epp.control.planned_steps import PlannedSteps
 from megatron_epp.control.planner_pool import PROCESS_BYTES, default_cores
-from megatron_epp.cost.analytic import STATES, without_states
+from megatron_epp.cost.analytic import ALL, EXPERTS, STATES, without_states
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import GIB, device, device_budgets, device_like, gpu_name
 from megatron_epp.cost.cost import Cost
@@ -77,7 +77,7 @@ def make_planning(
     planner = planner_of(config.epp_planner)
     options = Options(
         context=args.seq_length,
-        levers=training_levers(config.epp_levers, args),
+        levers=training_levers(config.epp_levers),
         effort=config.epp_effort,
         lockstep=groups.lockstep,
     )
@@ -132,41 +132,16 @@ def make_planning(
     return PlannedSteps(cost, options, config.epp_planner, groups, processes, fallbacks, folders)
 
 
-def training_levers(text: str, args: Any) -> frozenset[str]:
+def training_levers(text: str) -> frozenset[str]:
     """Return the levers that ``text``, the value of --epp-levers, selects in this job.
 
-    The values ``default`` and ``all`` omit levers that the job cannot use. With linears of
-    Transformer Engine, they also omit the split backward ``wsplit`` (planner/options.py).
-
     Raises:
-        ValueError: ``text`` names a lever that the job cannot use.
+        ValueError: ``text`` names an unknown lever.
     """
-    from megatron_epp.planner.options import (
-        TRAINING_LEVERS,
-        UNTIMED_ON_GPUS,
-        parse_levers,
-    )
+    from megatron_epp.planner.options import TRAINING_LEVERS, parse_levers
 
     # On a CPU-only host, offloading saves nothing: chunks already lie in host memory.
-    offload = {"offload"} if cpu_host.has_gpu() else frozenset()
-    levers = parse_levers(text, TRAINING_LEVERS | offload)
-    unusable = unusable_levers(args)
-    named = {word.strip() for word in text.split(",")}
-    for name in sorted(named & unusable.keys()):
-        raise ValueError(f"--epp-levers {name}: {unusable[name]}; leave it out")
-    untimed = frozenset() if args.transformer_impl == "local" else UNTIMED_ON_GPUS
-    return frozenset(levers - unusable.keys() - (untimed - named))
-
-
-def unusable_levers(args: Any) -> dict[str, str]:
-    """Return lever -> reason for each lever that this job's layers cannot use.
-
-    Megatron's linears with fused gradient accumulation cannot run W after I
-    (mcore/model/split_backward.py).
-    """
-    if args.transformer_impl == "local" and args.gradient_accumulation_fusion:
-        return {"wsplit": "fused gradient accumulation runs no I and W"}
-    return {}
+    return parse_levers(text, TRAINING_LEVERS | ({"offload"} if cpu_host.has_gpu() else set()))
 
 
 # ------------------------------------------------------------------ cost
@@ -179,6 +154,7 @@ def analytic(args: Any) -> Profile:
         model_shape(args),
         device(device_name()),
         logits_held=not early,
+        kept_in_input=kept_in_input(args),
         **priced_flags(args),
     )
     attention = VarlenAttention if cpu_host.has_gpu_kernels() else PartsAttention
@@ -190,6 +166,13 @@ def analytic(args: Any) -> Profile:
         if early
         else 0.0,
     )
+
+
+def kept_in_input(args: Any) -> str:
+    """Return the linears whose weight gradients I computes (mcore/model/split_backward.py)."""
+    if args.transformer_impl == "local":
+        return ALL if args.gradient_accumulation_fusion else ""
+    return EXPERTS if args.moe_grouped_gemm or args.hybrid_layer_pattern is not None else ""
 
 
 def on_these_ranks(args: Any, profile: Profile) -> Profile:

@@ -223,7 +223,7 @@ class Job:
         place, args = self.place, self.args
         if cpu_host.has_gpu_kernels():
             run_every_kind(args, models, place.groups, place.row_shard)
-        if "wsplit" in training_levers(self.config.epp_levers, args):
+        if "wsplit" in training_levers(self.config.epp_levers):
             report_kept(models, place.groups.control)
         steps = self.hooks.make_steps(place, models)
         accepted = AcceptedSteps(
