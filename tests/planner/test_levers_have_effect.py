@@ -27,12 +27,13 @@ WHERE = {
         *("--global-batch-size", "256", "--effort", "1"),
     ),
 }
+MANY = ("--lengths", "wlb", "--context", "32768", "--global-batch-size", "64", "--effort", "0")
 # By field of Options, and by the multiple, two command lines that differ in nothing else.
 FIELDS = {
     "context": (("--planner", "packing"), ("--planner", "packing", "--context", "40000")),
     "levers": ((*TIGHT, "--levers", "default"), (*TIGHT, "--levers", "none")),
     "effort": (("--effort", "0"), ("--effort", "1")),
-    "multiple": (("--effort", "0"), ("--effort", "0", "--multiple", "128")),
+    "multiple": (MANY, (*MANY, "--multiple", "2048")),
     "lockstep": (
         ("--dp", "2", "--effort", "0"),
         ("--dp", "2", "--effort", "0", "--lockstep", "2"),
