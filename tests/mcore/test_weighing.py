@@ -23,7 +23,7 @@ from megatron_epp.cost.catalogue.models import Model  # noqa: E402
 from megatron_epp.cost.fitting.measured import workspaces  # noqa: E402
 from megatron_epp.cost.fitting.readings import Readings  # noqa: E402
 from megatron_epp.cost.kinds.layer import Layer, LayerShape  # noqa: E402
-from megatron_epp.mcore.calibrate.measure import _measure_bytes  # noqa: E402
+from megatron_epp.mcore.calibrate.measure import _measure_bytes, _measure_end_bytes  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Measurement, Shape  # noqa: E402
 
 MIB = 2**20
@@ -136,6 +136,7 @@ PLAIN = Layer(Model("m", 1, 64, 176, 4, 2, 16, 1000), LayerShape())
 def figures(expandable: bool, context: int = 131072, rules: Rules = RULES):
     probe, readings = MadeUpProbe(rules, expandable), Readings()
     _measure_bytes(probe, readings, context, PLAIN)
+    _measure_end_bytes([probe], readings, context)
     return readings, *workspaces(readings.peaks, probe.head_tokens)
 
 
