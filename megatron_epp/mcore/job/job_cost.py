@@ -27,7 +27,7 @@ from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.flags.config import Config
-from megatron_epp.mcore.kinds.registry import LAYER_KINDS, expert_ranks_of, priced_flags
+from megatron_epp.mcore.kinds.registry import expert_ranks_of, groups_products, priced_flags
 from megatron_epp.mcore.lm_head.fused_head import block_tokens, fused_head
 from megatron_epp.mcore.model.quantisation import weight_bytes
 from megatron_epp.mcore.model.shape import model_shape
@@ -172,7 +172,7 @@ def kept_in_input(args: Any) -> str:
     """Return the linears whose weight gradients I computes (mcore/model/split_backward.py)."""
     if args.transformer_impl == "local":
         return ALL if args.gradient_accumulation_fusion else ""
-    return EXPERTS if any(kind.groups_products(args) for kind in LAYER_KINDS) else ""
+    return EXPERTS if groups_products(args) else ""
 
 
 def on_these_ranks(args: Any, profile: Profile) -> Profile:

@@ -111,10 +111,6 @@ class LayerKind:
         """Return whether later passes replay the recorded routing; ops then keep their order."""
         return False
 
-    def groups_products(self, args: Any) -> bool:
-        """Return whether one kernel of Transformer Engine runs several products of a layer."""
-        return False
-
     # -------------------------------------------------------------- ranks
 
     def expert_ranks(self, args: Any) -> int:

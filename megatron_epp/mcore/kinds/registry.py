@@ -70,6 +70,11 @@ def expert_ranks_of(args: Any) -> int:
     return max(kind.expert_ranks(args) for kind in LAYER_KINDS)
 
 
+def groups_products(args: Any) -> bool:
+    """Return whether one kernel of Transformer Engine runs the products of several experts."""
+    return args.moe_grouped_gemm or args.hybrid_layer_pattern is not None
+
+
 def priced_flags(args: Any) -> dict[str, Any]:
     """Return arguments of ``cost.analytic.profile``, by name: the flags of layer kinds it takes."""
     return {name: getattr(args, name) for kind in LAYER_KINDS for name in kind.PRICED_FLAGS}

@@ -120,10 +120,6 @@ class MoEKind(LayerKind):
         return has_experts(config)  # what routers recorded
 
     @override
-    def groups_products(self, args: Any) -> bool:
-        return args.moe_grouped_gemm or args.hybrid_layer_pattern is not None
-
-    @override
     def expert_ranks(self, args: Any) -> int:
         return expert_ranks(args) if has_experts(args) else 1
 
