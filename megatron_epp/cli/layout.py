@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 from megatron_epp.cli.documents import Batches
-from megatron_epp.cli.machine import cost_of, with_padding
+from megatron_epp.cli.machine import cost_of, model_of, with_padding
 from megatron_epp.cli.options import UsageError
-from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir.placement import A_PLACEMENT, Placement, read_placement
 from megatron_epp.planner import PLANNERS, Options
@@ -54,20 +53,21 @@ def run_costs(
         _require_open(flag, arguments, cost, planner)
     open_vocabulary = asked == AUTO and stages > 1 and planner in PLANNERS
     why = ruled_out(cost) if open_vocabulary else None
-    chosen, words = cost, model(arguments.model).vocabulary if arguments.model else 0
+    chosen = cost
     if by_time or anywhere or (open_vocabulary and why is None):
         choose = partial(run_choice, cost, batches.first, options, planner)
-        vocabularies = [False, True] if open_vocabulary and why is None else [asked == "on"]
+        both = open_vocabulary and why is None
+        words = model_of(arguments).vocabulary if arguments.model else 0
         choice = choose(
             placements=PLACEMENT_NAMES if anywhere else (),
-            vocabularies=vocabularies,
+            vocabularies=[False, True] if both else [asked == "on"],
             by_time=by_time or anywhere,
             words=padded_words(words, cost.layout.tp),
         )
         chosen = choice.cost
         print(f"stages: {choice.way}; {choice.comparison} (simulated)", file=sys.stderr)
         if by_time:
-            if anywhere or open_vocabulary:
+            if anywhere or both:
                 cost = choose(vocabularies=[asked == "on"], by_time=True).cost
             else:
                 cost = chosen

@@ -43,6 +43,12 @@ def names_machine(arguments: argparse.Namespace) -> bool:
     return False
 
 
+def model_of(arguments: argparse.Namespace) -> Model:
+    """Return the model of --model, which is a name, a file, or a model that was read before."""
+    named = arguments.model
+    return named if isinstance(named, Model) else model(named, getattr(arguments, "like", None))
+
+
 def cost_of(
     arguments: argparse.Namespace,
     *,
@@ -99,9 +105,7 @@ def cost_of(
                 raise UsageError(
                     f"--{name} is missing; expected one of {', '.join(known)}, or a JSON file"
                 )
-        named = arguments.model
-        like = getattr(arguments, "like", None)
-        the_model = named if isinstance(named, Model) else model(named, like)
+        the_model = model_of(arguments)
         joined = assumptions.get("topology")
         grid = topology(joined) if isinstance(joined, str) else joined
         if grid is not None and grid.nodes:  # a grid of nodes: the part that the layout uses

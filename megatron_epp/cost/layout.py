@@ -111,6 +111,11 @@ class StageLayout:
         return Placement(self.place or tuple(range(self.stages)))
 
     @property
+    def lockstep(self) -> int:
+        """Number of replicas that share a layer's experts, and so run in lockstep."""
+        return max(1, self.ep // (self.tp * self.cp))
+
+    @property
     def devices(self) -> int:
         """Number of devices of one replica."""
         return self.placement.ranks * self.tp * self.cp

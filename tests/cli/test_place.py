@@ -111,3 +111,15 @@ def test_tune_writes_the_placement_it_has_chosen(cli: Commands) -> None:
     found = re.search(r"--epp-placement 'place ([\d ]+) layers ([\d ]+)'", text)
     assert found is not None and found[1] == " ".join(map(str, [*range(8)] * 4))
     assert sum(map(int, found[2].split())) == 32
+
+
+def test_the_choice_reads_a_config_json_as_like_says(cli: Commands) -> None:
+    """A model type that is not known: vocabulary parallelism is chosen by its vocabulary, too."""
+    config = {"model_type": "strange", "hidden_size": 1024, "num_hidden_layers": 4}
+    config |= {"intermediate_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8}
+    config |= {"vocab_size": 32_000, "hidden_act": "silu", "tie_word_embeddings": False}
+    Path("config.json").write_text(json.dumps(config))
+    Path("same").write_text("2000\n" * 4)
+    job = "plan --lengths same --model config.json --device h100-80g --pp 2 --effort 0 -o own.plan"
+    assert "stages: one stage a rank, layers 2 2" in cli.ran(f"{job} --like llama").err
+    assert "--like" in cli.refused(job)

@@ -15,6 +15,7 @@ from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import device
 from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.cost import Cost
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.mcore.certify.model_flags import parsed
 from megatron_epp.mcore.choose import choices as job_choices
@@ -30,6 +31,7 @@ from megatron_epp.mcore.hybrid.pattern import with_boundaries
 from megatron_epp.mcore.kinds.registry import require_pattern
 from megatron_epp.mcore.placing.placeholder import placeholder
 from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
+from megatron_epp.planner.choose.choice import RunChoice, Way
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS
 from tests.mcore.runs import flags, trained, write_corpus
 
@@ -197,6 +199,30 @@ def test_what_auto_cannot_have_is_off_with_one_line(
     _, (line, *_) = choose_stages(args, parts)
     assert line.startswith(f"--epp-vocab-parallel auto: {said}") and "\n" not in line
     assert args.epp_vocab_parallel == said.split(";")[0]
+
+
+@pytest.mark.parametrize("settled", ["on", "off"])
+def test_layers_are_chosen_for_the_vocabulary_that_is_settled(
+    settled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a checkpoint or --epp-plan has it, while the layers are open."""
+    cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=8)
+    tried = []
+
+    def run_choice(cost: Cost, *_: object, vocabularies: list[bool], **__: object) -> RunChoice:
+        tried.extend(vocabularies)
+        way = Way("even", cost.layout.layers, vocabularies[0])
+        return RunChoice(cost.with_vocabulary(vocabularies[0]), way, {way: 1.0})
+
+    monkeypatch.setattr("megatron_epp.planner.choose.choice.run_choice", run_choice)
+    monkeypatch.setattr(job_choices, "cost_and_options", lambda args, layers: (cost, None))
+    monkeypatch.setattr(job_choices, "first_batches", lambda args: [[4096] * 8])
+    monkeypatch.setattr(job_choices, "_settled_vocabulary", lambda *_: (settled, "settled"))
+    monkeypatch.setattr(job_choices, "resumes", lambda args: False)
+    args = wanted(epp=True, epp_vocab_parallel="auto", num_layers=32, epp_planner="epp")
+    args.epp_cost_model = "analytic"
+    job_choices.choose_stages(args)
+    assert tried == [settled == "on"] and args.epp_vocab_parallel == settled
 
 
 def test_without_epp_or_stages_there_is_nothing_to_choose() -> None:

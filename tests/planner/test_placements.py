@@ -87,6 +87,14 @@ def test_what_cannot_run_is_no_candidate() -> None:
     assert {way.placement for way in alone.seconds} == {"even"}
 
 
+def test_what_is_named_is_a_candidate_even_if_it_cannot_run() -> None:
+    """Planning then says why: words that do not divide, or a planner of other placements."""
+    named = chosen(machine(), [FEW], placements=(), vocabularies=(True,), words=1)
+    assert named.cost.layout.vocabulary_parallel
+    with pytest.raises(ValueError, match=r"expected the placement v$"):
+        planner_of("zb-v")(FEW, chosen(machine(), [FEW], "zb-v", placements=()).cost, QUICK)
+
+
 @pytest.mark.parametrize(("on_slow_hosts", "pays"), [(1.1, False), (0.995, False), (0.98, True)])
 def test_where_hosts_are_assumed_a_gain_counts_on_slow_hosts_too(
     on_slow_hosts: float, pays: bool, monkeypatch: pytest.MonkeyPatch

@@ -186,6 +186,8 @@ def choose_stages(args: Any, parts: Any = None) -> tuple[Placement | None, list[
     vocabulary: tuple[str, str] | None = (args.epp_vocab_parallel, "")
     if open_vocabulary:
         vocabulary = _settled_vocabulary(args, parts)
+    if vocabulary is not None:
+        args.epp_vocab_parallel, _ = vocabulary
     placement, why = _settled_placement(args) if open_layers else (None, "")
     if vocabulary is None or (open_layers and placement is None):
         chosen, placement, reason = _by_time(args, vocabulary, placement)

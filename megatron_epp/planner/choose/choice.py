@@ -6,7 +6,7 @@ plans the batches with every candidate. The result depends only on the function'
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -204,15 +204,18 @@ def _candidates(
     by_time: bool,
     words: int,
 ) -> Iterator[tuple[Way, Cost]]:
-    """Yield the candidates that can run, each with its cost model; the default is the first."""
+    """Yield the default, then the candidates that can run, each with its cost model."""
     even = cost.layout.placement.is_even
     default = EVENLY if even else f"place {cost.layout.placement}"
     for name in (default, *placements):
         placed = cost if name == default else placed_cost(cost, name)
-        if placed is None or not PLANNERS[planner].takes(placed.layout.placement.place):
+        if placed is None:
             continue
+        takes = PLANNERS[planner].takes(placed.layout.placement.place)
+        shards = placed.layout.stages * placed.layout.tp
         for vocabulary in vocabularies:
-            if vocabulary and words % (placed.layout.stages * placed.layout.tp):
+            runs = takes and not (vocabulary and words % shards)
+            if not runs and (name, vocabulary) != (default, vocabularies[0]):
                 continue
             here = placed.with_vocabulary(vocabulary)
             yield Way(name, here.layout.layers, vocabulary), here
@@ -254,7 +257,9 @@ class _Chooser:
         chosen = next((way for way in placed if self._pays(way, chosen)), chosen)
         if climb:
             chosen = self._climb(chosen)
-        slow = self._gain(chosen, default, self._on_slow_host) if self.assumes_host else None
+        slow = None
+        if self.assumes_host:
+            slow = self._gain(chosen, default, SLOW_HOST) if chosen != default else 0.0
         return RunChoice(self.costs[chosen], chosen, dict(self.seconds), slow)
 
     def _glances(self) -> dict[Way, float]:
@@ -285,23 +290,17 @@ class _Chooser:
         others = [way for way in ranked if way not in simple and math.isfinite(glances[way])]
         return list(dict.fromkeys((default, *best, *others[:FINALISTS])))
 
-    def _planned(self, way: Way) -> float:
-        if way not in self.seconds:
-            arguments = self.held, self.options, self.planner
-            self.seconds[way] = sketched_seconds(self.costs[way], *arguments)
-        taken = self.seconds[way]
+    def _planned(self, way: Way, host: float = 1.0) -> float:
+        """Return the seconds of all batches if hosts take ``host`` times as long as assumed."""
+        known = self.seconds if host == 1 else self.slow
+        if way not in known:
+            cost = self.costs[way] if host == 1 else with_hosts(self.costs[way], host)
+            known[way] = sketched_seconds(cost, self.held, self.options, self.planner)
+        taken = known[way]
         return math.inf if taken is None else taken
 
-    def _on_slow_host(self, way: Way) -> float:
-        if way not in self.slow:
-            cost = with_hosts(self.costs[way], SLOW_HOST)
-            self.slow[way] = sketched_seconds(cost, self.held, self.options, self.planner)
-        taken = self.slow[way]
-        return math.inf if taken is None else taken
-
-    @staticmethod
-    def _gain(way: Way, than: Way, seconds: Callable[[Way], float]) -> float:
-        before, after = seconds(than), seconds(way)
+    def _gain(self, way: Way, than: Way, host: float = 1.0) -> float:
+        before, after = self._planned(than, host), self._planned(way, host)
         if math.isinf(after):
             return -math.inf
         return math.inf if math.isinf(before) else 1 - after / before
@@ -315,12 +314,12 @@ class _Chooser:
             wanted = VOCABULARY_PAYS
         if way.placement != than.placement:
             wanted = PLACEMENT_PAYS
-        if self._gain(way, than, self._planned) < wanted:
+        if self._gain(way, than) < wanted:
             return False
         layers_only = (way.placement, way.vocabulary) == (than.placement, than.vocabulary)
         if layers_only or not self.assumes_host:
             return True
-        return self._gain(way, than, self._on_slow_host) >= wanted
+        return self._gain(way, than, SLOW_HOST) >= wanted
 
     def _climb(self, chosen: Way) -> Way:
         """Return ``chosen`` with layers moved one by one to faster ranks while that helps."""
@@ -330,10 +329,10 @@ class _Chooser:
             cost = self.costs[chosen]
             seconds = stage_layer_seconds(cost, expected_features(cost, self.held))
             for layers in _neighbours(chosen.layers, seconds, cost):
+                if moves == MOST_MOVES:
+                    break
                 way = dataclasses.replace(chosen, layers=layers)
-                if way in self.seconds or moves >= MOST_MOVES:
-                    continue
-                there = with_layers(cost, layers)
+                there = None if way in self.seconds else with_layers(cost, layers)
                 if there is None:
                     continue
                 self.costs[way] = there
@@ -409,7 +408,7 @@ def ruled_out(cost: Cost) -> str | None:
     """Return why vocabulary parallelism cannot save time; None if only plans can decide."""
     if cost.layout.stages == 1:
         return "there is one stage"
-    if cost.layout.ep > cost.layout.tp * cost.layout.cp:
+    if cost.layout.lockstep > 1:
         return "experts are spread over replicas"
     if is_of_cpu(cost.layout.profile):
         # scripts/bench/results/2026-11-22-cpu-vocab.md; 24% less time was predicted.

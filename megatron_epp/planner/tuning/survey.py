@@ -241,7 +241,7 @@ def survey(
             refused[layout] = str(error).split("\n")[0]
     likely = {layout: _estimate(bound, costs[layout]) for layout, bound in bounds.items()}
     ordered = sorted(likely, key=lambda layout: (likely[layout], layout))
-    kept = options.levers - {"offload"}  # _variants tries offloading for the finalists
+    kept = options.levers - {"offload"}  # _with_full_effort tries offloading
     glance = dataclasses.replace(options, effort=0, levers=kept)
     effort = SKETCH_EFFORT if options.effort is None else min(SKETCH_EFFORT, options.effort)
     sketch = dataclasses.replace(options, effort=effort, levers=kept)
@@ -387,7 +387,7 @@ def _with_full_effort(
     if choice.planner != ELASTIC:
         variants = [choice]
     else:
-        together = dataclasses.replace(options, lockstep=_lockstep(cost))
+        together = dataclasses.replace(options, lockstep=cost.layout.lockstep)
         chosen = run_choice(cost, batches, together, ELASTIC, **how).cost.layout
         variants = [
             dataclasses.replace(
@@ -531,7 +531,7 @@ def choice_of(
     """
     stock, plans_by, contexts = None, planner, [options.context] * len(batches)
     if planner == STOCK:
-        lockstep = _lockstep(even)
+        lockstep = even.layout.lockstep
         held = [heaviest(lengths, even, lockstep) for lengths in batches]
         stock = stock_of(held, even, dataclasses.replace(options, lockstep=lockstep))
         cost, plans_by, contexts = stock.cost, PACKED, [each.tokens for each in stock.batches]
@@ -621,7 +621,7 @@ def heaviest_plan(
     Raises:
         ValueError: if no plan fits the memory budget.
     """
-    lockstep = _lockstep(cost)
+    lockstep = cost.layout.lockstep
     held = heaviest(lengths, cost, lockstep)
     block = PLANNERS[planner].plan_block(
         held, cost, dataclasses.replace(options, lockstep=lockstep)
@@ -633,8 +633,3 @@ def heaviest_plan(
         return planned, 0.0, 0.0
     comm = exchange(cost, play(planned.plan, cost.table(planned.plan)))
     return planned, comm.exposed_seconds, max(comm.seconds - comm.exposed_seconds, 0.0)
-
-
-def _lockstep(cost: Cost) -> int:
-    """Return the number of replicas that share experts, and run in lockstep."""
-    return max(1, cost.layout.ep // (cost.layout.tp * cost.layout.cp))
