@@ -111,7 +111,7 @@ def _range(values: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class MegatronSetup:
     """One of Megatron's ways to run a job; attributes as in :class:`Stock`."""
 
     placement: str
@@ -144,7 +144,7 @@ class Candidate:
         return dataclasses.replace(PACKING, chunkings=chunkings, modes=modes, recomputed=recomputed)
 
 
-def candidates(cost: Cost, batches: Sequence[Sequence[int]]) -> Iterator[Candidate]:
+def candidates(cost: Cost, batches: Sequence[Sequence[int]]) -> Iterator[MegatronSetup]:
     """Yield Megatron's ways to run a job, before any batch is packed.
 
     Args:
@@ -163,8 +163,8 @@ def candidates(cost: Cost, batches: Sequence[Sequence[int]]) -> Iterator[Candida
             if moved is None:  # the model states do not fit
                 continue
             if name in OVERLAPPED and _may_overlap(moved):
-                yield Candidate(name, overlap_text(moved), overlapped(moved))
-            yield Candidate(name, "", moved)
+                yield MegatronSetup(name, overlap_text(moved), overlapped(moved))
+            yield MegatronSetup(name, "", moved)
 
 
 def _may_overlap(cost: Cost) -> bool:
@@ -178,7 +178,7 @@ def stock_of(
     batches: Sequence[Sequence[int]],
     cost: Cost,
     options: Options,
-    progress: Callable[[list[Candidate], int, str], Iterator[Candidate]] | None = None,
+    progress: Callable[[list[MegatronSetup], int, str], Iterator[MegatronSetup]] | None = None,
 ) -> Stock:
     """Return the fastest of Megatron's own schedules.
 
@@ -193,7 +193,7 @@ def stock_of(
     """
     each = [SortedBatch.of(lengths) for lengths in batches]
     tried = list(candidates(cost, batches))
-    best: tuple[float, Candidate, list[Packed]] | None = None
+    best: tuple[float, MegatronSetup, list[Packed]] | None = None
     for candidate in progress(tried, len(tried), "stock") if progress else tried:
         packings = _packed(each, candidate, options, best[0] if best else np.inf)
         if packings is not None:
@@ -207,7 +207,7 @@ def stock_of(
 
 def _packed(
     batches: Sequence[SortedBatch],
-    candidate: Candidate,
+    candidate: MegatronSetup,
     options: Options,
     below: float = np.inf,
     tokens: int | None = None,
@@ -216,7 +216,7 @@ def _packed(
     """Return the packing of every batch; None if Megatron refuses a batch, or it does not fit.
 
     The result is also None if the batches take ``below`` seconds or more. ``tokens`` and
-    ``recomputed`` are those of :meth:`Candidate.schedule`.
+    ``recomputed`` are those of :meth:`MegatronSetup.schedule`.
     """
     schedule = candidate.schedule(tokens, recomputed)
     packings: list[Packed] = []
@@ -232,7 +232,7 @@ def _packed(
 
 
 def _static(
-    batches: Sequence[SortedBatch], candidate: Candidate, options: Options
+    batches: Sequence[SortedBatch], candidate: MegatronSetup, options: Options
 ) -> Packed | None:
     """Return the packing of all batches to one length, with one recompute; None if none fits."""
     longest, context = max(int(batch.lengths[0]) for batch in batches), options.context

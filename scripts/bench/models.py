@@ -55,17 +55,17 @@ def spread(values: Sequence[float], form: str = "{:.2f}") -> str:
 
 def row(name: str, cost: Cost, batches: Sequence[tuple[int, ...]], context: int) -> list[str]:
     """Return the table row of one model."""
-    even = Options(context=context, levers=ALL)
+    options = Options(context=context, levers=ALL)
     ours, times = [], []
     for batch in batches:
         began = time.process_time()
-        ours.append(PLANNERS["epp"](batch, cost, even))
+        ours.append(PLANNERS["epp"](batch, cost, options))
         times.append(time.process_time() - began)
     assert len(ours) == len(batches)
     against = []
     for other in OTHERS:
         try:
-            found = [planned(other, batch, cost, even) for batch in batches]
+            found = [planned(other, batch, cost, options) for batch in batches]
             ratios = [f.seconds / o.seconds for f, o in zip(found, ours, strict=True)]
             fits = "" if all(each.fits for each in found) else ", over the budget"
             against.append(spread(ratios) + fits)

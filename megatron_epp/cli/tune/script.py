@@ -96,9 +96,13 @@ def launch_script(
 
 
 def _model_flags(job: TunedJob, choice: Choice) -> ModelFlags:
-    placed = choice.place and choice.planner == ELASTIC  # --epp-placement says the stages
-    stages = () if placed or choice.layout.pp == 1 else choice.layers
+    stages = () if _is_placed(choice) or choice.layout.pp == 1 else choice.layers
     return model_flags(job.model, job.config, choice.layout.tp, stages)
+
+
+def _is_placed(choice: Choice) -> bool:
+    """Return whether --epp-placement says the stages, and not Megatron's own flags."""
+    return bool(choice.place) and choice.planner == ELASTIC
 
 
 def launch_flags(job: TunedJob, choice: Choice, documents: int, context: int) -> list[list[str]]:
@@ -147,7 +151,7 @@ def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
         flags.append(["--expert-model-parallel-size", str(choice.ep)])
         flags.append(["--expert-tensor-parallel-size", "1"])
         flags.append(["--moe-token-dispatcher-type", "alltoall"])
-    if hybrid or (choice.place and choice.planner == ELASTIC):
+    if hybrid or _is_placed(choice):
         return flags
     if choice.place:
         flags.append(["--pipeline-model-parallel-layout", layout_text(choice.layers)])
