@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_epp.cost.catalogue.named import unknown_name
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.epp import planner as epp
-from megatron_epp.planner.feasibility import require_fit
+from megatron_epp.planner.feasibility import no_plan_fits, require_fit
 from megatron_epp.planner.options import Options, with_effort
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import PlannedBlock, emit_block
@@ -36,6 +36,7 @@ class Planner:
         compared: whether ``compare`` shows the planner by default.
         takes: function that returns whether the planner supports a placement of stages on ranks.
         placements: description of the supported placements, for error messages.
+        searches: whether the planner searches for a plan that fits, so that none is an error.
 
     Example::
 
@@ -48,11 +49,20 @@ class Planner:
     compared: bool = True
     takes: Callable[[Place], bool] = any_place
     placements: str = "any"
+    searches: bool = False
 
     def __call__(self, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedReplica:
-        """Plan one replica's documents; see :meth:`plan_block`."""
-        (planned,) = self.plan_block(lengths, cost, options).planned
+        """Plan one replica's documents; see :meth:`plan_block` and :meth:`require_fit`."""
+        block = self.plan_block(lengths, cost, options)
+        self.require_fit(block, cost)
+        (planned,) = block.planned
         return planned
+
+    def require_fit(self, block: PlannedBlock, cost: Cost) -> None:
+        """Raise a PlanError if the planner searches, and a plan of ``block`` does not fit."""
+        for each in block.planned:
+            if self.searches and not each.fits:
+                raise no_plan_fits(cost, each.plan.documents, each.peak_bytes)
 
     def require_place(self, place: Place) -> None:
         """Raise a ValueError if the planner does not support ``place``, the rank of every stage."""
@@ -66,7 +76,7 @@ class Planner:
         """Assign documents to a lockstep group of ``options.lockstep`` replicas, and plan each.
 
         Raises:
-            PlanError: if a document does not fit in memory with any plan.
+            PlanError: if a document alone does not fit in memory.
             ValueError: if the planner does not support the placement.
         """
         began = time.perf_counter()
@@ -96,7 +106,7 @@ def _with_effort(batch: SortedBatch, cost: Cost, options: Options) -> Options:
 
 
 _ROWS = (
-    Planner("epp", epp.draft),
+    Planner("epp", epp.draft, searches=True),
     Planner(
         *("infinipipe", infinipipe.draft),
         takes=schedules.one_stage_a_rank,

@@ -137,10 +137,13 @@ def plan_step(
         run: function that maps a function over tasks, for example in worker processes.
 
     Raises:
+        PlanError: if the planner finds no plan that fits in memory.
         ValueError: if the documents cannot be divided or planned.
     """
     began = time.perf_counter()
     assigned, blocks = _planned(lengths, cost, options, replicas, planner, run)
+    for block in blocks:
+        planner_of(planner).require_fit(block, cost)
     numbered = {
         number: (block.assignments, [replica_plan.plan for replica_plan in block.planned])
         for number, block in enumerate(blocks)
@@ -189,6 +192,7 @@ def plan_part(
     else:
         own = [lengths[document] for document in assigned[block]]
         planned = plan_block(planner, own, cost, options)
+    planner_of(planner).require_fit(planned, cost)
     plans = [replica_plan.plan for replica_plan in planned.planned]
     (part,) = _parts(assigned, {block: (planned.assignments, plans)}, replicas)
     return part

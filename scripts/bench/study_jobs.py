@@ -184,6 +184,7 @@ class Compared:
         elastic = with_hosts(self.elastic, host)
         for number, (lengths, packed) in enumerate(zip(self.batches, stock.batches, strict=True)):
             block = planner_of("epp").plan_block(lengths, elastic, self.options)
+            planner_of("epp").require_fit(block, elastic)
             taken = max(each.seconds for each in block.planned)
             cells = [str(number), f"{packed.seconds:.4g}", f"{taken:.4g}"]
             yield [*cells, f"{packed.seconds / taken:.3f}", str(stock)]

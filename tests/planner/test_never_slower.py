@@ -1,5 +1,6 @@
 """By the cost model, `epp` is never slower than a schedule that a training could run instead."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -94,3 +95,11 @@ def test_never_slower(seeds: range) -> None:
 def test_never_slower_on_many_jobs(seeds: range) -> None:
     for seed in seeds:
         require_never_slower(seed)
+
+
+def test_documents_are_divided_again_if_a_replica_finds_no_plan() -> None:
+    """The first division gives the longest document's replica too many others for its memory."""
+    lengths, cost, options, replicas = job(Random(100))
+    with pytest.raises(PlanError, match="no plan fits: pipeline rank 0"):
+        plan_step(lengths, cost, replace(options, effort=0), "epp", replicas)
+    assert seconds_of("epp", lengths, cost, options, replicas) is not None

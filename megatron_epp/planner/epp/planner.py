@@ -17,14 +17,10 @@ from megatron_epp.planner.epp import progress
 from megatron_epp.planner.epp.player import Candidate
 from megatron_epp.planner.epp.preparation import OPS_PER_EFFORT, PreparedChunkings
 from megatron_epp.planner.epp.search import TIE, Search
-from megatron_epp.planner.feasibility import no_plan_fits
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import EFFORT, MANY_EFFORT, Options
 from megatron_epp.planner.order.emit import SortedBatch
-from megatron_epp.planner.order.emit_block import (
-    block_peaks,
-    most_host_bytes,
-)
+from megatron_epp.planner.order.emit_block import most_host_bytes
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.policies import policy_of
 from megatron_epp.planner.order.replay import merged
@@ -60,8 +56,7 @@ class SharedChunkings(defaultdict[tuple[bool, HostHeadroom], PreparedChunkings])
 def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     """Return the fastest plan of the batch that the search finds within the memory budget.
 
-    Raises:
-        PlanError: if no plan of the batch fits.
+    If no plan fits, return the plan that exceeds the budget least.
     """
     _report_expected(cost, options)
     searched = _searched(batch, cost, options)
@@ -87,10 +82,6 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
         _report_expected(cost, many)
         more = _searched(batch, cost, many)
         best = min([best, *more], key=lambda candidate: candidate.rank)
-    if best.over_bytes > 0:
-        peaks = block_peaks(batch, best.draft, cost).astype(np.int64)
-        if (peaks > np.array(cost.device_budget_bytes)).any():
-            raise no_plan_fits(cost, batch.documents, tuple(peaks.tolist()))
     return best
 
 

@@ -116,22 +116,3 @@ def emit_block(
         played = play(member.plan, table)
         planned.append(as_planned(planner, member.plan, draft, played, bound, cost, options))
     return PlannedBlock(tuple(member.assignment for member in members), tuple(planned))
-
-
-def block_peaks(batch: SortedBatch, draft: Draft, cost: Cost) -> np.ndarray:
-    """Return simulated peak bytes [ranks], with model states: the maximum over the replicas.
-
-    Args:
-        batch: the documents, sorted by length.
-        draft: the common plan as arrays.
-        cost: cost model, including the stages and parallel degrees.
-    """
-    members = member_plans(batch, draft, cost)
-    tables = tables_in_step(members, draft, cost)
-    return np.max(
-        [
-            play(member.plan, table).peak_bytes
-            for member, table in zip(members, tables, strict=True)
-        ],
-        axis=0,
-    )
