@@ -1,20 +1,17 @@
 """Placement, partition and schedule together, against interleaved 1F1B and each alone (simulated).
 
     python scripts/bench/placements.py [--models gemma3-27b deepseek-v3 nemotron-h-8b]
-                                       [--ranks 8 16] [--batches 2] [--plan-time] [-o RESULT.md]
+                                       [--ranks 8 16] [--batches 2] [-o RESULT.md]
 
 AdaPtis (arXiv 2509.23722) reports a speedup over interleaved 1F1B of 1.42 on average, and 2.14 at
 most, for models of these shapes. Here its schedule and those of this project run on the cost model
 of megatron_epp.cost; nothing ran on a GPU. The setting of AdaPtis has documents of equal length, in
-the number given for each rank; the `wlb` documents are an addition of this project. With
---plan-time, the script prints seconds of planning for 16 ranks of 2 stages and 512 documents.
+the number given for each rank; the `wlb` documents are an addition of this project.
 """
 
 import argparse
 import io
-import statistics
 import sys
-import time
 from collections.abc import Sequence
 
 from headline import ROOT, heading, host, write
@@ -67,27 +64,6 @@ def row(name: str, ranks: int, said: str, batches: Sequence[Sequence[int]], how:
     return f"| {name} | {ranks} | {said} | {' | '.join(cells)} |"
 
 
-def plan_times(repeats: int) -> str:
-    """Return minimum and median seconds of planning 512 documents on 16 ranks of 2 stages."""
-    cost = named_cost("llama3-70b", "h100-80g", pp=16, tp=8, dp=REPLICAS)
-    cost = cost.replace(dp=1)
-    lines = ["| placement | planner | least | median |", "|---|---|---|---|"]
-    lengths = open_corpus("wlb", 64 * K).batch(5, 512)
-    for name in ("interleaved 2", "v"):
-        made = named_placement(name, 16)
-        assert made is not None
-        here = with_placement(cost, made)
-        for planner in ("epp", "adaptis", "packing"):
-            taken = []
-            for _ in range(1 + repeats):  # the first one compiles
-                began = time.perf_counter()
-                planner_of(planner)(lengths, here, Options(64 * K))
-                taken.append(time.perf_counter() - began)
-            least, middle = min(taken[1:]), statistics.median(taken[1:])
-            lines.append(f"| {name} | {planner} | {least:.2f} s | {middle:.2f} s |")
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     known = ["gemma3-27b", "deepseek-v3", "nemotron-h-8b"]
@@ -95,7 +71,6 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 16])
     parser.add_argument("--documents", type=int, default=2, help="equal ones, for each rank")
     parser.add_argument("--batches", type=int, default=2)
-    parser.add_argument("--plan-time", action="store_true")
     parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
     args = parser.parse_args()
     text = io.StringIO()
@@ -114,10 +89,6 @@ def main() -> None:
             ):
                 print(name, ranks, said, file=sys.stderr, flush=True)
                 print(row(name, ranks, said, batches, Options(context, effort=2)), file=text)
-    if args.plan_time:
-        print("\nSeconds of planning, 16 ranks x 2 stages, 512 documents of wlb at 64K, "
-              "llama3-70b:\n", file=text)  # fmt: skip
-        print(plan_times(3), file=text)
     print(text.getvalue())
     write(args.output, heading(f"{host()}, one of them used") + text.getvalue())
 
