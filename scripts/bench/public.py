@@ -8,7 +8,8 @@ The measurements are in `public_measurements.json`, the predictions in `public_s
 `plan`, `compare` and `tune` print is in `megatron_epp/cost/catalogue/accuracy.json`. Steps are
 predicted for Megatron's own schedule: equal sequences, 1F1B or interleaved, logits saved from
 forward to backward, and the recompute of the row. Their memory is the peak that PyTorch's allocator
-reports as allocated.
+reports as allocated. Steps of Seq1F1B have slices and the peak of every stage. Their kernels are
+old, so ratios between schedules are compared, not seconds.
 """
 
 import argparse
@@ -32,6 +33,8 @@ from megatron_epp.cost.kinds.moe import NARROW_EXPERT
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.network.topology import TOPOLOGIES, Network
 from megatron_epp.ir import FULL, KEEP, SELECTIVE, Chunk, Kind, Span
+from megatron_epp.planner.chunks.chunking import assemble
+from megatron_epp.planner.chunks.slicing import cut_at
 from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
 from megatron_epp.planner.order.policies import warm_up_policy
 from megatron_epp.planner.order.problem import loads_of, problem_of, rates_of
@@ -42,7 +45,7 @@ from megatron_epp.sim.exchange import alone_seconds
 PAGE = ROOT / "docs" / "results" / "public_measurements.md"
 # Of a parameter on the device that has its states: gradient, two moments, master weight and weight,
 # the states written, too; of every parameter its gradient set to 0.
-OPTIMIZER_BYTES, GRADIENT_BYTES = 30, 4
+OPTIMIZER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 30, 4, 8
 ROOM_GIB = 1e5  # budget of every prediction: what ran fitted
 # Micro-batches that are played; what further ones take is the difference between two plays.
 MOST_PLAYED = 4
@@ -132,22 +135,27 @@ def _policies(cost: Cost, sizes: np.ndarray) -> list[Policy]:
     ]
 
 
-def _played(row: PublicRow, cost: Cost, count: int) -> tuple[float, float]:
-    """Return seconds and peak bytes of a step of ``count`` micro-batches."""
+def _played(row: PublicRow, cost: Cost, count: int) -> tuple[float, np.ndarray]:
+    """Return seconds and peak bytes [ranks] of a step of ``count`` micro-batches."""
     facts = row.facts
     lengths = np.full(count * facts["micro"], facts["seq"])
-    chunking = packed_chunks(lengths, facts["seq"] * facts["micro"], rates_of(cost))
+    if "slices" in facts:
+        cuts = cut_at(lengths, np.cumsum([0, *facts["slices"]]))
+        chunking = assemble(cuts, np.arange(count), count, rates_of(cost))
+    else:
+        chunking = packed_chunks(lengths, facts["seq"] * facts["micro"], rates_of(cost))
     loads = loads_of(chunking, lengths)
     counts = _all_layers(cost, recompute_mode(facts.get("recompute", "")), chunking.count)
     work = problem_of(cost, chunking, loads, counts)
     played = [list_schedule(work, policy) for policy in _policies(cost, chunking.sizes)]
     resident = np.array(cost.layout.placement.of_ranks(cost.memory.states_bytes))
-    peak = float((played[0].peak_bytes + resident).max())
-    return min(each.seconds for each in played), peak
+    if facts.get("moments") == "none":
+        resident -= MOMENT_BYTES * cost.memory.parameters[0] / cost.layout.dp
+    return min(each.seconds for each in played), played[0].peak_bytes + resident
 
 
 def step(row: PublicRow) -> dict[str, float]:
-    """Return the predicted seconds or rate of a step, and its peak in GiB if it was measured."""
+    """Return the predicted seconds or rate of a step, and the peaks in GiB that were measured."""
     facts, model = row.facts, row.model
     assert model is not None
     cost = cost_of(row, model)
@@ -169,7 +177,9 @@ def step(row: PublicRow) -> dict[str, float]:
     if "tokens_per_second" in facts:
         found = {"tokens_per_second": tokens / seconds / devices}
     if public.BYTES in row.measured and not facts.get("zero"):
-        found[public.BYTES] = peak / GIB
+        found[public.BYTES] = float(peak.max()) / GIB
+    if "stage_gib" in facts:
+        found |= {f"{public.BYTES} {stage}": each / GIB for stage, each in enumerate(peak)}
     return found
 
 
@@ -265,6 +275,7 @@ def attention(row: PublicRow) -> dict[str, float]:
 
 _PREDICTORS: Mapping[str, Callable[[PublicRow], dict[str, float]]] = {
     "step": step,
+    "slices": step,
     "layer": layer,
     "gather": gather,
     "product": product,
@@ -301,6 +312,7 @@ _NAMES = {
     "tokens_per_second": "tokens/s",
     "bus_gb_per_second": "GB/s",
     "gib": "GiB",
+    **{f"gib {stage}": f"GiB of stage {stage}" for stage in range(4)},
 }
 _HEAD = """\
 # Public measurements, predicted
@@ -352,8 +364,37 @@ def _configuration(row: PublicRow) -> str:
         "ranks",
     )
     left_out = {("hidden", "no"), ("tp", 1), ("micro", 1), ("pp", 1), ("dp", 1)}
+    if "slices" in facts:
+        facts, known = {**facts, "slices": len(facts["slices"])}, (*known, "slices")
     words = [f"{n} {facts[n]}" for n in known if n in facts and (n, facts[n]) not in left_out]
     return " ".join(words).replace("model ", "").replace("op ", "")
+
+
+def slice_ratios(scores: Scores) -> list[tuple[PublicRow, float, float]]:
+    """Return the rows with slices of sequences that were also measured whole.
+
+    Each comes with the measured and the predicted seconds of whole sequences over its own.
+    """
+    rows = [row for row in public.measurements() if row.what == "slices"]
+    ratios = []
+    for whole in (row for row in rows if len(row.facts["slices"]) == 1):
+        job = whole.facts["model"], whole.facts["seq"]
+        for row in rows:
+            if row is not whole and (row.facts["model"], row.facts["seq"]) == job:
+                predicted = scores[whole.key]["seconds"] / scores[row.key]["seconds"]
+                measured = whole.facts["seconds"] / row.facts["seconds"]
+                ratios.append((row, measured, predicted))
+    return ratios
+
+
+def _ratio_lines(scores: Scores) -> list[str]:
+    lines = ["## Slices", "", "Seconds of whole sequences over seconds of slices.", ""]
+    lines += ["| configuration | measured | predicted | error |", "|---|---|---|---|"]
+    for row, measured, predicted in slice_ratios(scores):
+        error = predicted / measured - 1
+        figures = f"{measured:.3f} | {predicted:.3f} | {error:+.1%}"
+        lines.append(f"| {row.key} {_configuration(row)} | {figures} |")
+    return [*lines, ""]
 
 
 def summary(scores: Scores) -> list[str]:
@@ -384,7 +425,7 @@ def missed(scores: Scores) -> list[tuple[PublicRow, str, float]]:
         for what, measured in row.measured.items():
             if row.comparable and what in scores[row.key]:
                 off = public.error(what, measured, scores[row.key][what])
-                bound = WORST.get("memory" if what == public.BYTES else row.kind)
+                bound = WORST.get("memory" if what.startswith(public.BYTES) else row.kind)
                 if bound is not None and abs(off) > bound:
                     rows.append((row, what, off))
     return rows
@@ -403,7 +444,7 @@ def _missed_lines(scores: Scores) -> list[str]:
 
 def page(scores: Scores) -> str:
     """Return the page with measured and predicted numbers and errors, by row."""
-    lines = [*summary(scores), "", *_missed_lines(scores)]
+    lines = [*summary(scores), "", *_missed_lines(scores), *_ratio_lines(scores)]
     tables: dict[str, list[PublicRow]] = {}
     for row in public.measurements():
         tables.setdefault(row.table, []).append(row)

@@ -60,7 +60,7 @@ class PublicRow:
 
     @property
     def what(self) -> str:
-        """What was measured: step, layer, gather, product, experts or attention."""
+        """What was measured: step, slices, layer, gather, product, experts or attention."""
         return self.facts["what"]
 
     @property
@@ -85,6 +85,8 @@ class PublicRow:
         values = {name: self.facts[name] for name in (SECONDS, *RATES, BYTES) if name in self.facts}
         if "gb" in self.facts:
             values[BYTES] = round(self.facts["gb"] * GIB_OF_GB, 2)
+        for stage, gib in enumerate(self.facts.get("stage_gib", ())):
+            values[f"{BYTES} {stage}"] = gib
         return values
 
     @property
@@ -102,7 +104,7 @@ class PublicRow:
     def kind(self) -> str:
         """Either "dense" or "MoE" for steps and layers of models, otherwise what was measured."""
         model = self.model
-        if model is None:
+        if model is None or self.what == "slices":
             return self.what
         return "MoE" if model.most_experts else "dense"
 
@@ -150,7 +152,7 @@ def errors_of(rows: Iterable[PublicRow], scores: Scores, *, memory: bool = False
         values += [
             error(name, measured, predicted[name])
             for name, measured in row.measured.items()
-            if name in predicted and (name == BYTES) == memory
+            if name in predicted and name.startswith(BYTES) == memory
         ]
     return values
 

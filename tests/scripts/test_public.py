@@ -104,6 +104,39 @@ def test_what_commands_print_is_of_these_scores(script, public) -> None:
     }
 
 
+def test_slices_cover_their_sequences_and_stages_have_peaks(public) -> None:
+    rows = [row for row in public.measurements() if row.what == "slices"]
+    for row in rows:
+        cuts = row.facts["slices"]
+        assert sum(cuts) == row.facts["seq"] and cuts == sorted(cuts, reverse=True), row.key
+        peaks = [name for name in row.measured if name.startswith("gib")]
+        assert peaks == [f"gib {stage}" for stage in range(len(peaks))] and len(peaks) in (0, 4)
+        assert row.kind == "slices" and not row.comparable
+    memory = public.errors_of(rows, public.scores(), memory=True)
+    assert len(memory) == 36 and all(-0.27 <= each <= 0.02 for each in memory)
+    assert len(public.errors_of(rows, public.scores())) == len(rows) == 10
+
+
+def test_slices_gain_about_as_much_as_was_measured(script, public) -> None:
+    ratios = script.slice_ratios(public.scores())
+    assert [(len(row.facts["slices"]), round(measured, 3)) for row, measured, _ in ratios] == [
+        (2, 1.217),
+        (4, 1.337),
+        (8, 1.363),
+    ]
+    for _, measured, predicted in ratios:
+        assert 1 <= predicted / measured <= 1.1
+
+
+def test_moments_are_left_out_before_the_first_update(script, public) -> None:
+    row = next(row for row in public.measurements() if row.what == "slices")
+    whole = dataclasses.replace(row, facts={**row.facts, "moments": "there"})
+    cost = script.cost_of(row, row.model)
+    less = [script.predicted(whole)[f"gib {s}"] - script.predicted(row)[f"gib {s}"] for s in (0, 1)]
+    moments = [8 * each / 2 / 2**30 for each in cost.memory.parameters[0][:2]]  # over 2 replicas
+    assert less == pytest.approx(moments)
+
+
 def test_each_table_keeps_to_its_tolerance(public, comparable) -> None:
     tables: dict[str, list] = {}
     for row in comparable:
