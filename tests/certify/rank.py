@@ -1,4 +1,4 @@
-"""Rank of the project's own certificates: its messages and collectives are checked, too."""
+"""Rank of the project's own certificates: its communication and kernel calls are checked, too."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -34,18 +34,24 @@ class WatchedRank(Rank):
 
 
 class CheckedRank(WatchedRank):
-    """Rank of Megatron's trainer whose messages must be the planned ones."""
+    """Rank of Megatron's trainer with the planned messages, whose attention is called directly."""
 
     RESULT: ClassVar = CheckedResult
 
     @override
     def problems(self, drawn: Any) -> list[str]:
         planned = self._unplanned(drawn.step, self.traffic.messages)
-        return super().problems(drawn) + planned + Rank.problems(self, drawn)
+        return super().problems(drawn) + planned + Rank.problems(self, drawn) + self._refused()
 
     @override
     def results(self, trained: Any, evaluated: Any) -> tuple[Any, ...]:
         return *super().results(trained, evaluated), *self.traffic_counts()
+
+    def _refused(self) -> list[str]:
+        """Return a line if Transformer Engine chooses a kernel anew for every call of some kind."""
+        kernels = {getattr(x, "kernel", None) for x in (self.attention, self.attention.all_heads)}
+        refused = sum(getattr(kernel, "refused", 0) for kernel in kernels)
+        return [f"{refused} kinds of attention calls are never made directly"] if refused else []
 
     def _unplanned(self, step: Step, messages: list[MessageRecord]) -> list[str]:
         """Return a line for each link whose messages differ from the plan's messages."""

@@ -168,4 +168,20 @@ def test_a_module_that_hands_over_more_is_called_every_time(engine, monkeypatch)
     call = Operands(q, k, v, CuSeqlens.of([9], [9], torch.device("cpu")))
     for _ in range(3):
         passes(kernel, call, grad)
-    assert len(ran) == 3
+    assert len(ran) == 3 and kernel.refused == 1
+
+
+@pytest.mark.parametrize("first", ["forward", "backward"])
+def test_a_call_of_rows_inside_of_a_chunk_is_recorded(first) -> None:
+    """Whether the forward's rows lay there or, as of a tail, the backward's keys alone."""
+    kernel = TransformerEngineKernel(HEADS, GROUPS, HEAD_SIZE, SCALE)
+    q, k, v, grad = documents((9,), HEADS, GROUPS, torch.bfloat16)[0]
+    cu_seqlens = CuSeqlens.of([9], [9], torch.device("cpu"))
+    at_start = Operands(q, k, v, cu_seqlens)
+    inside = Operands(*(torch.cat((x, x))[9:] for x in (q, k, v)), cu_seqlens)
+    calls = (inside, at_start) if first == "forward" else (at_start, inside)
+    out, kept = kernel.forward(calls[0], True)
+    recorded = [out, *kernel.backward(grad, calls[1], kept)]
+    out, kept = kernel.forward(inside, True)
+    assert isinstance(kept, tuple) and not kernel.refused
+    assert all(map(torch.equal, recorded, [out, *kernel.backward(grad, inside, kept)]))

@@ -2,12 +2,14 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import pytest
 
+from megatron_epp.ir import Chunk, Kind, Op, Plan, Span, check
 from megatron_epp.mcore.patching import emulated_engine
 
 pytestmark = [
@@ -22,6 +24,7 @@ pytestmark = [
 # SwiGLU, rope, grouped keys): three quarters of what the forward took when they were first counted
 # (1842), and what a backward took (584).
 MOST_FORWARD, MOST_BACKWARD = 1381, 584
+OF_THREE_PIECES = 1.3  # at most, in forwards of one
 ENGINE = str(Path(__file__).parents[1] / "engine")
 LAYERS = 2
 
@@ -90,3 +93,57 @@ def test_a_layer_takes_few_python_calls(alone, engine) -> None:
             forwards, backwards = counted(probe, context)
             assert 0 < forwards <= MOST_FORWARD * LAYERS
             assert 0 < backwards <= MOST_BACKWARD * LAYERS
+
+
+def three_pieces() -> Plan:
+    """slice | pack, slice, pack | slice: the slice in the middle begins above row 0."""
+    chunks = (
+        Chunk((Span(0, 0, 64),)),
+        Chunk((Span(1, 0, 40), Span(2, 0, 24), Span(0, 64, 128), Span(3, 0, 14), Span(4, 0, 7))),
+        Chunk((Span(0, 128, 192),)),
+    )
+    count = range(len(chunks))
+    forwards = (Op(Kind.FORWARD, chunk) for chunk in count)
+    plan = Plan(
+        documents=(192, 40, 24, 14, 7),
+        layers=(LAYERS,),
+        chunks=chunks,
+        recompute=(("k" * LAYERS,) * len(chunks),),
+        orders=((*forwards, *(Op(Kind.BACKWARD, chunk) for chunk in reversed(count))),),
+    )
+    check(plan)
+    return plan
+
+
+def test_a_chunk_of_three_pieces_takes_few_calls_more(alone, engine, monkeypatch) -> None:
+    """Where kernels are first called for rows above a chunk's first, and never for others."""
+    from megatron.core.utils import unwrap_model
+
+    from megatron_epp.layers.attention.te import TransformerEngineKernel
+    from megatron_epp.layers.attention.varlen import VarlenAttention
+    from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
+    from megatron_epp.runtime.memory_meter import NoMeter
+    from scripts.bench import single_stage
+
+    args = alone.args
+    heads = args.num_attention_heads, args.num_query_groups
+    kernel = TransformerEngineKernel(*heads, args.kv_channels, args.kv_channels**-0.5)
+    fresh = replace(alone, attention=VarlenAttention(kernel))
+    monkeypatch.setattr(single_stage, "SavedBytesMeter", lambda parameters: NoMeter())
+    model, plan = single_stage.build_stage(fresh, LAYERS, True, True), three_pieces()
+    single_stage.run_stage(fresh, model, plan, 0)
+    counts: list[int] = []
+
+    def counted(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def of_layer(*inputs: Any, **named: Any) -> Any:
+            outputs: list[Any] = []
+            counts.append(Calls.of(lambda: outputs.append(forward(*inputs, **named))))
+            return outputs[0]
+
+        return of_layer
+
+    for layer in layers_of(unwrap_model(model)):
+        layer.forward = counted(layer.forward)
+    single_stage.run_stage(fresh, model, plan, 0)
+    one, three, last = (counts[chunk * LAYERS : (chunk + 1) * LAYERS] for chunk in range(3))
+    assert sum(three) <= OF_THREE_PIECES * min(sum(one), sum(last)), counts

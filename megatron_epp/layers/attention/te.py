@@ -114,12 +114,19 @@ class TransformerEngineKernel:
             self._of_layers[like] = TransformerEngineKernel(*self._arguments, *like)
         return self._of_layers[like]
 
+    @property
+    def refused(self) -> int:
+        """Number of kinds of calls (:func:`alike`) that are never made directly."""
+        of_layers = sum(kernel.refused for kernel in self._of_layers.values())
+        return of_layers + sum(calls.refused for calls in self._calls.values())
+
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
         """Return the output [T, H, D] and the state for :meth:`backward`, without the operands."""
         call = self._bucketed(call)
         calls = self._calls.setdefault(alike(call, backward), KernelCalls())
         if DIRECT and calls.forward is not None and (calls.backward is not None or not backward):
             return self._forward_directly(calls, call, backward)
+        call = _at_start(call)
         if not DIRECT or self._fused is None or calls.refused:
             return self._forward(call, backward)
         recorded: list[dict[str, Any]] = []
@@ -134,12 +141,13 @@ class TransformerEngineKernel:
         calls = self._calls[alike(call, True)]
         if not isinstance(kept, _Run):
             return self._backward_directly(calls, grad_THD, call, *kept)
+        call = _at_start(call)
         nothing_new = calls.forward is None or calls.backward is not None
         if not DIRECT or self._fused is None or nothing_new:
-            return kept.gradients(grad_THD, _at_start(call))
+            return kept.gradients(grad_THD, call.tensors)
         recorded: list[dict[str, Any]] = []
         with self._fused.recorded(1, recorded):
-            gradients = kept.gradients(grad_THD, _at_start(call))
+            gradients = kept.gradients(grad_THD, call.tensors)
         calls.backward = calls.others(recorded, call)
         return gradients
 
@@ -185,17 +193,16 @@ class TransformerEngineKernel:
         return *qkv, of_sinks.reshape(call.sinks_H.shape).to(call.sinks_H.dtype)
 
     def _forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
-        inputs = _at_start(call)
         if not backward:
             with torch.no_grad():
-                return _by_heads(self._run(inputs, call.cu_seqlens), call), None
-        sources = _Sources(inputs)
+                return _by_heads(self._run(call.tensors, call.cu_seqlens), call), None
+        sources = _Sources(call.tensors)
         hooks = torch.autograd.graph.saved_tensors_hooks(sources.pack, sources.unpack)
         with torch.enable_grad(), hooks:
             output = self._run(sources.now, call.cu_seqlens)
         return _by_heads(output.detach(), call), _Run(output, sources)
 
-    def _run(self, inputs: list[Tensor], cu_seqlens: CuSeqlens) -> Tensor:
+    def _run(self, inputs: Sequence[Tensor], cu_seqlens: CuSeqlens) -> Tensor:
         """Return the module's output [T, H D].
 
         All lengths are passed, because the module would synchronise to compute missing lengths.
@@ -251,9 +258,10 @@ def _by_heads(output: Tensor, call: Operands) -> Tensor:
     return output.view(*call.q_THD.shape[:2], call.v_SGD.shape[2])
 
 
-def _at_start(call: Operands) -> list[Tensor]:
-    """Return the operands, copied unless they start at the beginning of their storage."""
-    return [x if x.storage_offset() == 0 else x.clone() for x in call.tensors]
+def _at_start(call: Operands) -> Operands:
+    """Return ``call``; an operand is copied unless it starts at the beginning of its storage."""
+    q, k, v, *sinks = (x if x.storage_offset() == 0 else x.clone() for x in call.tensors)
+    return Operands(q, k, v, call.cu_seqlens, *sinks)
 
 
 class _Source(torch.autograd.Function):
@@ -276,7 +284,7 @@ class _Sources:
     its backward never runs, as after an out-of-memory error.
     """
 
-    def __init__(self, inputs: list[Tensor]):
+    def __init__(self, inputs: Sequence[Tensor]):
         with torch.enable_grad():
             nothing = inputs[0].new_empty(0, requires_grad=True)
             self.now: list[Tensor] = [_Source.apply(nothing, x) for x in inputs]
@@ -303,11 +311,11 @@ class _Run:
         self._edges = [torch.autograd.graph.get_gradient_edge(x) for x in sources.now]
         sources.now = []
 
-    def gradients(self, grad_THD: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    def gradients(self, grad_THD: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the gradients of q, k, v and any sinks; a second call is an error."""
         output, self._output = self._output, None
         assert output is not None, "a call's backward ran twice"
-        self._sources.now = inputs
+        self._sources.now = list(inputs)
         try:
             return torch.autograd.grad(output, self._edges, grad_THD.reshape(output.shape))
         finally:
