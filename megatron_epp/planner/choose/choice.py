@@ -5,8 +5,9 @@ plans the batches with every candidate. The result depends only on the function'
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,10 +28,11 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.planner.replicas import balance_blocks
+from megatron_epp.planner.runner import Runner, in_turn
 
 PLACEMENT_NAMES = ("v", "interleaved 2", "interleaved 3", "interleaved 4")
 SKETCH_EFFORT = 1  # effort of the plans that decide between finalists
-FINALISTS = 2  # number of placed candidates that are planned for all batches
+FINALISTS = 2  # number of placements whose best candidates may be planned for all batches
 MOST_MOVES = 8  # number of partitions planned beyond those of the finalists
 # Fractions of the time that a candidate must save: cost models are not exact enough for less.
 PARTITION_PAYS, PLACEMENT_PAYS, VOCABULARY_PAYS = 0.005, 0.01, 0.01
@@ -166,14 +168,15 @@ def run_choice(
     vocabularies: Sequence[bool] = (False,),
     by_time: bool = False,
     words: int = 0,
+    run: Runner = in_turn,
 ) -> RunChoice:
     """Return the candidate with the fastest plans of ``batches`` that pays.
 
-    Only the replica (or lockstep group) with the most work in each batch is planned. All candidates
-    are planned for the first batch with little effort, but for those whose lower bound is above the
-    fastest plan so far. The default, the fastest candidates with one stage per rank, and the
-    FINALISTS fastest others are planned for all batches. Where the host time is assumed, a
-    candidate must also pay on hosts that are slower (:mod:`.slow_hosts`).
+    Only the replica (or lockstep group) with the most work in each batch is planned. Candidates are
+    first planned for the first batch with little effort. The default and the fastest candidates
+    with one stage per rank are then planned for all batches, and so are the FINALISTS fastest
+    others, until one of them pays. Where the host time is assumed, a candidate must also pay on
+    hosts that are slower (:mod:`.slow_hosts`), on the first batch.
 
     Args:
         cost: cost model of the default stages and layers, one stage per rank unless ``placements``
@@ -188,11 +191,13 @@ def run_choice(
             ``placements``, single layers then move while that makes the plans faster.
         words: padded size of the vocabulary, which a sharded LM head divides over all stages and
             tensor-parallel ranks; 0 if unknown.
+        run: function that maps a function over tasks, for example in worker processes.
     """
     held = [heaviest(lengths, cost, options.lockstep) for lengths in batches]
     candidates = _candidates(cost, held, planner, placements, vocabularies, by_time, words)
     climb = by_time and not placements and cost.layout.stages > 1
-    return _Chooser(held, options, planner, assumes_host_time(cost)).choice(dict(candidates), climb)
+    chooser = _Chooser(held, options, planner, assumes_host_time(cost), run)
+    return chooser.choice(dict(candidates), climb)
 
 
 def _candidates(
@@ -228,12 +233,19 @@ def _candidates(
 class _Chooser:
     """Plans of candidates, which are made once."""
 
-    def __init__(self, held: list[list[int]], options: Options, planner: str, assumes_host: bool):
+    def __init__(
+        self,
+        held: list[list[int]],
+        options: Options,
+        planner: str,
+        assumes_host: bool,
+        run: Runner,
+    ):
         self.held, self.options, self.planner = held, options, planner
-        self.assumes_host = assumes_host
+        self.assumes_host, self.run = assumes_host, run
         self.costs: dict[Way, Cost] = {}
-        self.seconds: dict[Way, float | None] = {}
-        self.slow: dict[Way, float | None] = {}
+        self.seconds: dict[Way, float | None] = {}  # of all batches
+        self.slow: dict[Way, float | None] = {}  # of the first batch, on slow hosts
 
     def choice(self, costs: dict[Way, Cost], climb: bool) -> RunChoice:
         """Return the choice among ``costs``, whose first is the default.
@@ -244,17 +256,21 @@ class _Chooser:
         default, *others = costs
         if not others and not climb:
             return RunChoice(costs[default], default, {default: None})
-        for way in self._finalists(self._glances()):
-            self._planned(way)
+        glances = self._glances()
+        simple = [way for way in glances if way.placement == default.placement]
+        simple = [default, *_best_of_each(simple, glances, lambda way: way.vocabulary)]
+        self._plan(simple)
         chosen = default
-        ranked = sorted(self.seconds, key=self._planned)
-        simple = [way for way in ranked if way.placement == default.placement]
-        # Without and with vocabulary parallelism, then the fastest with several stages per rank.
-        for way in sorted(simple, key=lambda way: way.vocabulary):
+        # Without and with vocabulary parallelism, then with several stages per rank.
+        for way in sorted(
+            dict.fromkeys(simple), key=lambda way: (way.vocabulary, self._taken(way))
+        ):
             if self._pays(way, chosen):
                 chosen = way
-        placed = (way for way in ranked if way.placement != default.placement)
-        chosen = next((way for way in placed if self._pays(way, chosen)), chosen)
+        placed = [way for way, seconds in glances.items() if math.isfinite(seconds)]
+        placed = [way for way in placed if way.placement != default.placement]
+        fastest = sorted(placed, key=glances.__getitem__)[:FINALISTS]
+        chosen = next((way for way in fastest if self._pays(way, chosen)), chosen)
         if climb:
             chosen = self._climb(chosen)
         slow = None
@@ -263,7 +279,11 @@ class _Chooser:
         return RunChoice(self.costs[chosen], chosen, dict(self.seconds), slow)
 
     def _glances(self) -> dict[Way, float]:
-        """Return the seconds of plans of the first batch; infinite if a candidate is hopeless."""
+        """Return the seconds of plans of the first batch; infinite if a candidate is hopeless.
+
+        With several stages per rank, the second value of vocabulary parallelism is tried only with
+        the FINALISTS placements that are fastest with the first.
+        """
         longest_first = np.sort(self.held[0])[::-1]
         local = "local" in self.options.levers
         bounds = {
@@ -271,36 +291,52 @@ class _Chooser:
             for way, cost in self.costs.items()
             if with_layers(cost, way.layers) is not None
         }
-        least, glances = math.inf, dict.fromkeys(self.costs, math.inf)
-        for way in sorted(bounds, key=bounds.__getitem__):
-            if bounds[way] < least:
-                arguments = self.costs[way], self.held[:1], self.options, self.planner, 0
-                glances[way] = sketched_seconds(*arguments) or math.inf
-                least = min(least, glances[way])
+        glances = dict.fromkeys(self.costs, math.inf)
+        default = next(iter(glances))
+        first = [way for way in bounds if default.vocabulary == way.vocabulary]
+        self._glance(first, bounds, glances)
+        placed = [way for way in first if way.placement != default.placement]
+        fastest = _best_of_each(placed, glances, lambda way: way.placement)[:FINALISTS]
+        if not any(math.isfinite(glances[way]) for way in fastest):
+            fastest = placed  # nothing fits without vocabulary parallelism
+        names = {default.placement, *(way.placement for way in fastest)}
+        second = [way for way in bounds if way not in first and way.placement in names]
+        self._glance(second, bounds, glances)
         return glances
 
-    def _finalists(self, glances: dict[Way, float]) -> list[Way]:
-        """Return the default, the fastest with one stage per rank, and the fastest others."""
-        default, ranked = next(iter(glances)), sorted(glances, key=glances.__getitem__)
-        simple = [way for way in ranked if way.placement == default.placement]
-        best = [
-            next((way for way in simple if way.vocabulary == vocabulary), default)
-            for vocabulary in (False, True)
-        ]
-        others = [way for way in ranked if way not in simple and math.isfinite(glances[way])]
-        return list(dict.fromkeys((default, *best, *others[:FINALISTS])))
+    def _glance(self, ways: list[Way], bounds: dict[Way, float], glances: dict[Way, float]) -> None:
+        """Add the seconds of ``ways`` to ``glances``, but for those whose bound is too high."""
+        ways = sorted(ways, key=bounds.__getitem__)
+        for some in (ways[:1], ways[1:]):
+            least = min(glances.values())
+            tried = [way for way in some if bounds[way] < least]
+            tasks = [
+                (self.costs[way], self.held[:1], self.options, self.planner, 0) for way in tried
+            ]
+            for way, seconds in zip(tried, self.run(sketched_seconds, tasks), strict=True):
+                glances[way] = seconds or math.inf
 
-    def _planned(self, way: Way, host: float = 1.0) -> float:
-        """Return the seconds of all batches if hosts take ``host`` times as long as assumed."""
-        known = self.seconds if host == 1 else self.slow
-        if way not in known:
-            cost = self.costs[way] if host == 1 else with_hosts(self.costs[way], host)
-            known[way] = sketched_seconds(cost, self.held, self.options, self.planner)
-        taken = known[way]
+    def _plan(self, ways: Iterable[Way], host: float = 1.0) -> None:
+        """Plan all batches of ``ways``, or the first if hosts take ``host`` times as assumed."""
+        known, batches = (self.seconds, self.held) if host == 1 else (self.slow, self.held[:1])
+        new = [way for way in dict.fromkeys(ways) if way not in known]
+        costs = [self.costs[way] if host == 1 else with_hosts(self.costs[way], host) for way in new]
+        tasks = [
+            (cost, [lengths], self.options, self.planner) for cost in costs for lengths in batches
+        ]
+        seconds = self.run(sketched_seconds, tasks)
+        for way in new:
+            of_batches = list(itertools.islice(seconds, len(batches)))
+            known[way] = None if None in of_batches else sum(filter(None, of_batches))
+
+    def _taken(self, way: Way, host: float = 1.0) -> float:
+        self._plan((way,), host)
+        taken = (self.seconds if host == 1 else self.slow)[way]
         return math.inf if taken is None else taken
 
     def _gain(self, way: Way, than: Way, host: float = 1.0) -> float:
-        before, after = self._planned(than, host), self._planned(way, host)
+        self._plan((than, way), host)
+        before, after = self._taken(than, host), self._taken(way, host)
         if math.isinf(after):
             return -math.inf
         return math.inf if math.isinf(before) else 1 - after / before
@@ -341,6 +377,16 @@ class _Chooser:
                     chosen, moved = way, True
                     break
         return chosen
+
+
+def _best_of_each(
+    ways: Iterable[Way], seconds: dict[Way, float], key: Callable[[Way], Hashable]
+) -> list[Way]:
+    """Return the fastest of the ways with each value of ``key``, the fastest first."""
+    best: dict[Hashable, Way] = {}
+    for way in sorted(ways, key=seconds.__getitem__):
+        best.setdefault(key(way), way)
+    return list(best.values())
 
 
 def _neighbours(
