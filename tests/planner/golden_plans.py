@@ -93,6 +93,8 @@ def cases() -> Iterator[tuple[Path, list[str]]]:
     for number, line in enumerate(_LINES):
         lengths, batch, *options = line.split()
         placed = "-placed" if "--placement" in options else ""
+        if not placed:
+            options += ["--placement", "even"]
         yield (
             FOLDER / f"{number:02}-{lengths}{placed}.plan",
             ["plan", "--lengths", lengths, "--batch", batch, *options],
