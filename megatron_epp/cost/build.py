@@ -103,13 +103,14 @@ def named_cost(
             "tokens and lie on the last stage, with one in front of them or more"
         )
     the_device = device(device_name)
+    ranks = 1 + max(place) if place else pp
     network: Network | None = None
     if profile is None:
         joined = find_topology(topology) if isinstance(topology, str) else topology
-        degrees = (tp, cp, dp, pp)
+        degrees = (tp, cp, dp, ranks)
         profile, network = _on_device(the_model, the_device, joined, degrees, assumptions)
     budget = the_device.budget_bytes if memory_budget_gib is None else memory_budget_gib * GIB
-    budgets = (budget,) * (1 + max(place) if place else pp)
+    budgets = (budget,) * ranks
     kinds = tuple(layer_kinds) or the_model.layer_kinds
     if not layer_kinds and len(profile.kinds) == 1:
         kinds = ()  # measured before there were kinds, or of one kind with another name

@@ -75,6 +75,17 @@ def test_the_choice_is_the_fastest_of_all_candidates_planned_alone() -> None:
     assert found.seconds[found.way] <= min(filter(None, seconds)) * (1 + PLACEMENT_PAYS)
 
 
+@pytest.mark.parametrize("name", ["v", "interleaved 4"])
+def test_a_named_placement_costs_what_a_chosen_one_does(name: str) -> None:
+    """Messages stay in the node of the ranks, of which there are fewer than stages."""
+    degrees = {"pp": 2, "tp": 4, "topology": "nodes"}
+    placement = named_placement(name, 2)
+    assert placement is not None
+    placed = with_placement(named_cost("llama3-8b", "h100-80g", **degrees), placement)
+    degrees |= {"pp": placement.stages, "place": placement.place}
+    assert named_cost("llama3-8b", "h100-80g", **degrees).layout == placed.layout
+
+
 def test_what_cannot_run_is_no_candidate() -> None:
     """Too few layers for the stages, words that do not divide, a planner of one stage a rank."""
     cost = machine().replace(layers=(2, 2), profile=machine().layout.profile, layer_kinds=())
