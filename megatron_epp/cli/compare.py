@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from megatron_epp.cli.documents import open_batches
-from megatron_epp.cli.layout import run_costs
+from megatron_epp.cli.layout import baseline_cost, named_layout_cost, run_cost
 from megatron_epp.cli.machine import padding_text
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.plan import late_text, options_of
@@ -45,12 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
     default = (*COMPARED, STOCK, *comparison_methods())
     names = [known_planner(name, STOCK) for name in dict.fromkeys(arguments.planner or default)]
     options = options_of(arguments)
+    pipelines = [name for name in names if name in PLANNERS]
+    chosen_by = _EPP if _EPP in names else (pipelines or names)[0]
+    named = named_layout_cost(arguments, chosen_by)
     numbers = range(arguments.first_batch, arguments.first_batch + arguments.batches)
     batches = open_batches(arguments, numbers)
     first = batches[numbers[0]]
-    pipelines = [name for name in names if name in PLANNERS]
-    chosen_by = _EPP if _EPP in names else (pipelines or names)[0]
-    cost, elastic_cost = run_costs(arguments, batches, options, chosen_by)
+    cost = baseline_cost(arguments, named, batches, options, chosen_by)
+    elastic_cost = run_cost(arguments, named, batches, options, _EPP) if _EPP in names else cost
     costs = {name: elastic_cost if name == _EPP else cost for name in names if name != STOCK}
     cold = _warm_up(costs, first, options, arguments.dp)
     outcomes: list[Outcome] = []

@@ -132,9 +132,14 @@ class MachineFlags:
         None, "transformer layers of every stage (default: even)", NUMBER, nargs="+"
     )
     placement: str | None = shared_setting(
-        "placement", "; --pp is the number of pipeline ranks", default=None
+        "placement",
+        "; --pp is the number of pipeline ranks (default: auto, or one stage a rank if --layers or "
+        "--partition is given; compare: auto is for epp, the others have one stage a rank)",
+        default=None,
     )
-    partition: str = shared_setting("partition", "; even (default): or as --layers says")
+    partition: str | None = shared_setting(
+        "partition", "; even: equally many (default: as --placement says)", default=None
+    )
     vocab_parallel: str | None = shared_setting(
         "vocab_parallel", " (compare: for epp; the others have theirs on the last stage)"
     )
@@ -406,8 +411,8 @@ class TunedMachineFlags:
         "partition", ", where that is faster (default), or even", default="auto"
     )
     placement: str = flag(
-        "even",
-        "stages of every pipeline rank: even (default), one, or auto: also several for the best "
+        "auto",
+        "stages of every pipeline rank: even, one, or auto (default): also several for the best "
         "layouts, where that takes at least 1%% less time",
         ("HOW", one_of("even", "auto")),
     )

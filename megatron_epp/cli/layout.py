@@ -1,8 +1,8 @@
-"""Layout of a run: what the options name, and what the auto options choose."""
+"""Layout of a run: what the options name, and what is chosen where they leave it open."""
 
 import argparse
+import shlex
 import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,66 +24,18 @@ from megatron_epp.safe_files import bounded_text
 AUTO = "auto"  # value of an option that is chosen by the corpus's lengths
 
 
-def run_costs(
-    arguments: argparse.Namespace, batches: Batches, options: Options, planner: str
-) -> tuple[Cost, Cost]:
-    """Return two cost models: with the choice of --partition auto, and with all auto choices.
+def named_layout_cost(arguments: argparse.Namespace, planner: str) -> Cost:
+    """Return the cost model of the layout that the options name.
 
-    Only the second cost model has the choices of --placement auto and --vocab-parallel auto. This
-    function prints all choices on stderr. As in training, the choices depend on the first batches
-    of the corpus, not on the planned batch.
+    What the options leave open is as simple as possible: one stage a rank, even layers, the output
+    layer on the last stage. Chunks are not padded.
 
     Args:
         arguments: options of the command.
-        batches: batches of the corpus.
-        options: options of the planner.
         planner: name of the planner.
 
     Raises:
         UsageError: if an option has no effect, or two options decide the same setting.
-    """
-    cost = named_layout_cost(arguments, batches.first)
-    asked, stages = arguments.vocab_parallel, cost.layout.stages
-    if asked == "on" and planner not in PLANNERS:
-        raise UsageError(
-            f"--vocab-parallel {asked} has no effect on {planner}, which makes no pipeline plan"
-        )
-    by_time, anywhere = arguments.partition != "even", arguments.placement == AUTO
-    for flag in ("--partition",) * by_time + ("--placement",) * anywhere:
-        _require_open(flag, arguments, cost, planner)
-    open_vocabulary = asked == AUTO and stages > 1 and planner in PLANNERS
-    why = ruled_out(cost) if open_vocabulary else None
-    chosen = cost
-    if by_time or anywhere or (open_vocabulary and why is None):
-        choose = partial(run_choice, cost, batches.first, options, planner)
-        both = open_vocabulary and why is None
-        words = model_of(arguments).vocabulary if arguments.model else 0
-        choice = choose(
-            placements=PLACEMENT_NAMES if anywhere else (),
-            vocabularies=[False, True] if both else [asked == "on"],
-            by_time=by_time or anywhere,
-            words=padded_words(words, cost.layout.tp),
-        )
-        chosen = choice.cost
-        print(f"stages: {choice.way}; {choice.comparison} (simulated)", file=sys.stderr)
-        if by_time:
-            if anywhere or both:
-                cost = choose(vocabularies=[asked == "on"], by_time=True).cost
-            else:
-                cost = chosen
-            flags = layout_flags(cost.layout.layers, cost.layout.pinned_layers - 1)
-            said = " ".join(flags) or "even layers are best; no flags of Megatron's are needed"
-            print(f"partition: {' '.join(map(str, cost.layout.layers))}; {said}", file=sys.stderr)
-    if why is not None:
-        print(f"vocabulary parallelism: off; {why}", file=sys.stderr)
-    return cost, chosen
-
-
-def named_layout_cost(arguments: argparse.Namespace, batches: Sequence[Sequence[int]] = ()) -> Cost:
-    """Return the cost model of the layout that the options name, before auto options are resolved.
-
-    With --placement auto, stage i is on rank i. With --vocab-parallel auto, vocabulary parallelism
-    is off. ``batches`` are the first batches of the corpus, which determine the padding of chunks.
     """
     layers = tuple(arguments.layers) if arguments.layers else None
     pp = arguments.pp
@@ -91,27 +43,103 @@ def named_layout_cost(arguments: argparse.Namespace, batches: Sequence[Sequence[
         if layers is None:
             raise UsageError("--pp is missing; expected the number of pipeline stages")
         pp = len(layers)
+    for flag in ("--partition", "--placement"):
+        if getattr(arguments, flag[2:]) == AUTO:
+            _require_open(flag, arguments, pp, planner)
     place: tuple[int, ...] = ()
     if arguments.placement not in (None, AUTO):
-        placement = _named_placement(arguments.placement, pp)
-        if layers is None and placement.layers:
-            layers = placement.layers
+        placement = _named_placement(arguments, pp, planner)
+        layers = layers or placement.layers or None
         pp, place = placement.stages, () if placement.is_even else placement.place
-    cut = arguments.vocab_parallel == "on"
-    if cut and pp == 1:
+    asked = arguments.vocab_parallel
+    if asked == "on" and pp == 1:
         raise UsageError(
             "--vocab-parallel on cuts the output layer over the stages, and there is one; expected "
             "--pp of at least 2, or leave it out"
         )
+    if asked == "on" and planner not in PLANNERS:
+        raise UsageError(
+            f"--vocab-parallel on has no effect on {planner}, which makes no pipeline plan"
+        )
     degrees: dict[str, Any] = {"pp": pp, "cp": arguments.cp, "dp": arguments.dp}
-    cost = cost_of(arguments, **degrees, layers=layers, cut=cut, place=place)
-    return with_padding(cost, arguments, batches, arguments.dp)
+    return cost_of(arguments, **degrees, layers=layers, cut=asked == "on", place=place)
 
 
-def _named_placement(text: str, ranks: int) -> Placement:
+def baseline_cost(
+    arguments: argparse.Namespace, named: Cost, batches: Batches, options: Options, planner: str
+) -> Cost:
+    """Return the cost model of the planners that ``compare`` compares with planner epp.
+
+    Their stages are the named ones; only --partition auto chooses their layers. The arguments are
+    those of :func:`run_cost`.
+    """
+    cost = with_padding(named, arguments, batches.first, arguments.dp)
+    if arguments.partition != AUTO:
+        return cost
+    cut = cost.layout.vocabulary_parallel
+    choice = run_choice(cost, batches.first, options, planner, vocabularies=[cut], by_time=True)
+    return choice.cost
+
+
+def run_cost(
+    arguments: argparse.Namespace, named: Cost, batches: Batches, options: Options, planner: str
+) -> Cost:
+    """Return the cost model of a run, and print on stderr what is chosen for it.
+
+    Placement, layers and vocabulary parallelism are chosen together where the options leave them
+    open. As in training, the choices depend on the first batches of the corpus, not on the planned
+    batch.
+
+    Args:
+        arguments: options of the command.
+        named: cost model of the layout that the options name.
+        batches: batches of the corpus.
+        options: options of the planner.
+        planner: name of the planner.
+    """
+    cost = with_padding(named, arguments, batches.first, arguments.dp)
+    if planner not in PLANNERS or cost.layout.stages == 1:
+        return cost
+    asked, partition = arguments.vocab_parallel, arguments.partition
+    anywhere = _is_placement_open(arguments)
+    by_time = partition == AUTO or (anywhere and partition is None)
+    why = ruled_out(cost) if asked == AUTO else None
+    if why is not None:
+        print(f"vocabulary parallelism: off; {why}", file=sys.stderr)
+    both = asked == AUTO and why is None
+    if not (anywhere or by_time or both):
+        return cost
+    words = model_of(arguments).vocabulary if arguments.model else 0
+    choice = run_choice(
+        cost,
+        batches.first,
+        options,
+        planner,
+        placements=PLACEMENT_NAMES if anywhere else (),
+        vocabularies=[False, True] if both else [asked == "on"],
+        by_time=by_time,
+        words=padded_words(words, cost.layout.tp),
+    )
+    print(f"stages: {choice.way}; {choice.comparison} (simulated)", file=sys.stderr)
+    layout = choice.cost.layout
+    open_layers = by_time and not layout.place
+    if open_layers and (flags := layout_flags(layout.layers, layout.pinned_layers - 1)):
+        print(f"layers in Megatron's flags: {shlex.join(flags)}", file=sys.stderr)
+    return choice.cost
+
+
+def _is_placement_open(arguments: argparse.Namespace) -> bool:
+    """Return whether the placement is chosen: it is auto, or no option names stages or layers."""
+    if arguments.placement is None:
+        return not arguments.layers and arguments.partition is None
+    return arguments.placement == AUTO
+
+
+def _named_placement(arguments: argparse.Namespace, ranks: int, planner: str) -> Placement:
     """Return the placement that --placement names for ``ranks`` pipeline ranks."""
+    text = arguments.placement
     try:
-        return read_placement(text, ranks, partial(bounded_text, expected=A_PLACEMENT))
+        placement = read_placement(text, ranks, partial(bounded_text, expected=A_PLACEMENT))
     except OSError as error:
         raise UsageError(
             f"--placement {text}: {error.strerror}; expected even, v, auto, "
@@ -119,16 +147,37 @@ def _named_placement(text: str, ranks: int) -> Placement:
         ) from error
     except ValueError as refusal:  # from the file or the placement
         raise UsageError(f"--placement {text}: {refusal}") from refusal
+    if arguments.layers and placement.layers:
+        raise UsageError(
+            f"--placement {text} and --layers both name the layers of every stage; expected one of "
+            "the two"
+        )
+    if not placement.is_even:
+        _require_pipeline(f"--placement {text}", ranks, planner)
+    if arguments.model is None:  # the cost-model file and --layers say how many there are
+        return placement
+    model = model_of(arguments)
+    if placement.stages > (layers := model.layers - model.mtp_layers_count):
+        raise UsageError(
+            f"--placement {text}: {placement.stages} stages for {layers} layers; expected at most "
+            "one stage per layer"
+        )
+    return placement
 
 
-def _require_open(flag: str, arguments: argparse.Namespace, cost: Cost, planner: str) -> None:
+def _require_open(flag: str, arguments: argparse.Namespace, ranks: int, planner: str) -> None:
     """Raise a UsageError if the value auto of ``flag`` cannot choose the layers of the stages."""
     if arguments.layers:
         raise UsageError(
             f"--layers names the layers of every stage and {flag} auto chooses the layers of the "
             "stages; expected one of the two"
         )
+    _require_pipeline(f"{flag} auto", ranks, planner)
+
+
+def _require_pipeline(option: str, ranks: int, planner: str) -> None:
+    """Raise a UsageError if ``option`` has no effect without a pipeline."""
     if planner not in PLANNERS:
-        raise UsageError(f"{flag} auto has no effect on {planner}, which makes no pipeline plan")
-    if cost.layout.stages == 1:
-        raise UsageError(f"{flag} auto has no effect with one stage; leave it out")
+        raise UsageError(f"{option} has no effect on {planner}, which makes no pipeline plan")
+    if ranks == 1:
+        raise UsageError(f"{option} has no effect with one stage; leave it out")

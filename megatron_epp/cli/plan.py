@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from megatron_epp.cli import recorded_settings
 from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write_file
-from megatron_epp.cli.layout import run_costs
+from megatron_epp.cli.layout import AUTO, named_layout_cost, run_cost
 from megatron_epp.cli.machine import padding_text
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
@@ -22,7 +22,13 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Plan, Step
-from megatron_epp.planner import Options, PlannedReplica, evaluation_step, parse_levers
+from megatron_epp.planner import (
+    PLANNERS,
+    Options,
+    PlannedReplica,
+    evaluation_step,
+    parse_levers,
+)
 from megatron_epp.planner.feasibility import late_plans
 from megatron_epp.planner.options import default_levers
 from megatron_epp.show.timeline import local_fraction, offloaded_ratio
@@ -45,9 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
     """
     planner = known_planner(arguments.planner)
     options = options_of(arguments)
+    named = named_layout_cost(arguments, planner)  # before the corpus is read, which may take long
+    if planner in PLANNERS and arguments.placement not in (None, AUTO):
+        PLANNERS[planner].require_place(named.layout.placement.place)
     batches = open_batches(arguments, [arguments.batch])
     lengths = batches[arguments.batch]
-    _, cost = run_costs(arguments, batches, options, planner)
+    cost = run_cost(arguments, named, batches, options, planner)
     if arguments.forward_only:
         return _evaluation(arguments, lengths, cost, options)
     job = arguments.batch, lengths, cost, options, planner, arguments.dp

@@ -58,10 +58,10 @@ class SharedSettings:
     )
     placement: str = flag(
         "even",
-        "stages of every pipeline rank: even (default), one; interleaved N; v: two, in V shape, "
-        "with embedding and LM head on the last rank; auto: the fastest on the corpus's first "
-        "batches, with layers by time; 'place 1 0 0 1': the rank of every stage; or a file with "
-        "such a line, or with a line 'rank 0: 1 2' for each rank, and optionally 'layers ...'",
+        "stages of every pipeline rank: auto, the fastest on the corpus's first batches, with "
+        "their layers; even, one; interleaved N; v: two, in V shape, with embedding and LM head on "
+        "the last rank; 'place 1 0 0 1', the rank of every stage; or a file with such a line, or "
+        "with a line 'rank 0: 1 2' for each rank, and optionally 'layers ...'",
         nargs="+",
         metavar="PLACEMENT",
         action=JoinedArguments,

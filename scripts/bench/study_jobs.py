@@ -28,7 +28,7 @@ from headline import ROOT, publish
 
 sys.path.insert(0, str(ROOT))
 
-from megatron_epp.cli.layout import run_costs
+from megatron_epp.cli.layout import baseline_cost, named_layout_cost, run_cost
 from megatron_epp.cli.machine import AS_TRAINED
 from megatron_epp.cli.options import parse
 from megatron_epp.cli.plan import options_of
@@ -174,7 +174,8 @@ class Compared:
         arguments = parse(words)
         options = options_of(arguments)
         first = SimpleNamespace(first=[job.batch(number) for number in range(FIRST_BATCHES)])
-        cost, elastic = run_costs(arguments, first, options, "epp")
+        job_of = arguments, named_layout_cost(arguments, "epp"), first, options, "epp"
+        cost, elastic = baseline_cost(*job_of), run_cost(*job_of)
         held = [heaviest(job.batch(each), cost, options.lockstep) for each in range(batches)]
         return cls(cost, elastic, options, held)
 

@@ -23,8 +23,8 @@ from tests.cli.commands import GPT, LENGTHS, PLAN, Commands
 from tests.corpus.test_idx_file import write_pair
 from tests.show.plans import one_f_one_b
 
-ON_TWO = f"plan --lengths lengths --pp 2 {GPT}"
-FAST = f"plan --lengths pair --pp 2 --effort 0 {GPT}"
+ON_TWO = f"plan --lengths lengths --pp 2 --placement even {GPT}"
+FAST = f"plan --lengths pair --pp 2 --placement even --effort 0 {GPT}"
 ENDINGS = {
     "svg": b"<svg ",
     "png": b"\x89PNG",
@@ -223,7 +223,9 @@ FIELDS = {
 
 
 def test_compare_lists_what_it_promises(cli: Commands) -> None:
-    common = "--lengths wikipedia --context 8192 --global-batch-size 24 --pp 2 --batches 2"
+    common = (
+        "--lengths wikipedia --context 8192 --global-batch-size 24 --pp 2 --batches 2 --effort 0"
+    )
     found = cli.facts(f"compare {common} {GPT}")
     for each in found:
         assert {name: type(each[name]) for name in FIELDS} == FIELDS
@@ -241,7 +243,7 @@ def test_compare_lists_what_it_promises(cli: Commands) -> None:
 
 
 def test_compare_begins_with_what_matters_and_explains_its_columns(cli: Commands) -> None:
-    common = "--lengths wlb --context 32768 --global-batch-size 24 --pp 4 --batches 2"
+    common = "--lengths wlb --context 32768 --global-batch-size 24 --pp 4 --batches 2 --effort 0"
     text = cli.said(f"compare {common} {GPT}")
     first = " ".join(text.split("\n\n")[0].split())
     assert re.fullmatch(

@@ -13,7 +13,10 @@ from tests.cli.commands import LENGTHS, Commands
 from tests.cost.simple_device import OLD_H100
 from tests.ir.test_lockstep import STEP
 
-QWEN = "plan --lengths lengths --effort 0 --model qwen3-30b-a3b --device h100-80g --pp 4 --tp 8"
+QWEN = (
+    "plan --lengths lengths --effort 0 --model qwen3-30b-a3b --device h100-80g --pp 4 --tp 8 "
+    "--placement even"
+)
 # A machine known by a profile file alone.
 MEASURED = (
     "plan --lengths lengths --effort 0 --pp 2 --cost-model two.json --layers 2 2 "

@@ -13,7 +13,10 @@ from tests.cli.commands import Commands
 
 # 18294 tokens.
 ODD = (9001, 1503, 900, 301, 12, 4000, 2500, 77)
-LLAMA = "--lengths odd --model llama3-8b --device h100-80g --effort 0 --vocab-parallel off"
+LLAMA = (
+    "--lengths odd --model llama3-8b --device h100-80g --effort 0 --vocab-parallel off "
+    "--placement even"
+)
 MEASURED = "--lengths odd --effort 0 --layers 16 16 --memory-budget-gib 99 --cost-model"
 
 

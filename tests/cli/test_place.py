@@ -84,8 +84,8 @@ def test_a_budget_is_one_number_or_one_for_every_pipeline_rank(cli: Commands) ->
 def test_a_placement_is_chosen_and_said(cli: Commands) -> None:
     """For few micro-batches several stages on a rank, for many one; either way a line says why."""
     job = (
-        "--lengths same --model llama3-8b --device h100-80g --pp 2 --tp 8 --placement auto "
-        "--effort 0 --context 8192 --planner"
+        "--lengths same --model llama3-8b --device h100-80g --pp 2 --tp 8 --effort 0 "
+        "--context 8192 --planner"
     )
     for documents, several in ((4, True), (48, False)):
         Path("same").write_text("8000\n" * documents)
@@ -96,18 +96,49 @@ def test_a_placement_is_chosen_and_said(cli: Commands) -> None:
     cli.said(f"compare {job} epp 1f1b")
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", "stages: interleaved 4, layers 4 4 4 4 4 4 4 4;"),
+        ("--placement auto --partition even", "stages: interleaved 4, layers 4 4 4 4 4 4 4 4;"),
+        ("--placement even", "stages: one stage a rank, layers 16 16"),
+        ("--layers 17 15", "stages: one stage a rank, layers 17 15"),
+        ("--partition even", "stages: one stage a rank, layers 16 16"),
+        ("--partition auto", "stages: one stage a rank, layers "),
+        ("--planner infinipipe", "stages: one stage a rank, layers "),
+        ("--planner zb-v", "stages: v, "),
+        ("--planner flexsp", None),
+        ("--pp 1 --tp 8 --cp 1", None),
+    ],
+)
+def test_the_placement_is_chosen_unless_something_else_says_it(
+    cli: Commands, words: str, told: str | None
+) -> None:
+    """As a default it ends no command; what names stages or layers is heard."""
+    err = cli.ran(f"plan --lengths pair --pp 2 --effort 0 {GPT} --json {words}").err
+    assert ("stages: " not in err) if told is None else (told in err)
+    assert "inf%" not in err
+
+
+def test_a_placement_that_cannot_be_is_refused_before_data_is_read(cli: Commands) -> None:
+    told = cli.refused(f"plan --lengths missing --pp 2 {GPT} --placement interleaved 20")
+    assert "--placement interleaved 20: 40 stages for 32 layers; expected at most one" in told
+    told = cli.refused(f"compare --lengths missing --pp 2 {GPT} --placement auto --layers 16 16")
+    assert "--placement auto chooses the layers of the stages; expected one of the two" in told
+
+
 def test_tune_writes_the_placement_it_has_chosen(cli: Commands) -> None:
-    """Four documents for eight ranks: without --placement auto one stage a rank."""
+    """Four documents for eight ranks: several stages on each, unless one is named."""
     Path("same").write_text("8000\n" * 4)
     line = (
         f"tune --lengths same --model llama3-8b --device {OLD_H100} --nodes 8 --tp 8 --pp 8 --dp 1 "
         "--levers none --effort 0 --script run.sh"
     )
-    cli.said(line)
-    assert "--epp-placement" not in Path("run.sh").read_text()
-    told = cli.said(f"{line} --placement auto")
+    cli.said(f"{line} --placement even --partition even")
+    assert "--epp-placement even\n" in Path("run.sh").read_text()
+    told = cli.said(line)
     text = Path("run.sh").read_text()
-    assert "--epp-placement interleaved 4" in told and "--epp-cost-model analytic" in text
+    assert "--epp-placement interleaved 4" in told and "--epp-cost-model" not in text
     found = re.search(r"--epp-placement 'place ([\d ]+) layers ([\d ]+)'", text)
     assert found is not None and found[1] == " ".join(map(str, [*range(8)] * 4))
     assert sum(map(int, found[2].split())) == 32
@@ -121,5 +152,5 @@ def test_the_choice_reads_a_config_json_as_like_says(cli: Commands) -> None:
     Path("config.json").write_text(json.dumps(config))
     Path("same").write_text("2000\n" * 4)
     job = "plan --lengths same --model config.json --device h100-80g --pp 2 --effort 0 -o own.plan"
-    assert "stages: one stage a rank, layers 2 2" in cli.ran(f"{job} --like llama").err
+    assert "stages: " in cli.ran(f"{job} --like llama").err
     assert "--like" in cli.refused(job)

@@ -17,7 +17,7 @@ from tests.cli.commands import Commands
 
 PLAN = (
     "plan --lengths wlb --model llama3-8b --device h100-80g --pp 4 --tp 2 --context 32768"
-    " --global-batch-size 24"
+    " --global-batch-size 24 --placement even"
 )
 
 

@@ -118,7 +118,7 @@ def test_a_script_for_cpus_trains_in_float32(cli: Commands) -> None:
 
 def test_the_script_of_a_hybrid_model_says_its_stages_in_its_pattern(cli: Commands) -> None:
     config(**NEMOTRON_H)
-    cli.said(NAMED)
+    cli.said(f"{NAMED} --placement even")
     parsed = launched("megatron_epp.pretrain_hybrid")
     pattern = parsed.hybrid_layer_pattern
     assert pattern.replace("|", "") == "M-*-M-M-" and pattern.count("|") == 1
@@ -137,7 +137,7 @@ def test_no_script_launches_another_model_than_was_named(cli: Commands) -> None:
 
 
 def test_a_pipeline_with_layers_by_time_is_launched_with_megatrons_flags(cli: Commands) -> None:
-    pipeline = f"{TUNE} --pp 4 --cp 2"
+    pipeline = f"{TUNE} --pp 4 --cp 2 --placement even"
     whole = "--vocab-parallel off"  # over the stages, even ones are as fast
     told = cli.said(f"{pipeline} --tp 1 --script run.sh {whole} --device {OLD_H100}")
     assert "Best: tp 1 cp 2 pp 4 dp 1" in told and "Layers by time: --" in told

@@ -135,7 +135,7 @@ def test_every_pipeline_rank_may_have_its_own_budget() -> None:
     asked += ["--placement", "place", "0", "1", "1", "0", "--memory-budget-gib"]
     for gib in (["60"], ["60", "70"]):
         arguments = options.parser("plan").parse_args(["plan", *asked, *gib])
-        cost = layout.named_layout_cost(arguments)
+        cost = layout.named_layout_cost(arguments, "epp")
         assert cost.layout.place == (0, 1, 1, 0)
         assert cost.device_budget_bytes == tuple(
             each * GIB for each in budgets(*gib, epp_place=[0, 1, 1, 0])

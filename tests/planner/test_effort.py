@@ -48,7 +48,7 @@ def efforts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_commands_plan_with_it(tmp_path: Path, efforts: list[int]) -> None:
     words = ["--model", "gpt-7b", "--device", "a100-80g", "--pp", "2", "--tp", "8"]
-    words += ["--context", "16384", "--vocab-parallel", "off"]
+    words += ["--context", "16384", "--vocab-parallel", "off", "--placement", "even"]
 
     def planned(documents: int, *more: str) -> set[int]:
         efforts.clear()

@@ -35,7 +35,7 @@ def test_plan_and_compare_say_it_of_many_replicas(
     lengths.write_text("4000\n900\n" * 8)
     words = ["--lengths", str(lengths), "--model", "llama3-8b", "--device", "h100-80g"]
     words += ["--pp", "2", "--tp", "4", "--context", "4096", "--global-batch-size", "16"]
-    words += ["--vocab-parallel", "off"]
+    words += ["--vocab-parallel", "off", "--placement", "even"]
     monkeypatch.setattr("megatron_epp.planner.feasibility.PLANNING_CORES", 1e-9)
     for command in (["plan", "-o", str(tmp_path / "p")], ["compare", "--planner", "epp"]):
         assert main([*command, *words, "--dp", "2"]) == 0
@@ -50,6 +50,7 @@ def test_tune_marks_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     words = ["tune", "--lengths", "wlb", "--model", "gpt-7b", "--device", "h100-80g", "--gpus", "8"]
     words += ["--context", "8192", "--global-batch-size", "16", "--batches", "1", "--pp", "2"]
     words += ["--tp", "4", "--vocab-parallel", "off", "--partition", "even"]
+    words += ["--placement", "even"]
     real = survey.planning_load
 
     def load(late: bool) -> None:

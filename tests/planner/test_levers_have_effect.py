@@ -15,7 +15,7 @@ from megatron_epp.planner.options import default_levers
 pytestmark = pytest.mark.everything
 
 MACHINE = ("--model", "gpt-7b", "--device", "a100-80g", "--pp", "4", "--cp", "8")
-MACHINE += ("--multiple", "1")
+MACHINE += ("--multiple", "1", "--placement", "even")
 LENGTHS = (2676, 16384, 3507, 16384)
 TIGHT = ("--memory-budget-gib", "8", "--effort", "1")
 # What makes the most of each lever: memory that binds, or short documents.

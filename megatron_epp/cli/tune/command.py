@@ -27,7 +27,14 @@ from megatron_epp.ir.errors import printable
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.tuning.node_map import NodeMap, map_nodes
 from megatron_epp.planner.tuning.parts import memory_parts
-from megatron_epp.planner.tuning.survey import ELASTIC, Choice, Survey, replanned, survey
+from megatron_epp.planner.tuning.survey import (
+    ELASTIC,
+    Choice,
+    Survey,
+    replanned,
+    slow_hosts,
+    survey,
+)
 from megatron_epp.show.grid import grid_drawing, grid_text
 from megatron_epp.show.svg import to_svg
 from megatron_epp.show.units import GIB
@@ -187,6 +194,7 @@ def _write_and_print(
     for line in (
         *(f"note: {note}" for note in (job.config.notes if job.config is not None else ())),
         f"not planned: {NOT_PLANNED}",
+        *_slow_host_lines(result, drawn[0], options),
         *accuracy_lines(job.cost_for(chosen.layout).layout.profile),
     ):
         print(textwrap.fill(line, COLUMNS, subsequent_indent="  "))
@@ -198,6 +206,14 @@ def _write_and_print(
         print(spread(played), end="")
     if arguments.script is not None:
         print(f"wrote {arguments.script}", file=sys.stderr)
+
+
+def _slow_host_lines(result: Survey, lengths: Sequence[int], options: Options) -> list[str]:
+    """Return a line on what the best plan of --epp loses on slow hosts, if that is much."""
+    elastic = ((n, each) for n, each in enumerate(result.choices, 1) if each.planner == ELASTIC)
+    row, best = next(elastic, (0, None))
+    line = slow_hosts(best, lengths, options) if best is not None else None
+    return [f"row {row}: {line}"] if line else []
 
 
 def _rows(first: Choice) -> str:

@@ -9,6 +9,7 @@ from megatron_epp.cost.catalogue.hub_file import HubConfig
 from megatron_epp.cost.catalogue.megatron_flags import ModelFlags, model_flags
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.ir.errors import printable
+from megatron_epp.ir.placement import EVENLY
 from megatron_epp.planner.choose.partition import layout_flags, layout_text
 from megatron_epp.planner.tuning.survey import ELASTIC, Choice
 
@@ -135,9 +136,9 @@ def require_sayable(model: Model, config: HubConfig | None) -> None:
 
 
 def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
-    """Return the flags of the parallel sizes and of uneven stages.
+    """Return the flags of the parallel sizes, and of the stages unless a HybridModel's pattern has.
 
-    Flags of stages are omitted for a HybridModel, and if --epp-placement says the stages.
+    Stages of --epp are said by --epp-placement, or by Megatron's own flags if there is one a rank.
     """
     layout = choice.layout
     flags = [["--tensor-model-parallel-size", str(layout.tp)]]
@@ -151,12 +152,17 @@ def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
         flags.append(["--expert-model-parallel-size", str(choice.ep)])
         flags.append(["--expert-tensor-parallel-size", "1"])
         flags.append(["--moe-token-dispatcher-type", "alltoall"])
-    if hybrid or _is_placed(choice):
-        return flags
-    if choice.place:
+    if _is_placed(choice):
+        place, layers = (" ".join(map(str, each)) for each in (choice.place, choice.layers))
+        flags.append(["--epp-placement", f"place {place} layers {layers}"])
+    elif hybrid or layout.pp == 1:
+        pass
+    elif choice.place:
         flags.append(["--pipeline-model-parallel-layout", layout_text(choice.layers)])
     elif layout_options := layout_flags(choice.layers):
         flags.append(layout_options)
+    elif choice.planner == ELASTIC:  # set explicitly: auto might choose otherwise
+        flags.append(["--epp-placement", EVENLY])
     return flags
 
 
@@ -204,10 +210,6 @@ def elastic_flags(choice: Choice, arguments: argparse.Namespace) -> list[list[st
     flags = [["--epp"]]
     if choice.layout.pp > 1:  # set explicitly: auto might choose otherwise on fewer batches
         flags.append(["--epp-vocab-parallel", "on" if choice.vocabulary_parallel else "off"])
-    if choice.place:
-        place, layers = (" ".join(map(str, each)) for each in (choice.place, choice.layers))
-        flags.append(["--epp-placement", f"place {place} layers {layers}"])
-        flags.append(["--epp-cost-model", "analytic"])
     levers = arguments.levers
     if choice.offload and "offload" not in levers:
         levers += ",offload"

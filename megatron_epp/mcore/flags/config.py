@@ -134,7 +134,8 @@ class Config:
     )
     epp_placement: str = shared_setting(
         "placement",
-        "; flags: by Megatron's flags of virtual stages. Checkpoints load in any placement",
+        "; flags: by Megatron's flags of virtual stages (default: even). Checkpoints load in any "
+        "placement",
     )
     epp_vocab_parallel: str = shared_setting(
         "vocab_parallel",

@@ -109,7 +109,7 @@ class RunChoice:
             else:
                 result = f"takes {abs(gain):.1%} {'less' if gain >= 0 else 'more'} time"
             parts.append(f"{way.unlike(first)} {result}")
-        if self.slow_gain is not None and self.way != first:
+        if self.slow_gain is not None and math.isfinite(self.slow_gain) and self.way != first:
             parts.append(
                 f"on hosts {SLOW_HOST:g} times as slow, the choice saves {self.slow_gain:.1%}"
             )
