@@ -46,15 +46,22 @@ def plans_of(alone: Any, cost: Any, arguments: argparse.Namespace) -> dict[str, 
 
 
 def cost_of(alone: Any, arguments: argparse.Namespace, layers: tuple[int, ...]) -> Any:
-    """Return the cost model of this device, measured on one layer with embedding and LM head."""
+    """Return the cost model of this device, measured on one layer with embedding and LM head.
+
+    As in training, the attention's kernels are warmed up before.
+    """
+    from megatron.core.utils import get_model_config
     from single_stage import build_stage, profile_of
 
     from megatron_epp.cost.analytic import without_states
     from megatron_epp.cost.catalogue.devices import GIB
     from megatron_epp.cost.cost import Cost
     from megatron_epp.cost.layout import StageLayout
+    from megatron_epp.mcore.model.warm_up import warm_up_layers
 
-    profile = without_states(profile_of(alone, build_stage(alone, 1, True, True)))
+    model = build_stage(alone, 1, True, True)
+    warm_up_layers(alone.attention, get_model_config(model), alone.args.seq_length, alone.device)
+    profile = without_states(profile_of(alone, model))
     bytes_per_token = alone.args.hidden_size * alone.args.params_dtype.itemsize
     profile = dataclasses.replace(
         profile,

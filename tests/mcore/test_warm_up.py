@@ -10,9 +10,10 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.layer_attention import Heads
 from megatron_epp.layers.attention.reference import ReferenceKernel
-from megatron_epp.layers.attention.varlen import VarlenAttention
+from megatron_epp.layers.attention.te_direct import alike
+from megatron_epp.layers.attention.varlen import CuSeqlens, Operands, VarlenAttention
 from megatron_epp.mcore.model import warm_up as module
-from megatron_epp.mcore.model.warm_up import WarmUpCall, buckets, calls, warm_up
+from megatron_epp.mcore.model.warm_up import WarmUpCall, buckets, calls, recordings, warm_up
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import PLANNERS
 
@@ -39,22 +40,53 @@ def test_every_pair_of_buckets_once_and_whole_documents_first() -> None:
     assert list(calls(5000, alone=True)) == [*whole, *alone, *wanted[7:]]
 
 
-def test_a_planned_batch_finds_every_graph_built() -> None:
+def recorded(cu_seqlens: CuSeqlens) -> tuple:
+    """What calls have in common whose arguments are recorded once."""
+    nothing = torch.empty(0)
+    return alike(Operands(nothing, nothing, nothing, cu_seqlens), True)
+
+
+def test_a_planned_batch_finds_every_graph_built_and_every_call_recorded() -> None:
     """Chunks of short documents are longer than the context, and hold more of them than 32."""
     cost, context = named_cost("llama3-8b", "h100-80g", pp=8), 4096
     batch = open_corpus("wikipedia", context).batch(0, 512)
     needed: set[tuple[int, int, int]] = set()
+    packs = set()
     for options in (Options(context=context), Options(context=context, effort=0)):
         plan = PLANNERS["epp"](batch, cost, options).plan
         for chunk in plan.chunks:
             whole = [s.tokens for s in chunk.spans if s.tokens == plan.documents[s.document]]
             if whole:
                 needed.add(WarmUpCall(sum(whole), sum(whole), documents=len(whole)).graph)
+                packs.add(recorded(CuSeqlens.of(whole, whole, CPU)))
             slices = (s for s in chunk.spans if s.tokens < plan.documents[s.document])
             needed |= {WarmUpCall(span.tokens, span.stop).graph for span in slices}
     assert max(queries for _, queries, _ in needed) > context
     assert max(documents for documents, _, _ in needed) > 32
     assert needed <= {call.graph for call in calls(context, alone=False)}
+    made = list(recordings(context, alone=False))
+    assert packs and packs <= {recorded(call.cu_seqlens(CPU)) for call in made}
+    assert {call.graph for call in made} <= {call.graph for call in calls(context, alone=False)}
+
+
+@pytest.mark.parametrize("before", [None, 63])
+def test_every_length_from_17_tokens_on_is_recorded_once(before) -> None:
+    """Also behind a window, which a slice sees less of; rows of a call are within its bounds."""
+    made = list(recordings(1000, alone=False, before=before, packs_to=1024))
+    keys = [recorded(call.cu_seqlens(CPU)) for call in made]
+    assert len(set(keys)) == len(keys)
+    for call in made:
+        lengths = call.cu_seqlens(CPU)
+        assert all(q <= lengths.most_queries and k <= lengths.most_keys for q, k in lengths.lengths)
+    for count, longest in ((1, 17), (1, 1000), (2, 40), (5, 700), (31, 129), (64, 20)):
+        lengths = [longest, *[1] * (count - 1)]
+        assert recorded(CuSeqlens.of(lengths, lengths, CPU)) in keys
+    for queries, context in ((17, 983), (100, 20), (700, 300), (500, 500)):
+        seen = context if before is None else min(before, context)
+        assert recorded(CuSeqlens.of([queries], [queries + seen], CPU)) in keys
+    many = sum(call.documents == 1 for call in recordings(1000, alone=False, before=before))
+    assert many == 6 + (21 if before is None else 12)
+    assert sum(call.alone for call in recordings(1000, alone=True)) == 6 * 8
 
 
 class Engine(ReferenceKernel):
@@ -83,6 +115,7 @@ def one_rank(monkeypatch):
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
     monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
+    monkeypatch.setattr(module, "recordings", lambda *sizes: ())
 
 
 def test_no_trace_but_built_kernels(one_rank, monkeypatch) -> None:

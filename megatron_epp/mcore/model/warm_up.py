@@ -4,18 +4,24 @@ For Transformer Engine's fused attention, cuDNN builds a graph, which takes up t
 serves one bucket of queries and one bucket of keys (1024, 2048, ... 32768 tokens, then steps of
 32768), and one bucket of documents (32, 64, 128, ...). Chunks have many sizes. Without a warm-up,
 the stages would build graphs one after another in the first iterations, while other stages wait.
+
+Calls are also recorded (layers/attention/te_direct.py), by powers of two of their documents and
+lengths. A recording builds no graph: its few tokens use the smallest, and lengths are upper bounds.
 """
 
 import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from megatron_epp.layers.attention.layer_attention import Attention, Heads
 from megatron_epp.layers.attention.te import DOCUMENTS, bucket
 from megatron_epp.layers.attention.varlen import CuSeqlens, Operands, VarlenAttention
+from megatron_epp.mcore.kinds.registry import heads_of, layers_see
+from megatron_epp.mcore.patching import emulated_engine
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +29,7 @@ SECONDS = 60.0  # limit of the warm-up; remaining graphs are built when first ne
 FIRST, DOUBLES_TO = 1024, 32768
 # Numbers of documents per pack, one for each bucket, and the size of the largest usual chunks.
 PACKED, PACKS_TO = (DOCUMENTS, 2 * DOCUMENTS, 4 * DOCUMENTS), 32768
+ROWS = 16  # of a recording; its lengths are said to be larger
 
 
 def buckets(most: int) -> list[int]:
@@ -44,18 +51,28 @@ class WarmUpCall:
         alone: Whether a single context-parallel rank computes the documents, with all heads of the
             tensor-parallel rank; otherwise the context-parallel ranks share these heads.
         documents: Number of documents.
+        most: Upper bounds of a document's queries and keys; None for the lengths themselves.
     """
 
     queries: int
     keys: int
     alone: bool = False
     documents: int = 1
+    most: tuple[int, int] | None = None
 
     @property
     def graph(self) -> tuple[int, int, int]:
         """Buckets of documents, queries and keys; calls with equal buckets share a graph."""
         most = bucket(self.documents, PACKED[0])
         return most, _bucket(self.queries), _bucket(self.keys)
+
+    def cu_seqlens(self, device: torch.device) -> CuSeqlens:
+        """Return the lengths of the documents, which are as equal as possible."""
+        queries, keys = (_assigned(size, self.documents) for size in (self.queries, self.keys))
+        lengths = CuSeqlens.of(queries, keys, device)
+        if self.most is None:
+            return lengths
+        return replace(lengths, most_queries=self.most[0], most_keys=self.most[1])
 
 
 def _bucket(tokens: int) -> int:
@@ -100,6 +117,36 @@ def calls(
                 yield WarmUpCall(size, size, documents=count)
 
 
+def recordings(
+    context: int, alone: bool, before: int | None = None, packs_to: int | None = None
+) -> Iterator[WarmUpCall]:
+    """Yield a call for all arguments that may be recorded; the parameters are those of `calls`.
+
+    Packs hold at least ROWS tokens a document on average.
+    """
+    sizes = [size for size in (2 * ROWS << n for n in range(32)) if size < 2 * context]
+    for count in (1 << n for n in range(PACKED[-1].bit_length())):
+        if count * ROWS > (PACKS_TO if packs_to is None else packs_to):
+            break
+        for size in sizes:
+            call = WarmUpCall(ROWS, ROWS, documents=count, most=(size, size))
+            yield from (call, replace(call, alone=True)) if alone else (call,)
+    for keys in sizes:
+        for queries in sizes:
+            if queries <= keys and (before is None or keys < 2 * (queries + before)):
+                yield WarmUpCall(ROWS, ROWS, most=(queries - 1, keys))
+
+
+def warm_up_layers(attention: Attention, config: Any, context: int, device: torch.device) -> None:
+    """Run :func:`warm_up` for every variant of the attention in layers of the model ``config``."""
+    heads, all_heads = heads_of(config), heads_of(config, context=1)
+    # Emulated kernels compile nothing, and need seconds for large packs.
+    packs_to = context if emulated_engine.is_started() else None
+    for before, sinks in layers_see(config):
+        seeing = attention.of_layer(before, (lambda: torch.zeros(1)) if sinks else lambda: None)
+        warm_up(seeing, heads, all_heads, context, device, packs_to)
+
+
 def warm_up(
     attention: Attention,
     heads: Heads,
@@ -108,7 +155,7 @@ def warm_up(
     device: torch.device,
     packs_to: int | None = None,
 ) -> int:
-    """Run forward and backward of the attention calls of :func:`calls`, so that graphs are built.
+    """Run forward and backward of the attention calls of :func:`calls` and :func:`recordings`.
 
     Only Transformer Engine's attention is warmed up. The warm-up ends after ``SECONDS``, or when
     the device runs out of memory. Rank 0 logs the number of calls and the time. The device's random
@@ -128,7 +175,8 @@ def warm_up(
     if not isinstance(attention, VarlenAttention) or attention.name != "te":
         return 0
     began, done, random = time.monotonic(), 0, torch.cuda.get_rng_state()
-    wanted = list(calls(context, all_heads != heads, attention.before, packs_to))
+    sizes = context, all_heads != heads, attention.before, packs_to
+    wanted = [*calls(*sizes), *recordings(*sizes)]
     try:
         for call in wanted:
             if time.monotonic() - began > SECONDS:
@@ -153,12 +201,10 @@ def _run(attention: VarlenAttention, heads: Heads, call: WarmUpCall, device: tor
     def zeros(rows: int, count: int, size: int = heads.size) -> torch.Tensor:
         return torch.zeros(rows, count, size, dtype=heads.dtype, device=device)
 
-    queries, keys = (_assigned(size, call.documents) for size in (call.queries, call.keys))
-    cu_seqlens = CuSeqlens.of(queries, keys, device)
     q, k = zeros(call.queries, heads.query), zeros(call.keys, heads.key)
     v = zeros(call.keys, heads.key, heads.value)
     sinks = None if attention.sinks() is None else zeros(1, heads.query, 1).flatten()
-    operands = Operands(q, k, v, cu_seqlens, sinks)
+    operands = Operands(q, k, v, call.cu_seqlens(device), sinks)
     _, kept = attention.kernel.forward(operands, True)
     attention.kernel.backward(zeros(call.queries, heads.query, heads.value), operands, kept)
     if device.type == "cuda":

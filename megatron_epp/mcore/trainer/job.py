@@ -29,15 +29,14 @@ from megatron_epp.mcore.job.emergency_exit import end_now
 from megatron_epp.mcore.job.job_cost import host_budget_bytes, on_these_ranks, training_levers
 from megatron_epp.mcore.job.process_groups import make_groups
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
-from megatron_epp.mcore.kinds.registry import heads_of, layers_see
 from megatron_epp.mcore.lm_head.fused_head import fused_head
 from megatron_epp.mcore.lm_head.shard import shard_output_layer
 from megatron_epp.mcore.lm_head.tied import tie
 from megatron_epp.mcore.model.attention import Attention, this_device
 from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients
 from megatron_epp.mcore.model.split_backward import report_kept
-from megatron_epp.mcore.model.warm_up import warm_up
-from megatron_epp.mcore.patching import cpu_host, emulated_engine
+from megatron_epp.mcore.model.warm_up import warm_up_layers
+from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.embedding_copies import tie_embeddings
 from megatron_epp.mcore.placing.requested import local_stages, place_of, stages_of
 from megatron_epp.mcore.trainer.elastic_schedule import ElasticSchedule
@@ -125,12 +124,7 @@ class Job:
     def _warm_up(self, config: Any, device: torch.device) -> Attention:
         """Return the model's attention, after a warm-up of its kernels for every variant."""
         attention = self.hooks.attention_for(self.config.epp_attention, config, device)
-        heads, all_heads = heads_of(config), heads_of(config, context=1)
-        # Emulated kernels compile nothing, and need seconds for large packs.
-        packs_to = self.args.seq_length if emulated_engine.is_started() else None
-        for before, sinks in layers_see(config):
-            seeing = attention.of_layer(before, (lambda: torch.zeros(1)) if sinks else lambda: None)
-            warm_up(seeing, heads, all_heads, self.args.seq_length, device, packs_to)
+        warm_up_layers(attention, config, self.args.seq_length, device)
         return attention
 
     def _layers_of_stages(self, stages: Mapping[int, Any], groups: Groups) -> tuple[int, ...]:
