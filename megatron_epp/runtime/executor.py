@@ -292,11 +292,12 @@ class Executor:
                 # 6. After a failure: free everything, and turn the remaining ops into no-ops.
                 if failed is not None and isinstance(op, Op):  # a transfer raises an error instead
                     self._give_up(op, failed)
-                # 7. Record times and the memory peak.
-                end = self.clock.mark()
+                # 7. Record times and, for ops, the memory peak; to read it takes the host a while.
+                end, peak = self.clock.mark(), 0
                 if isinstance(op, Op):
                     ends.append(end)
-                marks.append((self.stage, op, start, end, self.meter.op_peak()))
+                    peak = self.meter.op_peak()
+                marks.append((self.stage, op, start, end, peak))
                 # 8. Trim the heap (CPU-only hosts).
                 if self.heap is not None:
                     self.heap.settle()

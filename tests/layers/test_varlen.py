@@ -8,6 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_epp.layers.attention import selftest as selftest_module
+from megatron_epp.layers.attention import varlen
 from megatron_epp.layers.attention.flash import FlashKernel
 from megatron_epp.layers.attention.padded import PaddedKernel
 from megatron_epp.layers.attention.reference import ReferenceKernel
@@ -28,7 +29,12 @@ from tests.layers.runner import (
 HEADS, GROUPS = 4, 2
 
 
-def test_whole_documents_are_one_call_and_a_slice_is_another() -> None:
+def test_whole_documents_are_one_call_and_a_slice_is_another(monkeypatch) -> None:
+    """The lengths of a chunk's calls go to the device in one copy, for all of its layers."""
+    copies: list[list[int]] = []
+    monkeypatch.setattr(
+        varlen, "on_device", lambda tensor, device: (copies.append(tensor.tolist()), tensor)[1]
+    )
     calls: list[list[tuple[int, int]]] = []
 
     class Counting(ReferenceKernel):
@@ -42,6 +48,7 @@ def test_whole_documents_are_one_call_and_a_slice_is_another() -> None:
     plan = plan_of((11, 4, 3, 2), ["0[0:6]", "1[0:4] 2[0:3] 0[6:11] 3[0:2]"], "F0 F1 B1 B0")
     Counted(plan, documents(plan.documents, 2, 1, torch.float64)).run()
     assert calls == [[(6, 6)], [(4, 4), (3, 3)], [(5, 11)], [(2, 2)]]
+    assert copies == [[0, 6, 0, 6], [0, 4, 7, 0, 4, 7, 0, 5, 0, 11, 0, 2, 0, 2]]
 
 
 def test_keys_and_values_that_the_store_keeps_are_not_saved_again() -> None:

@@ -11,7 +11,7 @@ from megatron_epp.ir import Kind, Op, Payload, Plan, Post, StageOp, Transfer, lo
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.kv_store import Store
-from megatron_epp.runtime.memory_meter import LimitReached, SavedBytesMeter, out_of_memory
+from megatron_epp.runtime.memory_meter import LimitReached, NoMeter, SavedBytesMeter, out_of_memory
 from tests.plans import V_SHAPE
 from tests.runtime.pipeline import on_host, shape_of
 from tests.runtime.test_executor import executor_of
@@ -137,6 +137,27 @@ def test_a_receive_without_memory_is_a_failure_of_the_next_op() -> None:
     assert links.posted == [op.message for op in program if isinstance(op, Post)]
     sends = [op for op in program if isinstance(op, Transfer) and op.kind is Kind.SEND]
     assert links.sent == [op.message for op in sends]
+
+
+class CountedMeter(NoMeter):
+    """A meter that is read a known number of times."""
+
+    read = 0
+
+    def op_peak(self) -> int:
+        self.read += 1
+        return self.read
+
+
+def test_memory_is_read_once_an_op_and_not_for_messages() -> None:
+    the_plan = plan()
+    links = FullAtFirst(the_plan, refused=1)
+    executor = executor_of(the_plan, 1, on_host(the_plan, 1), links=links)
+    executor.meter = CountedMeter()
+    records = executor.run()
+    peaks = [record.peak_bytes for record in records if isinstance(record.op, Op)]
+    assert peaks == list(range(1, len(the_plan.orders[1]) + 1))
+    assert all(record.peak_bytes == 0 for record in records if isinstance(record.op, Transfer))
 
 
 @pytest.mark.parametrize(

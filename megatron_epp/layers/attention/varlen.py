@@ -24,7 +24,7 @@ T rows of the chunk, S keys of a call, H query heads, G key heads, D head size.
 import builtins
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, Protocol
 
 import torch
@@ -56,7 +56,17 @@ class CuSeqlens:
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> "CuSeqlens":
         """Compute cumulative lengths from the numbers of queries and keys of every document."""
-        return cls(_sums(queries, device), _sums(keys, device), max(queries), max(keys))
+        return cls.of_calls([(queries, keys)], device)[0]
+
+    @classmethod
+    def of_calls(
+        cls, calls: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device
+    ) -> list["CuSeqlens"]:
+        """Compute those of several calls (queries, keys), with one copy to ``device``."""
+        sums = [[0, *accumulate(lengths)] for call in calls for lengths in call]
+        every = on_device(torch.tensor(list(chain(*sums)), dtype=torch.int32), device)
+        parts = iter(every.split([len(lengths) for lengths in sums]))
+        return [cls(next(parts), next(parts), max(queries), max(keys)) for queries, keys in calls]
 
     def padded(self, documents: int) -> "CuSeqlens":
         """Return a copy with empty documents appended up to ``documents`` in total; cached."""
@@ -72,10 +82,6 @@ class CuSeqlens:
     def lengths(self) -> list[tuple[int, int]]:
         """(queries, keys) of every document; synchronises with the device."""
         return list(zip(self.queries.diff().tolist(), self.keys.diff().tolist(), strict=True))
-
-
-def _sums(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return on_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -171,29 +177,34 @@ def pieces_of(
 
     The result is computed in the first layer with this window, and cached for later layers.
     """
-    return state.once(f"pieces {before}", lambda: tuple(_pieces(state.rows, device, before)))
+    return state.once(f"pieces {before}", lambda: _pieces(state.rows, device, before))
 
 
-def _pieces(rows: Sequence[Rows], device: torch.device, before: int | None):
-    uncut: list[Rows] = []
-
-    def side_by_side():
-        if uncut:
-            lengths = [r.span.tokens for r in uncut]
-            cu_seqlens = CuSeqlens.of(lengths, lengths, device)
-            yield Piece(uncut[0].start, uncut[-1].stop, None, cu_seqlens)
-            uncut.clear()
-
+def _pieces(rows: Sequence[Rows], device: torch.device, before: int | None) -> tuple[Piece, ...]:
+    calls: list[list[Rows]] = []
     for r in rows:
-        if r.cut or r.prefix:
-            yield from side_by_side()
-            position = r.offset + r.span.start
-            seen = position if before is None else min(before, position)
-            cu_seqlens = CuSeqlens.of([r.span.tokens], [seen + r.span.tokens], device)
-            yield Piece(r.start, r.stop, r, cu_seqlens)
+        if calls and not _alone(calls[-1][0]) and not _alone(r):
+            calls[-1].append(r)
         else:
-            uncut.append(r)
-    yield from side_by_side()
+            calls.append([r])
+    queries = [[r.span.tokens for r in call] for call in calls]
+    keys = [[r.span.tokens + _seen(r, before) for r in call] for call in calls]
+    lengths = CuSeqlens.of_calls(list(zip(queries, keys, strict=True)), device) if calls else []
+    return tuple(
+        Piece(call[0].start, call[-1].stop, call[0] if _alone(call[0]) else None, cu_seqlens)
+        for call, cu_seqlens in zip(calls, lengths, strict=True)
+    )
+
+
+def _alone(rows: Rows) -> bool:
+    """Return whether ``rows`` are a call of their own: a slice, or the branch of a document."""
+    return rows.cut or bool(rows.prefix)
+
+
+def _seen(rows: Rows, before: int | None) -> int:
+    """Return the number of tokens before ``rows`` that their queries see."""
+    position = rows.offset + rows.span.start
+    return position if before is None else min(before, position)
 
 
 class VarlenAttention:
