@@ -57,7 +57,7 @@ class SharedSettings:
         ("HOW", one_of("even", "auto")),
     )
     placement: str = flag(
-        "even",
+        "auto",
         "stages of every pipeline rank: auto, the fastest on the corpus's first batches, with "
         "their layers; even, one; interleaved N; v: two, in V shape, with embedding and LM head on "
         "the last rank; 'place 1 0 0 1', the rank of every stage; or a file with such a line, or "

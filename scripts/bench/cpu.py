@@ -187,7 +187,7 @@ def entries_of(size: Size, arguments: argparse.Namespace, corpus: Path, folder: 
     warm_up = 2 * turns if size.model else arguments.warm_up
     iterations = warm_up + arguments.batches * turns
     words = flags(size, corpus, iterations, arguments.dtype, arguments.pp)
-    words += ["--epp", "--epp-effort", str(arguments.effort)]
+    words += ["--epp", "--epp-effort", str(arguments.effort), "--epp-placement", "even"]
     if arguments.cost_model:
         words += ["--epp-cost-model", arguments.cost_model]
     program = [str(Path(__file__).resolve()), WORK, arguments.lines]
@@ -413,7 +413,7 @@ def compare_ways(arguments: argparse.Namespace, corpus: Path, folder: Path) -> N
         words += ["--ffn-hidden-size", str(arguments.hidden * 11 // 4)]
         words += UNEVEN if arguments.case == "placements" else ()
         costs = measured_costs(words, place)
-        words += ["--epp-planner", arguments.planner, *costs]
+        words += ["--epp-planner", arguments.planner, *costs, "--epp-placement", "even"]
         ways = slow_ways(Path(costs[-1]), said) if slow else WAYS[arguments.case]
         rounds = []
         for number in range(arguments.rounds):

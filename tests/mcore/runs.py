@@ -60,6 +60,8 @@ def flags(corpus: Path, **changes: object) -> list[str]:
     # A process that plans ahead takes longer to start than a small run; tests of it name it.
     if named.get("epp") and "epp-plan-ahead" not in named:
         named["no-epp-plan-ahead"] = True
+    if named.get("epp"):  # auto, the default, follows from predicted times
+        named.setdefault("epp-placement", "even")
     words = MODEL.split()
     for key, value in named.items():
         if value is True:

@@ -85,6 +85,8 @@ def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
     assert json.loads((spread / CHOICES_FILE).read_text()) == {
         "epp_vocab_parallel": "on",
         BLEND_KEY: "tokens",
+        PLACE: [0, 1],
+        STAGE_LAYERS: [3, 3],
     }
     choices = json.loads((kept / CHOICES_FILE).read_text())
     layers = choices[STAGE_LAYERS]
@@ -144,10 +146,9 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
     back = trained(flags(corpus, **{**HYBRID, **again}), program=STOCK_ON_DOCUMENTS)
     assert "iteration        3/" in back.output
     # Resumed with ours, it is not chosen again.
-    resumes = {"load": str(kept), "finetune": False, "num_layers": 7}
+    resumes = {"load": str(kept), "finetune": False, "num_layers": 7, "epp_plan": None}
     args = wanted(hybrid_layer_pattern=PATTERN, epp=True, **resumes)
-    placement, (said,) = choose_stages(args)
-    assert placement.layers == (first, second)
+    (said,) = choose_stages(args)
     assert args.hybrid_layer_pattern == pattern
     assert said.endswith(f"{pattern}; the checkpoint's, as it resumes (kept next to it)")
 
@@ -196,7 +197,7 @@ def test_what_auto_cannot_have_is_off_with_one_line(
     filled |= {"num_query_groups": 4, "expert_tensor_parallel_size": 1}
     vars(args).update(filled | {"epp_cost_model": "analytic", **changes})
     parts = SimpleNamespace(pre_wrap=changes.get("pre_wrap"), items=changes.get("items"))
-    _, (line, *_) = choose_stages(args, parts)
+    line, *_ = choose_stages(args, parts)
     assert line.startswith(f"--epp-vocab-parallel auto: {said}") and "\n" not in line
     assert args.epp_vocab_parallel == said.split(";")[0]
 
@@ -219,7 +220,7 @@ def test_layers_are_chosen_for_the_vocabulary_that_is_settled(
     monkeypatch.setattr(job_choices, "first_batches", lambda args: [[4096] * 8])
     monkeypatch.setattr(job_choices, "_settled_vocabulary", lambda *_: (settled, "settled"))
     monkeypatch.setattr(job_choices, "resumes", lambda args: False)
-    args = wanted(epp=True, epp_vocab_parallel="auto", num_layers=32, epp_planner="epp")
+    args = wanted(epp=True, epp_vocab_parallel="auto", num_layers=32)
     args.epp_cost_model = "analytic"
     job_choices.choose_stages(args)
     assert tried == [settled == "on"] and args.epp_vocab_parallel == settled
@@ -228,7 +229,8 @@ def test_layers_are_chosen_for_the_vocabulary_that_is_settled(
 def test_without_epp_or_stages_there_is_nothing_to_choose() -> None:
     for changes in ({"epp": False}, {"epp": True, "pipeline_model_parallel_size": 1}):
         args = wanted(epp_vocab_parallel="auto", **changes)
-        assert choose_stages(args)[0] is None and args.epp_vocab_parallel == "off"
+        args.epp_partition = "flags"
+        assert choose_stages(args) == [] and args.epp_vocab_parallel == "off"
 
 
 def test_a_document_longer_than_a_replicas_part_is_said_at_start(
@@ -240,11 +242,12 @@ def test_a_document_longer_than_a_replicas_part_is_said_at_start(
     monkeypatch.setattr(job_choices, "first_batches", lambda args: batches)
     for other in ("choose_blend", "choose_row_multiple"):
         monkeypatch.setattr(job_choices, other, lambda *args: None)
-    monkeypatch.setattr(job_choices, "choose_stages", lambda *args: (None, []))
+    monkeypatch.setattr(job_choices, "choose_stages", lambda *args: [])
+    monkeypatch.setattr(job_choices, "placement_of", lambda args: SimpleNamespace(layers=(16, 16)))
 
     def lines(replicas: int) -> list[str]:
         args = wanted(epp=True, num_layers=32, data_parallel_size=replicas)
-        return list(job_choices.choose(args).lines)
+        return job_choices.choose(args)
 
     assert lines(1) == []
     (line,) = lines(4)
@@ -258,6 +261,8 @@ def wanted(**changes: object) -> Namespace:
     given = {
         "epp_partition": "auto",
         "epp_vocab_parallel": "off",
+        "epp_planner": "epp",
+        "epp_levers": "default",
         "pipeline_model_parallel_size": 2,
         "num_layers": 6,
         "hybrid_layer_pattern": None,
@@ -276,12 +281,11 @@ def wanted(**changes: object) -> Namespace:
         ),
         (
             {"hybrid_layer_pattern": "*-|*", "num_layers": None},
-            "--hybrid-layer-pattern *-|*: its | say where stages end, and --epp-partition auto "
+            "| in --hybrid-layer-pattern *-|* says where layers lie, and --epp-partition auto "
             "chooses that: leave one of the two out",
         ),
         ({"num_layers": 1}, "size 2: more stages than the 1 layers; expected at most one stage"),
         ({"hybrid_layer_pattern": "*", "num_layers": 6}, "more stages than the 1 layers"),
-        ({"num_layers": None}, "divides the layers of --num-layers or --hybrid-layer-pattern"),
     ],
 )
 def test_what_contradicts_it_is_refused(changes: dict, said: str) -> None:
@@ -297,6 +301,7 @@ def test_until_it_is_chosen_stages_are_even() -> None:
     assert placeholder(wanted(mtp_num_layers=2)) == further
     assert placeholder(wanted(pipeline_model_parallel_size=1)) == {}
     assert placeholder(wanted(epp_partition="flags")) == {}
+    assert placeholder(wanted(num_layers=None)) == {}  # the checkpoint's (--use-checkpoint-args)
     hybrid = wanted(hybrid_layer_pattern="*-*-*", num_layers=None, num_experts=None)
     assert placeholder(hybrid) == {}
     require_pattern(hybrid)
@@ -311,7 +316,7 @@ PLACED = {PLACE: [1, 0, 0, 1], STAGE_LAYERS: [1, 2, 2, 1]}
     [
         ({}, False, None, None),
         ({"epp_vocab_parallel": "on", **PLACED}, True, (1, 0, 0, 1), (1, 2, 2, 1)),
-        # A run that went on with the layers that its flags say keeps none.
+        # Of a version that kept none of the layers that its flags say.
         ({"epp_vocab_parallel": "off"}, False, None, None),
     ],
 )
@@ -331,13 +336,16 @@ def test_a_file_of_choices_is_read(
     [
         ("[2,", "no choices ("),
         ('{"epp_stage_layers": [2, 0]}', "no partition (expected layers by stage)"),
-        ('{"epp_stage_layers": [2, 3]}', "layers [2, 3] are not 6 on 2 stages; leave"),
-        (json.dumps(PLACED), "stages are on ranks 1 0 0 1; expected --epp-pla"),
+        ('{"epp_stage_layers": [2, 3], "epp_place": [0, 2]}', "layers [2, 3] on ranks [0, 2]; del"),
         ('{"epp_vocab_parallel": "perhaps"}', 'expected "on" or "off"; delete the'),
         ('{"epp_vocab_parallel": true}', 'expected "on" or "off"; delete the file'),
         ('"on"', "no choices (expected an object); delete the file"),
         ("{" * 10**5, "no choices ("),
-        ('{"epp_stage_layers": [6], "epp_place": [0]}', "layers [6] are not 6 on"),
+        ('{"epp_stage_layers": [6], "epp_place": [0, 1]}', "layers [6] on ranks [0, 1]"),
+        (
+            '{"epp_stage_layers": 6}',
+            "no partition (expected layers by stage); delete the file, and",
+        ),
         ('{"epp_stage_layers": [3, 3], "epp_place": "01"}', "no partition (expected"),
     ],
 )

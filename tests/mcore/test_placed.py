@@ -1,6 +1,7 @@
 """Several stages on a rank: what the plain model computes, whatever the placement."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -196,6 +197,7 @@ def test_checkpoints_go_from_placement_to_placement_and_to_megatron(tmp_path: Pa
 @pytest.mark.parametrize(
     ("placement", "more"),
     [
+        (None, {}),  # the job chooses
         ("v", {}),
         ("interleaved 2", {**TRAINED_SSM, **TRAINED_MOE, "hybrid_layer_pattern": "*-EM*-EG"}),
         ("v", {"untie_embeddings_and_output_weights": None, "epp_vocab_parallel": "on"}),
@@ -204,7 +206,7 @@ def test_checkpoints_go_from_placement_to_placement_and_to_megatron(tmp_path: Pa
     ],
 )
 def test_what_is_measured_at_its_start_computes_whole_documents(
-    placement: str, more: dict, tmp_path: Path
+    placement: str | None, more: dict, tmp_path: Path
 ) -> None:
     """Begun, stopped and resumed with the cost model that it measured: losses and gradient norms of
     Megatron's own schedule on one stage, of one document a micro-batch, from the same weights."""
@@ -218,14 +220,20 @@ def test_what_is_measured_at_its_start_computes_whole_documents(
     stock = Job(corpus, way, STOCK_ON_DOCUMENTS)
     first, saved = tmp_path / "first", tmp_path / "saved"
     stock.train(**one, save=first, save_interval=1, exit_interval=1)
-    whole = stock.train(**one, load=first)
+    # A run that resumes Megatron's has one stage a rank; one that begins chooses.
+    weights = {"load": first, "finetune": placement is None or None}
+    whole = stock.train(**one, **weights)
     ours = Job(corpus, way, HYBRID_PROGRAM if "hybrid_layer_pattern" in more else PROGRAM)
     how = {"epp": True, "epp_placement": placement, "epp_cost_model": None,
            "save": saved, "save_interval": 9}  # fmt: skip
-    begun = ours.train(**how, load=first, exit_interval=3)
+    begun = ours.train(**how, **weights, exit_interval=3)
     assert "measured this device in" in begun.output
     resumed = ours.train(**how, load=saved)
     assert "measured this device in" not in resumed.output
+    if placement is None:
+        several = r"--epp-placement auto: stages on ranks \d( \d){3,}, layers .*"
+        for run, why in ((begun, "% less time"), (resumed, "the checkpoint's, as it resumes")):
+            assert re.search(several + why, run.output), run.output
     # Of the second iteration of a run Megatron's log shows the mean with the first.
     *others, fourth, fifth = whole.losses
     losses = [*begun.losses, *resumed.losses]
@@ -265,7 +273,6 @@ def test_optimizer_states_of_other_stages_are_refused(tmp_path: Path) -> None:
         ({"epp-placement": "nowhere"}, "--epp-placement nowhere: No such file or directory"),
         ({"epp-placement": "interleaved 9"}, "18 stages for 4 layers"),
         ({"epp-placement": "v", "epp-partition": "auto"}, "chooses layers of one stage a rank"),
-        ({"epp-placement": "auto", "decoder-first-pipeline-num-layers": 1}, "--epp-placement auto"),
         ({"epp-placement": "flags", "num-layers-per-virtual-pipeline-stage": 3}, "4 layers on 2 "
          "pipeline ranks; expected a divisor of 2, the layers of a rank"),
         ({"epp-placement": "flags", "pipeline-model-parallel-layout": "Ett|t|tL|"}, "as many for"),
@@ -323,7 +330,7 @@ def test_a_placement_is_chosen_by_lengths_and_kept(tmp_path: Path) -> None:
     """Packed, four micro-batches: two stages on a rank fill and drain the pipeline sooner. The run
     that goes on takes the checkpoint's. Two layers make no four stages, which is said."""
     corpus = write_corpus(tmp_path / "corpus", [129] * 64)
-    way = {"epp": True, "epp-planner": "packing", "epp-placement": "auto", "seq-length": 128,
+    way = {"epp": True, "epp-planner": "packing", "epp-placement": None, "seq-length": 128,
            "override-opt-param-scheduler": True, "lr-decay-style": "constant"}  # fmt: skip
     kept = tmp_path / "kept"
     first = trained(

@@ -141,7 +141,8 @@ def test_replicas_do_not_gather_rows_which_is_megatrons_default(parsed, degrees,
 def test_segments_of_a_stage_become_one(parsed, words, becomes) -> None:
     """Layers stay in their order, embedding and output layer at its ends."""
     name, stages = "--pipeline-model-parallel-size", "2"
-    args = parsed("--epp", name, stages, *words.split())
+    one = "--epp-placement", "even"
+    args = parsed("--epp", *one, name, stages, *words.split())
     placed = {
         "layout": args.pipeline_model_parallel_layout,
         "layer": args.hybrid_layer_pattern,

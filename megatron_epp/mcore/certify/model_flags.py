@@ -15,6 +15,7 @@ from megatron.training.arguments import parse_args, validate_args
 
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import BF16, FLOAT64
+from megatron_epp.ir.placement import EVENLY
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.certify.scale_down import small
 from megatron_epp.mcore.flags.config import (
@@ -111,8 +112,9 @@ def parsed(flags: Sequence[str], pp: int) -> Namespace:
     Raises:
         ValueError: A flag is refused.
     """
+    one_each = ["--epp-placement", EVENLY]  # unless the flags say another
     stages = ["--pipeline-model-parallel-size", str(pp)]
-    with refusals_as_value_errors(), _command_line([*flags, *stages, "--epp"]):
+    with refusals_as_value_errors(), _command_line([*one_each, *flags, *stages, "--epp"]):
         args = parse_args(prepare_parser)
         refusals.refuse_by_name(parse_args(partial(_as_in_training, args)))
     if args.epp_vocab_parallel == AUTO:  # a certificate is for explicit values

@@ -1,10 +1,10 @@
 """Choice of vocabulary parallelism, layers per stage and placement if their flags are ``auto``.
 
-Every rank chooses the values before Megatron builds the model, by the simulated times of plans of
-the first batches (planner/choose). The inputs are the document lengths in the ``.idx`` files and a
-cost model: the file --epp-cost-model, or analytic coefficients of this device. All ranks read the
-same inputs and compute the same choice. A run that resumes uses the choices saved with its
-checkpoint (kept.py).
+Rank 0 chooses the values before Megatron builds the model, by the simulated times of plans of the
+first batches (planner/choose). The inputs are the document lengths in the ``.idx`` files and a
+cost model: the file --epp-cost-model, or analytic coefficients of this device. A run that resumes
+uses the choices saved with its checkpoint (kept.py). If lengths or costs are unknown, every rank
+has one stage.
 """
 
 import argparse
@@ -12,8 +12,7 @@ import copy
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,10 @@ from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
-from megatron_epp.ir.placement import Placement
+from megatron_epp.ir.placement import EVENLY, Placement, named_placement
 from megatron_epp.mcore.capabilities.refusals import vocabulary_refusal
 from megatron_epp.mcore.capabilities.table import limit_for
+from megatron_epp.mcore.choose.from_rank_0 import from_rank_0
 from megatron_epp.mcore.choose.kept import (
     keeps_layout,
     kept_blend,
@@ -41,13 +41,15 @@ from megatron_epp.mcore.data.row_shard import chunk_multiple, row_block, row_ran
 from megatron_epp.mcore.flags.config import (
     ANALYTIC,
     AUTO,
-    LAYOUT_KEY,
     OFF,
     ON,
+    PARTITION_AUTO,
+    PLACED_BY,
     Config,
     layers_by_time,
     placement_by_time,
 )
+from megatron_epp.mcore.hybrid.pattern import with_boundaries
 from megatron_epp.mcore.job.job_cost import (
     analytic,
     device_name,
@@ -56,9 +58,9 @@ from megatron_epp.mcore.job.job_cost import (
     training_levers,
 )
 from megatron_epp.mcore.kinds.registry import lockstep_of
-from megatron_epp.mcore.model.shape import mtp_shapes, stage_layers, with_mtp
+from megatron_epp.mcore.model.shape import mtp_shapes, placement_of, with_mtp
 from megatron_epp.mcore.patching import cpu_host
-from megatron_epp.mcore.placing.requested import STAGE_LAYERS, placed_values
+from megatron_epp.mcore.placing.requested import placed_values
 from megatron_epp.planner.choose import FIRST_BATCHES
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.padding import GPU_ROWS, MOST_PADDING, gpu_row_multiple
@@ -66,33 +68,22 @@ from megatron_epp.planner.padding import GPU_ROWS, MOST_PADDING, gpu_row_multipl
 AMPLE_BYTES = 1e15
 
 
-@dataclass(frozen=True, slots=True)
-class JobChoices:
-    """Choices of a run.
-
-    Attributes:
-        lines: Lines that rank 0 prints.
-        placement: Placement of the stages, and their layers; None if Megatron's flags set both.
-    """
-
-    lines: tuple[str, ...]
-    placement: Placement | None
-
-
-def choose(args: Any, parts: Any = None) -> JobChoices:
+def choose(args: Any, parts: Any = None) -> list[str]:
     """Choose values for flags with the value ``auto`` in ``args``, which Megatron has validated.
 
-    ``parts`` are components of the trainer that the user's script replaces
-    (:class:`~megatron_epp.mcore.trainer.hooks.TrainerHooks`).
+    Every rank calls this function. ``parts`` are components of the trainer that the user's script
+    replaces (:class:`~megatron_epp.mcore.trainer.hooks.TrainerHooks`).
+
+    Returns:
+        Lines that rank 0 prints.
 
     Raises:
-        ValueError: A corpus, a cost model, --epp-plan or the saved choices cannot be read.
+        ValueError: A flag's value, --epp-plan or the saved choices are not valid.
     """
     blend = choose_blend(args)
     rows = choose_row_multiple(args, parts)  # first: the other choices use padded chunks
-    placement, stages = choose_stages(args, parts)
-    lines = blend, *stages, rows, _overlong_line(args, parts)
-    return JobChoices(tuple(filter(None, lines)), placement)
+    lines = blend, *choose_stages(args, parts), rows, _overlong_line(args, parts)
+    return [line for line in lines if line]
 
 
 def _overlong_line(args: Any, parts: Any) -> str | None:
@@ -102,11 +93,11 @@ def _overlong_line(args: Any, parts: Any) -> str | None:
     """
     from megatron_epp.planner.feasibility import overlong_for_replica
 
-    stages, replicas = args.pipeline_model_parallel_size, args.data_parallel_size
+    replicas = args.data_parallel_size
     if not args.epp or replicas == 1 or (parts is not None and parts.items is not None):
         return None
     try:
-        cost, _ = cost_and_options(args, even_layers(args.num_layers, stages))
+        cost, _ = cost_and_options(args, placement_of(args).layers)
         batches = first_batches(args)
     except (OSError, ValueError):
         return None
@@ -164,52 +155,84 @@ def choose_blend(args: Any) -> str | None:
     )
 
 
-def choose_stages(args: Any, parts: Any = None) -> tuple[Placement | None, list[str]]:
+def choose_stages(args: Any, parts: Any = None) -> list[str]:
     """Choose vocabulary parallelism, layers and ranks of the stages where their flags are ``auto``.
 
-    What is open is chosen together, by the simulated times of plans. A run that resumes uses its
-    checkpoint's choices: weights load with any, but optimizer states not in every format. The
-    function sets --epp-vocab-parallel. With --epp-partition or --epp-placement auto, it also sets
-    --pipeline-model-parallel-layout, or marks the stages by | in a HybridModel's pattern.
+    What is open is chosen together, by the simulated times of plans, on rank 0. A run that resumes
+    uses its checkpoint's choices: weights load with any, but optimizer states not in every format.
+    The function sets --epp-vocab-parallel. If it chooses layers, it also sets --epp-placement, and
+    --pipeline-model-parallel-layout or the | in a HybridModel's pattern.
 
     Returns:
-        The chosen placement with its layers (None if the flags set them), and lines to print.
+        Lines to print.
     """
     open_vocabulary, open_layers = args.epp_vocab_parallel == AUTO, layers_by_time(args)
     if open_vocabulary:
         args.epp_vocab_parallel = OFF
-    if not args.epp or not (open_vocabulary or open_layers):
-        return None, []
-    flag = f"--epp-{'placement' if placement_by_time(args) else 'partition'} auto"
+    if not args.epp:
+        return []
     if args.pipeline_model_parallel_size == 1:
-        return None, [f"{flag} has no effect with one stage"] if open_layers else []
+        alone = getattr(args, "epp_partition", None) == PARTITION_AUTO
+        return ["--epp-partition auto has no effect with one stage"] if alone else []
+    lines = []
+    if (flag := getattr(args, PLACED_BY, None)) is not None:
+        lines.append(f"--epp-placement auto: {_stages_text(placement_of(args))}; {flag} says so")
+    if open_vocabulary or open_layers:
+        make = partial(_stage_facts, copy.copy(args), parts, open_vocabulary)
+        facts = from_rank_0("the choice of stages", make)
+        args.epp_vocab_parallel = facts["vocabulary"]
+        if open_layers:
+            placement = Placement(tuple(facts["place"]), tuple(facts["layers"]))
+            vars(args).update(_placing(args, placement))
+        lines += facts["lines"]
+    return lines
+
+
+def _stage_facts(args: Any, parts: Any, open_vocabulary: bool) -> dict[str, Any]:
+    """Choose what is open, and return it as a JSON object. ``args`` may be changed.
+
+    Returns:
+        ``vocabulary`` (on or off), ``lines`` to print, and, if the layers are chosen, ``place`` and
+        ``layers`` of the stages.
+    """
+    from megatron_epp.planner import planner_of
+
+    planner_of(args.epp_planner), training_levers(args.epp_levers)  # raise if a name is unknown
+    open_layers = layers_by_time(args)
     vocabulary: tuple[str, str] | None = (args.epp_vocab_parallel, "")
     if open_vocabulary:
         vocabulary = _settled_vocabulary(args, parts)
     if vocabulary is not None:
         args.epp_vocab_parallel, _ = vocabulary
-    placement, why = _settled_placement(args) if open_layers else (None, "")
+    placement, why = _settled_placement(args, parts) if open_layers else (None, "")
     if vocabulary is None or (open_layers and placement is None):
         chosen, placement, reason = _by_time(args, vocabulary, placement)
         vocabulary = vocabulary or chosen
         why = "; ".join(filter(None, (why, reason)))
-    lines = []
-    args.epp_vocab_parallel, of_vocabulary = vocabulary
-    if open_vocabulary:
-        lines.append(f"--epp-vocab-parallel auto: {args.epp_vocab_parallel}; {of_vocabulary}")
-    if not open_layers:
-        return None, lines
-    assert placement is not None
-    values = placed_values(
-        placement, placement.layers, args.mtp_num_layers or 0, args.hybrid_layer_pattern
-    )
-    vars(args).update(values)
-    where = f"layers {' '.join(map(str, placement.layers))} of the stages"
-    if placement_by_time(args):
-        where = f"stages on ranks {placement}, {where}"
+    value, of_vocabulary = vocabulary
+    lines = [f"--epp-vocab-parallel auto: {value}; {of_vocabulary}"] if open_vocabulary else []
+    if placement is None:
+        return {"vocabulary": value, "lines": lines}
+    flag = f"--epp-{'placement' if placement_by_time(args) else 'partition'} auto"
+    where = _stages_text(placement, placement_by_time(args))
     if args.hybrid_layer_pattern is not None and placement.is_even:
-        where = f"{where}, {args.hybrid_layer_pattern}"
-    return placement, [*lines, f"{flag}: {where}; {why}"]
+        where = f"{where}, {with_boundaries(args.hybrid_layer_pattern, placement.layers)}"
+    lines.append(f"{flag}: {where}; {why}")
+    layers = placement.layers
+    return {"vocabulary": value, "lines": lines, "place": placement.place, "layers": layers}
+
+
+def _stages_text(placement: Placement, with_ranks: bool = True) -> str:
+    layers = f"layers {' '.join(map(str, placement.layers))} of the stages"
+    return f"stages on ranks {placement}, {layers}" if with_ranks else layers
+
+
+def _placing(args: Any, placement: Placement) -> dict[str, Any]:
+    """Return the values of Megatron's args for ``placement``, with --epp-placement."""
+    layers = placement.layers
+    values = placed_values(placement, layers, args.mtp_num_layers or 0, args.hybrid_layer_pattern)
+    named = f"place {placement} layers {' '.join(map(str, layers))}"
+    return {**values, "epp_placement": EVENLY if placement.is_even else named}
 
 
 def _settled_vocabulary(args: Any, parts: Any) -> tuple[str, str] | None:
@@ -235,24 +258,72 @@ def _settled_vocabulary(args: Any, parts: Any) -> tuple[str, str] | None:
     return None
 
 
-def _settled_placement(args: Any) -> tuple[Placement | None, str]:
-    """Return the placement, with layers, that plans or a checkpoint have, and the reason.
+def _settled_placement(args: Any, parts: Any) -> tuple[Placement | None, str]:
+    """Return the placement, with layers, if plans of the first batches do not decide it.
 
-    The placement is None if it is open; the reason then says why it is chosen anew, or is empty.
+    Returns:
+        The placement and the reason. The placement is None if it is open; the reason then says why
+        it is chosen anew, or is empty.
     """
-    if resumes(args):
-        if not keeps_layout(args):
-            return None, "chosen anew, as the checkpoint's run had another layout"
-        stages, kept = args.pipeline_model_parallel_size, kept_placement(args)
-        even = Placement(tuple(range(stages)), even_layers(args.num_layers, stages))
-        whence = "its flags made it even" if kept is None else "kept next to it"
-        return kept or even, f"the checkpoint's, as it resumes ({whence})"
+    anew = ""
     if placement_by_time(args) and args.epp_plan is not None:
-        plan = first_recorded(args.epp_plan)
-        place, (*others, last) = plan.place or tuple(range(plan.stages)), plan.layers
-        layers = (*others, last - len(mtp_shapes(args)))
-        return Placement(place, layers), "as the plans of --epp-plan have it"
-    return None, ""
+        return _planned_placement(args), "as the plans of --epp-plan have it"
+    if resumes(args):
+        kept = kept_placement(args) if keeps_layout(args) else None
+        if kept is None and keeps_layout(args):
+            whence = "its flags made it even"
+            return _simplest(args), f"the checkpoint's, as it resumes ({whence})"
+        if kept is not None and _fits(kept, args) and (kept.is_even or placement_by_time(args)):
+            return kept, "the checkpoint's, as it resumes (kept next to it)"
+        anew = "chosen anew, as the checkpoint's run had another layout"
+    why = None
+    if parts is not None and parts.items is not None:
+        why = "no lengths are known of documents from Python"
+    elif placement_by_time(args) and (args.save or args.load) and args.ckpt_format != "torch_dist":
+        why = f"--ckpt-format {args.ckpt_format} is for one stage a rank"
+    if why is not None:
+        return _simplest(args), "; ".join(filter(None, (anew, why)))
+    return None, anew
+
+
+def _planned_placement(args: Any) -> Placement:
+    """Return the placement of the plans of --epp-plan.
+
+    Raises:
+        ValueError: The plans are of another model, or of another number of pipeline ranks.
+    """
+    plan = first_recorded(args.epp_plan)
+    place, (*others, last) = plan.place or tuple(range(plan.stages)), plan.layers
+    placement = Placement(place, (*others, last - len(mtp_shapes(args))))
+    if not _fits(placement, args):
+        raise ValueError(
+            f"--epp-plan {args.epp_plan}: the plan has {_stages_text(placement)}; this job has "
+            f"{args.num_layers} layers on {args.pipeline_model_parallel_size} pipeline ranks"
+        )
+    return placement
+
+
+def _fits(placement: Placement, args: Any) -> bool:
+    """Return whether ``placement`` is of this job's pipeline ranks and layers."""
+    ranks, layers = args.pipeline_model_parallel_size, placement.layers
+    return placement.ranks == ranks and sum(layers) == args.num_layers and min(layers) > 0
+
+
+def _simplest(args: Any) -> Placement:
+    """Return one stage a rank, or the first placement that the planner plans; layers are even."""
+    from megatron_epp.planner import planner_of
+    from megatron_epp.planner.choose.choice import PLACEMENT_NAMES
+
+    planner, ranks = planner_of(args.epp_planner), args.pipeline_model_parallel_size
+    even = Placement(tuple(range(ranks)), even_layers(args.num_layers, ranks))
+    for name in PLACEMENT_NAMES if placement_by_time(args) else ():
+        other = named_placement(name, ranks)
+        assert other is not None
+        if planner.takes(even.place):
+            break
+        if planner.takes(other.place) and other.stages <= args.num_layers:
+            return Placement(other.place, even_layers(args.num_layers, other.stages))
+    return even
 
 
 def _by_time(
@@ -265,24 +336,24 @@ def _by_time(
     Returns:
         Vocabulary parallelism (on or off, reason), the placement, and the placement's reason.
     """
-    from megatron_epp.planner.choose.choice import PLACEMENT_NAMES, ruled_out, run_choice
+    from megatron_epp.planner.choose.choice import ruled_out, run_choice
 
-    open_layers = layers_by_time(args) and placement is None
-    stages, costing, where = args.pipeline_model_parallel_size, cost_and_options, args
+    open_layers, where = layers_by_time(args) and placement is None, args
+    layers = even_layers(args.num_layers, args.pipeline_model_parallel_size)
     if placement is not None:
-        layers = placement.layers
         where = copy.copy(args)
-        vars(where).update(placed_values(placement, layers, args.mtp_num_layers or 0, None))
-    elif open_layers:
-        layers = even_layers(args.num_layers, stages)
-    else:
-        layers = tuple(getattr(args, STAGE_LAYERS, None) or stage_layers(args, stages, None))
-    if open_layers and getattr(args, LAYOUT_KEY, None) is not None and resumes(args):
-        # Use the cost model that the resumed run has measured, as the choice of the layout does.
-        where, costing = copy.copy(args), first_cost_and_options
+        vars(where).update(_placing(args, placement))
+    if not open_layers:
+        layers = placement_of(where).layers
     try:
-        cost, options = costing(where, layers)
+        if open_layers and resumes(args):  # by the cost model that the resumed run has measured
+            where = copy.copy(args)
+            cost, options = first_cost_and_options(where, layers)
+        else:
+            cost, options = cost_and_options(where, layers)
         why = ruled_out(cost)
+        if open_layers and _copies_embedding(args):
+            why = why or "embeddings are tied, and MTP layers have a copy"
         vocabularies = [args.epp_vocab_parallel == ON]
         if vocabulary is None:
             vocabularies = [False] if why is not None else [False, True]
@@ -290,15 +361,17 @@ def _by_time(
             return (OFF, why), placement, ""
         choice = run_choice(
             *(cost, first_batches(args), options, args.epp_planner),
-            placements=PLACEMENT_NAMES if open_layers and placement_by_time(args) else (),
+            placements=placement_names(args) if open_layers and placement_by_time(args) else (),
             vocabularies=vocabularies,
             by_time=open_layers,
             words=getattr(args, "padded_vocab_size", None) or 0,
         )
     except (OSError, ValueError) as unknown:
+        reason = str(unknown).split(";")[0]
         if open_layers:
-            raise
-        return (OFF, f"what it saves is not known: {str(unknown).split(';')[0]}"), placement, ""
+            placement = _simplest(args)
+        of_others = f"what other stages save is not known: {reason}" if open_layers else ""
+        return (OFF, f"what it saves is not known: {reason}"), placement, of_others
     layout = choice.cost.layout
     if open_layers:
         *others, last = layout.layers
@@ -310,6 +383,20 @@ def _by_time(
     return (value, of_vocabulary), placement, reason if open_layers else ""
 
 
+def placement_names(args: Any) -> tuple[str, ...]:
+    """Return the names of the placements with several stages a rank that this job can run."""
+    from megatron_epp.planner.choose.choice import PLACEMENT_NAMES
+
+    # With a sharded LM head, the rank with both ends of a V would need a third copy.
+    no_v = args.epp_vocab_parallel == ON and _copies_embedding(args)
+    return tuple(name for name in PLACEMENT_NAMES if not (no_v and name == "v"))
+
+
+def _copies_embedding(args: Any) -> bool:
+    """Return whether MTP layers have a copy of an embedding that is tied (embedding_copies.py)."""
+    return bool(args.mtp_num_layers) and not args.untie_embeddings_and_output_weights
+
+
 # ------------------------------------------------------------------ lengths and costs
 
 
@@ -319,16 +406,24 @@ def _source_of_costs(args: Any) -> str:
     return str(args.epp_cost_model) if measured else f"{device_name()}'s figures"
 
 
-def cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Options]:
+def cost_and_options(
+    args: Any, layers: tuple[int, ...], measured: Profile | None = None
+) -> tuple[Cost, Options]:
     """Return the cost of ops with ``layers`` per stage, and the options of the planner.
+
+    ``measured`` is a profile to use instead of the one of --epp-cost-model.
 
     Raises:
         OSError: The cost-model file cannot be read.
         ValueError: The cost-model file is not valid.
     """
     config = Config.of(args)
-    measured = config.epp_cost_model not in (None, ANALYTIC)
-    profile = Profile.load(str(config.epp_cost_model)) if measured else analytic(args)
+    if measured is not None:
+        profile = measured
+    elif config.epp_cost_model in (None, ANALYTIC):
+        profile = analytic(args)
+    else:
+        profile = Profile.load(str(config.epp_cost_model))
     profile = on_these_ranks(args, profile)
     layers = with_mtp(args, layers)
     cost = training_cost(args, config, layers, profile)
@@ -385,17 +480,13 @@ def first_batches(args: Any) -> list[list[int]]:
     """
     if args.sft or args.mock_data:
         raise ValueError(
-            "lengths are read from the .idx files of --data-path, and chats and mock data have "
-            "none; for --epp-partition auto say with --pipeline-model-parallel-layout where layers "
-            "lie (`python -m megatron_epp tune` prints one)"
+            "lengths are read from the .idx files of --data-path, and chats and mock data have none"
         )
     blend, per_split = blends_of(args)
     if blend is None:
         blend = next((part for part in per_split or () if part is not None), None)
     if blend is None:
-        raise ValueError(
-            "no --data-path, so no lengths are known; --epp-partition auto chooses by them"
-        )
+        raise ValueError("no --data-path, so no lengths are known")
     prefixes, weights = blend
     size = args.global_batch_size
     if getattr(args, "step_batch_size_schedule", None):

@@ -10,8 +10,9 @@ from typing import Any
 from megatron_epp.control.files import write_atomically
 from megatron_epp.corpus.blend import BLENDS, TOKENS
 from megatron_epp.ir.placement import Placement
-from megatron_epp.mcore.flags.config import LAYOUT_KEY, OFF, ON, placement_by_time
+from megatron_epp.mcore.flags.config import LAYOUT_KEY, OFF, ON
 from megatron_epp.mcore.job.checkpoint_folders import TRACKER
+from megatron_epp.mcore.model.shape import placement_of
 from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 from megatron_epp.safe_files import bounded_text
 
@@ -34,37 +35,45 @@ def resumes(args: Any) -> bool:
     return (folder / TRACKER).exists()
 
 
-def keep_choices(args: Any, placement: Placement | None, models: list[Any]) -> list[Any]:
+def keep_choices(args: Any, models: list[Any]) -> list[Any]:
     """Write the choices to the folder of --save and return ``models`` (Megatron's pre-wrap hook).
-
-    ``placement`` is the chosen placement with its layers, or None.
 
     Raises:
         OSError: The folder cannot be written.
     """
+    placement = placement_of(args)
     choices = {VOCABULARY_KEY: args.epp_vocab_parallel, BLEND_KEY: args.epp_blend}
-    if placement is not None:
-        choices |= {PLACE: placement.place, STAGE_LAYERS: placement.layers}
+    choices |= {PLACE: placement.place, STAGE_LAYERS: placement.layers}
     if (layout := getattr(args, LAYOUT_KEY, None)) is not None:
         choices[LAYOUT_KEY] = layout
     write_atomically(Path(args.save) / CHOICES_FILE, json.dumps(choices) + "\n")
     return models
 
 
+_RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
+
+
 def resumable_line(args: Any) -> str:
     """Return a line on the parallel degrees with which a run can resume from --save."""
-    flag, more = "--dist-ckpt-optim-fully-reshardable", ""
+    more = ""
     if getattr(args, "ckpt_format", "torch_dist") != "torch_dist":
         degrees = f"the degrees of this run (--ckpt-format {args.ckpt_format})"
-    elif not args.use_distributed_optimizer or getattr(args, flag[2:].replace("-", "_"), False):
+    elif loads_in_other_stages(args):
         degrees = "any tensor-, pipeline- and data-parallel degrees"
     else:
         degrees = (
             "the stages and the tensor-parallel degree of this run, with any data-parallel one"
         )
         if getattr(args, "non_persistent_ckpt_type", None) != "local":  # it does not support flag
-            more = f"; with {flag}, given now, they resume with any"
+            more = f"; with {_RESHARDABLE}, given now, they resume with any"
     return f"--save {args.save}: checkpoints resume with {degrees}{more}"
+
+
+def loads_in_other_stages(args: Any) -> bool:
+    """Return whether the checkpoints of this run load in any placement."""
+    reshardable = getattr(args, _RESHARDABLE[2:].replace("-", "_"), False)
+    by_parameter = not args.use_distributed_optimizer or reshardable
+    return by_parameter and getattr(args, "ckpt_format", "torch_dist") == "torch_dist"
 
 
 def kept_layout(args: Any) -> dict[str, Any] | None:
@@ -76,7 +85,7 @@ def kept_layout(args: Any) -> dict[str, Any] | None:
     path, choices = _kept(args, LAYOUT_KEY)
     layout = (choices or {}).get(LAYOUT_KEY)
     if layout is not None and not isinstance(layout, dict):
-        raise _damaged(path, "expected an object", LAYOUT_KEY, args)
+        raise _damaged(path, "expected an object", LAYOUT_KEY)
     return layout
 
 
@@ -102,7 +111,7 @@ def kept_vocabulary(args: Any) -> bool:
     path, choices = _kept(args, VOCABULARY_KEY)
     choice = (choices or {}).get(VOCABULARY_KEY, OFF)
     if choice not in (ON, OFF):
-        raise _damaged(path, 'expected "on" or "off"', VOCABULARY_KEY, args)
+        raise _damaged(path, 'expected "on" or "off"', VOCABULARY_KEY)
     return choice == ON
 
 
@@ -117,39 +126,27 @@ def kept_blend(args: Any) -> str:
     path, choices = _kept(args, BLEND_KEY)
     unit = TOKENS if choices is None else choices.get(BLEND_KEY)
     if unit not in BLENDS:
-        raise _damaged(path, 'expected "tokens" or "documents"', BLEND_KEY, args)
+        raise _damaged(path, 'expected "tokens" or "documents"', BLEND_KEY)
     return str(unit)
 
 
 def kept_placement(args: Any) -> Placement | None:
-    """Return the placement and layers of the resumed run; None if nothing was saved.
+    """Return the placement of the resumed run, with layers; None if nothing was saved.
 
     Raises:
-        ValueError: The file is damaged, or does not fit this job's layers, ranks or flags.
+        ValueError: The file is damaged.
     """
     path, choices = _kept(args, STAGE_LAYERS)
     if choices is None or STAGE_LAYERS not in choices:
         return None
-    ranks = args.pipeline_model_parallel_size
-    place: Any = choices.get(PLACE, list(range(ranks)))
-    layers: Any = choices.get(STAGE_LAYERS)
+    layers: Any = choices[STAGE_LAYERS]
+    place: Any = choices.get(PLACE, list(range(len(layers))) if isinstance(layers, list) else [])
     for numbers, least in ((layers, 1), (place, 0)):
         if not isinstance(numbers, list) or not all(type(n) is int and n >= least for n in numbers):
-            raise _damaged(path, "no partition (expected layers by stage)", STAGE_LAYERS, args)
-    kept = Placement(tuple(place), tuple(layers))
-    unfit = len(layers) != len(place) or sum(layers) != args.num_layers
-    if unfit or set(place) != set(range(ranks)):
-        raise ValueError(
-            f"{path}: layers {layers} are not {args.num_layers} on {ranks} stages; leave "
-            f"--epp-{'partition' if kept.is_even else 'placement'} auto out "
-            "to load this checkpoint into another pipeline"
-        )
-    if not kept.is_even and not placement_by_time(args):
-        raise ValueError(
-            f"{path}: stages are on ranks {kept}; expected --epp-placement auto as the run began, "
-            "or leave --epp-partition auto out"
-        )
-    return kept
+            raise _damaged(path, "no partition (expected layers by stage)", STAGE_LAYERS)
+    if not place or len(layers) != len(place) or set(place) != set(range(1 + max(place))):
+        raise _damaged(path, f"layers {layers} on ranks {place}", STAGE_LAYERS)
+    return Placement(tuple(place), tuple(layers))
 
 
 def _kept(args: Any, key: str) -> tuple[Path, dict[str, Any] | None]:
@@ -166,16 +163,14 @@ def _kept(args: Any, key: str) -> tuple[Path, dict[str, Any] | None]:
         if not isinstance(choices, dict):
             raise ValueError("expected an object")
     except (ValueError, RecursionError) as error:
-        raise _damaged(path, f"no choices ({error})", key, args) from error
+        raise _damaged(path, f"no choices ({error})", key) from error
     return path, choices
 
 
-def _damaged(path: Path, what: str, key: str, args: Any) -> ValueError:
-    flag = "--pipeline-model-parallel-layout"
+def _damaged(path: Path, what: str, key: str) -> ValueError:
+    flag = "--epp-placement 'place ... layers ...'"
     if key in (VOCABULARY_KEY, BLEND_KEY):
         flag = f"--{key.replace('_', '-')}"
-    elif args.hybrid_layer_pattern is not None:
-        flag = "| in --hybrid-layer-pattern"
     return ValueError(
         f"{path}: {what}; delete the file, and say with {flag} what the checkpoint was made with"
     )

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
+from megatron_epp.ir.placement import EVENLY
 from megatron_epp.mcore.choose.kept import kept_layout, resumes
-from megatron_epp.mcore.flags.config import LAYOUT_KEY
+from megatron_epp.mcore.flags.config import LAYOUT_KEY, PLACED_BY, placement_by_time
 from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.planner.choose.partition import layout_text
 from megatron_epp.safe_files import bounded_text
@@ -61,6 +62,9 @@ class AllowedLayout:
             even, mtp = len(set(self.layers)) == 1, args.mtp_num_layers or 0
             text = None if even and not mtp else layout_text(self.layers, mtp)
             args.pipeline_model_parallel_layout, args.epp_partition = text, "flags"
+            if placement_by_time(args):
+                args.epp_placement = EVENLY
+                setattr(args, PLACED_BY, f"--epp-layouts {args.epp_layouts}")
 
 
 @dataclass(frozen=True, slots=True)

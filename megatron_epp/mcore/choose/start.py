@@ -1,23 +1,18 @@
 """Choice of the parallel layout at a start, among the layouts that --epp-layouts allows.
 
-Rank 0 chooses before Megatron reads its flags, and the other ranks read the choice from torchrun's
-store. Ranks that the layout does not use are spares. Spares join no process group, and wait until
-the training ends or torchrun stops them.
+Rank 0 chooses before Megatron reads its flags. Ranks that the layout does not use are spares.
+Spares join no process group, and wait until the training ends or torchrun stops them.
 """
 
-import json
 import os
 import socket
 import sys
 import time
 from argparse import Namespace
 from contextlib import suppress
-from datetime import timedelta
-from functools import cache
 from typing import Any
 
-import torch
-
+from megatron_epp.mcore.choose.from_rank_0 import from_rank_0, start_store
 from megatron_epp.mcore.choose.kept import kept_layout, resumes
 from megatron_epp.mcore.choose.layouts import (
     ChosenLayout,
@@ -25,10 +20,9 @@ from megatron_epp.mcore.choose.layouts import (
     predicted_seconds,
     read_layouts,
 )
-from megatron_epp.mcore.job.job_exit import AGENT_STORE, torchrun_store
 from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
 
-SPARE_POLL_SECONDS, SPARE_PATIENCE_SECONDS = 0.5, 1800.0
+SPARE_POLL_SECONDS = 0.5
 
 
 def choose_allowed_layout() -> ChosenLayout | None:
@@ -49,24 +43,14 @@ def choose_allowed_layout() -> ChosenLayout | None:
     if not wanted.epp or wanted.epp_layouts is None:
         return None
     rank, devices = wanted.rank, wanted.world_size
-    key = f"layout of {devices}"
+
+    def facts() -> dict[str, Any]:
+        before = as_before(wanted, devices)
+        return (before or choice(wanted, devices, predicted_seconds)).facts
+
+    chosen = ChosenLayout.of_facts(from_rank_0(f"layout of {devices} devices", facts))
     if rank == 0:
-        answer = ""
-        try:
-            chosen = as_before(wanted, devices) or choice(wanted, devices, predicted_seconds)
-            answer = json.dumps(chosen.facts)
-        finally:
-            if devices > 1:
-                meeting_store().set(key, answer)
         print(chosen.line(wanted.epp_layouts), flush=True)
-    else:
-        store, began = meeting_store(), time.monotonic()
-        while not store.check([key]) and time.monotonic() - began < SPARE_PATIENCE_SECONDS:
-            time.sleep(SPARE_POLL_SECONDS)  # the choice may outlast the timeout of the store
-        answer = store.get(key).decode()
-        if not answer:
-            raise ValueError(f"--epp-layouts {wanted.epp_layouts}: rank 0 has chosen none")
-        chosen = ChosenLayout.of_facts(json.loads(answer))
     if rank < chosen.ranks:
         os.environ["WORLD_SIZE"] = str(chosen.ranks)
     return chosen
@@ -91,26 +75,6 @@ def as_before(wanted: Namespace, devices: int) -> ChosenLayout | None:
     return before if before.layout in read_layouts(wanted.epp_layouts) else None
 
 
-@cache
-def meeting_store() -> Any:
-    """Return the key-value store that all ranks of a start share.
-
-    It is torchrun's store. Without torchrun's store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0
-    opens a store at ``MASTER_PORT``, which the process group later uses as well.
-    """
-    if os.environ.get(AGENT_STORE) == "True":
-        return torchrun_store()
-    return torch.distributed.TCPStore(
-        host_name=os.environ["MASTER_ADDR"],
-        port=int(os.environ["MASTER_PORT"]),
-        world_size=None,
-        is_master=os.environ["RANK"] == "0",
-        timeout=timedelta(seconds=SPARE_PATIENCE_SECONDS),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-
-
 # ------------------------------------------------------------------ spares
 
 
@@ -122,7 +86,7 @@ def wait_as_spare(chosen: ChosenLayout) -> None:
         f"it among {chosen.devices} devices",
         flush=True,
     )
-    store, key = meeting_store(), _end_of(chosen)
+    store, key = start_store(), _end_of(chosen)
     with suppress(RuntimeError):  # the store on rank 0 ends with rank 0
         while not store.check([key]):
             time.sleep(SPARE_POLL_SECONDS)
@@ -131,7 +95,7 @@ def wait_as_spare(chosen: ChosenLayout) -> None:
 def release_spares(chosen: ChosenLayout | None) -> None:
     """End the waiting of spares: rank 0 sets the key that they poll; other ranks do nothing."""
     if chosen is not None and chosen.has_spares and os.environ.get("RANK") == "0":
-        meeting_store().set(_end_of(chosen), "ended")
+        start_store().set(_end_of(chosen), "ended")
 
 
 def _end_of(chosen: ChosenLayout) -> str:

@@ -23,6 +23,9 @@ FUSED_LINEARS = "epp_fused_linears"
 # Attribute of Megatron's args, also saved next to the checkpoint: the layout chosen by
 # --epp-layouts.
 LAYOUT_KEY = "epp_layout"
+# Attribute of Megatron's args, not a flag: the flag that places layers instead of --epp-placement
+# auto. It is missing if there is none.
+PLACED_BY = "epp_placed_by"
 PARTITION_AUTO = "auto"
 PLACEMENT_FLAGS = "flags"  # --epp-placement by Megatron's flags of virtual stages
 PLACEMENT_AUTO = "auto"  # --epp-placement by document lengths, together with the partition
@@ -128,13 +131,15 @@ class Config:
     epp_partition: str = shared_setting(
         "partition",
         " (in --hybrid-layer-pattern: the places of |) by --epp-cost-model, else the device's "
-        "coefficients; flags (default): by Megatron's flags; a resumed run keeps its partition",
+        "coefficients; flags (default): by Megatron's flags; a resumed run keeps its partition. It "
+        "is for --epp-placement even: auto chooses the layers, too",
         default="flags",
         type=one_of("flags", PARTITION_AUTO),
     )
     epp_placement: str = shared_setting(
         "placement",
-        "; flags: by Megatron's flags of virtual stages (default: even). Checkpoints load in any "
+        "; flags: by Megatron's flags of virtual stages (default: auto; flags that place layers, "
+        "--epp-plan and the placement of a resumed run precede it). Checkpoints load in any "
         "placement",
     )
     epp_vocab_parallel: str = shared_setting(

@@ -11,10 +11,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.flags.config import OFF, ON
-from megatron_epp.mcore.hybrid.segments import layout_symbols
 from megatron_epp.mcore.job.checkpoint_folders import checkpoint_to_load
-from megatron_epp.mcore.model.shape import stage_layers
-from megatron_epp.mcore.placing.requested import STAGE_LAYERS, place_of
+from megatron_epp.mcore.model.shape import placement_of
 
 
 def require_same_stages(args: Any) -> None:
@@ -45,14 +43,9 @@ def require_same_stages(args: Any) -> None:
 
 def _stages_text(args: Any) -> str:
     """Return a text on what lies on which rank, by ``args`` that Megatron has validated."""
-    place, layers = place_of(args), getattr(args, STAGE_LAYERS, None)
-    if not layers:  # without --epp, Megatron may have interleaved stages
-        times = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
-        place = tuple(range(args.pipeline_model_parallel_size)) * times
-        text = args.pipeline_model_parallel_layout
-        layers = stage_layers(args, len(place), None if text is None else layout_symbols(text))
+    placed = placement_of(args)
     return (
-        f"stages on ranks {' '.join(map(str, place))} with layers {' '.join(map(str, layers))}, "
+        f"stages on ranks {placed} with layers {' '.join(map(str, placed.layers))}, "
         f"--tensor-model-parallel-size {args.tensor_model_parallel_size}, "
         f"--epp-vocab-parallel {ON if vocabulary_parallel(args) else OFF}"
     )

@@ -9,8 +9,11 @@ from typing import Any
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.kinds.layer import LayerShape, kind_names
 from megatron_epp.cost.layer_kinds import format_kinds
+from megatron_epp.ir.placement import Placement
 from megatron_epp.mcore.hybrid.pattern import layers_of_stages, mtp_symbols, pattern_of
+from megatron_epp.mcore.hybrid.segments import layout_symbols
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, kind_sizes, model_sizes
+from megatron_epp.mcore.placing.requested import STAGE_LAYERS, place_of
 
 
 def model_shape(args: Any) -> Model:
@@ -75,6 +78,20 @@ def with_mtp(args: Any, layers: Sequence[int]) -> tuple[int, ...]:
     """Return ``layers``, the decoder layers per stage, plus the MTP layers on the last stage."""
     *others, last = layers
     return (*others, last + len(mtp_shapes(args)))
+
+
+def placement_of(args: Any) -> Placement:
+    """Return the rank and the number of decoder layers of every stage of a job.
+
+    ``args`` are validated, by Megatron's own trainer or with --epp.
+    """
+    place, layers = place_of(args), getattr(args, STAGE_LAYERS, None)
+    if not layers:  # without --epp, Megatron may have interleaved stages
+        times = getattr(args, "virtual_pipeline_model_parallel_size", None) or 1
+        place = tuple(range(args.pipeline_model_parallel_size)) * times
+        text = args.pipeline_model_parallel_layout
+        layers = stage_layers(args, len(place), None if text is None else layout_symbols(text))
+    return Placement(place, tuple(layers))
 
 
 def stage_layers(args: Namespace, pp: int, layout: Sequence[Sequence[str]] | None) -> list[int]:

@@ -47,7 +47,7 @@ def add_up_embedding_gradients(models: Sequence[Any]) -> None:
     a replica holds the same shard of both gradients, because each copy has its own gradient bucket.
     """
     copies = _copies([unwrap_model(models[0]), unwrap_model(models[-1])] if models[1:] else [])
-    if copies is None:
+    if copies is None or not copies[0].requires_grad:  # frozen, next to adapters
         return
     first, last = (weight.main_grad for weight in copies)
     first += last

@@ -1,6 +1,6 @@
 """Placing flags of Megatron before its checks: translated, or with defaults that pass the checks.
 
-Megatron's flags of interleaved pipelines are translated with ``--epp-placement flags``:
+Megatron's flags of interleaved pipelines are translated with ``--epp-placement flags`` or ``auto``:
 
     --num-virtual-stages-per-pipeline-rank 2            interleaved 2
     --num-layers-per-virtual-pipeline-stage 2           interleaved N, N = layers / ranks / 2
@@ -10,11 +10,11 @@ Megatron's flags of interleaved pipelines are translated with ``--epp-placement 
                                                         layers per stage
 
 With other values of --epp-placement, the first two flags have no effect, and the segments of a rank
-are joined to one stage.
+are joined to one stage. With ``auto``, this also holds if the flags describe no valid placement.
 """
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import lcm
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron_epp.mcore.flags.config import (
     DIVISIBLE_BY,
     ON,
     PARTITION_AUTO,
+    PLACED_BY,
     PLACEMENT_FLAGS,
     PLACING_FLAGS,
     layers_by_time,
@@ -31,9 +32,9 @@ from megatron_epp.mcore.flags.config import (
 )
 from megatron_epp.mcore.hybrid.pattern import (
     BOUNDARY,
+    FLAG,
     MTP_SEPARATOR,
     pattern_of,
-    placed_by_time,
     symbols_of_layers,
 )
 from megatron_epp.mcore.hybrid.segments import layout_symbols
@@ -57,25 +58,15 @@ def placeholder(wanted: Any) -> dict[str, Any]:
         return _placed(wanted, placement)
     if not layers_by_time(wanted) or stages == 1:
         return {}
-    asked = f"--epp-{'placement' if placement_by_time(wanted) else 'partition'} auto"
-    for name, silent in PLACING_FLAGS.items():
-        if getattr(wanted, name) != silent:
-            raise ValueError(
-                f"--{name.replace('_', '-')} says where layers lie, and {asked} "
-                "chooses that: leave one of the two out"
-            )
     pattern = pattern_of(wanted)
-    if pattern is not None and not placed_by_time(wanted):
+    if (flag := placing_flag(wanted)) is not None:
         raise ValueError(
-            f"--hybrid-layer-pattern {pattern}: its | say where stages end, and {asked} "
-            "chooses that: leave one of the two out"
+            f"{flag} says where layers lie, and --epp-partition auto chooses that: leave one of "
+            "the two out"
         )
     layers = wanted.num_layers if pattern is None else len(symbols_of_layers(pattern))
-    if not layers:
-        raise ValueError(
-            f"{asked} divides the layers of --num-layers or --hybrid-layer-pattern; "
-            "expected one of them"
-        )
+    if not layers:  # they may be the checkpoint's (--use-checkpoint-args)
+        return {}
     if layers < stages:
         raise ValueError(
             f"--pipeline-model-parallel-size {stages}: more stages than the {layers} layers; "
@@ -88,16 +79,16 @@ def placeholder(wanted: Any) -> dict[str, Any]:
 
 
 def _placed(wanted: Any, placement: Placement) -> dict[str, Any]:
-    """Return parser defaults for ``placement``, which puts several stages on a rank."""
+    """Return parser defaults for ``placement``, which --epp-placement names."""
     if wanted.epp_partition == PARTITION_AUTO:
         raise ValueError(
             "--epp-partition auto chooses layers of one stage a rank; with --epp-placement give a "
             "file with a line 'layers'"
         )
     pattern = pattern_of(wanted)
-    if pattern is not None and "|" in pattern:
+    if pattern is not None and BOUNDARY in pattern:
         raise ValueError(
-            f"--hybrid-layer-pattern {pattern}: its | say what a rank has; with --epp-placement "
+            f"{FLAG} {pattern}: its | say what a rank has; with --epp-placement "
             "leave them out, and say with a line 'layers' of a file what each stage has"
         )
     layers = wanted.num_layers if pattern is None else len(symbols_of_layers(pattern))
@@ -114,21 +105,61 @@ def _placed(wanted: Any, placement: Placement) -> dict[str, Any]:
 def watch_virtual_stages(parser: ArgumentParser) -> ArgumentParser:
     """Make ``parser`` translate Megatron's flags of interleaved pipelines; return ``parser``.
 
-    The parser translates them if --epp-placement is ``flags``, before other flags are checked.
+    The parser translates them if --epp-placement is ``flags``, before other flags are checked. If
+    it is ``auto``, flags that place layers replace its value.
     """
     parse = parser.parse_args
 
     def parse_args(words: Sequence[str] | None = None, namespace: Any = None) -> Any:
         args = parse(words, namespace)
         if args.epp and args.epp_placement == PLACEMENT_FLAGS:
-            _obey(args)
+            _obey(args, parser)
+        elif args.epp and placement_by_time(args):
+            _prefer_flags(args, parser)
         return args
 
     parser.parse_args = parse_args  # type: ignore[method-assign,assignment]
     return parser
 
 
-def _obey(args: Namespace) -> None:
+def _prefer_flags(args: Namespace, parser: ArgumentParser) -> None:
+    """Replace the value auto of --epp-placement in ``args`` if a flag places layers on stages."""
+    by_file = args.epp_layouts is not None  # its lines say the number of ranks
+    if getattr(args, "pipeline_model_parallel_size", 1) == 1 and not by_file:
+        return
+    flag = placing_flag(args, parser.get_default, () if by_file else (_TIMES, _LAYERS))
+    if flag is None:
+        return
+    typed = dict(vars(args))
+    try:
+        if not by_file:
+            _obey(args, parser)
+            placeholder(args)
+    except ValueError:  # the flags of virtual stages then have no effect
+        by_file = True
+    if by_file:
+        vars(args).update(typed, epp_placement=EVENLY)
+    setattr(args, PLACED_BY, flag)
+
+
+def placing_flag(
+    args: Namespace, neutral: Callable[[str], Any] = PLACING_FLAGS.get, more: Sequence[str] = ()
+) -> str | None:
+    """Return the first flag in ``args`` that places layers on stages, or None.
+
+    Args:
+        args: The flags as typed.
+        neutral: Function that returns the value with which a flag places nothing.
+        more: Further flags to look at, by destination.
+    """
+    for name in (*PLACING_FLAGS, *more):
+        if getattr(args, name, neutral(name)) != neutral(name):
+            return f"--{name.replace('_', '-')}"
+    pattern = pattern_of(args)
+    return None if pattern is None or BOUNDARY not in pattern else f"| in {FLAG} {pattern}"
+
+
+def _obey(args: Namespace, parser: ArgumentParser) -> None:
     """Set --epp-placement in ``args`` to the placement of Megatron's flags, and clear these flags.
 
     Raises:
@@ -142,7 +173,7 @@ def _obey(args: Namespace) -> None:
         segments = layout_symbols(text)
         if len(segments) > ranks:
             placement = _round_robin([segment.count("t") for segment in segments], ranks, text)
-            setattr(args, _LAYOUT, None)
+            setattr(args, _LAYOUT, parser.get_default(_LAYOUT))  # that of placeholder()
     elif pattern is not None:
         layers, *mtp_segments = pattern.split(MTP_SEPARATOR)
         segments = layers.split(BOUNDARY)

@@ -60,7 +60,7 @@ def asked_placement(args: Namespace, ranks: int) -> Placement | None:
         ) from error
     except ValueError as refusal:
         raise ValueError(f"--epp-placement {text}: {refusal}") from refusal
-    if placement.is_even:
+    if placement.is_even and not placement.layers:
         return None
     if ranks == 1:
         raise ValueError(

@@ -123,9 +123,9 @@ def train(
     _require_iterations(args)
     if args.inprocess_restart:
         pretrain, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
-    choices = choose(args, hooks)
-    for line in choices.lines if rank() == 0 else ():
-        print(line, flush=True)
+    for line in choose(args, hooks):
+        if rank() == 0:
+            print(line, flush=True)
     with refusals_as_value_errors():
         model = described(args)
     forward_step, datasets = megatron_gpt.forward_step, datasets or megatron_gpt.datasets
@@ -133,7 +133,7 @@ def train(
         from megatron_epp.mcore.trainer import setup
 
         patch_points.install(patch_points.EPP_PATCH_POINTS)
-        forward_step, datasets = setup.setup(args, model, hooks, choices.placement)
+        forward_step, datasets = setup.setup(args, model, hooks)
     elif cpu_host.is_cpu_host():
         fix_layer_spec(model)
     with refusals_as_value_errors():

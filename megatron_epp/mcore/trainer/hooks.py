@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from megatron_epp.control.step_source import StepSource
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.mcore.calibrate.open_choices import Chooser, cheaper
 from megatron_epp.mcore.calibrate.profile_file import obtain
+from megatron_epp.mcore.choose.faster import report_faster_placement
 from megatron_epp.mcore.data.global_batches import DocumentSource, GlobalBatches
 from megatron_epp.mcore.data.item_documents import VarlenItems
 from megatron_epp.mcore.data.row_shard import RowShard
@@ -61,7 +63,8 @@ def make_steps(place: JobContext, models: Sequence[Any]) -> StepSource:
     if place.config.epp_plan is not None:
         return RecordedSteps(place.config.epp_plan)
     args, config, groups = place.args, place.config, place.groups
-    profile = obtain(args, config, models, groups, place.row_shard)
+    report = partial(report_faster_placement, args)
+    profile = obtain(args, config, models, groups, place.row_shard, after=report)
     return make_planning(args, config, place.layers, place.row_shard.multiple, groups, profile)
 
 

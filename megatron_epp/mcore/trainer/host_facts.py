@@ -66,8 +66,8 @@ def _checkpoint(folder: Path) -> str:
 
 def _content(paths: Iterable[Path]) -> str:
     """Return a text with the digest of the existing files, or "no file"."""
-    files = [path for path in paths if path.is_file()]
     try:
+        files = [path for path in paths if path.is_file()]  # fails if a placement is a long name
         return f"digest {digest_of(files)[:12]}" if files else "no file"
     except OSError as error:
         return f"cannot be read ({error.strerror})"

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from megatron_epp.ir.placement import Placement
+from megatron_epp.ir.placement import EVENLY
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.choose.choices import choose_blend
 from megatron_epp.mcore.choose.kept import keep_choices, resumable_line
 from megatron_epp.mcore.data.chat_cache import check_chat_flags
 from megatron_epp.mcore.flags import replaced
-from megatron_epp.mcore.flags.config import AUTO, OFF, Config
+from megatron_epp.mcore.flags.config import AUTO, OFF, Config, placement_by_time
 from megatron_epp.mcore.job.checkpoint_folders import leftover_lines
 from megatron_epp.mcore.job.emergency_exit import SAVES
 from megatron_epp.mcore.job.job_cost import host_budget_bytes
@@ -21,6 +21,13 @@ from megatron_epp.mcore.model.layer_spec import fix_layer_spec
 from megatron_epp.mcore.model.quantisation import warn_of_scales
 from megatron_epp.mcore.patching import patch_points
 from megatron_epp.mcore.placing.parts import place_parts
+from megatron_epp.mcore.placing.requested import (
+    PLACE,
+    STAGE_LAYERS,
+    asked_placement,
+    layers_of_placement,
+    place_of,
+)
 from megatron_epp.mcore.trainer.hooks import TrainerHooks
 from megatron_epp.mcore.trainer.job import Job
 from megatron_epp.mcore.trainer.launcher import end_with_launcher
@@ -30,7 +37,6 @@ def setup(
     args: Any,
     model_config: Any,
     hooks: TrainerHooks | None = None,
-    placement: Placement | None = None,
 ) -> tuple[Any, Any]:
     """Install elastic pipeline parallelism in this process.
 
@@ -41,8 +47,6 @@ def setup(
         args: Megatron's arguments, including those of :mod:`megatron_epp.mcore.flags.config`.
         model_config: The configuration from which ``pretrain`` builds the model.
         hooks: Components of the trainer; None: the default components.
-        placement: Chosen placement of the stages with their layers; None if Megatron's flags
-            decide it.
 
     Returns:
         The forward step and the data provider for Megatron's ``pretrain``.
@@ -50,14 +54,12 @@ def setup(
     Raises:
         ValueError: The flags or the model are not supported; the message is one line.
     """
-    if args.epp_vocab_parallel == AUTO:
-        args.epp_vocab_parallel = OFF  # a user's own script may change the model
-        if args.pipeline_model_parallel_size > 1 and rank() == 0:
-            print("--epp-vocab-parallel auto: off; a script of your own says on", flush=True)
-    if args.epp_blend == AUTO and (line := choose_blend(args)) is not None and rank() == 0:
-        print(line, flush=True)
-    for line in leftover_lines(args) if rank() == 0 else ():
-        print(line, flush=True)
+    lines = _leave_model_alone(args)
+    if args.epp_blend == AUTO and (line := choose_blend(args)) is not None:
+        lines.append(line)
+    if rank() == 0:
+        for line in (*lines, *leftover_lines(args)):
+            print(line, flush=True)
     config = Config.of(args)
     hooks = hooks or TrainerHooks()
     _refuse(args, config)
@@ -76,7 +78,7 @@ def setup(
     if args.save and rank() == 0:  # after the hook that locks the folder
         SAVES.first_line = resumable_line(args)
         print(SAVES.first_line, flush=True)
-        model_config.pre_wrap_hooks.append(partial(keep_choices, args, placement))
+        model_config.pre_wrap_hooks.append(partial(keep_choices, args))
     patch_points.apply_schedule_patch(job.choose_schedule)
 
     def datasets(samples: Sequence[int], vp_stage: int | None = None) -> Any:
@@ -84,6 +86,27 @@ def setup(
 
     datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank reads its own tokens
     return chunk_forward_step, datasets
+
+
+def _leave_model_alone(args: Any) -> list[str]:
+    """Set flags in ``args`` that are still ``auto``, and return lines to print.
+
+    They are ``auto`` in a user's own script, which has described the model, and may change it. If
+    the script has its own parser, the function also places the stages of --epp-placement.
+    """
+    lines, ranks = [], args.pipeline_model_parallel_size
+    if args.epp_vocab_parallel == AUTO:
+        args.epp_vocab_parallel = OFF
+        lines.append("--epp-vocab-parallel auto: off; a script of your own says on")
+    if placement_by_time(args):
+        args.epp_placement = EVENLY
+        lines.append("--epp-placement auto: one stage a rank; a script of your own says another")
+    if not place_of(args) and args.pipeline_model_parallel_layout is None:
+        named = asked_placement(args, ranks)
+        if named is not None and not named.is_even:
+            layers = layers_of_placement(named, args.num_layers)
+            vars(args).update({PLACE: list(named.place), STAGE_LAYERS: list(layers)})
+    return lines if ranks > 1 else []
 
 
 def _refuse(args: Any, config: Config) -> None:

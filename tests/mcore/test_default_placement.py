@@ -1,0 +1,242 @@
+"""--epp-placement auto, the default: what it takes where plans do not decide, in one line."""
+
+import json
+import re
+from argparse import Namespace
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_epp.cost.build import named_cost
+from megatron_epp.ir.placement import EVENLY
+from megatron_epp.ir.random_plan import arbitrary_plan
+from megatron_epp.mcore.certify.model_flags import parsed
+from megatron_epp.mcore.choose import choices, faster, from_rank_0
+from megatron_epp.mcore.choose.choices import choose_stages
+from megatron_epp.mcore.choose.kept import CHOICES_FILE, TRACKER, keep_choices, kept_placement
+from megatron_epp.mcore.flags.config import Config
+from megatron_epp.mcore.model.shape import placement_of
+from megatron_epp.mcore.placing.placeholder import placeholder
+from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
+from megatron_epp.planner.options import Options
+
+MODEL = """
+    --num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 64
+    --max-position-embeddings 64 --epp-placement auto --epp-cost-model analytic
+"""
+V = {PLACE: [1, 0, 0, 1], STAGE_LAYERS: [1, 2, 2, 1]}
+UNKNOWN = "what other stages save is not known: "
+
+
+def validated(words: str = "", **changes: Any) -> Namespace:
+    """The flags of a job on two pipeline ranks, with what Megatron's validation adds."""
+    args = parsed((MODEL + words).split(), 2)
+    filled = {"padded_vocab_size": 128, "data_parallel_size": 1, "kv_channels": 8}
+    filled |= {"calculate_per_token_loss": True, "dataloader_type": "external"}
+    filled |= {"attention_dropout": 0.0, "ffn_hidden_size": 128, "num_query_groups": 4}
+    filled |= {"expert_tensor_parallel_size": 1, **placeholder(args)}
+    vars(args).update(filled | changes)
+    return args
+
+
+def test_it_is_the_default() -> None:
+    assert Config().epp_placement == "auto"
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "layers", "said"),
+    [
+        ({}, "0 1", "3 3", f"{UNKNOWN}no --data-path, so no lengths are known"),
+        ({"mock_data": True}, "0 1", "3 3", f"{UNKNOWN}lengths are read from the .idx files of"),
+        ({"num_layers": 7}, "0 1", "4 3", UNKNOWN),
+        ({"items": print}, "0 1", "3 3", "no lengths are known of documents from Python"),
+        ({"pre_wrap": print}, "0 1", "3 3", UNKNOWN),
+        ({"save": "x", "ckpt_format": "zarr"}, "0 1", "3 3", "--ckpt-format zarr is for one"),
+        ({"epp_planner": "zb-v"}, "1 0 0 1", "2 2 1 1", UNKNOWN),
+        ({"epp_plan": "v.plan"}, "1 0 0 1", "2 1 1 2", "as the plans of --epp-plan have it"),
+        ({"epp_cost_model": "none.json"}, "0 1", "3 3", f"{UNKNOWN}profile file none.json: No "),
+        ({"load": "v"}, "1 0 0 1", "1 2 2 1", "the checkpoint's, as it resumes (kept next to it)"),
+        ({"load": "v", "epp_plan": "v.plan"}, "1 0 0 1", "2 1 1 2", "as the plans of"),
+        ({"load": "before"}, "0 1", "3 3", "the checkpoint's, as it resumes (its flags made it e"),
+        ({"load": "megatron"}, "0 1", "3 3", "the checkpoint's, as it resumes (its flags made it"),
+        ({"load": "v", "num_layers": 8}, "0 1", "4 4", "chosen anew, as the checkpoint's run had"),
+        ({"load": "four"}, "0 1", "3 3", "chosen anew, as the checkpoint's run had another l"),
+        ({"load": "v", "finetune": True}, "0 1", "3 3", UNKNOWN),
+        (
+            {"load": "v", "epp_placement": EVENLY, "epp_partition": "auto"},
+            "0 1", "3 3", "chosen anew, as the checkpoint's run had another layout",
+        ),
+    ],
+)  # fmt: skip
+def test_what_plans_do_not_decide_is_one_line(
+    changes: dict, place: str, layers: str, said: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = arbitrary_plan([30, 5], (2, 1, 1, 2), Random(0), place=(1, 0, 0, 1))
+    Path("v.plan").write_text(str(plan))
+    four = {PLACE: [0, 1, 2, 3], STAGE_LAYERS: [1, 2, 2, 1]}
+    before = {"epp_vocab_parallel": "off", "epp_blend": "tokens"}
+    for name, kept in (("v", V), ("before", before), ("megatron", None), ("four", four)):
+        Path(name).mkdir()
+        Path(name, TRACKER).write_text("3")
+        if kept is not None:
+            Path(name, CHOICES_FILE).write_text(json.dumps(kept))
+    args = validated(**changes)
+    flag = "placement" if args.epp_placement == "auto" else "partition"
+    parts = SimpleNamespace(pre_wrap=changes.get("pre_wrap"), items=changes.get("items"))
+    line = choose_stages(args, parts)[-1]
+    stages = f"stages on ranks {place}, " if flag == "placement" else ""
+    assert line.startswith(f"--epp-{flag} auto: {stages}layers {layers} of the stages; {said}")
+    assert "\n" not in line
+    chosen = placement_of(args)
+    assert (str(chosen), " ".join(map(str, chosen.layers))) == (place, layers)
+    assert args.epp_placement == (EVENLY if place == "0 1" else f"place {place} layers {layers}")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"epp_planner": "pakcing"}, "did you mean packing"),
+        ({"epp_levers": "wsplti"}, "wsplti"),
+        ({"epp_plan": "other.plan"}, "--epp-plan other.plan: the plan has stages on ranks 0 1, "
+         "layers 1 1 of the stages; this job has 6 layers on 2 pipeline ranks"),
+        ({"epp_plan": "none.plan"}, "--epp-plan none.plan"),
+        ({"load": "damaged"}, "epp-choices.json: layers [6] on ranks [1]; delete the file, and say "
+         "with --epp-placement 'place ... layers ...' what the checkpoint was made with"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_refused_in_one_line(
+    changes: dict, said: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("other.plan").write_text(str(arbitrary_plan([30, 5], (1, 1), Random(0))))
+    Path("damaged").mkdir()
+    Path("damaged", TRACKER).write_text("3")
+    Path("damaged", CHOICES_FILE).write_text('{"epp_stage_layers": [6], "epp_place": [1]}')
+    with pytest.raises(ValueError, match=re.escape(said)) as refusal:
+        choose_stages(validated(**changes))
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "place", "layers", "flag"),
+    [
+        ("--decoder-first-pipeline-num-layers 4", "0 1", "4 2", "--decoder-first-pipeline-num-lay"),
+        ("--pipeline-model-parallel-layout Et|t*5L", "0 1", "1 5", "--pipeline-model-parallel-l"),
+        ("--pipeline-model-parallel-layout Et|t|tt|ttL", "0 1 0 1", "1 1 2 2", "--pipeline-model"),
+        ("--num-virtual-stages-per-pipeline-rank 3", "0 1 0 1 0 1", "1 1 1 1 1 1", "--num-virtual"),
+        ("--num-layers-per-virtual-pipeline-stage 3", "0 1", "3 3", "--num-layers-per-virtual-pi"),
+        # What describes no placement means one stage a rank.
+        ("--num-layers-per-virtual-pipeline-stage 2", "0 1", "3 3", "--num-layers-per-virtual-pi"),
+        ("--pipeline-model-parallel-layout Et|t|t|t*3|L|", "0 1", "3 3", "--pipeline-model-paral"),
+        ("--num-virtual-stages-per-pipeline-rank 2 --decoder-last-pipeline-num-layers 2",
+         "0 1", "4 2", "--decoder-last-pipeline-num-layers"),
+    ],
+)  # fmt: skip
+def test_flags_that_place_layers_precede_it(words: str, place: str, layers: str, flag: str) -> None:
+    args = validated(words, epp_vocab_parallel="off")
+    assert args.epp_placement != "auto"
+    (line,) = choose_stages(args)
+    where = f"stages on ranks {place}, layers {layers} of the stages"
+    assert line.startswith(f"--epp-placement auto: {where}; {flag}") and line.endswith(" says so")
+
+
+def test_a_named_placement_beside_such_flags_is_refused() -> None:
+    for flag in ("--decoder-first-pipeline-num-layers 4", "--pipeline-model-parallel-layout Et|tL"):
+        with pytest.raises(ValueError, match=r"--epp-placement v: .* says how many layers each"):
+            validated(f"{flag} --epp-placement v")
+
+
+def test_layers_of_one_named_stage_a_rank_are_heard() -> None:
+    args = validated("--epp-placement place 0 1 layers 2 4")
+    assert placement_of(args).layers == (2, 4) and placement_of(args).is_even
+
+
+def test_one_stage_has_nothing_to_say() -> None:
+    args = validated(pipeline_model_parallel_size=1)
+    assert choose_stages(args) == []
+
+
+def test_a_named_placement_is_kept_for_runs_that_resume(tmp_path: Path) -> None:
+    args = validated("--epp-placement v", save=str(tmp_path))
+    assert keep_choices(args, []) == []
+    args = validated(load=str(tmp_path))
+    (tmp_path / TRACKER).write_text("3")
+    assert kept_placement(args) == placement_of(validated("--epp-placement v"))
+    choose_stages(args)
+    assert str(placement_of(args)) == "1 0 0 1"
+
+
+def test_tied_embeddings_with_mtp_leave_pairs_out(monkeypatch: Any) -> None:
+    """A V has no third copy of the embedding for a sharded LM head."""
+    cost, tried = named_cost("llama3-8b", "h100-80g", pp=2, tp=8), []
+
+    def run_choice(*_: Any, placements: Any, vocabularies: Any, **__: Any) -> Any:
+        tried.append((placements, vocabularies))
+        raise ValueError("enough")
+
+    monkeypatch.setattr("megatron_epp.planner.choose.choice.run_choice", run_choice)
+    monkeypatch.setattr(choices, "cost_and_options", lambda args, layers: (cost, None))
+    monkeypatch.setattr(choices, "first_batches", lambda args: [[64] * 8])
+    for vocabulary in ("auto", "on"):
+        choose_stages(validated(mtp_num_layers=1, epp_vocab_parallel=vocabulary))
+    interleaved = ("interleaved 2", "interleaved 3", "interleaved 4")
+    assert tried == [(("v", *interleaved), [False]), (interleaved, [True])]
+
+
+class Store(dict):
+    """Of torchrun's store, what rank 0 and the others call."""
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    set, get = dict.__setitem__, dict.__getitem__
+
+
+def test_rank_0_decides_and_its_error_reaches_all(monkeypatch: Any) -> None:
+    store, rank = Store(), [0]
+    monkeypatch.setattr(from_rank_0, "start_store", lambda: store)
+    monkeypatch.setattr(from_rank_0, "rank_of", lambda: (rank[0], 2))
+
+    def on(number: int, what: str, make: Any) -> Any:
+        rank[0] = number
+        return from_rank_0.from_rank_0(what, make)
+
+    assert on(0, "a", lambda: {"layers": (1, 2)}) == {"layers": (1, 2)}
+    assert on(1, "a", None) == {"layers": [1, 2]}
+
+    def fails(error: Exception) -> Any:
+        raise error
+
+    for number in (0, 1):
+        with pytest.raises(ValueError, match="no such plan"):
+            on(number, "b", lambda: fails(ValueError("no such plan")))
+    with pytest.raises(KeyError):
+        on(0, "c", lambda: fails(KeyError("a bug")))
+    with pytest.raises(ValueError, match="c: rank 0 has failed"):
+        on(1, "c", None)
+
+
+def test_a_faster_placement_is_named_after_measuring(monkeypatch: Any) -> None:
+    cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=8)
+    monkeypatch.setattr(faster, "first_batches", lambda args: [[8192] * 4, [0]])
+    monkeypatch.setattr(faster, "cost_and_options", lambda *_: (cost, Options(8192)))
+    args = validated("--epp-placement even --use-distributed-optimizer")
+    line = faster.faster_placement(args, None)
+    assert line is not None and "\n" not in line
+    assert re.fullmatch(
+        r"--epp-placement (v|'.*') takes \d+% less time by the measured cost model \(simulated\); "
+        r"give it at a restart: with --dist-ckpt-optim-fully-reshardable, given now, checkpoints "
+        r"load in it",
+        line,
+    )
+    name = re.findall(r"--epp-placement '?(.*?)'? takes", line)[0]
+    again = cost.replace(place=(), layers=cost.layout.layers)
+    assert again.layout.placement.is_even and name != "even"
+    monkeypatch.setattr(faster, "RESTART_PAYS", 0.9)
+    assert faster.faster_placement(args, None) is None
+    monkeypatch.setattr(faster, "first_batches", lambda args: int("unknown"))
+    assert faster.faster_placement(args, None) is None
