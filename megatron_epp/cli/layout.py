@@ -9,6 +9,7 @@ from typing import Any
 from megatron_epp.cli.documents import Batches
 from megatron_epp.cli.machine import cost_of, model_of, with_padding
 from megatron_epp.cli.options import UsageError
+from megatron_epp.cli.progress import Workers
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir.placement import A_PLACEMENT, Placement, read_placement
 from megatron_epp.planner import PLANNERS, Options
@@ -110,16 +111,18 @@ def run_cost(
     if not (anywhere or by_time or both):
         return cost
     words = model_of(arguments).vocabulary if arguments.model else 0
-    choice = run_choice(
-        cost,
-        batches.first,
-        options,
-        planner,
-        placements=PLACEMENT_NAMES if anywhere else (),
-        vocabularies=[False, True] if both else [asked == "on"],
-        by_time=by_time,
-        words=padded_words(words, cost.layout.tp),
-    )
+    with Workers() as workers:
+        choice = run_choice(
+            cost,
+            batches.first,
+            options,
+            planner,
+            placements=PLACEMENT_NAMES if anywhere else (),
+            vocabularies=[False, True] if both else [asked == "on"],
+            by_time=by_time,
+            words=padded_words(words, cost.layout.tp),
+            run=workers,
+        )
     print(f"stages: {choice.way}; {choice.comparison} (simulated)", file=sys.stderr)
     layout = choice.cost.layout
     open_layers = by_time and not layout.place

@@ -5,11 +5,12 @@
     python scripts/bench/study_jobs.py --parts stock,host --jobs table --batches 2
 
 All numbers are **simulated** with the analytic cost model and with the levers of training on the
-device. Part ``stock`` plans every job as ``compare`` does by default, the others with `auto`
-vocabulary parallelism. For a job with several replicas, the replica with the most work counts.
-Defaults are chosen on the ``even`` jobs (the second, fourth, ...), and evaluated on the ``odd``
-jobs; ``table`` is another set. `sft`, `conv` and `synth` are log-normal distributions (median 450,
-7,000, 11,000 tokens; sigma 1, 1.05, 0.8); other distributions are those of this project.
+device. Parts ``stock`` and ``defaults`` plan every job as ``compare`` does by default, the others
+with one stage per rank and `auto` vocabulary parallelism. For a job with several replicas, the
+replica with the most work counts. Defaults are chosen on the ``even`` jobs (the second, fourth,
+...), and evaluated on the ``odd`` jobs; ``table`` is another set. `sft`, `conv` and `synth` are
+log-normal distributions (median 450, 7,000, 11,000 tokens; sigma 1, 1.05, 0.8); other distributions
+are those of this project.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, PlanError
 from megatron_epp.planner import Options, PlannedReplica, planner_of
 from megatron_epp.planner.choose import FIRST_BATCHES
-from megatron_epp.planner.choose.choice import heaviest, placed_cost, run_choice
+from megatron_epp.planner.choose.choice import heaviest, run_choice
 from megatron_epp.planner.choose.slow_hosts import SLOW_HOST, with_hosts
 from megatron_epp.planner.options import default_levers
 from megatron_epp.planner.stock import stock_of
@@ -286,34 +287,37 @@ def slowed(plan: Plan, cost: Cost, factor: float) -> float:
 def defaults(jobs: dict[str, Job], batches: int) -> str:
     """Return seconds with all defaults, and the ratio to them if one choice is changed."""
     rows = []
-    for name, batch, job in each_batch(jobs, batches):
-        cost, options = job.cost(), job.options()
-        choice = run_choice(
-            cost.replace(dp=1), [batch], options, "epp", vocabularies=(False, True)
+    for name, job in jobs.items():
+        compared = Compared.of(job, batches)
+        cost, options = compared.elastic, compared.options
+        on = cost.layout.vocabulary_parallel
+        one_stage = run_choice(
+            *(compared.cost, compared.batches, options, "epp"),
+            vocabularies=(False, True),
+            by_time=True,
         ).cost
-        on = choice.layout.vocabulary_parallel
-        chosen = cost.with_vocabulary(on)
-        base = of(batch, chosen, options)
-        placed = [placed_cost(cost, name) for name in ("v", "interleaved 2")]
-        others = [
-            of(batch, cost.with_vocabulary(not on), options),
-            of(batch, chosen, lacking(options, "local")),
-            of(batch, chosen, lacking(options, "wsplit")),
-            *(of(batch, made, options) for made in placed),
-        ]
-        ratios = [f"{other / base:.3f}" for other in others]
-        rows.append([name, f"{base:.3f}", "on" if on else "off", *ratios])
-        progress(rows[-1])
+        for batch in compared.batches:
+            base = of(batch, cost, options)
+            others = [
+                of(batch, one_stage, options),
+                of(batch, cost.with_vocabulary(not on), options),
+                of(batch, cost, lacking(options, "local")),
+                of(batch, cost, lacking(options, "wsplit")),
+            ]
+            ratios = [f"{other / base:.3f}" for other in others]
+            places = str(cost.layout.placement)
+            rows.append([name, f"{base:.3f}", places, "on" if on else "off", *ratios])
+            progress(rows[-1])
     return markdown(
         [
             "job",
             "default s",
+            "ranks of its stages",
             "vocabulary",
+            "one stage a rank",
             "vocabulary otherwise",
             "no single-rank documents",
             "no split backward",
-            "v",
-            "interleaved 2",
         ],
         rows,
     )
@@ -323,13 +327,13 @@ def lacking(options: Options, lever: str) -> Options:
     return dataclasses.replace(options, levers=options.levers - {lever})
 
 
-def of(batch: Sequence[int], cost: Cost | None, options: Options) -> float:
+def of(batch: Sequence[int], cost: Cost, options: Options) -> float:
     """Return the seconds of epp's plan; NaN if there is no plan."""
     try:
-        found = planner_of("epp")(batch, cost, options) if cost is not None else None
+        block = planner_of("epp").plan_block(batch, cost, options).planned
     except ValueError:
         return np.nan
-    return found.seconds if found is not None and found.fits else np.nan
+    return max(each.seconds for each in block) if all(each.fits for each in block) else np.nan
 
 
 def each_batch(jobs: dict[str, Job], batches: int) -> Iterator[tuple[str, Sequence[int], Job]]:
