@@ -190,6 +190,7 @@ def _summary(result: Outcome, batches: Batches, lengths: tuple[int, ...], cost: 
         f"machine     {cost.layout}"
         + (f", ep {cost.layout.ep}" if cost.layout.ep > 1 else "")
         + (", vocabulary over the stages" if cost.layout.vocabulary_parallel else ""),
+        *([f"stages      on ranks {cost.layout.placement}"] if cost.layout.place else []),
         *([f"layers      {cost.layout.kinds_text}"] if cost.layout.kinds_text else []),
         *([f"padding     {padding}"] if (padding := padding_text(cost)) else []),
         f"planner     {result.planner}, planned in {seconds_text(result.plan_seconds)}",

@@ -68,7 +68,8 @@ def test_draw(cli: Commands, plan: Plan) -> None:
 def test_a_budget_is_one_number_or_one_for_every_pipeline_rank(cli: Commands) -> None:
     """Of two ranks with two stages each: of each device, not of each stage."""
     job = f"--lengths spread {GPT} --pp 2 --placement v --effort 0 --memory-budget-gib 60 70"
-    assert "of 60.00 70.00" in cli.said(f"plan {job} -o v.plan")
+    said = cli.said(f"plan {job} -o v.plan")
+    assert "of 60.00 70.00" in said and "\nstages      on ranks 1 0 0 1\n" in said
     assert Plan.parse(Path("v.plan").read_text()).place == (1, 0, 0, 1)
     # Its comment says so to simulate; one number for every stage means the same where it is one.
     for given in ("", "--memory-budget-gib 60 70", "--memory-budget-gib 70 60 60 70"):
