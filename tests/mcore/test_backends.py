@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.training.arguments import parse_args
 
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.mcore.calibrate.probe import undisturbed
@@ -13,6 +14,7 @@ from megatron_epp.mcore.flags import config as config_module
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, elastic_defaults
 from megatron_epp.mcore.job import job_cost
 from megatron_epp.mcore.job.job_cost import training_levers
+from megatron_epp.mcore.job.read_flags import with_our_flags
 from megatron_epp.mcore.kinds.registry import heads_of, kind_defaults
 from megatron_epp.mcore.lm_head.fused_head import rows_at_once
 from megatron_epp.mcore.model import attention
@@ -228,6 +230,7 @@ def test_linears_of_transformer_engine_need_no_apex_to_add_their_gradients(monke
             transformer_impl=impl,
             gradient_accumulation_fusion=asked,
             multi_latent_attention=False,
+            distributed_backend="gloo",
         )
         defaults = elastic_defaults(wanted)
         assert defaults["gradient_accumulation_fusion"] is False
@@ -243,6 +246,22 @@ def test_linears_of_transformer_engine_need_no_apex_to_add_their_gradients(monke
     assert not any(hasattr(p, "main_grad") for p in model.parameters())
 
 
+@pytest.mark.parametrize(("backend", "names"), [("nccl", ["tp", "cp", "ep"]), ("gloo", [])])
+def test_layers_exchange_on_streams_of_high_priority(monkeypatch, backend, names) -> None:
+    """Of NCCL; what the user gives counts."""
+    words = ["pretrain_gpt.py", "--distributed-backend", backend, "--epp"]
+    for given in ([], ["dp"]):
+        flags = [*words, *(["--high-priority-stream-groups", *given] if given else [])]
+        monkeypatch.setattr("sys.argv", flags)
+        defaults = elastic_defaults(parse_args(with_our_flags))
+
+        def prepare(parser, defaults=defaults):
+            with_our_flags(parser).set_defaults(**defaults)
+            return parser
+
+        assert parse_args(prepare).high_priority_stream_groups == (given or names)
+
+
 def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
     """Fused positions are Transformer Engine's kernel; fused accumulation of the output layer's
     gradient is apex's."""
@@ -251,6 +270,7 @@ def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
         transformer_impl="transformer_engine",
         gradient_accumulation_fusion=True,
         multi_latent_attention=False,
+        distributed_backend="gloo",
     )
     assert "apply_rope_fusion" not in elastic_defaults(wanted)
     wanted.multi_latent_attention = True

@@ -29,8 +29,11 @@ def make(rank: int) -> list[dict[str, Any]]:
             use_distributed_optimizer=False,
             untie_embeddings_and_output_weights=False,
             num_experts=None,
+            high_priority_stream_groups=["tp", "ep"],
         )
     )
+    said: list[str] = []
+    process_groups.logger.info = lambda text, *words: said.append(text % words)  # type: ignore[method-assign]
     cpu, found, plain = torch.device("cpu"), [], dist.new_group
     for tp, pp in ((1, 2), (2, 1)):
         mpu.initialize_model_parallel(tp, pp)
@@ -49,6 +52,7 @@ def make(rank: int) -> list[dict[str, Any]]:
                 "made": [group.group_desc for group in made],
                 "timeouts": [group._get_backend(cpu).options._timeout for group in made],
                 "timeout": groups.timeout,
+                "said": list(said),
                 "pipeline": groups.pipeline_ranks,
                 "peers": groups.peers is not None and groups.peers.any(rank == 0),
                 "messages": [(message.way, message.peer) for message in traffic.messages],
@@ -69,6 +73,9 @@ def test_groups_of_two_stages_and_of_two_peers(tmp_path) -> None:
         assert stages["made"] == ["epp_control", "epp_activation", "epp_gradient"]
         assert stages["timeouts"] == [minutes] * 3
         assert stages["timeout"] == minutes
+        line = "streams of high priority (--high-priority-stream-groups): tp ep"
+        assert stages["said"] == []
+        assert peers["said"] == ([line] if rank == 0 else [])
         assert stages["pipeline"] == (0, 1)
         assert stages["messages"] == [(ways[rank], 1 - rank), (ways[1 - rank], 1 - rank)]
         assert stages["spoken on"] == [
@@ -97,7 +104,7 @@ def test_messages_hold_few_blocks_of_a_gpu(monkeypatch) -> None:
 
     world("nccl")
     options = message_options(torch.device("cuda"), timedelta(minutes=MINUTES))
-    assert (options.config.min_ctas, options.config.max_ctas) == (1, 4)
+    assert (options.config.min_ctas, options.config.max_ctas) == (1, 2)
     assert options.is_high_priority_stream and options._timeout == timedelta(minutes=MINUTES)
     assert message_options(torch.device("cpu"), timedelta(minutes=MINUTES)) is None
     world("gloo")  # ranks that share a GPU

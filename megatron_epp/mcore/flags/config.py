@@ -256,6 +256,10 @@ def elastic_defaults(wanted: argparse.Namespace) -> dict[str, Any]:
         # All stages need equal numbers of vocabulary rows. With auto, none are added.
         stages = max(1, wanted.pipeline_model_parallel_size)
         defaults["make_vocab_size_divisible_by"] = lcm(DIVISIBLE_BY, stages)
+    if wanted.distributed_backend == "nccl":
+        # With many hardware queues, Transformer Engine's gathers and reductions beside a product
+        # would wait for its thread blocks.
+        defaults["high_priority_stream_groups"] = ["tp", "cp", "ep"]
     if wanted.max_position_embeddings is None:
         defaults["max_position_embeddings"] = wanted.seq_length
     return defaults

@@ -1,5 +1,6 @@
 """Process groups of elastic pipeline parallelism, derived from Megatron's process groups."""
 
+import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -17,10 +18,13 @@ from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.rebuilt import speaking
 from megatron_epp.runtime.stage_peers import Peers
 
+logger = logging.getLogger(__name__)
+
 # Largest number of thread blocks of a message's kernel. A kernel that waits for the other end
-# occupies them, too. Four blocks reach about 90 GB/s within a node. By default, NCCL would occupy
-# up to 32 of 132 multiprocessors, which could not compute meanwhile.
-MESSAGE_BLOCKS = 4
+# occupies them, too: products take 1.00 to 1.18 times as long beside two blocks, and 1.07 to 1.35
+# times beside four (cuda_host.py), which reach about 90 GB/s within a node. By default, NCCL would
+# occupy up to 32 of 132 multiprocessors, which could not compute meanwhile.
+MESSAGE_BLOCKS = 2
 
 
 def make_groups(
@@ -53,6 +57,9 @@ def make_groups(
     if lockstep > 1:
         # The ranks that share the experts of a layer are all ranks of the lockstep group.
         together = mpu.get_expert_tensor_and_model_parallel_group()
+    if together.size() > 1 and dist.get_rank() == 0 and args.high_priority_stream_groups:
+        names = " ".join(args.high_priority_stream_groups)
+        logger.info("streams of high priority (--high-priority-stream-groups): %s", names)
     busy = layer_groups(args if lockstep > 1 else None)
     for group in (*layer_groups(args), *trainer_groups(args)):
         initialise_communicators(group, device)

@@ -11,7 +11,7 @@
                                       freeing memory then need not wait for the device
     NVTE_EXT_MARGIN_SM            4   number of multiprocessors that Transformer Engine's GEMMs
                                       leave free, with several stages. A waiting message is a
-                                      kernel that occupies up to 4 multiprocessors. 0: no margin.
+                                      kernel that occupies up to 2 multiprocessors. 0: no margin.
                                       Norms read NVTE_FWD_LAYERNORM_SM_MARGIN and NVTE_BWD_...
     CUDNN_HOME                        torch's own cuDNN, if it is a Python package. Transformer
                                       Engine would use a CUDA toolkit's cuDNN first; if its version
