@@ -83,7 +83,10 @@ def test_work_before_timed_ops_defers_nothing(alone, engine) -> None:
 
     class Working(NoClock):
         def __init__(self, work):
-            self.start = work
+            self.work = work
+
+        def start(self, rested=True):
+            self.work()
 
     model = build_stage(alone, 1, True, True)
     probe = probe_alone(alone, model)
@@ -103,3 +106,23 @@ def test_work_before_timed_ops_defers_nothing(alone, engine) -> None:
         with patch.object(DeferredWeightGrads, "accumulate_all", lambda self: None):
             timed()
         assert all(float(weight.main_grad.norm()) > 0 for weight in weights)
+
+
+def test_a_backward_follows_its_forward_and_only_a_w_that_is_there_is_timed(alone, engine) -> None:
+    """A device that has not rested need not work for long; the work before nothing is left out."""
+    from megatron_epp.mcore.calibrate.clocks import NoClock
+    from megatron_epp.mcore.calibrate.probe import Shape
+    from scripts.bench.single_stage import build_stage, probe_alone
+
+    starts = []
+
+    class Counting(NoClock):
+        def start(self, rested=True):
+            starts.append(rested)
+
+    probe = probe_alone(alone, build_stage(alone, 1, False, False)).timed_by(Counting())
+    probe.layers(Shape(64), "k")
+    assert starts == [True, False]
+    starts.clear()
+    probe.layers(Shape(64), "k", split=True)
+    assert starts == [True, False, False]

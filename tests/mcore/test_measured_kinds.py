@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import device
-from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.catalogue.models import MODELS, Model
 from megatron_epp.cost.columns import DIAGONAL
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.measured import _host_seconds as fitted_host_seconds
@@ -64,7 +64,7 @@ class MadeUpLayers:
     def of_layer(self, at: int) -> "MadeUpLayers":
         return type(self)(self.word, at, self.runs)
 
-    def after_work(self, shape: Shape) -> "MadeUpLayers":
+    def after_work(self, shape: Shape, repeats: int = 1) -> "MadeUpLayers":
         return type(self)(self.word, self.at, self.runs, 1.0)
 
     def layers(self, shape: Shape, letters: str, weigh: bool = False, split: bool = False):
@@ -145,7 +145,7 @@ def test_a_rank_with_several_stages_measures_a_kind_once(groups) -> None:
         def of_layer(self, at: int) -> MadeUpLayers:
             return MadeUpLayers(self.word, at, self.runs)
 
-        def after_work(self, shape: Shape) -> "Stage":
+        def after_work(self, shape: Shape, repeats: int = 1) -> "Stage":
             other = Stage(self.word, self.first, self.last)
             other.ran, other.runs, other.pace = self.ran, self.runs, 1.0
             return other
@@ -311,11 +311,28 @@ def test_a_device_works_before_what_is_timed(lead: float, spins: float, monkeypa
     monkeypatch.setattr(clocks.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(clocks.torch.cuda, "_sleep", sleep)
     monkeypatch.setattr(clocks, "CudaClock", Events)
-    timer = clocks.DeviceClock(now, lambda: happened.append("work"))
+    timer = clocks.DeviceClock(now, lambda: happened.append("work"), 3)
     assert happened == ["work", "wait", "work", "wait"]  # the first for what happens only once
-    happened.clear()
-    assert timer.seconds(timer.start()) == 1.5
-    assert happened == ["wait", "work", "spin", "begin", "wait"]
+    for rested, times in ((True, 3), (False, 1)):
+        happened.clear()
+        assert timer.seconds(timer.start(rested)) == 1.5
+        assert happened == ["wait", *["work"] * times, "spin", "begin", "wait"]
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b"])
+def test_a_device_works_for_a_tenth_of_a_second_before_forwards(name: str, tp: int) -> None:
+    """Of any share of a layer, at the rate of an H100; and the start is at most 6 s longer."""
+    (layer,) = MODELS[name].shapes.values()
+    shapes = measure.grid(layer, 8192, measure.GPU_FLOPS)
+    large = Shape(max(shape.tokens for shape, _ in shapes) // 2)
+    config = SimpleNamespace(tensor_model_parallel_size=tp, context_parallel_size=1)
+    count = measure.busy_repeats(SimpleNamespace(config=config), layer, large)
+    pairs = large.tokens * (large.tokens + 1) / 2
+    forward = large.tokens * layer.flops_per_token + pairs * layer.flops_per_pair
+    seconds = 3 * forward / tp / 5e14
+    assert 0.1 <= count * seconds < 0.1 + seconds
+    assert len(shapes) * measure.REPEATS * (count - 1) * seconds < 6
 
 
 def test_slower_ranks_are_found_and_the_fastest_is_what_is_kept(groups, monkeypatch) -> None:

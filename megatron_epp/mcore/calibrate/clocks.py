@@ -23,8 +23,11 @@ _CYCLES_PER_SECOND = 2e9  # upper bound of a multiprocessor's clock rate
 class Clock(Protocol):
     """Clock with which a probe times forward and backward."""
 
-    def start(self) -> Any:
-        """Start timing, after all earlier work is done."""
+    def start(self, rested: bool = True) -> Any:
+        """Start timing, after all earlier work is done.
+
+        ``rested`` is whether the device may have rested; False right after another timed op.
+        """
 
     def seconds(self, start: Any) -> float:
         """Return the seconds since ``start``."""
@@ -41,7 +44,7 @@ class WallClock:
         """Create a clock that reads ``now``; :meth:`start` calls ``before`` first."""
         self._now, self._before = now, before
 
-    def start(self) -> float:
+    def start(self, rested: bool = True) -> float:
         """Call ``before``, wait for all earlier work, and return the start time."""
         self._before()
         return self._now()
@@ -54,7 +57,7 @@ class WallClock:
 class NoClock:
     """Clock that neither waits nor measures: all seconds are 0."""
 
-    def start(self) -> None:
+    def start(self, rested: bool = True) -> None:
         """Do nothing."""
 
     def seconds(self, start: None) -> float:
@@ -69,7 +72,7 @@ class IssueClock(WallClock):
     wait for the device.
     """
 
-    def start(self) -> float:
+    def start(self, rested: bool = True) -> float:
         """Start timing, after the device has finished all earlier work."""
         self._now()
         return time.perf_counter()
@@ -87,15 +90,19 @@ class DeviceClock:
     With ``work``, the device therefore works before the timed ops.
     """
 
-    def __init__(self, now: Callable[[], float], work: Callable[[], Any] | None = None):
+    def __init__(
+        self, now: Callable[[], float], work: Callable[[], Any] | None = None, repeats: int = 1
+    ):
         """Create a clock.
 
         Args:
             now: Function that waits for the device.
             work: Function that issues work for the device, to run before timed ops. None: the
                 device spins for some milliseconds instead.
+            repeats: How often the work runs if the device may have rested. Work may exchange data
+                with other ranks, which need the same number.
         """
-        self._now, self._work = now, work
+        self._now, self._work, self._repeats = now, work, repeats
         self._spin = _HEAD_START if work is None else max(0.0, _HEAD_START - self._lead(work))
 
     def _lead(self, work: Callable[[], Any]) -> float:
@@ -107,14 +114,15 @@ class DeviceClock:
         self._now()
         return time.perf_counter() - issued
 
-    def start(self) -> CudaClock:
+    def start(self, rested: bool = True) -> CudaClock:
         """Start timing after the device has worked, or has been spinning, for some milliseconds.
 
         Meanwhile, the host issues the kernels to time.
         """
         self._now()
-        if self._work is not None:
-            self._work()
+        for _ in range(self._repeats if rested else 1):
+            if self._work is not None:
+                self._work()
         torch.cuda._sleep(int(self._spin * _CYCLES_PER_SECOND))
         events = CudaClock()
         events.start()

@@ -7,6 +7,7 @@ so all ranks run the same number of measurements.
 """
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -34,11 +35,14 @@ from megatron_epp.runtime.link import receive_now, send_now
 logger = logging.getLogger(__name__)
 
 # Limit of a calibration's work on one rank. On a CPU core with 110 Gflop/s in float32 (a server of
-# 2023) it takes about nine seconds; on a GPU about three seconds, and twice that for the work that
-# comes before timed ops.
+# 2023) it takes about nine seconds; on a GPU about three seconds, and three times that for the work
+# that comes before timed ops.
 CPU_FLOPS = 1e12
 CPU_SLOWER_IN_HALVES = 20  # slow-down of a CPU without bf16 units
 GPU_FLOPS = 1.5e15
+# A GPU's clock rate follows its power within 10 ms (clocks.py). Before the layers' timed forwards,
+# a GPU therefore works for a time that is long beside what its host needs between ops.
+BUSY_SECONDS, GPU_RATE = 0.1, 5e14  # of a layer on an H100, in flop/s
 # The profile uses the median of the repeats. The minimum would be too optimistic: on a shared host,
 # ops typically take 5% to 10% longer.
 REPEATS = 3
@@ -101,6 +105,23 @@ def _pairs(shape: Shape, layer: Layer) -> int:
     return shape.pairs_within(layer.window) if layer.flops_per_pair else 0
 
 
+def _flops(layer: Layer, shape: Shape, mode: str) -> float:
+    """Return the floating-point operations of F and B of ``layer`` on a chunk, on all ranks."""
+    pairs = _pairs(shape, layer)
+    forward = shape.tokens * layer.flops_per_token + pairs * layer.flops_per_pair
+    return (4 if mode == FULL else 3) * forward
+
+
+def busy_repeats(probe: Probe, layer: Layer, shape: Shape) -> int:
+    """Return how often ``layer`` runs on a chunk until a GPU has worked for BUSY_SECONDS.
+
+    Ranks that share the layer exchange data in it, so all of them need the same number. It
+    therefore follows from the model's shape, and not from a measurement.
+    """
+    ranks = probe.config.tensor_model_parallel_size * probe.config.context_parallel_size
+    return math.ceil(BUSY_SECONDS * GPU_RATE * ranks / _flops(layer, shape, KEEP))
+
+
 def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
     """Return the chunks and recompute modes to measure.
 
@@ -119,11 +140,7 @@ def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
         return points
 
     def work(base: int) -> float:
-        return REPEATS * sum(
-            (4 if mode == FULL else 3)
-            * (shape.tokens * layer.flops_per_token + _pairs(shape, layer) * layer.flops_per_pair)
-            for shape, mode in scaled(base)
-        )
+        return REPEATS * sum(_flops(layer, shape, mode) for shape, mode in scaled(base))
 
     base = 64
     while base * 2 <= min(context, 8192) and work(base * 2) <= flops:
@@ -178,8 +195,11 @@ def calibrate(
             _measure_end_bytes(stages, readings, context)
         shapes = grid(layer, context, flops)
         large = max(shape.tokens for shape, _ in shapes) // 2
-        busy = None if probe is None else probe.after_work(Shape(large))
-        _measure_seconds(busy, company, groups, shapes, readings, layer)
+        busy = busiest = None
+        if probe is not None:
+            busy = probe.after_work(Shape(large))
+            busiest = probe.after_work(Shape(large), busy_repeats(probe, layer, Shape(large)))
+        _measure_seconds(busiest, company, groups, shapes, readings, layer)
         if first:
             busy_stages = [stage.after_work(Shape(large)) for stage in stages]
             _measure_end_seconds(busy_stages, groups, shapes, readings)

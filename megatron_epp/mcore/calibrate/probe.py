@@ -160,15 +160,16 @@ class Probe:
         other.clock = clock
         return other
 
-    def after_work(self, shape: Shape) -> "Probe":
+    def after_work(self, shape: Shape, repeats: int = 1) -> "Probe":
         """Return a copy that times ops on a GPU as busy as in training; it measures no bytes.
 
-        Before the timed ops, the GPU runs a layer on a chunk of ``shape``.
+        Before the timed ops, the GPU runs a layer on a chunk of ``shape``, before a forward
+        ``repeats`` times.
         """
         if self.device.type == "cpu" or not layers_of(self.model):
             return self
         work = partial(self.timed_by(NoClock()).layers, shape, KEEP)
-        return self.timed_by(DeviceClock(self.now, work))
+        return self.timed_by(DeviceClock(self.now, work, repeats))
 
     @property
     def layer(self) -> Any:
@@ -306,22 +307,23 @@ class Probe:
             gradient = torch.ones_like(output)
             self._answer(store)
             kept = scale.held()
-            start = self.clock.start()
+            start = self.clock.start(rested=False)
             if output.requires_grad:  # the output of a frozen embedding does not
                 output.backward(gradient)
             backward_seconds = self.clock.seconds(start)
             backward_peak, waiting = scale.peak(), scale.held()
-            splits = len(deferred) > 0
-            start = self.clock.start()
-            deferred.accumulate_all()
-            weight_seconds = self.clock.seconds(start)
+            splits, weight_seconds = len(deferred) > 0, 0.0
+            if splits:
+                start = self.clock.start(rested=False)
+                deferred.accumulate_all()
+                weight_seconds = self.clock.seconds(start)
         return Measurement(
             forward_seconds=forward_seconds,
             backward_seconds=backward_seconds,
             held_bytes=held,
             forward_bytes=forward_peak - held,
             backward_bytes=backward_peak - kept,
-            weight_seconds=weight_seconds if splits else 0.0,
+            weight_seconds=weight_seconds,
             weight_input_bytes=waiting if splits else 0,
         )
 
