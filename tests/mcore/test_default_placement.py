@@ -155,6 +155,17 @@ def test_layers_of_one_named_stage_a_rank_are_heard() -> None:
     assert placement_of(args).layers == (2, 4) and placement_of(args).is_even
 
 
+def test_more_stages_than_layers_are_refused_when_named() -> None:
+    with pytest.raises(ValueError, match=r"8 stages for 6 layers; .*; auto chooses among the pla"):
+        validated("--epp-placement interleaved 4")
+
+
+def test_the_choice_takes_no_more_effort_than_plans() -> None:
+    for effort in (None, 0):
+        args = validated(epp_effort=effort)
+        assert choices.cost_and_options(args, (3, 3))[1].effort == effort
+
+
 def test_one_stage_has_nothing_to_say() -> None:
     args = validated(pipeline_model_parallel_size=1)
     assert choose_stages(args) == []

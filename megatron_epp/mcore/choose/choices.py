@@ -435,7 +435,7 @@ def cost_and_options(
         levers -= {"offload"}  # available host memory also differs between ranks
     else:
         cost = cost.replace(host_budget_bytes=config.epp_host_memory_gib * GIB)
-    options = Options(args.seq_length, levers, lockstep=lockstep_of(args))
+    options = Options(args.seq_length, levers, config.epp_effort, lockstep_of(args))
     return cost.replace(multiple=chunk_multiple(args)), options
 
 

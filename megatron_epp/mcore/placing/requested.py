@@ -93,7 +93,7 @@ def layers_of_placement(placement: Placement, layers: int) -> tuple[int, ...]:
     if layers < placement.stages:
         raise ValueError(
             f"--epp-placement: {placement.stages} stages for {layers} layers; expected at most one "
-            "stage per layer"
+            "stage per layer; auto chooses among the placements that the layers fill"
         )
     return stated or even_layers(layers, placement.stages)
 
