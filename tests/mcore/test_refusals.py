@@ -490,6 +490,7 @@ def test_a_run_without_data_is_one_line(corpus):
         (PARTITION_AND_LAYERS, 2, ["--decoder-last-pipeline-num-layers says where layers lie"]),
         ({"vocab_size": 50, "make_vocab_size_divisible_by": 1, **ONE}, 1, ["vocab"]),
         ({"epp_planner": "pakcing", **ONE}, 1, ["pakcing", "packing"]),
+        ({"epp_planner": "pakcing", "epp_placement": None}, 2, ["pakcing", "packing"]),
         ({"epp_memory_budget_gib": 1e-6, **ONE}, 1, ["GiB"]),
     ],
 )

@@ -98,8 +98,9 @@ def test_documents_from_python_train_as_the_file_of_chats(
     documents = [tuple(column[i].tolist() for column in columns) for i in range(len(CHATS))]
     (tmp_path / "items").write_bytes(pickle.dumps(documents))
     monkeypatch.setenv("ITEMS", str(tmp_path / "items"))
-    words = chat_flags(chats, data_path=None, **model)
+    words = chat_flags(chats, data_path=None, epp_placement=None, **model)
     items = trained(words, program=OWN_ENTRY)
+    assert "--epp-placement auto: one stage a rank; a script of your own" in items.output
     assert len(items.losses) == 3
     assert items.losses == pytest.approx(elastic.losses, rel=2e-6)
     assert items.grad_norms == pytest.approx(elastic.grad_norms, abs=2e-3)

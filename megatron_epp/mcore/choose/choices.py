@@ -312,18 +312,16 @@ def _fits(placement: Placement, args: Any) -> bool:
 def _simplest(args: Any) -> Placement:
     """Return one stage a rank, or the first placement that the planner plans; layers are even."""
     from megatron_epp.planner import planner_of
-    from megatron_epp.planner.choose.choice import PLACEMENT_NAMES
 
     planner, ranks = planner_of(args.epp_planner), args.pipeline_model_parallel_size
-    even = Placement(tuple(range(ranks)), even_layers(args.num_layers, ranks))
-    for name in PLACEMENT_NAMES if placement_by_time(args) else ():
-        other = named_placement(name, ranks)
-        assert other is not None
-        if planner.takes(even.place):
-            break
-        if planner.takes(other.place) and other.stages <= args.num_layers:
-            return Placement(other.place, even_layers(args.num_layers, other.stages))
-    return even
+    others = placement_names(args) if placement_by_time(args) else ()
+    even, *placed = (named_placement(name, ranks) for name in (EVENLY, *others))
+    assert even is not None
+    placement = even
+    if not planner.takes(even.place):
+        filled = (each for each in placed if each and each.stages <= args.num_layers)
+        placement = next((each for each in filled if planner.takes(each.place)), even)
+    return Placement(placement.place, even_layers(args.num_layers, placement.stages))
 
 
 def _by_time(
