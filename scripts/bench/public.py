@@ -301,6 +301,7 @@ REASONS: Mapping[str, str] = {
     "modelzoo-qwen3 6": "its source calls it not tuned",
     "bridge-qwen3-30b 6": "the exchange alone takes more at the links' full rate: a part of it "
     "must be hidden",
+    "megatron-golden 1": "deterministic attention, and gradients added by a kernel of their own",
     "megatron-golden 2": "deterministic attention, gradients added by a kernel of their own, and "
     "no sequence parallelism, which planned jobs have",
     "own-h100-layer 10": "one reading, by itself: twice the tokens took 2.4 times as long",
