@@ -34,7 +34,8 @@ class Timed:
         op: op or transfer.
         start: start of the op, in seconds since the iteration began.
         stop: end of the op, in seconds since the iteration began.
-        peak_bytes: peak bytes of chunks and caches (ir.rules.Item) on the stage during the op.
+        peak_bytes: peak bytes of chunks and caches (ir.rules.Item) on the stage during the op; 0
+            for a transfer.
     """
 
     stage: int
