@@ -28,6 +28,7 @@ WHERE = {
     ),
 }
 MANY = ("--lengths", "wlb", "--context", "32768", "--global-batch-size", "64", "--effort", "0")
+MANY += ("--vocab-parallel", "on")
 # By field of Options, and by the multiple, two command lines that differ in nothing else.
 FIELDS = {
     "context": (("--planner", "packing"), ("--planner", "packing", "--context", "40000")),
