@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from argparse import Namespace
 from pathlib import Path
 from random import Random
@@ -18,6 +19,8 @@ from megatron_epp.mcore.choose import choices, faster, from_rank_0
 from megatron_epp.mcore.choose.choices import choose_stages
 from megatron_epp.mcore.choose.kept import CHOICES_FILE, TRACKER, keep_choices, kept_placement
 from megatron_epp.mcore.flags.config import Config
+from megatron_epp.mcore.flags.replaced import warning
+from megatron_epp.mcore.job.read_flags import prepare_parser
 from megatron_epp.mcore.model.shape import placement_of
 from megatron_epp.mcore.placing.placeholder import placeholder
 from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
@@ -181,21 +184,41 @@ def test_a_named_placement_is_kept_for_runs_that_resume(tmp_path: Path) -> None:
     assert str(placement_of(args)) == "1 0 0 1"
 
 
-def test_tied_embeddings_with_mtp_leave_pairs_out(monkeypatch: Any) -> None:
-    """A V has no third copy of the embedding for a sharded LM head."""
+def test_flags_of_virtual_stages_are_heard_without_a_warning(monkeypatch: Any) -> None:
+    """Also when Megatron's parser reads them again, with the defaults that pass its checks."""
+    from megatron.training.arguments import parse_args
+
+    words = "--num-layers 5 --pipeline-model-parallel-layout Et|tt|t|tL --attention-dropout 0"
+    first = parsed((MODEL + words).split(), 2)
+    monkeypatch.setattr(sys, "argv", ["pretrain", *(MODEL + words).split(), "--epp"])
+
+    def prepare(parser: Any) -> Any:
+        parser = prepare_parser(parser)
+        parser.set_defaults(pipeline_model_parallel_size=2, **placeholder(first))
+        return parser
+
+    args = parse_args(prepare)
+    assert warning(args) is None
+    assert args.epp_placement == "place 0 1 0 1 layers 1 2 1 1"
+    assert args.pipeline_model_parallel_layout == "Et*2|t*3L"  # of the ranks
+
+
+def test_vocabulary_parallelism_is_chosen_for_named_placements(monkeypatch: Any) -> None:
     cost, tried = named_cost("llama3-8b", "h100-80g", pp=2, tp=8), []
 
-    def run_choice(*_: Any, placements: Any, vocabularies: Any, **__: Any) -> Any:
-        tried.append((placements, vocabularies))
+    def run_choice(*_: Any, vocabularies: Any, **__: Any) -> Any:
+        tried.append(vocabularies)
         raise ValueError("enough")
 
     monkeypatch.setattr("megatron_epp.planner.choose.choice.run_choice", run_choice)
     monkeypatch.setattr(choices, "cost_and_options", lambda args, layers: (cost, None))
     monkeypatch.setattr(choices, "first_batches", lambda args: [[64] * 8])
-    for vocabulary in ("auto", "on"):
-        choose_stages(validated(mtp_num_layers=1, epp_vocab_parallel=vocabulary))
-    interleaved = ("interleaved 2", "interleaved 3", "interleaved 4")
-    assert tried == [(("v", *interleaved), [False]), (interleaved, [True])]
+    named = "--epp-placement interleaved 2", "--num-virtual-stages-per-pipeline-rank 2"
+    for words in (*named, "--pipeline-model-parallel-layout Et|t*5L"):
+        args = validated(words, num_layers=6)
+        args.epp_vocab_parallel = "auto"
+        choose_stages(args)
+    assert tried == [[False, True]] * 2  # a layout has placed the output layer
 
 
 class Store(dict):

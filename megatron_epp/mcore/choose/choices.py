@@ -60,7 +60,7 @@ from megatron_epp.mcore.job.job_cost import (
 from megatron_epp.mcore.kinds.registry import lockstep_of
 from megatron_epp.mcore.model.shape import mtp_shapes, placement_of, with_mtp
 from megatron_epp.mcore.patching import cpu_host
-from megatron_epp.mcore.placing.requested import placed_values
+from megatron_epp.mcore.placing.requested import place_of, placed_values
 from megatron_epp.planner.choose import FIRST_BATCHES
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.padding import GPU_ROWS, MOST_PADDING, gpu_row_multiple
@@ -251,7 +251,8 @@ def _settled_vocabulary(args: Any, parts: Any) -> tuple[str, str] | None:
         return (ON if planned else OFF), "as the plans of --epp-plan have it"
     if resumes(args) and keeps_layout(args):
         return (ON if kept_vocabulary(args) else OFF), "the checkpoint's, as it resumes"
-    if args.pipeline_model_parallel_layout is not None and not layers_by_time(args):
+    by_user = not (layers_by_time(args) or place_of(args))
+    if by_user and args.pipeline_model_parallel_layout is not None:
         return OFF, "--pipeline-model-parallel-layout has placed the output layer"
     if parts is not None and parts.items is not None:
         return OFF, "no lengths are known of documents from Python"
@@ -312,9 +313,10 @@ def _fits(placement: Placement, args: Any) -> bool:
 def _simplest(args: Any) -> Placement:
     """Return one stage a rank, or the first placement that the planner plans; layers are even."""
     from megatron_epp.planner import planner_of
+    from megatron_epp.planner.choose.choice import PLACEMENT_NAMES
 
     planner, ranks = planner_of(args.epp_planner), args.pipeline_model_parallel_size
-    others = placement_names(args) if placement_by_time(args) else ()
+    others = PLACEMENT_NAMES if placement_by_time(args) else ()
     even, *placed = (named_placement(name, ranks) for name in (EVENLY, *others))
     assert even is not None
     placement = even
@@ -334,7 +336,7 @@ def _by_time(
     Returns:
         Vocabulary parallelism (on or off, reason), the placement, and the placement's reason.
     """
-    from megatron_epp.planner.choose.choice import ruled_out, run_choice
+    from megatron_epp.planner.choose.choice import PLACEMENT_NAMES, ruled_out, run_choice
 
     open_layers, where = layers_by_time(args) and placement is None, args
     layers = even_layers(args.num_layers, args.pipeline_model_parallel_size)
@@ -350,8 +352,6 @@ def _by_time(
         else:
             cost, options = cost_and_options(where, layers)
         why = ruled_out(cost)
-        if open_layers and _copies_embedding(args):
-            why = why or "embeddings are tied, and MTP layers have a copy"
         vocabularies = [args.epp_vocab_parallel == ON]
         if vocabulary is None:
             vocabularies = [False] if why is not None else [False, True]
@@ -359,7 +359,7 @@ def _by_time(
             return (OFF, why), placement, ""
         choice = run_choice(
             *(cost, first_batches(args), options, args.epp_planner),
-            placements=placement_names(args) if open_layers and placement_by_time(args) else (),
+            placements=PLACEMENT_NAMES if open_layers and placement_by_time(args) else (),
             vocabularies=vocabularies,
             by_time=open_layers,
             words=getattr(args, "padded_vocab_size", None) or 0,
@@ -379,20 +379,6 @@ def _by_time(
     of_vocabulary = why or ("chosen with the stages" if open_layers else reason)
     value = ON if layout.vocabulary_parallel else OFF
     return (value, of_vocabulary), placement, reason if open_layers else ""
-
-
-def placement_names(args: Any) -> tuple[str, ...]:
-    """Return the names of the placements with several stages a rank that this job can run."""
-    from megatron_epp.planner.choose.choice import PLACEMENT_NAMES
-
-    # With a sharded LM head, the rank with both ends of a V would need a third copy.
-    no_v = args.epp_vocab_parallel == ON and _copies_embedding(args)
-    return tuple(name for name in PLACEMENT_NAMES if not (no_v and name == "v"))
-
-
-def _copies_embedding(args: Any) -> bool:
-    """Return whether MTP layers have a copy of an embedding that is tied (embedding_copies.py)."""
-    return bool(args.mtp_num_layers) and not args.untie_embeddings_and_output_weights
 
 
 # ------------------------------------------------------------------ lengths and costs

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir.placement import EVENLY
-from megatron_epp.mcore.choose.choices import cost_and_options, first_batches, placement_names
+from megatron_epp.mcore.choose.choices import cost_and_options, first_batches
 from megatron_epp.mcore.choose.kept import loads_in_other_stages
 from megatron_epp.mcore.model.shape import mtp_shapes, placement_of
 
@@ -37,7 +37,7 @@ def faster_placement(args: Any, profile: Profile) -> str | None:
     one_format = getattr(args, "ckpt_format", "torch_dist") != "torch_dist"
     if args.pipeline_model_parallel_size == 1 or one_format:
         return None
-    from megatron_epp.planner.choose.choice import placed_cost, run_choice
+    from megatron_epp.planner.choose.choice import PLACEMENT_NAMES, placed_cost, run_choice
 
     try:
         batches = first_batches(args)[:1]
@@ -47,7 +47,7 @@ def faster_placement(args: Any, profile: Profile) -> str | None:
             batches,
             dataclasses.replace(options, effort=0),
             args.epp_planner,
-            placements=(EVENLY, *placement_names(args)),
+            placements=(EVENLY, *PLACEMENT_NAMES),
             vocabularies=(cost.layout.vocabulary_parallel,),
             by_time=True,
             words=args.padded_vocab_size,

@@ -134,7 +134,12 @@ def _prefer_flags(args: Namespace, parser: ArgumentParser) -> None:
     try:
         if not by_file:
             _obey(args, parser)
-            placeholder(args)
+            typed_alone = {
+                name: PLACING_FLAGS[name]
+                for name in PLACING_FLAGS
+                if getattr(args, name) == parser.get_default(name)  # may be of placeholder()
+            }
+            placeholder(Namespace(**vars(args) | typed_alone))
     except ValueError:  # the flags of virtual stages then have no effect
         by_file = True
     if by_file:
