@@ -105,6 +105,11 @@ class StageLayout:
         """Number of stages."""
         return len(self.layers)
 
+    @property
+    def stages_per_rank(self) -> float:
+        """Mean number of stages of a pipeline rank."""
+        return self.stages / self.placement.ranks
+
     @cached_property
     def placement(self) -> Placement:
         """Rank of every stage."""

@@ -77,7 +77,7 @@ def with_effort(options: Options, documents: int, seconds: float) -> Options:
     Args:
         options: planner options, such as levers and effort.
         documents: number of documents of a replica.
-        seconds: seconds of a replica's work on an average stage.
+        seconds: seconds of a replica's work on an average rank.
     """
     if options.effort is not None:
         return options

@@ -96,7 +96,8 @@ def _with_effort(batch: SortedBatch, cost: Cost, options: Options) -> Options:
 
     If the user set no effort, a lockstep group of n replicas gets n times one replica's effort.
     """
-    seconds = float(rates_of(cost).document_seconds(batch.lengths).sum())
+    of_documents = rates_of(cost).document_seconds(batch.lengths)
+    seconds = float(of_documents.sum()) * cost.layout.stages_per_rank
     chosen = with_effort(
         options, len(batch.lengths) // options.lockstep, seconds / options.lockstep
     )

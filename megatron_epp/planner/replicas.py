@@ -358,6 +358,7 @@ def _planned(
     # Documents on one context-parallel rank have no exchange time.
     local = _local(assigned, blocks, len(lengths))
     seconds = rates.document_seconds(inputs) - rates.exchange_seconds * inputs * local
+    seconds *= cost.layout.stages_per_rank
     overhead = [
         end * width - float(seconds[list(held)].sum())
         for held, end in zip(assigned, ends, strict=True)

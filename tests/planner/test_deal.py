@@ -6,8 +6,18 @@ from random import Random
 
 import pytest
 
+from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import Step
-from megatron_epp.planner import ALL, PLANNERS, Options, balance_replicas, plan_part, plan_step
+from megatron_epp.planner import (
+    ALL,
+    PLANNERS,
+    Options,
+    balance_replicas,
+    plan_part,
+    plan_step,
+    replicas,
+)
+from megatron_epp.planner.choose.choice import placed_cost
 from tests.planner.cases import machine
 
 
@@ -54,6 +64,24 @@ def test_processes_of_their_own_plan_the_same(lockstep) -> None:
         )
     assert there.step == here.step
     assert all(planned.plan_seconds > 0 for planned in there.planned)
+
+
+@pytest.mark.parametrize("placement", ["even", "v", "interleaved 4"])
+def test_second_division_counts_the_work_of_all_stages_of_a_rank(placement, monkeypatch) -> None:
+    """What it keeps of the first plans' times is their bubbles, a small part of them."""
+    divided = []
+    balance = replicas.balance_blocks
+
+    def spy(lengths, cost, blocks, lockstep, overhead, seconds):
+        divided.append(overhead)
+        return balance(lengths, cost, blocks, lockstep, overhead, seconds)
+
+    monkeypatch.setattr(replicas, "balance_blocks", spy)
+    cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=8)
+    cost = cost if placement == "even" else placed_cost(cost, placement)
+    made = plan_step([60_000, *[900] * 60], cost, Options(effort=1), "epp", 2)
+    first, second = divided
+    assert first is None and max(second) < 0.3 * made.seconds
 
 
 def test_replicas_end_together() -> None:

@@ -9,9 +9,11 @@ import pytest
 from megatron_epp.__main__ import main
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
-from megatron_epp.planner import PLANNERS, Options, plan_step
+from megatron_epp.planner import PLANNERS, Options, plan_step, registry
+from megatron_epp.planner.choose.choice import placed_cost
 from megatron_epp.planner.epp import planner, preparation
 from megatron_epp.planner.options import EFFORT, MANY_EFFORT, with_effort
+from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 
 
@@ -30,6 +32,15 @@ from megatron_epp.planner.recompute.uniform import ScoredDraft
 def test_effort_by_documents_and_seconds(documents: int, seconds: float, effort: int) -> None:
     assert with_effort(Options(), documents, seconds).effort == effort
     assert with_effort(Options(effort=3), documents, seconds).effort == 3, "the user's word"
+
+
+def test_effort_of_a_rank_does_not_depend_on_its_stages() -> None:
+    cost = named_cost("llama3-8b", "h100-80g", pp=4, tp=8)
+    placed = placed_cost(cost, "interleaved 4")
+    assert placed is not None
+    batch = SortedBatch.of([8000] * 24)
+    efforts = [registry._with_effort(batch, each, Options()).effort for each in (cost, placed)]
+    assert efforts == [3, 3]
 
 
 @pytest.fixture
