@@ -176,7 +176,7 @@ def run_choice(
     first planned for the first batch with little effort. The default and the fastest candidates
     with one stage per rank are then planned for all batches, and so are the FINALISTS fastest
     others, until one of them pays. Where the host time is assumed, a candidate must also pay on
-    hosts that are slower (:mod:`.slow_hosts`), on the first batch.
+    hosts that are slower (:mod:`.slow_hosts`).
 
     Args:
         cost: cost model of the default stages and layers, one stage per rank unless ``placements``
@@ -244,8 +244,8 @@ class _Chooser:
         self.held, self.options, self.planner = held, options, planner
         self.assumes_host, self.run = assumes_host, run
         self.costs: dict[Way, Cost] = {}
-        self.seconds: dict[Way, float | None] = {}  # of all batches
-        self.slow: dict[Way, float | None] = {}  # of the first batch, on slow hosts
+        self.seconds: dict[Way, float | None] = {}
+        self.slow: dict[Way, float | None] = {}  # on slow hosts
 
     def choice(self, costs: dict[Way, Cost], climb: bool) -> RunChoice:
         """Return the choice among ``costs``, whose first is the default.
@@ -317,16 +317,16 @@ class _Chooser:
                 glances[way] = seconds or math.inf
 
     def _plan(self, ways: Iterable[Way], host: float = 1.0) -> None:
-        """Plan all batches of ``ways``, or the first if hosts take ``host`` times as assumed."""
-        known, batches = (self.seconds, self.held) if host == 1 else (self.slow, self.held[:1])
+        """Plan all batches of ``ways`` if hosts take ``host`` times as long as assumed."""
+        known = self.seconds if host == 1 else self.slow
         new = [way for way in dict.fromkeys(ways) if way not in known]
         costs = [self.costs[way] if host == 1 else with_hosts(self.costs[way], host) for way in new]
         tasks = [
-            (cost, [lengths], self.options, self.planner) for cost in costs for lengths in batches
+            (cost, [lengths], self.options, self.planner) for cost in costs for lengths in self.held
         ]
         seconds = self.run(sketched_seconds, tasks)
         for way in new:
-            of_batches = list(itertools.islice(seconds, len(batches)))
+            of_batches = list(itertools.islice(seconds, len(self.held)))
             known[way] = None if None in of_batches else sum(filter(None, of_batches))
 
     def _taken(self, way: Way, host: float = 1.0) -> float:
