@@ -9,7 +9,7 @@ from typing import Any
 from megatron_epp.cli.documents import Batches
 from megatron_epp.cli.machine import cost_of, model_of, with_padding
 from megatron_epp.cli.options import UsageError
-from megatron_epp.cli.progress import Workers
+from megatron_epp.cli.progress import Workers, bar
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir.placement import A_PLACEMENT, Placement, read_placement
 from megatron_epp.planner import PLANNERS, Options
@@ -113,15 +113,12 @@ def run_cost(
     words = model_of(arguments).vocabulary if arguments.model else 0
     with Workers() as workers:
         choice = run_choice(
-            cost,
-            batches.first,
-            options,
-            planner,
+            *(cost, batches.first, options, planner),
             placements=PLACEMENT_NAMES if anywhere else (),
             vocabularies=[False, True] if both else [asked == "on"],
             by_time=by_time,
             words=padded_words(words, cost.layout.tp),
-            run=workers,
+            run=lambda function, tasks: bar(workers(function, tasks), len(tasks), "stages"),
         )
     print(f"stages: {choice.way}; {choice.comparison} (simulated)", file=sys.stderr)
     layout = choice.cost.layout
