@@ -10,13 +10,21 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from megatron_epp.ir import KEEP, Kind, Op, Plan, PlanError
 from megatron_epp.planner import PLANNERS, Options
+from megatron_epp.planner.choose.choice import placed_cost
 from megatron_epp.planner.chunks.bin_packing import longest_first
 from megatron_epp.planner.chunks.slicing import cut_at
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.order import list_scheduler
+from megatron_epp.planner.order.compiled import B, I, W
 from megatron_epp.planner.order.emit import Draft, plan_of
 from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
-from megatron_epp.planner.order.policies import policies, policy_of
+from megatron_epp.planner.order.policies import (
+    PolicyParams,
+    late_splits,
+    policies,
+    policy_of,
+    warm_up_policies,
+)
 from megatron_epp.planner.order.problem import problem_of, rates_of
 from megatron_epp.planner.order.replay import replayed
 from megatron_epp.planner.order.warmup import group_by_group, pipelines, shrinking_in_flight
@@ -230,7 +238,8 @@ def test_orders_played_again_take_what_they_took(pp, cut) -> None:
     batch, chunking, loads, plain, in_flight_limit = prepared(cost, lengths, 12.0)
     more = {(0, "f"): np.full((pp, chunking.count), 3.0)}
     recomputing = problem_of(cost, chunking, loads, more)
-    for style in policies(True, many=True):
+    late = [late for strict in (True, False) for late in late_splits(PolicyParams(strict))]
+    for style in (*policies(True, many=True), *late):
         schedule = list_schedule(plain, policy_of(style, plain, in_flight_limit))
         again = replayed(plain, schedule)
         assert again.seconds == schedule.seconds
@@ -243,6 +252,30 @@ def test_orders_played_again_take_what_they_took(pp, cut) -> None:
         assert other.seconds == pytest.approx(played.seconds, rel=1e-12)
         peaks = other.peak_bytes + np.array(cost.memory.states_bytes)
         assert peaks == pytest.approx(played.peak_bytes, rel=1e-12)
+
+
+@pytest.mark.parametrize("placement", ["even", "v", "interleaved 3"])
+def test_first_backwards_of_a_late_split_are_whole(placement) -> None:
+    """All whole: as without splits. Else as many I, then as many W, as backwards are left."""
+    cost = machine(pp=2, room_gib=60, link_seconds=True)
+    cost = cost if placement == "even" else placed_cost(cost, placement)
+    place = cost.layout.placement.place
+    _, chunking, _, work, _ = prepared(cost, [20_000, 9_000, 7_000] + [1_500] * 12, 12.0)
+    backwards = chunking.count * len(place) // 2
+    for policy, _ in list(warm_up_policies(place, chunking.sizes, (False,))):
+        unsplit = list_schedule(work, policy)
+        split = dataclasses.replace(policy, split=True, whole=backwards)
+        late, width = list_schedule(work, split), unsplit.kinds.shape[1]
+        assert late.seconds == unsplit.seconds
+        assert (late.peak_bytes == unsplit.peak_bytes).all()
+        assert (late.kinds[:, :width] == unsplit.kinds).all()
+        assert (late.start[:, :width] == unsplit.start).all()
+        for whole in (0, 5, backwards - 1):
+            kinds = list_schedule(work, dataclasses.replace(split, whole=whole)).kinds
+            for row in kinds:
+                of_backwards = row[(row == B) | (row == I)]
+                assert of_backwards.tolist() == [B] * whole + [I] * (backwards - whole)
+                assert (row == W).sum() == backwards - whole
 
 
 @pytest.mark.everything

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import Op, Plan, PlanError, check
+from megatron_epp.ir import Kind, Op, Plan, PlanError, check
 from megatron_epp.planner import ALL, COMPARED, PLANNERS, TRAINING_LEVERS, Options, evaluation_plan
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.result import PlannedReplica
@@ -153,17 +153,20 @@ def test_splitting_is_never_slower_than_not(lengths, pp, room_gib, levers, effor
 
 def test_backwards_stay_whole_where_splitting_does_not_pay() -> None:
     """The same batch and machine, whose bubbles are small; only what I and W take beyond B
-    differs, by as much as it does on large chunks of a CPU."""
+    differs. Where it is as much as on large chunks of a CPU, only the last backwards are split."""
     lengths = [30_000, 22_000, 9_000] + [900, 2_500, 4_000] * 40
     cost = machine(pp=4, zero=1)
-    free, dear, whole = (
+    free, dear, dearest, whole = (
         PLANNERS["epp"](lengths, priced(cost, price), Options(levers=levers, effort=1))
-        for price, levers in ((0.0, ALL), (0.1, ALL), (0.0, ALL - {"wsplit"}))
+        for price, levers in ((0.0, ALL), (0.1, ALL), (1.0, ALL), (0.0, ALL - {"wsplit"}))
     )
-    assert free.plan.splits_backward
-    assert free.seconds < whole.seconds
-    assert not dear.plan.splits_backward
-    assert dear.seconds <= whole.seconds
+    assert free.seconds < dear.seconds < dearest.seconds <= whole.seconds
+    splits = [
+        sum(op.kind is Kind.WEIGHT for ops in each.plan.orders for op in ops)
+        for each in (free, dear, dearest)
+    ]
+    backwards = dear.chunks * dear.plan.stages
+    assert splits[0] > 0 and 0 < splits[1] < 0.2 * backwards and splits[2] == 0
 
 
 def test_a_document_that_never_fits_is_named() -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from megatron_epp.planner.epp.uniform_search import uniform_recompute
 from megatron_epp.planner.feasibility import most_tokens
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.order.policies import late_splits
 from megatron_epp.planner.order.problem import ChunkProblems, rates_of
 from megatron_epp.planner.recompute import offload
 
@@ -161,6 +162,14 @@ class Search(Player):
     def _best_of_many(self, candidate: Candidate) -> Candidate:
         many = self.best_policy(candidate.prepared, candidate.name, many=True)
         return min(candidate, many, key=lambda option: option.rank)
+
+    def split_late(self, candidates: Sequence[Candidate]) -> Candidate:
+        """Return the best of ``candidates``, and of variants that split their last backwards."""
+        tried = list(candidates)
+        for each in candidates:
+            for policy in late_splits(each.policy):
+                tried.append(self.play(each.prepared, policy, each.name))
+        return min(tried, key=lambda each: each.rank)
 
     def _others(self, best: Candidate) -> list[Candidate]:
         """Return the best candidates whose chunks differ from the chunks of ``best``."""

@@ -66,13 +66,14 @@ def _rise(moves, split, head):
     """
     stages, count = moves.shape[2], moves.shape[3]
     rise = np.zeros(stages)
-    kind = I if split else B
     for s in range(stages):
         for c in range(count):
-            rise[s] = max(rise[s], moves[kind, 0, s, c])
-            net = moves[kind, 0, s, c] - moves[kind, 1, s, c]
+            rise[s] = max(rise[s], moves[B, 0, s, c])
+            net = moves[B, 0, s, c] - moves[B, 1, s, c]
             if split:
-                net += moves[W, 0, s, c] - moves[W, 1, s, c]
+                rise[s] = max(rise[s], moves[I, 0, s, c])
+                halves = moves[I, 0, s, c] - moves[I, 1, s, c]
+                net = max(net, halves + moves[W, 0, s, c] - moves[W, 1, s, c])
             if head:
                 net += moves[G, 0, s, c] - moves[G, 1, s, c]
             if net > 0:
@@ -139,6 +140,7 @@ class PolicyArrays(NamedTuple):
     held_seconds: float
     patience: float
     deep: bool
+    whole: int
 
 
 RANK = np.dtype(
@@ -243,25 +245,31 @@ def _initial(problem, limits):
     return State(ranks, stages, wake, arrival, link_free)
 
 
+@njit(**INLINED)
+def _backward(limits, backwards):
+    """Return the kind of a rank's backward after ``backwards`` others: I if it is split, else B."""
+    return I if limits.split and backwards >= limits.whole else B
+
+
 @njit(**UNCOUNTED)
-def _drain_peak(problem, limits, stage, chunk, back):
+def _drain_peak(problem, limits, stage, chunk, back, backwards):
     """Return the bytes by which memory would rise above its present level during backwards.
 
-    The result assumes that backwards run without interruption, from the stage's backward ``back``
-    to the last group whose forwards end with ``chunk`` or earlier. Each W or G runs directly after
-    its I, as under memory pressure.
+    The result assumes that backwards run without interruption, from the stage's backward ``back``,
+    after ``backwards`` of its rank, to the last group whose forwards end with ``chunk`` or earlier.
+    Each W or G runs directly after its I, as under memory pressure.
     """
     moves, order = problem.moves, problem.backward_order
     held, peak = 0.0, 0.0
-    kind = I if limits.split else B
     for k in range(back, len(order)):
         c = order[k]
         if problem.last_of_group[c] > chunk:
             break
+        kind = _backward(limits, backwards + k - back)
         held += moves[kind, 0, stage, c]
         peak = max(peak, held)
         held -= moves[kind, 1, stage, c]
-        if limits.split:
+        if kind == I:
             held += moves[W, 0, stage, c] - moves[W, 1, stage, c]
         if limits.head:
             held += moves[G, 0, stage, c] - moves[G, 1, stage, c]
@@ -296,7 +304,7 @@ def _candidates(problem, limits, state, r, now):
             base = held - moves[F, 1, s, f] - rank.deferred_bytes
             if held <= budget and (
                 base + stage.rise <= budget
-                or base + _drain_peak(problem, limits, s, f, b) <= budget
+                or base + _drain_peak(problem, limits, s, f, b, rank.backwards) <= budget
             ):
                 if arrival[ACTIVATION, s, f] > now:
                     next_input = min(next_input, arrival[ACTIVATION, s, f])
@@ -308,7 +316,7 @@ def _candidates(problem, limits, state, r, now):
             c = problem.backward_order[b]
             enough = rank.forwards >= min(limits.least[r, b_done], counted)
             if f > problem.last_of_group[c] and enough:
-                if rank.held + moves[I if limits.split else B, 0, s, c] > budget:
+                if rank.held + moves[_backward(limits, rank.backwards), 0, s, c] > budget:
                     b_lacks_memory = True
                 ready = max(arrival[FORWARD_DONE, s, c], arrival[GRADIENT, s, c])
                 if ready > now:
@@ -345,7 +353,7 @@ def _choice(can, problem, limits, state, r, now):
     if can.forward >= 0 and (can.backward < 0 or rank.forwards < limits.first[r, b_done]):
         return F, can.forward
     if can.backward >= 0:
-        return (I if limits.split else B), can.backward
+        return _backward(limits, rank.backwards), can.backward
     fraction = 1.0 - limits.patience
     if weight >= 0:
         c = order[stages[weight].weights]
@@ -405,9 +413,12 @@ def _run(kind, s, problem, limits, state, now):
         if limits.head:
             rank.deferred_seconds += seconds[G, s, c]
             rank.deferred_bytes += moves[G, 1, s, c] - moves[G, 0, s, c]
-        if limits.split:
+        if kind == I:
             rank.deferred_seconds += seconds[W, s, c]
             rank.deferred_bytes += moves[W, 1, s, c] - moves[W, 0, s, c]
+        elif limits.split:  # no W follows
+            stage.weights += 1
+            rank.all_ops -= 1
     done = now + seconds[kind, s, c]
     if kind == F:
         state.arrival[FORWARD_DONE, s, c] = done
@@ -485,7 +496,7 @@ def schedule_with(problem, limits):
         kinds[r, i], chunks[r, i], start[r, i], stop[r, i] = kind, c, now, done
         if problem.placed:
             on_stage[r, i] = s
-        left -= 1
+        left -= 2 if limits.split and kind == B else 1
         stale[_send(kind, s, c, done, problem, limits, state) // BLOCK] = True
     seconds, peaks = (np.inf if left > 0 else 0.0), np.zeros(len(ranks))
     for r in range(len(ranks)):

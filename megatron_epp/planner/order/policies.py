@@ -1,5 +1,6 @@
 """Scheduling policies that planner `epp` tries, and policies with a given warm-up length."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from megatron_epp.planner.order.warmup import filling_forwards
 WARMER = (0.75, 1.0, 1.5, 2.5)
 TURNS = ((True, False), (False, False), (True, True))
 PATIENCE = 0.5  # Policy.patience
+# PolicyParams.whole of late_splits, and triples of ``deep``, ``strict`` and ``whole``.
+WHOLE = (0.5, 0.7, 0.8, 0.9, 0.95)
+SPLIT_TURNS = ((True, False, 0.0), (False, False, 0.0), (True, False, 0.8), (True, True, 0.8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,7 @@ class PolicyParams:
         lead: F has priority over B up to the in-flight limit plus this number.
         warm: factor on the in-flight limit if ranks have several stages.
         deep: see :class:`Policy`; used if ranks have several stages.
+        whole: fraction of a rank's backwards that run as B before the first I.
     """
 
     strict: bool
@@ -38,6 +43,7 @@ class PolicyParams:
     lead: int = 0
     warm: float = 1.0
     deep: bool = True
+    whole: float = 0.0
 
     def __str__(self) -> str:
         parts = ["1F1B order" if self.strict else "order free within memory"]
@@ -56,6 +62,8 @@ class PolicyParams:
                 parts.append(f"at most {self.held:g} of them waiting")
             if self.patience:
                 parts.append(f"overrunning a gap by up to {self.patience:.0%}")
+        if self.whole:
+            parts.append(f"but for the first {self.whole:.0%}")
         return ", ".join(parts)
 
 
@@ -102,13 +110,23 @@ def _placed_policies(split: bool, *, many: bool, tight: bool) -> Iterator[Policy
         for deep, fixed in TURNS:
             if not split or tight or many:
                 yield PolicyParams(fixed, warm=warm, deep=deep)
-            if split:
-                yield PolicyParams(fixed, True, np.inf, PATIENCE, warm=warm, deep=deep)
+        for deep, fixed, whole in SPLIT_TURNS if split else ():
+            yield PolicyParams(fixed, True, np.inf, PATIENCE, warm=warm, deep=deep, whole=whole)
     if many and split:
         for warm in WARMER[:2]:
             for held in (1.0, 4.0):
                 for patience in (0.3, 0.6, 1.0):
                     yield PolicyParams(False, True, held, patience, warm=warm)
+
+
+def late_splits(policy: PolicyParams) -> Iterator[PolicyParams]:
+    """Yield variants of ``policy`` that split only a rank's last backwards.
+
+    I and W take longer than B, which pays only where W fills gaps. Most gaps that W can fill are in
+    the drain of the pipeline.
+    """
+    for whole in WHOLE:
+        yield dataclasses.replace(policy, split=True, held=np.inf, patience=PATIENCE, whole=whole)
 
 
 def policy_of(style: PolicyParams, work: ScheduleProblem, limit: np.ndarray) -> Policy:
@@ -123,12 +141,12 @@ def policy_of(style: PolicyParams, work: ScheduleProblem, limit: np.ndarray) -> 
     if style.held:
         fillers = (W, G) if work.vocabulary_parallel else (W,)
         held = style.held * float(sum(work.ops.seconds[kind].mean() for kind in fillers))
-    how = style.split, held, style.patience
+    how = style.split, held, style.patience, style.deep, int(style.whole * limit.shape[1])
     if work.place:
         number = np.arange(limit.shape[1])
         first = number + np.rint((limit - number) * style.warm).astype(np.int64) + style.lead
         most = first if style.strict else np.full_like(first, work.stages * work.chunks)
-        return Policy(np.zeros_like(first), first, most, *how, style.deep)
+        return Policy(np.zeros_like(first), first, most, *how)
     if style.strict:
         return Policy(limit, limit, limit, *how)
     count = work.chunks
