@@ -336,8 +336,10 @@ def _planned(
 ) -> tuple[Assignments, list[PlannedBlock]]:
     """Return the documents of every lockstep group, and the groups' plans.
 
-    If there are at most BALANCED_TWICE groups, and their times differ, documents are assigned again
-    with the times of the first plans. The better division is returned.
+    If there are at most BALANCED_TWICE groups, and their times differ or a plan does not fit,
+    documents are assigned again with the times of the first plans. A group whose plan does not fit
+    then keeps only its longest documents, one a replica, as far as the other groups have time. The
+    better division is returned.
     """
     width = options.lockstep
     units = replicas // width
@@ -351,7 +353,8 @@ def _planned(
     assigned = divide_documents(lengths, cost, options, replicas, planner)
     blocks = planned(assigned)
     ends = [block.planned[0].seconds for block in blocks]
-    apart = max(ends) - min(ends) > APART * max(ends)
+    fits = [all(each.fits for each in block.planned) for block in blocks]
+    apart = max(ends) - min(ends) > APART * max(ends) or not all(fits)
     if not apart or not _balanced_twice(units, options):
         return assigned, blocks
     rates, inputs = rates_of(cost), np.asarray(lengths, dtype=np.int64)
@@ -359,9 +362,10 @@ def _planned(
     local = _local(assigned, blocks, len(lengths))
     seconds = rates.document_seconds(inputs) - rates.exchange_seconds * inputs * local
     seconds *= cost.layout.stages_per_rank
+    everything = float(seconds.sum())
     overhead = [
-        end * width - float(seconds[list(held)].sum())
-        for held, end in zip(assigned, ends, strict=True)
+        end * width - float(seconds[list(held)].sum()) if fit else everything
+        for held, end, fit in zip(assigned, ends, fits, strict=True)
     ]
     again = balance_blocks(lengths, cost, units, width, overhead, seconds)
     if again == assigned:
