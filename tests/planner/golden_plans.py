@@ -31,16 +31,17 @@ _LINES = (
     f"wlb 8 {_LLAMA} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --multiple 128",
     f"wlb 9 {_LLAMA} --pp 4 --cp 8 --context 65536 --global-batch-size 64 --effort 1",
     f"wlb 0 {_LLAMA} --pp 4 --cp 8 --context 131072 --global-batch-size 64",
-    f"prolong 1 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 64",
+    f"prolong 1 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 64 --placement auto",
     f"wikipedia 2 {_LLAMA} --pp 4 --tp 4 --context 32768 --global-batch-size 64",
-    f"wlb 3 {_LLAMA} --pp 2 --tp 8 --context 65536 --global-batch-size 32",
+    f"wlb 3 {_LLAMA} --pp 2 --tp 8 --context 65536 --global-batch-size 32 --placement auto",
     f"wlb 4 {_LLAMA} --pp 8 --tp 4 --context 65536 --global-batch-size 64",
     f"wlb 5 {_LLAMA} --pp 1 --tp 8 --context 32768 --global-batch-size 32",
-    f"wlb 6 {_LLAMA} --pp 4 --tp 8 --dp 2 --context 65536 --global-batch-size 64",
+    f"wlb 6 {_LLAMA} --pp 4 --tp 8 --dp 2 --context 65536 --global-batch-size 64 --placement auto",
     f"wikipedia 7 {_LLAMA} --pp 2 --tp 8 --dp 4 --context 16384 --global-batch-size 64",
     f"wlb 8 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 32 --layers 9 8 8 7",
     f"wlb 9 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 32 --layers 9 8 8 7",
-    f"wlb 10 {_LLAMA} --pp 4 --tp 4 --context 65536 --global-batch-size 32 --overlong drop",
+    f"wlb 10 {_LLAMA} --pp 4 --tp 4 --context 65536 --global-batch-size 32 --overlong drop"
+    " --placement auto",
     f"wlb 11 {_LLAMA} --pp 4 --tp 4 --context 16384 --global-batch-size 32 --overlong split",
     f"wlb 12 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 64 --forward-only",
     f"wlb 13 {_LLAMA} --pp 2 --tp 8 --dp 2 --context 65536 --global-batch-size 64 --forward-only",
@@ -48,7 +49,7 @@ _LINES = (
     "prolong 1 --model gpt-30b --device a100-80g --pp 8 --cp 4 --context 65536"
     " --global-batch-size 64",
     "wlb 2 --model llama3-70b --device h200-141g --pp 8 --tp 8 --context 131072"
-    " --global-batch-size 32",
+    " --global-batch-size 32 --placement auto",
     "wlb 3 --model llama3-70b --device h100-80g --pp 8 --tp 8 --cp 2 --context 65536"
     " --global-batch-size 32",
     f"wlb 0 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64 --planner infinipipe",
