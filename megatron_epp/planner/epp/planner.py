@@ -45,19 +45,19 @@ FAR_SLOWER = 1.01
 class SharedChunkings(defaultdict[tuple[bool, HostHeadroom], PreparedChunkings]):
     """Prepared chunkings of one batch, shared by searches with different levers.
 
-    Keys are (offloading, host memory). ``split``: whether any search splits backwards. ``whole``:
+    Keys are (offloading, host memory). ``split``: whether any search splits backwards. ``unsplit``:
     for each set of levers, the best candidate of the searches that split none.
     """
 
     def __init__(self, split: bool):
         super().__init__(dict)
         self.split = split
-        self.whole: dict[frozenset[str], Candidate] = {}
+        self.unsplit: dict[frozenset[str], Candidate] = {}
 
-    def keep_whole(self, levers: frozenset[str], found: Candidate) -> None:
-        """Keep the better of ``found`` and the candidate in ``whole``."""
-        known = self.whole.get(levers, found)
-        self.whole[levers] = min(known, found, key=lambda each: each.rank)
+    def keep_unsplit(self, levers: frozenset[str], candidate: Candidate) -> None:
+        """Keep the better of ``candidate`` and the kept candidate."""
+        known = self.unsplit.get(levers, candidate)
+        self.unsplit[levers] = min(known, candidate, key=lambda each: each.rank)
 
 
 def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
@@ -197,15 +197,15 @@ def _own(batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkin
     while True:
         shared = tables["offload" in options.levers, host]
         search = Search(batch, cost, options, tables.split, shared, host)
-        found = search.run()
+        best = search.run()
         if search.split:
-            found = search.split_late((found, tables.whole[options.levers - {"wsplit"}]))
-        candidate = least_memory(search, found)
+            best = search.split_late((best, tables.unsplit[options.levers - {"wsplit"}]))
+        candidate = least_memory(search, best)
         drafted = candidate.draft()
         taken = most_host_bytes(batch, drafted, cost)
         if taken <= cost.host_budget_bytes:
             if not search.split:
-                tables.keep_whole(options.levers, found)
+                tables.keep_unsplit(options.levers, best)
             return ScoredDraft(candidate.seconds, candidate.over_bytes, drafted)
         assert not host.at_once, "all that is offloaded fits at once"
         host = host.narrower(taken, cost.host_budget_bytes)

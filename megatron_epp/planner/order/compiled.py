@@ -140,7 +140,7 @@ class PolicyArrays(NamedTuple):
     held_seconds: float
     patience: float
     deep: bool
-    whole: int
+    unsplit: int
 
 
 RANK = np.dtype(
@@ -248,7 +248,7 @@ def _initial(problem, limits):
 @njit(**INLINED)
 def _backward(limits, backwards):
     """Return the kind of a rank's backward after ``backwards`` others: I if it is split, else B."""
-    return I if limits.split and backwards >= limits.whole else B
+    return I if limits.split and backwards >= limits.unsplit else B
 
 
 @njit(**UNCOUNTED)

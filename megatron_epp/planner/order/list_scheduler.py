@@ -44,12 +44,12 @@ class Policy:
         least: [ranks, k] number of forwards that must precede backward k of the rank.
         first: [ranks, k] after k backwards, F precedes B until this number of forwards has run.
         most: [ranks, k] after k backwards, the rank may run at most this number of forwards.
-        split: whether to run I and W instead of B, but for the first ``whole`` backwards of a rank.
+        split: whether to run I and W instead of B, except for ``unsplit`` backwards of each rank.
         held_seconds: W and G get priority if more than these seconds of W and G wait on the rank.
         patience: a W or G fills a gap only if at most this fraction of its time would extend
             beyond the rank's next input.
         deep: whether to prefer the F of a rank's last stage to the F of its first stage.
-        whole: number of a rank's first backwards that run as B although ``split`` is set.
+        unsplit: number of a rank's first backwards that run as B although ``split`` is set.
     """
 
     least: np.ndarray
@@ -59,7 +59,7 @@ class Policy:
     held_seconds: float = np.inf
     patience: float = 0.0
     deep: bool = True
-    whole: int = 0
+    unsplit: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
         held_seconds,
         patience,
         policy.deep,
-        policy.whole,
+        policy.unsplit,
     )
     seconds, peaks, *ops = schedule_with(problem, limits)
     over = max(0.0, float((peaks - work.headroom_bytes).max()))

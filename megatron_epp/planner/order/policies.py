@@ -16,8 +16,8 @@ from megatron_epp.planner.order.warmup import filling_forwards
 WARMER = (0.75, 1.0, 1.5, 2.5)
 TURNS = ((True, False), (False, False), (True, True))
 PATIENCE = 0.5  # Policy.patience
-# PolicyParams.whole of late_splits, and triples of ``deep``, ``strict`` and ``whole``.
-WHOLE = (0.5, 0.7, 0.8, 0.9, 0.95)
+# PolicyParams.unsplit of late_splits, and triples of ``deep``, ``strict`` and ``unsplit``.
+UNSPLIT = (0.5, 0.7, 0.8, 0.9, 0.95)
 SPLIT_TURNS = ((True, False, 0.0), (False, False, 0.0), (True, False, 0.8), (True, True, 0.8))
 
 
@@ -33,7 +33,7 @@ class PolicyParams:
         lead: F has priority over B up to the in-flight limit plus this number.
         warm: factor on the in-flight limit if ranks have several stages.
         deep: see :class:`Policy`; used if ranks have several stages.
-        whole: fraction of a rank's backwards that run as B before the first I.
+        unsplit: fraction of a rank's backwards that run as B before the first I.
     """
 
     strict: bool
@@ -43,7 +43,7 @@ class PolicyParams:
     lead: int = 0
     warm: float = 1.0
     deep: bool = True
-    whole: float = 0.0
+    unsplit: float = 0.0
 
     def __str__(self) -> str:
         parts = ["1F1B order" if self.strict else "order free within memory"]
@@ -62,8 +62,8 @@ class PolicyParams:
                 parts.append(f"at most {self.held:g} of them waiting")
             if self.patience:
                 parts.append(f"overrunning a gap by up to {self.patience:.0%}")
-        if self.whole:
-            parts.append(f"but for the first {self.whole:.0%}")
+        if self.unsplit:
+            parts.append(f"but for the first {self.unsplit:.0%}")
         return ", ".join(parts)
 
 
@@ -110,8 +110,8 @@ def _placed_policies(split: bool, *, many: bool, tight: bool) -> Iterator[Policy
         for deep, fixed in TURNS:
             if not split or tight or many:
                 yield PolicyParams(fixed, warm=warm, deep=deep)
-        for deep, fixed, whole in SPLIT_TURNS if split else ():
-            yield PolicyParams(fixed, True, np.inf, PATIENCE, warm=warm, deep=deep, whole=whole)
+        for deep, fixed, unsplit in SPLIT_TURNS if split else ():
+            yield PolicyParams(fixed, True, np.inf, PATIENCE, warm=warm, deep=deep, unsplit=unsplit)
     if many and split:
         for warm in WARMER[:2]:
             for held in (1.0, 4.0):
@@ -125,8 +125,10 @@ def late_splits(policy: PolicyParams) -> Iterator[PolicyParams]:
     I and W take longer than B, which pays only where W fills gaps. Most gaps that W can fill are in
     the drain of the pipeline.
     """
-    for whole in WHOLE:
-        yield dataclasses.replace(policy, split=True, held=np.inf, patience=PATIENCE, whole=whole)
+    for unsplit in UNSPLIT:
+        yield dataclasses.replace(
+            policy, split=True, held=np.inf, patience=PATIENCE, unsplit=unsplit
+        )
 
 
 def policy_of(style: PolicyParams, work: ScheduleProblem, limit: np.ndarray) -> Policy:
@@ -141,7 +143,7 @@ def policy_of(style: PolicyParams, work: ScheduleProblem, limit: np.ndarray) -> 
     if style.held:
         fillers = (W, G) if work.vocabulary_parallel else (W,)
         held = style.held * float(sum(work.ops.seconds[kind].mean() for kind in fillers))
-    how = style.split, held, style.patience, style.deep, int(style.whole * limit.shape[1])
+    how = style.split, held, style.patience, style.deep, int(style.unsplit * limit.shape[1])
     if work.place:
         number = np.arange(limit.shape[1])
         first = number + np.rint((limit - number) * style.warm).astype(np.int64) + style.lead
