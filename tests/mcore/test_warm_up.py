@@ -49,7 +49,7 @@ def recorded(cu_seqlens: CuSeqlens) -> tuple:
 def test_a_planned_batch_finds_every_graph_built_and_every_call_recorded() -> None:
     """Chunks of short documents are longer than the context, and hold more of them than 32."""
     cost, context = named_cost("llama3-8b", "h100-80g", pp=8), 4096
-    batch = open_corpus("wikipedia", context).batch(0, 512)
+    batch = [*open_corpus("wikipedia", context).batch(0, 512), *[150] * 1024]
     needed: set[tuple[int, int, int]] = set()
     packs = set()
     for options in (Options(context=context), Options(context=context, effort=0)):

@@ -132,8 +132,7 @@ class Probe:
         head_tokens: int | None,
         context: int,
     ):
-        self.model, self.forward_step, self.context = model, forward_step, context
-        self.at = 0
+        self.model, self.forward_step, self.context, self.at = model, forward_step, context, 0
         self.fused_head, self.head_tokens = head_tokens is not None, head_tokens or 0
         self.config = model.config
         self.device, self.row_shard = device, row_shard
