@@ -44,7 +44,11 @@ FAULTS: Faults = {
     "lose what was set aside": engine.FAULTS["lose what was set aside"],
     # Documents of a pack are one.
     "attend to other documents": fault(
-        CuSeqlens, "of", lambda of, queries, keys, device: of([sum(queries)], [sum(keys)], device)
+        CuSeqlens,
+        "of_calls",
+        lambda of_calls, calls, device: of_calls(
+            [([sum(queries)], [sum(keys)]) for queries, keys in calls], device
+        ),
     ),
 }
 around = in_turn(FAULTS)
