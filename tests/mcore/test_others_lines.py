@@ -66,7 +66,6 @@ NAMED = {
         "--no-calculate-per-token-loss",
     ),
     "Megatron-LM gpt3": (
-        "--num-layers-per-virtual-pipeline-stage 2, --overlap-p2p-communication-warmup-flush",
         "--tp-comm-overlap",
         "--cuda-graph-impl transformer_engine, --cuda-graph-modules attn",
         "--micro-batch-size 2",
@@ -89,6 +88,9 @@ def test_command_lines_of_others_start_and_train(corpus, name: str) -> None:
     said = [line for line in run.output.splitlines() if "these flags have no effect" in line]
     assert len(said) == (name in NAMED)
     assert [flags for flags in NAMED.get(name, ()) if flags not in said[0]] == []
+    virtual = "--num-layers-per-virtual-pipeline-stage"
+    heard = f"--epp-placement auto: stages on ranks 0 1 0 1, layers 2 2 2 2 of the stages; {virtual}"
+    assert (virtual in LINES[name]) == (heard in run.output)
 
 
 def test_adapters_on_a_frozen_model_train(corpus) -> None:

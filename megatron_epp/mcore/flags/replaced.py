@@ -56,7 +56,7 @@ REPLACED = (
         "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
         "microbatch_group_size_per_vp_stage overlap_p2p_comm overlap_p2p_comm_warmup_flush "
         "overlap_param_gather_with_optimizer_step",
-        "--epp-placement flags takes several stages a rank from them; messages go while ops "
+        "--epp-placement auto takes several stages a rank from them; messages go while ops "
         "compute",
     ),
     ReplacedFlags(
