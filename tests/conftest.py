@@ -26,6 +26,7 @@ LONGEST = (
     "gpu/test_kernels.py",
     "gpu/test_split.py",
     "rehearsal/test_two_hosts.py",
+    "planner/test_never_slower.py",
     "mcore/test_faults.py",
     "mcore/test_certify_kinds.py",
     "mcore/test_trained_kinds.py",
