@@ -29,11 +29,12 @@ from itertools import pairwise
 
 import numpy as np
 from headline import publish
-from study_jobs import TABLE, Job, heaviest, placed_cost, progress
+from study_jobs import TABLE, Job, heaviest, progress
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import KIND_CODE, Kind, Plan, needs_of, rules_of, slices_of
 from megatron_epp.planner import planner_of
+from megatron_epp.planner.choose.choice import placed_cost
 from megatron_epp.show.table import markdown
 from megatron_epp.sim.engine import OpArrays, run
 from megatron_epp.sim.inputs import op_arrays, orders_of

@@ -89,7 +89,9 @@ def test_command_lines_of_others_start_and_train(corpus, name: str) -> None:
     assert len(said) == (name in NAMED)
     assert [flags for flags in NAMED.get(name, ()) if flags not in said[0]] == []
     virtual = "--num-layers-per-virtual-pipeline-stage"
-    heard = f"--epp-placement auto: stages on ranks 0 1 0 1, layers 2 2 2 2 of the stages; {virtual}"
+    heard = (
+        f"--epp-placement auto: stages on ranks 0 1 0 1, layers 2 2 2 2 of the stages; {virtual}"
+    )
     assert (virtual in LINES[name]) == (heard in run.output)
 
 

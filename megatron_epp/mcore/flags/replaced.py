@@ -56,8 +56,7 @@ REPLACED = (
         "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
         "microbatch_group_size_per_vp_stage overlap_p2p_comm overlap_p2p_comm_warmup_flush "
         "overlap_param_gather_with_optimizer_step",
-        "--epp-placement auto takes several stages a rank from them; messages go while ops "
-        "compute",
+        "--epp-placement auto takes several stages a rank from them; messages go while ops compute",
     ),
     ReplacedFlags(
         "cuda_graph_impl enable_cuda_graph external_cuda_graph cuda_graph_modules "
