@@ -197,7 +197,8 @@ def _stage_facts(args: Any, parts: Any, open_vocabulary: bool) -> dict[str, Any]
     """
     from megatron_epp.planner import planner_of
 
-    planner_of(args.epp_planner), training_levers(args.epp_levers)  # raise if a name is unknown
+    planner_of(args.epp_planner)  # raises an error if the name is unknown, as the next line does
+    training_levers(args.epp_levers)
     open_layers = layers_by_time(args)
     vocabulary: tuple[str, str] | None = (args.epp_vocab_parallel, "")
     if open_vocabulary:

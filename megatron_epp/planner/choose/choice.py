@@ -330,7 +330,7 @@ class _Chooser:
             known[way] = None if None in of_batches else sum(filter(None, of_batches))
 
     def _taken(self, way: Way, host: float = 1.0) -> float:
-        self._plan((way,), host)
+        """Return the seconds of all batches, which are planned; infinite if one does not fit."""
         taken = (self.seconds if host == 1 else self.slow)[way]
         return math.inf if taken is None else taken
 

@@ -48,6 +48,7 @@ from megatron_epp.planner.epp.planner import can_be_local
 from megatron_epp.planner.feasibility import planning_load
 from megatron_epp.planner.lower_bound import least_seconds_per
 from megatron_epp.planner.options import Options
+from megatron_epp.planner.order.emit_block import PlannedBlock
 from megatron_epp.planner.registry import PACKED, PLANNERS, STOCK
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.planner.runner import Runner, in_turn
@@ -613,11 +614,17 @@ def slow_hosts(choice: Choice, lengths: Sequence[int], options: Options) -> str 
     """Return :func:`~.choose.slow_hosts.slow_host_line` for the plan of ``choice`` for a batch."""
     if choice.cost is None or not assumes_host_time(choice.cost):
         return None
-    lockstep = choice.cost.layout.lockstep
-    held = heaviest(lengths, choice.cost, lockstep)
-    how = dataclasses.replace(_options_of(choice, options), lockstep=lockstep)
-    planned = PLANNERS[choice.planner].plan_block(held, choice.cost, how).planned
+    how = dataclasses.replace(_options_of(choice, options), lockstep=choice.cost.layout.lockstep)
+    planned = _heaviest_block(lengths, choice.cost, how, choice.planner).planned
     return slow_host_line(planned, choice.cost, how, choice.planner)
+
+
+def _heaviest_block(
+    lengths: Sequence[int], cost: Cost, options: Options, planner: str
+) -> PlannedBlock:
+    """Plan the lockstep group (``options.lockstep`` replicas) with the most work."""
+    held = heaviest(lengths, cost, options.lockstep)
+    return PLANNERS[planner].plan_block(held, cost, options)
 
 
 def heaviest_plan(
@@ -638,11 +645,8 @@ def heaviest_plan(
     Raises:
         ValueError: if no plan fits the memory budget.
     """
-    lockstep = cost.layout.lockstep
-    held = heaviest(lengths, cost, lockstep)
-    block = PLANNERS[planner].plan_block(
-        held, cost, dataclasses.replace(options, lockstep=lockstep)
-    )
+    together = dataclasses.replace(options, lockstep=cost.layout.lockstep)
+    block = _heaviest_block(lengths, cost, together, planner)
     planned = max(block.planned, key=lambda one: (not one.fits, max(one.peak_bytes)))
     if not planned.fits:
         raise ValueError(f"{planner} finds no plan that fits the memory budget")
