@@ -27,6 +27,7 @@ from torch.distributed.checkpoint import CheckpointException
 from megatron_epp.ir.errors import for_terminal
 from megatron_epp.mcore.job.emergency_exit import SAVES, end_now
 from megatron_epp.mcore.job.launch_environment import rank_of
+from megatron_epp.mcore.patching import patch_points
 from megatron_epp.runtime.executor import LinkLost
 from megatron_epp.runtime.store_answer import answer_within
 
@@ -40,10 +41,10 @@ ENDINGS = (Exception, SystemExit, CheckpointException)
 PATIENCE_AT_START_SECONDS, PATIENCE_SECONDS = 30.0, 5.0
 ANSWER_SECONDS = 30.0  # limit on the store's answers, beyond this wait
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-# Advice after messages of Megatron on another learning-rate schedule.
-_SCHEDULE_REMEDY = (
-    "(of --train-iters, --train-samples, --lr and their kin); give --override-opt-param-scheduler "
-    "for the flags' values, or --use-checkpoint-opt-param-scheduler for the checkpoint's"
+# Advice on a learning-rate schedule that is not the checkpoint's.
+SCHEDULE_REMEDY = (
+    "give --override-opt-param-scheduler for the flags' values, or "
+    "--use-checkpoint-opt-param-scheduler for the checkpoint's"
 )
 _REFUSED, _REPORTED = "megatron_epp/refused", "megatron_epp/spoken"
 
@@ -102,7 +103,9 @@ def refused_by_megatron(error: BaseException) -> ValueError | None:
     if not frames or not modules[-1].startswith("megatron.") or "pretrain" not in names:
         return None
     after = names.index("pretrain")
-    elastic = any(name.startswith("megatron_epp.") for name in modules[after:])
+    # Patch points pass Megatron's calls on.
+    callers = [name for name in modules[after:] if name != patch_points.__name__]
+    elastic = any(name.startswith("megatron_epp.") for name in callers)
     if elastic or not {"train", "evaluate"}.isdisjoint(names[after:]):
         return None
     where = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
@@ -114,7 +117,8 @@ def refused_by_megatron(error: BaseException) -> ValueError | None:
     if not (frames[-1].line or "").startswith(("assert", "raise")):
         return None
     if "OptimizerParamScheduler:" in str(error):
-        return ValueError(f"{reason(error)} {_SCHEDULE_REMEDY}")
+        flags = "(of --train-iters, --train-samples, --weight-decay and their kin)"
+        return ValueError(f"{reason(error)} {flags}; {SCHEDULE_REMEDY}")
     return ValueError(f"{reason(error)} (Megatron, {where})")
 
 

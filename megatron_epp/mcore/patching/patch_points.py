@@ -287,6 +287,40 @@ def OPTIMIZER_SHARD(
         original(self, model_param, tensors)
 
 
+def _before_load(original: Callable[..., None], self: Any, state_dict: Any) -> None:
+    before = getattr(type(self), _BEFORE_LOAD, None)
+    if before is not None:
+        before(self, state_dict)
+    original(self, state_dict)
+
+
+_BEFORE_LOAD = "before_load"  # attribute of Megatron's classes, a function (self, state_dict)
+RATES = _patch_point(
+    "resumed rates",
+    "megatron.core.optimizer.optimizer.ChainedOptimizer.load_state_dict",
+    "always",
+    "it finds saved groups by their rates, so it finds none with another --lr",
+    "megatron.core.optimizer.optimizer.MegatronOptimizer._filter_and_reorder_param_groups",
+)(_before_load)
+SCHEDULE_STATE = _patch_point(
+    "resumed schedule",
+    "megatron.core.optimizer_param_scheduler.OptimizerParamScheduler.load_state_dict",
+    "always",
+    "it sets the next weight decay before it reads the saved one",
+)(_before_load)
+
+
+def call_before_load(patch_point: PatchPoint, before: Callable[[Any, Any], None]) -> None:
+    """Make Megatron call ``before`` with an object and the state that it is about to load.
+
+    Args:
+        patch_point: :data:`RATES` or :data:`SCHEDULE_STATE`, which is installed.
+        before: Function of the object and its saved state, which may change both.
+    """
+    owner, _ = _find(patch_point.target)
+    setattr(owner, _BEFORE_LOAD, before)
+
+
 @_patch_point(
     "no CUDA assertion",
     "megatron.training.training.initialize_megatron",
@@ -489,7 +523,9 @@ def install_on_cpu_host() -> None:
     install([p for p in known if of_loops is None or p.name in of_loops.fingerprints])
 
 
-ALWAYS_PATCH_POINTS = (INDEX_BUILDER, OPTIMIZER_STATE, OPTIMIZER_LOAD, OPTIMIZER_SHARD)
+ALWAYS_PATCH_POINTS = (
+    INDEX_BUILDER, OPTIMIZER_STATE, OPTIMIZER_LOAD, OPTIMIZER_SHARD, RATES, SCHEDULE_STATE,
+)  # fmt: skip
 CPU_HOST_PATCH_POINTS = (
     NO_CUDA_ASSERTION, RANDOM_STATE, SEQUENCE_PARALLEL_NORM, EXPERT_EXCHANGE, MTP_LAYERS,
 )  # fmt: skip

@@ -55,6 +55,8 @@ STABLE = Release(
         "resumed optimizer, state": "8881ca2f563866d6",
         "resumed optimizer, load": "5c2af1e56e0b8eec",
         "resumed optimizer, shard": "abb463384d3f18b5",
+        "resumed rates": "dcbbe74073ccda74",
+        "resumed schedule": "9c2c6886ca10f2b2",
         "no CUDA assertion": "8a15fbb3181368b4",
         "random state": "ae5bcaa0a5784cd3",
         "sequence-parallel norm": "1be52ff5a9990498",

@@ -108,9 +108,10 @@ def train(
         release_spares,
         wait_as_spare,
     )
-    from megatron_epp.mcore.job import megatron_gpt
+    from megatron_epp.mcore.job import megatron_gpt, resumed_schedule
     from megatron_epp.mcore.model.layer_spec import described, fix_layer_spec
 
+    resumed_schedule.install()
     job_exit.require_launcher()
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     store = None

@@ -1,0 +1,117 @@
+"""Learning rates and weight decay of a resumed job, set before Megatron loads its checkpoint.
+
+Megatron finds the saved state of a parameter group by the group's settings, and the learning rates
+are among them. So another ``--lr`` finds no group, and the flags that choose between the values of
+flags and checkpoint come too late: the scheduler reads them after the optimizer has loaded. These
+functions apply that choice to the groups first. Moments and step counts are loaded unchanged.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron.core.optimizer.optimizer import param_group_identifier_keys
+from megatron.training import get_args
+
+from megatron_epp.mcore.job.job_exit import SCHEDULE_REMEDY
+from megatron_epp.mcore.patching import patch_points
+
+# Settings of a parameter group that a schedule changes. The others say which weights it has.
+_RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
+_DECAY = ("start_wd", "end_wd", "wd_incr_steps", "wd_incr_style")  # of the scheduler
+_Group = dict[str, Any]
+
+
+def install() -> None:
+    """Make Megatron call these functions before it loads an optimizer and its scheduler."""
+    patch_points.call_before_load(patch_points.RATES, match_groups)
+    patch_points.call_before_load(patch_points.SCHEDULE_STATE, use_saved_decay)
+
+
+def match_groups(optimizer: Any, state_dict: Mapping[Any, Any]) -> None:
+    """Make the rates of an optimizer's parameter groups and of the saved groups equal.
+
+    With --override-opt-param-scheduler, the saved groups get the flags' rates, and with
+    --use-checkpoint-opt-param-scheduler the optimizer's groups get the saved rates.
+
+    Args:
+        optimizer: Megatron's ChainedOptimizer, which is about to load ``state_dict``.
+        state_dict: State of its only optimizer, or state of each optimizer by number.
+
+    Raises:
+        ValueError: Rates differ and neither flag is given, or the groups have other weights.
+    """
+    args = get_args()
+    parts = optimizer.chained_optimizers
+    states = [state_dict] if len(parts) == 1 else [state_dict[key] for key in sorted(state_dict)]
+    differences: dict[str, None] = {}  # in order, each once
+    for part, state in zip(parts, states, strict=False):
+        saved_groups = state.get("optimizer", state).get("param_groups")
+        if saved_groups is None or getattr(part, "is_stub_optimizer", False):
+            continue
+        for group, saved in _pairs(part.param_groups, saved_groups):
+            if args.override_opt_param_scheduler:
+                saved.update(_rates(group))
+            elif args.use_checkpoint_opt_param_scheduler:
+                group.update(_rates(saved))
+            else:
+                differences |= dict.fromkeys(_differences(args, group, saved))
+    if differences:
+        raise ValueError(f"--load {args.load}: {'; '.join(differences)}; {SCHEDULE_REMEDY}")
+
+
+def use_saved_decay(scheduler: Any, state_dict: Mapping[str, Any]) -> None:
+    """Set the saved weight decay of a scheduler, if --use-checkpoint-opt-param-scheduler is given.
+
+    Megatron's scheduler computes the weight decay of the next iteration before it reads them.
+    """
+    if scheduler.use_checkpoint_opt_param_scheduler:
+        vars(scheduler).update({name: state_dict[name] for name in _DECAY if name in state_dict})
+
+
+def _pairs(groups: Sequence[_Group], saved: Sequence[_Group]) -> Iterator[tuple[_Group, _Group]]:
+    """Yield each parameter group with its saved group: the one with the same weights.
+
+    Groups that differ only in their rates are paired in ascending order of the rates.
+
+    Raises:
+        ValueError: The groups of the checkpoint have other weights.
+    """
+    names = [name for name in param_group_identifier_keys if name not in _RATES]
+    if all("default_config" in group for group in saved):
+        names.append("default_config")  # whether its rates are those of all weights
+    groups_of, saved_of = _by_weights(groups, names), _by_weights(saved, names)
+    if {key: len(same) for key, same in groups_of.items()} != {
+        k: len(s) for k, s in saved_of.items()
+    }:
+        raise ValueError(
+            f"--load {get_args().load}: the optimizer's parameter groups are others than this "
+            "run's (--decoupled-lr and its kin give weights groups of their own); give the flags "
+            "that it was saved with, or --no-load-optim"
+        )
+    for key, same in groups_of.items():
+        yield from zip(same, saved_of[key], strict=True)
+
+
+def _by_weights(groups: Sequence[_Group], names: Sequence[str]) -> dict[tuple[Any, ...], list]:
+    by_key: dict[tuple[Any, ...], list[_Group]] = {}
+    for group in sorted(groups, key=lambda group: group.get("max_lr") or 0.0):
+        # NeMo saves some names with this prefix, as Megatron's own comparison knows.
+        key = tuple(group.get(name, group.get(f"pre_{name}")) for name in names)
+        by_key.setdefault(key, []).append(group)
+    return by_key
+
+
+def _rates(group: _Group) -> _Group:
+    return {name: group[name] for name in _RATES if name in group}
+
+
+def _differences(args: Any, group: _Group, saved: _Group) -> Iterator[str]:
+    """Yield "flag and its value: the checkpoint's value" for each rate that differs."""
+    usual = group.get("default_config", True)
+    for name in ("max_lr", "min_lr"):
+        flag = name.removeprefix("max_")
+        if not usual and getattr(args, f"decoupled_{flag}") is not None:
+            flag = f"decoupled_{flag}"
+        if saved.get(name) != group.get(name):
+            shown = f"--{flag.replace('_', '-')} {group.get(name)}"
+            yield f"{shown}: the checkpoint has {saved.get(name)}"
