@@ -11,7 +11,7 @@ import pytest
 from megatron_epp.mcore.data.data_flags import require_data_flags
 from megatron_epp.mcore.data.global_batches import FullPasses
 from megatron_epp.mcore.job.checkpoint_folders import require_complete
-from megatron_epp.mcore.trainer.job_data import consumed_in_phase
+from megatron_epp.mcore.trainer.job_data import consumed_in_phase, units_line
 from tests.mcore.resumes import OPTIMIZER
 from tests.mcore.runs import flags, trained, write_corpus
 from tests.mcore.test_refusals import refused
@@ -117,13 +117,21 @@ def test_phases_begin_with_their_own_first_documents(tmp_path: Path) -> None:
         here = dict(re.findall(r"epp iteration (\d): (\d+) tokens", run.output))
         assert set(map(int, here)) == {2 * phase + 1, 2 * phase + 2}, run.output
         tokens |= {int(iteration): count for iteration, count in here.items()}
-        said = "--train-samples 24, --lr-decay-samples 24: counts documents, of "
+        said = "schedule are documents, as in --train-samples 24, --lr-decay-samples 24\n"
         assert run.output.count(said) == 1
     # The first documents of their corpus, in both phases that read it.
     assert [tokens[1], tokens[2]] == [tokens[5], tokens[6]]
     alone = trained(flags(corpora[1], **{**ALONE, "train_iters": 2}), processes=1)
     again = re.findall(r"epp iteration \d: (\d+) tokens", alone.output)
     assert again == [tokens[3], tokens[4]]
+
+
+def test_the_start_says_what_a_batch_of_documents_is() -> None:
+    args = Namespace(global_batch_size=16, seq_length=128, lr_warmup_samples=0, train_samples=None)
+    assert units_line(args, 77.0) == (
+        "--global-batch-size 16: documents of 77.0 tokens on average, a batch about 1,232 tokens "
+        "or 9.62 samples of --seq-length 128; samples of the learning-rate schedule are documents"
+    )
 
 
 def test_consumed_of_a_phase_are_megatrons() -> None:

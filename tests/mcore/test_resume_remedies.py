@@ -4,13 +4,14 @@ The oracle of learning rates: the same checkpoint, whose groups and schedule are
 loaded without a flag.
 """
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.mcore.resumes import OPTIMIZER
+from tests.mcore.resumes import OPTIMIZER, logged
 from tests.mcore.runs import Run, flags, train, trained
 from tests.mcore.test_refusals import EXPERTS
 
@@ -108,6 +109,33 @@ def test_other_rates_at_resume(corpus, tmp_path: Path, job: str = "by documents"
 @pytest.mark.parametrize("job", [job for job in JOBS if job != "by documents"])
 def test_other_rates_at_resume_of_other_jobs(corpus, tmp_path: Path, job: str) -> None:
     test_other_rates_at_resume(corpus, tmp_path, job)
+
+
+def test_a_packed_job_goes_on_by_documents(corpus, tmp_path: Path) -> None:
+    """From 4 samples a batch to 16 documents: the learning rate is the old one's, iteration by
+    iteration; the old job, which goes on, is the oracle."""
+    samples = {"global_batch_size": 4, "train_iters": 12, "lr_warmup_iters": 2, "min_lr": 1e-5}
+    samples |= {"eval_iters": 1, "eval_interval": 3, "split": "80,20,0"}
+    folder = tmp_path / "saved"
+    packed = trained(words(corpus, "stock", **samples, save=folder, save_interval=6), 1)
+    (folder / "latest_checkpointed_iteration.txt").write_text("6")
+    documents = words(corpus, "by documents", **{**samples, "global_batch_size": 16}, load=folder)
+    begun = trained([*documents, "--override-opt-param-scheduler"], 1)
+    rates = logged("learning rate", packed.output)
+    assert logged("learning rate", begun.output) == rates[6:] and len(set(rates)) > 8
+    said = "saved without --epp after 24 samples of --seq-length; --epp counts documents, 96 in 6"
+    assert begun.output.count(f"> --load {folder}: {said}") == 1
+    consumed = re.findall(r"consumed samples: +(\d+)", begun.output)
+    assert consumed == [str(16 * iteration) for iteration in range(7, 13)]
+    for flag in ([], ["--use-checkpoint-opt-param-scheduler"]):
+        refused = train([*documents, *flag], 1)
+        assert refused.statuses == (2,) and len(refused.errors) == 1, refused.output
+        assert said in refused.errors[0]
+        assert "give --override-opt-param-scheduler to continue there" in refused.errors[0]
+    # A batch of as many: the counters are the same, and nothing is said.
+    alike = words(corpus, "by documents", **samples, load=folder)
+    run = trained(alike, 1)
+    assert logged("learning rate", run.output) == rates[6:] and "without --epp" not in run.output
 
 
 # ------------------------------------------------------------------ every remedy, started

@@ -16,6 +16,7 @@ import torch
 from megatron.core import num_microbatches_calculator
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.training import global_vars
 
 from megatron_epp.corpus.blend import TOKENS, order_by_tokens
 from megatron_epp.corpus.overlong import Counts
@@ -159,6 +160,14 @@ class Batch:
 
     samples: numpy.ndarray  # [size] int64
     lengths: numpy.ndarray  # [size] int64
+
+
+def progress_of(args: Any) -> Any:
+    """Return the object that counts iterations and samples.
+
+    Later versions of Megatron (#7447) count in a state object, earlier versions in the args.
+    """
+    return getattr(global_vars, "get_train_state", lambda: args)()
 
 
 def scheduled_sizes() -> Callable[[int], int]:

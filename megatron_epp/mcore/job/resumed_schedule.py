@@ -1,30 +1,39 @@
-"""Learning rates and weight decay of a resumed job, set before Megatron loads its checkpoint.
+"""Learning rates, weight decay and counters of a resumed job, before Megatron loads its checkpoint.
 
 Megatron finds the saved state of a parameter group by the group's settings, and the learning rates
 are among them. So another ``--lr`` finds no group, and the flags that choose between the values of
 flags and checkpoint come too late: the scheduler reads them after the optimizer has loaded. These
 functions apply that choice to the groups first. Moments and step counts are loaded unchanged.
+
+A checkpoint of a job without --epp counts samples of --seq-length, and a job with --epp documents.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
-from megatron.training import get_args
+from megatron.training import get_args, print_rank_0
 
+from megatron_epp.mcore.data.global_batches import (
+    progress_of,
+    scheduled_samples,
+    scheduled_sizes,
+)
 from megatron_epp.mcore.job.job_exit import SCHEDULE_REMEDY
 from megatron_epp.mcore.patching import patch_points
 
 # Settings of a parameter group that a schedule changes. The others say which weights it has.
 _RATES = ("max_lr", "min_lr", "start_wd", "end_wd")
 _DECAY = ("start_wd", "end_wd", "wd_incr_steps", "wd_incr_style")  # of the scheduler
+# Attribute of Megatron's args: (iteration, validation samples per batch) of such a checkpoint.
+_COUNTS_SAMPLES = "epp_counts_samples"
 _Group = dict[str, Any]
 
 
 def install() -> None:
     """Make Megatron call these functions before it loads an optimizer and its scheduler."""
     patch_points.call_before_load(patch_points.RATES, match_groups)
-    patch_points.call_before_load(patch_points.SCHEDULE_STATE, use_saved_decay)
+    patch_points.call_before_load(patch_points.SCHEDULE_STATE, prepare_schedule)
 
 
 def match_groups(optimizer: Any, state_dict: Mapping[Any, Any]) -> None:
@@ -59,13 +68,52 @@ def match_groups(optimizer: Any, state_dict: Mapping[Any, Any]) -> None:
         raise ValueError(f"--load {args.load}: {'; '.join(differences)}; {SCHEDULE_REMEDY}")
 
 
-def use_saved_decay(scheduler: Any, state_dict: Mapping[str, Any]) -> None:
-    """Set the saved weight decay of a scheduler, if --use-checkpoint-opt-param-scheduler is given.
+def note_samples(args: Any, common: Mapping[str, Any]) -> None:
+    """Note in ``args`` the iteration of a checkpoint that counts samples instead of documents.
 
-    Megatron's scheduler computes the weight decay of the next iteration before it reads them.
+    ``common`` is the checkpoint's state without tensors.
+    """
+    saved = common["args"]
+    if not getattr(saved, "epp", False):
+        batch = getattr(saved, "eval_global_batch_size", None) or saved.global_batch_size
+        setattr(args, _COUNTS_SAMPLES, (common["iteration"], batch))
+
+
+def prepare_schedule(scheduler: Any, state_dict: dict[str, Any]) -> None:
+    """Set the weight decay of a scheduler, and the counters of a job that counted samples.
+
+    Megatron's scheduler computes the weight decay of the next iteration before it reads the
+    checkpoint's, which --use-checkpoint-opt-param-scheduler demands.
+
+    Args:
+        scheduler: Megatron's scheduler, which is about to load ``state_dict``.
+        state_dict: State of the scheduler in the checkpoint.
+
+    Raises:
+        ValueError: The checkpoint counts samples, and --override-opt-param-scheduler is not given.
     """
     if scheduler.use_checkpoint_opt_param_scheduler:
         vars(scheduler).update({name: state_dict[name] for name in _DECAY if name in state_dict})
+    args = get_args()
+    if (counted := vars(args).pop(_COUNTS_SAMPLES, None)) is None:
+        return
+    iteration, evaluated = counted
+    samples, documents = state_dict["num_steps"], scheduled_samples(iteration, scheduled_sizes())
+    if samples == documents:
+        return
+    said = (
+        f"--load {args.load}: saved without --epp after {samples} samples of --seq-length; --epp "
+        f"counts documents, {documents} in {iteration} iterations of --global-batch-size "
+        f"{args.global_batch_size}"
+    )
+    if not scheduler.override_opt_param_scheduler:
+        raise ValueError(f"{said}; give --override-opt-param-scheduler to continue there")
+    print_rank_0(f"> {said}: the schedule and the data continue there")
+    state_dict["num_steps"] = documents
+    progress = progress_of(args)
+    progress.consumed_train_samples = documents
+    passes = progress.consumed_valid_samples // evaluated
+    progress.consumed_valid_samples = passes * args.eval_global_batch_size
 
 
 def _pairs(groups: Sequence[_Group], saved: Sequence[_Group]) -> Iterator[tuple[_Group, _Group]]:

@@ -5,6 +5,7 @@ rank, in the order of the rank's weights. A rank with other layers would load st
 weights. Megatron compares the degrees, but not the layers of the ranks.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.checkpoint import CheckpointException
@@ -15,24 +16,45 @@ from megatron_epp.mcore.job.checkpoint_folders import checkpoint_to_load
 from megatron_epp.mcore.model.shape import placement_of
 
 
-def require_same_stages(args: Any) -> None:
-    """Raise a ValueError if the job would load optimizer states that belong to other stages."""
-    loads = args.use_distributed_optimizer and not (args.finetune or args.no_load_optim)
-    path = checkpoint_to_load(args) if loads and args.ckpt_format == "torch_dist" else None
+def saved_state(args: Any) -> dict[str, Any] | None:
+    """Return the checkpoint's state without tensors, if the job resumes its schedule, else None.
+
+    The result is also None for other formats than torch_dist, and for a damaged checkpoint, which
+    Megatron reports later.
+    """
+    loads = not (args.finetune or args.no_load_optim) and args.ckpt_format == "torch_dist"
+    path = checkpoint_to_load(args) if loads else None
     if path is None:
+        return None
+    from megatron.core.dist_checkpointing import serialization
+
+    try:
+        common: dict[str, Any] = serialization.load_common_state_dict(path)
+    except (Exception, CheckpointException):
+        return None
+    return None if getattr(common.get("args"), "no_save_optim", True) else common
+
+
+def require_same_stages(args: Any, common: Mapping[str, Any]) -> None:
+    """Raise a ValueError if the job would load optimizer states that belong to other stages.
+
+    ``common`` is the result of :func:`saved_state`.
+    """
+    if not args.use_distributed_optimizer:
         return
     from megatron.core.dist_checkpointing import serialization
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+    metadata = serialization.load_content_metadata(preloaded_state_dict=common) or {}
     try:
-        common = serialization.load_common_state_dict(path)
-        metadata = serialization.load_content_metadata(preloaded_state_dict=common) or {}
-        saved, sharding = common["args"], metadata["distrib_optim_sharding_type"]
-        saved_stages = _stages_text(saved)
-    except (Exception, CheckpointException):  # damaged, or older: Megatron reports it later
+        sharding, saved_stages = (
+            metadata["distrib_optim_sharding_type"],
+            _stages_text(common["args"]),
+        )
+    except Exception:  # an older version: Megatron reports it later
         return
     reshardable = sharding in DistributedOptimizer.checkpoint_fully_reshardable_formats
-    if reshardable or saved.no_save_optim or saved_stages == (stages := _stages_text(args)):
+    if reshardable or saved_stages == (stages := _stages_text(args)):
         return
     raise ValueError(
         f"--load {args.load}: its optimizer states, saved without "

@@ -17,7 +17,7 @@ from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron_epp.control.accept import AcceptedSteps
 from megatron_epp.control.observe import Observer
 from megatron_epp.control.retry import Attempt, Retry
-from megatron_epp.mcore.data.global_batches import Batch, GlobalBatches
+from megatron_epp.mcore.data.global_batches import Batch, GlobalBatches, progress_of
 from megatron_epp.mcore.job.emergency_exit import SAVES
 from megatron_epp.mcore.kinds.modules import changed_tensors
 from megatron_epp.mcore.lm_head.tied import add_up_tied_gradients
@@ -26,7 +26,6 @@ from megatron_epp.mcore.model.rng import random_states, restore_random_states
 from megatron_epp.mcore.model.stage import ForwardStep
 from megatron_epp.mcore.patching.uneven_batches import SampleCount, UnevenMicroBatches
 from megatron_epp.mcore.placing.embedding_copies import add_up_embedding_gradients
-from megatron_epp.mcore.trainer.job_data import progress_of
 from megatron_epp.mcore.trainer.stage_runner import StageRun, StageRunner
 from megatron_epp.runtime.executor import OutsidePhase
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.training import get_args, global_vars, print_rank_0
+from megatron.training import get_args, print_rank_0
 
 from megatron_epp.corpus.blend import TOKENS
 from megatron_epp.mcore.data.documents import config_from_args
@@ -14,6 +14,7 @@ from megatron_epp.mcore.data.global_batches import (
     FullPasses,
     GlobalBatches,
     build_documents,
+    progress_of,
     scheduled_samples,
     scheduled_sizes,
 )
@@ -22,8 +23,8 @@ from megatron_epp.mcore.job import megatron_gpt
 from megatron_epp.mcore.trainer.hooks import TrainerHooks
 
 # Flags by which Megatron counts samples (or tokens, as samples times --seq-length). The line at the
-# start names them.
-_SAID = (
+# start names those that are given.
+_COUNTING = (
     "train_samples lr_decay_samples lr_warmup_samples lr_wsd_decay_samples step_batch_size_schedule"
 )
 
@@ -38,14 +39,6 @@ def consumed_in_phase(args: Any) -> int:
         return progress.consumed_train_samples
     begun = max(at for at in (0, *args.phase_transition_iterations) if at <= progress.iteration)
     return (progress.iteration - begun) * args.global_batch_size
-
-
-def progress_of(args: Any) -> Any:
-    """Return the object that counts iterations and samples.
-
-    Later versions of Megatron (#7447) count in a state object, earlier versions in the args.
-    """
-    return getattr(global_vars, "get_train_state", lambda: args)()
 
 
 class JobData:
@@ -116,8 +109,7 @@ class JobData:
             if training.fractions is not None:
                 drawn = f"training draws {training.fractions}"
                 print_rank_0(f"> --epp-blend {self._blend_by}: {drawn}")
-            if (line := units_line(args, training.mean_length)) is not None:
-                print_rank_0(f"> {line}")
+            print_rank_0(f"> {units_line(args, training.mean_length)}")
 
     def _documents(
         self, args: Any, samples: Sequence[int | None], group: Any
@@ -140,16 +132,18 @@ class JobData:
         )
 
 
-def units_line(args: Any, mean_length: float) -> str | None:
-    """Return a line that names the flags in ``args`` that count documents; None if there are none.
+def units_line(args: Any, mean_length: float) -> str:
+    """Return a line on the tokens of a batch, and on the flags in ``args`` that count documents.
 
     ``mean_length`` is the mean number of tokens per document.
     """
-    values = {name: getattr(args, name, None) for name in _SAID.split()}
-    shown = [f"--{name.replace('_', '-')} {value}" for name, value in values.items() if value]
-    if not shown:
-        return None
+    values = {name: getattr(args, name, None) for name in _COUNTING.split()}
+    flags = [f"--{name.replace('_', '-')} {value}" for name, value in values.items() if value]
+    documents = args.global_batch_size
+    tokens = documents * mean_length
     return (
-        f"{', '.join(shown)}: counts documents, of {mean_length:.1f} tokens on average, where "
-        f"samples of Megatron's own data sets have --seq-length {args.seq_length}"
+        f"--global-batch-size {documents}: documents of {mean_length:.1f} tokens on average, a "
+        f"batch about {tokens:,.0f} tokens or {tokens / args.seq_length:.3g} samples of "
+        f"--seq-length {args.seq_length}; samples of the learning-rate schedule are documents"
+        f"{', as in ' if flags else ''}{', '.join(flags)}"
     )

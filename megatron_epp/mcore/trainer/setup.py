@@ -15,7 +15,8 @@ from megatron_epp.mcore.job.checkpoint_folders import leftover_lines
 from megatron_epp.mcore.job.emergency_exit import SAVES
 from megatron_epp.mcore.job.job_cost import host_budget_bytes
 from megatron_epp.mcore.job.read_flags import rank
-from megatron_epp.mcore.job.saved_stages import require_same_stages
+from megatron_epp.mcore.job.resumed_schedule import note_samples
+from megatron_epp.mcore.job.saved_stages import require_same_stages, saved_state
 from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.model.layer_spec import fix_layer_spec
 from megatron_epp.mcore.model.quantisation import warn_of_scales
@@ -115,7 +116,9 @@ def _refuse(args: Any, config: Config) -> None:
     replaced.warn(args)
     warn_of_scales(args)
     host_budget_bytes(config)
-    require_same_stages(args)
+    if (saved := saved_state(args)) is not None:
+        require_same_stages(args, saved)
+        note_samples(args, saved)
     if args.sft:
         check_chat_flags(args)
     if args.num_layers is not None and args.pipeline_model_parallel_size > args.num_layers:
