@@ -85,7 +85,8 @@ class DiagonalPairs(Column):
     """Query-key pairs within a span; an uncut document has no other pairs.
 
     The causal mask hides half of a span's block of attention scores. In cuDNN 9.19 on an H100, the
-    backward of such a pair takes about twice as long as that of a pair with a key before the span.
+    backward of such a pair takes about twice as long as that of a pair with a key before the span
+    (with the mask ``padding_causal_bottom_right``).
     """
 
     NAME = "diagonal_pairs"

@@ -30,7 +30,12 @@ from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.flags.config import EXPANDED, FUSED_LINEARS, LATENTS, Config
 from megatron_epp.mcore.job import megatron_gpt
 from megatron_epp.mcore.job.read_flags import be_the_only_process, read_flags
-from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
+from megatron_epp.mcore.model.attention import (
+    Attention,
+    attention_for,
+    choose_mask,
+    this_device,
+)
 from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.patching import cpu_host, cuda_host, patch_points
 from megatron_epp.mcore.trainer.stage_runner import StageRun, StageRunner
@@ -78,6 +83,7 @@ def start_single_process(flags: Sequence[str]) -> SingleProcess:
     config, device = Config.of(args), this_device()
     transformer = gpt_config_from_args(args).transformer
     attention = attention_for(config.epp_attention, transformer, device)
+    choose_mask(attention, transformer, device)
     attention.stores_latent = config.epp_mla_keeps == LATENTS
     args.epp_mla_keeps = LATENTS if attention.stores_latent else EXPANDED  # auto is for whole jobs
     return SingleProcess(args, config, attention, device, RowShard.of(args))

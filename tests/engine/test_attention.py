@@ -5,13 +5,16 @@ In float64, with emulated kernels.
 
 import weakref
 from contextlib import contextmanager
+from functools import wraps
+from inspect import signature
 from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_epp.layers.attention.te import TransformerEngineKernel
+from megatron_epp.layers.attention.te import MASK, TOP_LEFT_MASK, TransformerEngineKernel
+from megatron_epp.layers.attention.te_direct import LAYOUT
 from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
 from megatron_epp.mcore.patching import emulated_engine
 from tests.layers.runner import HEAD_SIZE, SCALE, documents
@@ -169,6 +172,63 @@ def test_a_module_that_hands_over_more_is_called_every_time(engine, monkeypatch)
     for _ in range(3):
         passes(kernel, call, grad)
     assert len(ran) == 3 and kernel.refused == 1
+
+
+def test_calls_without_context_have_a_mask_of_their_own_and_equal_results(monkeypatch) -> None:
+    """Whole documents and first slices; not slices after a context, windows or sinks."""
+    from transformer_engine.pytorch.attention.dot_product_attention import backends
+
+    masks: list[str] = []
+    for name in ("fused_attn_fwd", "fused_attn_bwd"):
+        fused = getattr(backends, name)
+
+        @wraps(fused)
+        def noted(*args, fused=fused, **named):
+            arguments = signature(fused).bind(*args, **named).arguments
+            masks.append(arguments["attn_mask_type"])
+            return fused(*args, **named)
+
+        monkeypatch.setattr(backends, name, noted)
+    one, two = (TransformerEngineKernel(HEADS, GROUPS, HEAD_SIZE, SCALE) for _ in range(2))
+    two.use_top_left(True)
+    device = torch.device("cpu")
+    calls = {(9,): (9,), (5, 1, 3): (5, 1, 3), (4,): (9,), (1,): (9,), (2, 3): (2, 7)}
+    for queries, keys in calls.items():
+        q, _, _, grad = documents((sum(queries),), HEADS, GROUPS, torch.bfloat16)[0]
+        _, k, v, _ = documents((9,), HEADS, GROUPS, torch.bfloat16)[0]
+        call = Operands(q, k[: sum(keys)], v[: sum(keys)], CuSeqlens.of(queries, keys, device))
+        for _ in range(2):  # recorded, then directly
+            masks.clear()
+            found, expected = passes(two, call, grad), passes(one, call, grad)
+            assert all(map(torch.equal, found, expected))
+            without = queries == keys
+            assert call.has_context is not without
+            assert masks == [TOP_LEFT_MASK if without else MASK] * 2 + [MASK] * 2
+    assert not two.refused and two.of_layers(4, False).without_context is None
+    two.use_top_left(False)
+    masks.clear()
+    passes(two, Operands(q[:1], k[:1], v[:1], CuSeqlens.of([1], [1], device)), grad[:1])
+    assert masks == [MASK] * 2
+
+
+@pytest.mark.parametrize("top_left", [False, True])
+def test_the_script_of_masks_calls_as_the_module_does(top_left) -> None:
+    """What scripts/gpu/attention_masks.py times is what training runs."""
+    from scripts.gpu.attention_masks import Packed
+
+    mask = TOP_LEFT_MASK if top_left else MASK
+    kernel = TransformerEngineKernel(HEADS, GROUPS, HEAD_SIZE, SCALE, mask=mask)
+    q, k, v, grad = documents((9,), HEADS, GROUPS, torch.bfloat16)[0]
+    call = Operands(q, k, v, CuSeqlens.of([9], [9], torch.device("cpu")))
+    passes(kernel, call, grad)
+    (recorded,) = kernel._calls.values()
+    ours = Packed("", mask, SCALE).arguments(call, mask) | {"is_training": True}
+    ours |= {"do_format": "thd", "dqkv_layout": LAYOUT}
+    both = recorded.forward, recorded.backward
+    for arguments, takes in zip(both, kernel._fused.signatures.values(), strict=True):
+        given = {name: taken.default for name, taken in takes.parameters.items()} | ours
+        assert arguments == {name: given[name] for name in arguments}
+        assert len(arguments) > 8
 
 
 @pytest.mark.parametrize("first", ["forward", "backward"])

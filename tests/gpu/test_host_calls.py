@@ -128,6 +128,7 @@ def test_a_chunk_of_three_pieces_takes_few_calls_more(alone, engine, monkeypatch
     args = alone.args
     heads = args.num_attention_heads, args.num_query_groups
     kernel = TransformerEngineKernel(*heads, args.kv_channels, args.kv_channels**-0.5)
+    kernel.use_top_left(True)
     fresh = replace(alone, attention=VarlenAttention(kernel))
     monkeypatch.setattr(single_stage, "SavedBytesMeter", lambda parameters: NoMeter())
     model, plan = single_stage.build_stage(fresh, LAYERS, True, True), three_pieces()

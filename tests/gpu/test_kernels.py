@@ -61,6 +61,20 @@ def test_the_self_test_passes(kernel_of, kind, dtype) -> None:
     require_right(kernel, heads, groups, size, *given)
 
 
+@pytest.mark.parametrize("kind", ["small", "odd"])
+def test_the_self_test_passes_with_a_mask_for_calls_without_context(engine, kind) -> None:
+    import torch
+
+    from megatron_epp.layers.attention.selftest import require_right
+    from megatron_epp.layers.attention.te import TransformerEngineKernel
+    from megatron_epp.mcore.model.attention import this_device
+
+    heads, groups, size = KINDS[kind]
+    kernel = TransformerEngineKernel(heads, groups, size, size**-0.5)
+    kernel.use_top_left(True)
+    require_right(kernel, heads, groups, size, size**-0.5, torch.bfloat16, this_device())
+
+
 def test_latents_heads_are_taken_as_they_are(engine) -> None:
     """Queries and keys of 192 channels, values of 128; FlashAttention 2 has one size."""
     import torch

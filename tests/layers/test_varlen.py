@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megatron_epp.layers.attention import selftest as selftest_module
 from megatron_epp.layers.attention import varlen
 from megatron_epp.layers.attention.flash import FlashKernel
+from megatron_epp.layers.attention.layer_attention import Heads
 from megatron_epp.layers.attention.padded import PaddedKernel
 from megatron_epp.layers.attention.reference import ReferenceKernel
 from megatron_epp.layers.attention.selftest import require_right
@@ -148,6 +149,48 @@ def test_the_self_test_passes_what_is_right() -> None:
 def test_the_self_test_names_what_is_wrong(kernel, says) -> None:
     with pytest.raises(ValueError, match=re.escape(says)):
         selftest(kernel(SCALE))
+
+
+def test_backwards_are_timed_in_turn_after_work(monkeypatch) -> None:
+    """The median of what the clock says of each kernel's backwards, without its forwards."""
+    monkeypatch.setattr(selftest_module, "TIMED_TOKENS", 8)
+    monkeypatch.setattr(selftest_module, "WORK_SECONDS", 0.0)
+    ran: list[tuple[str, str]] = []
+
+    class Noted(ReferenceKernel):
+        def __init__(self, name: str):
+            super().__init__(SCALE)
+            self.name = name
+
+        def forward(self, call, backward):
+            ran.append((self.name, "F"))
+            return super().forward(call, backward)
+
+        def backward(self, grad_THD, call, kept):
+            ran.append((self.name, "B"))
+            return super().backward(grad_THD, call, kept)
+
+    class Clock:
+        """Seconds: of the first kernel 5, of the other 3; the first time a hundred more."""
+
+        def start(self):
+            assert ran[-1][1] == "F"
+
+        def mark(self):
+            name, op = ran[-1]
+            assert op == "B"
+            late = 100 * (ran.count((name, "B")) <= 2)
+            return late + (5.0 if name == "one" else 3.0)
+
+        def seconds(self, mark):
+            return mark
+
+    heads = Heads(HEADS, GROUPS, HEAD_SIZE, SCALE, torch.float32)
+    kernels = [Noted("one"), Noted("other")]
+    cpu = torch.device("cpu")
+    assert selftest_module.backward_seconds(kernels, heads, cpu, Clock) == [5.0, 3.0]
+    names = [name for name, op in ran if op == "B"]
+    assert names[-14:] == ["one", "other"] * 7
 
 
 class OneSize(ReferenceKernel):

@@ -9,6 +9,8 @@ import torch
 from megatron.training.arguments import parse_args
 
 from megatron_epp.layers.attention.cpu import PartsAttention
+from megatron_epp.layers.attention.te import MASK, TOP_LEFT_MASK
+from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.calibrate.probe import undisturbed
 from megatron_epp.mcore.flags import config as config_module
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, elastic_defaults
@@ -18,7 +20,7 @@ from megatron_epp.mcore.job.read_flags import with_our_flags
 from megatron_epp.mcore.kinds.registry import heads_of, kind_defaults
 from megatron_epp.mcore.lm_head.fused_head import rows_at_once
 from megatron_epp.mcore.model import attention
-from megatron_epp.mcore.model.attention import attention_for
+from megatron_epp.mcore.model.attention import attention_for, choose_mask
 from megatron_epp.mcore.model.elastic_layers import add_every_gradient, fuse_weight_gradients
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.planner import TRAINING_LEVERS
@@ -163,6 +165,95 @@ def test_an_assertion_of_a_kernel_is_a_reason_like_others(kernels, monkeypatch, 
     monkeypatch.setattr(attention, "require_right", judge)
     assert attention_for("auto", config(), GPU).name == "torch"
     assert caplog.messages == ["attention by torch kernels, as te: THD is not for this head size"]
+
+
+class FakeEngine:
+    """Transformer Engine's kernel, without the module."""
+
+    name, without_context = "te", None
+
+    def use_top_left(self, wanted):
+        self.without_context = Fake("top left", (8, 8)) if wanted else None
+
+    def of_layers(self, before, sinks):
+        return Fake(self.name, (8, 8), (before, sinks))
+
+
+@pytest.fixture
+def engine(monkeypatch) -> SimpleNamespace:
+    """An engine in the place of Transformer Engine; which masks it was tried with; times."""
+    seen = SimpleNamespace(tried=[], wrong=(), milliseconds=(), timed=[])
+
+    def judge(kernel, *heads) -> None:
+        has_two = getattr(kernel, "without_context", None) is not None
+        mask = "top left" if has_two else "bottom right"
+        seen.tried.append(mask)
+        if mask in seen.wrong:
+            raise ValueError(f"{mask} is off")
+
+    def timed(kernels, heads, device) -> list[float]:
+        seen.timed.append(([kernel.name for kernel in kernels], heads))
+        return [1e-3 * value for value in seen.milliseconds]
+
+    monkeypatch.setattr(attention, "TransformerEngineKernel", FakeEngine)
+    monkeypatch.setattr(attention, "_KERNELS", {"te": lambda heads: FakeEngine()})
+    monkeypatch.setattr(attention, "require_right", judge)
+    monkeypatch.setattr(attention, "backward_seconds", timed)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "chosen"), [((1.4, 0.7), TOP_LEFT_MASK), ((0.7, 1.4), MASK)]
+)
+def test_a_gpu_times_the_masks_and_the_faster_is_tested_and_said(
+    engine, caplog, milliseconds, chosen
+) -> None:
+    caplog.set_level("INFO")
+    made = attention_for("te", config(), GPU)
+    assert engine.tried == ["top left"]
+    engine.milliseconds = milliseconds
+    choose_mask(made, config(), GPU)
+    assert engine.timed == [(["te", "top left"], heads_of(config()))]
+    assert (made.kernel.without_context is not None) == (chosen == TOP_LEFT_MASK)
+    assert engine.tried == ["top left", *(["bottom right"] if chosen == MASK else [])]
+    assert caplog.messages == [
+        f"attention without context: mask {chosen}, as the backward of 4096 tokens takes "
+        f"{milliseconds[0]:.3f} ms with padding_causal_bottom_right, {milliseconds[1]:.3f} ms with "
+        "padding_causal"
+    ]
+
+
+def test_rank_0_decides_for_the_job(engine, monkeypatch) -> None:
+    """Whatever this rank would measure; single-rank documents, over all heads, follow."""
+    spread = config(context_parallel_size=2)
+    for answer in (MASK, TOP_LEFT_MASK):
+        monkeypatch.setattr(attention, "broadcast_result", lambda make, group, is_=answer: is_)
+        made = attention_for("te", spread, GPU)
+        choose_mask(made, spread, GPU, object())
+        kernels = made.kernel, made.all_heads.kernel
+        assert kernels[0] is not kernels[1] and not engine.timed
+        assert {one.without_context is not None for one in kernels} == {answer == TOP_LEFT_MASK}
+
+
+def test_a_mask_that_computes_wrongly_is_not_taken(engine, caplog) -> None:
+    engine.wrong = ("top left",)
+    made = attention_for("te", config(), GPU)
+    choose_mask(made, config(), GPU)
+    assert made.kernel.without_context is None and not engine.timed
+    assert engine.tried == ["top left", "bottom right"]
+    assert caplog.messages == [
+        "attention without context by mask padding_causal_bottom_right: top left is off"
+    ]
+
+
+def test_masks_are_not_timed_where_no_layer_takes_both_or_there_is_no_gpu(engine) -> None:
+    windows = config(window_size=(16, 0))
+    choose_mask(attention_for("te", windows, GPU), windows, GPU)
+    made = VarlenAttention(FakeEngine())
+    made.kernel.use_top_left(True)
+    choose_mask(made, config(), CPU)
+    choose_mask(PartsAttention(0.5), config(), CPU)
+    assert made.kernel.without_context is not None and not engine.timed
 
 
 @pytest.mark.parametrize("before", [None, "1"])

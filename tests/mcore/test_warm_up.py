@@ -84,6 +84,9 @@ def test_every_length_from_17_tokens_on_is_recorded_once(before) -> None:
     for queries, context in ((17, 983), (100, 20), (700, 300), (500, 500)):
         seen = context if before is None else min(before, context)
         assert recorded(CuSeqlens.of([queries], [queries + seen], CPU)) in keys
+    # A call is recorded of the kernel that computes it: those behind a context have another.
+    contexts = [most[0] < most[1] for most in (call.most for call in made)]
+    assert [call.keys > call.queries for call in made] == contexts
     many = sum(call.documents == 1 for call in recordings(1000, alone=False, before=before))
     assert many == 6 + (21 if before is None else 12)
     assert sum(call.alone for call in recordings(1000, alone=True)) == 6 * 8

@@ -3,16 +3,23 @@
 If a kernel aligns the mask at the wrong end, or omits a gradient, training raises no error. Each
 kind of call is therefore made once with few rows and compared with reference attention in float64.
 The tolerance is ``ALLOWANCE`` times the error of reference attention in the kernel's dtype.
+
+Equal results may take unequal time: :func:`backward_seconds` times kernels on a GPU.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_epp.layers.attention.layer_attention import Heads
 from megatron_epp.layers.attention.reference import ReferenceKernel
 from megatron_epp.layers.attention.varlen import CuSeqlens, Kernel, Operands
+from megatron_epp.runtime.clock import CudaClock
 
 # (queries, keys) of the documents of a call.
 CALLS: dict[str, tuple[tuple[int, int], ...]] = {
@@ -37,6 +44,9 @@ ALLOWANCE = 2.0  # factor on the error of reference attention in the same dtype
 # attention is nearer than this many steps of the dtype is chance.
 LUCK = 2.0
 SEED = 20260117
+# Tokens of the timed document, timed backwards, and seconds of work before them, after which a GPU
+# has the clock rate of training.
+TIMED_TOKENS, REPEATS, WORK_SECONDS = 4096, 7, 0.1
 
 
 def require_right(
@@ -157,6 +167,51 @@ def errors(
     if offsets is not None:
         scales[-1] = (_sink_weights(written_out, exact) * right[0] * grad.double()).norm()
     return _distances(outputs, right, scales), _distances(reference, right, scales)
+
+
+def backward_seconds(
+    kernels: Sequence[Kernel],
+    heads: Heads,
+    device: torch.device,
+    clock: Callable[[], Any] = CudaClock,
+) -> list[float]:
+    """Return the device's median seconds of the backward of one document, by kernel.
+
+    The kernels run in turn.
+
+    Args:
+        kernels: kernels to compare.
+        heads: heads of the calls.
+        device: device of the tensors.
+        clock: function that makes a clock of one backward.
+    """
+
+    def zeros(count: int, size: int) -> Tensor:
+        return torch.zeros(TIMED_TOKENS, count, size, dtype=heads.dtype, device=device)
+
+    lengths = CuSeqlens.of([TIMED_TOKENS], [TIMED_TOKENS], device)
+    qkv = (
+        zeros(heads.query, heads.size),
+        zeros(heads.key, heads.size),
+        zeros(heads.key, heads.value),
+    )
+    call, grad_THD = Operands(*qkv, lengths), zeros(heads.query, heads.value)
+
+    def run(kernel: Kernel) -> Callable[[], float]:
+        _, kept = kernel.forward(call, True)
+        timer = clock()
+        timer.start()
+        kernel.backward(grad_THD, call, kept)
+        stop = timer.mark()
+        return lambda: timer.seconds(stop)
+
+    for kernel in kernels:  # kernels are chosen and compiled
+        run(kernel)()
+    end = time.perf_counter() + WORK_SECONDS
+    while time.perf_counter() < end:
+        run(kernels[-1])()
+    runs = [[run(kernel) for kernel in kernels] for _ in range(REPEATS)]
+    return [median(seconds() for seconds in of_kernel) for of_kernel in zip(*runs, strict=True)]
 
 
 def _sink_weights(kernel: ReferenceKernel, call: Operands) -> Tensor:

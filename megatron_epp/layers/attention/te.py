@@ -3,7 +3,9 @@
 For slices, these points matter; a mistake raises no error (checked in version 2.20):
 
 - The mask is ``padding_causal_bottom_right``. ``padding_causal`` with fewer queries than keys is
-  aligned at the top left.
+  aligned at the top left. Without context the two are the same, but under the first the backward
+  also computes the masked tiles, about half of all. Calls without context can therefore have a
+  kernel of their own (:meth:`TransformerEngineKernel.use_top_left`).
 - Queries, keys and values start at the beginning of their storage. The module infers their layout
   from pointers and offsets, and refuses or misreads a view into the middle of a buffer.
 - The module's context parallelism is off, because it does not support this mask. Instead, rows are
@@ -33,7 +35,7 @@ from megatron_epp.layers.attention.te_direct import (
 from megatron_epp.layers.attention.varlen import CuSeqlens, Operands
 from megatron_epp.layers.saved_tensors import SavedTensorHooks
 
-MASK = "padding_causal_bottom_right"
+MASK, TOP_LEFT_MASK = "padding_causal_bottom_right", "padding_causal"
 DIRECT = True  # whether equal calls skip the module's choice of a kernel
 # From this cuDNN version on, a graph is built per number of documents. For older versions
 # Transformer Engine itself rounds it up to 32, 64, 128, ...
@@ -51,6 +53,10 @@ class TransformerEngineKernel:
         around: function that returns a context manager; each call of the module runs in one.
         before: number of earlier tokens that a query sees (window); None for all.
         sinks: whether the layers have sinks.
+        mask: the causal mask, by Transformer Engine's name.
+
+    Attributes:
+        without_context: kernel of calls without context; None if this kernel computes them, too.
 
     Raises:
         ImportError: if Transformer Engine is not installed.
@@ -69,9 +75,11 @@ class TransformerEngineKernel:
         around: Callable[[], AbstractContextManager] = nullcontext,
         before: int | None = None,
         sinks: bool = False,
+        mask: str = MASK,
     ):
         self._around = around
         self._arguments = heads, groups, head_size, scale, around
+        self.without_context: TransformerEngineKernel | None = None
         self._of_layers: dict[tuple[int | None, bool], TransformerEngineKernel] = {}
         import transformer_engine.pytorch as te
 
@@ -100,7 +108,7 @@ class TransformerEngineKernel:
             num_gqa_groups=groups,
             attention_dropout=0.0,
             qkv_format="thd",
-            attn_mask_type=MASK,
+            attn_mask_type=mask,
             softmax_scale=scale,
             **others,
         )
@@ -114,14 +122,26 @@ class TransformerEngineKernel:
             self._of_layers[like] = TransformerEngineKernel(*self._arguments, *like)
         return self._of_layers[like]
 
+    def use_top_left(self, wanted: bool) -> None:
+        """Set whether calls without context use the mask ``TOP_LEFT_MASK``.
+
+        Calls of layers with a window or sinks always use ``MASK``.
+        """
+        self.without_context = (
+            TransformerEngineKernel(*self._arguments, mask=TOP_LEFT_MASK) if wanted else None
+        )
+
     @property
     def refused(self) -> int:
         """Number of kinds of calls (:func:`alike`) that are never made directly."""
-        of_layers = sum(kernel.refused for kernel in self._of_layers.values())
-        return of_layers + sum(calls.refused for calls in self._calls.values())
+        others = [*self._of_layers.values(), self.without_context]
+        of_others = sum(kernel.refused for kernel in others if kernel is not None)
+        return of_others + sum(calls.refused for calls in self._calls.values())
 
     def forward(self, call: Operands, backward: bool) -> tuple[Tensor, Any]:
         """Return the output [T, H, D] and the state for :meth:`backward`, without the operands."""
+        if self.without_context is not None and not call.has_context:
+            return self.without_context.forward(call, backward)
         call = self._bucketed(call)
         calls = self._calls.setdefault(alike(call, backward), KernelCalls())
         if DIRECT and calls.forward is not None and (calls.backward is not None or not backward):
@@ -137,6 +157,8 @@ class TransformerEngineKernel:
 
     def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
         """Return the gradients of q, k and v, and of the sinks if there are any."""
+        if self.without_context is not None and not call.has_context:
+            return self.without_context.backward(grad_THD, call, kept)
         call = self._bucketed(call)
         calls = self._calls[alike(call, True)]
         if not isinstance(kept, _Run):

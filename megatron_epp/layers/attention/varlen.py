@@ -115,6 +115,11 @@ class Operands:
         qkv = self.q_THD, self.k_SGD, self.v_SGD
         return qkv if self.sinks_H is None else (*qkv, self.sinks_H)
 
+    @property
+    def has_context(self) -> bool:
+        """Whether a document has more keys than queries; none has fewer."""
+        return self.k_SGD.shape[0] > self.q_THD.shape[0]
+
 
 class Kernel(Protocol):
     """Interface of an attention kernel, with a causal mask aligned at the bottom right."""

@@ -27,7 +27,12 @@ from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.kinds.modules import kinds_of_layer
 from megatron_epp.mcore.loops.adapter import Adapter
 from megatron_epp.mcore.loops.model_front import ChunkInputs, ReachedError, language_part
-from megatron_epp.mcore.model.attention import Attention, attention_for, this_device
+from megatron_epp.mcore.model.attention import (
+    Attention,
+    attention_for,
+    choose_mask,
+    this_device,
+)
 from megatron_epp.mcore.model.elastic_layers import install_in_model
 from megatron_epp.mcore.patching.releases import ALL_KINDS, installed_version, numbers_of
 from megatron_epp.planner.calls.call_cost import ActivationBudget
@@ -334,6 +339,7 @@ def attach_to(
         for layer in part.decoder.layers:  # raises for an unknown kind
             kinds_of_layer(layer)
         chosen = attention_for(attention, part.config, this_device())
+        choose_mask(chosen, part.config, this_device())
     except ValueError as refusal:
         raise ValueError(f"attach: {refusal}") from None
     memory = None

@@ -1,23 +1,26 @@
-"""Choice of this rank's attention kernels: --epp-attention, and tests of kernels on the device."""
+"""Choice of this rank's attention kernels and masks, and tests of kernels on the device."""
 
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.flash import MOST_HEAD_SIZE, FlashKernel
 from megatron_epp.layers.attention.layer_attention import Attention, Heads
 from megatron_epp.layers.attention.padded import PaddedKernel
-from megatron_epp.layers.attention.selftest import require_right
-from megatron_epp.layers.attention.te import TransformerEngineKernel
+from megatron_epp.layers.attention.selftest import TIMED_TOKENS, backward_seconds, require_right
+from megatron_epp.layers.attention.te import MASK, TOP_LEFT_MASK, TransformerEngineKernel
 from megatron_epp.layers.attention.varlen import Kernel, VarlenAttention
 from megatron_epp.mcore.kinds.registry import heads_of, layers_see
 from megatron_epp.mcore.patching import cpu_host, emulated_engine
+from megatron_epp.runtime.consensus import broadcast_result
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +98,32 @@ def _right_kernel(
     seen: Sequence[tuple[int | None, bool]],
     device: torch.device,
 ) -> Kernel:
-    """Return a kernel that passed its test on the device for every attention variant."""
+    """Return a kernel that passed its test on the device for every attention variant.
+
+    Transformer Engine's calls without context have a mask of their own, unless it fails the test.
+    """
     kernel = _kernel(name, heads, sizes)
+    if (engine := _engine_in(kernel)) is not None:
+        engine.use_top_left(True)
+        try:
+            _require_right(kernel, heads, seen, device)
+            return kernel
+        except _REFUSALS as error:
+            engine.use_top_left(False)
+            logger.warning("attention without context by mask %s: %s", MASK, error)
+    _require_right(kernel, heads, seen, device)
+    return kernel
+
+
+def _engine_in(kernel: Kernel) -> TransformerEngineKernel | None:
+    """Return Transformer Engine's kernel in ``kernel``, if it is one, padded or not."""
+    inner = kernel.kernel if isinstance(kernel, PaddedKernel) else kernel
+    return inner if isinstance(inner, TransformerEngineKernel) else None
+
+
+def _require_right(
+    kernel: Kernel, heads: Heads, seen: Sequence[tuple[int | None, bool]], device: torch.device
+) -> None:
     for before, sinks in seen:
         require_right(
             kernel.of_layers(before, sinks) if before is not None or sinks else kernel,
@@ -110,7 +137,63 @@ def _right_kernel(
             before,
             sinks,
         )
-    return kernel
+
+
+def choose_mask(
+    attention: Attention,
+    config: Any,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Choose the mask of Transformer Engine's calls without context, by time. Collective.
+
+    On a GPU, rank 0 of ``group`` times a backward with each mask. Emulated kernels are not timed;
+    they keep ``TOP_LEFT_MASK``.
+
+    Args:
+        attention: The attention of the job, as :func:`attention_for` returns it.
+        config: Megatron's configuration of the model.
+        device: Device of this rank.
+        group: CPU group of the job's ranks; None: this rank chooses for itself.
+
+    Raises:
+        ValueError: Calls without context fail their test with the chosen mask.
+    """
+    if device.type != "cuda" or not isinstance(attention, VarlenAttention):
+        return
+    choose = partial(_faster_mask, attention.kernel, heads_of(config), layers_see(config), device)
+    chosen = choose() if group is None else broadcast_result(choose, group)
+    of_all_heads = attention.all_heads.kernel, heads_of(config, context=1)
+    for kernel, heads in ((attention.kernel, heads_of(config)), of_all_heads):
+        engine = _engine_in(kernel)
+        if chosen == MASK and engine is not None and engine.without_context is not None:
+            engine.use_top_left(False)
+            _require_right(kernel, heads, layers_see(config), device)
+
+
+def _faster_mask(
+    kernel: Kernel,
+    heads: Heads,
+    seen: Sequence[tuple[int | None, bool]],
+    device: torch.device,
+) -> str:
+    """Return the mask with which a backward without context takes less time on this device."""
+    engine = _engine_in(kernel)
+    if engine is None or engine.without_context is None or (None, False) not in seen:
+        return MASK
+    if isinstance(kernel, PaddedKernel):
+        heads = replace(heads, size=kernel.size, value=kernel.value)
+    kernels = {MASK: engine.of_layers(None, False), TOP_LEFT_MASK: engine.without_context}
+    seconds = backward_seconds([*kernels.values()], heads, device)
+    times = dict(zip(kernels, seconds, strict=True))
+    chosen = min(times, key=lambda mask: times[mask])
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shown = ", ".join(f"{1e3 * value:.3f} ms with {mask}" for mask, value in times.items())
+        logger.info(
+            "attention without context: mask %s, as the backward of %d tokens takes %s",
+            chosen, TIMED_TOKENS, shown,
+        )  # fmt: skip
+    return chosen
 
 
 def _sizes(heads: Heads) -> list[tuple[int, int]]:

@@ -134,7 +134,8 @@ def recordings(
     for keys in sizes:
         for queries in sizes:
             if queries <= keys and (before is None or keys < 2 * (queries + before)):
-                yield WarmUpCall(ROWS, ROWS, most=(queries - 1, keys))
+                # More keys than queries, as behind any context: such calls have their own mask.
+                yield WarmUpCall(ROWS, 2 * ROWS, most=(queries - 1, keys))
 
 
 def warm_up_layers(attention: Attention, config: Any, context: int, device: torch.device) -> None:

@@ -32,7 +32,7 @@ from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 from megatron_epp.mcore.lm_head.fused_head import fused_head
 from megatron_epp.mcore.lm_head.shard import shard_output_layer
 from megatron_epp.mcore.lm_head.tied import tie
-from megatron_epp.mcore.model.attention import Attention, this_device
+from megatron_epp.mcore.model.attention import Attention, choose_mask, this_device
 from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients
 from megatron_epp.mcore.model.split_backward import report_kept
 from megatron_epp.mcore.model.warm_up import warm_up_layers
@@ -104,8 +104,8 @@ class Job:
             ``models``.
         """
         place, device = place_of(self.args), this_device()
-        attention = self._warm_up(models[0].config, device)
         groups = make_groups(device, place, partial(require_same_facts, self.args))
+        attention = self._warm_up(models[0].config, device, groups)
         stages = dict(zip(local_stages(place, groups.pipeline_rank), models, strict=True))
         layers = self._layers_of_stages(stages, groups)
         settle_choices(self.args, models[0], attention, layers, groups, self.hooks.choose)
@@ -121,9 +121,10 @@ class Job:
         self._watch(groups)
         return models
 
-    def _warm_up(self, config: Any, device: torch.device) -> Attention:
-        """Return the model's attention, after a warm-up of its kernels for every variant."""
+    def _warm_up(self, config: Any, device: torch.device, groups: Groups) -> Attention:
+        """Return the model's attention, after a warm-up of its kernels. Collective."""
         attention = self.hooks.attention_for(self.config.epp_attention, config, device)
+        choose_mask(attention, config, device, groups.control)
         warm_up_layers(attention, config, self.args.seq_length, device)
         return attention
 

@@ -7,6 +7,7 @@ import torch
 
 from megatron_epp.layers.attention import te
 from megatron_epp.layers.attention.te import TransformerEngineKernel
+from megatron_epp.layers.attention.varlen import Operands
 from megatron_epp.layers.saved_tensors import SavedTensorHooks
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 from megatron_epp.mcore.kinds.positions import PositionedRotary
@@ -45,11 +46,12 @@ def forget_the_sinks(run, kernel, inputs, cu_seqlens):
 
 
 def align_at_the_top_left(run, kernel, *call):
-    kernel._attend.attn_mask_type = "padding_causal"
+    mask = kernel._attend.attn_mask_type
+    kernel._attend.attn_mask_type = te.TOP_LEFT_MASK
     try:
         return run(kernel, *call)
     finally:
-        kernel._attend.attn_mask_type = "padding_causal_bottom_right"
+        kernel._attend.attn_mask_type = mask
 
 
 def turn_by_the_row(forward, rotary: PositionedRotary, length: int, **others):
@@ -87,6 +89,8 @@ FAULTS: Faults = {
     "forget the sinks of slices": of_the_module(forget_the_sinks),
     # A slice's queries see the beginning of its context.
     "align at the top left": of_the_module(align_at_the_top_left),
+    # A slice after its context is computed as a whole document is (on squares both masks are one).
+    "mask of whole documents": lambda: patch.object(Operands, "has_context", False),
     "drop returned gradients": executor.FAULTS["drop returned gradients"],
     # Rotary positions from 0 in every chunk.
     "turn by the row": fault(PositionedRotary, "forward", turn_by_the_row),
