@@ -40,9 +40,11 @@ from megatron_epp.cost.profile import (
     States,
     Workspace,
 )
-from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
+from megatron_epp.ir import BACKWARDS, FULL, KEEP, SELECTIVE, Kind
 
-LOGITS_BYTES = 6  # of one logit held from F to B: bf16, and float32 for the loss
+# Of one logit: its softmax in float32, held from F to B; and both the softmax and, in F the logit,
+# in B its gradient, in bf16 (megatron.core.tensor_parallel.cross_entropy).
+SOFTMAX_BYTES, LOGITS_BYTES = 4, 6
 # Fraction of the time to read weights at the memory rate that a product takes in addition to its
 # flops. It fits cuBLAS on an H100 with few rows (`cublas-h100` of the public measurements).
 WEIGHT_READ = 0.75
@@ -97,8 +99,10 @@ def profile(
     of_head = [each * head_token for each in ((1, 2, 1, 1) if logits_held else (3, 0, 0, 0))]
     if head_seconds and logits_held:
         of_head[-1] += _read_seconds(head_inputs, device)
-    logits = Bytes(LOGITS_BYTES * model.vocabulary, LOGITS_BYTES * model.vocabulary)
+    softmax = float(SOFTMAX_BYTES * model.vocabulary)
+    logits = float((LOGITS_BYTES - SOFTMAX_BYTES * logits_held) * model.vocabulary)
     none = {kind: Workspace() for kind in Kind if kind in _COMPUTE}
+    with_logits = (Kind.FORWARD, *BACKWARDS) if logits_held else (Kind.FORWARD,)
     boundary = ELEMENT_BYTES * model.hidden
     (first, its), *others = coefficients.items()
     of_first = {
@@ -112,12 +116,10 @@ def profile(
         first_seconds={kind: Seconds() for kind in _COMPUTE},
         last_seconds=dict(zip(_COMPUTE, map(Seconds, of_head), strict=True)),
         first_bytes=Bytes(),
-        last_bytes=logits if logits_held else Bytes(),
+        last_bytes=Bytes(softmax, softmax) if logits_held else Bytes(),
         stores_last_slice=False,
         last_weight_input_bytes=Bytes(head_inputs, head_inputs) if logits_held else Bytes(),
-        last_workspace_bytes=none
-        if logits_held
-        else {**none, Kind.FORWARD: Workspace(logits.per_token, logits.per_cut_token)},
+        last_workspace_bytes=none | dict.fromkeys(with_logits, Workspace(logits, logits)),
         last_workspace_tokens=0.0,
         all_to_all_bytes_per_second=_rates_by_size(device),
         tensor_bytes_per_second=_rates_by_size(device),
@@ -304,15 +306,18 @@ def _layer(
     flops, channels = deferred
     weight, weight_inputs = flops / device.linear_flops, float(ELEMENT_BYTES * channels)
     launch = device.launch_seconds * layer.launches
+    tail = device.tail_seconds if layer.launches == 1 else 0.0
     launch_weight = device.launch_seconds if channels else 0.0
     return LayerCoefficients(
         layer_seconds={
-            Kind.FORWARD: Seconds(linear + light, attention, launch),
-            Kind.BACKWARD: Seconds(2 * linear + back, pairs, 2 * launch),
-            Kind.INPUT: Seconds(2 * linear - weight + back, pairs, 2 * launch - launch_weight),
+            Kind.FORWARD: Seconds(linear + light, attention, launch + tail),
+            Kind.BACKWARD: Seconds(2 * linear + back, pairs, 2 * launch + tail / 2),
+            Kind.INPUT: Seconds(
+                2 * linear - weight + back, pairs, 2 * launch + tail / 2 - launch_weight
+            ),
             Kind.WEIGHT: Seconds(weight + _read_seconds(weight_inputs, device), 0.0, launch_weight),
         },
-        recompute_seconds=_recompute_seconds(layer, linear, attention, launch, light),
+        recompute_seconds=_recompute_seconds(layer, linear, attention, launch + tail, light),
         gather_seconds={
             Kind.FORWARD: gather / 3,
             Kind.BACKWARD: 2 * gather / 3,

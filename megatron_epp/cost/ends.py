@@ -226,8 +226,9 @@ class HeadOnAllStages(Ends):
             held = held / stages
             return np.ceil(np.tile(held, (stages, 1)))
         at_end = profile.last_workspace_bytes[Kind.FORWARD]
-        held = layout.bytes_of(profile.last_bytes if self._holds_logits else at_end, loads)
-        held = held / stages
+        held = layout.bytes_of(at_end, loads) / stages
+        if self._holds_logits:
+            held = held + layout.bytes_of(profile.last_bytes, loads) / stages
         # With 1/stages of the vocabulary, blocks have ``stages`` times more tokens, up to a limit.
         most = float(HEAD_BLOCK_TOKENS[0] * layout.cp)
         if profile.last_workspace_tokens:

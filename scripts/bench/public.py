@@ -304,7 +304,6 @@ REASONS: Mapping[str, str] = {
     "megatron-golden 1": "deterministic attention, and gradients added by a kernel of their own",
     "megatron-golden 2": "deterministic attention, gradients added by a kernel of their own, and "
     "no sequence parallelism, which planned jobs have",
-    "own-h100-layer 10": "one reading, by itself: twice the tokens took 2.4 times as long",
 }
 
 _NAMES = {

@@ -7,6 +7,7 @@ from megatron_epp.cost.catalogue.devices import DEVICES
 
 SIMPLE = dataclasses.replace(
     DEVICES["h100-80g"],
+    tail_seconds=0.0,
     host_forward_seconds=0.0,
     host_backward_seconds=0.0,
     memory_efficiency=0.0,

@@ -115,14 +115,18 @@ def test_a_recomputed_layer_costs_its_forward() -> None:
 
 
 def test_memory_of_a_whole_document() -> None:
-    """Eqs 5 and 10; logits on the last stage."""
+    """Eqs 5 and 10; the softmax of the logits on the last stage, in float32."""
     cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
     load = loads(cost, (0, 8000))
     layers = np.full((4, 1), 10.0)
     held = cost.memory.activation_bytes(load, {(0, KEEP): layers})[:, 0]
     layer_bytes = kept_bytes("gpt-13b") * 8000 / 8
     assert held[:3] == pytest.approx([10 * layer_bytes] * 3)
-    assert held[3] == pytest.approx(10 * layer_bytes + 6 * 128_256 * 8000 / 8)
+    assert held[3] == pytest.approx(10 * layer_bytes + 4 * 128_256 * 8000 / 8)
+    # Besides in bf16: the logits in F, their gradient in B and I.
+    for op, bytes_ in ((F, 2), (B, 2), (Kind.INPUT, 2), (Kind.WEIGHT, 0)):
+        per_stage = cost.memory.workspace_bytes(op, load)[:, 0]
+        assert per_stage == pytest.approx([0, 0, 0, bytes_ * 128_256 * 8000 / 8])
     # Recomputed in full, a layer keeps its input.
     held = cost.memory.activation_bytes(load, {(0, KEEP): layers - 4, (0, FULL): layers * 0 + 4})[
         :, 0
@@ -166,7 +170,8 @@ def test_a_backward_frees_while_it_makes() -> None:
     gradients = np.asarray(table.held_bytes[Item.KV_GRADIENTS])[0, 0]
     assert gradients == 32 * 5000 * 2 * 4 * 1024  # float32, of 5000 tokens
     # Without recompute it never holds more than its forward left.
-    assert np.asarray(table.workspace_bytes[B])[0].tolist() == [0, -gradients]
+    logits = [2 * 128_256 * tokens for tokens in (5000, 3000)]
+    assert np.asarray(table.workspace_bytes[B])[0].tolist() == [logits[0], logits[1] - gradients]
 
 
 def test_states() -> None:

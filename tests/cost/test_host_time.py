@@ -91,3 +91,18 @@ def test_recompute_of_a_small_chunk_takes_the_host_as_long_as_was_measured() -> 
 def test_torchs_names_of_devices(text: str, name: str | None) -> None:
     found = device_like(text)
     assert (found and found.name) == name
+
+
+def test_kernels_of_dense_layers_start_and_end() -> None:
+    """In every chunk, however small; a layer of experts has its own constant."""
+    tail, launch = H100.tail_seconds, H100.launch_seconds
+    dense = PROFILE.layer_seconds
+    assert dense[Kind.FORWARD].per_chunk == pytest.approx(launch + tail)
+    assert dense[Kind.BACKWARD].per_chunk == pytest.approx(2 * launch + tail / 2)
+    halves = dense[Kind.INPUT].per_chunk + dense[Kind.WEIGHT].per_chunk
+    assert halves == pytest.approx(dense[Kind.BACKWARD].per_chunk)
+    experts = profile(MODELS["qwen3-30b-a3b"], H100).layer_seconds
+    assert experts[Kind.FORWARD].per_chunk == pytest.approx(5 * launch)
+    assert profile(MODELS["llama3-8b"], DEVICES["b200-180g"]).layer_seconds[
+        Kind.FORWARD
+    ].per_chunk == pytest.approx(launch)

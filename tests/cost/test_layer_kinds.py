@@ -678,6 +678,7 @@ def test_a_recomputed_layers_forward_is_promised_what_it_needs() -> None:
         made,
         workspace_bytes={**made.workspace_bytes, Kind.FORWARD: kept},
         forward_workspace_bytes={"f": full},
+        last_workspace_bytes=dict.fromkeys(made.last_workspace_bytes, Workspace()),
     )
     chunks = [Chunk.parse(["0[0:500]"]), Chunk.parse(["1[0:100]"])]
     for per_letter, in_full in ((known, 40 * 100 + 100), (

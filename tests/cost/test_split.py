@@ -11,7 +11,7 @@ from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
-from megatron_epp.cost.profile import Bytes, Seconds
+from megatron_epp.cost.profile import Bytes, Seconds, Workspace
 from megatron_epp.ir import Item, Kind, Plan
 from megatron_epp.sim.play import play
 
@@ -27,6 +27,7 @@ def cost(layers: tuple[int, ...], between: float = BETWEEN) -> Cost:
         saved_bytes={**made.saved_bytes, **{k: Bytes(b, b) for k, b in SAVED.items()}},
         recompute_workspace_bytes={**made.recompute_workspace_bytes, "f": Bytes(AGAIN, AGAIN)},
         last_bytes=Bytes(LOGITS, LOGITS),
+        last_workspace_bytes=dict.fromkeys(made.last_workspace_bytes, Workspace()),
         weight_input_bytes=Bytes(between, between),
         last_weight_input_bytes=Bytes(HEAD, HEAD),
     )

@@ -121,7 +121,7 @@ def test_logits_that_would_be_held_are_not() -> None:
         for each in (held, held.with_vocabulary(True))
     )
     assert (more[3] - less[3])[0] == pytest.approx(
-        (6 * MODEL.vocabulary - HIDDEN_BYTES) * 30_000 / 8, abs=2
+        (4 * MODEL.vocabulary - HIDDEN_BYTES) * 30_000 / 8, abs=2
     )
 
 

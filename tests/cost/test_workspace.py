@@ -30,7 +30,10 @@ def cost(layer: Workspace, last: Workspace = NONE, tp: int = 1, cp: int = 1) -> 
     made = dataclasses.replace(
         PLAIN,
         workspace_bytes={**PLAIN.workspace_bytes, Kind.BACKWARD: layer},
-        last_workspace_bytes={**PLAIN.last_workspace_bytes, Kind.BACKWARD: last},
+        last_workspace_bytes={
+            **dict.fromkeys(PLAIN.last_workspace_bytes, NONE),
+            Kind.BACKWARD: last,
+        },
     )
     return Cost(StageLayout(made, (4, 4), tp=tp, cp=cp), (80 * GIB, 80 * GIB))
 

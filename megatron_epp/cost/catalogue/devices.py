@@ -36,6 +36,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "host_bytes_per_second": (0.0, 1e24),
     "memory_bytes_per_second": (0.0, 1e24),
     "memory_efficiency": (0.0, 1.0),
+    "tail_seconds": (0.0, 1e3),
     "host_forward_seconds": (0.0, 1e3),
     "host_backward_seconds": (0.0, 1e3),
     "peak_flops": (0.0, 1e24),
@@ -95,6 +96,8 @@ class Device:
         gather_latency_seconds: latency of one gather or scatter, by group size.
         memory_efficiency: fraction of the memory rate that element-wise kernels and weight reads
             achieve; 0: linear_flops include their time.
+        tail_seconds: seconds per dense layer and chunk in which a forward's kernels start and end,
+            with idle multiprocessors; backward takes half as long; 0: other rates include them.
         host_forward_seconds: host time to issue a layer's forward, a lower bound of its time.
         host_backward_seconds: host time to issue a layer's backward.
         peak_flops: data-sheet flops in bf16 without sparsity, the divisor of MFU; 0: unknown.
@@ -114,6 +117,7 @@ class Device:
     tensor_bytes_per_second: Mapping[int, float] = field(default_factory=dict)
     gather_latency_seconds: Mapping[int, float] = field(default_factory=dict)
     memory_efficiency: float = 0.0
+    tail_seconds: float = 0.0
     host_forward_seconds: float = 0.0
     host_backward_seconds: float = 0.0
     peak_flops: float = 0.0
@@ -189,15 +193,20 @@ _L40S = (217e12, 181e12, 1e-4, {2: 20e9}, 200e9, 1e-5, 8, _PCIE_4)
 # Host time of a layer, measured on the host of an H100 with few tokens (`own-h100-layer`). It does
 # not depend on the GPU.
 _HOST: dict[str, Any] = {"host_forward_seconds": 2.1e-3, "host_backward_seconds": 1.65e-3}
-_FAST: dict[str, Any] = {**_HOST, "gather_latency_seconds": _LATENCY, "memory_efficiency": 0.8}
+# Kernels that start and end: what forwards of 4096 and 8192 tokens and backwards of 1024 and 2048
+# take beyond the other rates (`own-h100-layer`, rows that are not held out: 0.2 and 0.1 ms). With
+# the unfused layers of Seq1F1B on A100 it is 0.9 and 0.3 to 0.6 ms (`seq1f1b`).
+_TAIL: dict[str, Any] = {**_HOST, "tail_seconds": 2e-4}
+_FAST: dict[str, Any] = {**_TAIL, "gather_latency_seconds": _LATENCY, "memory_efficiency": 0.8}
 # Kernels that only move bytes reach half the data sheet's rate on Blackwell: fitted to the rows of
 # `simumax-b200`, dense and MoE, that are not held out. With 0.8, their MoE steps are 11% too fast.
-_BLACKWELL = _FAST | {"memory_efficiency": 0.5}
+# Blackwell's other rates were fitted together with the tails of kernels.
+_BLACKWELL = _FAST | {"memory_efficiency": 0.5, "tail_seconds": 0.0}
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
-        Device("a100-40g", 37.0, *_A100, 1.555e12, _A100_RINGS, peak_flops=312e12, **_HOST),
-        Device("a100-80g", 74.0, *_A100, 2.039e12, _A100_RINGS, peak_flops=312e12, **_HOST),
+        Device("a100-40g", 37.0, *_A100, 1.555e12, _A100_RINGS, peak_flops=312e12, **_TAIL),
+        Device("a100-80g", 74.0, *_A100, 2.039e12, _A100_RINGS, peak_flops=312e12, **_TAIL),
         Device("h100-80g", 74.0, *_HOPPER, 3.35e12, _HOPPER_RINGS, peak_flops=989e12, **_FAST),
         Device("h200-141g", 130.0, *_HOPPER, 4.8e12, _HOPPER_RINGS, peak_flops=989e12, **_FAST),
         Device("h800-80g", 74.0, *_H800, 3.35e12, _H800_RINGS, peak_flops=989e12, **_FAST),
