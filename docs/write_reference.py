@@ -32,7 +32,7 @@ NOTE = "<!-- written by docs/write_reference.py; do not edit -->"
 GROUPS = {
     "Planner": "epp epp_planner epp_levers epp_effort epp_plan_ahead epp_plan_cores",
     "Memory": "epp_memory_budget_gib epp_host_memory_gib epp_memory_limit_gib",
-    "Stages": "epp_partition epp_placement epp_vocab_parallel epp_layouts",
+    "Stages": "epp_placement epp_vocab_parallel epp_layouts",
     "Cost model": "epp_cost_model",
     "Documents": "epp_overlong epp_blend",
     "Kernels": "epp_attention epp_mla_keeps epp_row_multiple",

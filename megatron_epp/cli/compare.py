@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 
 from megatron_epp.cli.documents import open_batches
-from megatron_epp.cli.layout import baseline_cost, named_layout_cost, run_cost
-from megatron_epp.cli.machine import padding_text
+from megatron_epp.cli.layout import named_layout_cost, run_cost
+from megatron_epp.cli.machine import padding_text, with_padding
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.plan import late_text, options_of
 from megatron_epp.cli.progress import Workers, bar
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     numbers = range(arguments.first_batch, arguments.first_batch + arguments.batches)
     batches = open_batches(arguments, numbers)
     first = batches[numbers[0]]
-    cost = baseline_cost(arguments, named, batches, options, chosen_by)
+    cost = with_padding(named, arguments, batches.first, arguments.dp)
     elastic_cost = run_cost(arguments, named, batches, options, _EPP) if _EPP in names else cost
     costs = {name: elastic_cost if name == _EPP else cost for name in names if name != STOCK}
     cold = _warm_up(costs, first, options, arguments.dp)

@@ -133,12 +133,9 @@ class MachineFlags:
     )
     placement: str | None = shared_setting(
         "placement",
-        "; --pp is the number of pipeline ranks (default: auto, or one stage a rank if --layers or "
-        "--partition is given; compare: auto is for epp, the others have one stage a rank)",
+        "; --pp is the number of pipeline ranks (default: auto, or one stage a rank if --layers is "
+        "given; compare: auto is for epp, the others have one stage a rank)",
         default=None,
-    )
-    partition: str | None = shared_setting(
-        "partition", "; even: equally many (default: as --placement says)", default=None
     )
     vocab_parallel: str | None = shared_setting(
         "vocab_parallel", " (compare: for epp; the others have theirs on the last stage)"
@@ -165,7 +162,7 @@ class PlansMachineFlags(MachineFlags):
     """The machine that runs an existing plan; stages and their placement are in the plan."""
 
     NOTE: ClassVar = "What `plan -o` wrote in the plan's comment stands where no option does."
-    OMIT: ClassVar = ("pp", "partition", "placement")
+    OMIT: ClassVar = ("pp", "placement")
 
     cp: int | None = flag(None, "context-parallel (Ulysses) degree (default: 1)", COUNT)
     tp: int | None = flag(None, "tensor-parallel degree (default: 1)", COUNT)
@@ -407,9 +404,6 @@ class TunedMachineFlags:
     )
     pp: int | None = flag(None, "only with this pipeline stages (default: any)", COUNT)
     dp: int | None = flag(None, "only with this data-parallel replicas (default: any)", COUNT)
-    partition: str = shared_setting(
-        "partition", ", where that is faster (default), or even", default="auto"
-    )
     placement: str = flag(
         "auto",
         "stages of every pipeline rank: even, one, or auto (default): also several for the best "

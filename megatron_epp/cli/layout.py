@@ -44,9 +44,8 @@ def named_layout_cost(arguments: argparse.Namespace, planner: str) -> Cost:
         if layers is None:
             raise UsageError("--pp is missing; expected the number of pipeline stages")
         pp = len(layers)
-    for flag in ("--partition", "--placement"):
-        if getattr(arguments, flag[2:]) == AUTO:
-            _require_open(flag, arguments, pp, planner)
+    if arguments.placement == AUTO:
+        _require_open(arguments, pp, planner)
     place: tuple[int, ...] = ()
     if arguments.placement not in (None, AUTO):
         placement = _named_placement(arguments, pp, planner)
@@ -64,22 +63,6 @@ def named_layout_cost(arguments: argparse.Namespace, planner: str) -> Cost:
         )
     degrees: dict[str, Any] = {"pp": pp, "cp": arguments.cp, "dp": arguments.dp}
     return cost_of(arguments, **degrees, layers=layers, cut=asked == "on", place=place)
-
-
-def baseline_cost(
-    arguments: argparse.Namespace, named: Cost, batches: Batches, options: Options, planner: str
-) -> Cost:
-    """Return the cost model of the planners that ``compare`` compares with planner epp.
-
-    Their stages are the named ones; only --partition auto chooses their layers. The arguments are
-    those of :func:`run_cost`.
-    """
-    cost = with_padding(named, arguments, batches.first, arguments.dp)
-    if arguments.partition != AUTO:
-        return cost
-    cut = cost.layout.vocabulary_parallel
-    choice = run_choice(cost, batches.first, options, planner, vocabularies=[cut], by_time=True)
-    return choice.cost
 
 
 def run_cost(
@@ -101,38 +84,35 @@ def run_cost(
     cost = with_padding(named, arguments, batches.first, arguments.dp)
     if planner not in PLANNERS or cost.layout.stages == 1:
         return cost
-    asked, partition = arguments.vocab_parallel, arguments.partition
-    anywhere = _is_placement_open(arguments)
-    by_time = partition == AUTO or (anywhere and partition is None)
+    asked, open_stages = arguments.vocab_parallel, _are_stages_open(arguments)
     why = ruled_out(cost) if asked == AUTO else None
     if why is not None:
         print(f"vocabulary parallelism: off; {why}", file=sys.stderr)
     both = asked == AUTO and why is None
-    if not (anywhere or by_time or both):
+    if not (open_stages or both):
         return cost
     words = model_of(arguments).vocabulary if arguments.model else 0
     with Workers() as workers:
         choice = run_choice(
             *(cost, batches.first, options, planner),
-            placements=PLACEMENT_NAMES if anywhere else (),
+            placements=PLACEMENT_NAMES if open_stages else (),
             vocabularies=[False, True] if both else [asked == "on"],
-            by_time=by_time,
             words=padded_words(words, cost.layout.tp),
             run=lambda function, tasks: bar(workers(function, tasks), len(tasks), "stages"),
         )
     print(f"stages: {choice.way}; {choice.comparison} (simulated)", file=sys.stderr)
     layout = choice.cost.layout
-    open_layers = by_time and not layout.place
-    if open_layers and (flags := layout_flags(layout.layers, layout.pinned_layers - 1)):
+    flags = layout_flags(layout.layers, layout.pinned_layers - 1)
+    if open_stages and not layout.place and flags:
         print(f"layers in Megatron's flags: {shlex.join(flags)}", file=sys.stderr)
     return choice.cost
 
 
-def _is_placement_open(arguments: argparse.Namespace) -> bool:
-    """Return whether the placement is chosen: it is auto, or no option names stages or layers."""
+def _are_stages_open(arguments: argparse.Namespace) -> bool:
+    """Return whether the stages are chosen: --placement is auto, or no option names them."""
     if arguments.placement is None:
-        return not arguments.layers and arguments.partition is None
-    return arguments.placement == AUTO
+        return not arguments.layers
+    return bool(arguments.placement == AUTO)
 
 
 def _named_placement(arguments: argparse.Namespace, ranks: int, planner: str) -> Placement:
@@ -165,14 +145,14 @@ def _named_placement(arguments: argparse.Namespace, ranks: int, planner: str) ->
     return placement
 
 
-def _require_open(flag: str, arguments: argparse.Namespace, ranks: int, planner: str) -> None:
-    """Raise a UsageError if the value auto of ``flag`` cannot choose the layers of the stages."""
+def _require_open(arguments: argparse.Namespace, ranks: int, planner: str) -> None:
+    """Raise a UsageError if --placement auto cannot choose the stages."""
     if arguments.layers:
         raise UsageError(
-            f"--layers names the layers of every stage and {flag} auto chooses the layers of the "
-            "stages; expected one of the two"
+            "--layers names the layers of every stage and --placement auto chooses the layers of "
+            "the stages; expected one of the two"
         )
-    _require_pipeline(f"{flag} auto", ranks, planner)
+    _require_pipeline("--placement auto", ranks, planner)
 
 
 def _require_pipeline(option: str, ranks: int, planner: str) -> None:

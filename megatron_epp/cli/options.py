@@ -37,6 +37,8 @@ REMOVED = {
     "--framework": _BY_HAND,
     "--devices": "give --pp and --cp; tune --gpus N finds the fastest degrees",
     "serve": "training starts its planner processes itself; for a plan in a file: plan -o FILE",
+    "--partition": "leave it out: --placement auto, the default, chooses layers, too; "
+    "--placement even: equally many on every stage",
     "--whole": "leave it out: only sinkhorn routing, which was removed too, needed uncut documents",
 }
 

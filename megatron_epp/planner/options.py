@@ -20,7 +20,7 @@ ALWAYS_ON = frozenset(
 GONE = MappingProxyType(
     {
         "hedge": "plans are made for the assumed host",
-        "uneven": "--partition auto moves layers between stages",
+        "uneven": "--placement auto moves layers between stages",
     }
 )
 MOST_EFFORT = 1_000_000

@@ -51,11 +51,6 @@ class SharedSettings:
         "their own",
         ("HOW", one_of(*OVERLONG)),
     )
-    partition: str = flag(
-        "even",
-        "layers of the stages; auto: by time on the corpus's expected lengths",
-        ("HOW", one_of("even", "auto")),
-    )
     placement: str = flag(
         "auto",
         "stages of every pipeline rank: auto, the fastest on the corpus's first batches, with "

@@ -15,7 +15,7 @@ Plans in turn, for every batch, in one job that first measures its cost model:
                 the lever wsplit; --lines 60: the last two alone. --stock: Megatron's schedule, too
     models      the same for small models: MODEL:CONTEXTxDOCUMENTS, with models like Qwen3-MoE,
                 gpt-oss (window, sinks), Nemotron-H (Mamba-2), Nemotron-3 (MTP; by-time: stages as
-                --epp-partition auto chooses them) and Qwen3-Next (gated delta nets)
+                layers by time are) and Qwen3-Next (gated delta nets)
     split       backwards in two halves: epp without and with the lever wsplit, and the plan of the
                 former with I and W in place of every B, or with all W at the end
     memory      predictions of plans of many kinds: several planners and budgets, random plans.
@@ -25,11 +25,11 @@ Plans in turn, for every batch, in one job that first measures its cost model:
 Ways to run one job, --rounds times in changing order, with a cost model that `profile` measures.
 Ratios are seconds of the first way over the row's, for the same batch, measured and predicted:
 
-    vocab       a heavy LM head: equal layers, vocabulary parallelism, layers by time
-    placements  heavy LM head, uneven layers: layers by time, two stages on a rank (V, interleaved),
-                and --epp-placement auto
+    vocab       a heavy LM head: on the last stage, vocabulary parallelism
+    placements  heavy LM head, uneven layers: one stage on a rank, two (V, interleaved), and
+                --epp-placement auto
     slow-rank   libraries of rank --rank use SSE 4.2 or AVX2 alone: taken for alike, as measured,
-                and as measured with layers by time
+                and as measured with stages by time
 
 External training loops (cpu_loops.py, cpu_trees.py): loops, trees.
 """
@@ -293,20 +293,19 @@ def compare_turns(arguments: argparse.Namespace, corpus: Path, folder: Path) -> 
 # ------------------------------------------------------------------ ways to run one job
 
 WARM_UP = 1
-_CHOSEN = re.compile(r"--epp-(?:partition|placement) auto: (.*)")
+_CHOSEN = re.compile(r"--epp-placement auto: (.*)")
 Ways = Mapping[str, Sequence[str]]
-BY_TIME = ("--epp-partition", "auto")
+ONE_STAGE, AUTO = ("--epp-placement", "even"), ("--epp-placement", "auto")
 WAYS: dict[str, Ways] = {
     "vocab": {
-        "equal layers": ("--epp-vocab-parallel", "off"),
-        "vocabulary parallelism": ("--epp-vocab-parallel", "on"),
-        "layers by time": ("--epp-vocab-parallel", "off", *BY_TIME),
+        "LM head on the last stage": ("--epp-vocab-parallel", "off", *ONE_STAGE),
+        "vocabulary parallelism": ("--epp-vocab-parallel", "on", *ONE_STAGE),
     },
     "placements": {
-        "layers by time": BY_TIME,
+        "one stage a rank": ONE_STAGE,
         "v": ("--epp-placement", "v"),
         "interleaved 2": ("--epp-placement", "interleaved 2"),
-        "auto": ("--epp-placement", "auto"),
+        "auto": AUTO,
     },
 }
 # The last quarter of the layers has full attention.
@@ -493,9 +492,9 @@ def slow_ways(file: Path, said: list[str]) -> Ways:
     alike = file.with_name("alike.json")
     alike.write_text(json.dumps({**text, "rank_slowness": []}))
     return {
-        "taken for alike": ["--epp-cost-model", str(alike)],
-        "as measured": [],
-        "as measured, layers by time": BY_TIME,
+        "taken for alike": [*ONE_STAGE, "--epp-cost-model", str(alike)],
+        "as measured": ONE_STAGE,
+        "as measured, auto": AUTO,
     }
 
 

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir.placement import named_placement
+from megatron_epp.ir.placement import EVENLY, named_placement
 from megatron_epp.planner import Options, planner_of
 from megatron_epp.planner.choose.choice import PLACEMENT_NAMES, run_choice, with_placement
 
@@ -40,7 +40,7 @@ def seconds(planner: str, cost: Cost, batches: Sequence[Sequence[int]], options:
 
 
 def by_time(planner: str, cost: Cost, batches: Sequence[Sequence[int]], options: Options) -> Cost:
-    return run_choice(cost, batches, options, planner, by_time=True).cost
+    return run_choice(cost, batches, options, planner, placements=(EVENLY,)).cost
 
 
 def row(name: str, ranks: int, said: str, batches: Sequence[Sequence[int]], how: Options) -> str:
@@ -58,7 +58,7 @@ def row(name: str, ranks: int, said: str, batches: Sequence[Sequence[int]], how:
         alone = seconds(planner, by_time(planner, even, every, how), batches, how)
         cells.append(f"{base / alone:.2f}")
     for planner in ("adaptis", "epp"):
-        found = run_choice(even, every, how, planner, placements=PLACEMENT_NAMES, by_time=True)
+        found = run_choice(even, every, how, planner, placements=PLACEMENT_NAMES)
         ratio = base / seconds(planner, found.cost, batches, how)
         cells += [f"{ratio:.2f}", found.way.placement]
     return f"| {name} | {ranks} | {said} | {' | '.join(cells)} |"

@@ -54,7 +54,7 @@ options = Options(context=context, levers=default_levers(device), effort=effort)
 def run(number, documents=512):
     batch = corpus.batch(number, documents)
     if choose:
-        how = {"placements": PLACEMENT_NAMES, "vocabularies": (False, True), "by_time": True}
+        how = {"placements": PLACEMENT_NAMES, "vocabularies": (False, True)}
         return run_choice(cost, [batch], options, "epp", **how).seconds.values()
     step = plan_step(batch, cost, options, "epp", 1)
     return [str(step.step), max(each.seconds for each in step.planned)]

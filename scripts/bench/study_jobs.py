@@ -29,8 +29,8 @@ from headline import ROOT, publish
 
 sys.path.insert(0, str(ROOT))
 
-from megatron_epp.cli.layout import baseline_cost, named_layout_cost, run_cost
-from megatron_epp.cli.machine import AS_TRAINED
+from megatron_epp.cli.layout import named_layout_cost, run_cost
+from megatron_epp.cli.machine import AS_TRAINED, with_padding
 from megatron_epp.cli.options import parse
 from megatron_epp.cli.plan import options_of
 from megatron_epp.corpus.lengths import open_corpus
@@ -38,6 +38,7 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue import devices
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, PlanError
+from megatron_epp.ir.placement import EVENLY
 from megatron_epp.planner import Options, PlannedReplica, planner_of
 from megatron_epp.planner.choose import FIRST_BATCHES
 from megatron_epp.planner.choose.choice import heaviest, run_choice
@@ -175,8 +176,9 @@ class Compared:
         arguments = parse(words)
         options = options_of(arguments)
         first = SimpleNamespace(first=[job.batch(number) for number in range(FIRST_BATCHES)])
-        job_of = arguments, named_layout_cost(arguments, "epp"), first, options, "epp"
-        cost, elastic = baseline_cost(*job_of), run_cost(*job_of)
+        named = named_layout_cost(arguments, "epp")
+        cost = with_padding(named, arguments, first.first, arguments.dp)
+        elastic = run_cost(arguments, named, first, options, "epp")
         held = [heaviest(job.batch(each), cost, options.lockstep) for each in range(batches)]
         return cls(cost, elastic, options, held)
 
@@ -293,8 +295,8 @@ def defaults(jobs: dict[str, Job], batches: int) -> str:
         on = cost.layout.vocabulary_parallel
         one_stage = run_choice(
             *(compared.cost, compared.batches, options, "epp"),
+            placements=(EVENLY,),
             vocabularies=(False, True),
-            by_time=True,
         ).cost
         for batch in compared.batches:
             base = of(batch, cost, options)

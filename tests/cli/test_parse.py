@@ -75,6 +75,7 @@ REFUSED = {
         "--multiple 999999999999999": "whole number of at most 1048576",
         "--effort 1000000000000": "whole number of at most 1000000",
         "--no-kv-read": "--kv-read was removed; costs are those of training",
+        "--partition auto": "--partition was removed; leave it out: --placement auto, the default",
         "--devices 4": "--devices was removed; give --pp and --cp; tune --gpus N",
         "--host-memory-gib 1 --levers default,-offload": "has no effect without the lever offload",
         "--vocab-parallel yes": "'yes': expected auto, on, off",

@@ -101,11 +101,9 @@ def test_a_placement_is_chosen_and_said(cli: Commands) -> None:
     ("words", "told"),
     [
         ("", "stages: interleaved 4, layers 4 4 4 4 4 4 4 4;"),
-        ("--placement auto --partition even", "stages: interleaved 4, layers 4 4 4 4 4 4 4 4;"),
+        ("--placement auto", "stages: interleaved 4, layers 4 4 4 4 4 4 4 4;"),
         ("--placement even", "stages: one stage a rank, layers 16 16"),
         ("--layers 17 15", "stages: one stage a rank, layers 17 15"),
-        ("--partition even", "stages: one stage a rank, layers 16 16"),
-        ("--partition auto", "stages: one stage a rank, layers "),
         ("--planner infinipipe", "stages: one stage a rank, layers "),
         ("--planner zb-v", "stages: v, "),
         ("--planner flexsp", None),
@@ -135,7 +133,7 @@ def test_tune_writes_the_placement_it_has_chosen(cli: Commands) -> None:
         f"tune --lengths same --model llama3-8b --device {OLD_H100} --nodes 8 --tp 8 --pp 8 --dp 1 "
         "--levers none --effort 0 --script run.sh"
     )
-    cli.said(f"{line} --placement even --partition even")
+    cli.said(f"{line} --placement even")
     assert "--epp-placement even\n" in Path("run.sh").read_text()
     told = cli.said(line)
     text = Path("run.sh").read_text()

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from megatron_epp.planner.registry import STOCK
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import Choice
 from tests.cli.commands import LONG_AND_SHORT, Commands
-from tests.cost.simple_device import OLD_H100
 from tests.programs import BASH, Done, run
 
 JOB = "--effort 0 --global-batch-size 8 --batches 1 --nodes 1"
@@ -136,16 +136,21 @@ def test_no_script_launches_another_model_than_was_named(cli: Commands) -> None:
     assert "--like 'olmo22' is not known; expected one of olmo2" in told
 
 
+@pytest.mark.everything
 def test_a_pipeline_with_layers_by_time_is_launched_with_megatrons_flags(cli: Commands) -> None:
-    pipeline = f"{TUNE} --pp 4 --cp 2 --placement even"
-    whole = "--vocab-parallel off"  # over the stages, even ones are as fast
-    told = cli.said(f"{pipeline} --tp 1 --script run.sh {whole} --device {OLD_H100}")
-    assert "Best: tp 1 cp 2 pp 4 dp 1" in told and "Layers by time: --" in told
+    """So many micro-batches that one stage a rank is enough; even ones only if they are named."""
+    Path("same").write_text("8000\n" * 256)
+    line = (
+        "tune --lengths same --context 8192 --global-batch-size 512 --batches 1 --effort 0 "
+        "--model llama3-8b --device h100-80g --gpus 8 --tp 4 --pp 2 --vocab-parallel off --row 2 "
+        "--script run.sh"
+    )
+    cli.said(line)
     parsed = launched()
-    by_ends = parsed.decoder_first_pipeline_num_layers or parsed.decoder_last_pipeline_num_layers
-    assert by_ends or parsed.pipeline_model_parallel_layout
-    assert parsed.sequence_parallel is False and parsed.use_distributed_optimizer
-    assert "Layers by time" not in cli.said(f"{pipeline} --partition even")
+    assert re.fullmatch(r"Et\*(17|18)\|t\*(15|14)L", parsed.pipeline_model_parallel_layout)
+    assert parsed.sequence_parallel and parsed.use_distributed_optimizer
+    cli.said(f"{line} --placement even")
+    assert launched().pipeline_model_parallel_layout is None
 
 
 def test_a_grid_with_a_hole_is_mapped_drawn_and_launched(cli: Commands) -> None:

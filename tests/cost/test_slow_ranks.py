@@ -50,7 +50,7 @@ def test_ranks_measured_slower_take_longer(tmp_path: Path, capsys) -> None:
     mixed.layout.profile.save(str(file))
     measured = ("--cost-model", str(file), "--device", "h100-80g")
     words = ("plan", *MACHINE[:4], *measured, "--cp", "8", *BATCH)
-    auto = ("--partition", "auto", "-o", str(tmp_path / "a.plan"))
+    auto = ("--planner", "infinipipe", "-o", str(tmp_path / "a.plan"))
     assert main([*words, "--pp", "2", *auto]) == 0
     plan = Plan.parse((tmp_path / "a.plan").read_text())
     assert plan.layers[0] > 18

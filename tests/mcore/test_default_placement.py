@@ -68,10 +68,6 @@ def test_it_is_the_default() -> None:
         ({"load": "v", "num_layers": 8}, "0 1", "4 4", "chosen anew, as the checkpoint's run had"),
         ({"load": "four"}, "0 1", "3 3", "chosen anew, as the checkpoint's run had another l"),
         ({"load": "v", "finetune": True}, "0 1", "3 3", UNKNOWN),
-        (
-            {"load": "v", "epp_placement": EVENLY, "epp_partition": "auto"},
-            "0 1", "3 3", "chosen anew, as the checkpoint's run had another layout",
-        ),
     ],
 )  # fmt: skip
 def test_what_plans_do_not_decide_is_one_line(
@@ -88,11 +84,10 @@ def test_what_plans_do_not_decide_is_one_line(
         if kept is not None:
             Path(name, CHOICES_FILE).write_text(json.dumps(kept))
     args = validated(**changes)
-    flag = "placement" if args.epp_placement == "auto" else "partition"
     parts = SimpleNamespace(pre_wrap=changes.get("pre_wrap"), items=changes.get("items"))
     line = choose_stages(args, parts)[-1]
-    stages = f"stages on ranks {place}, " if flag == "placement" else ""
-    assert line.startswith(f"--epp-{flag} auto: {stages}layers {layers} of the stages; {said}")
+    stages = f"stages on ranks {place}, layers {layers} of the stages"
+    assert line.startswith(f"--epp-placement auto: {stages}; {said}")
     assert "\n" not in line
     chosen = placement_of(args)
     assert (str(chosen), " ".join(map(str, chosen.layers))) == (place, layers)
@@ -125,7 +120,7 @@ def test_what_is_wrong_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize(
-    ("words", "place", "layers", "flag"),
+    ("words", "place", "layers", "why"),
     [
         ("--decoder-first-pipeline-num-layers 4", "0 1", "4 2", "--decoder-first-pipeline-num-lay"),
         ("--pipeline-model-parallel-layout Et|t*5L", "0 1", "1 5", "--pipeline-model-parallel-l"),
@@ -133,18 +128,20 @@ def test_what_is_wrong_is_refused_in_one_line(
         ("--num-virtual-stages-per-pipeline-rank 3", "0 1 0 1 0 1", "1 1 1 1 1 1", "--num-virtual"),
         ("--num-layers-per-virtual-pipeline-stage 3", "0 1", "3 3", "--num-layers-per-virtual-pi"),
         # What describes no placement means one stage a rank.
-        ("--num-layers-per-virtual-pipeline-stage 2", "0 1", "3 3", "--num-layers-per-virtual-pi"),
-        ("--pipeline-model-parallel-layout Et|t|t|t*3|L|", "0 1", "3 3", "--pipeline-model-paral"),
+        ("--num-layers-per-virtual-pipeline-stage 2", "0 1", "3 3", "--num-layers-per-virtual-pi"
+         "peline-stage 2: 6 layers on 2 pipeline ranks; expected a divisor of 3, the layers of a"),
+        ("--pipeline-model-parallel-layout Et|t|t|t*3|L|", "0 1", "3 3", "Et|t|t|t*3|L| has 6 seg"
+         "ments for 2 pipeline ranks; expected as many for each, with a layer in every one"),
         ("--num-virtual-stages-per-pipeline-rank 2 --decoder-last-pipeline-num-layers 2",
-         "0 1", "4 2", "--decoder-last-pipeline-num-layers"),
+         "0 1", "4 2", "--epp-placement interleaved 2: --decoder-last-pipeline-num-layers says"),
     ],
 )  # fmt: skip
-def test_flags_that_place_layers_precede_it(words: str, place: str, layers: str, flag: str) -> None:
+def test_flags_that_place_layers_precede_it(words: str, place: str, layers: str, why: str) -> None:
     args = validated(words, epp_vocab_parallel="off")
     assert args.epp_placement != "auto"
     (line,) = choose_stages(args)
     where = f"stages on ranks {place}, layers {layers} of the stages"
-    assert line.startswith(f"--epp-placement auto: {where}; {flag}") and line.endswith(" says so")
+    assert line.startswith(f"--epp-placement auto: {where}; {why}")
 
 
 def test_a_named_placement_beside_such_flags_is_refused() -> None:

@@ -120,7 +120,7 @@ def test_another_ep_keeps_no_optimizer(monkeypatch, tmp_path) -> None:
 def test_four_devices_then_two_then_four(corpus, tmp_path) -> None:
     """Losses of an undisturbed run: the same bits with the same layout, and 1e-12 with another."""
     how = {"epp": True, "global_batch_size": 5, "train_iters": 4, "clip_grad": 0}
-    how |= {"lr_decay_style": "constant", "save": tmp_path, "epp_partition": "auto"}
+    how |= {"lr_decay_style": "constant", "save": tmp_path}
 
     def run(devices: int, text: str, **more: object) -> Run:
         path = written(tmp_path, text)

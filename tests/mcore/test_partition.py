@@ -1,4 +1,4 @@
-"""--epp-partition auto: trains as even layers do, is kept, and is taken from the checkpoint; so is
+"""Layers by time: they train as even layers do, are kept, and are taken from the checkpoint; so is
 what --epp-vocab-parallel auto has chosen."""
 
 import json
@@ -48,6 +48,7 @@ BIG = {
 
 PRETRAIN_HYBRID = ("-m", "megatron_epp.pretrain_hybrid")
 STILL = {"lr": 0, "min-lr": 0}  # nothing is learnt
+BY_TIME = {"epp_placement": "auto", "epp_planner": "infinipipe"}  # which has one stage a rank
 
 
 def of_a_device(path: Path, slowness: tuple[float, ...] = ()) -> Path:
@@ -71,7 +72,7 @@ def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
     start = {**BIG, "train_iters": 2, "save_interval": 2}
     costs = of_a_device(tmp_path / "costs.json")
     even = trained(flags(corpus, **start, **STILL, save=spread, epp_cost_model=costs))
-    chosen = {"save": kept, "epp_partition": "auto"}
+    chosen = {"save": kept, **BY_TIME}
     # Rank 0 is taken for slower, so that the heavy end on rank 1 keeps more of the layers.
     slower = of_a_device(tmp_path / "slower.json", (4.0, 1.0))
     how = {"epp_cost_model": slower, "load": spread, "finetune": True}
@@ -95,7 +96,7 @@ def test_losses_are_those_of_even_layers_and_a_resumed_run_keeps_them(
     on_a_cpu = "--epp-vocab-parallel auto: off; on a CPU it took 1.16 of the time (measured)"
     assert on_a_cpu in auto.output
     assert sum(layers) == 6 and 1 <= layers[0] < layers[1]
-    assert f"--epp-partition auto: layers {layers[0]} {layers[1]} of the stages" in auto.output
+    assert f"auto: stages on ranks 0 1, layers {layers[0]} {layers[1]} of the stages" in auto.output
     assert len(auto.losses) == len(even.losses) == 2
     assert auto.losses == pytest.approx(even.losses, rel=1e-5)  # float32, printed with seven digits
     assert auto.grad_norms == pytest.approx(even.grad_norms, rel=1e-3)
@@ -128,16 +129,15 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
     start = {**HYBRID, "train-iters": 2, "save-interval": 2}
     named = {"hybrid-layer-pattern": "*----*|*", "save": begin}
     given = trained(flags(corpus, **{**start, **STOCK, **named}), program=STOCK_ON_DOCUMENTS)
-    chosen = {"epp-partition": "auto", "epp-vocab-parallel": "on", "save": kept}
+    chosen = {**BY_TIME, "epp-vocab-parallel": "on", "save": kept}
     ours = {"hybrid-layer-pattern": PATTERN, "epp": True, "epp-memory-budget-gib": 1, **chosen}
     weights = {"load": begin, "finetune": True}
     auto = trained(flags(corpus, **{**start, **ours, **weights}), program=PRETRAIN_HYBRID)
     first, second = json.loads((kept / CHOICES_FILE).read_text())[STAGE_LAYERS]
     pattern = f"{PATTERN[:first]}|{PATTERN[first:]}"
     assert first + second == 7 and first < second  # even ones would be 4 and 3
-    assert (
-        f"--epp-partition auto: layers {first} {second} of the stages, {pattern}; " in auto.output
-    )
+    of_stages = f"stages on ranks 0 1, layers {first} {second} of the stages, {pattern}; "
+    assert f"--epp-placement auto: {of_stages}" in auto.output
     assert len(auto.losses) == len(given.losses) == 2
     assert auto.losses == pytest.approx(given.losses, rel=2e-6)
     assert auto.grad_norms == pytest.approx(given.grad_norms, abs=2e-3)
@@ -164,7 +164,7 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
         ({"use_mup": True}, "off; it does not run scaled logits (--use-mup)"),
         ({"save": "x", "ckpt_format": "zarr"}, "off; --ckpt-format zarr knows no parts of it"),
         ({"num_experts": 4, "expert_model_parallel_size": 2}, "off; experts are spread over re"),
-        ({"epp_partition": "flags", "pipeline_model_parallel_layout": "Et|tL"}, "off; --pipel"),
+        ({"epp_placement": "even", "pipeline_model_parallel_layout": "Et|tL"}, "off; --pipel"),
         ({"mtp_detach_heads": True}, "off; --epp does not run further tokens whose losses leave"),
         ({"epp_plan": "cut.plan"}, "on; as the plans of --epp-plan have it"),
         ({"epp_plan": "whole.plan"}, "off; as the plans of --epp-plan have it"),
@@ -220,8 +220,8 @@ def test_layers_are_chosen_for_the_vocabulary_that_is_settled(
     monkeypatch.setattr(job_choices, "first_batches", lambda args: [[4096] * 8])
     monkeypatch.setattr(job_choices, "_settled_vocabulary", lambda *_: (settled, "settled"))
     monkeypatch.setattr(job_choices, "resumes", lambda args: False)
-    args = wanted(epp=True, epp_vocab_parallel="auto", num_layers=32)
-    args.epp_cost_model = "analytic"
+    args = wanted(epp=True, epp_vocab_parallel="auto", num_layers=32, epp_plan=None)
+    vars(args).update(epp_cost_model="analytic", save=None, load=None)
     job_choices.choose_stages(args)
     assert tried == [settled == "on"] and args.epp_vocab_parallel == settled
 
@@ -229,7 +229,6 @@ def test_layers_are_chosen_for_the_vocabulary_that_is_settled(
 def test_without_epp_or_stages_there_is_nothing_to_choose() -> None:
     for changes in ({"epp": False}, {"epp": True, "pipeline_model_parallel_size": 1}):
         args = wanted(epp_vocab_parallel="auto", **changes)
-        args.epp_partition = "flags"
         assert choose_stages(args) == [] and args.epp_vocab_parallel == "off"
 
 
@@ -259,7 +258,7 @@ def test_a_document_longer_than_a_replicas_part_is_said_at_start(
 
 def wanted(**changes: object) -> Namespace:
     given = {
-        "epp_partition": "auto",
+        "epp_placement": "auto",
         "epp_vocab_parallel": "off",
         "epp_planner": "epp",
         "epp_levers": "default",
@@ -275,15 +274,6 @@ def wanted(**changes: object) -> Namespace:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"decoder_first_pipeline_num_layers": 4},
-            "--decoder-first-pipeline-num-layers says where layers lie, and --epp-partition auto",
-        ),
-        (
-            {"hybrid_layer_pattern": "*-|*", "num_layers": None},
-            "| in --hybrid-layer-pattern *-|* says where layers lie, and --epp-partition auto "
-            "chooses that: leave one of the two out",
-        ),
         ({"num_layers": 1}, "size 2: more stages than the 1 layers; expected at most one stage"),
         ({"hybrid_layer_pattern": "*", "num_layers": 6}, "more stages than the 1 layers"),
     ],
@@ -300,7 +290,7 @@ def test_until_it_is_chosen_stages_are_even() -> None:
     further = {"pipeline_model_parallel_layout": "Et*3|t*3mmL"}
     assert placeholder(wanted(mtp_num_layers=2)) == further
     assert placeholder(wanted(pipeline_model_parallel_size=1)) == {}
-    assert placeholder(wanted(epp_partition="flags")) == {}
+    assert placeholder(wanted(epp_placement="even")) == {}
     assert placeholder(wanted(num_layers=None)) == {}  # the checkpoint's (--use-checkpoint-args)
     hybrid = wanted(hybrid_layer_pattern="*-*-*", num_layers=None, num_experts=None)
     assert placeholder(hybrid) == {}
@@ -325,7 +315,7 @@ def test_a_file_of_choices_is_read(
 ) -> None:
     if choices:
         (tmp_path / CHOICES_FILE).write_text(json.dumps(choices) + "\n")
-    args = wanted(load=str(tmp_path), epp_placement="auto")
+    args = wanted(load=str(tmp_path))
     assert kept_vocabulary(args) == vocabulary
     kept = kept_placement(args)
     assert (kept and kept.place, kept and kept.layers) == (place, layers)

@@ -270,12 +270,9 @@ def test_optimizer_states_of_other_stages_are_refused(tmp_path: Path) -> None:
     [
         ({"epp-placement": "place 0 1 1 0"}, "the last stage, 3, is on rank 0; expected rank 1, "
          "from which Megatron takes the loss: rank 0: 0 3 | rank 1: 1 2"),
-        ({"epp-placement": "nowhere"}, "--epp-placement nowhere: No such file or directory"),
+        ({"epp-placement": "flags"}, "--epp-placement flags: No such file or directory; expected e"
+         "ven, v, interleaved N, auto (which also heeds Megatron's flags of virtual stages), or a"),
         ({"epp-placement": "interleaved 9"}, "18 stages for 4 layers"),
-        ({"epp-placement": "v", "epp-partition": "auto"}, "chooses layers of one stage a rank"),
-        ({"epp-placement": "flags", "num-layers-per-virtual-pipeline-stage": 3}, "4 layers on 2 "
-         "pipeline ranks; expected a divisor of 2, the layers of a rank"),
-        ({"epp-placement": "flags", "pipeline-model-parallel-layout": "Ett|t|tL|"}, "as many for"),
         ({"epp-placement": "v", "decoder-first-pipeline-num-layers": 1}, "says how many layers"),
     ],
 )  # fmt: skip
@@ -304,9 +301,9 @@ def test_what_cannot_be_placed_is_refused_in_one_line(
 def test_megatrons_flags_of_virtual_stages_mean_a_placement(
     more: dict, place: list | None, layers: list | None, tmp_path: Path
 ) -> None:
-    """Where that is asked for; otherwise they are named in the one warning."""
+    """By default; with a named placement they are in the one warning."""
     for asked in (True, False):
-        given = {"epp-placement": "flags"} if asked else {}
+        given = {"epp-placement": "auto"} if asked else {}
         words = flags(tmp_path / "corpus", epp=True, **given, **more)
         args = parsed([word for word in words if word != "--epp"], 2)
         values = placeholder(args)

@@ -317,7 +317,8 @@ def test_the_command_measures_bytes_exactly(tmp_path, capsys) -> None:
 def test_flags_that_place_layers_are_left_out() -> None:
     """With all their values; a training's other flags stay."""
     words = (
-        "--epp-placement interleaved 2 --bf16 --epp-partition=auto --lr -1 --hybrid-layer-pattern"
+        "--epp-placement interleaved 2 --bf16 --num-virtual-stages-per-pipeline-rank=2 --lr -1 "
+        "--hybrid-layer-pattern"
     )
     assert _without_layout([*words.split(), "M*"]) == ["--bf16", "--lr", "-1"]
 

@@ -475,7 +475,6 @@ LATENTS_NEXT_TO_WINDOWS = {
     "window_size": "16,0",
     "epp_mla_keeps": "latents",
 }
-PARTITION_AND_LAYERS = {"epp_partition": "auto", "decoder_last_pipeline_num_layers": 3}
 
 
 def test_a_run_without_data_is_one_line(corpus):
@@ -487,7 +486,7 @@ def test_a_run_without_data_is_one_line(corpus):
     ("changes", "processes", "said"),
     [
         (LATENTS_NEXT_TO_WINDOWS, 1, ["in K and V; leave the flag out"]),
-        (PARTITION_AND_LAYERS, 2, ["--decoder-last-pipeline-num-layers says where layers lie"]),
+        ({"epp_partition": "auto"}, 2, ["--epp-partition was removed; leave it out: --epp-pla"]),
         ({"vocab_size": 50, "make_vocab_size_divisible_by": 1, **ONE}, 1, ["vocab"]),
         ({"epp_planner": "pakcing", **ONE}, 1, ["pakcing", "packing"]),
         ({"epp_planner": "pakcing", "epp_placement": None}, 2, ["pakcing", "packing"]),

@@ -49,8 +49,7 @@ def test_tune_marks_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     """In the table and in JSON, of --epp alone; and ranks by seconds, as before."""
     words = ["tune", "--lengths", "wlb", "--model", "gpt-7b", "--device", "h100-80g", "--gpus", "8"]
     words += ["--context", "8192", "--global-batch-size", "16", "--batches", "1", "--pp", "2"]
-    words += ["--tp", "4", "--vocab-parallel", "off", "--partition", "even"]
-    words += ["--placement", "even"]
+    words += ["--tp", "4", "--vocab-parallel", "off", "--placement", "even"]
     real = survey.planning_load
 
     def load(late: bool) -> None:

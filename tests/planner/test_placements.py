@@ -35,7 +35,7 @@ def machine(name: str = "even") -> Cost:
 
 
 def chosen(cost: Cost, batches: list[list[int]], planner: str = "packing", **how) -> RunChoice:
-    how = {"placements": PLACEMENT_NAMES, "by_time": True} | how
+    how = {"placements": PLACEMENT_NAMES} | how
     return run_choice(cost, batches, QUICK, planner, **how)
 
 
@@ -64,7 +64,6 @@ def test_the_choice_is_the_fastest_of_all_candidates_planned_alone() -> None:
         *(machine(), [documents], how, "epp"),
         placements=PLACEMENT_NAMES,
         vocabularies=(False, True),
-        by_time=True,
     )
     seconds = []
     for name, vocabulary in product(("even", *PLACEMENT_NAMES), (False, True)):

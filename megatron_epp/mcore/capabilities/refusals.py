@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from megatron_epp.layers.attention.ulysses import refuse_heads
 from megatron_epp.mcore.capabilities.table import limit_for
-from megatron_epp.mcore.flags.config import OFF, ON, PLACING_FLAGS, layers_by_time
+from megatron_epp.mcore.flags.config import OFF, ON, PLACING_FLAGS, placement_by_time
 from megatron_epp.mcore.kinds.base import query_groups
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, lockstep_of
 from megatron_epp.mcore.placing.requested import asked_placement, stages_of
@@ -25,7 +25,7 @@ def require_equal_stages(args: argparse.Namespace) -> None:
         return
     if any(getattr(args, name, None) for name in _PLACES):
         return
-    if not layers_by_time(args) and asked_placement(args, stages) is None:
+    if not placement_by_time(args) and asked_placement(args, stages) is None:
         raise ValueError(
             f"--num-layers {layers}: not divisible by --pipeline-model-parallel-size {stages}; "
             "expected a multiple, or --decoder-first-pipeline-num-layers and "

@@ -95,7 +95,7 @@ TABLE: tuple[Limit, ...] = (
     Limit(
         "interleaved pipelines (--num-layers-per-virtual-pipeline-stage, "
         "--num-virtual-stages-per-pipeline-rank)",
-        "use --epp-placement flags, which takes the stages of a rank from them, or leave them out",
+        "use --epp-placement auto, which takes the stages of a rank from them, or leave them out",
         "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
         "num_virtual_stages_per_pipeline_rank",
         typed=False,

@@ -43,10 +43,8 @@ from megatron_epp.mcore.flags.config import (
     AUTO,
     OFF,
     ON,
-    PARTITION_AUTO,
     PLACED_BY,
     Config,
-    layers_by_time,
     placement_by_time,
 )
 from megatron_epp.mcore.hybrid.pattern import with_boundaries
@@ -166,17 +164,16 @@ def choose_stages(args: Any, parts: Any = None) -> list[str]:
     Returns:
         Lines to print.
     """
-    open_vocabulary, open_layers = args.epp_vocab_parallel == AUTO, layers_by_time(args)
+    open_vocabulary, open_layers = args.epp_vocab_parallel == AUTO, placement_by_time(args)
     if open_vocabulary:
         args.epp_vocab_parallel = OFF
     if not args.epp:
         return []
     if args.pipeline_model_parallel_size == 1:
-        alone = getattr(args, "epp_partition", None) == PARTITION_AUTO
-        return ["--epp-partition auto has no effect with one stage"] if alone else []
+        return []
     lines = []
-    if (flag := getattr(args, PLACED_BY, None)) is not None:
-        lines.append(f"--epp-placement auto: {_stages_text(placement_of(args))}; {flag} says so")
+    if (why := getattr(args, PLACED_BY, None)) is not None:
+        lines.append(f"--epp-placement auto: {_stages_text(placement_of(args))}; {why}")
     if open_vocabulary or open_layers:
         make = partial(_stage_facts, copy.copy(args), parts, open_vocabulary)
         facts = from_rank_0("the choice of stages", make)
@@ -199,7 +196,7 @@ def _stage_facts(args: Any, parts: Any, open_vocabulary: bool) -> dict[str, Any]
 
     planner_of(args.epp_planner)  # raises an error if the name is unknown, as the next line does
     training_levers(args.epp_levers)
-    open_layers = layers_by_time(args)
+    open_layers = placement_by_time(args)
     vocabulary: tuple[str, str] | None = (args.epp_vocab_parallel, "")
     if open_vocabulary:
         vocabulary = _settled_vocabulary(args, parts)
@@ -214,18 +211,17 @@ def _stage_facts(args: Any, parts: Any, open_vocabulary: bool) -> dict[str, Any]
     lines = [f"--epp-vocab-parallel auto: {value}; {of_vocabulary}"] if open_vocabulary else []
     if placement is None:
         return {"vocabulary": value, "lines": lines}
-    flag = f"--epp-{'placement' if placement_by_time(args) else 'partition'} auto"
-    where = _stages_text(placement, placement_by_time(args))
+    where = _stages_text(placement)
     if args.hybrid_layer_pattern is not None and placement.is_even:
         where = f"{where}, {with_boundaries(args.hybrid_layer_pattern, placement.layers)}"
-    lines.append(f"{flag}: {where}; {why}")
+    lines.append(f"--epp-placement auto: {where}; {why}")
     layers = placement.layers
     return {"vocabulary": value, "lines": lines, "place": placement.place, "layers": layers}
 
 
-def _stages_text(placement: Placement, with_ranks: bool = True) -> str:
-    layers = f"layers {' '.join(map(str, placement.layers))} of the stages"
-    return f"stages on ranks {placement}, {layers}" if with_ranks else layers
+def _stages_text(placement: Placement) -> str:
+    layers = " ".join(map(str, placement.layers))
+    return f"stages on ranks {placement}, layers {layers} of the stages"
 
 
 def _placing(args: Any, placement: Placement) -> dict[str, Any]:
@@ -252,7 +248,7 @@ def _settled_vocabulary(args: Any, parts: Any) -> tuple[str, str] | None:
         return (ON if planned else OFF), "as the plans of --epp-plan have it"
     if resumes(args) and keeps_layout(args):
         return (ON if kept_vocabulary(args) else OFF), "the checkpoint's, as it resumes"
-    by_user = not (layers_by_time(args) or place_of(args))
+    by_user = not (placement_by_time(args) or place_of(args))
     if by_user and args.pipeline_model_parallel_layout is not None:
         return OFF, "--pipeline-model-parallel-layout has placed the output layer"
     if parts is not None and parts.items is not None:
@@ -268,20 +264,20 @@ def _settled_placement(args: Any, parts: Any) -> tuple[Placement | None, str]:
         it is chosen anew, or is empty.
     """
     anew = ""
-    if placement_by_time(args) and args.epp_plan is not None:
+    if args.epp_plan is not None:
         return _planned_placement(args), "as the plans of --epp-plan have it"
     if resumes(args):
         kept = kept_placement(args) if keeps_layout(args) else None
         if kept is None and keeps_layout(args):
             whence = "its flags made it even"
             return _simplest(args), f"the checkpoint's, as it resumes ({whence})"
-        if kept is not None and _fits(kept, args) and (kept.is_even or placement_by_time(args)):
+        if kept is not None and _fits(kept, args):
             return kept, "the checkpoint's, as it resumes (kept next to it)"
         anew = "chosen anew, as the checkpoint's run had another layout"
     why = None
     if parts is not None and parts.items is not None:
         why = "no lengths are known of documents from Python"
-    elif placement_by_time(args) and (args.save or args.load) and args.ckpt_format != "torch_dist":
+    elif (args.save or args.load) and args.ckpt_format != "torch_dist":
         why = f"--ckpt-format {args.ckpt_format} is for one stage a rank"
     if why is not None:
         return _simplest(args), "; ".join(filter(None, (anew, why)))
@@ -317,8 +313,7 @@ def _simplest(args: Any) -> Placement:
     from megatron_epp.planner.choose.choice import PLACEMENT_NAMES
 
     planner, ranks = planner_of(args.epp_planner), args.pipeline_model_parallel_size
-    others = PLACEMENT_NAMES if placement_by_time(args) else ()
-    even, *placed = (named_placement(name, ranks) for name in (EVENLY, *others))
+    even, *placed = (named_placement(name, ranks) for name in (EVENLY, *PLACEMENT_NAMES))
     assert even is not None
     placement = even
     if not planner.takes(even.place):
@@ -339,7 +334,7 @@ def _by_time(
     """
     from megatron_epp.planner.choose.choice import PLACEMENT_NAMES, ruled_out, run_choice
 
-    open_layers, where = layers_by_time(args) and placement is None, args
+    open_layers, where = placement_by_time(args) and placement is None, args
     layers = even_layers(args.num_layers, args.pipeline_model_parallel_size)
     if placement is not None:
         where = copy.copy(args)
@@ -360,9 +355,8 @@ def _by_time(
             return (OFF, why), placement, ""
         choice = run_choice(
             *(cost, first_batches(args), options, args.epp_planner),
-            placements=PLACEMENT_NAMES if open_layers and placement_by_time(args) else (),
+            placements=PLACEMENT_NAMES if open_layers else (),
             vocabularies=vocabularies,
-            by_time=open_layers,
             words=getattr(args, "padded_vocab_size", None) or 0,
         )
     except (OSError, ValueError) as unknown:

@@ -49,7 +49,6 @@ def faster_placement(args: Any, profile: Profile) -> str | None:
             args.epp_planner,
             placements=(EVENLY, *PLACEMENT_NAMES),
             vocabularies=(cost.layout.vocabulary_parallel,),
-            by_time=True,
             words=args.padded_vocab_size,
         )
     except (OSError, ValueError):

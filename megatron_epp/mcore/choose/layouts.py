@@ -61,10 +61,10 @@ class AllowedLayout:
             args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
             even, mtp = len(set(self.layers)) == 1, args.mtp_num_layers or 0
             text = None if even and not mtp else layout_text(self.layers, mtp)
-            args.pipeline_model_parallel_layout, args.epp_partition = text, "flags"
+            args.pipeline_model_parallel_layout = text
             if placement_by_time(args):
                 args.epp_placement = EVENLY
-                setattr(args, PLACED_BY, f"--epp-layouts {args.epp_layouts}")
+                setattr(args, PLACED_BY, f"--epp-layouts {args.epp_layouts} says so")
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +303,6 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
     """
     from megatron_epp.cost.build import even_layers
     from megatron_epp.mcore.choose.choices import first_batches, first_cost_and_options
-    from megatron_epp.mcore.flags.config import layers_by_time
     from megatron_epp.mcore.model.shape import stage_layers
     from megatron_epp.planner.choose.choice import heaviest, sketched_seconds
 
@@ -317,7 +316,7 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
     try:
         if layout.layers:
             layers = layout.layers
-        elif layers_by_time(args):
+        elif placement_by_time(args):
             layers = even_layers(args.num_layers, stages)
         else:
             layers = tuple(stage_layers(args, stages, None))

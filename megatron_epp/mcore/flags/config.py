@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from megatron_epp.corpus.blend import BLENDS
 from megatron_epp.cost.catalogue.devices import MOST_GIB
-from megatron_epp.flag_fields import add_flags, flag, flag_of, one_of, refuse_removed
+from megatron_epp.flag_fields import add_flags, flag, flag_of, refuse_removed
 from megatron_epp.mcore.flags import replaced
 from megatron_epp.mcore.patching import modelopt_flags
 from megatron_epp.planner.options import MOST_EFFORT
@@ -23,12 +23,10 @@ FUSED_LINEARS = "epp_fused_linears"
 # Attribute of Megatron's args, also saved next to the checkpoint: the layout chosen by
 # --epp-layouts.
 LAYOUT_KEY = "epp_layout"
-# Attribute of Megatron's args, not a flag: the flag that places layers instead of --epp-placement
-# auto. It is missing if there is none.
+# Attribute of Megatron's args, not a flag: why --epp-placement auto does not choose, for example
+# because a flag places layers. It is missing if there is no reason.
 PLACED_BY = "epp_placed_by"
-PARTITION_AUTO = "auto"
-PLACEMENT_FLAGS = "flags"  # --epp-placement by Megatron's flags of virtual stages
-PLACEMENT_AUTO = "auto"  # --epp-placement by document lengths, together with the partition
+PLACEMENT_AUTO = "auto"  # --epp-placement by document lengths, together with the layers
 ANALYTIC = "analytic"  # --epp-cost-model from the model's shape, without measurement
 # Megatron's flags that place layers on stages, by destination, with their neutral values.
 PLACING_FLAGS: dict[str, Any] = {
@@ -40,10 +38,14 @@ PLACING_FLAGS: dict[str, Any] = {
 }
 MOST_CORES = 4096  # limit of --epp-plan-cores
 # Flags of earlier versions, and what to do instead.
-_REMOVED = dict.fromkeys(
-    ("--epp-search-ahead", "--no-epp-search-ahead"),
-    "leave it out; layouts for fewer devices are lines of the file of --epp-layouts",
-)
+_REMOVED = {
+    **dict.fromkeys(
+        ("--epp-search-ahead", "--no-epp-search-ahead"),
+        "leave it out; layouts for fewer devices are lines of the file of --epp-layouts",
+    ),
+    "--epp-partition": "leave it out: --epp-placement auto, the default, chooses layers, too; "
+    "--epp-placement even takes those of Megatron's flags",
+}
 DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
 
 
@@ -128,19 +130,11 @@ class Config:
         "measured seconds.",
         metavar="DIR",
     )
-    epp_partition: str = shared_setting(
-        "partition",
-        " (in --hybrid-layer-pattern: the places of |) by --epp-cost-model, else the device's "
-        "coefficients; flags (default): by Megatron's flags; a resumed run keeps its partition. It "
-        "is for --epp-placement even: auto chooses the layers, too",
-        default="flags",
-        type=one_of("flags", PARTITION_AUTO),
-    )
     epp_placement: str = shared_setting(
         "placement",
-        "; flags: by Megatron's flags of virtual stages (default: auto; flags that place layers, "
-        "--epp-plan and the placement of a resumed run precede it). Checkpoints load in any "
-        "placement",
+        ". auto (default) goes by --epp-cost-model, else the device's coefficients; flags that "
+        "place layers or make virtual stages, --epp-plan and the placement of a resumed run "
+        "precede it. Checkpoints load in any placement",
     )
     epp_vocab_parallel: str = shared_setting(
         "vocab_parallel",
@@ -212,13 +206,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def placement_by_time(args: Any) -> bool:
-    """Return whether the planner chooses the ranks of the stages, and then their layers, too."""
+    """Return whether the planner chooses the ranks of the stages and their layers."""
     return getattr(args, "epp_placement", None) == PLACEMENT_AUTO
-
-
-def layers_by_time(args: Any) -> bool:
-    """Return whether the planner chooses the layers of the stages, alone or with the ranks."""
-    return getattr(args, "epp_partition", None) == PARTITION_AUTO or placement_by_time(args)
 
 
 def _fix_help(parser: argparse.ArgumentParser) -> None:

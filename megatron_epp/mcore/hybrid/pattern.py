@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from itertools import islice
 
-from megatron_epp.mcore.flags.config import layers_by_time
+from megatron_epp.mcore.flags.config import placement_by_time
 
 BOUNDARY, MTP_SEPARATOR = "|", "/"  # between stages; before each MTP module
 FLAG = "--hybrid-layer-pattern"
@@ -49,11 +49,11 @@ def mtp_symbols(pattern: str) -> str:
 def placed_by_time(args: Namespace) -> bool:
     """Return whether the planner divides the pattern into stages.
 
-    The result is True with --epp-partition auto or --epp-placement auto, if there are several
-    stages and the pattern contains no |.
+    The result is True with --epp-placement auto, if there are several stages and the pattern
+    contains no |.
     """
     pattern = pattern_of(args)
-    if pattern is None or not layers_by_time(args):
+    if pattern is None or not placement_by_time(args):
         return False
     return args.pipeline_model_parallel_size > 1 and BOUNDARY not in pattern
 

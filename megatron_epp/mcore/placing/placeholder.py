@@ -1,6 +1,6 @@
 """Placing flags of Megatron before its checks: translated, or with defaults that pass the checks.
 
-Megatron's flags of interleaved pipelines are translated with ``--epp-placement flags`` or ``auto``:
+Megatron's flags of interleaved pipelines are translated with ``--epp-placement auto``:
 
     --num-virtual-stages-per-pipeline-rank 2            interleaved 2
     --num-layers-per-virtual-pipeline-stage 2           interleaved N, N = layers / ranks / 2
@@ -9,12 +9,12 @@ Megatron's flags of interleaved pipelines are translated with ``--epp-placement 
     --hybrid-layer-pattern 'M*|M-|M*|M-'                on two ranks: interleaved 2, with 2 2 2 2
                                                         layers per stage
 
-With other values of --epp-placement, the first two flags have no effect, and the segments of a rank
-are joined to one stage. With ``auto``, this also holds if the flags describe no valid placement.
+With other values of --epp-placement, or if the flags describe no valid placement, the first two
+flags have no effect, and the segments of a rank are joined to one stage.
 """
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import lcm
 from typing import Any
 
@@ -23,11 +23,8 @@ from megatron_epp.ir.placement import EVENLY, INTERLEAVED, Placement
 from megatron_epp.mcore.flags.config import (
     DIVISIBLE_BY,
     ON,
-    PARTITION_AUTO,
     PLACED_BY,
-    PLACEMENT_FLAGS,
     PLACING_FLAGS,
-    layers_by_time,
     placement_by_time,
 )
 from megatron_epp.mcore.hybrid.pattern import (
@@ -51,19 +48,14 @@ def placeholder(wanted: Any) -> dict[str, Any]:
         wanted: The flags as typed.
 
     Raises:
-        ValueError: Another flag also places layers, or there are more stages than layers.
+        ValueError: The placement is not valid, or there are more stages than layers.
     """
     stages = wanted.pipeline_model_parallel_size
     if (placement := asked_placement(wanted, stages)) is not None:
         return _placed(wanted, placement)
-    if not layers_by_time(wanted) or stages == 1:
+    if not placement_by_time(wanted) or stages == 1:
         return {}
     pattern = pattern_of(wanted)
-    if (flag := placing_flag(wanted)) is not None:
-        raise ValueError(
-            f"{flag} says where layers lie, and --epp-partition auto chooses that: leave one of "
-            "the two out"
-        )
     layers = wanted.num_layers if pattern is None else len(symbols_of_layers(pattern))
     if not layers:  # they may be the checkpoint's (--use-checkpoint-args)
         return {}
@@ -80,11 +72,6 @@ def placeholder(wanted: Any) -> dict[str, Any]:
 
 def _placed(wanted: Any, placement: Placement) -> dict[str, Any]:
     """Return parser defaults for ``placement``, which --epp-placement names."""
-    if wanted.epp_partition == PARTITION_AUTO:
-        raise ValueError(
-            "--epp-partition auto chooses layers of one stage a rank; with --epp-placement give a "
-            "file with a line 'layers'"
-        )
     pattern = pattern_of(wanted)
     if pattern is not None and BOUNDARY in pattern:
         raise ValueError(
@@ -99,22 +86,20 @@ def _placed(wanted: Any, placement: Placement) -> dict[str, Any]:
     return values
 
 
-# ------------------------------------------------------------------ --epp-placement flags
+# ------------------------------------------------------------------ Megatron's flags
 
 
 def watch_virtual_stages(parser: ArgumentParser) -> ArgumentParser:
     """Make ``parser`` translate Megatron's flags of interleaved pipelines; return ``parser``.
 
-    The parser translates them if --epp-placement is ``flags``, before other flags are checked. If
-    it is ``auto``, flags that place layers replace its value.
+    If --epp-placement is ``auto``, flags that place layers replace its value, before other flags
+    are checked.
     """
     parse = parser.parse_args
 
     def parse_args(words: Sequence[str] | None = None, namespace: Any = None) -> Any:
         args = parse(words, namespace)
-        if args.epp and args.epp_placement == PLACEMENT_FLAGS:
-            _obey(args, parser)
-        elif args.epp and placement_by_time(args):
+        if args.epp and placement_by_time(args):
             _prefer_flags(args, parser)
         return args
 
@@ -127,10 +112,10 @@ def _prefer_flags(args: Namespace, parser: ArgumentParser) -> None:
     by_file = args.epp_layouts is not None  # its lines say the number of ranks
     if getattr(args, "pipeline_model_parallel_size", 1) == 1 and not by_file:
         return
-    flag = placing_flag(args, parser.get_default, () if by_file else (_TIMES, _LAYERS))
-    if flag is None:
+    virtual = () if by_file else (_TIMES, _LAYERS)
+    if (flag := _placing_flag(args, parser, (*PLACING_FLAGS, *virtual))) is None:
         return
-    typed = dict(vars(args))
+    typed, why = dict(vars(args)), f"{flag} says so"
     try:
         if not by_file:
             _obey(args, parser)
@@ -140,25 +125,18 @@ def _prefer_flags(args: Namespace, parser: ArgumentParser) -> None:
                 if getattr(args, name) == parser.get_default(name)  # may be of placeholder()
             }
             placeholder(Namespace(**vars(args) | typed_alone))
-    except ValueError:  # the flags of virtual stages then have no effect
-        by_file = True
+    except ValueError as invalid:  # the flags of virtual stages then have no effect
+        by_file, why = True, str(invalid)
     if by_file:
         vars(args).update(typed, epp_placement=EVENLY)
-    setattr(args, PLACED_BY, flag)
+    setattr(args, PLACED_BY, why)
 
 
-def placing_flag(
-    args: Namespace, neutral: Callable[[str], Any] = PLACING_FLAGS.get, more: Sequence[str] = ()
-) -> str | None:
-    """Return the first flag in ``args`` that places layers on stages, or None.
-
-    Args:
-        args: The flags as typed.
-        neutral: Function that returns the value with which a flag places nothing.
-        more: Further flags to look at, by destination.
-    """
-    for name in (*PLACING_FLAGS, *more):
-        if getattr(args, name, neutral(name)) != neutral(name):
+def _placing_flag(args: Namespace, parser: ArgumentParser, names: Sequence[str]) -> str | None:
+    """Return the first typed flag of the destinations ``names``, or a pattern with |, or None."""
+    for name in names:
+        neutral = parser.get_default(name)
+        if getattr(args, name, neutral) != neutral:
             return f"--{name.replace('_', '-')}"
     pattern = pattern_of(args)
     return None if pattern is None or BOUNDARY not in pattern else f"| in {FLAG} {pattern}"
@@ -214,8 +192,8 @@ def _round_robin(layers: Sequence[int], ranks: int, text: str) -> str:
     """
     if len(layers) % ranks or min(layers) < 1:
         raise ValueError(
-            f"--epp-placement flags: {text} has {len(layers)} segments for {ranks} pipeline ranks; "
-            "expected as many for each, with a layer in every one"
+            f"{text} has {len(layers)} segments for {ranks} pipeline ranks; expected as many for "
+            "each, with a layer in every one"
         )
     place = " ".join(str(stage % ranks) for stage in range(len(layers)))
     return f"place {place} layers {' '.join(map(str, layers))}"

@@ -55,8 +55,8 @@ def asked_placement(args: Namespace, ranks: int) -> Placement | None:
         require_last_stage(placement)
     except OSError as error:
         raise ValueError(
-            f"--epp-placement {text}: {error.strerror}; expected even, v, interleaved N, auto, "
-            "flags, or a file"
+            f"--epp-placement {text}: {error.strerror}; expected even, v, interleaved N, auto "
+            "(which also heeds Megatron's flags of virtual stages), or a file"
         ) from error
     except ValueError as refusal:
         raise ValueError(f"--epp-placement {text}: {refusal}") from refusal

@@ -244,7 +244,7 @@ def _one_of_each_kind(args: Any, layers: int, pp: int) -> None:
 _PATTERN = ("--hybrid-layer-pattern", "--hybrid-override-pattern")
 # Flags that place layers on stages; here every stage has one layer of every kind.
 _LAYOUT = ("--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers",
-           "--epp-partition", "--epp-placement", "--num-layers-per-virtual-pipeline-stage",
+           "--epp-placement", "--num-layers-per-virtual-pipeline-stage",
            "--num-virtual-stages-per-pipeline-rank", "--pipeline-model-parallel-layout",
            *_PATTERN)  # fmt: skip
 

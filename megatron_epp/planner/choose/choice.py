@@ -19,7 +19,6 @@ from megatron_epp.ir.placement import EVENLY, Placement, named_placement
 from megatron_epp.planner.choose.partition import (
     expected_features,
     fastest_layers,
-    stage_layer_seconds,
     with_layers,
 )
 from megatron_epp.planner.choose.slow_hosts import SLOW_HOST, assumes_host_time, with_hosts
@@ -33,7 +32,6 @@ from megatron_epp.planner.runner import Runner, in_turn
 PLACEMENT_NAMES = ("v", "interleaved 2", "interleaved 3", "interleaved 4")
 SKETCH_EFFORT = 1  # effort of the plans that decide between finalists
 FINALISTS = 2  # number of placements whose best candidates may be planned for all batches
-MOST_MOVES = 8  # number of partitions planned beyond those of the finalists
 # Fractions of the time that a candidate must save: cost models are not exact enough for less.
 PARTITION_PAYS, PLACEMENT_PAYS, VOCABULARY_PAYS = 0.005, 0.01, 0.01
 
@@ -166,7 +164,6 @@ def run_choice(
     *,
     placements: Sequence[str] = (),
     vocabularies: Sequence[bool] = (False,),
-    by_time: bool = False,
     words: int = 0,
     run: Runner = in_turn,
 ) -> RunChoice:
@@ -184,20 +181,18 @@ def run_choice(
         batches: document lengths of each global batch of the job.
         options: planner options, such as levers and effort.
         planner: name of the planner.
-        placements: names of the placements to try besides the stages of ``cost``.
+        placements: names of the placements to try besides the stages of ``cost``, each with the
+            layers that ``cost`` or an even division has, and with layers that balance the ranks'
+            time; empty: the stages and layers of ``cost`` stay.
         vocabularies: whether to try the LM head on the last stage (False), sharded over all stages
             (True), or both.
-        by_time: whether to also try layers per stage that balance the ranks' time; without
-            ``placements``, single layers then move while that makes the plans faster.
         words: padded size of the vocabulary, which a sharded LM head divides over all stages and
             tensor-parallel ranks; 0 if unknown.
         run: function that maps a function over tasks, for example in worker processes.
     """
     held = [heaviest(lengths, cost, options.lockstep) for lengths in batches]
-    candidates = _candidates(cost, held, planner, placements, vocabularies, by_time, words)
-    climb = by_time and not placements and cost.layout.stages > 1
-    chooser = _Chooser(held, options, planner, assumes_host_time(cost), run)
-    return chooser.choice(dict(candidates), climb)
+    candidates = _candidates(cost, held, planner, placements, vocabularies, words)
+    return _Chooser(held, options, planner, assumes_host_time(cost), run).choice(dict(candidates))
 
 
 def _candidates(
@@ -206,13 +201,12 @@ def _candidates(
     planner: str,
     placements: Sequence[str],
     vocabularies: Sequence[bool],
-    by_time: bool,
     words: int,
 ) -> Iterator[tuple[Way, Cost]]:
     """Yield the default, then the candidates that can run, each with its cost model."""
     even = cost.layout.placement.is_even
     default = EVENLY if even else f"place {cost.layout.placement}"
-    for name in (default, *placements):
+    for name in dict.fromkeys((default, *placements)):
         placed = cost if name == default else placed_cost(cost, name)
         if placed is None:
             continue
@@ -224,7 +218,7 @@ def _candidates(
                 continue
             here = placed.with_vocabulary(vocabulary)
             yield Way(name, here.layout.layers, vocabulary), here
-            if by_time and here.layout.stages > 1:
+            if placements and here.layout.stages > 1:
                 features = expected_features(here, batches)
                 layers = fastest_layers(here, features) or here.layout.layers
                 yield Way(name, layers, vocabulary), here.replace(layers=layers)
@@ -247,14 +241,11 @@ class _Chooser:
         self.seconds: dict[Way, float | None] = {}
         self.slow: dict[Way, float | None] = {}  # on slow hosts
 
-    def choice(self, costs: dict[Way, Cost], climb: bool) -> RunChoice:
-        """Return the choice among ``costs``, whose first is the default.
-
-        With ``climb``, single layers then move from slow to fast ranks while that helps.
-        """
+    def choice(self, costs: dict[Way, Cost]) -> RunChoice:
+        """Return the choice among ``costs``, whose first is the default."""
         self.costs = costs
         default, *others = costs
-        if not others and not climb:
+        if not others:
             return RunChoice(costs[default], default, {default: None})
         glances = self._glances()
         simple = [way for way in glances if way.placement == default.placement]
@@ -271,8 +262,6 @@ class _Chooser:
         placed = [way for way in placed if way.placement != default.placement]
         fastest = sorted(placed, key=glances.__getitem__)[:FINALISTS]
         chosen = next((way for way in fastest if self._pays(way, chosen)), chosen)
-        if climb:
-            chosen = self._climb(chosen)
         slow = None
         if self.assumes_host:
             slow = self._gain(chosen, default, SLOW_HOST) if chosen != default else 0.0
@@ -357,27 +346,6 @@ class _Chooser:
             return True
         return self._gain(way, than, SLOW_HOST) >= wanted
 
-    def _climb(self, chosen: Way) -> Way:
-        """Return ``chosen`` with layers moved one by one to faster ranks while that helps."""
-        moves, moved = 0, True
-        while moved and moves < MOST_MOVES:
-            moved = False
-            cost = self.costs[chosen]
-            seconds = stage_layer_seconds(cost, expected_features(cost, self.held))
-            for layers in _neighbours(chosen.layers, seconds, cost):
-                if moves == MOST_MOVES:
-                    break
-                way = dataclasses.replace(chosen, layers=layers)
-                there = None if way in self.seconds else with_layers(cost, layers)
-                if there is None:
-                    continue
-                self.costs[way] = there
-                moves += 1
-                if self._pays(way, chosen):
-                    chosen, moved = way, True
-                    break
-        return chosen
-
 
 def _best_of_each(
     ways: Iterable[Way], seconds: dict[Way, float], key: Callable[[Way], Hashable]
@@ -387,36 +355,6 @@ def _best_of_each(
     for way in sorted(ways, key=seconds.__getitem__):
         best.setdefault(key(way), way)
     return list(best.values())
-
-
-def _neighbours(
-    layers: tuple[int, ...], seconds: np.ndarray, cost: Cost
-) -> Iterator[tuple[int, ...]]:
-    """Yield variants of ``layers`` (per stage) with one layer moved from a slow to a fast rank.
-
-    The layer moves from one of the two slowest ranks to one of the two fastest. ``seconds``
-    [stages, layers] contains the seconds of every layer on every stage.
-    """
-    ends = np.cumsum(layers)
-    least = [1] * (len(layers) - 1) + [cost.layout.pinned_layers]
-    parts = [
-        own[end - count : end].sum() for own, end, count in zip(seconds, ends, layers, strict=True)
-    ]
-    taken, on = (
-        np.array(cost.layout.placement.of_ranks(parts)),
-        np.array(cost.layout.placement.place),
-    )
-    for slow in np.argsort(-taken, kind="stable")[:2]:
-        # The fastest ranks first.
-        for fast in np.argsort(taken, kind="stable")[:2]:
-            for give in np.flatnonzero(on == slow):
-                for take in np.flatnonzero(on == fast):
-                    if slow == fast or layers[give] <= least[give]:
-                        continue
-                    moved = list(layers)
-                    moved[give] -= 1
-                    moved[take] += 1
-                    yield tuple(moved)
 
 
 def placed_cost(cost: Cost, name: str) -> Cost | None:

@@ -207,9 +207,8 @@ def survey(
     options: Options,
     *,
     top: int = 10,
-    partition: bool = True,
+    placement: bool = True,
     vocabulary: str = "off",
-    placement: bool = False,
     words: int = 0,
     progress: Callable[[Iterable, int, str], Iterable] = lambda items, total, what: items,
     run: Runner = in_turn,
@@ -225,9 +224,9 @@ def survey(
             evenly over the stages. It raises a ValueError if the layout cannot run.
         options: planner options, such as levers and effort.
         top: number of choices wanted.
-        partition: whether to also try numbers of layers per stage that balance the stages' time.
+        placement: whether to also try numbers of layers per stage that balance the stages' time,
+            and several stages per rank for the best layouts.
         vocabulary: vocabulary parallelism of the ``epp`` planner: off, on, or auto (if faster).
-        placement: whether to try several stages per rank for the best layouts.
         words: size of the vocabulary; 0 if unknown.
         progress: function that wraps an iterable in a progress bar.
         run: function that maps a function over tasks, for example in worker processes.
@@ -249,7 +248,7 @@ def survey(
     sketch = dataclasses.replace(options, effort=effort, levers=kept)
 
     def looked_at(layout: Layout, how: Options, planners: Sequence[str]) -> tuple:
-        return layout, costs[layout], batches[0], how, planners, partition, vocabulary
+        return layout, costs[layout], batches[0], how, planners, placement, vocabulary
 
     glances: dict[Layout, list[Choice]] = {}
     bounded: list[Layout] = []
@@ -268,7 +267,6 @@ def survey(
         return {
             "placements": PLACEMENT_NAMES if placement and cost.layout.stages > 1 else (),
             "vocabularies": _cuts(cost, ELASTIC, vocabulary),
-            "by_time": partition,
             "words": padded_words(words, cost.layout.tp),
         }
 
