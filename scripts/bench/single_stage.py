@@ -100,6 +100,7 @@ def build_stage(alone: SingleProcess, layers: int, first: bool, last: bool) -> A
     )
     from megatron.training.training import get_megatron_ddp_config
 
+    from megatron_epp.mcore.kinds.modules import KIND_MODULES
     from megatron_epp.mcore.model.elastic_layers import fuse_weight_gradients, install_in_model
     from megatron_epp.mcore.model.layer_spec import fix_layer_spec
 
@@ -120,6 +121,8 @@ def build_stage(alone: SingleProcess, layers: int, first: bool, last: bool) -> A
         ddp_config=get_megatron_ddp_config(args),
         data_parallel_random_init=False,
     )
+    for kind in KIND_MODULES:
+        kind.install_in_wrapped([wrapped], None)
     return wrapped
 
 

@@ -1,5 +1,6 @@
 """Python calls of a layer: what a host does for a chunk, however fast it is."""
 
+import copy
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,16 @@ pytestmark = [
 # SwiGLU, rope, grouped keys): three quarters of what the forward took when they were first counted
 # (1842), and what a backward took (584).
 MOST_FORWARD, MOST_BACKWARD = 1381, 584
+# Of a layer of 128 experts (top-2, alltoall, on one rank); with a product for each expert, it took
+# 10,500 and 9,650.
+MOST_OF_EXPERTS = 1900, 850
+EXPERTS = {
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 64,
+    "moe_grouped_gemm": True,
+    "moe_token_dispatcher_type": "alltoall",
+    "expert_tensor_parallel_size": 1,
+}
 OF_THREE_PIECES = 1.3  # at most, in forwards of one
 ENGINE = str(Path(__file__).parents[1] / "engine")
 LAYERS = 2
@@ -148,3 +159,23 @@ def test_a_chunk_of_three_pieces_takes_few_calls_more(alone, engine, monkeypatch
     single_stage.run_stage(fresh, model, plan, 0)
     one, three, last = (counts[chunk * LAYERS : (chunk + 1) * LAYERS] for chunk in range(3))
     assert sum(three) <= OF_THREE_PIECES * min(sum(one), sum(last)), counts
+
+
+def of_experts(alone: Any, experts: int) -> tuple[int, int]:
+    """Return the calls a layer, forward and backward, with ``experts`` experts on a rank."""
+    from megatron_epp.mcore.calibrate.probe import undisturbed
+    from scripts.bench.single_stage import build_stage, probe_alone
+
+    args = copy.copy(alone.args)
+    vars(args).update(EXPERTS, num_experts=experts)
+    world = replace(alone, args=args)
+    model = build_stage(world, LAYERS, False, False)
+    with undisturbed(model):
+        forwards, backwards = counted(probe_alone(world, model), 0)
+    return forwards // LAYERS, backwards // LAYERS
+
+
+def test_calls_do_not_grow_with_the_experts(alone, engine) -> None:
+    few, many = of_experts(alone, 2), of_experts(alone, 128)
+    assert 0 < many[0] <= MOST_OF_EXPERTS[0] and 0 < many[1] <= MOST_OF_EXPERTS[1], many
+    assert all(more <= calls + 30 for calls, more in zip(few, many, strict=True)), (few, many)

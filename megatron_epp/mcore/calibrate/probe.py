@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_epp.cost.loads import pairs_within
 from megatron_epp.ir import KEEP, Span
 from megatron_epp.layers.chunk_state import ChunkState, Rows
+from megatron_epp.layers.moe.weight_stack import stacks_of
 from megatron_epp.layers.recompute.wrap import hidden_of
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 from megatron_epp.mcore.calibrate.clocks import Clock, DeviceClock, NoClock, WallClock
@@ -487,9 +488,10 @@ def _lend_main_grads(model: Any) -> list[torch.nn.Parameter]:
 
     DDP normally adds ``main_grad``, but ``python -m megatron_epp profile`` measures without DDP.
     """
+    lent = [weight for stack in stacks_of(model) for weight in stack.lend_gradients()]
     if not any(getattr(m, "fuse_wgrad_accumulation", False) for m in model.modules()):
-        return []
+        return lent
     bare = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "main_grad")]
     for parameter in bare:
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-    return bare
+    return lent + bare

@@ -191,6 +191,13 @@ class KindModule:
         """Patch the kind's module in ``place.layer`` to compute chunks."""
         raise NotImplementedError
 
+    def install_in_wrapped(self, models: Sequence[Any], group: ProcessGroup | None) -> None:
+        """Patch this rank's stage modules after Megatron has wrapped them. Collective.
+
+        Megatron has not yet built the optimizer. ``group`` contains all ranks of the job; None
+        means a single rank.
+        """
+
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
         """Return the shapes of the tensors that a rank caches for ``context`` tokens.
 

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.nn import Parameter
 
+from megatron_epp.layers.moe.weight_stack import stacks_of
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 
 
@@ -40,6 +41,7 @@ class ReadyOrder:
     ):
         apart = set(first)
         self._parameters = [p for p in model.parameters() if p.requires_grad and p not in apart]
+        self._stacks = stacks_of(model)
         self._report = report
         self._first = tuple(first)
         self._order: dict[Parameter, None] = {}
@@ -60,16 +62,26 @@ class ReadyOrder:
     def noting(self) -> Iterator[None]:
         """Record the order of gradients in this context, in which the stage's last B or I runs.
 
-        During the context, the parameters have hooks that call :meth:`note`.
+        During the context, the parameters have hooks that call :meth:`note`. Stacks of experts,
+        whose weights autograd does not reach, call it in place of their report to DDP.
         """
         handles = [p.register_post_accumulate_grad_hook(self.note) for p in self._parameters]
+        reports = [stack.report for stack in self._stacks]
+        for stack in self._stacks:
+            stack.report = self._note_all
         self._noting = True
         try:
             yield
         finally:
             self._noting = False
+            for stack, report in zip(self._stacks, reports, strict=True):
+                stack.report = report
             for handle in handles:
                 handle.remove()
+
+    def _note_all(self, weights: Sequence[Parameter]) -> None:
+        for weight in weights:
+            self.note(weight)
 
     def finish(self, deferred: DeferredWeightGrads | None = None) -> None:
         """Report all parameters to DDP in the recorded order, and clear the order.

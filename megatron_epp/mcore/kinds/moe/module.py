@@ -1,12 +1,15 @@
 """MoE layers on chunks (router.py)."""
 
+from collections.abc import Sequence
 from typing import Any, override
 
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import MoETransformerLayer
+from megatron.core.utils import get_model_config
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from megatron_epp.mcore.kinds.base import KindModule, LayerPlace
 from megatron_epp.mcore.kinds.local_layers import feed_forward
@@ -14,6 +17,7 @@ from megatron_epp.mcore.kinds.moe.kind import MoEKind
 from megatron_epp.mcore.kinds.moe.limits import has_experts
 from megatron_epp.mcore.kinds.moe.local import fix_latent_experts
 from megatron_epp.mcore.kinds.moe.router import install_in_moe, prepare_log, routing_tensors
+from megatron_epp.mcore.kinds.moe.stacked import stack_experts
 
 
 class MoEModule(KindModule):
@@ -33,6 +37,11 @@ class MoEModule(KindModule):
     @override
     def install(self, place: LayerPlace) -> None:
         install_in_moe(place.layer, place.index, place.dropped, place.in_loop)
+
+    @override
+    def install_in_wrapped(self, models: Sequence[Any], group: ProcessGroup | None) -> None:
+        if has_experts(get_model_config(models[0])):
+            stack_experts(models, group)
 
     @override
     def changed(self, model: Any) -> list[Tensor]:
