@@ -1,9 +1,52 @@
 """Documents of several corpora in the order that gives tokens by weights."""
 
+from collections.abc import Callable, Sequence
+from functools import cache
+
 import numpy
 import pytest
 
-from megatron_epp.corpus.blend import document_weights, order_by_tokens
+from megatron_epp.corpus import blend
+from megatron_epp.corpus.blend import DueTimes, TokenOrder, document_weights
+from megatron_epp.corpus.lengths import epoch_order
+
+
+def order_by_tokens(
+    lengths: Sequence[Callable[[int], numpy.ndarray]], weights: Sequence[float], size: int
+) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Corpus and index in it of each of the first ``size`` documents, sorted at once.
+
+    ``lengths`` of each corpus: the tokens of its first n documents, over all epochs.
+    """
+    if size == 0:  # the corpora may be empty
+        return numpy.empty(0, numpy.int16), numpy.empty(0, numpy.int64)
+    counts = [size // len(weights) + 1] * len(weights)
+    due = [_due(*corpus) for corpus in zip(lengths, weights, counts, strict=True)]
+    # Read more until ``size`` documents are due before any document that has not been read.
+    while sum(map(len, reached := _before(due))) < size:
+        shortest = min(range(len(due)), key=lambda corpus: due[corpus][-1])
+        counts[shortest] *= 2
+        due[shortest] = _due(lengths[shortest], weights[shortest], counts[shortest])
+    order = numpy.argsort(numpy.concatenate(reached), kind="stable")[:size]
+    corpora = numpy.repeat(numpy.arange(len(due), dtype=numpy.int16), list(map(len, reached)))
+    places = numpy.concatenate([numpy.arange(len(one), dtype=numpy.int64) for one in reached])
+    return corpora[order], places[order]
+
+
+def _due(lengths: Callable[[int], numpy.ndarray], weight: float, count: int) -> numpy.ndarray:
+    """Return the due times of ``count`` documents and of the end of the last one: [count + 1]."""
+    tokens = lengths(count).astype(numpy.int64)
+    ends = numpy.cumsum(tokens)
+    return numpy.append(ends - tokens / 2, ends[-1]) / weight
+
+
+def _before(due: Sequence[numpy.ndarray]) -> list[numpy.ndarray]:
+    """Return the due times of each corpus that are below the smallest last value in ``due``."""
+    end = min(one[-1] for one in due)
+    return [one[: numpy.searchsorted(one[:-1], end)] for one in due]
+
+
+# ------------------------------------------------------------------ small blends
 
 
 def corpus(*lengths: int):
@@ -11,13 +54,24 @@ def corpus(*lengths: int):
     return lambda count: numpy.resize(numpy.array(lengths), count)
 
 
-def drawn(lengths, weights, size: int) -> list[tuple[int, int]]:
-    corpora, places = order_by_tokens(lengths, weights, size)
+def order_of(lengths: Sequence[Sequence[int]], weights: Sequence[float]) -> TokenOrder:
+    """The order of corpora whose documents come in the same order in every epoch."""
+    tokens = [numpy.array(one) for one in lengths]
+    return TokenOrder(
+        [
+            DueTimes(one, lambda epoch, one=one: numpy.arange(len(one)), weight)
+            for one, weight in zip(tokens, weights, strict=True)
+        ]
+    )
+
+
+def drawn(lengths: Sequence[Sequence[int]], weights: Sequence[float], size: int) -> list:
+    corpora, places = order_of(lengths, weights).locate(numpy.arange(size))
     return list(zip(corpora.tolist(), places.tolist(), strict=True))
 
 
 def test_the_order_of_the_docstring() -> None:
-    letters = "".join("ab"[c] for c, _ in drawn([corpus(2), corpus(6)], [0.5, 0.5], 12))
+    letters = "".join("ab"[c] for c, _ in drawn([[2], [6]], [0.5, 0.5], 12))
     assert letters == "aabaaabaaaba"  # equally due, the first corpus comes first
 
 
@@ -25,7 +79,7 @@ def test_the_order_of_the_docstring() -> None:
 def test_every_corpus_gives_its_tokens_to_within_one_document(weights) -> None:
     random = numpy.random.RandomState(1)
     lengths = [random.geometric(1 / mean, 20_000) for mean in (30, 700)]
-    corpora, places = order_by_tokens([corpus(*one) for one in lengths], weights, 5000)
+    corpora, places = order_of(lengths, weights).locate(numpy.arange(5000))
     tokens = numpy.array([lengths[c][p] for c, p in zip(corpora, places, strict=True)])
     for number, weight in enumerate(weights):
         ours = numpy.cumsum(tokens * (corpora == number))
@@ -34,11 +88,40 @@ def test_every_corpus_gives_its_tokens_to_within_one_document(weights) -> None:
         assert places[corpora == number].tolist() == list(range((corpora == number).sum()))
 
 
-def test_a_longer_run_draws_the_same_first() -> None:
-    lengths = [corpus(3, 9, 4), corpus(50), corpus(7, 1)]
-    longer = drawn(lengths, [1, 2, 3], 900)
-    for size in (0, 1, 7, 400):
-        assert drawn(lengths, [1, 2, 3], size) == longer[:size]
+# ------------------------------------------------------------------ by blocks, and at once
+
+
+@pytest.mark.parametrize("weights", [(1, 2, 3), (0.07, 0.3, 5.0), (1e-3, 1, 1)])
+@pytest.mark.parametrize("sizes", [(1, 7, 300), (5000, 40, 2500), (3, 3, 3)])
+@pytest.mark.parametrize("equal", [False, True])
+def test_blocks_are_the_order_made_at_once(monkeypatch, weights, sizes, equal: bool) -> None:
+    """Bit for bit, over many epochs, in any order of the samples; also where documents of several
+    corpora are due at once, and where lengths lie so that the mean rate misleads."""
+    monkeypatch.setattr(blend, "_BLOCK", 64)
+    monkeypatch.setattr(blend, "_STRIDE", 16)
+    monkeypatch.setattr(blend, "_MOST_READ", 128)
+    random = numpy.random.RandomState(len(sizes) + sizes[0])
+    lengths = [random.zipf(1.5, size).clip(1, 10**6).astype(numpy.int32) for size in sizes]
+    if equal:
+        lengths = [numpy.full(size, 6, numpy.int32) for size in sizes]
+
+    def permutation(number: int) -> Callable[[int], numpy.ndarray]:
+        return cache(lambda epoch: epoch_order(sizes[number], 11 + number, epoch))
+
+    permutations = [permutation(number) for number in range(3)]
+
+    def first(number: int) -> Callable[[int], numpy.ndarray]:
+        epochs = lambda count: range(-(-count // sizes[number]))  # noqa: E731
+        order = permutations[number]
+        return lambda count: numpy.concatenate([lengths[number][order(e)] for e in epochs(count)])[
+            :count
+        ]
+
+    corpora, places = order_by_tokens([first(n) for n in range(3)], weights, 4000)
+    order = TokenOrder([DueTimes(lengths[n], permutations[n], weights[n]) for n in range(3)])
+    for samples in (numpy.arange(4000), random.permutation(4000)[:300], numpy.array([3999, 0])):
+        of_corpora, items = order.locate(samples)
+        assert (of_corpora == corpora[samples]).all() and (items == places[samples]).all()
 
 
 def test_shares_of_documents() -> None:

@@ -215,7 +215,7 @@ def test_consumed_samples_are_those_of_megatrons_train_state(monkeypatch):
     hooks = TrainerHooks(make_batches=lambda documents, size, start: starts.append(start))
     data = job_data.JobData("drop", hooks)
     monkeypatch.setattr(data, "_documents", lambda *any: (Documents(), Documents(), Documents()))
-    monkeypatch.setattr(job_data, "scheduled_sizes", lambda: lambda consumed: 4)
+    monkeypatch.setattr(job_data, "ScheduledSizes", lambda: lambda consumed: 4)
     args = SimpleNamespace(
         train_samples=8, eval_global_batch_size=4, global_batch_size=4, full_validation=False,
         phase_transition_iterations=None, iteration=1, consumed_train_samples=5,

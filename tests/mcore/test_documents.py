@@ -3,6 +3,7 @@
 import itertools
 import os
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,9 +30,8 @@ from megatron_epp.mcore.data.documents import (
 from megatron_epp.mcore.data.global_batches import (
     Documents,
     GlobalBatches,
+    ScheduledSizes,
     build_documents,
-    scheduled_samples,
-    scheduled_sizes,
 )
 from megatron_epp.mcore.data.item_documents import ItemDocuments
 from tests.mcore.runs import write_documents
@@ -256,8 +256,47 @@ def test_a_blends_tokens_are_those_of_megatrons_own_samples(
         shares = 100 * sums / sums.sum(0)
         assert numpy.abs(shares[:, -1] - 100 * expected).max() < points
         assert numpy.abs(shares[:, 2000:] - 100 * expected[:, None]).max() < 5
-        for share, prefix in zip(shares[:, -1], prefixes, strict=True):
+        assert numpy.abs(shares[:, -1] - 100 * numpy.array(weights) / sum(weights)).max() < 0.5
+        for weight, prefix in zip(weights, prefixes, strict=True):
+            share = 100 * weight / sum(weights)
             assert f"{share:.1f}% of the tokens from {prefix}" in documents.fractions
+
+
+@pytest.mark.parametrize("weights", [None, [0.3, 0.7]])
+def test_a_start_costs_the_same_for_any_number_of_iterations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: list[float] | None
+) -> None:
+    """Permutations drawn and bytes held, with the lines of the start, the first batches, and the
+    first ones of a run that resumes late; of training and validation."""
+    drawn: list[tuple[int, int]] = []
+    epoch_order = documents_module.epoch_order
+
+    def counted(documents: int, seed: int, epoch: int) -> numpy.ndarray:
+        drawn.append((documents, epoch))
+        return epoch_order(documents, seed, epoch)
+
+    monkeypatch.setattr(documents_module, "epoch_order", counted)
+    random = numpy.random.RandomState(0)
+    texts = [numbered(random.randint(2, 40, 500 * n).tolist()) for n in (1, 4)]
+    prefixes = [corpus_of(tmp_path / str(n), one) for n, one in enumerate(texts)]
+    prefixes = prefixes if weights else prefixes[:1]
+    costs: dict[int, tuple[int, int]] = {}
+    for iterations in (20, 20, 200_000):  # the first one imports what it needs
+        drawn.clear()
+        tracemalloc.start()
+        size = 256 * iterations
+        built = build_documents(configure(prefixes, weights, split="50,50,0"), [size, size, 0])
+        for documents in filter(None, built):
+            assert documents.mean_length > 1 and len(documents) == size
+            next(GlobalBatches(documents, 256, 0))
+        costs[iterations] = len(drawn), tracemalloc.get_traced_memory()[0]
+        late = [GlobalBatches(one, 256, size - 256) for one in built if one is not None]
+        for batches in late:
+            next(batches)
+        assert len(drawn) < 40 * len(prefixes), "a late start draws the epochs around it"
+        tracemalloc.stop()
+    assert costs[20][0] == costs[200_000][0] > 0
+    assert costs[200_000][1] == pytest.approx(costs[20][1], rel=0.02)
 
 
 def test_splits_share_no_document_and_are_indexed_once(
@@ -431,8 +470,9 @@ def test_batches_are_of_the_size_that_megatron_says_and_resume_anywhere(
         )
     try:
         if schedule:
-            sizes = scheduled_sizes()
-            assert scheduled_samples(len(starts), sizes) == total
+            sizes = ScheduledSizes()
+            assert sizes.samples(len(starts)) == total
+            assert sizes.samples(10**15) == 10 + 6 * (10**15 - 4), "not one by one"
         documents = made(numbered([2 + n % 9 for n in range(11)]), total)
         running = GlobalBatches(documents, sizes, 0)
         for consumed, stop in itertools.pairwise([*starts, total]):

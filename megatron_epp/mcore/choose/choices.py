@@ -36,7 +36,7 @@ from megatron_epp.mcore.choose.kept import (
     resumes,
 )
 from megatron_epp.mcore.data.data_flags import blends_of
-from megatron_epp.mcore.data.global_batches import scheduled_sizes
+from megatron_epp.mcore.data.global_batches import ScheduledSizes
 from megatron_epp.mcore.data.row_shard import chunk_multiple, row_block, row_ranks
 from megatron_epp.mcore.flags.config import (
     ANALYTIC,
@@ -469,7 +469,7 @@ def first_batches(args: Any) -> list[list[int]]:
     prefixes, weights = blend
     size = args.global_batch_size
     if getattr(args, "step_batch_size_schedule", None):
-        size = scheduled_sizes()(sys.maxsize)  # the largest size
+        size = ScheduledSizes()(sys.maxsize)  # the largest size
     by_tokens = weights is not None and args.epp_blend == TOKENS
     parts = None if weights is None else tuple(weights)
     return _batches_of(tuple(prefixes), parts, by_tokens, args.seq_length, args.epp_overlong, size)

@@ -40,7 +40,7 @@ from megatron.core.datasets.object_storage_utils import is_object_storage_path
 from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
-from megatron_epp.corpus.blend import BLENDS, TOKENS
+from megatron_epp.corpus.blend import BLENDS, TOKENS, DueTimes
 from megatron_epp.corpus.idx_file import (
     CorpusFiles,
     check_vocabulary,
@@ -173,14 +173,14 @@ class DocumentDataset(MegatronDataset):
         """
         return self.index.inputs[self.documents(items)].astype(numpy.int64)
 
-    def first_lengths(self, count: int) -> numpy.ndarray:
-        """Return the number of inputs of each of the first ``count`` items: [count] int64.
+    def due_times(self, weight: float) -> DueTimes:
+        """Return when the documents are due in a blend with this ``weight``."""
+        return DueTimes(self.index.inputs, self._order, weight)
 
-        ``count`` may exceed an epoch. No token is read.
-        """
-        epochs = range(-(-count // self.counts.documents))
-        inputs = [self.index.inputs[self._order(epoch)] for epoch in epochs]
-        return numpy.concatenate([numpy.empty(0, numpy.int64), *inputs])[:count].astype(numpy.int64)
+    @property
+    def mean_length(self) -> float:
+        """Mean number of inputs per document of an epoch."""
+        return int(self.index.inputs.sum(dtype=numpy.int64)) / self.counts.documents
 
     def length(self, item: int) -> int:
         """Return the number of inputs of one item's document."""

@@ -8,7 +8,6 @@ depend only on the number of consumed samples. They are the same for every paral
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy
@@ -18,7 +17,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.training import global_vars
 
-from megatron_epp.corpus.blend import TOKENS, order_by_tokens
+from megatron_epp.corpus.blend import TOKENS, TokenOrder, document_weights
 from megatron_epp.corpus.overlong import Counts
 from megatron_epp.mcore.data.documents import (
     DocumentConfig,
@@ -73,31 +72,33 @@ class Documents:
         """Text on the fractions of documents and tokens of each corpus; None without a blend."""
         if not isinstance(self.dataset, BlendedDataset):
             return None
-        documents, tokens = numpy.array(self._drawn).T
+        tokens = [
+            fraction * part.mean_length
+            for fraction, part in zip(self._document_fractions, self.parts, strict=True)
+        ]
         return ", ".join(
-            f"{fraction:.1%} of the documents and {of_tokens:.1%} of the tokens from "
+            f"{fraction:.1%} of the documents and {of_tokens / sum(tokens):.1%} of the tokens from "
             f"{part.dataset_path}"
             for part, fraction, of_tokens in zip(
-                self.parts, documents / documents.sum(), tokens / tokens.sum(), strict=True
+                self.parts, self._document_fractions, tokens, strict=True
             )
         )
 
     @property
     def mean_length(self) -> float:
-        """Mean number of inputs per document over all samples."""
-        documents, tokens = numpy.array(self._drawn).sum(0)
-        return tokens / documents
+        """Mean number of inputs per document, of whole epochs."""
+        pairs = zip(self._document_fractions, self.parts, strict=True)
+        return sum(fraction * part.mean_length for fraction, part in pairs)
 
-    @cached_property
-    def _drawn(self) -> list[tuple[int, int]]:
-        """Number of documents and number of tokens that all samples draw from each corpus."""
-        counts = [len(self)]
-        if isinstance(self.dataset, BlendedDataset):
-            counts = numpy.bincount(self.dataset.dataset_index, minlength=len(self.parts)).tolist()
-        return [
-            (count, int(part.first_lengths(count).sum()))
-            for part, count in zip(self.parts, counts, strict=True)
-        ]
+    @property
+    def _document_fractions(self) -> list[float]:
+        """Fraction of the documents that come from each corpus, in the long run: sum 1."""
+        if not isinstance(self.dataset, BlendedDataset):
+            return [1.0]
+        weights: list[float] = self.dataset.weights  # without a size: documents of each corpus
+        if isinstance(self.dataset, TokenBlend):
+            return document_weights(weights, [part.mean_length for part in self.parts])
+        return [weight / sum(weights) for weight in weights]
 
     def locate(self, samples: Sequence[int] | numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
         """Return two int64 arrays: the corpus index of each sample, and its item in that corpus.
@@ -112,6 +113,8 @@ class Documents:
             )
         if not isinstance(self.dataset, BlendedDataset):
             return numpy.zeros_like(samples), samples
+        if isinstance(self.dataset, TokenBlend):
+            return self.dataset.order.locate(samples)
         return (
             self.dataset.dataset_index[samples].astype(numpy.int64),
             self.dataset.dataset_sample_index[samples].astype(numpy.int64),
@@ -170,27 +173,32 @@ def progress_of(args: Any) -> Any:
     return getattr(global_vars, "get_train_state", lambda: args)()
 
 
-def scheduled_sizes() -> Callable[[int], int]:
-    """Return a function from the number of consumed samples to the size of the next training batch.
+class ScheduledSizes:
+    """Function from the number of consumed samples to the size of the next training batch.
 
     The function uses Megatron's own calculator. The size is constant, or follows
     --step-batch-size-schedule.
     """
-    calculator = copy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
 
-    def size(consumed: int) -> int:
-        calculator.update(consumed, consistency_check=False)
-        return calculator.get_current_running_global_batch_size()
+    def __init__(self) -> None:
+        self._calculator = copy(num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR)
+        steps = getattr(self._calculator, "schedule", ())
+        self._thresholds = sorted(samples for samples, _ in steps)
 
-    return size
+    def __call__(self, consumed: int) -> int:
+        """Return the size of the batch after ``consumed`` samples."""
+        self._calculator.update(consumed, consistency_check=False)
+        return self._calculator.get_current_running_global_batch_size()
 
-
-def scheduled_samples(iterations: int, size_after: Callable[[int], int]) -> int:
-    """Return the number of samples consumed by the first ``iterations`` iterations."""
-    consumed = 0
-    for _ in range(iterations):
-        consumed += size_after(consumed)
-    return consumed
+    def samples(self, iterations: int) -> int:
+        """Return the number of samples consumed by the first ``iterations`` iterations."""
+        consumed = 0
+        while iterations:
+            size = self(consumed)
+            later = (samples - consumed for samples in self._thresholds if samples > consumed)
+            count = min([iterations, *(-(-samples // size) for samples in later)])
+            consumed, iterations = consumed + count * size, iterations - count
+        return consumed
 
 
 class GlobalBatches:
@@ -272,11 +280,23 @@ class FullPasses(GlobalBatches):
 
 
 class TokenBlend(BlendedDataset):
-    """Megatron's blended dataset, in which each corpus's number of tokens follows its weight."""
+    """Megatron's blended dataset, in which each corpus's number of tokens follows its weight.
 
-    def _build_indices(self) -> tuple[numpy.ndarray, numpy.ndarray]:
-        lengths = [part.first_lengths for part in self.datasets]
-        return order_by_tokens(lengths, self.weights, self.size)
+    It holds no index of its samples, which Megatron's own holds (10 bytes a sample).
+    """
+
+    def _build_indices(self) -> tuple[None, None]:
+        pairs = zip(self.datasets, self.weights, strict=True)
+        self.order = TokenOrder([part.due_times(weight) for part, weight in pairs])
+        return None, None
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, idx: int) -> dict[str, Any]:
+        """Return a sample under the keys of BlendedDataset."""
+        corpora, items = self.order.locate(numpy.array([idx]))
+        return {"dataset_id": corpora[0], **self.datasets[corpora[0]][items[0]]}
 
 
 class DocumentBuilder(BlendedMegatronDatasetBuilder):

@@ -15,9 +15,8 @@ from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.training import get_args, print_rank_0
 
 from megatron_epp.mcore.data.global_batches import (
+    ScheduledSizes,
     progress_of,
-    scheduled_samples,
-    scheduled_sizes,
 )
 from megatron_epp.mcore.job.job_exit import SCHEDULE_REMEDY
 from megatron_epp.mcore.patching import patch_points
@@ -98,7 +97,7 @@ def prepare_schedule(scheduler: Any, state_dict: dict[str, Any]) -> None:
     if (counted := vars(args).pop(_COUNTS_SAMPLES, None)) is None:
         return
     iteration, evaluated = counted
-    samples, documents = state_dict["num_steps"], scheduled_samples(iteration, scheduled_sizes())
+    samples, documents = state_dict["num_steps"], ScheduledSizes().samples(iteration)
     if samples == documents:
         return
     said = (

@@ -13,10 +13,9 @@ from megatron_epp.mcore.data.global_batches import (
     DocumentSource,
     FullPasses,
     GlobalBatches,
+    ScheduledSizes,
     build_documents,
     progress_of,
-    scheduled_samples,
-    scheduled_sizes,
 )
 from megatron_epp.mcore.data.item_documents import ItemDocuments
 from megatron_epp.mcore.job import megatron_gpt
@@ -74,9 +73,9 @@ class JobData:
         """
         args = get_args()
         print_rank_0("> building the documents of training, validation and test ...")
-        start, of_training = consumed_in_phase(args), scheduled_sizes()
+        start, of_training = consumed_in_phase(args), ScheduledSizes()
         if not args.train_samples:  # Megatron computes samples with a constant --global-batch-size
-            samples = (scheduled_samples(args.train_iters or 0, of_training), *samples[1:])
+            samples = (of_training.samples(args.train_iters or 0), *samples[1:])
         wanted = samples[0], None if args.full_validation else samples[1], samples[2]  # None: all
         training, validation, test = self._documents(args, wanted, group)
         megatron_gpt.require_validation(args, validation is not None)
