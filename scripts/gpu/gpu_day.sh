@@ -190,6 +190,7 @@ small=(
     [log-probs]="-k bfloat16"
     [flex]="--collect-only"
     [host-cost]="--device cpu --bf16 --model tiny --layers 2 --tokens 64"
+    [experts]="--device cpu --hidden 64 --width 32 --experts 4 8 --rows 96"
     [multi-gpu]="--collect-only"
     [certify]="--device cpu --batches 2 $tiny"
     [held-sms]="--tokens 64 --hidden 64 --ffn 128 --heads 4"
@@ -231,6 +232,8 @@ add held-sms 1 300 "products and attention beside a message that waits, by its b
     "$python" scripts/gpu/held_sms.py
 add host-cost 1 90 "host time of a layer: below how many tokens the host is the bottleneck" '^(none|full|F,|B,)|rror' \
     "$python" scripts/gpu/host_cost.py
+add experts 1 80 "all experts of a rank as one product: time and errors beside a product for each" '(apart|stacked) |^ *experts|rror' \
+    "$python" scripts/gpu/experts.py
 add overlaps 1 200 "measured calibration under the example scripts' overlaps, several buckets" "$lines" \
     "${torchrun[@]}" 1 "${train[@]}" --train-iters 4 --epp --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
     --ddp-bucket-size 4000000

@@ -89,6 +89,7 @@ SHOWN = {
     "multi-gpu": r"7 tests collected",
     "certify-tp": r"certified: 2 batches",
     "held-sms": r"margin 8: attention",
+    "experts": r" 8 +96  stacked +\d.*e-0\d",
     "stock": r"lm loss",
     "replay": r"epp  +\d",
     "example": r"epp iteration",
