@@ -20,6 +20,7 @@ NO_GPU, SLOW = "needs a GPU", "is slow"
 LONGEST = (
     "engine/test_certificate.py",
     "engine/test_dry_run.py",
+    "engine/test_first_dry_run.py",
     "engine/test_fp8_certificate.py",
     "gpu/test_gradients.py",
     "gpu/test_multi_gpu.py",

@@ -31,7 +31,7 @@ class Watcher:
         ranks: global rank of each pipeline rank.
         rank: global rank of this process.
         timeout: timeout of the process groups.
-        patience_seconds: time without progress before the first line.
+        patience_seconds: time without progress before the first line; None for PATIENCE_SECONDS.
         grace_seconds: time after the timeout before the rank is ended.
         tell: function that receives the lines; None prints them to stderr.
         end: function that ends the process with a status.
@@ -44,14 +44,14 @@ class Watcher:
         ranks: Sequence[int],
         rank: int,
         timeout: timedelta,
-        patience_seconds: float = PATIENCE_SECONDS,
+        patience_seconds: float | None = None,
         grace_seconds: float = GRACE_SECONDS,
         tell: Callable[[str], None] | None = None,
         end: Callable[[int], object] = os._exit,
         together: Sequence[int] = (),
     ):
         self.current_op, self.ranks, self.rank = current_op, tuple(ranks), rank
-        self.patience_seconds = patience_seconds
+        self.patience_seconds = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
         self.last_seconds = timeout.total_seconds() + grace_seconds
         self.tell, self.end = tell or _to_stderr, end
         self.together = tuple(together)

@@ -39,6 +39,7 @@ from megatron_epp.mcore.model.attention import (
 from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.patching import cpu_host, cuda_host, patch_points
 from megatron_epp.mcore.trainer.stage_runner import StageRun, StageRunner
+from megatron_epp.runtime.clock import HostClock
 from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.memory_meter import AllocatorMeter, SavedBytesMeter
@@ -216,13 +217,20 @@ def replay(
     return tuple(records)
 
 
-def run_stage(alone: SingleProcess, model: Any, plan: Plan, stage: int) -> StageRun:
-    """Run ``stage``'s program of ``plan`` once; gradients are in the model's buffer."""
+def run_stage(
+    alone: SingleProcess, model: Any, plan: Plan, stage: int, clock: HostClock | None = None
+) -> StageRun:
+    """Run ``stage``'s program of ``plan`` once; gradients are in the model's buffer.
+
+    ``clock`` times the ops; by default it is the clock of the device.
+    """
     from megatron_epp.mcore.lm_head.fused_head import fused_head
 
     on_gpu = alone.device.type == "cuda"
+    programs = _NoNeighbours(alone.device, CurrentOp(stage))
+    programs.clock = clock or programs.clock
     runner = StageRunner(
-        _NoNeighbours(alone.device, CurrentOp(stage)),
+        programs,
         (stage,),
         replica=0,
         row_shard=alone.share,

@@ -2,38 +2,43 @@
 # Everything that only GPUs can tell, in the order in which one thing rests on another; one page of results.
 #
 #   bash scripts/gpu/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--state FILE] [--gpus N] [--list]
-#       [--dry-run] [--page FILE] [STEP...]
+#       [--first] [--dry-run] [--page FILE] [STEP...]
 #
-# First whether the numbers are right on one GPU, then what everything turns on (SMs that messages hold, host time, whole iterations against
-# predictions), then certificates, several GPUs, what a host does, and levers, which are off by default. On a machine lent for minutes make the
+# First what only a GPU can tell, by worth; then whether the numbers are right on one GPU, what everything turns on (SMs that messages hold, host
+# time, whole iterations against predictions), certificates, several GPUs, what a host does, and levers. On a machine lent for minutes make the
 # step corpus beforehand, on any host, and bring the folder of results.
+# --first: only the steps by worth, whose bounds are at most ten minutes in all; --minutes is 9, and a second command with the
+#   same --state does what is left. It wants the corpus, made beforehand.
 # No step takes more than eight minutes. One for which there is no time left is "not reached", unless it would be the first.
 # --state: a .tar.gz of logs, states and the page, taken up at the start and written anew after every step, for a host that
 #   forgets: bring it back, and the day goes on. The corpus is made again.
 # Each step has a bound of its own and a log in FOLDER (outputs/gpu-day); FOLDER/README.md is the page, written anew after
 # every step, and written to --page besides. A step that fails or runs out of time hides nothing that comes after it. A second run skips what was ok, so the
-# minutes (60) may come in pieces: what did not fit is "not reached". For 1, 2 or 8 GPUs: what needs more than there are is
+# minutes (60; with --first 9) may come in pieces: what did not fit is "not reached". For 1, 2 or 8 GPUs: what needs more than there are is
 # "skipped" by name. --bound: the most for any step. STEP: only these, ok or not.
 #   python=... the interpreter (.venv/bin/python, else python3), with PYTHONPATH as it is: the project's environment need not exist.
 # --dry-run: every step in a small size without a GPU, with emulated kernels of Transformer Engine and ranks of this host
-#   (tests/engine): what fails then is ours. No figure of it is a measurement. docs/contributing/gpu_day.md is such a page.
+#   (tests/engine): what fails then is ours. No figure of it is a measurement, and no bound is below four minutes.
+#   docs/contributing/gpu_day.md is such a page.
 # Exit status: 0 all ok or skipped, 1 something failed, ran out of time or was not reached, 2 a wrong flag.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
 
 fail() { printf 'gpu_day: %s\n' "$1" >&2; exit 2; }
 
-minutes=60 bound=480 results= state= gpus= page= list=false dry=false only=()
+minutes= bound=480 results= state= gpus= page= list=false dry=false first=false only=()
 while (($#)); do
     case $1 in
         --minutes | --bound | --results | --state | --gpus | --page) (($# > 1)) || fail "$1 needs a value"; declare "${1#--}=$2"; shift ;;
         --list) list=true ;;
         --dry-run) dry=true ;;
-        -*) fail "unknown flag $1; usage: bash scripts/gpu/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--state FILE] [--gpus N] [--list] [--dry-run] [--page FILE] [STEP...]" ;;
+        --first) first=true ;;
+        -*) fail "unknown flag $1; usage: bash scripts/gpu/gpu_day.sh [--minutes M] [--bound SECONDS] [--results FOLDER] [--state FILE] [--gpus N] [--list] [--first] [--dry-run] [--page FILE] [STEP...]" ;;
         *) only+=("$1") ;;
     esac
     shift
 done
+minutes=${minutes:-$($first && echo 9 || echo 60)}
 [[ $minutes =~ ^[0-9]+$ ]] || fail "--minutes $minutes: expected a whole number"
 [[ $bound =~ ^[0-9]+$ ]] || fail "--bound $bound: expected a whole number"
 most=$bound archive=$state
@@ -52,7 +57,7 @@ export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 OMP_NUM_THR
 export python results
 
 deadline=$((SECONDS + 60 * minutes))
-names=() of_step=()
+names=() of_step=() by_worth=()
 declare -A small # what makes a step small: the last words of its command, in a dry run
 failed=0 began_one=false
 
@@ -63,6 +68,8 @@ add() {
     names+=("$1")
     of_step+=("$(printf '%q ' "$@" ${words[@]+"${words[@]}"})")
 }
+
+ahead() { by_worth+=("$1"); add "$@"; } # a step of --first
 
 lines_of() { # of a step's log, by name and pattern, for the page
     # 4 blanks: text as it is, whatever it holds
@@ -115,6 +122,7 @@ run() { # one step, as add() keeps it
         printf '%-16s skipped: needs %s GPUs\n' "$name" "$needs"
         return
     fi
+    if $dry && ((bound < 240)); then bound=240; fi # a host without a GPU is slower
     ((bound < most)) || bound=$most
     if ((left < 5)) || { $began_one && ((left < bound)); }; then
         printf 'not reached: the minutes were over| \n' >"$results/$name.state"
@@ -175,8 +183,18 @@ tiny="--num-layers 4 --hidden-size 64 --ffn-hidden-size 128 --num-attention-head
     --global-batch-size 4 --train-iters 2 --eval-iters 0"
 here=--no-epp-plan-ahead # a planner's process takes seconds to start: that of the step example does
 stage="--device cpu --bf16 --model tiny --repeats 1"
+tiny_replay="$stage --layers 4 --pp 2 --context 256 --documents 6 --budget-gib 0.01 --lengths wikipedia --planners packing epp"
+tiny_trains="--hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --seq-length 256 --max-position-embeddings 256
+    --global-batch-size 4 --distributed-backend gloo"
 small=(
     [corpus]="--exclude '*/*' --exclude '[!a-c]*' --sample-mb 0.1 --vocab-size 400 --workers 1 --quiet"
+    [masks]="--tokens 64 --slice 32 --context 64 --heads 4 --groups 2 --size 32 --checked 64"
+    [replay-whole]="$tiny_replay"
+    [replay-split]="$tiny_replay"
+    [trains-4-1]="$tiny_trains"
+    [trains-2-2]="$tiny_trains"
+    [op-host]="--device cpu --bf16 --model tiny --layers 1 2 --rows 32 --repeats 2"
+    [certify-first]="--device cpu"
     [kernels]="-k 'alone-bfloat16'"
     # scripts/test_all.sh runs all of these tests, too: of two files one runs here; of the others it is seen that they are found.
     [first-iteration]="--collect-only"
@@ -195,7 +213,7 @@ small=(
     [certify]="--device cpu --batches 2 $tiny"
     [held-sms]="--tokens 64 --hidden 64 --ffn 128 --heads 4"
     [stock]="$tiny"
-    [replay]="$stage --layers 4 --pp 2 --context 256 --documents 6 --budget-gib 0.01 --lengths wikipedia --planners packing epp"
+    [replay]="$tiny_replay"
     [example]="$tiny --num-query-groups 2 --epp-cost-model analytic"
     [stage-llama3-8b]="$stage --slices 64 --contexts 0 128 --lengths 128"
     [stage-llama-7b]="$stage --slices 64 --contexts 0 128 --lengths 128"
@@ -214,6 +232,36 @@ add host 1 120 "driver, CUDA, allocator, what a process sets before CUDA starts"
     "$python" scripts/gpu/host.py
 add corpus 0 180 "real text to train on: the standard library's source" 'documents|tokens|rror' \
     "$python" scripts/prepare_corpus.py --standard-library --shuffle 1 --append-eod -o "$results/stdlib"
+# By worth: what only a GPU can tell (--first). Bounds add up to ten minutes at most.
+ahead masks 1 40 "attention by mask: which backward computes masked tiles; a slice in two calls; torch's kernels" '^[0-9]|^a slice|^torch|^[a-z]+ .* [0-9]|WRONG|rror' \
+    "$python" scripts/gpu/attention_masks.py
+replay=(
+    "$python" scripts/bench/gpu_replay.py --model llama-7b --layers 8 --pp 4 --lengths "$lengths" --documents 16 --context 32768
+    --budget-gib 10
+)
+for backward in whole split; do
+    ahead replay-$backward 1 75 "whole iterations with ${backward} backwards: predicted against replayed" '^\||epp|packing|rror' \
+        "${replay[@]}" --repeats 2 --planners packing-best epp --levers "default$([[ $backward == split ]] || echo ,-wsplit)" \
+        --keep "$results/replayed-$backward" -o "$results/replay-$backward.md"
+done
+trains() { # PP TP [FLAG]
+    ahead "trains-$1-$2" 1 100 "four ranks on one GPU over NCCL, PP $1, TP $2, V, split backwards: two iterations end" "$lines|does not move" \
+        "${torchrun[@]}" 4 tests/gpu/shared_gpu.py "${model[@]}" --micro-batch-size 1 --num-layers 8 --seq-length 2048 --global-batch-size 8 \
+        --max-position-embeddings 2048 --pipeline-model-parallel-size "$1" --tensor-model-parallel-size "$2" "${@:3}" --train-iters 2 --epp \
+        --epp-placement v --epp-vocab-parallel on --epp-cost-model analytic --epp-memory-budget-gib 1 --no-epp-plan-ahead \
+        --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather
+}
+trains 4 1
+trains 2 2 --sequence-parallel
+ahead op-host 1 60 "host time of an op, a layer and a piece, for F, B, I, W; functions that take it" '^[FBIW] |^op |^ *[0-9.]+ +[0-9]+  |rror' \
+    "$python" scripts/gpu/op_host.py
+ahead certify-first 1 60 "certificates side by side over NCCL: TP 2 in float64 and in bf16, grouped experts over EP 2" "$certified" \
+    env EPP_SHARE_GPUS=1 "ENGINE=--transformer-impl transformer_engine" "LLAMA=${llama[*]}" bash -c '
+        "$@" --pp 1 --tp 2 & exact=$!
+        "$@" --pp 1 --tp 2 --dtype bf16 $ENGINE $LLAMA --sequence-parallel & half=$!
+        "$@" --pp 1 --dp 2 --dtype bf16 $ENGINE $LLAMA --expert-model-parallel-size 2 --num-experts 16 --moe-router-topk 4 \
+            --moe-ffn-hidden-size 384 --moe-token-dispatcher-type alltoall --moe-grouped-gemm --expert-tensor-parallel-size 1 & experts=$!
+        wait $exact && wait $half && wait $experts' certify "${certify[@]}" --batches 2
 # Are the numbers right?
 add kernels 1 240 "attention's kernels, te and torch: against plain attention" "$tests" "${test[@]}" tests/gpu/test_kernels.py
 add first-iteration 1 180 "no gradient is lost in an iteration's first backward; the host waits for no value" "$tests" \
@@ -238,8 +286,7 @@ add overlaps 1 200 "measured calibration under the example scripts' overlaps, se
     "${torchrun[@]}" 1 "${train[@]}" --train-iters 4 --epp --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
     --ddp-bucket-size 4000000
 add replay 1 400 "whole iterations stage by stage: planners against each other, predicted against replayed" '^\||epp|packing|rror' \
-    "$python" scripts/bench/gpu_replay.py --model llama-7b --layers 8 --pp 4 --lengths "$lengths" --documents 16 --context 32768 \
-    --budget-gib 10 --repeats 1 --keep "$results/replayed" -o "$results/replay.md"
+    "${replay[@]}" --repeats 1 --keep "$results/replayed" -o "$results/replay.md"
 add stage-llama-7b 1 300 "the same, a key head for every query head" '^ *[0-9]+ |median|\||rror' \
     "$python" scripts/bench/gpu_stage.py --model llama-7b --repeats 2 --slices 2048 9001 --contexts 0 32768 131072 --lengths 32768 131072 \
     -o "$results/stage-llama-7b.md"
@@ -286,6 +333,13 @@ shared nccl-2-2
 shared gloo-2-1
 
 
+if $first; then
+    kept=()
+    for entry in "${of_step[@]}"; do
+        [[ " ${by_worth[*]} " != *" ${entry%% *} "* ]] || kept+=("$entry")
+    done
+    names=("${by_worth[@]}") of_step=("${kept[@]}")
+fi
 for name in ${only[@]+"${only[@]}"}; do
     [[ " ${names[*]} " == *" $name "* ]] || fail "no step $name; there are: ${names[*]}"
 done
@@ -303,6 +357,9 @@ if [[ -n $archive ]]; then
         tar -xzf "$archive" -C "$results" || fail "--state $archive: no archive of a day before"
     fi
     [[ -e $results/stdlib.idx ]] || rm -f "$results/corpus.state"
+fi
+if $first && [[ ! -e $results/stdlib.idx ]]; then
+    fail "--first: no corpus $results/stdlib; make it beforehand, on any host, and bring the folder: bash scripts/gpu/gpu_day.sh --results $results corpus"
 fi
 for entry in "${of_step[@]}"; do
     eval "run $entry"

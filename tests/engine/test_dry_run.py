@@ -23,7 +23,15 @@ def steps(page: str) -> dict[str, tuple[str, str]]:
 
 
 # Steps that run what another step or test of the suite runs, too, and by what.
+BY_WORTH = "tests/engine/test_first_dry_run.py"  # in a process of its own
 ALIKE = {
+    "masks": BY_WORTH,
+    "replay-whole": BY_WORTH,
+    "replay-split": "replay-whole",
+    "trains-4-1": BY_WORTH,
+    "trains-2-2": BY_WORTH,
+    "op-host": BY_WORTH,
+    "certify-first": BY_WORTH,
     "stage-llama-7b": "stage-llama3-8b",
     "replay": "tests/scripts/test_bench_gpu.py",
     "overlaps": "tests/mcore/test_calibration_traces.py",

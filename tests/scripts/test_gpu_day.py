@@ -25,6 +25,7 @@ PYTHON = """
 echo "$*" >> "$CALLS"
 case "$*" in
     *test_gradients.py*) [[ -e $MENDED ]] || { echo "E   wrong by half"; exit 1; } ;;
+    *op_host.py*) [[ -e $MENDED ]] || exit 1 ;;
     *held_sms.py*) [[ -e $MENDED ]] || sleep 100 ;;
     *test_kernels.py*) echo "12 passed in 3 s" ;;
 esac
@@ -62,11 +63,11 @@ def test_a_day_with_one_gpu(tmp_path: Path) -> None:
     done = day("--bound", "6")
     assert done.returncode == 1, done.stderr
     assert day.state("kernels") == "ok"
-    assert day.state("gradients") == "FAILED with status 1"
+    assert day.state("gradients") == day.state("op-host") == "FAILED with status 1"
     assert day.state("held-sms") == "OUT OF TIME after 6 s"
     assert day.state("shared-gloo-2-1") == "ok"  # the last for one GPU
     assert day.state("multi-gpu") == "skipped: needs 2 GPUs, there are 1"
-    wanted = ("host.py", "test_kernels.py", "--dtype bf16", "test_training.py", "held_sms.py")
+    wanted = ("host.py", "test_kernels.py", "--batches 12", "test_training.py", "held_sms.py")
     order = [
         day.ran.index(what) for what in (*wanted, "gpu_stage.py", "test_offload.py", "-k nccl-4-1")
     ]
@@ -79,8 +80,8 @@ def test_a_day_with_one_gpu(tmp_path: Path) -> None:
     (tmp_path / "mended").touch()
     done = day()
     assert done.returncode == 0, done.stdout
-    assert len(day.ran.splitlines()) == 2
-    assert day.state("gradients") == day.state("held-sms") == "ok"
+    assert len(day.ran.splitlines()) == 3
+    assert day.state("gradients") == day.state("op-host") == day.state("held-sms") == "ok"
     assert "kernels          ok before" in done.stdout
     # Named steps run again.
     assert day("kernels").returncode == 0
@@ -98,6 +99,7 @@ def test_a_host_that_forgets(tmp_path: Path) -> None:
     ran = [line for line in second.ran.splitlines() if "nvidia" not in line]
     assert [word for line in ran for word in line.split() if word.endswith(".py")] == [
         "scripts/prepare_corpus.py",
+        "scripts/gpu/op_host.py",
         "tests/gpu/test_gradients.py",
         "scripts/gpu/held_sms.py",
     ]
@@ -105,6 +107,43 @@ def test_a_host_that_forgets(tmp_path: Path) -> None:
     state.write_text("no archive")
     done = Day(tmp_path / "third", gpus=1)("--state", str(state))
     assert done.returncode == 2 and "no archive of a day before" in done.stderr
+
+
+# The steps of --first; `experts` stands before the last where there is its script.
+FIRST = ("masks", "replay-whole", "replay-split", "trains-4-1", "trains-2-2", "op-host")
+
+
+def test_steps_by_worth_take_ten_minutes_at_most(tmp_path: Path) -> None:
+    """In commands of nine minutes: what one leaves the next does, and nothing else."""
+    day = Day(tmp_path, gpus=1)
+    told = day("--first")
+    assert told.returncode == 2 and "make it beforehand, on any host" in told.stderr
+    assert f"--results {day.results} corpus" in told.stderr and not day.ran
+    listed = [line.split() for line in day("--first", "--list").stdout.splitlines()]
+    names = [words[0] for words in listed]
+    assert names[: len(FIRST)] == [*FIRST] and names[-1] == "certify-first"
+    seconds = [int(words[3]) for words in listed]
+    assert {words[1] for words in listed} == {"1"} and max(seconds) <= 540 and sum(seconds) <= 600
+    (day.results / "stdlib.idx").touch()
+    state = tmp_path / "day.tar.gz"
+    assert day("--first", "--state", str(state)).returncode == 1
+    assert [name for name in names if day.state(name) != "ok"] == ["op-host"]
+    ran = day.ran.splitlines()
+    levers = [line.split("--levers ")[1].split()[0] for line in ran if "--levers" in line]
+    assert levers == ["default,-wsplit", "default"]
+    assert not any(name in day.ran for name in ("test_kernels", "test_training", "held_sms"))
+    trainings = [line for line in ran if "shared_gpu.py" in line]
+    assert len(trainings) == 2
+    for line in trainings:
+        words = line.split()
+        for words_of in ("--nproc-per-node 4", "--train-iters 2", "--epp-placement v",
+                         "--epp-memory-budget-gib 1"):  # fmt: skip
+            flag, value = words_of.split()
+            assert words[words.index(flag) + 1] == value
+        assert "--epp-levers" not in words  # split backwards are the default
+    (tmp_path / "mended").touch()
+    assert day("--first", "--state", str(state)).returncode == 0
+    assert day.ran.splitlines() == [line for line in ran if "op_host.py" in line]
 
 
 def test_a_gpu_step_runs_every_op_and_recompute_mode_that_training_plans() -> None:
