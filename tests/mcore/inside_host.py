@@ -316,7 +316,7 @@ def test_another_version_is_refused(monkeypatch):
         patch_points.check_patch_points()
 
 
-def test_installing_is_idempotent_and_can_be_taken_back():
+def test_installing_is_idempotent_and_can_be_taken_back(monkeypatch):
     from megatron.training import initialize
 
     original = initialize._warmup_jit_function
@@ -325,7 +325,9 @@ def test_installing_is_idempotent_and_can_be_taken_back():
     patch_points.install(patch_points.EPP_PATCH_POINTS)
     assert replaced is initialize._warmup_jit_function is not original
     assert patch_points.is_installed(patch_points.FUSION_WARM_UP)
-    initialize._warmup_jit_function(tp_size=1)  # without any arguments of Megatron's set
+    args = SimpleNamespace(**{patch_points.NO_FUSION_WARM_UP: True})  # and no other
+    monkeypatch.setattr("megatron.training.get_args", lambda: args)
+    initialize._warmup_jit_function(tp_size=1)
     patch_points.remove(patch_points.EPP_PATCH_POINTS)
     assert initialize._warmup_jit_function is original
     assert not patch_points.is_installed(patch_points.FUSION_WARM_UP)

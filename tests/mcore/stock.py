@@ -29,7 +29,6 @@ from megatron.training.datasets import sft_dataset  # noqa: E402
 from megatron_epp.mcore.data.documents import config_from_args  # noqa: E402
 from megatron_epp.mcore.data.global_batches import Documents, build_documents  # noqa: E402
 from megatron_epp.mcore.job import megatron_gpt  # noqa: E402
-from megatron_epp.mcore.patching import patch_points  # noqa: E402
 from megatron_epp.mcore.trainer import entry  # noqa: E402
 
 
@@ -95,7 +94,5 @@ def conversations(samples, vp_stage=None):
 if __name__ == "__main__":
     datasets = {"documents": documents, "conversations": conversations}[sys.argv.pop(1)]
     datasets.is_distributed = True
-    # It draws from the generator from which layers then draw their weights; --epp leaves it out.
-    patch_points.install((patch_points.FUSION_WARM_UP,))
     hybrid = any(word.startswith("--hybrid-layer-pattern") for word in sys.argv)
     entry.main(datasets=datasets, hybrid=hybrid)

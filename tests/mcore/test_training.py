@@ -1,14 +1,17 @@
 """``--epp`` inside Megatron's trainer: resuming, checkpoints both ways, Megatron's own numbers."""
 
 import re
+from argparse import Namespace
 from collections import Counter
 from pathlib import Path
 
 import numpy
 import pytest
+import torch
 
 from megatron_epp.corpus.lengths import epoch_order
 from megatron_epp.ir import Step
+from megatron_epp.mcore.trainer.setup import _limit_fusion_warm_up
 from tests.mcore.resumes import (
     Job,
     Six,
@@ -21,6 +24,7 @@ from tests.mcore.resumes import (
     to_megatron_and_back,
 )
 from tests.mcore.runs import flags, trained
+from tests.mcore.test_refusals import EXPERTS
 
 
 def recorded(folder: Path) -> dict[str, Path]:
@@ -201,3 +205,44 @@ def test_tensorboard_shows_every_iteration(six) -> None:
     assert all(0 <= ratio < 1 for ratio in curve("bubble-ratio"))
     assert all(wait >= 0 for wait in curve("planner-wait-seconds"))
     assert "lm loss" in read.Tags()["scalars"]
+
+
+# What is drawn from the generator that Megatron's warm-up of fused functions draws from before.
+DRAWN_LATE = {
+    "routers": EXPERTS,
+    "sinks": {"softmax_type": "learnable"},
+    "neither": {},
+}
+
+
+@pytest.mark.parametrize("kind", DRAWN_LATE)
+def test_first_weights_are_megatrons_own(corpus, tmp_path, kind: str):
+    """Bit for bit after an iteration at learning rate 0; and a context whose warm-up is left out
+    is named, as it changes them."""
+    common = {"pipeline_model_parallel_size": 1, "train_iters": 1, "lr": 0, **DRAWN_LATE[kind]}
+    weights = []
+    for name in ("epp", "stock"):
+        how = {"epp": True} if name == "epp" else {"micro_batch_size": 1}
+        save = {"save": tmp_path / name, "save_interval": 1}
+        run = trained(flags(corpus, **common, **how, **save), processes=1)
+        assert "warm-up of fused functions" not in run.output
+        saved = tensors(tmp_path / name / "iter_0000001", tmp_path / f"{name}.pt")
+        weights.append({key: one for key, one in saved.items() if not key.startswith(".opt")})
+    ours, theirs = weights
+    assert ours.keys() == theirs.keys() and len(ours) > 5
+    late = {"routers": "router.weight", "sinks": "softmax_offset", "neither": "weight"}[kind]
+    assert any(late in key and one.float().std() > 0 for key, one in ours.items()), ours.keys()
+    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+
+
+def test_a_warm_up_that_is_left_out_is_said():
+    sizes = {"hidden_size": 4096, "ffn_hidden_size": 14336, "bf16": True, "fp16": False}
+    degrees = {"context_parallel_size": 1, "tensor_model_parallel_size": 8}
+    args = Namespace(**sizes, **degrees, softmax_type="vanilla", num_experts=8)
+    for context, lines in ((131072, 0), (262144, 1)):
+        args.seq_length = context
+        assert len(said := _limit_fusion_warm_up(args)) == lines
+        assert args.epp_no_fusion_warm_up is bool(lines)
+    assert "(1.8 GiB at --seq-length 262144): first weights of routers" in said[0]
+    args.num_experts = None
+    assert _limit_fusion_warm_up(args) == [] and args.epp_no_fusion_warm_up

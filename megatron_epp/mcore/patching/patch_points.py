@@ -405,6 +405,9 @@ def MTP_LAYERS(original: Callable[..., Any], config: Any, *args: Any, **kwargs: 
     return spec if fix is None else fix(spec)
 
 
+NO_FUSION_WARM_UP = "epp_no_fusion_warm_up"  # attribute of Megatron's args
+
+
 @_patch_point(
     "fusion warm-up",
     "megatron.training.initialize._warmup_jit_function",
@@ -413,7 +416,11 @@ def MTP_LAYERS(original: Callable[..., Any], config: Any, *args: Any, **kwargs: 
     "megatron.training.initialize.set_jit_fusion_options",
 )
 def FUSION_WARM_UP(original: Callable[..., None], tp_size: int | None = None) -> None:
-    """Skip Megatron's warm-up of the JIT-fused kernels."""
+    """Skip Megatron's warm-up of the JIT-fused kernels if its activations are large."""
+    from megatron.training import get_args
+
+    if not getattr(get_args(), NO_FUSION_WARM_UP, False):
+        original(tp_size)
 
 
 def _multiply_as_configured(

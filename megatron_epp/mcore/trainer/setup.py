@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.ir.placement import EVENLY
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.choose.choices import choose_blend
@@ -33,6 +34,8 @@ from megatron_epp.mcore.trainer.hooks import TrainerHooks
 from megatron_epp.mcore.trainer.job import Job
 from megatron_epp.mcore.trainer.launcher import end_with_launcher
 
+_MOST_WARM_UP_BYTES = GIB  # of activations in Megatron's warm-up of fused functions
+
 
 def setup(
     args: Any,
@@ -55,7 +58,7 @@ def setup(
     Raises:
         ValueError: The flags or the model are not supported; the message is one line.
     """
-    lines = _leave_model_alone(args)
+    lines = [*_leave_model_alone(args), *_limit_fusion_warm_up(args)]
     if args.epp_blend == AUTO and (line := choose_blend(args)) is not None:
         lines.append(line)
     if rank() == 0:
@@ -108,6 +111,25 @@ def _leave_model_alone(args: Any) -> list[str]:
             layers = layers_of_placement(named, args.num_layers)
             vars(args).update({PLACE: list(named.place), STAGE_LAYERS: list(layers)})
     return lines if ranks > 1 else []
+
+
+def _limit_fusion_warm_up(args: Any) -> list[str]:
+    """Set whether Megatron warms up its fused functions, and return lines to print.
+
+    The warm-up draws from the generator from which routers and attention sinks are then drawn. So a
+    job runs it, to begin with the weights of Megatron's own, unless its activations are large.
+    """
+    shards = args.context_parallel_size * args.tensor_model_parallel_size
+    values = max(2 * args.ffn_hidden_size, 3 * args.hidden_size) * args.seq_length // shards
+    size = values * (2 if args.bf16 or args.fp16 else 4)
+    setattr(args, patch_points.NO_FUSION_WARM_UP, size >= _MOST_WARM_UP_BYTES)
+    if size < _MOST_WARM_UP_BYTES or not (args.num_experts or args.softmax_type == "learnable"):
+        return []
+    return [
+        f"Megatron's warm-up of fused functions is left out ({size / GIB:.1f} GiB at --seq-length "
+        f"{args.seq_length}): first weights of routers and attention sinks are others than those "
+        "of the same --seed without --epp"
+    ]
 
 
 def _refuse(args: Any, config: Config) -> None:
