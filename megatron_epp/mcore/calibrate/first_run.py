@@ -54,13 +54,16 @@ def _problems(probe: Probe, seen: set[tuple[str, ...]]) -> list[str]:
     shapes = [Shape(size, pieces=2), Shape(size, size, cut=True)]
     problems = []
     for at, layer in enumerate(layers_of(probe.model)):
-        kinds = tuple(kind.KIND.NAME for kind in kinds_of_layer(layer))
+        modules = kinds_of_layer(layer)
+        kinds = tuple(kind.KIND.NAME for kind in modules)
         if kinds in seen:
             continue
         seen.add(kinds)
         try:
             for shape in shapes if size > 0 else ():
                 probe.of_layer(at).layers(shape, KEEP)
+            for kind in modules:
+                kind.compile_sizes(getattr(layer, kind.KIND.SLOT), probe.device)
         except RuntimeError as error:
             if out_of_memory(error):
                 raise

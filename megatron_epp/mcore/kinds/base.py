@@ -19,6 +19,7 @@ from megatron_epp.mcore.hybrid.pattern import symbols_of_layers
 from megatron_epp.mcore.kinds.limit import Limit
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
@@ -197,6 +198,9 @@ class KindModule:
         Megatron has not yet built the optimizer. ``group`` contains all ranks of the job; None
         means a single rank.
         """
+
+    def compile_sizes(self, module: Any, device: torch.device) -> None:
+        """Compile kernels of ``module`` for numbers of rows that the layer's first run lacks."""
 
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
         """Return the shapes of the tensors that a rank caches for ``context`` tokens.

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, override
 
+import torch
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -16,6 +17,7 @@ from megatron_epp.mcore.kinds.local_layers import feed_forward
 from megatron_epp.mcore.kinds.moe.kind import MoEKind
 from megatron_epp.mcore.kinds.moe.limits import has_experts
 from megatron_epp.mcore.kinds.moe.local import fix_latent_experts
+from megatron_epp.mcore.kinds.moe.permutation import compile_permutations
 from megatron_epp.mcore.kinds.moe.router import install_in_moe, prepare_log, routing_tensors
 from megatron_epp.mcore.kinds.moe.stacked import stack_experts
 
@@ -42,6 +44,10 @@ class MoEModule(KindModule):
     def install_in_wrapped(self, models: Sequence[Any], group: ProcessGroup | None) -> None:
         if has_experts(get_model_config(models[0])):
             stack_experts(models, group)
+
+    @override
+    def compile_sizes(self, module: Any, device: torch.device) -> None:
+        compile_permutations(module, device)
 
     @override
     def changed(self, model: Any) -> list[Tensor]:
