@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time of all experts of a rank: a product for each expert, and one product over a stack.
 
-    scripts/gpu/experts.py [--hidden 2048] [--width 768] [--experts 16 32 128] [--rows 1024 ... 16384]
+    scripts/gpu/experts.py [--hidden 2048] [--width 768] [--experts 16 32 128] [--rows 1024 16384]
 
 *apart* are Transformer Engine's grouped linears, which add to each expert's gradient; *stacked* is
 what training with --epp runs (layers/moe/weight_stack.py), where one bf16 matrix of all experts is

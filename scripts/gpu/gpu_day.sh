@@ -194,6 +194,7 @@ small=(
     [trains-4-1]="$tiny_trains"
     [trains-2-2]="$tiny_trains"
     [op-host]="--device cpu --bf16 --model tiny --layers 1 2 --rows 32 --repeats 2"
+    [experts]="--device cpu --hidden 64 --width 32 --experts 4 8 --rows 96"
     [certify-first]="--device cpu"
     [kernels]="-k 'alone-bfloat16'"
     # scripts/test_all.sh runs all of these tests, too: of two files one runs here; of the others it is seen that they are found.
@@ -208,7 +209,6 @@ small=(
     [log-probs]="-k bfloat16"
     [flex]="--collect-only"
     [host-cost]="--device cpu --bf16 --model tiny --layers 2 --tokens 64"
-    [experts]="--device cpu --hidden 64 --width 32 --experts 4 8 --rows 96"
     [multi-gpu]="--collect-only"
     [certify]="--device cpu --batches 2 $tiny"
     [held-sms]="--tokens 64 --hidden 64 --ffn 128 --heads 4"
@@ -255,6 +255,8 @@ trains 4 1
 trains 2 2 --sequence-parallel
 ahead op-host 1 60 "host time of an op, a layer and a piece, for F, B, I, W; functions that take it" '^[FBIW] |^op |^ *[0-9.]+ +[0-9]+  |rror' \
     "$python" scripts/gpu/op_host.py
+ahead experts 1 80 "all experts of a rank as one product: time and errors beside a product for each" '(apart|stacked) |^ *experts|rror' \
+    "$python" scripts/gpu/experts.py
 ahead certify-first 1 60 "certificates side by side over NCCL: TP 2 in float64 and in bf16, grouped experts over EP 2" "$certified" \
     env EPP_SHARE_GPUS=1 "ENGINE=--transformer-impl transformer_engine" "LLAMA=${llama[*]}" bash -c '
         "$@" --pp 1 --tp 2 & exact=$!
@@ -280,8 +282,6 @@ add held-sms 1 300 "products and attention beside a message that waits, by its b
     "$python" scripts/gpu/held_sms.py
 add host-cost 1 90 "host time of a layer: below how many tokens the host is the bottleneck" '^(none|full|F,|B,)|rror' \
     "$python" scripts/gpu/host_cost.py
-add experts 1 80 "all experts of a rank as one product: time and errors beside a product for each" '(apart|stacked) |^ *experts|rror' \
-    "$python" scripts/gpu/experts.py
 add overlaps 1 200 "measured calibration under the example scripts' overlaps, several buckets" "$lines" \
     "${torchrun[@]}" 1 "${train[@]}" --train-iters 4 --epp --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather \
     --ddp-bucket-size 4000000

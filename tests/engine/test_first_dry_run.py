@@ -21,6 +21,7 @@ SHOWN = {
     "trains-4-1": r"epp iteration 2: (.|\n)*iteration +2/ +2 .* lm loss: [0-9.E+]+ ",
     "trains-2-2": r"epp iteration 2: (.|\n)*iteration +2/ +2 .* lm loss: [0-9.E+]+ ",
     "op-host": r"(?m)^ *W   minima( +-?[0-9.]+){3} +[0-9.]+%$",
+    "experts": r" 8 +96  stacked +\d.*e-0\d",
     "certify-first": r"(certified: 2 batches(.|\n)*){3}",
 }
 
