@@ -14,7 +14,7 @@ from megatron_epp.mcore.data.mtp_targets import (
     target_counts,
 )
 from tests.mcore.resumes import STOCK_ON_DOCUMENTS
-from tests.mcore.runs import flags, train, write_corpus
+from tests.mcore.runs import VOCABULARY, flags, train, write_corpus, write_documents
 
 pytestmark = pytest.mark.everything
 
@@ -45,17 +45,16 @@ def test_rows_of_slices_are_those_of_the_rolled_document(cut: tuple[int, ...]) -
     document, predictions, length = OneDocument(), Predictions(8, 0.3), len(MASK)
     counts = target_counts(document, 0, length, predictions)
     boundaries = (0, *cut, length)
-    tokens, labels, weights, means = [], [], [], []
+    tokens, labels, weights, masks = [], [], [], []
     for start, stop in pairwise(boundaries):
         targets = TargetRows(predictions, stop - start)
         targets.fill(slice(0, stop - start), document, 0, (start, stop), length, lambda: counts)
         tokens.append(mtp_tokens(document, 0, (start, stop), length, predictions.depths))
         labels.append(targets.labels)
         weights.append(targets.weights)
-        means.append(targets.means)
-        assert targets.documents == (start == 0)
-    tokens, labels, weights, means = (
-        numpy.concatenate(each, axis=1) for each in (tokens, labels, weights, means)
+        masks.append(targets.mtp_mask)
+    tokens, labels, weights, masks = (
+        numpy.concatenate(each, axis=1) for each in (tokens, labels, weights, masks)
     )
     for depth in range(predictions.each):
         mask = rolled(MASK, depth)
@@ -65,7 +64,7 @@ def test_rows_of_slices_are_those_of_the_rolled_document(cut: tuple[int, ...]) -
         if depth:
             assert (tokens[depth - 1] == rolled(TOKENS[:-1], depth)).all()
             mean = mask / max(1, mask.sum())
-            assert means[depth - 1] == pytest.approx(mean)
+            assert (masks[depth - 1] == mask).all()
             assert weights[depth] == pytest.approx(0.3 / 8 * MASK.sum() * mean)
         else:
             assert (weights[0] == MASK).all()
@@ -95,3 +94,19 @@ def test_losses_in_the_log_are_megatrons(tmp_path: Path) -> None:
 
 def further_losses(output: str, depth: int) -> list[float]:
     return [float(x) for x in re.findall(rf"mtp_{depth} loss: ([0-9.E+-]+)", output)]
+
+
+def test_documents_too_short_for_a_depth_count_in_no_mean(tmp_path: Path) -> None:
+    """A logged loss is the mean over a depth's targets: documents without one change nothing."""
+    model = {"mtp-num-layers": 2, "num-layers": 2, "seq-length": 64, "max-position-embeddings": 64}
+    model |= {"pipeline-model-parallel-size": 1, "train-iters": 1, "global-batch-size": 8}
+    model |= {"split": "100,0,0", "epp": True, "epp-blend": "documents"}
+    long = [17, 33, 9, 40]  # tokens; a document of 2 has a target of the next token alone
+    texts = numpy.random.RandomState(3).randint(0, VOCABULARY, (4, 64))
+    documents = [text[:length] for text, length in zip(texts, long, strict=True)]
+    alone = write_documents(tmp_path / "alone", documents * 2, dtype=numpy.uint16)
+    mixed = write_documents(tmp_path / "mixed", [*documents, *texts[:, :2]], dtype=numpy.uint16)
+    runs = [train(flags(corpus, **model), processes=1) for corpus in (alone, mixed)]
+    for depth in (1, 2):
+        (expected,), (found,) = (further_losses(run.output, depth) for run in runs)
+        assert found == pytest.approx(expected, rel=2e-6) and found > 4.5

@@ -192,7 +192,7 @@ class Rank:
         report = {name: values.tolist() for name, values in reports[0].items()}
         total, tokens = report.pop("lm loss")
         replicas = self.trial.degrees.dp
-        self.mtp_loss = {name: numpy.array([mean / replicas]) for name, (mean, _) in report.items()}
+        self.mtp_loss = {name: numpy.array([one / replicas]) for name, (one, _) in report.items()}
         return total, tokens
 
     def _gather_gradients(self) -> None:

@@ -169,6 +169,7 @@ class ReferenceModel:
             losses_T = token_losses(model, tokens_T[None], labels_T[None], mask_T, self.rows)
             losses_T = losses_T * mask_T
             sums.backward(losses_T.sum())
+            self.routing.note_mtp(mask_T.numpy())
             losses.append(losses_T.detach())
         return losses, self.gradients(model, sums)
 

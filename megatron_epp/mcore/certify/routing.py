@@ -1,4 +1,4 @@
-"""Records of MoE routing in an iteration: tokens per expert, and logged auxiliary losses."""
+"""Records of an iteration: tokens per expert, and logged auxiliary and MTP losses."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +17,7 @@ class RoutingNotes:
     def __init__(self, *models: Any):
         self.models = models
         self._counts: dict[int, numpy.ndarray] = {}
+        self._mtp: dict[str, numpy.ndarray] = {}
 
     def before(self, finalize: Callable[..., None]) -> Callable[..., None]:
         """Return ``finalize`` (finalize_model_grads) preceded by a record of the token counts.
@@ -39,6 +40,17 @@ class RoutingNotes:
             if layer.router.enable_expert_bias
         }
 
+    def note_mtp(self, mask_T: numpy.ndarray) -> None:
+        """Add the MTP losses of a document, which Megatron has just logged as means, as sums.
+
+        Args:
+            mask_T: Loss mask of the document.
+        """
+        for depth, mean in enumerate(MTPLossLoggingHelper.tracker.get("loss_values", ()), 1):
+            name, targets = f"mtp_{depth} loss", mask_T[depth:].sum(dtype=numpy.float64)
+            self._mtp[name] = self._mtp.get(name, 0.0) + mean[None].cpu().numpy() * targets
+        MTPLossLoggingHelper.tracker.clear()
+
     def taken(self, extra_losses: Mapping[str, numpy.ndarray] | None = None) -> RoutingRecord:
         """Return the routing since the last call of this method, and reset the records.
 
@@ -52,18 +64,5 @@ class RoutingNotes:
         }
         tracker.clear()
         counts, self._counts = self._counts, {}
-        return RoutingRecord(counts, losses | _mtp_losses() | dict(extra_losses or {}))
-
-
-def _mtp_losses() -> dict[str, numpy.ndarray]:
-    """Return the MTP losses that Megatron has logged since the last call, by name.
-
-    The losses are sums over micro-batches.
-    """
-    values = MTPLossLoggingHelper.tracker.get("loss_values", ())
-    losses = {
-        f"mtp_{depth} loss": value[None].cpu().numpy().copy()
-        for depth, value in enumerate(values, 1)
-    }
-    MTPLossLoggingHelper.tracker.clear()
-    return losses
+        mtp, self._mtp = self._mtp, {}
+        return RoutingRecord(counts, losses | mtp | dict(extra_losses or {}))

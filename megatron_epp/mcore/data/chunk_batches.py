@@ -36,9 +36,7 @@ class ChunkBatch:
         labels: Int64, on the last stage.
         loss_mask: Float32, on the last stage; 0 on padding.
         params: Parameters of the chunk for Megatron's layers.
-        means: Float64 [D, t], on the last stage: weights of the token losses in the mean MTP
-            losses of their documents, for the log.
-        documents: Number of documents that begin in these rows.
+        mtp_mask: Float64 [D, t], on the last stage: 1 for each MTP label with a loss, for the log.
         known_gradient: Gradient of every token's loss, if LM head and loss are fused
             (lm_head.fused_head).
         hidden_only: Whether the model ends after its final norm, because H and G ops of the plan
@@ -52,8 +50,7 @@ class ChunkBatch:
     params: ChunkParams
     known_gradient: Tensor | None = None
     hidden_only: bool = False
-    means: Tensor | None = None
-    documents: int = 0
+    mtp_mask: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +64,7 @@ class _Tensors:
     positions: Tensor
     labels: Tensor | None
     loss_mask: Tensor | None
-    means: Tensor | None
-    documents: int
+    mtp_mask: Tensor | None
     mtp_tokens: Tensor | None
 
 
@@ -140,8 +136,7 @@ class ChunkBatchBuilder:
             loss_mask=tensors.loss_mask,
             params=ChunkParams.of(state, tensors.positions[0], tensors.mtp_tokens),
             hidden_only=self.plan.vocabulary_parallel,
-            means=tensors.means,
-            documents=tensors.documents,
+            mtp_mask=tensors.mtp_mask,
         )
 
     def prepare(self, chunk: int) -> None:
@@ -175,8 +170,7 @@ class ChunkBatchBuilder:
             positions=self._tensor(positions),
             labels=None if targets is None else self._tensor(targets.labels),
             loss_mask=None if targets is None else self._tensor(targets.weights),
-            means=None if targets is None or not depths else self._tensor(targets.means),
-            documents=0 if targets is None else targets.documents,
+            mtp_mask=None if targets is None or not depths else self._tensor(targets.mtp_mask),
             mtp_tokens=None if mtp_rows is None else self._tensor(mtp_rows),
         )
 

@@ -56,8 +56,7 @@ class TargetRows:
             padding and for labels without a loss. As in Megatron with one document per micro-batch,
             a document's weighted losses of an MTP module sum to: their mean * ``scale`` / D * the
             document's number of next-token targets.
-        means: [D, t] float64: weights with which these losses sum to their mean, for the log.
-        documents: Number of documents that begin in these rows.
+        mtp_mask: [D, t] float64: 1 for each label with a loss, for the log.
     """
 
     def __init__(self, predictions: Predictions, count: int):
@@ -65,8 +64,7 @@ class TargetRows:
         self.labels = numpy.zeros((predictions.each, count), dtype=numpy.int64)
         kind = numpy.float64 if predictions.depths else numpy.float32
         self.weights = numpy.zeros((predictions.each, count), dtype=kind)
-        self.means = numpy.zeros((predictions.depths, count), dtype=kind)
-        self.documents = 0
+        self.mtp_mask = numpy.zeros((predictions.depths, count), dtype=kind)
 
     def fill(
         self,
@@ -91,7 +89,6 @@ class TargetRows:
         start, stop = span
         depths = self.predictions.depths
         labels, mask = documents.targets(sample, start, min(stop + depths, length))
-        self.documents += start == 0
         targets = counts() if depths else None
         for depth in range(1 + depths):
             there = slice(depth, min(stop - start + depth, len(labels)))
@@ -101,7 +98,7 @@ class TargetRows:
                 self.weights[depth, here] = mask[there]
                 continue
             mean = mask[there] / max(1.0, targets[depth])
-            self.means[depth - 1, here] = mean
+            self.mtp_mask[depth - 1, here] = mask[there]
             self.weights[depth, here] = mean * (self.predictions.scale / depths * targets[0])
 
 

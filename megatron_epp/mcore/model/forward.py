@@ -36,25 +36,19 @@ def chunk_forward_step(batches: Iterator[ChunkBatch], model: Any) -> tuple[Tenso
         packed_seq_params=batch.params,
         output_processor=processor,
     )
-    if batch.means is None:
-        return output, partial(chunk_loss, batch.loss_mask)
-    return output, partial(
-        chunk_loss, batch.loss_mask, means_DT=batch.means, documents=batch.documents
-    )
+    return output, partial(chunk_loss, batch.loss_mask, mtp_mask_DT=batch.mtp_mask)
 
 
 def chunk_loss(
     loss_mask_1T: Tensor | None,
     token_losses_1T: Tensor,
     *,
-    means_DT: Tensor | None = None,
-    documents: int = 0,
+    mtp_mask_DT: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the loss summed over unmasked tokens, the number of these tokens, and a report.
 
     With D MTP layers, losses and weights have shape [1 + D, T], and the sum covers all rows. The
-    report contains one entry (sum, divisor) per row, under Megatron's names. In an MTP entry,
-    the sum adds the documents' mean losses, and the divisor is ``documents``.
+    report contains one entry (sum of losses, number of labels) per row, under Megatron's names.
 
     Megatron divides the loss once per iteration, by the tokens of the global batch
     (--calculate-per-token-loss). For its log, Megatron divides each entry without a check for 0. So
@@ -63,17 +57,17 @@ def chunk_loss(
     Args:
         loss_mask_1T: Weights of the tokens' losses in the sum.
         token_losses_1T: Losses of the tokens.
-        means_DT: Weights of the MTP losses in the report; None without MTP.
-        documents: Number of documents that begin in these rows.
+        mtp_mask_DT: 1 for each MTP label with a loss; None without MTP.
     """
     assert loss_mask_1T is not None, "the last stage has one"
     dtype = torch.promote_types(token_losses_1T.dtype, torch.float32)
     weighted = token_losses_1T.to(dtype) * loss_mask_1T.to(dtype)
     total, tokens = weighted.sum(), loss_mask_1T[0].sum().to(torch.int)
-    divisor = tokens.to(total.dtype) + torch.finfo(total.dtype).tiny
-    report = {"lm loss": torch.stack([weighted[0].detach().sum(), divisor])}
-    if means_DT is not None:
-        means_D = (token_losses_1T[1:].detach().to(dtype) * means_DT.to(dtype)).sum(1)
-        for depth, mean in enumerate(means_D, start=1):
-            report[f"mtp_{depth} loss"] = torch.stack([mean, torch.full_like(mean, documents)])
+    tiny = torch.finfo(total.dtype).tiny
+    report = {"lm loss": torch.stack([weighted[0].detach().sum(), tokens.to(total.dtype) + tiny])}
+    if mtp_mask_DT is not None:
+        mask_DT = mtp_mask_DT.to(dtype)
+        sums_D = (token_losses_1T[1:].detach().to(dtype) * mask_DT).sum(1)
+        for depth, pair in enumerate(zip(sums_D, mask_DT.sum(1) + tiny, strict=True), start=1):
+            report[f"mtp_{depth} loss"] = torch.stack(pair)
     return total, tokens, report
