@@ -1,8 +1,10 @@
 """Documents come whole, through Megatron's builder, in an order that (seed, sample) gives."""
 
+import gc
 import itertools
 import os
 import re
+import resource
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -579,6 +581,34 @@ def test_sentence_split_corpus_is_named_once(
     assert documents.lengths(range(4)).tolist() == [4] * 4
     (line,) = [record.message for record in caplog.records if "sentences" in record.message]
     assert "8 sequences in 2 documents" in line
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_corpora_need(tmp_path, monkeypatch) -> None:
+    """Of data and masks, in three splits; or one line says both numbers."""
+    text, mask = [[10, 11, 12]] * 9, [[1, 1, 1]] * 9
+    prefixes = [corpus_of(tmp_path / str(n), text, mask if n % 2 else None) for n in range(40)]
+    config, sizes = configure(prefixes, [1.0] * 40, split="40,30,30"), [50, 50, 50]
+    before, limits = len(os.listdir("/dev/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = 3 * (40 + 3 * 20)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before + files // 2, limits[1]))
+        built = build_documents(config, sizes)
+        assert len(os.listdir("/dev/fd")) == before + files
+        assert built[2].tokens(0).tolist() == [10, 11, 12]
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert soft >= before + files and hard == limits[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (100, 256))
+    needed = files + len(os.listdir("/dev/fd"))
+    said = rf"^40 corpora need {needed} open files in each process; the hard limit is 256 \(ulimit"
+    with pytest.raises(ValueError, match=said):
+        check_corpora(config, sizes)
+    del built
+    gc.collect()
+    few = configure(prefixes[:2], [1.0, 1.0])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, both: both[0] == 256 or 1 / 0)
+    check_corpora(few, [5, 0, 0])
 
 
 # --- several nodes

@@ -22,8 +22,11 @@ number of consumed items.
 
 import argparse
 import logging
+import os
+import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -48,12 +51,16 @@ from megatron_epp.corpus.idx_file import (
     examine_vocabulary,
 )
 from megatron_epp.corpus.lengths import epoch_order
+from megatron_epp.corpus.loss_mask import SUFFIX as MASKS
 from megatron_epp.corpus.loss_mask import LossMasks, examine_masks
 from megatron_epp.corpus.overlong import Counts, DocumentIndex, apply_context, require_policy
 from megatron_epp.mcore.data.data_flags import Blend, blends_of
 from megatron_epp.runtime.consensus import agree, digest, gather
 
 logger = logging.getLogger(__name__)
+
+_FILES_OF_MAPPED = 3  # that Megatron keeps open for a corpus: two mappings and the .bin
+_LATER_FILES = 256  # sockets, libraries, checkpoints
 
 
 @dataclass
@@ -407,9 +414,10 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
         sizes: Samples requested for training, validation and test; None is one epoch.
 
     Raises:
-        ValueError: A file is damaged or is not a corpus, a split has no usable document, or tokens
-            exceed the vocabulary.
+        ValueError: A file is damaged or is not a corpus, a split has no usable document, tokens
+            exceed the vocabulary, or the process may not open as many files.
     """
+    _allow_open_files(config, sizes)
     examined: dict[str, tuple[CorpusFiles, LossMasks | None]] = {}
     for prefix, split, (begin, end), size in _shares(config, sizes):
         if is_object_storage_path(prefix):
@@ -436,6 +444,30 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
         index = index_of_split(lengths, sequences, config, masks)
         refuse_empty(index.counts, prefix, split, size, config)
         config.indices[prefix, split] = index
+
+
+def _allow_open_files(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
+    """Raise this process's limit of open files as far as the corpora need.
+
+    Raises:
+        ValueError: The hard limit is too low.
+    """
+    local = [one for one, *_ in _shares(config, sizes) if not is_object_storage_path(one)]
+    masked = sum(Path(f"{prefix}{MASKS}.idx").is_file() for prefix in local)  # opened by each split
+    corpora = len(set(local))
+    files = (corpora + masked) * (_FILES_OF_MAPPED if config.mmap_bin_files else 1)
+    needed = files + len(os.listdir("/dev/fd"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = resource.RLIM_INFINITY
+    if hard != unlimited and needed > hard:
+        raise ValueError(
+            f"{corpora} corpora need {needed} open files in each process; the hard limit is {hard} "
+            "(ulimit -Hn): raise it, or give fewer corpora"
+        )
+    wanted = needed + _LATER_FILES
+    wanted = wanted if hard == unlimited else min(wanted, hard)
+    if soft != unlimited and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def require_same_documents(config: DocumentConfig, group: torch.distributed.ProcessGroup) -> None:
