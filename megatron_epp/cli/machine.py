@@ -22,7 +22,12 @@ from megatron_epp.planner.tuning.node_map import map_nodes
 
 # The commands' assumptions of the analytic cost model, which match training. The library's defaults
 # are those of the papers: logits held, no reads of K and V, rates by a group's size alone.
-AS_TRAINED: dict[str, Any] = {"logits_held": False, "kv_read": True, "topology": "nodes"}
+AS_TRAINED: dict[str, Any] = {
+    "logits_held": False,
+    "kv_read": True,
+    "topology": "nodes",
+    "stacked_experts": True,
+}
 
 
 def names_machine(arguments: argparse.Namespace) -> bool:

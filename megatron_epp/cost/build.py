@@ -13,7 +13,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.network.topology import FLAT, Network, Topology
 from megatron_epp.cost.network.topology import topology as find_topology
-from megatron_epp.cost.profile import Profile
+from megatron_epp.cost.profile import ALLTOALL, Profile
 from megatron_epp.ir import Kind
 
 # Models that FlexSP and InfiniPipe train with ZeRO 3.
@@ -49,6 +49,7 @@ def named_cost(
     topology: str | Topology = FLAT,
     vocabulary_parallel: bool = False,
     place: tuple[int, ...] = (),
+    stacked_experts: bool = False,
     **assumptions: Any,
 ) -> Cost:
     """Return the cost of a model on devices; both are given by name or file.
@@ -70,6 +71,8 @@ def named_cost(
             the rates of its groups.
         vocabulary_parallel: whether the LM head is sharded over the stages.
         place: rank of each stage; empty if stage i is on rank i.
+        stacked_experts: whether the experts of a rank are one product per linear, unless tokens
+            are sent to them by DeepEP or HybridEP (``flex``).
         **assumptions: arguments of :func:`megatron_epp.cost.analytic.profile`.
 
     Raises:
@@ -126,6 +129,7 @@ def named_cost(
         network=network,
         vocabulary_parallel=vocabulary_parallel,
         place=place,
+        stacked_experts=stacked_experts and profile.token_dispatcher == ALLTOALL,
     )
     cost = Cost(layout, budgets)
     cost.require_states_fit()

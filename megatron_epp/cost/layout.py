@@ -6,6 +6,7 @@ pairs and 1, which every layer has, and additional columns of some layer kinds
 (:mod:`megatron_epp.cost.columns`).
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,10 +14,12 @@ from functools import cached_property
 import numpy as np
 
 from megatron_epp.cost.columns import CHUNKS, PAIRS, TOKENS, Columns, WindowPairs
+from megatron_epp.cost.kinds.base import ELEMENT_BYTES
 from megatron_epp.cost.layer_kinds import StageKinds, format_kinds, stage_kinds
 from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.network.topology import Network
 from megatron_epp.cost.profile import (
+    ANALYTIC,
     Bytes,
     LayerCoefficients,
     Profile,
@@ -45,6 +48,9 @@ class StageLayout:
     network: Network | None = None  # places and rates of groups; None: rates of the profile
     vocabulary_parallel: bool = False  # whether the LM head is sharded over all stages (H, G)
     place: tuple[int, ...] = ()  # rank of each stage; empty if stage i is on rank i
+    # Whether the experts of a rank are one product per linear (layers/moe/weight_stack.py), as in
+    # training with --epp; the coefficients of a measured profile include it.
+    stacked_experts: bool = False
 
     def __post_init__(self):
         if self.place and len(self.place) != len(self.layers):
@@ -163,7 +169,25 @@ class StageLayout:
     def coefficients(self) -> tuple[LayerCoefficients, ...]:
         """Coefficients of one layer of each kind in :attr:`kinds`."""
         known = self.profile.kinds
-        return tuple(known[name] for name in self.kinds.names)
+        every = [known[name] for name in self.kinds.names]
+        if self.stacked_experts and self.profile.provenance.kind == ANALYTIC:
+            return tuple(map(self._with_expert_gradients, every))
+        return tuple(every)
+
+    def _with_expert_gradients(self, of: LayerCoefficients) -> LayerCoefficients:
+        """Return ``of`` with the gradients of a rank's experts in the workspaces of B and I.
+
+        One matrix in bf16 contains the gradients of one linear of all experts, until it is added to
+        the full gradients. The first linear of gated experts has two thirds of their parameters.
+        """
+        gradients = ELEMENT_BYTES * 2 / 3 * of.expert_parameters / self.ep
+        if not gradients:
+            return of
+        workspaces = dict(of.workspace_bytes)
+        for kind in (Kind.BACKWARD, Kind.INPUT):
+            per_op = workspaces[kind].per_op + gradients * self.tp / self.profile.tp
+            workspaces[kind] = dataclasses.replace(workspaces[kind], per_op=per_op)
+        return dataclasses.replace(layer_coefficients(of), workspace_bytes=workspaces)
 
     @cached_property
     def predictions(self) -> int:

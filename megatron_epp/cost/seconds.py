@@ -34,6 +34,10 @@ from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.profile import LayerCoefficients
 from megatron_epp.ir import BACKWARDS, FULL, KEEP, OF_HEAD, OF_LAYERS, OFFLOAD, SELECTIVE, Kind
 
+# Host time to issue the experts of a rank as one product per linear, as a fraction of that of the
+# rest of the layer, by counts of Python calls (tests/gpu/test_host_calls.py).
+HOST_OF_STACK = 0.3
+
 _EXCHANGING = (Kind.FORWARD, *BACKWARDS)
 # Host time of the recompute in a backward, relative to the host time of a layer's forward: for a
 # full layer and for modules. On the host of an H100 a backward takes 4.1 ms with full recompute and
@@ -241,7 +245,11 @@ def _all_to_all(layout: StageLayout) -> np.ndarray:
 
 def _host(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> float:
     """Return the seconds of the host to issue one layer's op, with those of this rank's experts."""
-    return of.host_seconds.get(kind, 0.0) + of.expert_host_seconds.get(kind, 0.0) / layout.ep
+    own = of.host_seconds.get(kind, 0.0)
+    experts = of.expert_host_seconds.get(kind, 0.0) / layout.ep
+    if layout.stacked_experts:
+        experts = min(experts, HOST_OF_STACK * own)
+    return own + experts
 
 
 def _weights_row(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> np.ndarray:

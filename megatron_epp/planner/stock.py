@@ -152,7 +152,8 @@ def candidates(cost: Cost, batches: Sequence[Sequence[int]]) -> Iterator[Megatro
         batches: document lengths of one replica in each batch, which balance layers by time.
     """
     ranks = cost.layout.placement.ranks
-    one = with_placement(cost.with_vocabulary(False), Placement(tuple(range(ranks))))
+    its = cost.with_vocabulary(False).replace(stacked_experts=False)
+    one = with_placement(its, Placement(tuple(range(ranks))))
     for name in PLACEMENTS if ranks > 1 else (EVENLY,):
         placed = one if name == EVENLY else placed_cost(one, name)
         if placed is None:  # fewer layers than stages

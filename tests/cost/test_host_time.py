@@ -11,6 +11,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import FULL, OF_LAYERS, Chunk, Kind, Span
 from megatron_epp.planner.choose.slow_hosts import with_hosts
+from megatron_epp.planner.stock import candidates
 
 H100 = DEVICES["h100-80g"]
 PROFILE = profile(MODELS["llama3-8b"], H100)
@@ -48,6 +49,34 @@ def test_more_devices_do_not_speed_the_host_up() -> None:
     for kind in OF_LAYERS:
         assert alone.seconds.host[kind] == pytest.approx(parted.seconds.host[kind])
     assert forward(parted, 4096) == pytest.approx(LAYERS * FORWARD)
+
+
+@pytest.mark.parametrize(("ep", "more"), [(1, 0.3), (8, 0.3), (32, 0.034 * 128 / 32)])
+def test_one_product_of_all_experts_takes_a_constant(ep: int, more: float) -> None:
+    """But not more than the products of few experts, each by itself."""
+    cost = named_cost("qwen3-30b-a3b", "h100-80g", pp=4, tp=8, dp=4, ep=ep, stacked_experts=True)
+    host = {kind: cost.seconds.host[kind][STAGE] / cost.layout.layers[STAGE] for kind in OF_LAYERS}
+    assert host[Kind.FORWARD] == pytest.approx(FORWARD * (1 + more))
+    assert host[Kind.BACKWARD] == pytest.approx(BACKWARD * (1 + more))
+    stock = next(candidates(cost, [[4096]]))
+    apart = FORWARD * (1 + 0.034 * 128 / ep) * stock.cost.layout.layers[STAGE]
+    assert stock.cost.seconds.host[Kind.FORWARD][STAGE] == pytest.approx(apart)
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "flex"])
+def test_the_gradients_of_a_ranks_experts_exist_while_b_and_i_run(dispatcher: str) -> None:
+    """Those of the first linear, which is the larger one, of 16 experts on a rank, in bf16."""
+    named = {"pp": 4, "tp": 8, "ep": 8, "moe_token_dispatcher_type": dispatcher}
+    cost, apart = (
+        named_cost("qwen3-30b-a3b", "h100-80g", stacked_experts=stacked, **named)
+        for stacked in (True, False)
+    )
+    there = (Kind.BACKWARD, Kind.INPUT) if dispatcher == "alltoall" else ()
+    for kind in OF_LAYERS:
+        with_it, without = (
+            of.memory.workspace_bytes(kind, loads(of, 4096))[STAGE, 0] for of in (cost, apart)
+        )
+        assert with_it - without == (2 * 16 * 2 * 768 * 2048 if kind in there else 0)
 
 
 @pytest.mark.parametrize("ep", [1, 4, 8])

@@ -27,7 +27,12 @@ from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.flags.config import Config
-from megatron_epp.mcore.kinds.registry import expert_ranks_of, groups_products, priced_flags
+from megatron_epp.mcore.kinds.registry import (
+    expert_ranks_of,
+    groups_products,
+    priced_flags,
+    stacks_experts,
+)
 from megatron_epp.mcore.lm_head.fused_head import block_tokens, fused_head
 from megatron_epp.mcore.model.quantisation import weight_bytes
 from megatron_epp.mcore.model.shape import model_shape
@@ -220,6 +225,7 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
             layer_kinds=model_shape(args).layer_kinds if len(profile.kinds) > 1 else (),
             vocabulary_parallel=vocabulary_parallel(args),
             place=place,
+            stacked_experts=stacks_experts(args),
         ),
         device_budgets("--epp-memory-budget-gib", budgets, rank_of),
     )

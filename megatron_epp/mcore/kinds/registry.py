@@ -75,6 +75,17 @@ def groups_products(args: Any) -> bool:
     return args.moe_grouped_gemm or args.hybrid_layer_pattern is not None
 
 
+def stacks_experts(args: Any) -> bool:
+    """Return whether grouped experts of a rank are one product per linear (moe/stacked.py)."""
+    return (
+        groups_products(args)
+        and args.transformer_impl != "local"
+        and args.moe_token_dispatcher_type in ("alltoall", "allgather")
+        and args.expert_tensor_parallel_size == 1
+        and not (args.add_bias_linear or args.fp8)
+    )
+
+
 def priced_flags(args: Any) -> dict[str, Any]:
     """Return arguments of ``cost.analytic.profile``, by name: the flags of layer kinds it takes."""
     return {name: getattr(args, name) for kind in LAYER_KINDS for name in kind.PRICED_FLAGS}
