@@ -96,7 +96,22 @@ class DiagonalPairs(Column):
         return (stop - start) * (stop - start + 1) / 2
 
 
-CONTEXT, DIAGONAL = ContextTokens(), DiagonalPairs()
+@dataclass(frozen=True, slots=True)
+class ContextDiagonalPairs(DiagonalPairs):
+    """Query-key pairs within a span that has context, in addition to :class:`DiagonalPairs`.
+
+    Calls without context may have a mask that makes such pairs no slower than others.
+    """
+
+    NAME = "context_diagonal_pairs"
+
+    def of_spans(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """Return the pairs inside every span after a context; 0 for other spans."""
+        return np.where(start > 0, DiagonalPairs.of_spans(self, start, stop), 0.0)
+
+
+CONTEXT = ContextTokens()
+DIAGONALS: tuple[Column, ...] = (DiagonalPairs(), ContextDiagonalPairs())
 
 
 @dataclass(frozen=True, slots=True)

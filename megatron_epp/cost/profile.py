@@ -21,7 +21,7 @@ from enum import Enum
 from typing import Any, get_args
 
 from megatron_epp.cost.catalogue.named import read_json
-from megatron_epp.cost.columns import CONTEXT, Column, DiagonalPairs, WindowPairs
+from megatron_epp.cost.columns import CONTEXT, DIAGONALS, Column, WindowPairs
 from megatron_epp.cost.kinds import layer
 from megatron_epp.cost.loads import pairs_within
 from megatron_epp.ir import FULL, KEEP, OF_HEAD, OF_LAYERS, SELECTIVE, Kind, Span
@@ -455,7 +455,7 @@ def _layer_columns(fields: dict[str, Any]) -> ColumnSeconds:
 
 def _column(text: str) -> Column:
     """Return the column that a profile file calls ``text``."""
-    columns: list[type[Column]] = [DiagonalPairs]
+    columns: list[type[Column]] = [type(column) for column in DIAGONALS]
     columns += [column for part in layer.PARTS for column in part.COLUMNS]
     known = {column.NAME: column for column in columns}
     name, _, size = text.partition(" ")

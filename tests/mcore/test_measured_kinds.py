@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import device
 from megatron_epp.cost.catalogue.models import MODELS, Model
-from megatron_epp.cost.columns import DIAGONAL
+from megatron_epp.cost.columns import DIAGONALS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.measured import _host_seconds as fitted_host_seconds
 from megatron_epp.cost.fitting.readings import Readings
@@ -232,9 +232,9 @@ def test_a_cpu_that_is_slow_in_halves_computes_less_of_them() -> None:
 
 
 class OnGpu(MadeUpLayers):
-    """Whose backward takes twice as long for pairs inside a slice, and whose host 3 and 4 ms."""
+    """Whose backward takes twice as long for the pairs of ``twice``, and whose host 3 and 4 ms."""
 
-    device, issued = torch.device("cuda"), False
+    device, issued, twice = torch.device("cuda"), False, DIAGONALS[0]
 
     def now(self) -> float:
         return 0.0
@@ -252,19 +252,27 @@ class OnGpu(MadeUpLayers):
         if self.issued:
             return replace(made, forward_seconds=3e-3, backward_seconds=4e-3)
         _, pair, *_ = RULES[self.word[self.at]]
-        twice = self.pace * 2 * pair * DIAGONAL.of(shape.spans)
+        twice = self.pace * 2 * pair * self.twice.of(shape.spans)
         return replace(made, backward_seconds=made.backward_seconds + twice)
 
 
-def test_on_a_gpu_pairs_inside_a_slice_are_told_from_those_with_its_context(groups) -> None:
-    """And the host's time from the device's."""
+@pytest.mark.parametrize("twice", DIAGONALS, ids=str)
+def test_on_a_gpu_pairs_inside_a_slice_are_told_from_those_with_its_context(
+    groups, monkeypatch, twice
+) -> None:
+    """With one mask for all calls, and with another for those without context. And the host's time
+    from the device's."""
+    monkeypatch.setattr(OnGpu, "twice", twice)
     probe = OnGpu(("far",) * 2)
     profile = calibrate([probe], groups, shaped(probe.word), 65536, ORIGIN, False, [probe.word])
     token, pair, chunk, *_ = RULES["far"]
-    for spans in ((Span(0, 0, 30000),), (Span(0, 40000, 48000),), (Span(0, 0, 900),) * 9):
+    for spans in (
+        (Span(0, 0, 30000),), (Span(0, 40000, 48000),), (Span(0, 0, 900),) * 9,
+        (Span(0, 8000, 16000),),
+    ):  # fmt: skip
         tokens = sum(span.tokens for span in spans)
         forward = token * tokens + pair * sum(span.pairs for span in spans) + chunk
-        diagonal = DIAGONAL.of(spans)
+        diagonal = twice.of(spans)
         backward = 2 * forward + 2 * pair * diagonal
         assert profile.op_seconds(Kind.FORWARD, spans) == pytest.approx(forward, rel=1e-3)
         assert profile.op_seconds(Kind.BACKWARD, spans) == pytest.approx(backward, rel=1e-3)
@@ -278,8 +286,9 @@ def test_on_a_gpu_pairs_inside_a_slice_are_told_from_those_with_its_context(grou
         assert taken == pytest.approx(2 * backward + ends, rel=1e-3)
     assert profile.host_seconds[Kind.FORWARD] == 3e-3
     assert profile.host_seconds[Kind.BACKWARD] == 4e-3
-    columns = profile.column_seconds[DIAGONAL]
-    assert columns[Kind.INPUT] == columns[Kind.BACKWARD] and columns[Kind.WEIGHT] == 0
+    for column in DIAGONALS:
+        seconds = profile.column_seconds[column]
+        assert seconds[Kind.INPUT] == seconds[Kind.BACKWARD] and seconds[Kind.WEIGHT] == 0
     assert Profile.from_json(profile.to_json()) == profile
 
 

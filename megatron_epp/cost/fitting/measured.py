@@ -13,7 +13,7 @@ from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import device as named_device
 from megatron_epp.cost.catalogue.devices import host_seconds_of
 from megatron_epp.cost.catalogue.models import Model
-from megatron_epp.cost.columns import DIAGONAL
+from megatron_epp.cost.columns import DIAGONALS
 from megatron_epp.cost.fitting.fit import Sample, fit_profile, line_above
 from megatron_epp.cost.fitting.readings import (
     AFTER_CONTEXT_TOKENS,
@@ -99,7 +99,7 @@ def _fitted(
     template = analytic_profile(model, named_device(where.device), kv_read=True).of_kind(kind)
     if where.device != "cpu" and layer.masks_diagonal:
         pairs = {op: seconds.per_pair for op, seconds in template.layer_seconds.items()}
-        columns = {**template.column_seconds, DIAGONAL: pairs}
+        columns = {**template.column_seconds, **dict.fromkeys(DIAGONALS, pairs)}
         template = dataclasses.replace(template, column_seconds=columns)
     best_link: dict[int, float] = {}
     for tokens, seconds in (pair for readings in every for pair in readings.link):

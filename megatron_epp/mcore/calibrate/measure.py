@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron_epp.cost.catalogue.models import Model
-from megatron_epp.cost.columns import DIAGONAL
+from megatron_epp.cost.columns import DIAGONALS
 from megatron_epp.cost.fitting.fit import Sample
 from megatron_epp.cost.fitting.measured import Conditions, measured_profile
 from megatron_epp.cost.fitting.readings import AFTER_CONTEXT_TOKENS, Peak, Readings, modes_of
@@ -376,7 +376,7 @@ def _measure_seconds(
     }
     for (shape, mode), (forward, backward) in typical.items():
         load = (shape.tokens, _pairs(shape, layer), 0)
-        columns = tuple((each, each.of(shape.spans)) for each in (*layer.work, DIAGONAL))
+        columns = tuple((each, each.of(shape.spans)) for each in (*layer.work, *DIAGONALS))
         if mode == KEEP:
             for rows, seconds in ((readings.forward, forward), (readings.backward, backward)):
                 rows.append(Sample(KEEP, False, False, *load, seconds, columns=columns))
