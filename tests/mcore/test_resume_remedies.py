@@ -147,11 +147,13 @@ ALONE = {"pipeline_model_parallel_size": 1}
 # refused, what the line says, and the flags of each remedy, with the iteration that is first then.
 BOTH = [({OVERRIDE: True}, 3), ({KEEP: True}, 3)]
 FRESH = ({"no_load_optim": True}, 3)
+SAME = (SHARDS, 3)
 REFUSED = [
     ({"train_iters": 5}, "number of iterations do not match", BOTH),
     ({"lr": 2e-3}, "--lr 0.002: the checkpoint has 0.001", BOTH),
     ({"weight_decay": 0.3}, "for start weight decay do not match", BOTH),
     ({"decoupled_lr": 2e-3}, "groups are others", [FRESH, ({"decoupled_lr": None}, 3)]),
+    ({"use_distributed_optimizer": None}, "do not load without it; give the flag", [FRESH, SAME]),
     (ALONE, "belong to stages on ranks", [FRESH, ({"pipeline_model_parallel_size": 2}, 3)]),
     ({"ckpt_step": 7}, "an iteration that", [({"ckpt_step": 1}, 2), ({"ckpt_step": 2}, 3)]),
 ]
@@ -215,6 +217,22 @@ def test_what_the_page_advises_starts(of_two_stages, corpus, tmp_path: Path) -> 
     assert "delete the file" in line
     (behind / "epp-choices.json").unlink()
     require_from(start(corpus, behind), 2)
+
+
+@pytest.mark.everything
+def test_a_distributed_optimizer_first_given_at_resume(corpus, tmp_path: Path) -> None:
+    job = {**ALONE, "epp": True, "train_iters": 3}
+    trained(flags(corpus, **job, save=tmp_path, save_interval=2, exit_interval=2), 1)
+    refused = start(corpus, tmp_path, **job)
+    said = "saved without --use-distributed-optimizer, do not load with it; omit the flag, or give"
+    assert said in refused.errors[0], refused.output
+    require_from(start(corpus, tmp_path, **job, use_distributed_optimizer=None), 3)
+    require_from(start(corpus, tmp_path, **job, no_load_optim=True), 3)
+    # Without it, the states of another number format do not load.
+    other = {**job, "bf16": True, "use_distributed_optimizer": None}
+    (line,) = start(corpus, tmp_path, **other).errors
+    assert "saved without --bf16, do not load with it; omit the flag, or give --no-load" in line
+    require_from(start(corpus, tmp_path, **other, no_load_optim=True), 3)
 
 
 @pytest.mark.everything

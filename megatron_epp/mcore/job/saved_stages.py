@@ -36,10 +36,11 @@ def saved_state(args: Any) -> dict[str, Any] | None:
 
 
 def require_same_stages(args: Any, common: Mapping[str, Any]) -> None:
-    """Raise a ValueError if the job would load optimizer states that belong to other stages.
+    """Raise a ValueError if the job would load optimizer states of another kind or other stages.
 
     ``common`` is the result of :func:`saved_state`.
     """
+    _require_same_kind(args, common["args"])
     if not args.use_distributed_optimizer:
         return
     from megatron.core.dist_checkpointing import serialization
@@ -61,6 +62,24 @@ def require_same_stages(args: Any, common: Mapping[str, Any]) -> None:
         f"--dist-ckpt-optim-fully-reshardable, belong to {saved_stages}; this run has {stages}; "
         "give the flags that it was saved with, or --no-load-optim"
     )
+
+
+def _require_same_kind(args: Any, saved: Any) -> None:
+    """Raise a ValueError if the ``saved`` args have an optimizer with other states than ``args``.
+
+    The distributed optimizer saves its states in float32 for every number format.
+    """
+    names = ["use_distributed_optimizer"]
+    names += [] if args.use_distributed_optimizer else ["bf16", "fp16"]
+    for name in names:
+        was, now = bool(getattr(saved, name, None)), bool(getattr(args, name))
+        if was != now:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(
+                f"--load {args.load}: its optimizer states, saved {'with' if was else 'without'} "
+                f"{flag}, do not load {'with' if now else 'without'} it; "
+                f"{'omit' if now else 'give'} the flag, or give --no-load-optim"
+            )
 
 
 def _stages_text(args: Any) -> str:
