@@ -204,6 +204,7 @@ STARTS: dict[str, dict[str, object]] = {
     "an odd number of rotary, of a width": {"hidden_size": 36},
     "several residual streams": {"enable_mhc_connections": True},
     "logits of another type": {"output_logit_dtype": "fp32"},
+    "residual connections in float32": {"fp32_residual_connection": True, "bf16": True},
     "hidden states of several predictions": {**MTP, "mtp_hsm": True},
 }
 # Other refusals of flags, with words of their lines.

@@ -279,6 +279,12 @@ TABLE: tuple[Limit, ...] = (
         "logit_dtype",
         slices=True,
     ),
+    Limit(
+        "residual connections in float32 (--fp32-residual-connection)",
+        "leave it out: linears of the chunks' layers take rows of their weights' type",
+        "fp32_residual_connection",
+        slices=True,
+    ),
     *limits_of_kinds(),
     gpu_only("distributed_backend", "leave the flag out (gloo is taken)"),
     gpu_only("transformer_impl", "leave the flag out (local is taken)"),
