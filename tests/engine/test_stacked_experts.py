@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.command import BatchVerdict
-from tests.engine.test_certificate import ENGINE, EXPERTS, GROUPED
+from megatron_epp.certify.degrees import Degrees
+from tests.certify.trial import CheckedTrial
+from tests.engine.test_certificate import ENGINE, EXPERTS, GROUPED, models
+from tests.mcore.certified import certified
 from tests.mcore.fault_injection import inject_alone, names, require_shown
 from tests.mcore.runs import PROGRAM, Run, flags, trained, write_corpus
 
@@ -53,6 +56,13 @@ def judged() -> Mapping[str, BatchVerdict]:
 @pytest.mark.parametrize("way", names(TABLE))
 def test_whatever_is_broken_shows(judged, way) -> None:
     require_shown(judged[way], way)
+
+
+def test_four_replicas_share_experts() -> None:
+    """Two experts on a rank; of two ranks that share them: test_certificate.py."""
+    model = EXPERTS + GROUPED + " --expert-model-parallel-size 4"
+    _, judged = certified(CheckedTrial(Degrees(1, 1, 4), models(model), batches=2))
+    assert all(batch.coverage.selective and batch.coverage.split for batch in judged)
 
 
 @pytest.mark.parametrize("optimizer", [{}, OVERLAPPED], ids=["whole optimizer", "sharded"])
