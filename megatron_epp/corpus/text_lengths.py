@@ -20,6 +20,7 @@ from megatron_epp.ir.errors import printable, quoted, shortened
 from megatron_epp.safe_files import MOST_TEXT_BYTES, bounded_lines
 
 SUFFIXES = (".jsonl", ".parquet")
+ROLES = ("system", "user", "tool", "assistant")  # of a chat's messages
 # Largest number of documents that are counted; in a longer file these are evenly spaced.
 MOST_DRAWN = 20_000
 BYTES_PER_TOKEN = 4  # without a tokenizer
@@ -151,6 +152,9 @@ def _document(where: str, row: Any) -> Document:
             raise ValueError(
                 f"{where}: {key}: {quoted(message)}: expected a text, or a message with content"
             )
+        role = message.get("role") if isinstance(message, Mapping) else None
+        if key == "messages" and role is not None and str(role).lower() not in ROLES:
+            raise ValueError(f"{where}: role {quoted(role)}: expected one of {', '.join(ROLES)}")
         texts.append(text)
     return texts, 0 if key == "text" else MARKUP_TOKENS * len(texts)
 

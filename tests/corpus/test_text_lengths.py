@@ -105,6 +105,10 @@ def test_what_is_not_installed_is_named(tmp_path: Path, capsys: pytest.CaptureFi
         ('{"text": 3}', "line 2: text: 3: expected a text"),
         ('{"messages": "hello"}', "line 2: messages 'hello': expected a list of messages"),
         ('{"messages": [{"role": "user"}]}', "expected a text, or a message with content"),
+        (
+            '{"messages": [{"role": "robot", "content": "a"}]}',
+            "role 'robot': expected one of system, user, tool, assistant",
+        ),
     ],
 )
 def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: str, why: str) -> None:

@@ -23,13 +23,13 @@ import numpy
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from megatron_epp.corpus.loss_mask import SUFFIX
+from megatron_epp.corpus.text_lengths import ROLES
 from megatron_epp.safe_files import bounded_lines
 
 # Chat formats of Megatron's SFTTokenizer, and those in which every token is a target.
 FORMATS = ("nemotron-nano-v2", "nemotron-h-aligned", "identity", "default")
 WITHOUT_MASKS = ("identity", "default")
 READ_KEYS = ("role", "content", "weight")  # of a message
-ROLES = ("system", "user", "tool", "assistant")
 _IGNORED = -100  # SFTTokenizer's label of a token that is no target
 _SHOWN = 200  # characters of another program's message
 _SHOWN_KEYS, _SHOWN_KEY = 20, 40  # names, and characters of a name
