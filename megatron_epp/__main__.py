@@ -19,7 +19,7 @@ if sys.version_info < (3, 12):  # noqa: UP036  (older versions get an error line
     sys.exit(2)
 
 from megatron_epp.cli.options import DOING, PROGRAM, parse
-from megatron_epp.ir.errors import PlanError, for_terminal
+from megatron_epp.ir.errors import PlanError, escape_output, for_terminal
 
 # Extra of pyproject.toml that installs a missing package.
 _EXTRAS = {"matplotlib": "[plots]", "torch": "[train]", "megatron": "[train]", "psutil": "[train]",
@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         status = main(["check", "p.plan"])
     """
+    escape_output()
     try:
         chosen = parse(arguments)
         if chosen.command in DOING:

@@ -607,6 +607,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    for stream in (sys.stdout, sys.stderr):  # names that the terminal cannot print are escaped
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     options = parse(arguments)
     try:
         (prepare if options.chat is None else prepare_chat)(options, say=print)

@@ -1,5 +1,8 @@
 """Errors of plans, and helpers that quote user input in short, printable form."""
 
+import io
+import sys
+
 MOST_QUOTED = 60
 MOST_NAME = 200
 MOST_OF_A_LINE = 4000
@@ -42,6 +45,16 @@ def printable(text: str) -> str:
 def for_terminal(text: str) -> str:
     """Return ``text`` with long lines shortened and non-printable characters escaped."""
     return "\n".join(printable(shortened(line)) for line in text.split("\n"))
+
+
+def escape_output() -> None:
+    """Make stdout and stderr escape characters that their encoding does not have.
+
+    Otherwise, a command that has done its work would fail as it prints the name of its output.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def require_name(what: str, name: object) -> None:

@@ -2,20 +2,24 @@
 
 import dataclasses
 import gzip
+import io
 import json
 import os
 import re
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_epp.__main__ import main
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.ir import Plan, PlanError, Step, parse_records
 from megatron_epp.ir.errors import for_terminal, quoted, shortened
-from tests.cli.commands import Commands
+from tests.cli.commands import GPT, Commands
 
 pytestmark = pytest.mark.everything
 
@@ -166,3 +170,30 @@ def test_lists_of_lengths_have_a_bound_on_lines_and_members(cli: Commands) -> No
     assert "10001 gzip files in one" in cli.refused(f"{line} members.gz")
     Path("members.gz").write_bytes(gzip.compress(b"100\n200\n") * 3)
     assert "documents" in cli.said(f"{line} members.gz")
+
+
+# What each command writes, and its line; what it prints of the name is escaped.
+WRITE = {
+    "ü.plan": f"plan --lengths pair --pp 2 --placement even --effort 0 {GPT} -o ü.plan",
+    "ü.timed": f"simulate ü.plan {GPT} -o ü.timed",
+    "ü.html": "draw ü.plan -o ü.html",
+    "ü.txt": "draw ü.plan -o ü.txt",
+    "ü.sh": "tune --lengths pair --model llama3-8b --device h100-80g --gpus 2 --context 4096"
+    " --effort 0 --batches 1 --script ü.sh",
+}
+
+
+def test_a_name_that_the_terminal_cannot_print_fails_no_command(monkeypatch) -> None:
+    for name, line in WRITE.items():
+        streams = {
+            n: io.TextIOWrapper(io.BytesIO(), encoding="ascii") for n in ("stdout", "stderr")
+        }
+        for stream, to in streams.items():
+            monkeypatch.setattr(sys, stream, to)
+        status = main(shlex.split(line))
+        said = ""
+        for to in streams.values():
+            to.flush()
+            said += to.buffer.getvalue().decode("ascii")
+        assert status == 0 and Path(name).stat().st_size, said
+        assert "\\xfc.plan" in said or name != "ü.plan", said

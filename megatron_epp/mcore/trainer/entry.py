@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from megatron_epp.ir.errors import escape_output
 from megatron_epp.mcore.job import job_exit
 from megatron_epp.mcore.job.launch_environment import lone_copies, require_interface
 from megatron_epp.mcore.job.read_flags import (
@@ -53,6 +54,7 @@ def main(
         >>> from megatron_epp.mcore.trainer.entry import main
         >>> main(hybrid=True)  # in a process started by torchrun; the flags are in sys.argv
     """
+    escape_output()
     try:
         train(time.time() if program_start is None else program_start, hooks, datasets, hybrid)
     except job_exit.ENDINGS as error:
