@@ -152,7 +152,7 @@ class MachineFlags:
     zero: str | None = flag(
         None,
         "1: weights stay on every device; 3: states are spread and layers gathered for every "
-        "chunk (default: 3 for gpt-*, else 1)",
+        "chunk, which training with --epp does not run (default: 1)",
         ("1|3", one_of("1", "3")),
     )
 

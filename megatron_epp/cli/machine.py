@@ -83,7 +83,7 @@ def cost_of(
         ValueError: if the model states do not fit.
     """
     profile = Profile.load(arguments.cost_model) if arguments.cost_model else None
-    zero = int(arguments.zero) if arguments.zero else None
+    zero = int(arguments.zero or 1)
     assumptions = {
         name: value for name in ASSUMPTIONS if (value := getattr(arguments, name)) is not None
     }
@@ -157,7 +157,7 @@ def _measured_cost(
     cp: int,
     dp: int,
     layers: tuple[int, ...] | None,
-    zero: int | None,
+    zero: int,
     kinds: tuple[str, ...],
     place: tuple[int, ...],
 ) -> Cost:
@@ -178,7 +178,7 @@ def _measured_cost(
         )
     experts = None if any(each.expert_parameters for each in profile.kinds.values()) else 0
     ep = expert_degree(arguments.ep, arguments.tp, cp, experts, dp)
-    degrees = (arguments.tp, cp, dp, zero or 1, ep)
+    degrees = (arguments.tp, cp, dp, zero, ep)
     return Cost(StageLayout(budgeted(profile), layers, *degrees, kinds, place=place), budgets)
 
 

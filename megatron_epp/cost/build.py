@@ -16,9 +16,6 @@ from megatron_epp.cost.network.topology import topology as find_topology
 from megatron_epp.cost.profile import ALLTOALL, Profile
 from megatron_epp.ir import Kind
 
-# Models that FlexSP and InfiniPipe train with ZeRO 3.
-ZERO_3 = ("gpt-7b", "gpt-13b", "gpt-30b")
-
 
 def even_layers(layers: int, stages: int) -> tuple[int, ...]:
     """Return the number of layers of each stage, with ``layers`` divided evenly.
@@ -40,7 +37,7 @@ def named_cost(
     tp: int = 1,
     cp: int = 1,
     dp: int = 1,
-    zero: int | None = None,
+    zero: int = 1,
     memory_budget_gib: float | None = None,
     layers: Sequence[int] | None = None,
     ep: int | None = None,
@@ -61,7 +58,7 @@ def named_cost(
         tp: tensor-parallel size.
         cp: context-parallel size.
         dp: data-parallel size.
-        zero: ZeRO stage; default: 3 for gpt-7b, gpt-13b and gpt-30b, otherwise 1.
+        zero: ZeRO stage: 1, or 3, an estimate that training with --epp does not run.
         memory_budget_gib: budget of each device in GiB; default: budget_gib of the device.
         layers: number of layers of each stage; default: as :func:`even_layers`.
         ep: expert-parallel size; default: gcd of tp * cp and the number of experts, or 1.
@@ -85,8 +82,6 @@ def named_cost(
         (16, 16)
     """
     the_model = model(model_name) if isinstance(model_name, str) else model_name
-    if zero is None:
-        zero = 3 if the_model.name in ZERO_3 else 1
     if cp > 1 and not all(layer.cp for layer in the_model.shapes.values()):
         raise ValueError(f"cp {cp}: expected 1, as the model has sparse attention; use tp or pp")
     mtp_layers = the_model.mtp_layers_count

@@ -104,6 +104,8 @@ class StageLayout:
         return (
             f"{origin.model} on {self.devices * self.dp} x {origin.device}: "
             f"pp {self.placement.ranks}, cp {self.cp}, tp {self.tp}, dp {self.dp}, zero {self.zero}"
+            + ", which --epp does not run"
+            * (self.zero != 1)
         )
 
     @property

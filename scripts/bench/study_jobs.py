@@ -63,7 +63,7 @@ class Job:
     corpus: str
     documents: int
     device: str = "h100-80g"
-    zero: int | None = None
+    zero: int = 1
     ep: int | None = None
 
     def cost(self, device: str = "") -> Cost:
@@ -89,9 +89,9 @@ JOBS = {
     "8b-b": Job("llama3-8b", 2, 4, 2, 2, 32, "sft", 256),
     "8b-c": Job("llama3-8b", 4, 2, 1, 2, 32, "conv", 128, **A),
     "8b-d": Job("llama3-8b", 2, 2, 8, 1, 256, "sft", 256),
-    "13b-a": Job("gpt-13b", 4, 1, 8, 1, 96, "wlb", 512, **A),
-    "13b-b": Job("gpt-13b", 8, 1, 8, 1, 128, "conv", 256, **A),
-    "13b-c": Job("gpt-13b", 8, 1, 4, 1, 32, "wlb", 64, zero=1),
+    "13b-a": Job("gpt-13b", 4, 1, 8, 1, 96, "wlb", 512, **A, zero=3),
+    "13b-b": Job("gpt-13b", 8, 1, 8, 1, 128, "conv", 256, **A, zero=3),
+    "13b-c": Job("gpt-13b", 8, 1, 4, 1, 32, "wlb", 64),
     "70b-a": Job("llama3-70b", 4, 8, 2, 1, 128, "wlb", 256),
     "70b-b": Job("llama3-70b", 8, 8, 1, 2, 32, "sft", 512),
     "70b-c": Job("llama3-70b", 16, 8, 2, 1, 256, "sft", 128),
@@ -107,7 +107,7 @@ TABLE = {
     "8b-64k-16": Job("llama3-8b", 4, 8, 1, 1, 64, "wlb", 16),
     "8b-32k-64": Job("llama3-8b", 4, 2, 1, 1, 32, "wlb", 64),
     "8b-128k-64": Job("llama3-8b", 2, 1, 8, 1, 128, "wlb", 64),
-    "13b-32k-64": Job("gpt-13b", 8, 1, 4, 1, 32, "wlb", 64, **A, zero=1),
+    "13b-32k-64": Job("gpt-13b", 8, 1, 4, 1, 32, "wlb", 64, **A),
     "70b-64k-128": Job("llama3-70b", 4, 8, 1, 1, 64, "wlb", 128),
     "70b-128k-64": Job("llama3-70b", 8, 8, 1, 1, 128, "wlb", 64),
     "q30-64k-64": Job("qwen3-30b-a3b", 4, 1, 8, 1, 64, "wlb", 64, ep=8),

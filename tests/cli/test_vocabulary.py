@@ -96,7 +96,7 @@ def test_compare_says_so(cli: Commands) -> None:
 def test_tune_looks_at_it(cli: Commands) -> None:
     line = (
         f"tune --lengths more --model llama3-8b --device {OLD_H100} --nodes 4 --effort 0 "
-        "--batches 1 --pp 4 --cp 8 --placement even --script run.sh"
+        "--batches 1 --pp 4 --cp 8 --script run.sh"
     )
     off = cli.facts(f"{line} --vocab-parallel off")["choices"]
     assert all("vocabulary_parallel" not in choice for choice in off)

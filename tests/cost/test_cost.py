@@ -181,7 +181,7 @@ def test_states() -> None:
     layer = shape.shapes[LAYER_KIND].parameters
     stage = 10 * layer
     buffers = 3 * 2 * layer
-    zero3 = named_cost("gpt-13b", "a100-80g", pp=4, cp=8).memory.states_bytes
+    zero3 = named_cost("gpt-13b", "a100-80g", pp=4, cp=8, zero=3).memory.states_bytes
     assert zero3[1] == math.ceil(16 * stage / 8 + buffers)
     ends = 16 * (stage + shape.vocabulary_parameters) / 8 + buffers
     assert zero3[0] == zero3[3] == math.ceil(ends)
@@ -193,8 +193,10 @@ def test_zero_1_gathers_nothing() -> None:
     for kind in OF_LAYERS:
         resident = named_cost("gpt-13b", "a100-80g", pp=4, cp=8, zero=1)
         assert (resident.seconds.communication_per(kind)[:, 2] == 0).all()
-    assert named_cost("llama3-8b", "h100-80g", pp=4).layout.zero == 1
-    assert named_cost("gpt-7b", "a100-80g", pp=4, cp=8).layout.zero == 3
+    resident = named_cost("gpt-7b", "a100-80g", pp=4, cp=8).layout
+    assert resident.zero == 1 and str(resident).endswith("zero 1")
+    spread = named_cost("gpt-7b", "a100-80g", pp=4, cp=8, zero=3).layout
+    assert str(spread).endswith("zero 3, which --epp does not run")
 
 
 def test_defaults_of_the_papers_world() -> None:

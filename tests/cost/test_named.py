@@ -40,7 +40,7 @@ def test_the_promised_names() -> None:
             "layers 20 21: expected 2 numbers that add up to 40",
         ),
         (
-            lambda: named_cost("gpt-13b", "a100-80g", pp=4, cp=8, memory_budget_gib=8),
+            lambda: named_cost("gpt-13b", "a100-80g", pp=4, cp=8, zero=3, memory_budget_gib=8),
             "memory budget 8 GiB: stage 0 needs more than 8.841 GiB for its model states alone; "
             "raise the budget, or use more stages or devices",
         ),

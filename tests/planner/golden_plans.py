@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "golden"
 
 _LLAMA = "--model llama3-8b --device h100-80g"
-_GPT = "--model gpt-13b --device a100-80g"
+_GPT = "--model gpt-13b --device a100-80g --zero 3"
 _LINES = (
     f"wlb 0 {_GPT} --pp 4 --cp 8 --context 98304 --global-batch-size 64",
     f"prolong 1 {_LLAMA} --pp 4 --cp 8 --context 98304 --global-batch-size 64",
@@ -45,8 +45,9 @@ _LINES = (
     f"wlb 11 {_LLAMA} --pp 4 --tp 4 --context 16384 --global-batch-size 32 --overlong split",
     f"wlb 12 {_LLAMA} --pp 4 --tp 8 --context 65536 --global-batch-size 64 --forward-only",
     f"wlb 13 {_LLAMA} --pp 2 --tp 8 --dp 2 --context 65536 --global-batch-size 64 --forward-only",
-    "wlb 0 --model gpt-7b --device a100-40g --pp 4 --cp 8 --context 98304 --global-batch-size 64",
-    "prolong 1 --model gpt-30b --device a100-80g --pp 8 --cp 4 --context 65536"
+    "wlb 0 --model gpt-7b --device a100-40g --zero 3 --pp 4 --cp 8 --context 98304"
+    " --global-batch-size 64",
+    "prolong 1 --model gpt-30b --device a100-80g --zero 3 --pp 8 --cp 4 --context 65536"
     " --global-batch-size 64",
     "wlb 2 --model llama3-70b --device h200-141g --pp 8 --tp 8 --context 131072"
     " --global-batch-size 32 --placement auto",
@@ -76,7 +77,7 @@ _LINES = (
     f"prolong 2 {_GPT} --pp 4 --cp 8 --placement v --context 65536 --global-batch-size 32",
     f"wikipedia 3 {_LLAMA} --pp 4 --tp 8 --placement interleaved 2 --context 32768"
     " --global-batch-size 64",
-    "wlb 4 --model gpt-7b --device a100-40g --pp 4 --cp 8 --placement interleaved 2"
+    "wlb 4 --model gpt-7b --device a100-40g --zero 3 --pp 4 --cp 8 --placement interleaved 2"
     " --context 98304 --global-batch-size 64 --memory-budget-gib 14",
     "wlb 5 --model llama3-70b --device h200-141g --pp 4 --tp 8 --placement v --context 65536"
     " --global-batch-size 16",

@@ -99,7 +99,7 @@ def test_searches_in_earnest_where_a_published_schedule_wins_in_tight_memory(
         return [dataclasses.replace(each, seconds=times * each.seconds) for each in found]
 
     for budget_gib, tight in ((24, True), (80, False)):
-        cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=4, memory_budget_gib=budget_gib)
+        cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=4, zero=3, memory_budget_gib=budget_gib)
         right = PLANNERS["epp"](batch, cost, options)
         assert (right.recompute_ratio > 0) == tight
         assert MANY_EFFORT not in efforts

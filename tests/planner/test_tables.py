@@ -139,7 +139,7 @@ def test_infinipipe_is_given_up_where_it_cannot_win() -> None:
 def test_programs_that_decide_nothing_are_not_solved(
     levers: frozenset[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=8)
+    cost = named_cost("gpt-13b", "a100-80g", pp=4, cp=8, zero=3)
     batch = open_corpus("wlb", 96 * K).batch(30, 96)
     solve, solved = ilp.Solver.run, []
     monkeypatch.setattr(ilp.Solver, "run", lambda *args: solved.append(0) or solve(*args))
