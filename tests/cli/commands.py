@@ -11,7 +11,8 @@ from tests.show.plans import EXAMPLE
 LENGTHS = (9000, 1500, 900, 300, 12, 4000, 2500)
 LONG_AND_SHORT = (8000, 6000, 3000, 2500, 1500, 900, 500, 300)
 # A small machine: plans in a blink.
-GPT = "--model gpt-7b --device a100-80g --cp 8 --zero 3"
+MACHINE = "--model gpt-7b --device a100-80g --cp 8"
+GPT = f"{MACHINE} --zero 3"
 # For GPT, on two stages; nothing is recomputed.
 PLAN = re.sub("recompute.*\n", "", EXAMPLE).replace("layers 4 4", "layers 16 16")
 

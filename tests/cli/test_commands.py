@@ -19,7 +19,7 @@ from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.ir import Plan, Step, check, parse_records
 from megatron_epp.show.units import GIB
 from tests import programs
-from tests.cli.commands import GPT, LENGTHS, PLAN, Commands
+from tests.cli.commands import GPT, LENGTHS, MACHINE, PLAN, Commands
 from tests.corpus.test_idx_file import write_pair
 from tests.show.plans import one_f_one_b
 
@@ -46,7 +46,7 @@ def test_a_plan_is_made_checked_played_and_drawn(cli: Commands) -> None:
     assert "\nhow         chunks of about 1/" in shown.err
     promised = cli.facts(f"{ON_TWO} -o x.plan")
     written = Path("x.plan").read_text()
-    assert written == f"# made for: {GPT} --multiple 32\n{promised['plan']}"
+    assert written == f"# made for: {MACHINE} --multiple 32 --zero 3\n{promised['plan']}"
     assert str(made) == str(Plan.parse(written)) == promised["plan"]
     assert "ok: 7 documents" in cli.said("check x.plan")
     assert cli.said(f"check x.plan {GPT}").startswith("ok: ")
@@ -171,7 +171,7 @@ def test_a_budget_of_a_cpu_covers_no_weights(cli: Commands) -> None:
 
 def test_a_plan_brings_its_machine_and_named_options_stand_before_it(cli: Commands) -> None:
     budget = "--memory-budget-gib 60.5 --multiple 32 --zero 3 --topology flat"
-    taken = f"{GPT} {budget}"
+    taken = f"{MACHINE} {budget}"
     cli.said(f"{FAST} {budget} --planner packing -o made.plan")
     assert Path("made.plan").read_text().startswith(f"# made for: {taken}\nplan v1\n")
     text = cli.said("simulate made.plan")

@@ -23,7 +23,7 @@ def plan(request: pytest.FixtureRequest, folder: Path) -> Plan:
 
 def states_bytes(plan: Plan) -> float:
     """Of one stage."""
-    cost = named_cost("gpt-7b", "a100-80g", pp=4, cp=8, layers=plan.layers)
+    cost = named_cost("gpt-7b", "a100-80g", pp=4, cp=8, zero=3, layers=plan.layers)
     return max(cost.memory.states_bytes)
 
 

@@ -79,7 +79,7 @@ def test_in_lockstep_an_op_says_what_the_slowest_replica_did() -> None:
     text = "plan v1\nreplica {} of 2\ndocuments {}\nlayers 32\n{}stage 0: F0 F1 B1 B0\n"
     long = Plan.parse(text.format(0, "4000 20", "chunk 0: 0[0:4000]\nchunk 1: 1[0:20]\n"))
     short = Plan.parse(text.format(1, "30", "chunk 0: -\nchunk 1: 0[0:30]\n"))
-    cost = named_cost("gpt-7b", "a100-80g", pp=1, cp=8)
+    cost = named_cost("gpt-7b", "a100-80g", pp=1, cp=8, zero=3)
     cost = cost.with_coefficients_times({"host_seconds": 0.0})  # who waits for it, learns nothing
     records = [Timed(0, op, float(at), at + 0.5) for at, op in enumerate(long.orders[0])]
     predicted = []
@@ -98,8 +98,8 @@ def test_in_lockstep_an_op_says_what_the_slowest_replica_did() -> None:
 def test_ops_that_wait_for_their_host_say_nothing_of_the_device() -> None:
     """By such a chunk a token of a large one would take too little."""
     plan = Plan.parse(
-        "plan v1\ndocuments 40000 2000 1000\nlayers 32\nchunk 0: 0[0:40000]\n"
-        "chunk 1: 1[0:2000]\nchunk 2: 2[0:1000]\nstage 0: F0 F1 F2 B2 B1 B0\n"
+        "plan v1\ndocuments 40000 2000 500\nlayers 32\nchunk 0: 0[0:40000]\n"
+        "chunk 1: 1[0:2000]\nchunk 2: 2[0:500]\nstage 0: F0 F1 F2 B2 B1 B0\n"
     )
     cost = named_cost("llama3-8b", "h100-80g", pp=1, dp=8, zero=3)
     records = [Timed(0, op, float(at), at + 0.5) for at, op in enumerate(plan.orders[0])]

@@ -88,9 +88,9 @@ def machines(draw: st.DrawFn) -> Cost:
     return with_room(cost, draw(st.sampled_from(ROOMS_GIB)))
 
 
-def machine(pp: int = 4, room_gib: float = 60.0, **how: Any) -> Cost:
+def machine(pp: int = 4, room_gib: float = 60.0, zero: int = 3, **how: Any) -> Cost:
     """GPT-7B on ``pp`` stages of 8 devices, with ``room_gib`` for all but the model states."""
-    return with_room(named_cost("gpt-7b", "a100-80g", pp=pp, cp=8, **how), room_gib)
+    return with_room(named_cost("gpt-7b", "a100-80g", pp=pp, cp=8, zero=zero, **how), room_gib)
 
 
 def with_room(cost: Cost, room_gib: float) -> Cost:

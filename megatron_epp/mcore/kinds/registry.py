@@ -75,6 +75,11 @@ def groups_products(args: Any) -> bool:
     return args.moe_grouped_gemm or args.hybrid_layer_pattern is not None
 
 
+def draws_by_default_generator(args: Any) -> bool:
+    """Return whether Megatron draws first weights (routers, sinks) by torch's default generator."""
+    return bool(args.num_experts) or args.softmax_type == "learnable"
+
+
 def stacks_experts(args: Any) -> bool:
     """Return whether grouped experts of a rank are one product per linear (moe/stacked.py)."""
     return (

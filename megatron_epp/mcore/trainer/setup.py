@@ -18,6 +18,7 @@ from megatron_epp.mcore.job.job_cost import host_budget_bytes
 from megatron_epp.mcore.job.read_flags import rank
 from megatron_epp.mcore.job.resumed_schedule import note_samples
 from megatron_epp.mcore.job.saved_stages import require_same_stages, saved_state
+from megatron_epp.mcore.kinds.registry import draws_by_default_generator
 from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.model.layer_spec import fix_layer_spec
 from megatron_epp.mcore.model.quantisation import warn_of_scales
@@ -123,7 +124,7 @@ def _limit_fusion_warm_up(args: Any) -> list[str]:
     values = max(2 * args.ffn_hidden_size, 3 * args.hidden_size) * args.seq_length // shards
     size = values * (2 if args.bf16 or args.fp16 else 4)
     setattr(args, patch_points.NO_FUSION_WARM_UP, size >= _MOST_WARM_UP_BYTES)
-    if size < _MOST_WARM_UP_BYTES or not (args.num_experts or args.softmax_type == "learnable"):
+    if size < _MOST_WARM_UP_BYTES or not draws_by_default_generator(args):
         return []
     return [
         f"Megatron's warm-up of fused functions is left out ({size / GIB:.1f} GiB at --seq-length "

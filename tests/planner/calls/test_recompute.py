@@ -9,7 +9,7 @@ from megatron_epp.cost.analytic import profile, without_states
 from megatron_epp.cost.catalogue.devices import device
 from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.loads import plan_loads
-from megatron_epp.cost.profile import Bytes
+from megatron_epp.cost.profile import Bytes, Workspace
 from megatron_epp.ir import FULL, KEEP, Chunk, Kind, Plan, PlanError, Span, check
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 from megatron_epp.planner.calls.call_options import CallOptions
@@ -35,6 +35,7 @@ def memory(budget: float) -> ActivationBudget:
             kv_bytes_per_token=0.1,
             kv_gradient_bytes_per_token=0.1,
             last_bytes=Bytes(2.0, 2.0),
+            last_workspace_bytes=dict.fromkeys(made.last_workspace_bytes, Workspace()),
         ),
     )  # fmt: skip
 
