@@ -24,6 +24,7 @@ from megatron_epp.ir.errors import PlanError, escape_output, for_terminal
 # Extra of pyproject.toml that installs a missing package.
 _EXTRAS = {"matplotlib": "[plots]", "torch": "[train]", "megatron": "[train]", "psutil": "[train]",
            "tokenizers": "[lengths]", "pyarrow": "[lengths]"}  # fmt: skip
+_NOT_OF_SETUP = ("pyarrow",)  # scripts/setup_env.sh does not install it
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,10 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").split(".")[0], "")
+        script = "" if error.name in _NOT_OF_SETUP else ", or bash scripts/setup_env.sh there"
         print(
             f"{PROGRAM}: error: this needs {error.name}, which is not installed: pip install "
-            f"'.{extra}' in a checkout (or the wheel's file in the place of the dot), or bash "
-            "scripts/setup_env.sh there",
+            f"'.{extra}' in a checkout (or the wheel's file in the place of the dot){script}",
             file=sys.stderr,
         )
         return 2

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_epp import __main__
 from megatron_epp.corpus import text_lengths
 from megatron_epp.corpus.lengths import open_corpus
 from tests.cli.commands import Commands
@@ -93,6 +94,21 @@ def test_what_is_not_installed_is_named(tmp_path: Path, capsys: pytest.CaptureFi
     machine = "--model llama3-8b --device h100-80g --gpus 8"
     told = Commands(capsys).refused(f"tune --lengths {tmp_path}/x.parquet {machine}")
     assert "this needs pyarrow, which is not installed: pip install '.[lengths]'" in told
+    assert "setup_env" not in told
+
+
+def test_a_remedy_names_the_script_only_for_what_it_installs(capsys, monkeypatch) -> None:
+    installed = (Path(__file__).parents[2] / "requirements.txt").read_text()
+    installed += "tokenizers"  # transformers' own
+    for name in __main__._EXTRAS:
+
+        def missing(command: str, name: str = name) -> None:
+            raise ModuleNotFoundError(name=name)
+
+        monkeypatch.setattr(__main__, "import_module", missing)
+        assert __main__.main(["check", "p.plan"]) == 2
+        said = capsys.readouterr().err
+        assert f"this needs {name}" in said and ("setup_env.sh" in said) == (name in installed)
 
 
 @pytest.mark.parametrize(
