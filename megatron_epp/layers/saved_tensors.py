@@ -11,11 +11,15 @@ class SavedTensorHooks:
 
     A function that saves tensors by itself, or in a graph with other hooks, passes the tensors
     through these hooks. Meters and offloading then see all saved tensors.
+
+    Attributes:
+        active: whether there are hooks.
     """
 
     def __init__(self) -> None:
         # No public API; autograd applies only the innermost hooks (torch 2.11).
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self.active = self._hooks is not None
 
     def pack(self, tensor: Tensor) -> Any:
         """Return the pack hook's result for the detached ``tensor``; without hooks, the tensor."""

@@ -155,8 +155,9 @@ class Store:
             kept.value_grad_CGD = torch.zeros_like(kept.value_CGD, dtype=dtype)
             self._grew(kept.key_grad_CGD.nbytes + kept.value_grad_CGD.nbytes)
         assert kept.value_grad_CGD is not None, "both gradients come together"
-        kept.key_grad_CGD[start : start + len(key_grad_PGD)] += key_grad_PGD
-        kept.value_grad_CGD[start : start + len(value_grad_PGD)] += value_grad_PGD
+        rows = slice(start, start + key_grad_PGD.shape[0])
+        kept.key_grad_CGD[rows] += key_grad_PGD
+        kept.value_grad_CGD[rows] += value_grad_PGD
 
     def add_gradient(self, layer: int, document: int, key_grad_PGD: Tensor, value_grad_PGD: Tensor):
         """Add the gradients of K and V of a document's first P tokens, from a later slice.

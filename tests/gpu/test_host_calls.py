@@ -3,6 +3,7 @@
 import copy
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -22,9 +23,8 @@ pytestmark = [
 ]
 
 # Python's and C's, outside of Transformer Engine's compiled part, of a dense layer (RMSNorm,
-# SwiGLU, rope, grouped keys): three quarters of what the forward took when they were first counted
-# (1842), and what a backward took (584).
-MOST_FORWARD, MOST_BACKWARD = 1381, 584
+# SwiGLU, rope, grouped keys). When they were first counted, a forward took 1842, a backward 584.
+MOST_FORWARD, MOST_BACKWARD, MOST_WEIGHTS = 1080, 480, 265
 # Of a layer of 128 experts (top-2, alltoall, on one rank); with a product for each expert, it took
 # 10,500 and 9,650.
 MOST_OF_EXPERTS = 1900, 850
@@ -68,16 +68,18 @@ class Calls:
         return calls.count
 
 
-def counted(probe: Any, context: int) -> tuple[int, int]:
-    """Return the calls of all layers, forward and backward, of a chunk whose kernels are known."""
+def counted(probe: Any, context: int, split: bool = False) -> tuple[int, int, int]:
+    """Return the calls of all layers, forward, backward (I) and W, of a chunk whose kernels are
+    known."""
     import torch
 
+    from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
     from megatron_epp.mcore.calibrate.probe import Shape
     from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 
-    shape, modes = Shape(64, context), "k" * LAYERS
+    shape, modes, deferred = Shape(64, context), "k" * LAYERS, DeferredWeightGrads()
     for _ in range(2):
-        probe.layers(shape, modes)
+        probe.layers(shape, modes, split=split)
     store, params = probe._chunk(shape, modes)
     hidden, rotary = probe._hidden(shape), probe._rotary(params)
     named = {"attention_mask": None, "rotary_pos_emb": rotary, "packed_seq_params": params}
@@ -87,10 +89,13 @@ def counted(probe: Any, context: int) -> tuple[int, int]:
         for layer in layers_of(probe.model):
             outputs.append(layer(hidden_states=outputs[-1], **named)[0])
 
-    forwards = Calls.of(forward)
+    with probe._deferring(deferred) if split else nullcontext():
+        forwards = Calls.of(forward)
     probe._answer(store)
     gradient = torch.ones_like(outputs[-1])
-    return forwards, Calls.of(lambda: outputs[-1].backward(gradient))
+    backwards = Calls.of(lambda: outputs[-1].backward(gradient))
+    assert len(deferred) == (4 * LAYERS if split else 0)
+    return forwards, backwards, Calls.of(deferred.accumulate_all)
 
 
 def test_a_layer_takes_few_python_calls(alone, engine) -> None:
@@ -101,9 +106,11 @@ def test_a_layer_takes_few_python_calls(alone, engine) -> None:
     with undisturbed(model):
         probe = probe_alone(alone, model)
         for context in (0, 128):
-            forwards, backwards = counted(probe, context)
+            forwards, backwards, _ = counted(probe, context)
             assert 0 < forwards <= MOST_FORWARD * LAYERS
             assert 0 < backwards <= MOST_BACKWARD * LAYERS
+            *_, weights = counted(probe, context, split=True)
+            assert 0 < weights <= MOST_WEIGHTS * LAYERS
 
 
 def three_pieces() -> Plan:
@@ -171,7 +178,7 @@ def of_experts(alone: Any, experts: int) -> tuple[int, int]:
     world = replace(alone, args=args)
     model = build_stage(world, LAYERS, False, False)
     with undisturbed(model):
-        forwards, backwards = counted(probe_alone(world, model), 0)
+        forwards, backwards, _ = counted(probe_alone(world, model), 0)
     return forwards // LAYERS, backwards // LAYERS
 
 

@@ -142,8 +142,11 @@ class TransformerEngineKernel:
         """Return the output [T, H, D] and the state for :meth:`backward`, without the operands."""
         if self.without_context is not None and not call.has_context:
             return self.without_context.forward(call, backward)
-        call = self._bucketed(call)
-        calls = self._calls.setdefault(alike(call, backward), KernelCalls())
+        if self._counts_documents:
+            call = _bucketed(call)
+        calls = self._calls.get(key := alike(call, backward))
+        if calls is None:
+            calls = self._calls[key] = KernelCalls()
         if DIRECT and calls.forward is not None and (calls.backward is not None or not backward):
             return self._forward_directly(calls, call, backward)
         call = _at_start(call)
@@ -159,7 +162,8 @@ class TransformerEngineKernel:
         """Return the gradients of q, k and v, and of the sinks if there are any."""
         if self.without_context is not None and not call.has_context:
             return self.without_context.backward(grad_THD, call, kept)
-        call = self._bucketed(call)
+        if self._counts_documents:
+            call = _bucketed(call)
         calls = self._calls[alike(call, True)]
         if not isinstance(kept, _Run):
             return self._backward_directly(calls, grad_THD, call, *kept)
@@ -173,16 +177,6 @@ class TransformerEngineKernel:
         calls.backward = calls.others(recorded, call)
         return gradients
 
-    def _bucketed(self, call: Operands) -> Operands:
-        """Return ``call`` with empty documents appended until their number is a :func:`bucket`.
-
-        ``call`` is returned unchanged if cuDNN graphs do not depend on the number of documents.
-        """
-        if not self._counts_documents:
-            return call
-        documents = bucket(len(call.cu_seqlens.queries) - 1)
-        return replace(call, cu_seqlens=call.cu_seqlens.padded(documents))
-
     def _forward_directly(
         self, calls: KernelCalls, call: Operands, backward: bool
     ) -> tuple[Tensor, Any]:
@@ -191,8 +185,8 @@ class TransformerEngineKernel:
         if call.sinks_H is not None and calls.sinks is not None:
             shape, dtype = calls.sinks
             own["softmax_offset"] = call.sinks_H.reshape(shape).to(dtype)
-        with torch.no_grad():
-            output_THD, needed, *_ = self._fused.forward(**calls.forward, **own)
+        # Without torch.no_grad(): the fused functions record no graph.
+        output_THD, needed, *_ = self._fused.module.fused_attn_fwd(**calls.forward, **own)
         # Detached: the output is the result of an autograd function that holds ``kept``.
         return output_THD, (output_THD.detach(), *needed) if backward else None
 
@@ -207,8 +201,7 @@ class TransformerEngineKernel:
         assert self._fused is not None and calls.backward is not None
         own = own_arguments(call) | {"o": output_THD, "d_o": grad_THD.contiguous()}
         own["aux_ctx_tensors"] = list(needed)
-        with torch.no_grad():
-            *qkv, _, of_sinks = _five(self._fused.backward(**calls.backward, **own))
+        *qkv, _, of_sinks = _five(self._fused.module.fused_attn_bwd(**calls.backward, **own))
         if call.sinks_H is None:
             return tuple(qkv)
         assert of_sinks is not None, "the kernel gives the gradient of its sinks"
@@ -260,6 +253,12 @@ def bucket(count: int, least: int = DOCUMENTS) -> int:
     while least < count:
         least *= 2
     return least
+
+
+def _bucketed(call: Operands) -> Operands:
+    """Return ``call`` with empty documents appended until their number is a :func:`bucket`."""
+    documents = bucket(len(call.cu_seqlens.queries) - 1)
+    return replace(call, cu_seqlens=call.cu_seqlens.padded(documents))
 
 
 def _cudnn_version() -> tuple[int, ...]:

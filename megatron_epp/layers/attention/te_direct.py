@@ -10,7 +10,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -60,23 +59,15 @@ class KernelCalls:
 
 @dataclass(slots=True)
 class FusedFunctions:
-    """Functions ``fused_attn_fwd`` and ``fused_attn_bwd``, read from ``module`` at each call."""
+    """Functions ``fused_attn_fwd`` and ``fused_attn_bwd`` of ``module``."""
 
-    module: ModuleType
+    module: Any
     names: tuple[str, str] = ("fused_attn_fwd", "fused_attn_bwd")
     signatures: dict[str, inspect.Signature] = field(default_factory=dict)
 
     def __post_init__(self):
         for name in self.names:
             self.signatures[name] = inspect.signature(getattr(self.module, name))
-
-    def forward(self, **arguments: Any) -> Any:
-        """Return the output, the state for the backward, and further values."""
-        return getattr(self.module, self.names[0])(**arguments)
-
-    def backward(self, **arguments: Any) -> Any:
-        """Return the gradients of q, k and v, and of a bias and sinks if there are any."""
-        return getattr(self.module, self.names[1])(**arguments)
 
     @contextmanager
     def recorded(self, which: int, calls: list[dict[str, Any]]) -> Iterator[None]:
@@ -126,13 +117,4 @@ def alike(call: Operands, backward: bool) -> tuple[Any, ...]:
     Such calls have the same dtype. Their numbers of documents, and their longest lengths, round up
     to the same powers of two.
     """
-    lengths = call.cu_seqlens
-    most = lengths.most_queries, lengths.most_keys
-    documents = (len(lengths.queries) - 2).bit_length()
-    return (
-        call.q_THD.dtype,
-        backward,
-        documents,
-        most[0] == most[1],
-        *((size - 1).bit_length() for size in most),
-    )
+    return call.q_THD.dtype, backward, call.cu_seqlens.powers

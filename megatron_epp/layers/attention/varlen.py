@@ -45,13 +45,22 @@ class CuSeqlens:
         keys: [documents + 1] int32 on the device.
         most_queries: largest number of queries of a document.
         most_keys: largest number of keys of a document.
+        powers: powers of two to which the numbers of documents, queries and keys round up, and
+            whether the last two numbers are equal.
     """
 
     queries: Tensor
     keys: Tensor
     most_queries: int
     most_keys: int
+    powers: tuple[int, int, int, bool] = field(init=False, compare=False)
     _padded: dict[int, "CuSeqlens"] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self):
+        documents = (self.queries.shape[0] - 2).bit_length()
+        queries, keys = (self.most_queries - 1).bit_length(), (self.most_keys - 1).bit_length()
+        equal = self.most_queries == self.most_keys
+        object.__setattr__(self, "powers", (documents, queries, keys, equal))
 
     @classmethod
     def of(cls, queries: Sequence[int], keys: Sequence[int], device: torch.device) -> "CuSeqlens":
@@ -154,25 +163,18 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows [start, stop) of a chunk for one kernel call.
+    """Rows of a chunk for one kernel call.
 
     Attributes:
-        start: first row.
-        stop: row after the last row.
+        local: rows of the chunk.
         slice: rows of a slice, or of a document that continues another document; None if the rows
             are unsliced documents.
         cu_seqlens: lengths of the call's documents.
     """
 
-    start: int
-    stop: int
+    local: builtins.slice
     slice: Rows | None
     cu_seqlens: CuSeqlens
-
-    @property
-    def local(self) -> builtins.slice:
-        """The rows as a Python slice."""
-        return builtins.slice(self.start, self.stop)
 
 
 def pieces_of(
@@ -196,7 +198,7 @@ def _pieces(rows: Sequence[Rows], device: torch.device, before: int | None) -> t
     keys = [[r.span.tokens + _seen(r, before) for r in call] for call in calls]
     lengths = CuSeqlens.of_calls(list(zip(queries, keys, strict=True)), device) if calls else []
     return tuple(
-        Piece(call[0].start, call[-1].stop, call[0] if _alone(call[0]) else None, cu_seqlens)
+        Piece(slice(call[0].start, call[-1].stop), call[0] if _alone(call[0]) else None, cu_seqlens)
         for call, cu_seqlens in zip(calls, lengths, strict=True)
     )
 
@@ -264,58 +266,45 @@ class VarlenAttention:
     ) -> tuple[Tensor, AttentionRecompute | None]:
         """Return the output [T, H, D] and, if ``drop``, a handle that recomputes it in backward."""
         recompute = AttentionRecompute() if drop else None
-        backward = torch.is_grad_enabled()
-        seeing = _Seeing(self.kernel, self.before)
-        return _Attend.apply(
-            q_THD, k_TGD, v_TGD, self.sinks(), state, layer, seeing, backward, recompute
-        ), recompute
-
-
-@dataclass(frozen=True, slots=True)
-class _Seeing:
-    """Kernel of a layer, and the number of earlier tokens that a query sees (None for all)."""
-
-    kernel: Kernel
-    before: int | None
+        pieces, sinks_H = pieces_of(state, q_THD.device, self.before), self.sinks()
+        detached = None if sinks_H is None else sinks_H.detach()
+        keeps = torch.is_grad_enabled() and not drop
+        call = _Call(self.kernel, self.before, state, layer, pieces, detached, keeps)
+        sinks = () if sinks_H is None else (sinks_H,)
+        return _Attend.apply(call, recompute, q_THD, k_TGD, v_TGD, *sinks), recompute
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        call: "_Call",
+        recompute: AttentionRecompute | None,
         q_THD: Tensor,
         k_TGD: Tensor,
         v_TGD: Tensor,
-        sinks_H: Tensor | None,
-        state: ChunkState,
-        layer: int,
-        seeing: _Seeing,
-        backward: bool,
-        recompute: AttentionRecompute | None,
+        *sinks_H: Tensor,
     ) -> Tensor:
         # A view would keep the whole output of the fused QKV projection alive.
         q_THD, k_TGD, v_TGD = q_THD.contiguous(), k_TGD.contiguous(), v_TGD.contiguous()
-        store = state.store
-        pieces = pieces_of(state, q_THD.device, seeing.before)
-        sinks_H = None if sinks_H is None else sinks_H.detach()
-        call = _Call(seeing, state, layer, pieces, sinks_H)
-        for piece in pieces:
+        # Whether all rows lie in the store. Tails are copies of only some rows.
+        stored = bool(call.pieces) and call.before is None
+        for piece in call.pieces:
             if piece.slice is None or not piece.slice.cut:
-                continue
-            if seeing.before is None:
-                span, local = piece.slice.span, piece.local
-                store.append(layer, span.document, span.start, k_TGD[local], v_TGD[local])
+                stored = False
+            elif call.before is None:
+                span, rows = piece.slice.span, (k_TGD[piece.local], v_TGD[piece.local])
+                call.state.store.append(call.layer, span.document, span.start, *rows)
             else:
                 call.tails(piece.slice).keep(k_TGD, v_TGD)
-        out_THD, kept = call.forward(q_THD, k_TGD, v_TGD, backward and recompute is None)
-        let_go(state, layer)
+        out_THD, kept = call.forward(q_THD, k_TGD, v_TGD, call.keeps)
+        if not call.state.training:
+            let_go(call.state, call.layer)
         hooks = SavedTensorHooks()
         ctx.call, ctx.hooks, ctx.recompute = call, hooks, recompute
-        ctx.kept = [_each_tensor(hooks.pack, needed) for needed in kept]
+        ctx.kept = [_each_tensor(hooks.pack, x) for x in kept] if hooks.active else kept
         if recompute is not None:
             recompute.of(ctx, _recomputed)
-        slices = bool(pieces) and all(p.slice is not None and p.slice.cut for p in pieces)
-        stored = slices and seeing.before is None
         ctx.save_for_backward(q_THD, *(() if stored else (k_TGD, v_TGD)))
         return out_THD
 
@@ -323,13 +312,15 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_THD: Tensor):
         call: _Call = ctx.call
         q_THD, k_TGD, v_TGD = call.inputs(ctx)
-        if ctx.recompute is None:
-            kept = [_each_tensor(ctx.hooks.unpack, needed) for needed in ctx.kept]
-        else:
+        if ctx.recompute is not None:
             _, kept = ctx.recompute.taken()
+        elif ctx.hooks.active:
+            kept = [_each_tensor(ctx.hooks.unpack, x) for x in ctx.kept]
+        else:
+            kept = ctx.kept
         ctx.kept = None
-        gradients = call.backward(grad_THD.contiguous(), q_THD, k_TGD, v_TGD, kept)
-        return *gradients, None, None, None, None, None
+        *of_qkv, of_sinks = call.backward(grad_THD.contiguous(), q_THD, k_TGD, v_TGD, kept)
+        return None, None, *of_qkv, *(() if of_sinks is None else (of_sinks,))
 
 
 def _each_tensor(change: Callable[[Any], Any], needed: Any) -> Any:
@@ -339,17 +330,29 @@ def _each_tensor(change: Callable[[Any], Any], needed: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Attention of one layer on one chunk; ``kept`` lists the kernel's state of each piece."""
+    """Attention of one layer on one chunk; ``kept`` lists the kernel's state of each piece.
 
-    seeing: _Seeing
+    Attributes:
+        kernel: kernel of the layer.
+        before: number of earlier tokens that a query sees; None for all.
+        state: state of the chunk.
+        layer: number of the layer in the stage.
+        pieces: pieces of the chunk.
+        sinks_H: logits of the heads' sinks, detached; None without sinks.
+        keeps: whether the kernel's state is kept for the backward.
+    """
+
+    kernel: Kernel
+    before: int | None
     state: ChunkState
     layer: int
     pieces: tuple[Piece, ...]
     sinks_H: Tensor | None
+    keeps: bool
 
     def tails(self, rows: Rows) -> SliceTails:
-        assert self.seeing.before is not None, "a layer without a window keeps all rows"
-        return SliceTails(self.state.store, self.layer, rows, self.seeing.before)
+        assert self.before is not None, "a layer without a window keeps all rows"
+        return SliceTails(self.state.store, self.layer, rows, self.before)
 
     def inputs(self, ctx: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
         q_THD, *others = ctx.saved_tensors
@@ -358,9 +361,9 @@ class _Call:
     def forward(
         self, q_THD: Tensor, k_TGD: Tensor | None, v_TGD: Tensor | None, backward: bool
     ) -> tuple[Tensor, list[Any]]:
-        outputs, kept, kernel = [], [], self.seeing.kernel
+        outputs, kept = [], []
         for piece in self.pieces:
-            out, needed = kernel.forward(self._operands(piece, q_THD, k_TGD, v_TGD), backward)
+            out, needed = self.kernel.forward(self._operands(piece, q_THD, k_TGD, v_TGD), backward)
             outputs.append(out)
             kept.append(needed)
         return self._joined(outputs, q_THD), kept
@@ -382,9 +385,7 @@ class _Call:
         # In reverse: branches come after the rows that they continue.
         for index, piece in reversed(tuple(enumerate(self.pieces))):
             call = self._operands(piece, q_THD, k_TGD, v_TGD)
-            dq, dk, dv, *others = self.seeing.kernel.backward(
-                grad_THD[piece.local], call, kept[index]
-            )
+            dq, dk, dv, *others = self.kernel.backward(grad_THD[piece.local], call, kept[index])
             kept[index] = None  # freed before the next piece allocates its gradients
             if dsinks_H is not None:
                 dsinks_H += others[0]
@@ -409,19 +410,20 @@ class _Call:
         The keys of a branch (a document that continues another document) are concatenated, because
         kernels need them in one tensor.
         """
-        if piece.slice is not None and self.seeing.before is None:
-            spans, store = list(piece.slice.prefix), self.state.store
+        if piece.slice is not None and self.before is None:
+            spans, store = piece.slice.prefix, self.state.store
             if piece.slice.cut:  # its own rows are stored too
-                spans.append(piece.slice.span)
+                spans = (*spans, piece.slice.span)
             keys = [store.context(self.layer, span.document, span.stop) for span in spans]
         elif piece.slice is not None and (front := self.tails(piece.slice).context()) is not None:
             keys = [front]
         else:
             keys = []
-        if piece.slice is None or not piece.slice.cut or self.seeing.before is not None:
+        if piece.slice is None or not piece.slice.cut or self.before is not None:
             assert k_TGD is not None and v_TGD is not None, "they lie in no store"
             keys.append((k_TGD[piece.local], v_TGD[piece.local]))
-        return Operands(q_THD[piece.local], *keys_and_values(keys), piece.cu_seqlens, self.sinks_H)
+        k_SGD, v_SGD = keys[0] if len(keys) == 1 else keys_and_values(keys)
+        return Operands(q_THD[piece.local], k_SGD, v_SGD, piece.cu_seqlens, self.sinks_H)
 
     def _of_slice(self, rows: Rows, dk_SGD: Tensor, dv_SGD: Tensor) -> tuple[Tensor, Tensor]:
         """Add the context's gradients to the store; return the gradients of the slice's K and V.
@@ -429,7 +431,7 @@ class _Call:
         The result includes the gradients that later slices added to the store.
         """
         store, span = self.state.store, rows.span
-        if self.seeing.before is not None:
+        if self.before is not None:
             own = dk_SGD[-span.tokens :], dv_SGD[-span.tokens :]
             front = dk_SGD[: -span.tokens], dv_SGD[: -span.tokens]
             self.tails(rows).hand_over(own, front if rows.context else None)
@@ -453,7 +455,7 @@ class _Call:
         """Return the rows of all pieces in order, with zeros in padding rows."""
         if not parts:
             return torch.zeros_like(q_THD)
-        total, used = q_THD.shape[0], self.pieces[-1].stop
+        total, used = q_THD.shape[0], self.pieces[-1].local.stop
         if len(parts) == 1 and used == total:
             return parts[0].contiguous()
         joined = parts[0].new_empty(total, *parts[0].shape[1:])

@@ -59,11 +59,12 @@ class DroppedOutputs:
 
     Attributes:
         modules: Names of the modules that drop their outputs in the present pass.
+        handles: Dropped outputs and their handles, by the outputs' addresses.
     """
 
     def __init__(self):
         self.modules: frozenset[str] = frozenset()
-        self._handles: dict[int, tuple[Tensor, RecomputeHandle]] = {}
+        self.handles: dict[int, tuple[Tensor, RecomputeHandle]] = {}
 
     @contextmanager
     def by(self, modules: frozenset[str]) -> Iterator[None]:
@@ -73,11 +74,11 @@ class DroppedOutputs:
             yield
         finally:
             self.modules = before
-            self._handles.clear()
+            self.handles.clear()
 
     def add(self, output: Tensor, handle: RecomputeHandle):
         """Register the handle of ``output``, which stays alive until :meth:`take` removes it."""
-        self._handles[output.data_ptr()] = output, handle
+        self.handles[output.data_ptr()] = output, handle
 
     def take(self, tensor: Tensor, last: bool = True) -> RecomputeHandle | None:
         """Return the handle of ``tensor``, or None if the tensor was not dropped.
@@ -85,11 +86,11 @@ class DroppedOutputs:
         ``tensor`` may be a full view of the dropped output. With ``last``, the handle is removed,
         because no other module of this pass reads the output.
         """
-        output, handle = self._handles.get(tensor.data_ptr(), (None, None))
+        output, handle = self.handles.get(tensor.data_ptr(), (None, None))
         if output is None or output.numel() != tensor.numel():
             return None
         if last:
-            del self._handles[tensor.data_ptr()]
+            del self.handles[tensor.data_ptr()]
         return handle
 
 

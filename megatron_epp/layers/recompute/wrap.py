@@ -1,7 +1,7 @@
 """Wrappers around the forwards of a layer and its modules, to recompute or offload tensors."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -53,10 +53,13 @@ def wrap_layer(
                 lambda x: hidden_of(forward(hidden_states=x, **others)), hidden_states
             )
             return hidden, None
-        offloaded: AbstractContextManager[None] = nullcontext()
-        if state is not None and choice == OFFLOAD:
-            offloaded = offloading(state, state.layer(index), others)
-        with offloaded, dropped.by(MODULES.get(choice, frozenset())):
+        if choice == OFFLOAD:
+            around: AbstractContextManager[None] = offloading(state, state.layer(index), others)
+        elif choice in MODULES:
+            around = dropped.by(MODULES[choice])
+        else:
+            return forward(hidden_states=hidden_states, **others)
+        with around:
             return forward(hidden_states=hidden_states, **others)
 
     return wrapped
@@ -122,6 +125,8 @@ def wrap_consumer(linear: nn.Module, dropped: DroppedOutputs, last: bool = True)
 
     @wraps(forward)
     def wrapped(x: Tensor, *args, **others):
+        if not dropped.handles:
+            return forward(x, *args, **others)
         return saving_handle(x, dropped.take(x, last), lambda: forward(x, *args, **others))
 
     linear.forward = wrapped

@@ -3,7 +3,7 @@
     op   computes             graph
     F    Y  = X A^T (+ b)     the autograd graph leads to X and b, not to A
     I    dX = dY A, db        one root per linear is saved; its graph holds X and dY, and leads to A
-    W    dA = dY^T X          backward from the roots, in the order in which op I saved them
+    W    dA = dY^T X          one backward from all roots, of which it runs the newest first
 
 A root is the output of an autograd graph. Saved-tensor hooks therefore see the tensors that op I
 saves for W, and gradients accumulate as in any backward. Hooks on a weight fire once per W.
@@ -101,9 +101,11 @@ class DeferredWeightGrads:
         torch.autograd.backward(roots, [root.detach() for root in roots])
 
     def accumulate_all(self):
-        """Compute and accumulate all deferred gradients."""
-        for weight in self.weights:
-            self.accumulate(weight)
+        """Compute and accumulate all deferred gradients, in one backward."""
+        roots = [root for of_weight in self._roots.values() for root in of_weight]
+        self._roots, self._with = {}, {}
+        if roots:
+            torch.autograd.backward(roots, [root.detach() for root in roots])
 
 
 def deferred_linear(

@@ -69,18 +69,21 @@ class ElasticAttention:
         layer = state.layer(self.layer)
         drop = "core_attn" in self.dropped.modules
         qkv = query_tHD, key_tGD, value_tGD
+        if self.ulysses is None:
+            out, handle = self.attention(*qkv, state, layer, drop)
+        else:
 
-        def local(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, RecomputeHandle | None]:
-            assert state.local is not None, "of a chunk with local documents"
-            return self.local(q, k, v, state.local, layer, drop)
+            def local(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, RecomputeHandle | None]:
+                assert state.local is not None, "of a chunk with local documents"
+                return self.local(q, k, v, state.local, layer, drop)
 
-        out, handle = attend_parts(
-            qkv if self.ulysses is None else attention_parts(self.ulysses, *qkv, state),
-            state,
-            self.ulysses,
-            lambda q, k, v: self.attention(q, k, v, state, layer, drop),
-            local,
-        )
+            out, handle = attend_parts(
+                attention_parts(self.ulysses, *qkv, state),
+                state,
+                self.ulysses,
+                lambda q, k, v: self.attention(q, k, v, state, layer, drop),
+                local,
+            )
         if handle is not None:
             self.dropped.add(out, handle)
         return out.flatten(1)
