@@ -14,7 +14,7 @@ from megatron_epp.planner.options import default_levers
 
 pytestmark = pytest.mark.everything
 
-MACHINE = ("--model", "gpt-7b", "--device", "a100-80g", "--pp", "4", "--cp", "8")
+MACHINE = ("--model", "gpt-7b", "--device", "a100-80g", "--pp", "4", "--cp", "8", "--zero", "3")
 MACHINE += ("--multiple", "1", "--placement", "even")
 LENGTHS = (2676, 16384, 3507, 16384)
 TIGHT = ("--memory-budget-gib", "8", "--effort", "1")
