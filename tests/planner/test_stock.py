@@ -76,7 +76,7 @@ def require_fastest(lengths: list[int], cost: Cost, context: int) -> Stock:
     return stock
 
 
-JOBS = (DENSE, tight(DENSE, 2.0), EXPERTS, tight(EXPERTS, 2.0), WITHOUT_PIPELINE)
+JOBS = (DENSE, tight(DENSE, 3.0), EXPERTS, tight(EXPERTS, 3.0), WITHOUT_PIPELINE)
 
 
 @given(st.sampled_from(JOBS), st.lists(st.integers(64, 6000), min_size=1, max_size=10))

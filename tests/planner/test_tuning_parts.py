@@ -111,7 +111,7 @@ def test_experts_are_tried_inside_a_stage_and_over_replicas() -> None:
     result = survey(both, [LENGTHS], cost_for, Options(32 * K, frozenset(), 0), top=2)
     assert Layout(1, 1, 2, 8) in result.refused
     best = result.choices[0]
-    assert best.layout.ep == best.ep == 8 and "ep 8" in best.facts()["layout"]
+    assert best.layout.ep == best.ep > 1 and f"ep {best.ep}" in best.facts()["layout"]
     assert best.plan is not None and best.peak_bytes == max(
         play(best.plan, best.cost.table(best.plan)).peak_bytes
     )
