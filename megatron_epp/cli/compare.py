@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     batches = open_batches(arguments, numbers)
     first = batches[numbers[0]]
     cost = with_padding(named, arguments, batches.first, arguments.dp)
-    elastic_cost = run_cost(arguments, named, batches, options, _EPP) if _EPP in names else cost
+    elastic_cost = run_cost(arguments, cost, batches, options, _EPP) if _EPP in names else cost
     costs = {name: elastic_cost if name == _EPP else cost for name in names if name != STOCK}
     cold = _warm_up(costs, first, options, arguments.dp)
     outcomes: list[Outcome] = []

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from megatron_epp.cli.documents import Batches
-from megatron_epp.cli.machine import cost_of, model_of, with_padding
+from megatron_epp.cli.machine import cost_of, model_of
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.progress import Workers, bar
 from megatron_epp.cost.cost import Cost
@@ -66,7 +66,7 @@ def named_layout_cost(arguments: argparse.Namespace, planner: str) -> Cost:
 
 
 def run_cost(
-    arguments: argparse.Namespace, named: Cost, batches: Batches, options: Options, planner: str
+    arguments: argparse.Namespace, cost: Cost, batches: Batches, options: Options, planner: str
 ) -> Cost:
     """Return the cost model of a run, and print on stderr what is chosen for it.
 
@@ -76,12 +76,11 @@ def run_cost(
 
     Args:
         arguments: options of the command.
-        named: cost model of the layout that the options name.
+        cost: cost model of the layout that the options name, with padded chunks.
         batches: batches of the corpus.
         options: options of the planner.
         planner: name of the planner.
     """
-    cost = with_padding(named, arguments, batches.first, arguments.dp)
     if planner not in PLANNERS or cost.layout.stages == 1:
         return cost
     asked, open_stages = arguments.vocab_parallel, _are_stages_open(arguments)

@@ -11,7 +11,7 @@ from megatron_epp.cli import recorded_settings
 from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write_file
 from megatron_epp.cli.layout import AUTO, named_layout_cost, run_cost
-from megatron_epp.cli.machine import padding_text
+from megatron_epp.cli.machine import padding_text, with_padding
 from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.progress import Workers
@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
         PLANNERS[planner].require_place(named.layout.placement.place)
     batches = open_batches(arguments, [arguments.batch])
     lengths = batches[arguments.batch]
-    cost = run_cost(arguments, named, batches, options, planner)
+    padded = with_padding(named, arguments, batches.first, arguments.dp)
+    cost = run_cost(arguments, padded, batches, options, planner)
     if arguments.forward_only:
         return _evaluation(arguments, lengths, cost, options)
     job = arguments.batch, lengths, cost, options, planner, arguments.dp

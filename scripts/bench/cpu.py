@@ -14,8 +14,8 @@ Plans in turn, for every batch, in one job that first measures its cost model:
                 the context holds without recompute on each stage. --lines split: epp also without
                 the lever wsplit; --lines 60: the last two alone. --stock: Megatron's schedule, too
     models      the same for small models: MODEL:CONTEXTxDOCUMENTS, with models like Qwen3-MoE,
-                gpt-oss (window, sinks), Nemotron-H (Mamba-2), Nemotron-3 (MTP; by-time: stages as
-                layers by time are) and Qwen3-Next (gated delta nets)
+                gpt-oss (window, sinks), Nemotron-H (Mamba-2), Nemotron-3 (MTP; by-time: its layers
+                by time) and Qwen3-Next (gated delta nets)
     split       backwards in two halves: epp without and with the lever wsplit, and the plan of the
                 former with I and W in place of every B, or with all W at the end
     memory      predictions of plans of many kinds: several planners and budgets, random plans.

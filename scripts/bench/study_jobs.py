@@ -178,7 +178,7 @@ class Compared:
         first = SimpleNamespace(first=[job.batch(number) for number in range(FIRST_BATCHES)])
         named = named_layout_cost(arguments, "epp")
         cost = with_padding(named, arguments, first.first, arguments.dp)
-        elastic = run_cost(arguments, named, first, options, "epp")
+        elastic = run_cost(arguments, cost, first, options, "epp")
         held = [heaviest(job.batch(each), cost, options.lockstep) for each in range(batches)]
         return cls(cost, elastic, options, held)
 

@@ -12,7 +12,7 @@ T rows of the chunk (t on this rank, if sequence parallelism shards them), K inp
 the linear on this rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,16 +96,20 @@ class DeferredWeightGrads:
         weight = self._with.get(parameter, parameter)
         roots = self._roots.pop(weight)
         self._with = {bias: other for bias, other in self._with.items() if other is not weight}
-        # A root has no value and its gradient is not used; passing one avoids a fill with ones. All
-        # roots go in one call, so that hooks on the weight fire once.
-        torch.autograd.backward(roots, [root.detach() for root in roots])
+        _run_backward(roots)
 
     def accumulate_all(self):
         """Compute and accumulate all deferred gradients, in one backward."""
         roots = [root for of_weight in self._roots.values() for root in of_weight]
         self._roots, self._with = {}, {}
         if roots:
-            torch.autograd.backward(roots, [root.detach() for root in roots])
+            _run_backward(roots)
+
+
+def _run_backward(roots: Sequence[Tensor]) -> None:
+    """Run one backward from all ``roots``, so that hooks on a weight fire once."""
+    # A root has no value and its gradient is not used; passing one avoids a fill with ones.
+    torch.autograd.backward(roots, [root.detach() for root in roots])
 
 
 def deferred_linear(

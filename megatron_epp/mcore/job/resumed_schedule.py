@@ -14,10 +14,7 @@ from typing import Any
 from megatron.core.optimizer.optimizer import param_group_identifier_keys
 from megatron.training import get_args, print_rank_0
 
-from megatron_epp.mcore.data.global_batches import (
-    ScheduledSizes,
-    progress_of,
-)
+from megatron_epp.mcore.data.global_batches import ScheduledSizes, progress_of
 from megatron_epp.mcore.job.job_exit import SCHEDULE_REMEDY
 from megatron_epp.mcore.patching import patch_points
 
