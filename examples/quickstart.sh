@@ -80,7 +80,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} CUDA_DEVICE_MAX_CONNECTIONS=1 CUDA_
 mkdir -p "$out"
 # The planner's inner loops are compiled when first used: now, or the first iteration would wait for it.
 "$python" -m megatron_epp plan --lengths wlb --model gpt-7b --device a100-80g --pp 2 --cp 8 --context 16384 \
-    --global-batch-size 32 --memory-budget-gib 20 >"$out/compile.log" 2>&1 &
+    --global-batch-size 32 --memory-budget-gib 38 >"$out/compile.log" 2>&1 &
 compiling=$!
 
 say "corpus: the source text of this Python's standard library"
