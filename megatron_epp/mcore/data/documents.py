@@ -26,6 +26,7 @@ import os
 import resource
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +185,7 @@ class DocumentDataset(MegatronDataset):
         """Return when the documents are due in a blend with this ``weight``."""
         return DueTimes(self.index.inputs, self._order, weight)
 
-    @property
+    @cached_property
     def mean_length(self) -> float:
         """Mean number of inputs per document of an epoch."""
         return int(self.index.inputs.sum(dtype=numpy.int64)) / self.counts.documents

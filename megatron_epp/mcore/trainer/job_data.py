@@ -105,9 +105,8 @@ class JobData:
         print_rank_0(f"> {training.counts}")
         self.truncated_documents = training.counts.truncated
         if isinstance(training, Documents):
-            if training.fractions is not None:
-                drawn = f"training draws {training.fractions}"
-                print_rank_0(f"> --epp-blend {self._blend_by}: {drawn}")
+            if (fractions := training.fractions) is not None:
+                print_rank_0(f"> --epp-blend {self._blend_by}: training draws {fractions}")
             print_rank_0(f"> {units_line(args, training.mean_length)}")
 
     def _documents(
