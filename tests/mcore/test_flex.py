@@ -72,7 +72,8 @@ def test_it_computes_what_alltoall_computes(runs, backend) -> None:
     plain, run = runs["alltoall"][0], runs[backend][0]
     assert len(plain.losses) == 3
     assert (run.losses, run.grad_norms) == (plain.losses, plain.grad_norms)
-    assert validated(run) == pytest.approx(validated(plain), rel=5e-6)  # HybridEP pads rows
+    rounding = 5e-6 if backend == "hybridep" else 0  # it pads rows
+    assert validated(run) == pytest.approx(validated(plain), rel=rounding, abs=0)
     assert validated(plain)
     assert "these flags have no effect" not in run.output
     steps = runs[backend][2]
