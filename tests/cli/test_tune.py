@@ -3,25 +3,48 @@
 import argparse
 import dataclasses
 import json
+import os
 import re
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
+from megatron_epp.__main__ import main
 from megatron_epp.cli.tune.script import layout_arguments
 from megatron_epp.planner.registry import STOCK
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import Choice
 from tests.cli.commands import LONG_AND_SHORT, Commands
-from tests.programs import BASH, Done, run
+from tests.programs import BASH, Done, run, stand_in
 
 JOB = "--effort 0 --global-batch-size 8 --batches 1 --nodes 1"
 TUNE = f"tune --lengths spread --model llama3-8b --device h100-80g {JOB}"
 
 
-def ran(script: str = "run.sh") -> Done:
-    return run(BASH, Path(script).absolute(), PYTHON="echo", DATA="corpus", TOKENIZER="t.model")
+# As Slurm's: the first of two nodes.
+SCONTROL = """[[ $* == "show hostnames "node-* ]] || exit 1
+echo "${3/\\[7-8\\]/7}"; echo node-9"""
+
+
+def ran(script: Path = Path("run.sh"), variables: Mapping[str, str] = {}) -> Done:
+    """The launch script with echo for Python, and no launcher's variables but ``variables``."""
+    stand_in(Path("bin/scontrol"), SCONTROL)
+    path = f"{Path('bin').absolute()}:{os.environ['PATH']}"
+    only = {"PATH": path, "PYTHON": "echo", "DATA": "corpus", "TOKENIZER": "t.model"}
+    return run(BASH, script.absolute(), only={**only, **variables})
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Launch script of two nodes; next to it, one.sh of one."""
+    folder = tmp_path_factory.mktemp("scripts")
+    (folder / "spread").write_text("\n".join(map(str, LONG_AND_SHORT)))
+    job = [*TUNE.replace("spread", str(folder / "spread")).split(), "--tp", "8", "--top", "1"]
+    for name, more in (("two.sh", ["--nodes", "2", "--pp", "2"]), ("one.sh", [])):
+        assert main([*job, *more, "--script", str(folder / name)]) == 0
+    return folder / "two.sh"
 
 
 def launched(entry: str = "megatron_epp.pretrain_gpt") -> argparse.Namespace:
@@ -173,7 +196,7 @@ def test_a_grid_with_a_hole_is_mapped_drawn_and_launched(cli: Commands) -> None:
     script = Path("run.sh")
     script.write_text(script.read_text().replace(here, "elsewhere"))
     done = ran()
-    assert done.returncode == 1 and "this host is not in the list of hosts" in done.stderr
+    assert done.returncode == 2 and f"{here} is not in the list of hosts" in done.stderr
     for wrong, said in (
         ("--nodes 4", "--nodes 4: 3 of the 2 x 2 nodes of --topology"),
         ("--cp 2 --pp 1 --nodes 3", "no tp x cp x pp x dp fills them"),
@@ -182,6 +205,48 @@ def test_a_grid_with_a_hole_is_mapped_drawn_and_launched(cli: Commands) -> None:
     Path("mine.json").write_text(json.dumps(grid | {"failed_nodes": ["a", "d"]}))
     told = cli.refused(job)
     assert "topology file mine.json: failed_nodes[1] 'd': there is no such node" in told
+
+
+SLURM = {"SLURM_NODEID": "1", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node-[7-8]"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank_and_address", "said"),
+    [
+        ({}, None, "no NODE_RANK"),
+        ({"NODE_RANK": "1"}, None, "no MASTER_ADDR"),
+        ({"MASTER_ADDR": "a"}, None, "no NODE_RANK"),
+        ({"NODE_RANK": "1", "MASTER_ADDR": "a"}, ("1", "a"), ""),
+        ({"NODE_RANK": "2", "MASTER_ADDR": "a"}, None, "NODE_RANK=2"),
+        ({"NODE_RANK": "first", "MASTER_ADDR": "a"}, None, "NODE_RANK=first"),
+        (SLURM, ("1", "node-7"), ""),
+        (SLURM | {"SLURM_NODEID": "0"}, ("0", "node-7"), ""),
+        (SLURM | {"SLURM_STEP_NODELIST": "node-8"}, ("1", "node-8"), ""),
+        (SLURM | {"NODE_RANK": "0", "MASTER_ADDR": "a"}, ("0", "a"), ""),
+        (SLURM | {"SLURM_NNODES": "4"}, None, "for 2 nodes, not SLURM_NNODES=4"),
+        ({key: SLURM[key] for key in ("SLURM_NNODES", "SLURM_JOB_NODELIST")}, None, "no NODE_RANK"),
+        ({"SLURM_NODEID": "1", "SLURM_NNODES": "2"}, None, "no MASTER_ADDR"),
+        (SLURM | {"SLURM_JOB_NODELIST": "?"}, None, "no MASTER_ADDR"),
+    ],
+)
+def test_each_of_several_nodes_has_a_rank_and_the_first_ones_address(
+    two_nodes: Path, variables: dict[str, str], rank_and_address: tuple | None, said: str
+) -> None:
+    done = ran(two_nodes, variables)
+    if rank_and_address is None:
+        assert done.returncode == 2 and not done.stdout, done.stdout
+        assert done.stderr.count("\n") == 1 and f": {said}; expected srun --nodes 2 " in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    rank, address = rank_and_address
+    assert f"--nnodes 2 --node-rank {rank} --master-addr {address} " in done.stdout
+
+
+def test_one_node_ignores_slurms_variables(two_nodes: Path) -> None:
+    text = two_nodes.with_name("one.sh").read_text()
+    assert "SLURM" not in text and "NODE_RANK" not in text
+    done = ran(two_nodes.with_name("one.sh"), SLURM)
+    assert done.returncode == 0 and "--nproc-per-node 8 --standalone -m" in done.stdout
 
 
 @pytest.mark.everything

@@ -20,11 +20,9 @@ _HEAD = """\
 {comments}# Predicted: {seconds:.4g} s an iteration, {rate:.4g} tokens/s.
 #
 #   DATA=corpus_prefix TOKENIZER=tokenizer.model bash {name} [more Megatron flags]
-#
-# On each of {nodes} nodes; MASTER_ADDR is the first one's address, NODE_RANK this one's number.
 set -euo pipefail
-{hosts}: "${{DATA:?the prefix of a .bin/.idx corpus}}" "${{TOKENIZER:?a sentencepiece model}}"
-
+: "${{DATA:?the prefix of a .bin/.idx corpus}}" "${{TOKENIZER:?a sentencepiece model}}"
+{several}
 # Many hardware queues: a posted receive must not stand in front of what its sender waits for.
 export CUDA_DEVICE_MAX_CONNECTIONS=32
 export PYTORCH_CUDA_ALLOC_CONF=${{PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}
@@ -34,11 +32,33 @@ export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
 flags=(
 {flags}
 )
-exec "${{PYTHON:-python}}" -m torch.distributed.run \\
-    --nnodes {nodes} --node-rank "${{NODE_RANK:-0}}" --nproc-per-node {per_node} \\
-    --master-addr "${{MASTER_ADDR:-localhost}}" --master-port "${{MASTER_PORT:-29500}}" \\
+exec "${{PYTHON:-python}}" -m torch.distributed.run --nproc-per-node {per_node} \\
+    {nodes} \\
     -m {entry} "${{flags[@]}}" \\
     --data-path "$DATA" --tokenizer-type SentencePieceTokenizer --tokenizer-model "$TOKENIZER" "$@"
+"""
+_ONE_NODE = "--standalone"
+_SEVERAL_NODES = """--nnodes {nodes} --node-rank "$NODE_RANK" \\
+    --master-addr "$MASTER_ADDR" --master-port "${{MASTER_PORT:-29500}}"\
+"""
+_RENDEZVOUS = """
+# On each of {nodes} nodes, with NODE_RANK and MASTER_ADDR, or by srun, which sets Slurm's variables.
+fail() {{
+    echo "$0: $1; expected srun --nodes {nodes} --ntasks-per-node 1 bash $0, or on each node" \\
+        "NODE_RANK, 0 to {last}, and MASTER_ADDR, the host of node 0" >&2
+    exit 2
+}}
+[[ ${{SLURM_NNODES:-{nodes}}} == {nodes} ]] || fail "for {nodes} nodes, not SLURM_NNODES=$SLURM_NNODES"
+{hosts}
+NODE_RANK=${{NODE_RANK:-${{SLURM_NODEID:-}}}}
+[[ -n $NODE_RANK ]] || fail "no NODE_RANK"
+[[ $NODE_RANK =~ ^[0-9]+$ ]] && ((10#$NODE_RANK < {nodes})) || fail "NODE_RANK=$NODE_RANK"
+slurm_nodes=${{SLURM_STEP_NODELIST:-${{SLURM_JOB_NODELIST:-}}}}
+if [[ -z ${{MASTER_ADDR:-}} && -n $slurm_nodes ]]; then
+    MASTER_ADDR=$(scontrol show hostnames "$slurm_nodes" 2>/dev/null) || fail "no MASTER_ADDR"
+    MASTER_ADDR=${{MASTER_ADDR%%$'\\n'*}}
+fi
+[[ -n ${{MASTER_ADDR:-}} ]] || fail "no MASTER_ADDR"
 """
 _HOSTS = """\
 # By node rank, so that groups lie whole on the grid of nodes.
@@ -48,8 +68,8 @@ for rank in "${{!hosts[@]}}"; do
         NODE_RANK=${{NODE_RANK:-$rank}}
     fi
 done
-: "${{NODE_RANK:?this host is not in the list of hosts}}"
-MASTER_ADDR=${{MASTER_ADDR:-${{hosts[0]}}}}
+[[ -n ${{NODE_RANK:-}} ]] || fail "$(hostname) is not in the list of hosts"
+MASTER_ADDR=${{MASTER_ADDR:-${{hosts[0]}}}}\
 """
 
 
@@ -85,15 +105,23 @@ def launch_script(
             f"{model.name} on {job.nodes} x {job.node_devices} {arguments.device}: {choice.layout}"
         ),
         name=printable(arguments.script),
-        hosts=_HOSTS.format(hosts=shlex.join(hosts)) if hosts else "",
+        several=_rendezvous(job.nodes, hosts),
         seconds=choice.seconds,
         rate=choice.tokens_per_second,
-        nodes=job.nodes,
+        nodes=_ONE_NODE if job.nodes == 1 else _SEVERAL_NODES.format(nodes=job.nodes),
         per_node=job.node_devices,
         flags="\n".join(lines),
         comments="".join(comments),
         entry=of_model.entry,
     )
+
+
+def _rendezvous(nodes: int, hosts: Sequence[str]) -> str:
+    """Return the lines that find a node's rank and the first node; "" for one node."""
+    if nodes == 1:
+        return ""
+    listed = _HOSTS.format(hosts=shlex.join(hosts)) if hosts else ""
+    return _RENDEZVOUS.format(nodes=nodes, last=nodes - 1, hosts=listed)
 
 
 def _model_flags(job: TunedJob, choice: Choice) -> ModelFlags:
