@@ -431,7 +431,12 @@ class TunePlannerFlags:
 class TuneFlags:
     """Options of ``tune``: the chosen row of the table, and files to write for this row."""
 
-    row: int | None = flag(None, "the row to write, draw and play (default: the first)", COUNT)
+    row: int | None = flag(
+        None,
+        "the row to write, draw and play (default: the first that is not tight, if it is at most "
+        "5%% slower than row 1; else row 1)",
+        COUNT,
+    )
     parts: bool = flag(False, "print the memory of every row by part, not of the chosen one alone")
     html: str | None = flag(
         None, "write the survey as a page of one file, for a browser without a network", FILE

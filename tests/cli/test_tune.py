@@ -70,7 +70,7 @@ def test_a_survey_in_json_a_script_and_a_dry_run(cli: Commands) -> None:
     choices = facts["choices"]
     seconds = [choice["seconds"] for choice in choices]
     assert seconds == sorted(seconds) and 3 <= len(choices) <= 10
-    line = "tp {tp} pp {pp} cp {cp} ep 1".format(**choices[0])
+    line = "tp {tp} pp {pp} cp {cp} ep 1".format(**choices[facts["row"] - 1])
     assert facts["layouts_line"].partition(" layers ")[0] == line
     for choice in choices:
         assert choice["tp"] * choice["cp"] * choice["pp"] * choice["dp"] == 8
@@ -81,7 +81,7 @@ def test_a_survey_in_json_a_script_and_a_dry_run(cli: Commands) -> None:
         assert tokens == pytest.approx(sum(LONG_AND_SHORT))
         assert choice["peak_bytes"] <= 60 * 2**30
     assert len(facts["dry_run"]) == 2
-    parsed, first = launched(), choices[0]
+    parsed, first = launched(), choices[facts["row"] - 1]
     assert parsed.tensor_model_parallel_size == first["tp"]
     assert parsed.context_parallel_size == first["cp"]
     assert parsed.pipeline_model_parallel_size == first["pp"]
@@ -223,7 +223,7 @@ SLURM = {"SLURM_NODEID": "1", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node-[
         (SLURM | {"SLURM_NODEID": "0"}, ("0", "node-7"), ""),
         (SLURM | {"SLURM_STEP_NODELIST": "node-8"}, ("1", "node-8"), ""),
         (SLURM | {"NODE_RANK": "0", "MASTER_ADDR": "a"}, ("0", "a"), ""),
-        (SLURM | {"SLURM_NNODES": "4"}, None, "for 2 nodes, not SLURM_NNODES=4"),
+        (SLURM | {"SLURM_NNODES": "4"}, None, "SLURM_NNODES=4, not 2"),
         ({key: SLURM[key] for key in ("SLURM_NNODES", "SLURM_JOB_NODELIST")}, None, "no NODE_RANK"),
         ({"SLURM_NODEID": "1", "SLURM_NNODES": "2"}, None, "no MASTER_ADDR"),
         (SLURM | {"SLURM_JOB_NODELIST": "?"}, None, "no MASTER_ADDR"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.__main__ import main
-from megatron_epp.cli.tune.report import tuning_lines
+from megatron_epp.cli.tune.report import survey_verdict, tuning_lines
 from megatron_epp.planner.registry import STOCK
 from megatron_epp.planner.stock import Packed, Stock
 from megatron_epp.planner.tuning.layouts import Layout
@@ -140,6 +140,59 @@ def test_a_survey_as_text() -> None:
     stopped = tuning_lines(Survey(rows, {}, (), True), "many", "theirs", rows, (None,) * 3, {})
     assert stopped.startswith("Interrupted: this is what was found until then")
     assert "MFU " not in stopped.split("runs ")[0]
+
+
+STOCK_ROW = dataclasses.replace(
+    FIRST, cost=_Device(), planner=STOCK, layers=(8,) * 4, layout=Layout(8, 1, 2, 1),
+    place=(0, 1, 0, 1), stock=Stock(
+        "interleaved 2", "", _Device(), (Packed(2.5, 8192, 0),), Packed(2.5, 8192, 0)
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seconds_and_gib", "default"),
+    [
+        (((1.0, 62.8), (1.01, 50)), 1),  # 62.9 of 74 GiB are 85%
+        (((1.0, 63.0), (1.01, 62.8)), 2),
+        (((1.0, 73.7), (1.008, 63.0), (1.049, 59.8)), 3),
+        (((1.0, 73.7), (1.051, 59.8)), 1),
+        (((1.0, 73.7), (1.01, 73.7)), 1),
+    ],
+)
+@pytest.mark.parametrize("stock", [1, 2, 3], ids="stock is row {}".format)
+def test_the_default_leaves_room_if_that_costs_little(
+    seconds_and_gib: tuple, default: int, stock: int
+) -> None:
+    epp = dataclasses.replace(FIRST, cost=_Device())
+    rows = tuple(
+        dataclasses.replace(
+            STOCK_ROW if row == stock else epp, seconds=seconds, peak_bytes=round(gib * GIB)
+        )
+        for row, (seconds, gib) in enumerate(seconds_and_gib, 1)
+    )
+    result = Survey(rows, {}, ())
+    assert result.default + 1 == default
+    verdict, best, *more = survey_verdict(result)
+    runs = "stock, interleaved 2" if default == stock else "--epp"
+    assert re.match(rf"Best: (row {default}, )?tp [^:]*, {runs}: ", best)
+    assert (f"; the default is row {default}." in verdict) == (default > 1)
+    tight = [line for line in more if "tight" in line]
+    if default > 1:
+        slower = f"{rows[default - 1].seconds - 1:.1%}"
+        gib = seconds_and_gib[0][1]
+        assert tight == [
+            f"Row 1 is {slower} faster, but tight: {gib:.1f} of 74.0 GiB. --row 1 takes it."
+        ]
+        epp_row = 2 if stock == 1 else 1
+        both = f"row {epp_row} and row {stock}" if stock <= len(rows) else "row 1"
+        assert f" It is about {both}, the fastest; the default " in verdict
+    elif rows[0].tight:
+        costs = "Row 1 is tight: within 15% of the memory budget."
+        assert [line.startswith(costs) for line in tight] == [True]
+        assert ("Fastest with room to spare: row 2, 5.1% slower" in tight[0]) != rows[1].tight
+    else:
+        assert not tight
 
 
 @pytest.fixture(scope="module")

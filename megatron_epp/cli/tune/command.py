@@ -82,13 +82,13 @@ def run(arguments: argparse.Namespace) -> int:
         options = dataclasses.replace(options, effort=arguments.effort)
     with Workers() as workers:
         result = _survey(job, drawn, options, workers)
-        chosen = _chosen(result, arguments)
+        row = _row(result, arguments)
         played: list[Choice] = []
         if arguments.dry_run_corpus:
-            played = _dry_run(chosen, batches, job, options)
-        _write_and_print(job, result, chosen, played, batches, drawn, options)
+            played = _dry_run(result.choices[row - 1], batches, job, options)
+        _write_and_print(job, result, row, played, batches, drawn, options)
         if arguments.html is not None:
-            page = survey_page(job, result, chosen, batches, drawn[0], options, workers)
+            page = survey_page(job, result, row, batches, drawn[0], options, workers)
             write_file(arguments.html, page)
             print(f"wrote {arguments.html}", file=sys.stderr)
     return 130 if result.stopped else 0
@@ -131,27 +131,27 @@ def _survey(
     )
 
 
-def _chosen(result: Survey, arguments: argparse.Namespace) -> Choice:
-    """Return the choice of the row that --row names."""
+def _row(result: Survey, arguments: argparse.Namespace) -> int:
+    """Return the number of the row that --row names, or of the default."""
     if arguments.row is None:
-        return result.choices[0]
-    rows = min(len(result.choices), arguments.top)
+        return result.default + 1
+    rows = len(result.choices)
     if arguments.row > rows:
         raise UsageError(f"--row {arguments.row}: there are {rows}; expected 1 to {rows}")
-    return result.choices[arguments.row - 1]
+    return arguments.row
 
 
 def _write_and_print(
     job: TunedJob,
     result: Survey,
-    chosen: Choice,
+    row: int,
     played: Sequence[Choice],
     batches: Batches,
     drawn: Sequence[Sequence[int]],
     options: Options,
 ) -> None:
-    """Write the files that the options name, and print the table or its JSON."""
-    arguments, documents = job.arguments, len(drawn[0])
+    """Write the files that the options name for row ``row``; print the table or its JSON."""
+    arguments, documents, chosen = job.arguments, len(drawn[0]), result.choices[row - 1]
     context = arguments.context or int(batches.corpus.inputs.max())
     nodes: NodeMap | None = None
     if isinstance(job.joined, Topology) and job.joined.nodes:
@@ -163,7 +163,7 @@ def _write_and_print(
     if arguments.script is not None:
         hosts = nodes.hosts if nodes is not None and nodes.grid.hosts else ()
         write_file(arguments.script, launch_script(job, chosen, documents, context, hosts))
-    rows = result.choices[: arguments.top]
+    rows = result.choices[: max(arguments.top, row)]
     shown = rows if arguments.parts else [chosen]
     parts = {
         rows.index(each): memory_parts(each.plan, each.cost)
@@ -172,11 +172,11 @@ def _write_and_print(
     }
     mfu = [job.mfu(each, drawn) for each in rows]
     if arguments.json:
-        facts = _facts(result, arguments.top)
-        for row, of_devices in enumerate(mfu):
-            facts["choices"][row]["mfu"] = of_devices
-        for row, ranks in parts.items():
-            facts["choices"][row]["memory_parts"] = ranks
+        facts = _facts(result, rows, row)
+        for at, of_devices in enumerate(mfu):
+            facts["choices"][at]["mfu"] = of_devices
+        for at, ranks in parts.items():
+            facts["choices"][at]["memory_parts"] = ranks
         if nodes is not None:
             facts["node_map"] = _node_facts(nodes)
         if chosen.planner == ELASTIC:
@@ -187,7 +187,7 @@ def _write_and_print(
         return
     machines = (
         f"{job.model.name} on {job.nodes} nodes of {job.node_devices} x {job.device.name}, "
-        f"{documents} documents a batch, {arguments.batches} batches{_rows(chosen)}"
+        f"{documents} documents a batch, {arguments.batches} batches{_padding(chosen)}"
     )
     print(tuning_lines(result, str(batches), machines, rows, mfu, parts), end="")
     for line in (
@@ -202,7 +202,7 @@ def _write_and_print(
     if nodes is not None:
         print(_node_lines(nodes), end="")
     if played:
-        print(spread(played), end="")
+        print(spread(row, played), end="")
     if arguments.script is not None:
         print(f"wrote {arguments.script}", file=sys.stderr)
 
@@ -215,7 +215,7 @@ def _slow_host_lines(result: Survey, lengths: Sequence[int], options: Options) -
     return [f"row {row}: {line}"] if line else []
 
 
-def _rows(first: Choice) -> str:
+def _padding(first: Choice) -> str:
     """Return a note: training pads the rows of each device to a multiple; "" if that is 1."""
     of_device = first.multiple // (first.layout.tp * first.layout.cp)
     return f"; rows of a device padded to multiples of {of_device}" if of_device > 1 else ""
@@ -234,10 +234,10 @@ def _dry_run(first: Choice, batches: Batches, job: TunedJob, options: Options) -
     return choices
 
 
-def _facts(result: Survey, top: int) -> dict:
-    choices: Sequence[Choice] = result.choices[:top]
+def _facts(result: Survey, rows: Sequence[Choice], row: int) -> dict:
     return {
-        "choices": [choice.facts() for choice in choices],
+        "choices": [choice.facts() for choice in rows],
+        "row": row,
         "refused": {str(layout): why for layout, why in result.refused.items()},
         "bounded": [str(layout) for layout in result.bounded],
         **({"stopped": True} if result.stopped else {}),

@@ -26,7 +26,7 @@ _TRIED = 3  # number of best choices of a planner that are tried at each context
 def survey_page(
     job: TunedJob,
     result: Survey,
-    chosen: Choice,
+    row: int,
     batches: Batches,
     lengths: Sequence[int],
     options: Options,
@@ -37,13 +37,13 @@ def survey_page(
     Args:
         job: devices and model.
         result: result of the search.
-        chosen: row that the pictures show.
+        row: number of the row that the pictures show.
         batches: batches of the corpus.
         lengths: document lengths of the batch that the pictures show.
         options: options of the planner.
         workers: worker processes that plan the gain by context.
     """
-    rows = result.choices[: job.arguments.top]
+    rows, chosen = result.choices[: max(job.arguments.top, row)], result.choices[row - 1]
     context = options.context or max(lengths)
     headers, cells = shown_rows(rows, [job.mfu(each, [lengths]) for each in rows], True)
     of_model = model_flags(job.model, job.config)
@@ -67,7 +67,7 @@ def survey_page(
             error=accuracy_lines(chosen.cost.layout.profile),
             headers=headers,
             rows=cells,
-            chosen=rows.index(chosen),
+            chosen=row - 1,
             flags=flags,
             parts=memory_parts(chosen.plan, chosen.cost),
             budgets=chosen.cost.device_budget_bytes,

@@ -143,21 +143,22 @@ def runs(choice: Choice) -> str:
 
 
 def survey_verdict(result: Survey) -> list[str]:
-    """Return the sentences above the table, the best choice first."""
-    first = result.choices[0]
+    """Return the sentences above the table: verdict, default row, and reasons for this row."""
+    choices, best = result.choices, result.choices[result.default]
+    row = f"row {result.default + 1}, " if result.default else ""
     summary = (
-        f"Best: {first.layout}, {runs(first)}: {seconds_text(first.seconds)} an iteration, "
-        f"{tokens_text(round(first.tokens_per_second))} tokens a second."
+        f"Best: {row}{best.layout}, {runs(best)}: {seconds_text(best.seconds)} an iteration, "
+        f"{tokens_text(round(best.tokens_per_second))} tokens a second."
     )
-    lines = [_verdict(result.choices), summary, *_why(result.choices)]
+    lines = [_verdict(result), summary, *_why(best, choices[result.default + 1 :])]
     if result.stopped:
         lines.insert(0, "Interrupted: this is what was found until then, on one batch or on all.")
-    if first.tight:
-        lines.append(_with_spare_memory(result.choices))
-    flags = [] if first.place else layout_flags(first.layers)
+    if choices[0].tight:
+        lines.append(_tight_first(choices[0], best) if row else _with_spare_memory(choices))
+    flags = [] if best.place else layout_flags(best.layers)
     if flags:
         lines.append(f"Layers by time: {' '.join(flags)}")
-    if first.layout.pp == 1:
+    if best.layout.pp == 1:
         lines.append(
             "No pipeline is best here: with one stage nothing waits and no stage carries the "
             "output layer alone; plans still pack and cut the documents."
@@ -165,15 +166,33 @@ def survey_verdict(result: Survey) -> list[str]:
     return lines
 
 
-def _verdict(choices: Sequence[Choice]) -> str:
-    """Return the verdict on the fastest rows with and without --epp."""
-    seconds = next((each.seconds for each in choices if each.planner == ELASTIC), None)
-    rows = ((each, each.stock) for each in choices if each.stock is not None)
-    row, stock = next(rows, (None, None))
-    if row is None or stock is None:
-        return verdict(seconds, None, "", "")
-    which = f"{row.layout}, {stock}"
-    return verdict(seconds, row.seconds, which, why_stock(stock.overlap, row.layout.pp))
+def _verdict(result: Survey) -> str:
+    """Return the verdict on the fastest rows with and without --epp.
+
+    If the default is neither, or the slower one, the verdict names these rows and the default.
+    """
+    rows = list(enumerate(result.choices, 1))
+    elastic = next((row for row in rows if row[1].planner == ELASTIC), None)
+    fastest = next((row for row in rows if row[1].stock is not None), None)
+    seconds = elastic[1].seconds if elastic else None
+    if fastest is None or (stock := fastest[1].stock) is None:
+        text = verdict(seconds, None, "", "")
+    else:
+        layout, which = fastest[1].layout, f"{fastest[1].layout}, {stock}"
+        why = why_stock(stock.overlap, layout.pp)
+        text = verdict(seconds, fastest[1].seconds, which, why)
+    if not result.default:
+        return text
+    compared = " and ".join(f"row {row[0]}" for row in (elastic, fastest) if row)
+    return f"{text} It is about {compared}, the fastest; the default is row {result.default + 1}."
+
+
+def _tight_first(first: Choice, best: Choice) -> str:
+    """Return a sentence on the first row, which is tight, where another row is the default."""
+    peak, budget = first.peak_bytes / GIB, first.budget_bytes / GIB
+    faster = best.seconds / first.seconds - 1
+    tight = f"tight: {peak:.1f} of {budget:.1f} GiB"
+    return f"Row 1 is {faster:.1%} faster, but {tight}. --row 1 takes it."
 
 
 def _with_spare_memory(choices: Sequence[Choice]) -> str:
@@ -186,10 +205,9 @@ def _with_spare_memory(choices: Sequence[Choice]) -> str:
     return f"{text} Fastest with room to spare: row {spare}, {slower:.1%} slower."
 
 
-def _why(choices: Sequence[Choice]) -> list[str]:
+def _why(first: Choice, slower_ones: Sequence[Choice]) -> list[str]:
     """Return how much slower the next two layouts of the same planner are, and the main reasons."""
-    first = choices[0]
-    others = [c for c in choices[1:] if c.layout != first.layout and c.planner == first.planner]
+    others = [c for c in slower_ones if c.layout != first.layout and c.planner == first.planner]
     lines = []
     for other in others[:2]:
         slower = other.seconds / first.seconds - 1
@@ -207,8 +225,8 @@ def _why(choices: Sequence[Choice]) -> list[str]:
     return lines
 
 
-def spread(played: Sequence[Choice]) -> str:
-    """Return a table of minimum, median and maximum over ``played``, one item per iteration."""
+def spread(row: int, played: Sequence[Choice]) -> str:
+    """Return a table of minimum, median and maximum over ``played``, iterations of row ``row``."""
     rows = []
     for name, values in (
         ("seconds", [each.seconds for each in played]),
@@ -218,5 +236,5 @@ def spread(played: Sequence[Choice]) -> str:
         ("GiB", [each.peak_bytes / GIB for each in played]),
     ):
         rows.append([name, *(f"{f(values):.4g}" for f in (min, statistics.median, max))])
-    head = f"\nThe first choice over {len(played)} iterations of the corpus:\n"
+    head = f"\nRow {row} over {len(played)} iterations of the corpus:\n"
     return head + text_table(("", "least", "median", "most"), rows) + "\n"

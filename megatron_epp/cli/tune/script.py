@@ -42,13 +42,13 @@ _SEVERAL_NODES = """--nnodes {nodes} --node-rank "$NODE_RANK" \\
     --master-addr "$MASTER_ADDR" --master-port "${{MASTER_PORT:-29500}}"\
 """
 _RENDEZVOUS = """
-# On each of {nodes} nodes, with NODE_RANK and MASTER_ADDR, or by srun, which sets Slurm's variables.
+# Run on each of {nodes} nodes, by srun or with NODE_RANK and MASTER_ADDR.
 fail() {{
     echo "$0: $1; expected srun --nodes {nodes} --ntasks-per-node 1 bash $0, or on each node" \\
         "NODE_RANK, 0 to {last}, and MASTER_ADDR, the host of node 0" >&2
     exit 2
 }}
-[[ ${{SLURM_NNODES:-{nodes}}} == {nodes} ]] || fail "for {nodes} nodes, not SLURM_NNODES=$SLURM_NNODES"
+[[ ${{SLURM_NNODES:-{nodes}}} == {nodes} ]] || fail "SLURM_NNODES=$SLURM_NNODES, not {nodes}"
 {hosts}
 NODE_RANK=${{NODE_RANK:-${{SLURM_NODEID:-}}}}
 [[ -n $NODE_RANK ]] || fail "no NODE_RANK"
