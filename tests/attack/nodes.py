@@ -38,7 +38,7 @@ def be_launchers() -> None:
 
 def printed_losses(output: str) -> list[tuple[int, float]]:
     """Return iterations and their losses, of all starts and ranks that printed them."""
-    found = re.findall(r"exact: iteration (\d+) ([-+.e0-9]+)\n", output)
+    found = re.findall(r"exact: iteration (\d+) ([-+.e0-9]+) lm loss\n", output)
     return [(int(i), float(x)) for i, x in found]
 
 

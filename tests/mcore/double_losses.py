@@ -26,9 +26,9 @@ def training_log(
     losses: Mapping[str, Any], total: Any, rate: Any, iteration: int, *rest: Any, **named: Any
 ) -> bool:
     result = log(losses, total, rate, iteration, *rest, **named)
-    for loss in losses.values():
+    for name, loss in losses.items():
         # In one call: a rank that writes a line and its end apart has other ranks' text between.
-        os.write(1, f"\nexact: iteration {iteration} {float(loss)!r}\n".encode())
+        os.write(1, f"\nexact: iteration {iteration} {float(loss)!r} {name}\n".encode())
     return result
 
 

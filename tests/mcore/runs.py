@@ -122,6 +122,13 @@ class Run:
 
 
 PROGRAM = ("-m", "megatron_epp.pretrain_gpt")
+DOUBLE = (str(Path(__file__).with_name("double_losses.py")),)
+
+
+def exact_losses(run: Run) -> list[float]:
+    """Losses of the iterations of a run of DOUBLE, in full."""
+    found = dict(re.findall(r"exact: iteration (\d+) (\S+) lm loss", run.output))
+    return [float(loss) for loss in found.values()]
 
 
 def train(

@@ -1,7 +1,6 @@
 """Global batches that the replicas do not divide, and replicas without a document."""
 
 import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +13,8 @@ from megatron_epp.mcore.patching import patch_points
 from megatron_epp.mcore.patching.uneven_batches import SampleCount, UnevenMicroBatches
 from tests.certify.trial import CheckedTrial, read_checked
 from tests.mcore.certified import certified, models
-from tests.mcore.runs import Run, flags, trained
+from tests.mcore.runs import DOUBLE, Run, exact_losses, flags, trained
 
-DOUBLE = (str(Path(__file__).with_name("double_losses.py")),)
 # Small batches of two documents, then of seven, for three replicas.
 UNEVEN = {
     "epp": True,
@@ -102,12 +100,6 @@ def test_documents_of_certify_from_the_command_line() -> None:
 # ------------------------------------------------------------------ training
 
 
-def exact(run: Run) -> list[float]:
-    """Losses of the run's iterations, in full."""
-    found = dict(re.findall(r"exact: iteration (\d+) (\S+)", run.output))
-    return [float(loss) for loss in found.values()]
-
-
 def numbers(pattern: str, run: Run) -> list[str]:
     return re.findall(pattern, run.output)
 
@@ -118,8 +110,8 @@ def test_losses_are_those_of_one_replica(corpus, tmp_path) -> None:
     alone = trained(flags(corpus, **UNEVEN), 1, DOUBLE)
     how = {"save": tmp_path, "save_interval": 3, "epp_record": tmp_path / "records"}
     three = trained(flags(corpus, **UNEVEN, **how), 3, DOUBLE)
-    assert len(exact(alone)) == 4
-    assert exact(three) == pytest.approx(exact(alone), rel=1e-12)
+    assert len(exact_losses(alone)) == 4
+    assert exact_losses(three) == pytest.approx(exact_losses(alone), rel=1e-12)
     consumed = r"consumed samples: +(\d+)"
     assert numbers(consumed, three) == numbers(consumed, alone) == ["2", "4", "11", "18"]
     evaluated = r"validation loss at iteration \d+.*?value: (\S+)"
@@ -131,4 +123,4 @@ def test_losses_are_those_of_one_replica(corpus, tmp_path) -> None:
         file.write_text("3")
     resumed = trained(flags(corpus, **UNEVEN, load=tmp_path), 3, DOUBLE)
     assert numbers(consumed, resumed) == ["18"]
-    assert exact(resumed) == exact(three)[3:]
+    assert exact_losses(resumed) == exact_losses(three)[3:]
