@@ -12,7 +12,8 @@ Plans in turn, for every batch, in one job that first measures its cost model:
 
     pipeline    elastic pipelines (epp) and packing; the budgets are 100% and 60% of what packing to
                 the context holds without recompute on each stage. --lines split: epp also without
-                the lever wsplit; --lines 60: the last two alone. --stock: Megatron's schedule, too
+                the lever wsplit; --lines 60: the last two alone, best: the two at 100%.
+                --stock: Megatron's schedule, too
     models      the same for small models: MODEL:CONTEXTxDOCUMENTS, with models like Qwen3-MoE,
                 gpt-oss (window, sinks), Nemotron-H (Mamba-2), Nemotron-3 (MTP; by-time: its layers
                 by time) and Qwen3-Next (gated delta nets)
@@ -26,8 +27,8 @@ Ways to run one job, --rounds times in changing order, with a cost model that `p
 Ratios are seconds of the first way over the row's, for the same batch, measured and predicted:
 
     vocab       a heavy LM head: on the last stage, vocabulary parallelism
-    placements  heavy LM head, uneven layers: one stage on a rank, two (V, interleaved), and
-                --epp-placement auto
+    placements  heavy LM head, uneven layers: packing at each batch's best length with layers by
+                time, one stage on a rank, two (V, interleaved), and --epp-placement auto
     slow-rank   libraries of rank --rank use SSE 4.2 or AVX2 alone: taken for alike, as measured,
                 and as measured with stages by time
 
@@ -140,6 +141,12 @@ def flags(size: Size, corpus: Path, iterations: int, dtype: str = "fp32", stages
     return text.split() + (["--bf16"] if dtype == "bf16" else [])
 
 
+def spread(ratios: Sequence[float], digits: int = 2) -> str:
+    """Return the median of ``ratios``, with the least and the largest where they differ."""
+    median, *ends = (f"{of(ratios):.{digits}f}" for of in (statistics.median, min, max))
+    return median if ends[0] == ends[1] else f"{median} ({ends[0]} to {ends[1]})"
+
+
 # ------------------------------------------------------------------ plans in turn
 
 SPLIT = (*VARIANTS, Variant("epp", 1.0, split=False), Variant("epp", 0.6, split=False))
@@ -148,6 +155,7 @@ LINES = {
     "all": VARIANTS,
     "100": VARIANTS[:3],
     "60": VARIANTS[3:],
+    "best": VARIANTS[1:3],
     "split": SPLIT,
     "halves": (
         _UNSPLIT,
@@ -171,13 +179,13 @@ TURN_HEADERS = [
     *("recomputed", "peak", "chunks", "split", "seconds off", "memory off", "host off", "executor"),
 ]
 TURN_LEGEND = """\
-ratio: the seconds of packing-best over this line's, same batch and budget, median (without
-packing-best: of the first line). predicted: the same of the cost model's seconds. recomputed:
-layers run again whole, of all. peak: the worst stage of the worst batch, measured, over packing's
-without recompute (without that line: over what is predicted of it). split: backwards run as I and
-W, of all. off: predicted over measured, less one; seconds: median over the batches; memory, and
-offloaded layers in host memory: the worst stage of the worst batch. executor: its own time between
-ops, neither compute nor waiting, worst stage and iteration."""
+ratio: the seconds of packing-best over this line's, same batch and budget, median and spread
+(without packing-best: of the first line). predicted: the same of the cost model's seconds.
+recomputed: layers run again whole, of all. peak: the worst stage of the worst batch, measured, over
+packing's without recompute (without that line: over what is predicted of it). split: backwards run
+as I and W, of all. off: predicted over measured, less one; seconds: median over the batches;
+memory, and offloaded layers in host memory: the worst stage of the worst batch. executor: its own
+time between ops, neither compute nor waiting, worst stage and iteration."""
 
 
 def entries_of(size: Size, arguments: argparse.Namespace, corpus: Path, folder: Path) -> list[dict]:
@@ -205,7 +213,7 @@ def turn_rows(size: Size, variants: Sequence[Variant], entries: Sequence[dict]) 
             variant.name,
             f"{statistics.median(m['tokens'] / m['seconds'] for m in turns.of(number)):.0f}",
             f"{turns.median(number, 'seconds'):.2f}",
-            f"{turns.ratio(number, 'seconds'):.2f}",
+            spread(turns.ratios(number, "seconds")),
             f"{turns.ratio(number, 'predicted'):.2f}",
             f"{turns.median(number, 'bubble'):.0%}",
             f"{turns.median(number, 'recomputed'):.0%}",
@@ -302,6 +310,11 @@ WAYS: dict[str, Ways] = {
         "vocabulary parallelism": ("--epp-vocab-parallel", "on", *ONE_STAGE),
     },
     "placements": {
+        "packing at its best length": (
+            *("--epp-planner", "packing-best", *AUTO),
+            *("--decoder-first-pipeline-num-layers", "6"),
+            *("--decoder-last-pipeline-num-layers", "2"),
+        ),
         "one stage a rank": ONE_STAGE,
         "v": ("--epp-placement", "v"),
         "interleaved 2": ("--epp-placement", "interleaved 2"),
@@ -314,7 +327,7 @@ UNEVEN = ("--window-size", "127,0", "--window-attn-skip-freq", "[1,1,1,1,1,1,0,0
 
 @dataclass(frozen=True, slots=True)
 class Iteration:
-    """One iteration; ``promised`` and ``held`` are predicted and measured peak bytes by stage."""
+    """One iteration; ``promised`` and ``held`` are predicted and measured peak bytes by rank."""
 
     layers: tuple[int, ...]
     seconds: float
@@ -331,13 +344,16 @@ class Iteration:
         name = f"iteration-{number:06d}"
         (plan,) = Step.parse((folder / f"{name}.step").read_text()).plans
         records = parse_records((folder / f"{name}.replica-0.timed").read_text())
-        stages = range(plan.stages)
+        place = plan.rank_of
         return cls(
             plan.layers,
             max(record.stop for record in records) - min(record.start for record in records),
             plan.predicted.seconds,
             tuple(peak * 2**30 for peak in plan.predicted.peak_gib),
-            tuple(max(r.peak_bytes for r in records if r.stage == stage) for stage in stages),
+            tuple(
+                max(r.peak_bytes for r in records if place[r.stage] == rank)
+                for rank in range(plan.ranks)
+            ),
         )
 
 
@@ -363,7 +379,7 @@ def run(words: list[str], batches: int, folder: Path) -> tuple[list[Iteration], 
 
 WAY_HEADERS = [
     *("job", "way", "layers", "seconds", "ratio", "predicted", "seconds off"),
-    *("held, by stage", "memory off, by stage"),
+    *("held, by rank", "memory off, by rank"),
 ]
 
 
@@ -376,8 +392,8 @@ def way_rows(size: Size, rounds: list[dict[str, list[Iteration]]]) -> list[list[
         pairs = list(zip([one for found in rounds for one in found[first]], mine, strict=True))
         held = [max(each) for each in zip(*(one.held for one in mine), strict=True)]
         off = [
-            statistics.median(one.promised[stage] / one.held[stage] for one in mine) - 1
-            for stage in range(len(held))
+            statistics.median(one.promised[rank] / one.held[rank] for one in mine) - 1
+            for rank in range(len(held))
         ]
         made.append(
             [
@@ -385,7 +401,7 @@ def way_rows(size: Size, rounds: list[dict[str, list[Iteration]]]) -> list[list[
                 way,
                 " ".join(map(str, mine[0].layers)),
                 f"{statistics.median(one.seconds for one in mine):.2f}",
-                f"{statistics.median(b.seconds / m.seconds for b, m in pairs):.3f}",
+                spread([b.seconds / m.seconds for b, m in pairs], 3),
                 f"{statistics.median(b.predicted / m.predicted for b, m in pairs):.3f}",
                 f"{statistics.median(one.predicted / one.seconds for one in mine) - 1:+.1%}",
                 " ".join(f"{peak / 2**20:.0f}" for peak in held) + " MiB",

@@ -311,15 +311,19 @@ class Turns:
     def median(self, number: int, what: str) -> float:
         return statistics.median(entry[what] for entry in self.of(number))
 
-    def ratio(self, number: int, what: str) -> float:
-        """Return ``what`` of the baseline divided by that of the variant: the median over batches.
+    def ratios(self, number: int, what: str) -> list[float]:
+        """Return ``what`` of the baseline divided by that of the variant, one per batch.
 
         The baseline is packing-best with the same memory budget, or the first variant.
         """
         baseline = Variant("packing-best", self.variants[number].share_of_peak or 1.0)
         at = self.variants.index(baseline) if baseline in self.variants else 0
         pairs = zip(self.of(at), self.of(number), strict=True)
-        return statistics.median(theirs[what] / mine[what] for theirs, mine in pairs)
+        return [theirs[what] / mine[what] for theirs, mine in pairs]
+
+    def ratio(self, number: int, what: str) -> float:
+        """Return the median of :meth:`ratios`."""
+        return statistics.median(self.ratios(number, what))
 
     def peak_share(self, number: int) -> float:
         """Return the largest ratio, over batches and stages, of the peak to that of packing."""
