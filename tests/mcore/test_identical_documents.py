@@ -78,7 +78,7 @@ FEATURES = {
     ),
     "gates": Feature({"attention_output_gate": True}, {"attention_output_gate": None}),
     "no-rope layers": Feature({"no_rope_freq": 2}, {"no_rope_freq": None}),
-    # Wavelengths above 2,048 positions are scaled: with this base many. Wide weights attend sharply.
+    # Wavelengths above 2,048 positions are scaled: many, with this base. Wide weights attend more.
     "rope scaling": Feature(
         {**_SCALED, "rotary_base": 5000, "kv_channels": 64, "init_method_std": 0.2},
         dict.fromkeys(_SCALED),

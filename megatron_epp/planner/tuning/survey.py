@@ -70,7 +70,7 @@ OFFLOAD_PAYS = 0.01  # fraction of the time that offloading must save
 # A choice is tight if it leaves less than this fraction of the budget. Predicted peaks of 45 public
 # runs are 1.8% off in the median, and up to 32% too low.
 TIGHT_MEMORY = 0.15
-HEADROOM_COSTS = 0.05  # most additional time that the default takes to be a choice that is not tight
+HEADROOM_COSTS = 0.05  # most additional time that a default with that room may take
 # Number of layouts planned together, before results exclude further layouts. A constant, so that
 # the result does not depend on the number of worker processes.
 AT_ONCE = 4
