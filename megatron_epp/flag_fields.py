@@ -3,7 +3,7 @@
 import argparse
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, field, fields
 from types import NoneType
 from typing import Any, get_args
@@ -142,9 +142,17 @@ def one_of(*names: str) -> Callable[[str], str]:
 
     def read(text: str) -> str:
         if text not in names:
-            near = difflib.get_close_matches(text, names, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise argparse.ArgumentTypeError(f"{text!r}: {hint}expected {', '.join(names)}")
+            hint = did_you_mean(text, names)
+            expected = f"{hint and f'{hint} '}expected {', '.join(names)}"
+            raise argparse.ArgumentTypeError(f"{text!r}: {expected}")
         return text
 
     return read
+
+
+def did_you_mean(
+    word: str, known: Iterable[str], otherwise: str = "", most: int = 1, cutoff: float = 0.6
+) -> str:
+    """Return a question with at most ``most`` names similar to ``word``, else ``otherwise``."""
+    near = difflib.get_close_matches(word, list(known), n=most, cutoff=cutoff)
+    return f"did you mean {' or '.join(near)}?" if near else otherwise

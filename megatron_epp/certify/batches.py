@@ -331,7 +331,7 @@ class StepCoverage:
     """
 
     ERROR: ClassVar = "loss error"
-    HELD: ClassVar = "offloaded as planned, nothing kept behind an iteration"
+    HELD: ClassVar = "offloaded as planned, nothing kept after an iteration"
 
     documents: int
     chunks: int
@@ -385,7 +385,7 @@ class StepCoverage:
     @property
     def cells(self) -> Mapping[str, object]:
         """Values of a table row, by column name."""
-        same = ("documents", "cut", "chunks", "packed", "split", "hybrid", "window")
+        same = ("documents", "cut", "chunks", "window")
         return {
             **{name: getattr(self, name) for name in same},
             "I+W": self.halved,

@@ -7,6 +7,7 @@ compares the ranks' results with those of the reference model.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from textwrap import fill
 
 from megatron_epp.certify.compare import WorstGradient, worst_gradient
 from megatron_epp.certify.processes import ChildLost, Children
@@ -25,6 +26,7 @@ from megatron_epp.certify.protocol import (
 from megatron_epp.certify.trial import Trial, read
 from megatron_epp.control.files import scratch_folder
 
+WIDTH = 100  # columns of the output
 BOUND = 1e-12  # relative, in float64
 # In bf16, as a multiple of the reference model's own error: two computations in one dtype both have
 # such an error, in any direction.
@@ -98,12 +100,27 @@ def main(backend: Backend, arguments: Sequence[str] | None = None) -> int:
 def run(backend: Backend, trial: Trial) -> int:
     """Run ``trial`` and print its table; return 0 if everything is certified, else 1."""
     try:
-        checked = certify(backend, trial, lambda line: print(line, flush=True))
+        checked = certify(backend, trial, _print)
     except ChildLost as error:
         print(f"not certified: {error}")
         return 1
-    print(verdict(checked))
+    _print(verdict(checked))
     return 0 if all(batch.passed for batch in checked) else 1
+
+
+def _print(text: str) -> None:
+    """Print lines of at most WIDTH columns; what follows in a line is indented."""
+    for line in text.splitlines():
+        print(
+            fill(
+                line,
+                WIDTH,
+                subsequent_indent="    ",
+                break_long_words=False,
+                break_on_hyphens=False,
+            ),
+            flush=True,
+        )
 
 
 def certify(
@@ -201,9 +218,8 @@ def _worst(
 _WIDTHS = {"loss": 8, "I+W": 4, "in fp8": 7}  # of columns wider than their names
 
 
-def _line(cells: Mapping[str, object], parameter: str) -> str:
-    padded = (str(cell).rjust(_WIDTHS.get(name, len(name))) for name, cell in cells.items())
-    return f"{'  '.join(padded)}  {parameter}".rstrip()
+def _line(cells: Mapping[str, object]) -> str:
+    return "  ".join(str(cell).rjust(_WIDTHS.get(name, len(name))) for name, cell in cells.items())
 
 
 def _cells(checked: BatchVerdict) -> dict[str, object]:
@@ -220,15 +236,17 @@ def _report_text(checked: BatchVerdict, error: float) -> str:
 
 
 def row(checked: BatchVerdict) -> str:
-    """Return the table row of a batch, followed by a line for each of its problems."""
-    why = checked.problems + checked.routing
-    return "\n        ".join([_line(_cells(checked), checked.parameter), *why])
+    """Return the table row of a batch and, if it failed, lines with the reasons."""
+    why = list(checked.problems + checked.routing)
+    if checked.parameter and not replace(checked, problems=(), routing=()).passed:
+        why.insert(0, f"worst gradient: {checked.parameter}")
+    return "\n        ".join([_line(_cells(checked)), *why])
 
 
 def header(checked: BatchVerdict) -> str:
     """Return the header of the table."""
     names = _cells(checked)
-    return _line(dict(zip(names, names, strict=True)), "worst parameter")
+    return _line(dict(zip(names, names, strict=True)))
 
 
 def _worst_of(checked: Sequence[BatchVerdict], bound: float) -> str:
@@ -254,6 +272,7 @@ def verdict(checked: Sequence[BatchVerdict]) -> str:
         f"not certified: {len(failed)} of {len(checked)} batches differ from the plain model: "
         f"{' '.join(failed)}; {errors}"
         if failed
-        else f"certified: {len(checked)} batches, {errors}; {every[0].HELD}"
+        else f"certified: {len(checked)} batches, {errors}"
     )
-    return "\n".join([*every[0].summary(every), conclusion])
+    lines = [*every[0].summary(every), *([] if failed else [every[0].HELD]), conclusion]
+    return "\n".join(lines)

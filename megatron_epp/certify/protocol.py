@@ -98,7 +98,7 @@ class Coverage(Protocol):
 
     Attributes:
         ERROR: name of the table column that has :meth:`Reference.loss_error`.
-        HELD: text that names the other checks, for the last line of a passed certificate.
+        HELD: text that names the other checks, which a passed certificate prints.
     """
 
     ERROR: ClassVar[str]

@@ -5,13 +5,13 @@ of the command. Every flag occurs in Megatron's source, as ``--its-name`` or as 
 ``its_name`` of a configuration. A word that occurs nowhere in the source is not a flag.
 """
 
-import difflib
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_epp.cli.options import PROGRAM, UsageError
+from megatron_epp.flag_fields import did_you_mean
 
 # A flag in source text. _FIELD is a field of a class, from which Megatron makes a flag.
 _FLAG = re.compile(r"--[A-Za-z][A-Za-z0-9_-]*")
@@ -35,8 +35,7 @@ def require_known(command: str, words: Sequence[str]) -> None:
         dashed = flag.replace("_", "-")
         denied = {dashed.replace(start, "--", 1) for start in ("--no-", "--disable-")}
         if not {flag, dashed, *denied} & known:
-            near = difflib.get_close_matches(flag, sorted(known), n=1, cutoff=0.8)
-            hint = f"did you mean {near[0]}?" if near else f"see {PROGRAM} {command} --help"
+            hint = did_you_mean(flag, sorted(known), f"see {PROGRAM} {command} --help", cutoff=0.8)
             raise UsageError(f"{command}: unknown option {flag!r}, here and in Megatron; {hint}")
 
 

@@ -1,12 +1,12 @@
 """The commands, and a parser of their options (flags.py) that reports errors in one line."""
 
 import argparse
-import difflib
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_epp import __version__
+from megatron_epp.flag_fields import did_you_mean
 from megatron_epp.ir.errors import quoted
 
 PROGRAM = "megatron_epp"
@@ -147,11 +147,9 @@ def _refuse_removed(word: str, known: Sequence[str]) -> None:
 
 def _unknown(word: str, known: Sequence[str], command: str | None) -> str:
     what = "option" if word.startswith("-") else "argument" if command else "command"
-    near = difflib.get_close_matches(word.split("=")[0], known, n=2)
-    if near:
-        hint = f"did you mean {' or '.join(near)}?"
-    elif what == "command":
-        hint = f"expected one of {', '.join(known)}"
+    if what == "command":
+        otherwise = f"expected one of {', '.join(known)}"
     else:
-        hint = f"see {PROGRAM} {command or ''} --help".replace("  ", " ")
+        otherwise = f"see {PROGRAM} {command or ''} --help".replace("  ", " ")
+    hint = did_you_mean(word.split("=")[0], known, otherwise, most=2)
     return f"unknown {what} {quoted(word)}; {hint}"

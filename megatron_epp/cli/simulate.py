@@ -184,5 +184,16 @@ def _longest(bubbles: Sequence[Wait | IdleTail]) -> list[str]:
     if not bubbles:
         return ["no bubbles"]
     ordered = sorted(bubbles, key=lambda bubble: bubble.start - bubble.stop)
-    lines = [f"longest of {len(bubbles)} bubbles:", *(f"  {b}" for b in ordered[:_MOST_BUBBLES])]
-    return lines
+    shown = map(bubble_text, ordered[:_MOST_BUBBLES])
+    return [f"longest of {len(bubbles)} bubbles:", *(f"  {text}" for text in shown)]
+
+
+def bubble_text(bubble: Wait | IdleTail) -> str:
+    """Return one line that says which rank idles, for how long, and why."""
+    idle = seconds_text(bubble.stop - bubble.start)
+    if isinstance(bubble, IdleTail):
+        return f"{bubble.name} is done {idle} before the iteration ends"
+    return (
+        f"{bubble.name} idles {idle} before {bubble.op}: waits for {bubble.awaited} of stage "
+        f"{bubble.source} ({bubble.why})"
+    )

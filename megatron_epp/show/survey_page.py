@@ -10,7 +10,7 @@ from megatron_epp.show.paint import draw_comparison, draw_timeline
 from megatron_epp.show.shapes import Drawing, Label, Path, Rect, Shape, text_width
 from megatron_epp.show.svg import to_svg
 from megatron_epp.show.timeline import Timeline
-from megatron_epp.show.units import GIB, ticks, tokens_text
+from megatron_epp.show.units import GIB, seconds_text, ticks, tokens_text
 
 # CSS variables of the page's style.
 _INK, _QUIET, _LINE, _HOT = "var(--ink)", "var(--quiet)", "var(--line)", "var(--hot)"
@@ -206,7 +206,7 @@ def _time(page: SurveyPage) -> str:
     runs = {"packed": page.packed, "planned": page.planned}
     there = [run for run in runs.values() if run is not None]
     text = f"Row {page.chosen + 1}, one batch on the ranks of one replica: " + "; ".join(
-        f"{name} does not fit" if run is None else f"{name} takes {run.seconds:.3g} s"
+        f"{name} does not fit" if run is None else f"{name} takes {seconds_text(run.seconds)}"
         for name, run in runs.items()
     )
     if not there:

@@ -54,12 +54,6 @@ class Wait:
     source: int
     why: str
 
-    def __str__(self) -> str:
-        return (
-            f"{self.name} idles {self.stop - self.start:.6g} s before {self.op}: waits for "
-            f"{self.awaited} of stage {self.source} ({self.why})"
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class IdleTail:
@@ -69,9 +63,6 @@ class IdleTail:
     name: str
     start: float
     stop: float
-
-    def __str__(self) -> str:
-        return f"{self.name} is done {self.stop - self.start:.6g} s before the iteration ends"
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,10 +90,10 @@ SCHEDULE = (
         "what the distributed optimizer updated in parts",
     ),
     AllowedCollective(
-        "tied embeddings",
+        "embedding copies",
         "(POSITION_)?EMBEDDING_GROUP",
         callers_of(_FINALIZE + "_allreduce_embedding_grad"),
-        "first and last stage hold a copy each",
+        "first and last stage hold a copy each of tied embeddings; stages with MTP layers, of any",
     ),
     AllowedCollective(
         "norm gradients",

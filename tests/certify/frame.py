@@ -159,7 +159,7 @@ class CheckedCoverage(StepCoverage):
     """
 
     HELD: ClassVar = (
-        "messages as planned, collectives all on the list, nothing kept behind an iteration"
+        "messages as planned, collectives all on the list, nothing kept after an iteration"
     )
 
     messages: int = 0

@@ -156,6 +156,10 @@ NO_GPU = "this host has no CUDA GPU; "
         ),
         ("--fp16", f"--fp16: {NO_GPU}train in --bf16 or float32"),
         ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
+        (
+            "--epp-plannr=zb-v --epp",
+            "unrecognized arguments: --epp-plannr=zb-v; did you mean --epp-planner?",
+        ),
         ("--num-layers x", "argument --num-layers: invalid int value: 'x'"),
         # A bare assert of Megatron's is shown with its condition.
         (f"{FEW} --save somewhere", r"(?s).*arguments\.py:\d+: .*args\.save_interval.*"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 
 from megatron_epp.certify import command as certify_module
 from megatron_epp.certify import processes
-from megatron_epp.certify.command import verdict
+from megatron_epp.certify.command import WIDTH, verdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.processes import ChildLost, Children
 from megatron_epp.certify.protocol import ModelSetup
@@ -77,7 +78,7 @@ def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
         assert {"plan digest", "gradient reduction", "token count"} <= set(
             batch.coverage.collectives
         )
-    tied = [batch for batch in judged if batch.coverage.collectives["tied embeddings"]]
+    tied = [batch for batch in judged if batch.coverage.collectives["embedding copies"]]
     assert bool(tied) == (trial.degrees.pp > 1 and not trial.lora_rank)
     assert "certified: " in verdict(judged)
 
@@ -100,11 +101,12 @@ def test_adapters_without_a_graph_to_hang_on_are_noticed() -> None:
 def test_without_model_flags_it_certifies_two_models(capsys) -> None:
     """Untied with grouped queries, and tied; with tensor parallelism one splits the sequence."""
     assert main(["--pp", "2", "--tp", "2", "--batches", "4"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    first, second = (line for line in lines if line.startswith("PP 2, TP 2, DP 1: layers 2 2"))
+    shown = capsys.readouterr().out
+    lines, described = shown.splitlines(), re.findall(r"PP 2, TP 2, DP 1: layers 2 2.*\n.*", shown)
+    first, second = (" ".join(each.split()) for each in described)
     assert "8 heads in 4 groups" in first and "untied, sequence parallel" in first
     assert second.endswith(" tied")
-    assert lines[1].split()[:4] == ["batch", "documents", "cut", "chunks"]
+    assert lines[2].split()[:4] == ["batch", "documents", "cut", "chunks"]
     numbers = [line.split()[0] for line in lines]
     assert [number for number in numbers if number.isdigit()] == ["0", "2", "1", "3"]
     assert lines[-1].startswith("certified: 4 batches, worst error ")
@@ -180,6 +182,7 @@ def test_a_config_json_is_certified_by_the_flags_that_it_makes(tmp_path, capsys)
     shown = capsys.readouterr().out
     assert shown.startswith("PP 2, TP 1, DP 1: layers 2 1") and "qk-layernorm" in shown
     assert "experts" in shown and "certified: 1 batches" in shown
+    assert max(map(len, shown.splitlines())) <= WIDTH
     file.write_text(json.dumps({**CONFIG, "model_type": "olmo2"}))
     with pytest.raises(ValueError, match="flags cannot say: norms after attention and MLP"):
         read(words)

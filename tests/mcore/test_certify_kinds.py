@@ -189,6 +189,8 @@ def test_random_plans_compute_what_the_reference_model_computes(name: str) -> No
     job, said, covered = TRIALS[name]
     lines, judged = certified(job)
     assert said in lines[0]
+    if name == "MTP":  # untied, with copies of the embedding next to the MTP layers
+        assert "untied" in lines[0] and judged[0].coverage.collectives["embedding copies"] > 0
     # With MLA one batch keeps K and V, the next one latents.
     for batches in (judged[::2], judged[1::2]) if name.startswith("MLA") else (judged,):
         for what in covered:

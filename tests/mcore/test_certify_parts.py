@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from megatron_epp.certify.batches import CONTEXT, LONGEST, Frame, StepCoverage, draw
-from megatron_epp.certify.command import BatchVerdict, row, verdict
+from megatron_epp.certify.command import WIDTH, BatchVerdict, header, row, verdict
 from megatron_epp.certify.compare import Shard, assembled, worst_gradient
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import Trial
@@ -358,7 +358,13 @@ def test_what_does_not_pass(changes) -> None:
 
 def test_a_problem_stands_below_its_row() -> None:
     first, second = row(judged(problems=("stage 1: late",))).splitlines()
-    assert first.endswith("  w") and second.strip() == "stage 1: late"
+    assert first == row(judged()) and second.strip() == "stage 1: late"
+
+
+def test_a_row_that_fails_names_the_worst_gradient() -> None:
+    first, second = row(judged(gradient_error=3e-9)).splitlines()
+    assert first.split()[-1] == "3.0e-09" and second.strip() == "worst gradient: w"
+    assert len(header(judged())) == len(row(judged())) <= WIDTH
 
 
 def test_a_trial_is_checked() -> None:

@@ -121,7 +121,7 @@ def test_collectives_are_on_the_list(folder, rank) -> None:
     assert counts["plan digest"] == steps
     assert counts["report"] == steps
     assert counts["token count"] == 2 * ITERATIONS
-    assert counts["tied embeddings"] == ITERATIONS
+    assert counts["embedding copies"] == ITERATIONS
     # Once per bucket: the tied embedding has one of its own.
     assert counts["gradient reduction"] in (ITERATIONS, 2 * ITERATIONS)
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_epp.cli.simulate import bubble_text
 from megatron_epp.ir import (
     COMPUTE,
     KIND_CODE,
@@ -228,11 +229,11 @@ def test_the_example_in_numbers() -> None:
     played = play(plan, even_table(plan, 1, 2))
     assert played.seconds == 12
     # stage 0: F0 F1 F2 . . B1 . B0 . . B2     stage 1: . F0 F1 B1 B0 F2 B2
-    assert [str(b) for b in played.bubbles] == [
-        "stage 0 idles 2 s before B1: waits for B1 of stage 1 (the gradient of its output)",
-        "stage 0 idles 1 s before B2: waits for B2 of stage 1 (the gradient of its output)",
-        "stage 1 idles 1 s before F0: waits for F0 of stage 0 (its input)",
-        "stage 1 is done 2 s before the iteration ends",
+    assert [bubble_text(b) for b in played.bubbles] == [
+        "stage 0 idles 2.000 s before B1: waits for B1 of stage 1 (the gradient of its output)",
+        "stage 0 idles 1.000 s before B2: waits for B2 of stage 1 (the gradient of its output)",
+        "stage 1 idles 1.000 s before F0: waits for F0 of stage 0 (its input)",
+        "stage 1 is done 2.000 s before the iteration ends",
     ]
     assert [f"{step.op}@{step.stage} {step.why}" for step in played.critical_path] == [
         f"F0@0 {START}",

@@ -1,6 +1,5 @@
 """Devices and the links between them."""
 
-import difflib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -8,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_epp.cost.catalogue.named import pick
+from megatron_epp.flag_fields import did_you_mean
 from megatron_epp.ir import Kind
 from megatron_epp.ir.errors import quoted, require_name
 
@@ -311,10 +311,10 @@ def device(name: str) -> Device:
             "pipeline ranks, the slowest (training measures ranks that are slower than others)"
         )
     if name not in DEVICES and not name.endswith(".json") and "/" not in name:
-        near = difflib.get_close_matches(name, DEVICES, n=3, cutoff=0.4)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        near = did_you_mean(name, DEVICES, most=3, cutoff=0.4)
+        known = f"{near} Known:" if near else "Known:"
         raise ValueError(
-            f"unknown device {quoted(name)}; {hint}Known: {', '.join(DEVICES)}; or a JSON file "
+            f"unknown device {quoted(name)}; {known} {', '.join(DEVICES)}; or a JSON file "
             f"{_EXAMPLE}"
         )
     return pick("device", name, DEVICES, Device)

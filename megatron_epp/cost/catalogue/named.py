@@ -1,11 +1,11 @@
 """Lookup of models, devices and other values by name or in a JSON file."""
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
+from megatron_epp.flag_fields import did_you_mean
 from megatron_epp.ir.errors import quoted
 from megatron_epp.safe_files import read_bounded
 
@@ -37,8 +37,7 @@ def pick[T](what: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
         return known[name]
     if name.endswith(".json") or "/" in name:
         return from_json(f"{what} file {name}", read_json(what, name), kind)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}."
+    hint = did_you_mean(name, known, f"known: {', '.join(known)}.", most=3, cutoff=0.4)
     raise ValueError(f"unknown {what} {quoted(name)}; {hint} A JSON file's path is taken too.")
 
 
@@ -52,8 +51,8 @@ def unknown_name(what: str, name: str, known: Iterable[str], *others: str) -> st
         *others: valid names that are never suggested.
     """
     names = list(known)
-    near = difflib.get_close_matches(name, names, n=2)
-    hint = f"; did you mean {' or '.join(near)}?" if near else "."
+    near = did_you_mean(name, names, most=2)
+    hint = f"; {near}" if near else "."
     return f"unknown {what} {quoted(name)}{hint} Known: {', '.join((*names, *others))}"
 
 
@@ -100,11 +99,8 @@ def from_json[T](where: str, value: Any, kind: type[T]) -> T:
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     for key in value:
         if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1)
-            raise ValueError(
-                f"{where}: unknown field {quoted(key)}"
-                + (f"; did you mean {near[0]}?" if near else f"; known: {', '.join(fields)}")
-            )
+            hint = did_you_mean(key, fields, f"known: {', '.join(fields)}")
+            raise ValueError(f"{where}: unknown field {quoted(key)}; {hint}")
     lacking = [
         name
         for name, field in fields.items()

@@ -20,6 +20,7 @@ from megatron_epp.mcore.kinds.modules import KIND_MODULES
 from megatron_epp.mcore.model.attention import Attention
 from megatron_epp.runtime.consensus import broadcast_result
 from megatron_epp.runtime.groups import Groups
+from megatron_epp.show.units import seconds_text
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def cheaper(choice: OpenChoice, args: Any, layers: tuple[int, ...]) -> str:
             continue
         seconds[value] = planned.seconds
     chosen = min(seconds, key=lambda value: seconds[value], default=choice.values[-1])
-    alternatives = ", ".join(f"{value} {of:.4g} s" for value, of in seconds.items())
+    alternatives = ", ".join(f"{value} {seconds_text(of)}" for value, of in seconds.items())
     logger.info(
         "%s %s: a document of %d inputs takes %s by the cost model",
         _flag(choice), chosen, args.seq_length, alternatives or "too much memory either way",

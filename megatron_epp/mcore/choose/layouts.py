@@ -19,6 +19,7 @@ from megatron_epp.mcore.flags.config import LAYOUT_KEY, PLACED_BY, placement_by_
 from megatron_epp.mcore.job.read_flags import prepare_parser, refusals_as_value_errors
 from megatron_epp.planner.choose.partition import layout_text
 from megatron_epp.safe_files import bounded_text
+from megatron_epp.show.units import seconds_text
 
 MOST_LAYOUTS = 256
 DEGREES = "tp", "pp", "cp", "ep"
@@ -97,7 +98,7 @@ class ChosenLayout:
         waiting = [str(rank) for rank in range(self.ranks, self.devices)]
         spares = f"; spares: ranks {' '.join(waiting)}" if waiting else ""
         seconds = (
-            f"predicted {self.seconds:.4g} s an iteration"
+            f"predicted {seconds_text(self.seconds)} an iteration"
             if self.seconds
             else "lengths or costs not known"
         )

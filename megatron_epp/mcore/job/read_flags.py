@@ -11,10 +11,11 @@ import socket
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from types import FunctionType
 from typing import Any, NoReturn
 
+from megatron_epp.flag_fields import did_you_mean
 from megatron_epp.mcore.flags import config, replaced
 from megatron_epp.mcore.hybrid.segments import SEGMENTS
 from megatron_epp.mcore.job.job_exit import reason
@@ -101,7 +102,7 @@ def prepare_parser(parser: ArgumentParser) -> ArgumentParser:
         parser.set_defaults(**cpu_host.cpu_defaults())
     if rank() != 0:
         parser.print_help = lambda file=None: None  # type: ignore[method-assign]
-    parser.error = _refuse  # type: ignore[method-assign]
+    parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
     for action in parser._actions:
         if isinstance(action.type, FunctionType):
             action.type = _naming_its_flag(action.type)
@@ -135,7 +136,12 @@ def _naming_its_flag(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return reading
 
 
-def _refuse(message: str) -> NoReturn:
+def _refuse(parser: ArgumentParser, message: str) -> NoReturn:
+    unknown = message.removeprefix("unrecognized arguments: ")
+    if unknown != message:
+        flag = unknown.split()[0].split("=")[0]
+        hint = did_you_mean(flag, parser._option_string_actions, cutoff=0.8)
+        message += f"; {hint}" if hint else ""
     raise ValueError(message)
 
 
