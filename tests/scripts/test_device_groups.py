@@ -18,6 +18,7 @@ from device_groups.costs import group_costs
 from megatron_epp.cost.columns import CHUNKS
 from megatron_epp.ir import PlanError
 from megatron_epp.planner import COMPARISON_METHODS, Options, comparison_methods
+from megatron_epp.planner.choose.choice import placed_cost
 from megatron_epp.planner.order.emit import SortedBatch
 from tests.planner.cases import LENGTHS, machine, machines
 from tests.planner.test_planners import QUICK
@@ -50,6 +51,14 @@ def test_the_order_of_the_batch_changes_nothing() -> None:
     for plan in METHODS.values():
         one, other = (plan(batch, machine(), Options()) for batch in (lengths, lengths[::-1]))
         assert one.seconds == other.seconds and one.peak_bytes == other.peak_bytes
+
+
+def test_a_placement_changes_nothing() -> None:
+    lengths, cost = [9_000, 700, 2_500, 800], machine()
+    placed = placed_cost(cost, "v")
+    assert placed is not None
+    for plan in METHODS.values():
+        assert plan(lengths, placed, Options()).seconds == plan(lengths, cost, Options()).seconds
 
 
 def test_no_documents_and_bad_lengths_are_refused() -> None:

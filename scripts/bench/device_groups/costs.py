@@ -12,6 +12,8 @@ import numpy as np
 from megatron_epp.cost.columns import CHUNKS, TOKENS, Columns
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import FULL, KEEP, Kind, PlanError
+from megatron_epp.ir.placement import Placement
+from megatron_epp.planner.choose.choice import with_placement
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
@@ -138,6 +140,8 @@ def best_groups(
         PlanError: the longest document does not fit with everything recomputed.
     """
     batch, cost = SortedBatch.of(lengths), cost.with_vocabulary(False)
+    if cost.layout.place:  # groups have no stages: only the number of devices counts
+        cost = with_placement(cost, Placement(tuple(range(cost.layout.placement.ranks))))
     longest, layers, results = int(batch.lengths[0]), sum(cost.layout.layers), []
     for recompute in (round(fraction * layers) for fraction in RECOMPUTE_FRACTIONS):
         costs = group_costs(cost, recompute)
