@@ -45,7 +45,8 @@ layers      1 dense (plain); 3 experts (experts 16, active experts 2, expert hid
 note        auto_map: the code that it names is not used
 note        num_nextn_predict_layers: multi-token prediction, not counted
 assumed     not said, so taken: use_sliding_window False, decoder_sparse_step 1, tie_word_embeddings
-            False, hidden_act silu, attention_bias False, norm_topk_prob False
+            False, hidden_act silu, attention_bias False, norm_topk_prob False, router_aux_loss_coef
+            0.001
 states      18 bytes a parameter, 0.6 GiB in all: 6 on every device that holds the weight, 12 shared
             over cp x dp
 not planned smaller states of adapters (LoRA), an optimizer on the host, fp8 weights, ZeRO 3 and
@@ -85,9 +86,21 @@ def test_what_flags_cannot_say_and_hostile_text_are_said_on_one_line(
 ) -> None:
     config = {**MIXTURE, "model_type": "gemma2", "num_experts": None, "hidden_act": "a\x1b[2Jb"}
     small.write_text(json.dumps(config))
-    shown = cli.said("tune --model small")
+    shown, told = cli.ran("tune --model small", 2)
     assert "not by Megatron's flags alone, which cannot say: norms after" in " ".join(shown.split())
-    assert all(line.isprintable() for line in shown.splitlines())
+    assert all(line.isprintable() for line in (shown + told).splitlines())
+
+
+def test_no_flags_of_another_model_are_printed(small: Path, cli: Commands) -> None:
+    """A scaling of RoPE without a flag: the flags are those of a model without it."""
+    dynamic = {"rope_type": "dynamic", "factor": 2.0}
+    small.write_text(json.dumps({**MIXTURE, "rope_scaling": dynamic}))
+    described, told = cli.ran("tune --model small", 2)
+    assert "RoPE of type dynamic, factor 2.0" in described and "--num-layers" not in described
+    assert "no flags are printed, because Megatron's cannot say: RoPE of type dynamic" in told
+    facts, _ = cli.ran("tune --model small --json", 2)
+    assert json.loads(facts)["flags"] == []
+    assert "--num-layers 4" in cli.said("tune --model small --like qwen3_moe")
 
 
 def test_the_table_of_how_many_needs_no_lengths(cli: Commands) -> None:

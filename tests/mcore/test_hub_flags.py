@@ -123,7 +123,62 @@ def test_a_published_models_flags_word_by_word() -> None:
         "--disable-bias-linear",
         "--rotary-base 1000000",
         "--position-embedding-type rope",
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.001",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "kind", "coefficient", "z_loss"),
+    [
+        ("mixtral-8x7b", {}, "aux_loss", 0.02, None),
+        ("mixtral-8x7b", {"router_aux_loss_coef": None}, "aux_loss", 1e-3, None),
+        ("mixtral-8x7b", {"router_aux_loss_coef": 0.0}, "none", 0.0, None),
+        ("mixtral-8x7b", {"router_z_loss_coef": 0.002}, "aux_loss", 0.02, 0.002),
+        ("gpt-oss-20b", {}, "aux_loss", 0.9, None),
+        ("llama-4-scout", {}, "aux_loss", 1e-3, None),
+        ("olmoe-7b", {}, "aux_loss", 0.01, None),
+        ("deepseek-v3", {}, "seq_aux_loss", 1e-3, None),
+        ("deepseek-v3", {"seq_aux": False}, "aux_loss", 1e-3, None),
+        ("glm-4.5-air", {}, "seq_aux_loss", 1e-4, None),  # neither file nor class states one
+    ],
+)
+def test_losses_of_routers_are_those_of_the_file(
+    name, keys, kind, coefficient, z_loss, parse
+) -> None:
+    config = hub_config(name, {**HUB_MODELS[name].keys, **keys})
+    model = hub_model(config)
+    args = parse(words_of(model, model_flags(model, config).groups))
+    assert args.moe_router_load_balancing_type == [kind]
+    assert args.moe_aux_loss_coeff in (coefficient, [coefficient])
+    assert args.moe_z_loss_coeff == z_loss
+
+
+@pytest.mark.parametrize(
+    ("name", "scaling", "unsaid"),
+    [
+        ("llama-2-7b", {"type": "dynamic", "factor": 2.0}, "RoPE of type dynamic, factor 2.0"),
+        ("llama-2-7b", {"type": "linear", "factor": 2.5}, "RoPE of type linear, factor 2.5"),
+        ("deepseek-v3", {"type": "llama3", "factor": 8.0}, "RoPE of type llama3, factor 8.0"),
+        (
+            "llama-2-7b",
+            {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 4096,
+                "attention_factor": 1.5,
+            },
+            "rope_scaling.attention_factor 1.5",
+        ),
+    ],
+)
+def test_a_scaling_of_rope_without_a_flag_is_named(name, scaling, unsaid) -> None:
+    config = hub_config(name, {**HUB_MODELS[name].keys, "rope_scaling": scaling})
+    assert unsaid in model_flags(hub_model(config), config).unsaid
+
+
+def test_a_router_with_noise_is_named() -> None:
+    config = hub_config("x", {**HUB_MODELS["mixtral-8x7b"].keys, "router_jitter_noise": 0.1})
+    assert model_flags(hub_model(config), config).unsaid == ("router_jitter_noise 0.1",)
 
 
 def test_positions_by_their_rules(parse) -> None:
@@ -146,6 +201,11 @@ def test_positions_by_their_rules(parse) -> None:
     assert llama.use_rope_scaling and llama.rope_scaling_factor == 32
     assert of("smollm3-3b").no_rope_freq == [0, 0, 0, 1] * 9
     assert of("qwen3-next-80b").rotary_percent == 0.25
+    linear = {**HUB_MODELS["llama-2-7b"].keys, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    config = hub_config("x", linear)
+    flags = model_flags(hub_model(config), config)
+    interpolated = parse(words_of(hub_model(config), flags.groups))
+    assert interpolated.rotary_seq_len_interpolation_factor == 4 and not flags.unsaid
     assert of("qwen2.5-7b").add_qkv_bias and not of("qwen2.5-7b").add_bias_linear
 
 

@@ -4,6 +4,7 @@ import argparse
 import json
 import textwrap
 from collections import Counter
+from collections.abc import Sequence
 
 from megatron_epp.cli.compare import COLUMNS
 from megatron_epp.cost.analytic import STATES
@@ -36,9 +37,15 @@ def labelled(label: str, text: str) -> str:
 
 
 def print_model(model: Model, config: HubConfig | None, arguments: argparse.Namespace) -> int:
-    """Print a description of the model and the Megatron flags that build it; return 0."""
+    """Print a description of the model and the Megatron flags that build it; return 0.
+
+    Raises:
+        ValueError: the flags would build another model, and no --like says which to assume. The
+            description is printed, the flags are not.
+    """
     of_model = model_flags(model, config)
-    words = [word for group in of_model.groups for word in group]
+    others = of_model.unsaid if arguments.like is None else ()
+    words = [] if others else [word for group in of_model.groups for word in group]
     notes = [printable(note) for note in (config.notes if config is not None else ())]
     if arguments.json:
         facts = {
@@ -53,7 +60,7 @@ def print_model(model: Model, config: HubConfig | None, arguments: argparse.Name
             "notes": notes,
         }
         print(json.dumps(facts, indent=1))
-        return 0
+        return _require_sayable(others)
     print(model_summary(model))
     print(labelled("sizes", sizes_text(model)))
     if kinds := kinds_text(model):
@@ -91,8 +98,19 @@ def print_model(model: Model, config: HubConfig | None, arguments: argparse.Name
                 f"--pp 2 --model {named}",
             )
         )
-    print("flags")
-    print(flags_text(words))
+    if words:
+        print("flags")
+        print(flags_text(words))
+    return _require_sayable(others)
+
+
+def _require_sayable(unsaid: Sequence[str]) -> int:
+    """Return 0; raise a ValueError if the model has properties that Megatron's flags cannot say."""
+    if unsaid:
+        raise ValueError(
+            f"--model: no flags are printed, because Megatron's cannot say: {'; '.join(unsaid)}; "
+            "--like MODEL_TYPE prints those of the nearest model of a config.json"
+        )
     return 0
 
 

@@ -149,7 +149,7 @@ def launch_flags(job: TunedJob, choice: Choice, documents: int, context: int) ->
         ["--seq-length", str(context), "--max-position-embeddings", str(context)],
         *layout_arguments(choice, of_model.hybrid),
         *training_flags(documents, bf16=job.arguments.device != "cpu"),
-        *expert_flags(job.model, of_model),
+        *expert_flags(job.model),
         *elastic_flags(choice, job.arguments),
     ]
 
@@ -221,14 +221,9 @@ def training_flags(documents: int, *, bf16: bool) -> list[list[str]]:
     ]
 
 
-def expert_flags(model: Model, of_model: ModelFlags) -> list[list[str]]:
-    """Return the flags of expert kernels and load balancing, which no config.json contains."""
-    if not model.most_experts:
-        return []
-    by_bias = any("--moe-router-enable-expert-bias" in group for group in of_model.groups)
-    kind, coefficient = ("seq_aux_loss", "1e-4") if by_bias else ("aux_loss", "1e-3")
-    balanced = ["--moe-router-load-balancing-type", kind, "--moe-aux-loss-coeff", coefficient]
-    return [["--moe-grouped-gemm", "--moe-router-dtype", "fp32"], balanced]
+def expert_flags(model: Model) -> list[list[str]]:
+    """Return the flags of expert kernels, which no config.json contains."""
+    return [["--moe-grouped-gemm", "--moe-router-dtype", "fp32"]] if model.most_experts else []
 
 
 def elastic_flags(choice: Choice, arguments: argparse.Namespace) -> list[list[str]]:

@@ -74,7 +74,8 @@ def _layer_norm(eps_key: str, **fields: Any) -> ModelFamily:
 
 _NO_BIAS = {"attention_bias": False}
 _LLAMA = {**_NO_BIAS, "mlp_bias": False}
-_SPARSE_STEP: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_AUX_LOSS: dict[str, Any] = {"router_aux_loss_coef": 0.001}
+_SPARSE_STEP = {**_AUX_LOSS, "decoder_sparse_step": 1, "mlp_only_layers": []}
 _DELTA = {
     **_NO_BIAS,
     "head_dim": 256,
@@ -123,11 +124,11 @@ FAMILIES: Mapping[str, ModelFamily] = {
         1e-5, 5e5, **_NO_BIAS, head_dim=128, num_local_experts=16, num_experts_per_tok=1,
         interleave_moe_layer_step=1, intermediate_size_mlp=16384, use_qk_norm=True,
         no_rope_layer_interval=4, attention_chunk_size=8192, attn_temperature_tuning=True,
-        shared=True, interleaved=True),
+        shared=True, interleaved=True, **_AUX_LOSS),
     "mistral": _family(sliding_window=4096, full_every=0),
     "ministral3": _family(1e-5, 1e6, sliding_window=None, full_every=0),
-    "mixtral": _family(1e-5, 1e6, num_local_experts=8, num_experts_per_tok=2, sliding_window=None,
-                       full_every=0),
+    "mixtral": _family(1e-5, 1e6, **_AUX_LOSS, num_local_experts=8, num_experts_per_tok=2,
+                       sliding_window=None, full_every=0),
     "qwen2": _family(qkv_bias=True, use_sliding_window=False, max_window_layers=28),
     "qwen2_moe": _family(qkv_bias=True, **_SPARSE_STEP, norm_topk_prob=False,
                          moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
@@ -141,7 +142,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
                           num_experts_per_tok=10, moe_intermediate_size=512,
                           shared_expert_intermediate_size=512),
     "qwen3_5_text": _family(**_DELTA),
-    "qwen3_5_moe_text": _family(**_DELTA, num_experts=256, num_experts_per_tok=8,
+    "qwen3_5_moe_text": _family(**_DELTA, **_AUX_LOSS, num_experts=256, num_experts_per_tok=8,
                                 moe_intermediate_size=512, shared_expert_intermediate_size=512),
     "deepseek_v2": _family(**{**_MLA, "n_shared_experts": 2, "n_routed_experts": 64,
                               "norm_topk_prob": False, "routed_scaling_factor": 1.0,
@@ -178,7 +179,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "phi3": _family(1e-5, partial_rotary_factor=1.0, sliding_window=None, full_every=0),
     "gpt_oss": _family(1e-5, 1.5e5, attention_bias=True, head_dim=64, num_local_experts=128,
                        num_experts_per_tok=4, sliding_window=128, full_every=2,
-                       swiglu_limit=7.0, mlp_bias=True),
+                       swiglu_limit=7.0, mlp_bias=True, **_AUX_LOSS),
     "nemotron": _layer_norm("norm_eps", **{**_LLAMA, "hidden_act": "relu2"}, gated=False,
                             around_zero=True, partial_rotary_factor=0.5,
                             head_dim=128),
@@ -200,15 +201,15 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "olmo3": _family(1e-5, 5e5, **_NO_BIAS, sliding_window=4096, full_every=4,
                      unsaid=(NORMS_AFTER, NORMS_OF_ALL_CHANNELS)),
     "olmoe": _family(1e-5, **_NO_BIAS, num_experts=64, num_experts_per_tok=8, norm_topk_prob=False,
-                     unsaid=(NORMS_OF_ALL_CHANNELS,)),
+                     router_aux_loss_coef=0.01, unsaid=(NORMS_OF_ALL_CHANNELS,)),
     "exaone4": _family(1e-5, sliding_window=4096, sliding_window_pattern=4, qk_norm=True,
                        unsaid=(NORMS_AFTER,)),
     "granite": _family(**{**_GRANITE, "mlp_bias": False}),
-    "granitemoe": _family(**_GRANITE, num_local_experts=8, num_experts_per_tok=2),
-    "granitemoeshared": _family(**_GRANITE, num_local_experts=8, num_experts_per_tok=2,
+    "granitemoe": _family(**_GRANITE, **_AUX_LOSS, num_local_experts=8, num_experts_per_tok=2),
+    "granitemoeshared": _family(**_GRANITE, **_AUX_LOSS, num_local_experts=8, num_experts_per_tok=2,
                                 shared_intermediate_size=0),
     "minimax_m2": _family(theta=5e6, head_dim=128, num_local_experts=256, num_experts_per_tok=8,
-                          sigmoid=True, unsaid=(NORMS_OF_ALL_CHANNELS,)),
+                          **_AUX_LOSS, sigmoid=True, unsaid=(NORMS_OF_ALL_CHANNELS,)),
     "hunyuan_v1_dense": _family(1e-5, **_NO_BIAS, unsaid=("norms of Q and K after RoPE",)),
     "hunyuan_v1_moe": _family(1e-5, **_NO_BIAS, num_experts=1, moe_topk=1, shared=True,
                               unsaid=("norms of Q and K after RoPE",)),

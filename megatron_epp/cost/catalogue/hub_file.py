@@ -43,6 +43,7 @@ _RENAMED = {
     "moe_num_experts": "num_experts",
     "moe_topk": "num_experts_per_tok",
     "moe_k": "num_experts_per_tok",
+    "aux_loss_alpha": "router_aux_loss_coef",
     "hidden_activation": "hidden_act",
     "mlp_hidden_act": "hidden_act",
     "activation_function": "hidden_act",

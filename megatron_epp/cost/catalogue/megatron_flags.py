@@ -9,6 +9,14 @@ from megatron_epp.cost.catalogue.models import MODELS, Model
 from megatron_epp.cost.kinds.layer import LayerShape
 
 PATTERN = "--hybrid-layer-pattern"
+# Coefficients of the auxiliary loss of a model that states none: without and with expert biases.
+AUX_LOSS, AUX_LOSS_WITH_BIASES = 1e-3, 1e-4
+# Keys of a RoPE scaling that flags express or that have no effect on the model.
+_ROPE_KEYS = {
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "finetuned"),
+    *("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate", "mrope_interleaved"),
+}
 # Keys without a flag, with their neutral values.
 _UNSAID_KEYS: Mapping[str, tuple[Any, ...]] = {
     "embedding_multiplier": (1.0,),
@@ -22,6 +30,7 @@ _UNSAID_KEYS: Mapping[str, tuple[Any, ...]] = {
     "attn_temperature_tuning": (False,),
     "use_parallel_residual": (False,),
     "alibi": (False,),
+    "router_jitter_noise": (0,),  # --epp refuses --moe-input-jitter-eps
 }
 
 
@@ -70,7 +79,8 @@ def model_flags(
         ]
         assumed = ["RoPE of base 10000, RMSNorm of epsilon 1e-5, no biases"]
         if any(shape.experts for shape in shapes):
-            assumed.append("a softmax over the chosen experts")
+            groups.append(_balance_flags("aux_loss", AUX_LOSS))
+            assumed.append(f"a softmax over the chosen experts, auxiliary loss {AUX_LOSS:g}")
         return ModelFlags(groups, tuple(unsaid), tuple(assumed))
     style = _Style(model, shapes, config)
     groups += style.groups()
@@ -207,6 +217,14 @@ def _expert_flags(shapes: Sequence[LayerShape], hybrid: bool) -> list[list[str]]
     if not hybrid and not all(mask):
         groups.append(["--moe-layer-freq", _mask_text(mask)])
     return groups
+
+
+def _balance_flags(kind: str, coefficient: float) -> list[str]:
+    """Return the flags of an auxiliary loss that balances experts, or of none."""
+    if not coefficient:
+        return ["--moe-router-load-balancing-type", "none"]
+    balanced = ["--moe-router-load-balancing-type", kind]
+    return [*balanced, "--moe-aux-loss-coeff", f"{coefficient:g}"]
 
 
 def _mask_text(mask: Sequence[bool]) -> str:
@@ -409,15 +427,18 @@ class _Style:
             ]
             if rope.get("truncate") is False:
                 groups.append(["--no-yarn-correction-range-round-to-int"])
+        elif kind == "linear" and number("factor").isdigit():
+            groups = [["--rotary-seq-len-interpolation-factor", number("factor")]]
         else:
             groups = []
-        if self.latent or kind != "yarn":
-            groups.insert(0, ["--position-embedding-type", "rope"])
-        if kind not in ("default", "mrope", "llama3", "yarn"):
+        if (self.latent or not groups) and kind not in ("default", "mrope", "yarn"):
             stretch = rope.get("factor")
             self.unsaid.append(f"RoPE of type {kind}" + (f", factor {stretch}" if stretch else ""))
-        if rope.get("llama_4_scaling_beta"):
-            self.unsaid.append(f"llama_4_scaling_beta {rope['llama_4_scaling_beta']}")
+        else:
+            unread = sorted(rope.keys() - _ROPE_KEYS)
+            self.unsaid += [f"rope_scaling.{name} {rope[name]}" for name in unread if rope[name]]
+        if self.latent or kind != "yarn":
+            groups.insert(0, ["--position-embedding-type", "rope"])
         return groups
 
     def _router(self) -> list[list[str]]:
@@ -431,7 +452,8 @@ class _Style:
             sigmoid = scores == "sigmoid"
         normalised = config.value("norm_topk_prob", True)
         if config.model_type == "llama4_text":
-            return [["--moe-router-score-function", "sigmoid", "--moe-apply-probs-on-input"]]
+            scored = ["--moe-router-score-function", "sigmoid", "--moe-apply-probs-on-input"]
+            return [scored, *self._losses(biases=False)]
         if sigmoid:
             groups.append(["--moe-router-score-function", "sigmoid"])
             groups.append(["--moe-router-enable-expert-bias"])
@@ -450,4 +472,15 @@ class _Style:
             groups.append(["--moe-router-topk-scaling-factor", f"{scale:g}"])
         if config.value("shared_expert_intermediate_size"):
             groups.append(["--moe-shared-expert-gate"])
+        return groups + self._losses(biases=sigmoid)
+
+    def _losses(self, *, biases: bool) -> list[list[str]]:
+        """Return the flags of the router's losses; ``biases``: whether experts have biases."""
+        config = self.config
+        rule = AUX_LOSS_WITH_BIASES if biases else AUX_LOSS
+        coefficient = config.number("router_aux_loss_coef", rule)
+        of_sequences = biases if config.value("seq_aux") is None else config.flag("seq_aux")
+        groups = [_balance_flags("seq_aux_loss" if of_sequences else "aux_loss", coefficient)]
+        if z_loss := config.number("router_z_loss_coef", 0):
+            groups.append(["--moe-z-loss-coeff", f"{z_loss:g}"])
         return groups
