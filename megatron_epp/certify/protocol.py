@@ -138,7 +138,7 @@ class ModelSetup:
         args: Megatron's arguments, pickled; the parent process forwards them without unpickling.
         frame: source of the batches, a :class:`BatchSource`.
         weights: weights by key.
-        description: description of the model.
+        description: description of the model, and a line on flags without effect.
     """
 
     args: bytes

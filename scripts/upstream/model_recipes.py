@@ -355,7 +355,8 @@ def _certified(words: list[str], pp: int, batches: int) -> Outcome:
     worst = max(max(batch.loss_error, batch.gradient_error) for batch in judged)
     passed = all(batch.passed for batch in judged)
     why = [line for batch in judged for line in (*batch.problems, *batch.routing)]
-    return Outcome(passed, "; ".join([f"{worst:.1e}", *why[:1]]), lines[0].split(": ", 1)[1])
+    model = lines[0].splitlines()[0].split(": ", 1)[1]
+    return Outcome(passed, "; ".join([f"{worst:.1e}", *why[:1]]), model)
 
 
 HEADERS = ("configuration", "certified", "worst error, or why not", "as scaled down")

@@ -5,7 +5,7 @@ import os
 from contextlib import suppress
 
 from megatron_epp.layers.attention.ulysses import refuse_heads
-from megatron_epp.mcore.capabilities.table import limit_for
+from megatron_epp.mcore.capabilities.table import TABLE, limit_for
 from megatron_epp.mcore.flags.config import OFF, ON, PLACING_FLAGS, placement_by_time
 from megatron_epp.mcore.kinds.base import query_groups
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, lockstep_of
@@ -88,9 +88,10 @@ def require_vocabulary_parallel(args: argparse.Namespace) -> None:
 
 def refuse_by_name(args: argparse.Namespace) -> None:
     """Raise a ValueError if ``args``, before validation, use an unsupported feature (table.py)."""
-    with suppress(AttributeError, TypeError):  # validation would set missing attributes
-        if (reason := limit_for("training", args)) is not None:
-            raise ValueError(reason)
+    for row in TABLE:
+        with suppress(AttributeError, TypeError):  # validation would set missing attributes
+            if (reason := row.reason("training", args)) is not None:
+                raise ValueError(reason)
 
 
 def refuse(args: argparse.Namespace) -> None:

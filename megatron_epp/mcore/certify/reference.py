@@ -24,6 +24,7 @@ from megatron_epp.mcore.certify.models import ChangingWeights, begin, join, refe
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.data.row_shard import row_block
+from megatron_epp.mcore.flags import replaced
 from megatron_epp.mcore.job.read_flags import refusals_as_value_errors
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.registry import (
@@ -78,6 +79,7 @@ class ReferenceModel:
             choose_layers(small.elastic, asked)
         args = small.reference
         self.in_fp8 = bool(small.elastic.fp8)
+        described = describe(small.layers, small.elastic, lora_rank)
         left_out = ", not in fp8" * bool(raw.fp8 and not self.in_fp8)
         begin(args, self.seed)
         with refusals_as_value_errors(), self._exactly():
@@ -124,7 +126,7 @@ class ReferenceModel:
             pickle.dumps(small.elastic),
             self.frame,
             weights,
-            describe(small.layers, small.elastic, lora_rank) + left_out,
+            "\n".join(filter(None, (described + left_out, replaced.warning(raw)))),
         )
 
     def built(self, args: Any, elastic: Any) -> Any:

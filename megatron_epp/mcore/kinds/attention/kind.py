@@ -46,7 +46,10 @@ def _odd_rotary(args: Any) -> bool:
     if args.position_embedding_type not in ("rope", "yarn", "mrope"):
         return False
     latent = getattr(args, "multi_latent_attention", False)  # MLA checks its own sizes
-    return not latent and odd_rotary(args, getattr(args, "kv_channels", None) or 0)
+    channels = getattr(args, "kv_channels", None)
+    if channels is None:  # as Megatron's validation sets it
+        channels = (args.hidden_size or 0) // (args.num_attention_heads or 1)
+    return not latent and odd_rotary(args, channels)
 
 
 _ODD_ROTARY = Limit(
