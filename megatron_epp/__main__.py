@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = parse(arguments)
         if chosen.command in DOING:
             return _doing(chosen.command, chosen.rest)
-        with warnings.catch_warnings():
+        status_line = import_module("megatron_epp.cli.progress").status_line
+        with warnings.catch_warnings(), status_line(chosen.command):
             # numpy's overflow warning does not say which input was wrong.
             warnings.filterwarnings("error", ".* encountered in ", RuntimeWarning)
             # Imported late: solver and compiler take seconds to load, and `check` needs neither.

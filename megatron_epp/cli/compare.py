@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from megatron_epp.cli.documents import open_batches
 from megatron_epp.cli.layout import named_layout_cost, run_cost
@@ -213,11 +214,9 @@ def _warm_up(
 ) -> float:
     """Load solver and compiled code by planning a small batch; return the seconds that it took."""
     began = time.perf_counter()
-    for name, cost in costs.items():
-        try:
+    for name, cost in bar(costs.items(), len(costs), "warm-up"):
+        with suppress(ValueError):  # reported when the batch itself is planned
             outcome(0, lengths[: max(_WARM_UP, replicas)], cost, options, name, replicas)
-        except ValueError:
-            continue  # reported when the batch itself is planned
     return time.perf_counter() - began
 
 

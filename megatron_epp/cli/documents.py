@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_epp.cli.progress import bar
+from megatron_epp.cli.progress import bar, doing
 from megatron_epp.corpus.lengths import MOST_LENGTH, Corpus, distribution_names, open_corpus
 from megatron_epp.corpus.text_lengths import SUFFIXES
 from megatron_epp.planner.choose import FIRST_BATCHES
@@ -68,9 +68,9 @@ class Batches:
 
 def open_batches(arguments: argparse.Namespace, numbers: Sequence[int]) -> Batches:
     """Return the batches of the corpus; ``numbers`` are the batches that the command uses."""
-    corpus = open_corpus(
-        arguments.lengths, arguments.context, arguments.overlong, arguments.tokenizer, bar
-    )
+    how = arguments.context, arguments.overlong, arguments.tokenizer, bar
+    with doing("reading the corpus"):
+        corpus = open_corpus(arguments.lengths, *how)
     size = arguments.global_batch_size
     is_list = Path(arguments.lengths).suffix not in (".idx", *SUFFIXES)
     is_list = is_list and not (

@@ -1,29 +1,34 @@
-"""Progress bars on stderr, and worker processes on all cores."""
+"""Progress on stderr, and worker processes on all cores."""
 
 import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from typing import Any, Self
-
-from megatron_epp.planner.epp.progress import watched
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from typing import Any, Self, TextIO
 
 # CPU seconds after which starting worker processes pays.
 _ALONE = 2.0
-# When a bar appears and is updated (seconds): on a terminal, and in a file.
-_ON_A_TERMINAL = {"delay": 2.0}
-_IN_A_FILE = dict.fromkeys(("delay", "mininterval", "maxinterval"), 60.0)
+# Seconds from a command's start to its first status, and between two of them.
+_ON_A_TERMINAL, _IN_A_FILE = (2.0, 0.2), (10.0, 10.0)
+# Seconds after the command's last output, which may be the first part of a line.
+_AFTER_OUTPUT = 0.5
+
+_open: list[Any] = []  # bars, the innermost last
 
 
 def bar[T](items: Iterable[T], total: int, what: str) -> Iterator[T]:
     """Yield ``items``, with a progress bar."""
-    yield from _bar(what, iterable=items, total=total)
+    with _bar(what, total=total) as shown:
+        for item in items:
+            yield item
+            shown.update()
 
 
 @contextmanager
@@ -32,23 +37,107 @@ def search_bar() -> Iterator[None]:
 
     The remaining time is an upper bound: a search ends early if it finds a plan at the lower bound.
     """
+    from megatron_epp.planner.epp.progress import watched
+
     form = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-    shown = _bar("planning", total=0, bar_format=form)
+    with _bar("planning", total=0, bar_format=form) as shown:
 
-    def watcher(spent: float, expected: float) -> None:
-        shown.total = max(shown.total + expected, shown.n + spent)
-        shown.update(spent)
+        def watcher(spent: float, expected: float) -> None:
+            shown.total = max(shown.total + expected, shown.n + spent)
+            shown.update(spent)
 
-    with shown, watched(watcher):
+        with watched(watcher):
+            yield
+
+
+@contextmanager
+def doing(what: str) -> Iterator[None]:
+    """Show ``what`` and the elapsed time while the ``with`` block runs, where it opens no bar."""
+    with _bar(what, bar_format="{desc}, {elapsed}"):
         yield
 
 
-def _bar(what: str, **named: Any) -> Any:
-    """Return a bar of tqdm on stderr."""
+@contextmanager
+def _bar(what: str, **named: Any) -> Iterator[Any]:
+    """Open a bar of tqdm, which status_line shows: it never shows itself."""
     from tqdm import tqdm
 
-    when = _ON_A_TERMINAL if sys.stderr.isatty() else _IN_A_FILE
-    return tqdm(desc=what, leave=False, file=sys.stderr, **when, **named)
+    shown = tqdm(desc=what, leave=False, file=sys.stderr, delay=float("inf"), **named)
+    _open.append(shown)
+    try:
+        with shown:
+            yield shown
+    finally:
+        _open[:] = [each for each in _open if each is not shown]  # bars are equal by position
+
+
+class _Status:
+    """Status on ``stream``: one line that is overwritten on a terminal, lines in a file."""
+
+    def __init__(self, stream: TextIO):
+        self._stream, self._width = stream, 0
+        self._on_a_terminal = stream.isatty()
+        self._output_at = -float("inf")
+
+    def keep_showing(self, stop: threading.Event) -> None:
+        """Show the innermost open bar from time to time, until ``stop`` is set."""
+        first, period = _ON_A_TERMINAL if self._on_a_terminal else _IN_A_FILE
+        stop.wait(first)
+        while not stop.is_set():
+            if _open and time.monotonic() - self._output_at > _AFTER_OUTPUT:
+                self._show(str(_open[-1]))
+            stop.wait(period)
+
+    def _show(self, text: str) -> None:
+        if self._on_a_terminal:
+            text, self._width = f"\r{text.ljust(self._width)}", len(text)
+        else:
+            text += "\n"
+        self._stream.write(text)
+        self._stream.flush()
+
+    def erase(self) -> None:
+        """Erase the line, before the command's own output."""
+        self._output_at = time.monotonic()
+        if self._width:
+            self._show("")
+            self._stream.write("\r")
+
+
+class _Output:
+    """Stream ``stream``, before whose output the line of ``status`` is erased."""
+
+    def __init__(self, stream: TextIO, status: _Status):
+        self._stream, self._status = stream, status
+
+    def write(self, text: str) -> int:
+        """Write ``text`` in the place of the status."""
+        self._status.erase()
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def status_line(command: str) -> Iterator[None]:
+    """Show on stderr what the command does while the ``with`` block runs.
+
+    A thread shows it, because a single step of a search may take minutes.
+    """
+    with ExitStack() as until_the_end:
+        until_the_end.enter_context(doing(command))
+        if not _open[-1].disable:  # by TQDM_DISABLE
+            status, stop = _Status(sys.stderr), threading.Event()
+            thread = threading.Thread(target=status.keep_showing, args=(stop,), daemon=True)
+            outputs: Any = _Output(sys.stdout, status), _Output(sys.stderr, status)
+            until_the_end.enter_context(redirect_stdout(outputs[0]))
+            until_the_end.enter_context(redirect_stderr(outputs[1]))
+            until_the_end.callback(status.erase)
+            until_the_end.callback(thread.join)
+            until_the_end.callback(stop.set)
+            thread.start()
+        yield
 
 
 class Workers:
