@@ -121,7 +121,7 @@ def test_the_static_job_has_one_length_and_one_recompute() -> None:
     for tokens in packing_lengths(6000, 16 * K):
         options = Options(context=tokens)
         others = [PLANNERS["packing"](each, stock.cost, options) for each in batches]
-        notes = {each.note.partition(", recompute ")[2] for each in others}
+        notes = {each.note.partition("recomputed in every stage: ")[2] for each in others}
         if all(each.fits for each in others) and len(notes) == 1:
             assert one.seconds <= sum(each.seconds for each in others) / 2 * (1 + 1e-12)
 

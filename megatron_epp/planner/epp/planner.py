@@ -31,7 +31,7 @@ from megatron_epp.planner.recompute.uniform import ScoredDraft
 
 # Number of budgets tried, between LEAST and the memory of the best plan.
 BISECTIONS = 5
-_REPORTED_GAIN = ", lean"
+LESS_MEMORY = ", ordered for less memory"
 LEAST = 0.25  # lower end of the bisection, as a fraction of the best plan's memory
 
 # With tight memory, retry with more effort, up to EFFORT, while the plan is more than 5% above its
@@ -263,5 +263,5 @@ def _within(search: Search, candidate: Candidate, fraction: float) -> Candidate:
         seconds=schedule.seconds,
         over_bytes=over,
         schedule=dataclasses.replace(schedule, over_bytes=over),
-        name=candidate.name.removesuffix(_REPORTED_GAIN) + _REPORTED_GAIN,
+        name=candidate.name.removesuffix(LESS_MEMORY) + LESS_MEMORY,
     )

@@ -13,6 +13,7 @@ from megatron_epp.planner.order.problem import left_layers
 from megatron_epp.planner.recompute import offload
 from megatron_epp.planner.recompute.choices import ladders
 
+EVERY_CHUNK_ALIKE = ", recompute alike in all chunks"
 ALIKE = (1.0, 0.75, 0.5, 0.25)  # fractions of the number of layers that uniform recompute requires
 
 
@@ -29,7 +30,7 @@ def uniform_recompute(
     for candidate in (best, *others):
         steps = "".join(modes[1:] for modes in ladders(player.cost, candidate.prepared.loads))
         for mode in dict.fromkeys(steps):
-            named = dataclasses.replace(candidate, name=f"{candidate.name}, {mode} alike")
+            named = dataclasses.replace(candidate, name=f"{candidate.name}{EVERY_CHUNK_ALIKE}")
             by_limit = _least_uniform(
                 player, named, mode, lambda prepared, of: player.play(prepared, STRICT, of.name)
             )

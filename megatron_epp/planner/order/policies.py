@@ -186,7 +186,13 @@ def warm_up_policies(
     for factor in WARMER:
         warm = np.maximum(np.rint(fill * factor), own).astype(np.int64)
         for split in splits:
-            how = f"{'split' if split else 'whole'} backwards, warm-up x {factor:g}"
             for deep, strict in TURNS:
                 flags = {"split": split, "deep": deep, "strict": strict}
+                how = warm_up_text(**flags, warm=factor)
                 yield warm_up_policy(place, int(sizes.sum()), warm, **flags), how
+
+
+def warm_up_text(*, strict: bool, split: bool, deep: bool, warm: float = 1.0) -> str:
+    """Return the description of a policy of :func:`warm_up_policy`."""
+    held, patience = (np.inf, PATIENCE) if split else (0.0, 0.0)
+    return str(PolicyParams(strict, split, held, patience, warm=warm, deep=deep))

@@ -39,7 +39,7 @@ from megatron_epp.planner.order.compiled import F, I, W
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import most_host_bytes
 from megatron_epp.planner.order.list_scheduler import Schedule
-from megatron_epp.planner.order.policies import warm_up_policies, warm_up_policy
+from megatron_epp.planner.order.policies import warm_up_policies, warm_up_policy, warm_up_text
 from megatron_epp.planner.order.problem import ChunkProblems, Counts, loads_of, rates_of
 from megatron_epp.planner.order.warmup import constant, interleaved_warm_up, shrinking_in_flight
 from megatron_epp.planner.recompute.uniform import (
@@ -139,7 +139,8 @@ class Published:
         offloads = "offload" in options.levers and cost.layout.profile.host_bytes_per_second > 0
         modes = [mode for mode in self.modes if mode != OFFLOAD or offloads]
         best: ScoredDraft | None = None
-        for chunking, note, tokens in self.chunkings(batch, cost, options):
+        for chunking, chunks, tokens in self.chunkings(batch, cost, options):
+            note = f"schedule {self.name}, {chunks}"
             loads = loads_of(chunking, batch.lengths, cost.multiple)
             if self.splits and split:
                 bound = work_bound_seconds(loads, cost)
@@ -180,7 +181,7 @@ def packed(batch: SortedBatch, cost: Cost, options: Options) -> Iterator[tuple[C
     """Yield the chunks of unsliced documents packed first-fit to the context."""
     tokens = _context(batch, options)
     chunking = packed_chunks(batch.lengths, tokens, rates_of(cost))
-    yield _folded(chunking, cost, options), f"context {tokens}", tokens
+    yield _folded(chunking, cost, options), f"documents packed to {tokens} tokens", tokens
 
 
 def packing_lengths(longest: int, context: int) -> Iterator[int]:
@@ -206,7 +207,7 @@ def _of_sizes(
     """Yield chunks of several fixed sizes."""
     for size in sizes(_context(batch, options), cost.multiple):
         chunking = fixed_chunks(batch.lengths, size, rates_of(cost))
-        yield _folded(chunking, cost, options), f"size {size}", 0
+        yield _folded(chunking, cost, options), f"chunks of {size} tokens", 0
 
 
 def _of_slices(
@@ -219,7 +220,7 @@ def _of_slices(
         slices = fixed_chunks(batch.lengths, size, rates_of(cost))
         if number and slices.count > MOST_SLICES:
             break
-        yield _folded(slices, cost, options), f"slices of {size}", 0
+        yield _folded(slices, cost, options), f"slices of {size} tokens", 0
 
 
 def sizes(context: int, multiple: int) -> Iterator[int]:
@@ -289,9 +290,9 @@ def _held(chunking: Chunking, cost: Cost, warm: np.ndarray, split: bool) -> Iter
     The first policy never exceeds this number. Chunks differ in time, so a rank may have to wait if
     it strictly alternates F and B; the second policy then runs more forwards.
     """
-    for strict, how in ((True, ""), (False, ", forwards where nothing else can run")):
+    for strict in (True, False):
         flags = {"split": split, "deep": True, "strict": strict}
-        said = f"{'split' if split else 'whole'} backwards, {warm[0]} forwards first{how}"
+        said = f"{warm_up_text(**flags)}, warm-up of {warm[0]} forwards"
         yield warm_up_policy(cost.layout.placement.place, chunking.count, warm, **flags), said
 
 
@@ -299,7 +300,7 @@ def _zb_v(chunking: Chunking, cost: Cost, split: bool) -> Iterator[NotedPolicy]:
     ranks = cost.layout.placement.ranks
     yield from _held(chunking, cost, np.full(ranks, 2 * ranks), split=True)
     if not cost.layout.vocabulary_parallel:  # not covered by the paper
-        yield zb_v_order(chunking, cost.layout.place), "ZB-V's order"
+        yield zb_v_order(chunking, cost.layout.place), "the order of its paper"
 
 
 def zb_v_order(chunking: Chunking, place: Place) -> Schedule:
@@ -343,7 +344,8 @@ def _saving(
     for kept in sorted({min(kept, most) for kept in saving}):
         counts = _discarded(cost, chunking, kept)
         schedule, how = best_schedule(problems, counts, policies)
-        yield scored_draft(chunking, counts, schedule, cost, f"{note}, K {kept}", how)
+        parts = note, f"chunks saved at the end of a document: {kept}"
+        yield scored_draft(chunking, counts, schedule, cost, parts, how)
 
 
 def _discarded(cost: Cost, chunking: Chunking, kept: int) -> Counts:

@@ -10,7 +10,7 @@ from megatron_epp.ir import FULL, OFFLOAD
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.order.emit import Draft
 from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
-from megatron_epp.planner.order.policies import warm_up_policies
+from megatron_epp.planner.order.policies import PolicyParams, warm_up_policies
 from megatron_epp.planner.order.problem import ChunkProblems, Counts
 from megatron_epp.planner.order.replay import replayed
 
@@ -61,7 +61,7 @@ def one_f_one_b(least: np.ndarray, sizes: np.ndarray, cost: Cost) -> list[NotedP
     """
     if cost.layout.place:
         return list(warm_up_policies(cost.layout.place, sizes, (False,)))
-    return [(strict(least), "")]
+    return [(strict(least), str(PolicyParams(strict=True)))]
 
 
 def best_schedule(
@@ -77,7 +77,12 @@ def best_schedule(
 
 
 def scored_draft(
-    chunking: Chunking, counts: Counts, schedule: Schedule, cost: Cost, *notes: str
+    chunking: Chunking,
+    counts: Counts,
+    schedule: Schedule,
+    cost: Cost,
+    parts: Sequence[str],
+    order: str,
 ) -> ScoredDraft:
     """Return a schedule as a draft, with its time and excess bytes.
 
@@ -86,9 +91,10 @@ def scored_draft(
         counts: [stages, chunks] number of layers by layer kind and recompute mode.
         schedule: the schedule.
         cost: cost model, including the stages and parallel degrees.
-        notes: descriptions of the draft; empty strings are left out.
+        parts: descriptions of the chunks and of recompute; empty strings are left out.
+        order: description of the order of ops.
     """
-    note = ", ".join(filter(None, notes))
+    note = f"{', '.join(filter(None, parts))}; {order}"
     stages = schedule.stages if cost.layout.place else None
     draft = Draft(chunking, counts, schedule.kinds, schedule.chunks, note=note, stages=stages)
     return ScoredDraft(schedule.seconds, schedule.over_bytes, draft)
@@ -120,7 +126,7 @@ def uniform_draft(
         counts = cost.layout.kinds.first(mode, np.tile(grid, (1, chunking.count)))
         return counts, *best_schedule(problems, counts, policies)
 
-    description = f"recompute {least} layers" if least else ""
+    description = f"layers recomputed in every stage: {least}" if least else ""
     counts, schedule, how = play(FULL, least)
     for mode in modes:
         if schedule.over_bytes <= 0:
@@ -133,5 +139,6 @@ def uniform_draft(
             else:
                 high = middle
         counts, schedule, how = play(mode, low)
-        description = f"{'offload' if mode == OFFLOAD else 'recompute'} {low} layers"
-    return scored_draft(chunking, counts, schedule, cost, note, how, description)
+        how_saved = "offloaded" if mode == OFFLOAD else "recomputed"
+        description = f"layers {how_saved} in every stage: {low}"
+    return scored_draft(chunking, counts, schedule, cost, (note, description), how)

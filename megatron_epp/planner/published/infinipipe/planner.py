@@ -23,6 +23,7 @@ from megatron_epp.planner.lower_bound import ordered_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.list_scheduler import list_schedule
+from megatron_epp.planner.order.policies import PolicyParams
 from megatron_epp.planner.order.problem import (
     ChunkProblems,
     Counts,
@@ -113,8 +114,7 @@ def draft_below(
             break
         if np.isfinite(below) and bound(best.ilps.chunking) >= below:
             return None
-        note = f"{best.note}, predicted {best.seconds:.6g} s"
-        played, peaks = _play(batch, best.ilps.chunking, best.cuts, counts, note, cost)
+        played, peaks = _play(batch, best.ilps.chunking, best.cuts, counts, best.note, cost)
         if played.over_bytes <= 0:
             return played
         if played.seconds >= below:
@@ -133,7 +133,7 @@ def _anything_that_fits(batch: SortedBatch, cost: Cost, options: Options) -> Sco
     for chunking, note in chunkings(batch, cost, options, rates_of(cost)):
         everything = every_layer(FULL, left_layers(cost, {}, chunking.count))
         for cuts in ((), tuple(range(1, chunking.groups))):
-            description = f"{note}, everything recomputed"
+            description = f"{note}, all layers recomputed"
             played, _ = _play(batch, chunking, cuts, everything, description, cost)
             best = played if best is None else min(best, played, key=lambda scored: scored.rank)
     assert best is not None, "there is at least one chunking"
@@ -164,12 +164,13 @@ def chunkings(
         cuts = cut_at(batch.lengths, points)
         first = int(points[1])
         equal = _equal_tokens(cuts.shorts.tokens, rates, target)
-        for name, limit in (("first slice", first), ("equal time", max(first, equal))):
-            if name == "equal time" and limit == first:
-                continue
+        limits = {first: "as the first slice"}
+        limits.setdefault(max(first, equal), "that take as long as a slice")
+        for limit, how in limits.items():
             bucket, buckets = alg1(cuts, rates, target, min(limit, capacity))
             chunking = folded(assemble(cuts, bucket, buckets, rates), options.lockstep, rates)
-            yield chunking, f"K {slices}, T_m {min(limit, capacity)} ({name})"
+            packs = f"packs of {min(limit, capacity)} tokens {how}"
+            yield chunking, f"slices of the longest document: {slices}, {packs}"
 
 
 def _equal_tokens(shorts: np.ndarray, rates: Rates, target: float) -> int:
@@ -232,6 +233,7 @@ def _play(
     in_flight_limit = pipelines(chunking.sizes, list(cuts), cost.layout.stages)
     work = ChunkProblems(cost, chunking, loads, split=False).of(counts)
     schedule = list_schedule(work, strict(in_flight_limit))
+    note = f"schedule infinipipe, {note}; {PolicyParams(strict=True)}"
     drafted = Draft(
         chunking, counts, schedule.kinds, schedule.chunks, pipelines=len(cuts) + 1, note=note
     )
