@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace) -> int:
         _say(f"{name} failed: {why}")
     if not arguments.planner and not comparison_methods():
         _say(ABSENT)
-    for line in accuracy_lines(cost.layout.profile):
+    for line in accuracy_lines(cost):
         _say(line)
     return status
 

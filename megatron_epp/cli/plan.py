@@ -217,7 +217,7 @@ def _summary(result: Outcome, batches: Batches, lengths: tuple[int, ...], cost: 
         + (f" in {replica.pipelines} pipelines" if replica.pipelines > 1 else ""),
         *_lockstep_lines(result),
         f"peak GiB    {peaks} of {budgets}" + ("" if result.fits else "  OVER THE BUDGET"),
-        *accuracy_lines(cost.layout.profile),
+        *accuracy_lines(cost),
     ]
     return "\n".join(lines) + "\n"
 

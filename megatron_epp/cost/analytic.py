@@ -216,6 +216,7 @@ def _coefficients(
         ),
         host_seconds=in_input(device.host_seconds, of_layer),
         expert_host_seconds=in_input(issue, of_experts),
+        expert_seconds=_expert_seconds(layer, device, of_experts),
     )
 
 
@@ -237,6 +238,15 @@ def in_input(seconds: Mapping[Kind, float], kept: bool = True) -> Mapping[Kind, 
     if not kept or not seconds:
         return seconds
     return {**seconds, Kind.INPUT: seconds[Kind.BACKWARD], Kind.WEIGHT: 0.0}
+
+
+def _expert_seconds(layer: Layer, device: Device, kept_in_input: bool) -> dict[Kind, float]:
+    """Return the seconds per token of routed experts' products, by kind of op that exchanges."""
+    if not layer.routed.active:
+        return {}
+    forward = (2.0 * layer.routed.active + _narrow_flops(layer, device)) / device.linear_flops
+    halves = (2.0, 0.0) if kept_in_input else (1.0, 1.0)
+    return dict(zip(_COMPUTE, (forward, 2 * forward, *(n * forward for n in halves)), strict=True))
 
 
 def _narrow_flops(layer: Layer, device: Device) -> float:

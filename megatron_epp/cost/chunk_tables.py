@@ -95,7 +95,8 @@ class ChunkTables:
         for choice, count in counts.items():
             if choice[1] not in (KEEP, OFFLOAD):
                 recompute += count * self.seconds.recompute(choice, loads)
-        recompute = self.seconds.exposed_recompute(counts, recompute, self._device_backward)
+        host = self.seconds.host_of(Kind.BACKWARD, loads)
+        recompute = self.seconds.exposed_recompute(counts, recompute, self._device_backward, host)
         workspace = dict(self._workspace)
         workspace[Kind.FORWARD] = memory.forward_workspace_bytes(loads, counts)
         for kind in self.backwards:

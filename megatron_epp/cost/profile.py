@@ -189,6 +189,8 @@ class LayerCoefficients:
             the op's seconds.
         expert_host_seconds: by kind of op, seconds of the host to issue the products of all experts
             of a layer, in addition to host_seconds; sharded by EP.
+        expert_seconds: by kind of op, seconds per token of the products of routed experts, a part
+            of layer_seconds. Exchanges with experts may run beside them (cost/halves.py).
         tensor_gathers: number of gathers and scatters in a forward within a TP group; backward has
             as many.
         expert_copies: number of experts that a token is routed to.
@@ -222,6 +224,7 @@ class LayerCoefficients:
     expert_weight_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
     host_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
     expert_host_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
+    expert_seconds: Mapping[Kind, float] = dataclasses.field(default_factory=dict)
     tensor_gathers: float = 0.0
     expert_copies: float = 0.0
 
@@ -554,7 +557,7 @@ _HEAD_NAMES = {kind.value: kind for kind in OF_HEAD}
 _MODE_NAMES = {mode: mode for mode in MODES}
 _AT_LEAST_1 = ("tp", "cp", "routing", "rank_slowness")
 _SOME_KEYS = re.compile(
-    "(context|exchange|head|forward|chosen|weight|expert_weight|host|expert_host)_.*"
+    "(context|exchange|head|forward|chosen|weight|expert|expert_weight|host|expert_host)_.*"
 )  # mappings that need not have all keys
 # Largest value of a coefficient by the end of its name. It is far above any machine, and small
 # enough for sums over a batch to stay finite. _MOST applies to rates, parameters and others.
@@ -613,7 +616,7 @@ def _read(what: type, value: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}expected an object of coefficients")
     fields = {field.name: field.type for field in dataclasses.fields(what)}
     fields.update(_COLUMN_FIELDS)
-    value = {"column_seconds": {}, **value}
+    value = {"column_seconds": {}, "expert_seconds": {}, **value}  # profiles may lack both
     if unknown := sorted(value.keys() - fields.keys()):
         raise ValueError(f"{where}unknown {quoted(unknown[0])}")
     if lacking := sorted(fields.keys() - value.keys()):

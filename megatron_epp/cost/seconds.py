@@ -11,7 +11,7 @@ Full recompute of a layer costs the layer's forward (eq. 11 of InfiniPipe). Gath
 for every chunk costs time with ZeRO 3 only.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,11 +28,13 @@ from megatron_epp.cost.communication import (
     uncovered_seconds,
 )
 from megatron_epp.cost.ends import Ends
+from megatron_epp.cost.halves import HOST_OF_HALVES, gains, hidden_seconds, repeated_seconds
 from megatron_epp.cost.layer_kinds import Choice, Counts
 from megatron_epp.cost.layout import StageLayout, weighted_features
 from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.profile import LayerCoefficients
 from megatron_epp.ir import BACKWARDS, FULL, KEEP, OF_HEAD, OF_LAYERS, OFFLOAD, SELECTIVE, Kind
+from megatron_epp.ir.recompute import MLP_RECOMPUTED
 
 # Host time to issue the experts of a rank as one product per linear, as a fraction of that of the
 # rest of the layer, by counts of Python calls (tests/gpu/test_host_calls.py).
@@ -57,14 +59,18 @@ class OpSeconds:
 
     def of(self, kind: Kind, loads: Loads) -> np.ndarray:
         """Return [stages, chunks]: seconds without recompute, at least the host's issue time."""
-        return np.maximum(self.device(kind, loads), self.host[kind][:, None])
+        return np.maximum(self.device(kind, loads), self.host_of(kind, loads))
 
     def device(self, kind: Kind, loads: Loads) -> np.ndarray:
         """Return the seconds of the device alone, without recompute: [stages, chunks]."""
         taken = weighted_features(self.layout, self.per(kind), loads)
         if kind in OF_HEAD:  # H and G exchange no rows for heads
             return taken
-        return taken - _unexchanged(self.exchange_per_token[kind], loads)
+        taken = taken - _unexchanged(self.exchange_per_token[kind], loads)
+        if (halved := self._halved(loads)) is not None:
+            repeated = self._repeated[kind][:, None]
+            taken -= halved * (np.outer(self.hidden_per_token[kind], loads.tokens) - repeated)
+        return taken
 
     def per(self, kind: Kind) -> np.ndarray:
         """Return [stages, columns]: seconds per token, pair, chunk and additional unit.
@@ -76,6 +82,8 @@ class OpSeconds:
     def communication(self, kind: Kind, loads: Loads) -> np.ndarray:
         """Return [stages, chunks]: seconds of exposed communication, which :meth:`of` includes."""
         exposed = weighted_features(self.layout, self.communication_per(kind), loads)
+        if kind in self.hidden_per_token and (halved := self._halved(loads)) is not None:
+            exposed = exposed - halved * np.outer(self.hidden_per_token[kind], loads.tokens)
         if loads.local is None or kind not in _EXCHANGING:
             return exposed
         return exposed - _unexchanged(_all_to_all(self.layout), loads)
@@ -88,12 +96,7 @@ class OpSeconds:
     def _computation(self) -> Mapping[Kind, np.ndarray]:
         layout, result = self.layout, {}
         for kind in OF_LAYERS:
-            rows = [
-                layout.row(each.layer_seconds[kind], each)
-                + layout.extra_columns_row(each, kind)
-                + _weights_row(layout, each, kind)
-                for each in layout.coefficients
-            ]
+            rows = [_computed_row(layout, each, kind) for each in layout.coefficients]
             if kind is Kind.WEIGHT:
                 for row, each in zip(rows, layout.coefficients, strict=True):
                     row[TOKENS] += _read_seconds(layout, gathered_bytes(layout, each))
@@ -106,21 +109,71 @@ class OpSeconds:
     def _communication(self) -> Mapping[Kind, np.ndarray]:
         result = {}
         for kind in OF_LAYERS:
-            rows = []
-            for each in self.layout.coefficients:
-                layer = np.zeros(self.layout.columns.width)
-                if kind is not Kind.WEIGHT:
-                    layer[TOKENS] = exposed_seconds(self.layout, each)
-                    layer[CHUNKS] = gather_latency(self.layout, each)
-                if kind is Kind.INPUT:
-                    layer[[TOKENS, CHUNKS]] += uncovered_seconds(self.layout, each)
-                if self.layout.zero == 3:
-                    layer[CHUNKS] += each.gather_seconds[kind]
-                rows.append(layer)
+            rows = [_exposed_row(self.layout, each, kind) for each in self.layout.coefficients]
             result[kind] = self.layout.over_stages(rows)
         return {**result, **self.ends.head_comm_seconds()}
 
+    # --- experts in two halves of rows -----------------------------------------------------------
+
+    @cached_property
+    def halved_from(self) -> float:
+        """Number of tokens from which F and B of every layer of experts are faster in halves."""
+        layout, ops = self.layout, (Kind.FORWARD, Kind.BACKWARD)
+        least = []
+        for each in layout.coefficients:
+            rows = [_computed_row(layout, each, op) + _exposed_row(layout, each, op) for op in ops]
+            totals = (
+                sum(of(layout, each, op) for op in ops)
+                for of in (hidden_seconds, repeated_seconds, _host)
+            )
+            if each.expert_bytes_per_token:
+                least.append(gains(*totals, *np.sum(rows, axis=0)[[TOKENS, CHUNKS]]))
+        return float(np.ceil(max(least, default=np.inf)))
+
+    def _halved(self, loads: Loads) -> np.ndarray | None:
+        """Return [chunks], whether each chunk is halved; None if no chunk of any size is."""
+        return None if self.halved_from == np.inf else loads.tokens >= self.halved_from
+
+    @cached_property
+    def hidden_per_token(self) -> Mapping[Kind, np.ndarray]:
+        """Seconds per token that halves hide: [stages] by kind of op."""
+        return self._of_halves(hidden_seconds)
+
+    @cached_property
+    def _repeated(self) -> Mapping[Kind, np.ndarray]:
+        return self._of_halves(repeated_seconds)
+
+    @cached_property
+    def _host_again(self) -> Mapping[Kind, np.ndarray]:
+        """Seconds of the host that halves add: [stages] by kind of op."""
+
+        def again(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> float:
+            return (HOST_OF_HALVES - 1) * bool(of.expert_parameters) * _host(layout, of, kind)
+
+        return self._of_halves(again)
+
+    def _of_halves(
+        self, seconds: Callable[[StageLayout, LayerCoefficients, Kind], float]
+    ) -> Mapping[Kind, np.ndarray]:
+        layout = self.layout
+        return {
+            kind: layout.over_stages(
+                [np.array([seconds(layout, each, kind)]) for each in layout.coefficients]
+            )[:, 0]
+            for kind in OF_LAYERS
+        }
+
     # --- the host --------------------------------------------------------------------------------
+
+    def host_of(self, kind: Kind, loads: Loads) -> np.ndarray:
+        """Return the seconds of the host to issue an op, without recompute: [stages, chunks].
+
+        If no chunk is halved, the second dimension is 1.
+        """
+        host = self.host[kind][:, None]
+        if kind in OF_HEAD or (halved := self._halved(loads)) is None:
+            return host
+        return host + np.outer(self._host_again[kind], halved)
 
     @cached_property
     def host(self) -> Mapping[Kind, np.ndarray]:
@@ -134,7 +187,7 @@ class OpSeconds:
         }
 
     def exposed_recompute(
-        self, counts: Counts, recompute: np.ndarray, device: np.ndarray
+        self, counts: Counts, recompute: np.ndarray, device: np.ndarray, host: np.ndarray
     ) -> np.ndarray:
         """Return [stages, chunks]: the seconds that ``recompute`` adds to a B.
 
@@ -144,8 +197,8 @@ class OpSeconds:
             counts: [stages, chunks], number of layers by (kind, recompute mode).
             recompute: [stages, chunks], seconds of the recompute on the device.
             device: [stages, chunks], seconds of B on the device (:meth:`device`).
+            host: seconds of the host to issue B (:meth:`host_of`).
         """
-        host = self.host[Kind.BACKWARD][:, None]
         if not host.any():
             return recompute
         again = np.zeros_like(recompute)
@@ -221,13 +274,42 @@ class OpSeconds:
         if loads.local is not None and _exchanges(mode):
             exchange = self._exchange(self.layout.coefficients[kind], Kind.FORWARD).sum()
             taken = taken - exchange * loads.local.tokens
+        if mode in MLP_RECOMPUTED:
+            taken = taken - self._gain(kind, loads)
         if not self.layout.profile.rank_slowness:
             return taken
         return np.outer(self.layout.slowness, taken)  # the layer's communication included
 
+    def _gain(self, kind: int, loads: Loads) -> np.ndarray | float:
+        """Return [chunks]: seconds by which halves shorten the forward of a layer of ``kind``."""
+        if (halved := self._halved(loads)) is None:
+            return 0.0
+        layout, of = self.layout, self.layout.coefficients[kind]
+        hidden = hidden_seconds(layout, of, Kind.FORWARD) * loads.tokens
+        return halved * (hidden - repeated_seconds(layout, of, Kind.FORWARD))
+
     def link(self, loads: Loads) -> np.ndarray:
         """Return [stages - 1, chunks]: seconds that a message occupies each link between stages."""
         return np.outer(self.layout.links_per_token[:-1], loads.tokens)
+
+
+def _computed_row(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> np.ndarray:
+    """Return [columns]: seconds of one layer's op, without communication."""
+    row = layout.row(of.layer_seconds[kind], of)
+    return row + layout.extra_columns_row(of, kind) + _weights_row(layout, of, kind)
+
+
+def _exposed_row(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> np.ndarray:
+    """Return [columns]: seconds of communication of one layer's op."""
+    row = np.zeros(layout.columns.width)
+    if kind is not Kind.WEIGHT:
+        row[TOKENS] = exposed_seconds(layout, of)
+        row[CHUNKS] = gather_latency(layout, of)
+    if kind is Kind.INPUT:
+        row[[TOKENS, CHUNKS]] += uncovered_seconds(layout, of)
+    if layout.zero == 3:
+        row[CHUNKS] += of.gather_seconds[kind]
+    return row
 
 
 def _unexchanged(per_token: np.ndarray, loads: Loads) -> np.ndarray | float:

@@ -65,6 +65,8 @@ class ChunkState:
             rows; None if no rank has such documents.
         local_documents: single-rank documents of the chunk, of all context-parallel ranks, in the
             chunk's order.
+        lockstep_tokens: tokens of the largest chunk among those that run with this chunk, on all
+            replicas that share experts; None: the number of sharded rows.
         repeated: if one module runs as several layers, the index of the current layer minus the
             index of the first of these layers; else 0.
     """
@@ -79,6 +81,7 @@ class ChunkState:
     router_stats: Any = None
     local: "ChunkState | None" = None
     local_documents: tuple[int, ...] = ()
+    lockstep_tokens: int | None = None
     repeated: int = 0
     _cached: dict[str, Any] = field(default_factory=dict, repr=False)
 
@@ -92,6 +95,11 @@ class ChunkState:
         Both states share the results of :meth:`once`.
         """
         return replace(self, repeated=layers)
+
+    @property
+    def largest_tokens(self) -> int:
+        """Tokens of the largest chunk that runs with this chunk, on all ranks the same."""
+        return self.tokens if self.lockstep_tokens is None else self.lockstep_tokens
 
     @property
     def used(self) -> int:

@@ -71,9 +71,10 @@ def lower_bound_seconds(
 
 def least_seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
     """Return seconds per token, pair, etc. [stages, features]; without all-to-all if ``local``."""
-    per = cost.seconds.per(kind)
+    per = cost.seconds.per(kind).copy()
+    if cost.seconds.halved_from < np.inf:
+        per[:, TOKENS] -= cost.seconds.hidden_per_token[kind]
     if local:
-        per = per.copy()
         per[:, TOKENS] -= cost.seconds.exchange_per_token[kind]
     return per
 

@@ -117,8 +117,9 @@ SCHEDULE = (
         "expert exchange",
         "EXPERT_(TENSOR_AND_MODEL|MODEL|TENSOR)_PARALLEL_GROUP",
         r"megatron\.core\.(tensor_parallel|transformer\.moe)\..*"
-        r"|megatron_epp\.mcore\.patching\.gloo\..*",
-        "rows to their experts and back; once per layer run, recomputed ones again",
+        r"|megatron_epp\.(mcore\.patching\.gloo|layers\.moe\.async_exchange"
+        r"|mcore\.kinds\.moe\.halves)\..*",
+        "rows to their experts and back; once per layer run, or per half; recomputed ones again",
     ),
     AllowedCollective(
         "expert gradient reduction",

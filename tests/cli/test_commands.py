@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.cli.options import DOING
-from megatron_epp.cost.analytic import profile
+from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.accuracy import accuracy_lines
-from megatron_epp.cost.catalogue.devices import DEVICES
-from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.ir import Plan, Step, check, parse_records
 from megatron_epp.show.units import GIB
 from tests import programs
@@ -420,16 +418,18 @@ def test_what_is_no_plain_file_is_written_into(cli: Commands) -> None:
 
 
 def test_reports_end_with_how_far_the_analytic_model_is_off(cli: Commands) -> None:
-    analytic = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
+    analytic = named_cost("llama3-8b", "h100-80g", pp=2)
     line, *others = accuracy_lines(analytic)
     assert line.startswith("analytic model of h100-80g: median ") and not others
     assert " public measurements of dense models; " in line and " of MoE; " in line
-    unscored = profile(MODELS["llama3-8b"], DEVICES["a100-80g"])
+    unscored = named_cost("llama3-8b", "a100-80g", pp=4)
     assert accuracy_lines(unscored) == [
         "analytic model of a100-80g: no public measurement scores it"
     ]
-    origin = dataclasses.replace(analytic.provenance, kind="measured")
-    assert accuracy_lines(dataclasses.replace(analytic, provenance=origin)) == []
+    its = analytic.layout.profile
+    origin = dataclasses.replace(its.provenance, kind="measured")
+    measured = dataclasses.replace(its, provenance=origin)
+    assert accuracy_lines(analytic.replace(profile=measured)) == []
     job = "--lengths pair --effort 0 --model llama3-8b --device h100-80g --pp 2 --cp 4"
     assert cli.ran(f"plan {job}").err.splitlines()[-1] == line
     compare = f"compare {job} --planner packing 1f1b"

@@ -99,7 +99,8 @@ def test_recompute_of_a_small_chunk_takes_the_host_as_long_as_was_measured() -> 
     again = cost.seconds.recompute((0, FULL), load)
     counts = {(0, FULL): np.full((4, 1), float(LAYERS))}
     device = cost.seconds.device(Kind.BACKWARD, load)
-    added = cost.seconds.exposed_recompute(counts, np.tile(LAYERS * again, (4, 1)), device)
+    host = cost.seconds.host_of(Kind.BACKWARD, load)
+    added = cost.seconds.exposed_recompute(counts, np.tile(LAYERS * again, (4, 1)), device, host)
     alone = cost.seconds.of(Kind.BACKWARD, load)[STAGE, 0]
     assert alone == pytest.approx(LAYERS * BACKWARD)
     assert alone + added[STAGE, 0] == pytest.approx(LAYERS * 4.1e-3, rel=0.03)

@@ -1,5 +1,6 @@
 """Experts as one product: faults, losses, and checkpoints of a product for each expert."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.everything]
 TABLE = Path(__file__).with_name("faults") / "experts.py"
 LENGTHS = [5, 80, 17, 120, 33, 2, 64, 9, 100, 41, 28, 77] * 2
 ITERATIONS, SAVED = 4, 2
-ROUNDING = 2e-4  # of bf16: each way rounds gradients at other places
+ROUNDING = 5e-4  # of bf16: each way rounds gradients at other places, as halves do
 APART = ("-m", "tests.engine.grouped_apart")
 MODEL = {
     "epp": True,
@@ -81,6 +82,8 @@ def test_checkpoints_go_both_ways(tmp_path, optimizer) -> None:
 
     apart, stacked = saved(APART, tmp_path / "apart"), saved(PROGRAM, tmp_path / "stacked")
     assert len(set(apart.losses)) == ITERATIONS
+    assert "experts: chunks stay whole, because of a product for each expert" in apart.output
+    assert re.search("experts: chunks of [0-9]+ tokens or more in two halves", stacked.output)
     assert stacked.losses == pytest.approx(apart.losses, rel=ROUNDING)
     after = resumed(PROGRAM, tmp_path / "stacked")
     assert len(after) == ITERATIONS - SAVED and after[0] == stacked.losses[SAVED]

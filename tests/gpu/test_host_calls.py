@@ -1,6 +1,7 @@
 """Python calls of a layer: what a host does for a chunk, however fast it is."""
 
 import copy
+import math
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from megatron_epp.cost.halves import HOST_OF_HALVES
 from megatron_epp.ir import Chunk, Kind, Op, Plan, Span, check
 from megatron_epp.mcore.patching import emulated_engine
 
@@ -35,6 +37,7 @@ EXPERTS = {
     "moe_token_dispatcher_type": "alltoall",
     "expert_tensor_parallel_size": 1,
 }
+OF_HALVES = 1.6  # at most, with a chunk's rows in two halves, relative to the whole chunk
 OF_THREE_PIECES = 1.3  # at most, in forwards of one
 ENGINE = str(Path(__file__).parents[1] / "engine")
 LAYERS = 2
@@ -168,15 +171,17 @@ def test_a_chunk_of_three_pieces_takes_few_calls_more(alone, engine, monkeypatch
     assert sum(three) <= OF_THREE_PIECES * min(sum(one), sum(last)), counts
 
 
-def of_experts(alone: Any, experts: int) -> tuple[int, int]:
+def of_experts(alone: Any, experts: int, halved_from: float = math.inf) -> tuple[int, int]:
     """Return the calls a layer, forward and backward, with ``experts`` experts on a rank."""
     from megatron_epp.mcore.calibrate.probe import undisturbed
+    from megatron_epp.mcore.kinds.moe.router import halve_experts
     from scripts.bench.single_stage import build_stage, probe_alone
 
     args = copy.copy(alone.args)
     vars(args).update(EXPERTS, num_experts=experts)
     world = replace(alone, args=args)
     model = build_stage(world, LAYERS, False, False)
+    halve_experts([model], halved_from)
     with undisturbed(model):
         forwards, backwards, _ = counted(probe_alone(world, model), 0)
     return forwards // LAYERS, backwards // LAYERS
@@ -186,3 +191,12 @@ def test_calls_do_not_grow_with_the_experts(alone, engine) -> None:
     few, many = of_experts(alone, 2), of_experts(alone, 128)
     assert 0 < many[0] <= MOST_OF_EXPERTS[0] and 0 < many[1] <= MOST_OF_EXPERTS[1], many
     assert all(more <= calls + 30 for calls, more in zip(few, many, strict=True)), (few, many)
+
+
+def test_halves_take_few_calls_more(alone, engine) -> None:
+    """As the cost model assumes (cost/halves.py)."""
+    whole, halved = of_experts(alone, 128), of_experts(alone, 128, 0)
+    assert HOST_OF_HALVES == OF_HALVES
+    assert all(
+        calls < more <= OF_HALVES * calls for calls, more in zip(whole, halved, strict=True)
+    ), (whole, halved)

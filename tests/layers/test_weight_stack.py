@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_epp.layers.moe.weight_stack import WeightStack, distance, move_together, row_ends
+from megatron_epp.layers.moe.weight_stack import (
+    WeightStack,
+    distance,
+    move_together,
+    reported,
+    row_ends,
+)
 
 N, K = 5, 3
 COUNTS = (4, 0, 7, 2)  # rows of experts 0, 1, 2, 3
@@ -50,7 +56,7 @@ def test_every_expert_has_its_own_rows_and_gradient(gap: int) -> None:
     stack.report = reports.append
     for _ in range(2):  # the second adds to what the first left
         rows.grad = None
-        output = stack(rows, ends())
+        output = stack(reported(rows, [stack]), ends())
         output.backward(answer)
     assert reports == [stack.weights] * 2
     mine = zip(by_expert(rows), by_expert(output), by_expert(answer), strict=True)
@@ -84,7 +90,7 @@ def test_ranks_without_rows_add_nothing_but_report(dtype: torch.dtype) -> None:
     reports: list[Sequence[Parameter]] = []
     stack.report = reports.append
     rows = torch.zeros(0, 16, dtype=dtype, requires_grad=True)
-    output = stack(rows, ends((0, 0, 0, 0)))
+    output = stack(reported(rows, [stack]), ends((0, 0, 0, 0)))
     output.backward(torch.zeros(0, 24, dtype=dtype))
     assert output.shape == (0, 24) and rows.grad.shape == (0, 16)
     assert not any(weight.main_grad.any() for weight in stack.weights)

@@ -89,6 +89,8 @@ def test_random_blocks_compute_what_the_plain_model_computes(name) -> None:
     said = [line for line in lines if " replicas in lockstep" in line]
     assert len(said) == len(trial.models)
     assert all(f"{trial.degrees.dp} replicas in lockstep" in line for line in said)
+    by_alltoall = ["alltoall" in model for model in trial.models]
+    assert ["large chunks in two halves of rows" in line for line in said] == by_alltoall
 
 
 # ------------------------------------------------------------------ inside the trainer

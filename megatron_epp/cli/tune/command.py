@@ -194,7 +194,7 @@ def _write_and_print(
         *(f"note: {note}" for note in (job.config.notes if job.config is not None else ())),
         f"not planned: {NOT_PLANNED}",
         *_slow_host_lines(result, drawn[0], options),
-        *accuracy_lines(job.cost_for(chosen.layout).layout.profile),
+        *accuracy_lines(job.cost_for(chosen.layout)),
     ):
         print(textwrap.fill(line, COLUMNS, subsequent_indent="  "))
     if chosen.planner == ELASTIC:

@@ -64,7 +64,7 @@ def survey_page(
         SurveyPage(
             title=f"{job.model.name} on {job}",
             verdict=survey_verdict(result),
-            error=accuracy_lines(chosen.cost.layout.profile),
+            error=accuracy_lines(chosen.cost),
             headers=headers,
             rows=cells,
             chosen=row - 1,

@@ -5,11 +5,13 @@ the median and the largest error as fractions, and the number of measurements.
 """
 
 import json
+import math
 from functools import cache
 from pathlib import Path
 
 from megatron_epp.cost.catalogue.devices import DEVICES
-from megatron_epp.cost.profile import ANALYTIC, Profile
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.profile import ANALYTIC
 
 ACCURACY = Path(__file__).with_name("accuracy.json")
 _WORDS = {
@@ -28,17 +30,26 @@ def accuracy() -> dict[str, Errors]:
     return json.loads(ACCURACY.read_text(encoding="utf-8"))
 
 
-def accuracy_lines(profile: Profile) -> list[str]:
-    """Return a line on the model's accuracy for the device of an analytic ``profile``.
+def accuracy_lines(cost: Cost) -> list[str]:
+    """Return lines on the accuracy of an analytic ``cost`` for its device.
 
-    The list is empty for a measured profile, and for a device that is not in the catalogue.
+    The second line is about experts in two halves of rows, if there are any. The list is empty for
+    a measured profile, and for a device that is not in the catalogue.
     """
-    device = profile.provenance.device
-    if profile.provenance.kind != ANALYTIC or device not in DEVICES:
+    origin, least = cost.layout.profile.provenance, cost.seconds.halved_from
+    device = origin.device
+    if origin.kind != ANALYTIC or device not in DEVICES:
         return []
     parts: list[str] = []
     for name, (median, worst, count) in accuracy().get(device, {}).items():
         between = " and " if parts else ", worst "
         start = "" if parts else "median "
         parts.append(f"{start}{median:.0%}{between}{worst:.0%} of {count} {_WORDS[name]}")
-    return [f"analytic model of {device}: {'; '.join(parts) or 'no public measurement scores it'}"]
+    halves = (
+        f"experts of --epp: chunks of {least:,.0f} tokens or more in two halves of rows; how much "
+        "this hides of their exchanges is an estimate, which no GPU has measured"
+    )
+    return [
+        f"analytic model of {device}: {'; '.join(parts) or 'no public measurement scores it'}",
+        *[halves] * math.isfinite(least),
+    ]

@@ -145,6 +145,7 @@ def _fitted(
         expert_bytes_per_token=0.0,  # part of the measured seconds, as are weights and latencies
         weight_seconds={},
         expert_weight_seconds={},
+        expert_seconds={},  # measured layers include what halves hide
         tensor_gathers=0.0,
         exchange_seconds=_exchange_seconds(every),
         host_seconds=_host_seconds(every),

@@ -30,8 +30,8 @@ _ATTRIBUTE = "epp_stack"  # of a linear with a stack
 class WeightStack:
     """Weights of one linear of all experts, and their gradients, each as one tensor [E, N, K].
 
-    Autograd does not reach the weights: the backward adds to their ``main_grad`` and calls
-    ``report`` with them once, in place of one hook for each of them.
+    Autograd does not reach the weights: the backward adds to their ``main_grad``. The backward of
+    :func:`reported` then calls ``report`` with them, in place of one hook for each of them.
 
     Args:
         weights: Weights of the experts, from the first to the last expert, which lie as
@@ -73,15 +73,24 @@ class WeightStack:
         return self.weights
 
     def add_gradient(self, grad_tN: Tensor, rows_tK: Tensor, ends_E: Tensor) -> None:
-        """Add the weights' gradients to their ``main_grad``, and report the weights."""
-        if len(rows_tK):
-            gradients_ENK = self.gradients_ENK
-            if _in_one_kernel(rows_tK):
-                gradients_ENK.add_(torch._grouped_mm(grad_tN.t(), rows_tK, offs=ends_E))
-            else:
-                for place, part in _parts(ends_E):
-                    gradients_ENK[place] += grad_tN[part].t() @ rows_tK[part]
-        self.report(self.weights)
+        """Add the weights' gradients to their ``main_grad``."""
+        if not len(rows_tK):
+            return
+        gradients_ENK = self.gradients_ENK
+        if _in_one_kernel(rows_tK):
+            gradients_ENK.add_(torch._grouped_mm(grad_tN.t(), rows_tK, offs=ends_E))
+        else:
+            for place, part in _parts(ends_E):
+                gradients_ENK[place] += grad_tN[part].t() @ rows_tK[part]
+
+
+def reported(tensor: Tensor, stacks: Sequence[WeightStack]) -> Tensor:
+    """Return ``tensor``, whose backward reports the weights of ``stacks``.
+
+    Autograd runs nodes in the reverse order of their creation. If every product of the stacks
+    follows this call, their gradients are complete when it runs, however many products there are.
+    """
+    return _Reported.apply(tensor, stacks)
 
 
 def set_stack(linear: nn.Module, stack: WeightStack) -> None:
@@ -176,3 +185,16 @@ class _Linear(torch.autograd.Function):
         dinput_tK = _products(grad_tN, ctx.stack.weights_ENK, ends_E)
         ctx.stack.add_gradient(grad_tN, rows_tK, ends_E)
         return dinput_tK, None, None
+
+
+class _Reported(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, stacks: Sequence[WeightStack]) -> Tensor:
+        ctx.stacks = stacks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor):
+        for stack in ctx.stacks:
+            stack.report(stack.weights)
+        return gradient, None

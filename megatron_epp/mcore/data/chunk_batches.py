@@ -1,6 +1,6 @@
 """Tensors of a plan's chunks: the tokens, positions, labels and loss mask that a stage needs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -80,6 +80,7 @@ class ChunkBatchBuilder:
         row_shard: Sharding of a chunk's rows over ranks.
         device: Device of the tensors.
         predictions: Number of MTP modules, and their loss weight. None: only the next token.
+        lockstep: Plans of the replicas that run in lockstep; may be empty for one replica.
     """
 
     def __init__(
@@ -92,7 +93,9 @@ class ChunkBatchBuilder:
         row_shard: RowShard,
         device: torch.device,
         predictions: Predictions | None = None,
+        lockstep: Sequence[Plan] = (),
     ):
+        self._together = [plan.chunks, *(other.chunks for other in lockstep)]
         self.predictions = Predictions() if predictions is None else predictions
         self._target_counts: dict[int, numpy.ndarray] = {}  # by sample
         self.plan, self.slices, self.samples = plan, slices, samples
@@ -122,6 +125,7 @@ class ChunkBatchBuilder:
             recompute,
             store,
             training,
+            lockstep_tokens=max(chunks[chunk].tokens for chunks in self._together),
         )
         if of_chunk.has_local:
             rows = chunk_rows(self.plan, self.slices, chunk, row_shard.part)

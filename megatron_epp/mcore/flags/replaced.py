@@ -97,8 +97,7 @@ REPLACED = (
     ReplacedFlags(
         "moe_shared_expert_overlap overlap_moe_expert_parallel_comm "
         "overlap_dispatch_backward_with_experts_wgrad",
-        "experts are exchanged and computed one after the other; chunks of other documents keep "
-        "the other stages busy",
+        "large chunks go to their experts in two halves of rows; one is exchanged beside the other",
     ),
     ReplacedFlags(
         "cp_comm_type",

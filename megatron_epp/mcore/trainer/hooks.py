@@ -1,5 +1,6 @@
 """Context of a job with ``--epp``, and hooks that replace components of the trainer."""
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from megatron_epp.control.observe import Summary, summary_line
 from megatron_epp.control.recorded_steps import RecordedSteps
 from megatron_epp.control.step_source import StepSource
 from megatron_epp.cost.catalogue.devices import GIB
+from megatron_epp.layers.moe.weight_stack import stacks_of
 from megatron_epp.mcore.calibrate.open_choices import Chooser, cheaper
 from megatron_epp.mcore.calibrate.profile_file import obtain
 from megatron_epp.mcore.choose.faster import report_faster_placement
@@ -19,11 +21,17 @@ from megatron_epp.mcore.data.global_batches import DocumentSource, GlobalBatches
 from megatron_epp.mcore.data.item_documents import VarlenItems
 from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.flags.config import Config
-from megatron_epp.mcore.job.job_cost import make_planning
+from megatron_epp.mcore.job.job_cost import analytic, make_planning, training_cost
+from megatron_epp.mcore.kinds.moe.limits import obstacle_to_halves
+from megatron_epp.mcore.kinds.moe.router import moe_layers
+from megatron_epp.mcore.kinds.registry import expert_ranks_of
 from megatron_epp.mcore.model.attention import Attention, attention_for
 from megatron_epp.mcore.model.elastic_layers import install_in_model
 from megatron_epp.mcore.model.stage import ModelStage
+from megatron_epp.runtime.consensus import largest
 from megatron_epp.runtime.groups import Groups
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +76,35 @@ def make_steps(place: JobContext, models: Sequence[Any]) -> StepSource:
     return make_planning(args, config, place.layers, place.row_shard.multiple, groups, profile)
 
 
+def halved_from(place: JobContext, models: Sequence[Any]) -> float:
+    """Return the number of tokens from which experts process a chunk in halves. Collective.
+
+    The number follows from the analytic cost model, so that a resumed job has the same. Rank 0 logs
+    it, or the reason why all chunks stay whole; the number is then infinite.
+
+    Args:
+        place: Context of this rank.
+        models: This rank's stage modules, wrapped.
+    """
+    args, groups = place.args, place.groups
+    if expert_ranks_of(args) == 1:
+        return math.inf
+    layers = [layer for model in models for _, layer in moe_layers(model)]
+    apart, least = float(not all(map(stacks_of, layers))), math.inf
+    if (reason := obstacle_to_halves(args)) is None:
+        cost = training_cost(args, place.config, place.layers, analytic(args))
+        least = cost.seconds.halved_from
+    apart, least = largest([apart, least], groups.control)
+    if apart:
+        reason, least = reason or "a product for each expert", math.inf
+    if groups.control.rank() == 0:
+        if least < math.inf:
+            logger.info("experts: chunks of %d tokens or more in two halves of rows", least)
+        else:
+            logger.info("experts: chunks stay whole, because of %s", reason or "fast exchanges")
+    return least
+
+
 def limit_bytes(config: Config) -> float:
     """Return --epp-memory-limit-gib in bytes; infinity without the flag.
 
@@ -91,6 +128,8 @@ class TrainerHooks:
         make_batches: Function (documents, batch size, consumed samples) -> global batches. The
             batch size may be a function of the consumed samples.
         summary: Function that returns the log line of an iteration.
+        halved_from: Function (context, this rank's stage modules) -> number of tokens from which
+            experts process a chunk in two halves.
         choose: Function (flag that is ``auto``, args, layers of every stage) -> value to use.
         attention_for: Function (value of --epp-attention, configuration, device) -> attention.
         install_in_model: Function (model, context, attention) that patches the model to compute
@@ -107,6 +146,7 @@ class TrainerHooks:
         GlobalBatches
     )
     summary: Summary = summary_line
+    halved_from: Callable[[JobContext, Sequence[Any]], float] = halved_from
     choose: Chooser = cheaper
     attention_for: Callable[[str, Any, torch.device], Attention] = attention_for
     install_in_model: Callable[[Any, int, Attention], None] = install_in_model

@@ -29,6 +29,7 @@ from megatron_epp.mcore.job.emergency_exit import end_now
 from megatron_epp.mcore.job.job_cost import host_budget_bytes, on_these_ranks, training_levers
 from megatron_epp.mcore.job.process_groups import make_groups
 from megatron_epp.mcore.kinds.modules import KIND_MODULES
+from megatron_epp.mcore.kinds.moe.router import halve_experts
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 from megatron_epp.mcore.lm_head.fused_head import fused_head
 from megatron_epp.mcore.lm_head.shard import shard_output_layer
@@ -219,6 +220,7 @@ class Job:
         place, args = self.place, self.args
         for kind in KIND_MODULES:
             kind.install_in_wrapped(models, place.groups.control)
+        halve_experts(models, self.hooks.halved_from(place, models))
         if cpu_host.has_gpu_kernels():
             run_every_kind(args, models, place.groups, place.row_shard)
         if "wsplit" in training_levers(self.config.epp_levers):

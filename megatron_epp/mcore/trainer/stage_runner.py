@@ -138,7 +138,15 @@ class StageRunner:
             for number, (stage, model) in enumerate(zip(self.stages, models, strict=True)):
                 host = HostStore(device, self.meter, model.parameters(), self.host_bytes, host)
                 builder = ChunkBatchBuilder(
-                    plan, slices, samples, documents, stage, self.row_shard, device, predictions
+                    plan,
+                    slices,
+                    samples,
+                    documents,
+                    stage,
+                    self.row_shard,
+                    device,
+                    predictions,
+                    block,
                 )
                 stage_object = self.make_stage(
                     model,

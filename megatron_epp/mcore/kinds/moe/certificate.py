@@ -15,7 +15,12 @@ from megatron_epp.mcore.kinds.certificate_base import LayerCertificate
 from megatron_epp.mcore.kinds.local_layers import norm_as_engines
 from megatron_epp.mcore.kinds.moe.biases import fix_expert_biases
 from megatron_epp.mcore.kinds.moe.kind import MoEKind
-from megatron_epp.mcore.kinds.moe.limits import balancing_types, has_experts, lockstep_width
+from megatron_epp.mcore.kinds.moe.limits import (
+    balancing_types,
+    halves_chunks,
+    has_experts,
+    lockstep_width,
+)
 
 SMALL_EXPERTS = 8
 MOST_CHOSEN = 4
@@ -93,6 +98,7 @@ class MoECertificate(LayerCertificate):
         words += ["z-loss"] * bool(args.moe_z_loss_coeff)
         if isinstance(args.moe_layer_freq, list):
             words += ["layers " + "".join("de"[kind] for kind in args.moe_layer_freq)]
+        words += ["large chunks in two halves of rows"] * halves_chunks(args)
         return words
 
     @override

@@ -37,6 +37,22 @@ def dense_ranks(args: Any) -> int:
     return int(args.tensor_model_parallel_size * args.context_parallel_size)
 
 
+def halves_chunks(args: Any) -> bool:
+    """Return whether the experts of ``args`` can process a chunk in two halves of rows."""
+    return expert_ranks(args) > 1 and obstacle_to_halves(args) is None
+
+
+def obstacle_to_halves(args: Any) -> str | None:
+    """Return the reason why experts process whole chunks (halves.py); None if there is none."""
+    dispatcher = args.moe_token_dispatcher_type
+    obstacles = {
+        f"token dispatcher {dispatcher}": dispatcher != "alltoall",
+        "expert tensor parallelism": expert_ranks(args) > args.expert_model_parallel_size,
+        "row counts padded for fp8 or fp4": args.moe_router_padding_for_quantization,
+    }
+    return next((reason for reason, applies in obstacles.items() if applies), None)
+
+
 # Required packages, by the name of Megatron's variable that reports them (fused_a2a.py).
 _BACKENDS = {"deepep": "HAVE_DEEP_EP", "hybridep": "HAVE_HYBRIDEP"}
 
@@ -191,7 +207,8 @@ MOE_LIMITS = (
     Limit(
         "exchanges of tokens that overlap with computing (--moe-shared-expert-overlap, "
         "--overlap-moe-expert-parallel-comm, --delay-wgrad-compute)",
-        "leave them out: plans expose every exchange (compare counts them in stock)",
+        "leave them out: large chunks hide exchanges in two halves of rows (compare counts "
+        "these flags in stock)",
         "moe_shared_expert_overlap overlap_moe_expert_parallel_comm delay_wgrad_compute "
         "overlap_dispatch_backward_with_experts_wgrad",
         slices=True,

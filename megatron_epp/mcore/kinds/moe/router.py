@@ -34,6 +34,7 @@ from megatron_epp.mcore.data.chunk_params import state_of
 from megatron_epp.mcore.kinds.moe.activation import wrap_activations
 from megatron_epp.mcore.kinds.moe.biases import fix_expert_biases
 from megatron_epp.mcore.kinds.moe.exchange import drop_exchanged, install_exchange
+from megatron_epp.mcore.kinds.moe.halves import install_halves, set_halved_from
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 
 # Megatron's auxiliary losses that can be computed per document, and their names in its log.
@@ -154,10 +155,18 @@ def install_in_moe(layer: Any, index: int, dropped: DroppedOutputs, in_loop: boo
     fix_expert_biases(experts)
     wrap_activations(experts, dropped)
     install_exchange(experts, current_chunk)
+    install_halves(experts, current_chunk, dropped)
     ChunkRouter(experts.router, index, current_chunk, in_loop)
     layer.forward = note_in_layer(layer.forward, current_chunk, state_of)
     with taken_along(experts, current_chunk):
         wrap_mlp(experts, dropped)
+
+
+def halve_experts(models: Sequence[Any], tokens: float) -> None:
+    """Run chunks of at least ``tokens`` in halves; all ranks that share experts give the same."""
+    for model in models:
+        for _, layer in moe_layers(model):
+            set_halved_from(layer, tokens)
 
 
 # ------------------------------------------------------------------ an iteration

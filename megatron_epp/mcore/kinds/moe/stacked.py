@@ -4,7 +4,7 @@ Of Transformer Engine's grouped experts (core/transformer/moe/experts.py), the t
 replaced. The activation, its recompute and the routing weights remain Megatron's, and so do the
 parameters, their buffers and the modules, whose forward pre-hooks gather parameters.
 
-    routing map [t, E]    the columns of each rank's experts are reversed before dispatch, so that
+    routing map [t, E]    the columns of each rank's experts are reversed after routing, so that
                           rows arrive in the order of the stack, from the last expert to the first
     counts of rows        become ends on the device, instead of a list on the host
     experts on one rank   nothing is read back; rows arrive sorted, and are not sorted a second time
@@ -34,6 +34,7 @@ from megatron_epp.layers.moe.weight_stack import (
     WeightStack,
     distance,
     move_together,
+    reported,
     row_ends,
     set_stack,
 )
@@ -165,6 +166,7 @@ class _RowEnds:
 def _install(layer: MoELayer, report: Any) -> None:
     """Replace the linears of the layer's experts by stacks, and sort rows in their order."""
     experts, dispatcher = layer.experts, layer.token_dispatcher
+    stacks = []
     for name in _LINEARS:
         linear = getattr(experts, name)
         weights = _weights_of(linear)
@@ -174,10 +176,10 @@ def _install(layer: MoELayer, report: Any) -> None:
         if report is not None:
             stack.report = report
         set_stack(linear, stack)
+        stacks.append(stack)
         linear.forward = partial(_multiply, stack)
     experts.forward = _with_row_ends(experts.forward)
-    on_a_rank = experts.num_local_experts
-    dispatcher.dispatch_preprocess = _reversing(dispatcher.dispatch_preprocess, on_a_rank)
+    layer.route = _reversing(layer.route, experts.num_local_experts, stacks)
     if isinstance(dispatcher, MoEAlltoAllTokenDispatcher) and dispatcher.ep_size == 1:
         _stay_on_device(dispatcher)
 
@@ -195,12 +197,12 @@ def _with_row_ends(forward: Any) -> Any:
     return wrapped
 
 
-def _reversing(preprocess: Any, on_a_rank: int) -> Any:
-    @wraps(preprocess)
-    def wrapped(hidden: Tensor, routing_map_tE: Tensor, probs_tE: Tensor) -> Any:
-        return preprocess(
-            hidden, reverse_experts(routing_map_tE, on_a_rank), reverse_experts(probs_tE, on_a_rank)
-        )
+def _reversing(route: Any, on_a_rank: int, stacks: Sequence[WeightStack]) -> Any:
+    @wraps(route)
+    def wrapped(*args: Any, **others: Any) -> tuple[Tensor, Tensor]:
+        probs_tE, routing_map_tE = route(*args, **others)
+        probs_tE = reverse_experts(reported(probs_tE, stacks), on_a_rank)
+        return probs_tE, reverse_experts(routing_map_tE, on_a_rank)
 
     return wrapped
 
