@@ -29,13 +29,16 @@ _MOVED = {"--loop", "--loop-model", "--trees", "--planner", "--documents"}
 LLAMA = (
     "--hidden-size 1024 --num-attention-heads 16 --group-query-attention "
     "--num-query-groups 8 --swiglu --normalization RMSNorm --position-embedding-type rope "
-    "--disable-bias-linear --untie-embeddings-and-output-weights"
+    "--disable-bias-linear --untie-embeddings-and-output-weights --attention-dropout 0"
 )
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 352 --moe-token-dispatcher-type "
     "alltoall --moe-router-load-balancing-type none"
 )
-GPT = "--hidden-size 1024 --num-attention-heads 16 --position-embedding-type learned_absolute"
+GPT = (
+    "--hidden-size 1024 --num-attention-heads 16 --position-embedding-type learned_absolute "
+    "--attention-dropout 0"
+)
 
 
 @dataclass(frozen=True, slots=True)
