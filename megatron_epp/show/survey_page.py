@@ -53,8 +53,8 @@ class SurveyPage:
         headers: headers of the table of layouts.
         rows: cells of the table of layouts.
         chosen: index of the table row that the other sections show.
-        flags: launch flags of every row, quoted for a shell; empty if Megatron has no flags for
-            the model.
+        flags: for every row, a title and its launch flags, quoted for a shell; "" if Megatron
+            cannot run the row. Empty if Megatron has no flags for the model.
         parts: memory of every rank at its peak, in bytes, by category.
         budgets: memory budget of every rank in bytes.
         packed: timeline of packed whole documents of one batch; None if they do not fit.
@@ -71,7 +71,7 @@ class SurveyPage:
     headers: Sequence[str]
     rows: Sequence[Sequence[str]]
     chosen: int
-    flags: Sequence[str]
+    flags: Sequence[tuple[str, str]]
     parts: Sequence[Mapping[str, float]]
     budgets: Sequence[float]
     packed: Timeline | None
@@ -128,12 +128,12 @@ def _table(page: SurveyPage) -> str:
     for at, row in enumerate(page.rows):
         mark = ' class="chosen"' * (at == page.chosen)
         lines.append(f"<tr{mark}>{_cells(row, 'td', numbers)}</tr>")
-        if page.flags:
+        title, flags = page.flags[at] if page.flags else ("", "")
+        if flags:
             lines.append(
-                f'<tr><td colspan="{len(row)}"><details><summary>flags of row {at + 1}</summary>'
+                f'<tr><td colspan="{len(row)}"><details><summary>{html.escape(title)}</summary>'
                 f'<button type="button" data-copy="flags{at}">Copy the flags of row {at + 1}'
-                f'</button><pre id="flags{at}">{html.escape(page.flags[at])}</pre></details></td>'
-                "</tr>"
+                f'</button><pre id="flags{at}">{html.escape(flags)}</pre></details></td></tr>'
             )
     return (
         '<h2>Layouts</h2>\n<div class="scroll" tabindex="0" role="region" aria-label="Layouts">'

@@ -18,7 +18,7 @@ from megatron_epp.cli.tune.describe import NOT_PLANNED, print_model, states_byte
 from megatron_epp.cli.tune.how_many import how_many
 from megatron_epp.cli.tune.job import TunedJob, job_of
 from megatron_epp.cli.tune.page import survey_page
-from megatron_epp.cli.tune.report import spread, tuning_lines
+from megatron_epp.cli.tune.report import runs, spread, tuning_lines
 from megatron_epp.cli.tune.script import launch_script, layouts_line, require_sayable
 from megatron_epp.cost.catalogue.accuracy import accuracy_lines
 from megatron_epp.cost.catalogue.models import model, model_config
@@ -91,6 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
             page = survey_page(job, result, row, batches, drawn[0], options, workers)
             write_file(arguments.html, page)
             print(f"wrote {arguments.html}", file=sys.stderr)
+    if arguments.script is not None:  # last: a row that Megatron cannot run ends with status 2
+        _write_script(job, result, row, batches, len(drawn[0]))
     return 130 if result.stopped else 0
 
 
@@ -152,17 +154,12 @@ def _write_and_print(
 ) -> None:
     """Write the files that the options name for row ``row``; print the table or its JSON."""
     arguments, documents, chosen = job.arguments, len(drawn[0]), result.choices[row - 1]
-    context = arguments.context or int(batches.corpus.inputs.max())
-    nodes: NodeMap | None = None
-    if isinstance(job.joined, Topology) and job.joined.nodes:
-        nodes = map_nodes(job.joined, chosen.layout, job.node_devices, chosen.ep)
+    nodes = _nodes(job, chosen)
+    if nodes is not None:
         if arguments.hostfile is not None:
             write_file(arguments.hostfile, "".join(f"{host}\n" for host in nodes.hosts))
         if arguments.grid_svg is not None:
             write_file(arguments.grid_svg, _grid_svg(nodes))
-    if arguments.script is not None:
-        hosts = nodes.hosts if nodes is not None and nodes.grid.hosts else ()
-        write_file(arguments.script, launch_script(job, chosen, documents, context, hosts))
     rows = result.choices[: max(arguments.top, row)]
     shown = rows if arguments.parts else [chosen]
     parts = {
@@ -203,8 +200,36 @@ def _write_and_print(
         print(_node_lines(nodes), end="")
     if played:
         print(spread(row, played), end="")
-    if arguments.script is not None:
-        print(f"wrote {arguments.script}", file=sys.stderr)
+
+
+def _nodes(job: TunedJob, chosen: Choice) -> NodeMap | None:
+    """Return the nodes of ``chosen`` on the grid of --topology; None without a grid."""
+    if not isinstance(job.joined, Topology) or not job.joined.nodes:
+        return None
+    return map_nodes(job.joined, chosen.layout, job.node_devices, chosen.ep)
+
+
+def _write_script(
+    job: TunedJob, result: Survey, row: int, batches: Batches, documents: int
+) -> None:
+    """Write the launch script of row ``row``.
+
+    Raises:
+        UsageError: if the row is Megatron's own schedule, and Megatron cannot run it.
+    """
+    arguments, chosen = job.arguments, result.choices[row - 1]
+    context = arguments.context or int(batches.corpus.inputs.max())
+    nodes = _nodes(job, chosen)
+    hosts = nodes.hosts if nodes is not None and nodes.grid.hosts else ()
+    try:
+        text = launch_script(job, chosen, documents, context, hosts)
+    except ValueError as error:
+        elastic = (n for n, each in enumerate(result.choices, 1) if each.planner == ELASTIC)
+        best = next(elastic, None)
+        remedy = f"row {best} is the best with --epp: --row {best}" if best else "no row has --epp"
+        raise UsageError(f"--script: row {row}, {runs(chosen)}: {error}; {remedy}") from error
+    write_file(arguments.script, text)
+    print(f"wrote {arguments.script}", file=sys.stderr)
 
 
 def _slow_host_lines(result: Survey, lengths: Sequence[int], options: Options) -> list[str]:

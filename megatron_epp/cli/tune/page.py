@@ -7,8 +7,9 @@ from megatron_epp.cli.documents import Batches
 from megatron_epp.cli.progress import Workers, bar
 from megatron_epp.cli.tune.describe import NOT_PLANNED, flags_text
 from megatron_epp.cli.tune.job import TunedJob
-from megatron_epp.cli.tune.report import shown_rows, survey_verdict
+from megatron_epp.cli.tune.report import runs, shown_rows, survey_verdict
 from megatron_epp.cli.tune.script import launch_flags
+from megatron_epp.cli.tune.stock_job import connections
 from megatron_epp.cost.catalogue.accuracy import accuracy_lines
 from megatron_epp.cost.catalogue.megatron_flags import model_flags
 from megatron_epp.planner.options import Options
@@ -47,14 +48,22 @@ def survey_page(
     context = options.context or max(lengths)
     headers, cells = shown_rows(rows, [job.mfu(each, [lengths]) for each in rows], True)
     of_model = model_flags(job.model, job.config)
-    flags = []
-    for each in () if of_model.unsaid else rows:
-        groups = launch_flags(job, each, len(lengths), context)
-        flags.append(flags_text([word for group in groups for word in group]))
+    flags: list[tuple[str, str]] = []
+    notes = list(job.config.notes if job.config is not None else ())
+    for number, each in enumerate(() if of_model.unsaid else rows, 1):
+        try:
+            groups = launch_flags(job, each, len(lengths), context)
+        except ValueError as error:
+            notes.append(f"Row {number}, {runs(each)}, has no flags: {error}.")
+            flags.append(("", ""))
+            continue
+        title = f"flags of row {number}, with CUDA_DEVICE_MAX_CONNECTIONS={connections(job, each)}"
+        flags.append((title, flags_text([word for group in groups for word in group])))
+    if any(each.stock is not None for each in rows):
+        notes.append("Without --epp, Megatron cuts documents at the ends of samples.")
     quick = dataclasses.replace(options, effort=0)
     packed = _try(job, chosen, STOCK, lengths, quick)
     planned = _try(job, chosen, ELASTIC, lengths, options)
-    notes = list(job.config.notes if job.config is not None else ())
     if of_model.assumed:
         notes.append(f"Not said of the model, so taken: {', '.join(of_model.assumed)}.")
     if of_model.unsaid:

@@ -5,6 +5,7 @@ import shlex
 from collections.abc import Sequence
 
 from megatron_epp.cli.tune.job import TunedJob
+from megatron_epp.cli.tune.stock_job import connections, length_multiple, stock_job
 from megatron_epp.cost.catalogue.hub_file import HubConfig
 from megatron_epp.cost.catalogue.megatron_flags import ModelFlags, model_flags
 from megatron_epp.cost.catalogue.models import Model
@@ -23,8 +24,8 @@ _HEAD = """\
 set -euo pipefail
 : "${{DATA:?the prefix of a .bin/.idx corpus}}" "${{TOKENIZER:?a sentencepiece model}}"
 {several}
-# Many hardware queues: a posted receive must not stand in front of what its sender waits for.
-export CUDA_DEVICE_MAX_CONNECTIONS=32
+# {queues}
+export CUDA_DEVICE_MAX_CONNECTIONS={connections}
 export PYTORCH_CUDA_ALLOC_CONF=${{PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True}}
 export TORCH_NCCL_ASYNC_ERROR_HANDLING=1
 export OMP_NUM_THREADS=${{OMP_NUM_THREADS:-1}}
@@ -37,6 +38,10 @@ exec "${{PYTHON:-python}}" -m torch.distributed.run --nproc-per-node {per_node} 
     -m {entry} "${{flags[@]}}" \\
     --data-path "$DATA" --tokenizer-type SentencePieceTokenizer --tokenizer-model "$TOKENIZER" "$@"
 """
+_QUEUES = {
+    1: "One hardware queue: Megatron's own overlap depends on the order of issue.",
+    32: "Many hardware queues: with one, a posted receive may delay what its sender waits for.",
+}
 _ONE_NODE = "--standalone"
 _SEVERAL_NODES = """--nnodes {nodes} --node-rank "$NODE_RANK" \\
     --master-addr "$MASTER_ADDR" --master-port "${{MASTER_PORT:-29500}}"\
@@ -88,10 +93,18 @@ def launch_script(
         documents: number of documents of a global batch.
         context: tokens of the longest document.
         hosts: host names in the order of node ranks; () if they are unknown.
+
+    Raises:
+        ValueError: if ``choice`` is a row of stock that Megatron cannot run.
     """
     model, config, arguments = job.model, job.config, job.arguments
     of_model = _model_flags(job, choice)
     notes = config.notes if config is not None else ()
+    seconds, rate, queues = choice.seconds, choice.tokens_per_second, connections(job, choice)
+    if choice.stock is not None:
+        own = stock_job(job, choice, of_model)
+        rate, seconds = rate * seconds / own.seconds, own.seconds
+        notes = (*notes, "Megatron's own schedule, without --epp.", own.note)
     if of_model.assumed:
         assumed = ", ".join(of_model.assumed)
         notes = (*notes, f"Not in the model's description, so assumed: {assumed}.")
@@ -106,8 +119,10 @@ def launch_script(
         ),
         name=printable(arguments.script),
         several=_rendezvous(job.nodes, hosts),
-        seconds=choice.seconds,
-        rate=choice.tokens_per_second,
+        seconds=seconds,
+        rate=rate,
+        queues=_QUEUES[queues],
+        connections=queues,
         nodes=_ONE_NODE if job.nodes == 1 else _SEVERAL_NODES.format(nodes=job.nodes),
         per_node=job.node_devices,
         flags="\n".join(lines),
@@ -142,15 +157,24 @@ def launch_flags(job: TunedJob, choice: Choice, documents: int, context: int) ->
         choice: layout and planner that the flags select.
         documents: number of documents of a global batch.
         context: tokens of the longest document.
+
+    Raises:
+        ValueError: if ``choice`` is a row of stock that Megatron cannot run.
     """
     of_model = _model_flags(job, choice)
+    multiple = length_multiple(choice.layout)
+    tokens, samples = -(-context // multiple) * multiple, documents
+    own = elastic_flags(choice, job.arguments)
+    if choice.stock is not None:
+        nearest = stock_job(job, choice, of_model)
+        tokens, samples, own = nearest.tokens, nearest.samples, nearest.flags
     return [
         *of_model.groups,
-        ["--seq-length", str(context), "--max-position-embeddings", str(context)],
+        ["--seq-length", str(tokens), "--max-position-embeddings", str(tokens)],
         *layout_arguments(choice, of_model.hybrid),
-        *training_flags(documents, bf16=job.arguments.device != "cpu"),
+        *training_flags(samples, bf16=job.device.name != "cpu"),
         *expert_flags(job.model),
-        *elastic_flags(choice, job.arguments),
+        *own,
     ]
 
 
@@ -205,13 +229,14 @@ def layouts_line(job: TunedJob, choice: Choice) -> str:
     return f"tp {layout.tp} pp {layout.pp} cp {layout.cp} ep {choice.ep}{layers}"
 
 
-def training_flags(documents: int, *, bf16: bool) -> list[list[str]]:
+def training_flags(samples: int, *, bf16: bool) -> list[list[str]]:
     """Return the flags that are common to all models.
 
-    ``bf16`` is False on CPUs, which train in float32 because they are slow in bf16.
+    ``samples`` are those of a global batch; with --epp, a sample is a document. ``bf16`` is False
+    on CPUs, which train in float32 because they are slow in bf16.
     """
     return [
-        ["--micro-batch-size", "1", "--global-batch-size", str(documents)],
+        ["--micro-batch-size", "1", "--global-batch-size", str(samples)],
         ["--train-iters", "1000", "--lr", "3e-4", "--min-lr", "3e-5", "--lr-decay-style", "cosine"],
         ["--weight-decay", "0.1", "--adam-beta2", "0.95", "--clip-grad", "1.0", *["--bf16"] * bf16],
         ["--accumulate-allreduce-grads-in-fp32", "--use-distributed-optimizer"],

@@ -224,6 +224,7 @@ DEVICES: Mapping[str, Device] = {
     )
 }
 
+BLACKWELL = ("b200-180g", "gb200-186g")
 
 # GPUs of the catalogue, with lower bounds of their memory and compute capability.
 _GPUS = (
