@@ -22,6 +22,12 @@ _AFTER_OUTPUT = 0.5
 
 _open: list[Any] = []  # bars, the innermost last
 
+# Held while the thread writes: a worker forked then would find the stream's lock held for ever.
+_writing = threading.Lock()
+os.register_at_fork(
+    before=_writing.acquire, after_in_parent=_writing.release, after_in_child=_writing.release
+)
+
 
 def bar[T](items: Iterable[T], total: int, what: str) -> Iterator[T]:
     """Yield ``items``, with a progress bar."""
@@ -93,8 +99,9 @@ class _Status:
             text, self._width = f"\r{text.ljust(self._width)}", len(text)
         else:
             text += "\n"
-        self._stream.write(text)
-        self._stream.flush()
+        with _writing:
+            self._stream.write(text)
+            self._stream.flush()
 
     def erase(self) -> None:
         """Erase the line, before the command's own output."""
