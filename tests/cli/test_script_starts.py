@@ -36,7 +36,7 @@ DSA = {
     "index_topk": 2048,
 }  # fmt: skip
 CASES = [
-    pytest.param(f"{DOCUMENTED} --tp 4", 9, id="documented, tp 4"),
+    pytest.param(f"{DOCUMENTED} --tp 4 --pp 1", 9, id="documented, few rows"),
     *(
         pytest.param(line, major, id=line.split()[1] + name, marks=pytest.mark.everything)
         for line, major, name in (
