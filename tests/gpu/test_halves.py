@@ -183,27 +183,36 @@ def test_exchanges_have_one_order(stage, whole, mode) -> None:
     assert order == [(what, half) for what in ORDER + BACK]
 
 
+@contextmanager
+def experts_take(stage: Any, network: Network, seconds: float) -> Iterator[None]:
+    """Spend ``seconds`` on the network's clock for all rows, in forward and again in backward."""
+    experts = moe_of(stage).experts
+    forward = experts.forward
+
+    def work(rows: Any, *inputs: Any) -> Any:
+        share = seconds * len(rows) / (ROWS * MOE["moe_router_topk"])
+
+        def spend(gradient: Any) -> Any:
+            network.now += share
+            return gradient
+
+        network.now += share
+        output, bias = forward(rows, *inputs)
+        output.register_hook(spend)
+        return output, bias
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "forward", work)
+        yield
+
+
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0])
 def test_a_layer_takes_what_the_cost_model_says(stage, monkeypatch, ratio) -> None:
     """Experts take ``ratio`` times as long as the exchanges of all rows."""
     exchange, products = 0.4, 0.4 * ratio
     network = Network(exchange / 4)
-    experts = moe_of(stage).experts
-    forward = experts.forward
-
-    def work(*inputs: Any) -> Any:
-        network.now += products / 2
-        output, bias = forward(*inputs)
-        output.register_hook(lambda gradient: spend(gradient))
-        return output, bias
-
-    def spend(gradient: Any) -> Any:
-        network.now += products / 2
-        return gradient
-
-    monkeypatch.setattr(experts, "forward", work)
     between: list[float] = []
-    with halved(stage), on(network):
+    with halved(stage), on(network), experts_take(stage, network, products):
         computed(stage, between=lambda: between.append(network.now))
     monkeypatch.setattr(cost_of_halves, "OVERLAP_SLOWDOWN", 1.0)
     monkeypatch.setattr(cost_of_halves, "expert_seconds", lambda layout, of: exchange)
@@ -215,6 +224,29 @@ def test_a_layer_takes_what_the_cost_model_says(stage, monkeypatch, ratio) -> No
         hidden = cost_of_halves.hidden_seconds(layout, of, kind)
         assert hidden > 0
         assert taken == pytest.approx(exchange + products - hidden, rel=0.05)
+
+
+def test_a_job_times_whole_chunks_beside_halves(stage) -> None:
+    """A whole chunk's exchanges do not go through the network, whose clock stands still."""
+    from megatron_epp.mcore.calibrate.clocks import WallClock
+    from megatron_epp.mcore.calibrate.halves import layer_seconds, timed_tokens
+    from megatron_epp.mcore.calibrate.probe import Shape, undisturbed
+    from scripts.bench.single_stage import probe_alone
+
+    world, model = stage
+    network = Network(0.1)
+    with undisturbed(model), on(network), experts_take(stage, network, 0.8):
+        probe = probe_alone(world, model).timed_by(WallClock(lambda: network.now))
+        whole, halves = layer_seconds(probe, moe_of(stage), Shape(ROWS))
+    assert whole == pytest.approx(2 * 0.8)
+    assert halves == pytest.approx(2 * (0.8 + 0.2))  # the first dispatch, the last combine
+    with exchanged() as order:
+        computed(stage)
+        assert not order  # whole afterwards
+    assert [timed_tokens(least, 4096) for least in (0.0, 500.0, 3000.0, 5000.0)] == [
+        *(1, 2000, 4096),
+        0,
+    ]
 
 
 # ------------------------------------------------------------------ faults

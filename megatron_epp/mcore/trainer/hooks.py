@@ -14,6 +14,7 @@ from megatron_epp.control.recorded_steps import RecordedSteps
 from megatron_epp.control.step_source import StepSource
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.layers.moe.weight_stack import stacks_of
+from megatron_epp.mcore.calibrate.halves import slowest_seconds, timed_tokens
 from megatron_epp.mcore.calibrate.open_choices import Chooser, cheaper
 from megatron_epp.mcore.calibrate.profile_file import obtain
 from megatron_epp.mcore.choose.faster import report_faster_placement
@@ -28,6 +29,7 @@ from megatron_epp.mcore.kinds.registry import expert_ranks_of
 from megatron_epp.mcore.model.attention import Attention, attention_for
 from megatron_epp.mcore.model.elastic_layers import install_in_model
 from megatron_epp.mcore.model.stage import ModelStage
+from megatron_epp.mcore.patching.cpu_host import has_gpu
 from megatron_epp.runtime.consensus import largest
 from megatron_epp.runtime.groups import Groups
 
@@ -79,8 +81,8 @@ def make_steps(place: JobContext, models: Sequence[Any]) -> StepSource:
 def halved_from(place: JobContext, models: Sequence[Any]) -> float:
     """Return the number of tokens from which experts process a chunk in halves. Collective.
 
-    The number follows from the analytic cost model, so that a resumed job has the same. Rank 0 logs
-    it, or the reason why all chunks stay whole; the number is then infinite.
+    The number follows from the analytic cost model. On GPUs, a layer of experts is timed, and if
+    halves take longer, the number is infinite. Rank 0 logs it, or the reason why chunks stay whole.
 
     Args:
         place: Context of this rank.
@@ -97,9 +99,17 @@ def halved_from(place: JobContext, models: Sequence[Any]) -> float:
     apart, least = largest([apart, least], groups.control)
     if apart:
         reason, least = reason or "a product for each expert", math.inf
+    timed = ""
+    tokens = timed_tokens(least, args.seq_length) if has_gpu() else 0
+    if tokens:
+        undivided, halves = slowest_seconds(args, models, groups, place.row_shard, tokens)
+        timed = f"{1e3 * halves:.2f} ms a layer of {tokens} tokens, whole {1e3 * undivided:.2f} ms"
+        if halves >= undivided:
+            reason, least = f"the time of halves ({timed})", math.inf
     if groups.control.rank() == 0:
         if least < math.inf:
-            logger.info("experts: chunks of %d tokens or more in two halves of rows", least)
+            more = f" ({timed})" if timed else ""
+            logger.info("experts: chunks of %d tokens or more in two halves of rows%s", least, more)
         else:
             logger.info("experts: chunks stay whole, because of %s", reason or "fast exchanges")
     return least

@@ -220,9 +220,9 @@ class Job:
         place, args = self.place, self.args
         for kind in KIND_MODULES:
             kind.install_in_wrapped(models, place.groups.control)
-        halve_experts(models, self.hooks.halved_from(place, models))
         if cpu_host.has_gpu_kernels():
             run_every_kind(args, models, place.groups, place.row_shard)
+        halve_experts(models, self.hooks.halved_from(place, models))
         if "wsplit" in training_levers(self.config.epp_levers):
             report_kept(models, place.groups.control)
         steps = self.hooks.make_steps(place, models)
