@@ -228,25 +228,58 @@ def test_a_layer_takes_what_the_cost_model_says(stage, monkeypatch, ratio) -> No
 
 def test_a_job_times_whole_chunks_beside_halves(stage) -> None:
     """A whole chunk's exchanges do not go through the network, whose clock stands still."""
+    from functools import partial
+
     from megatron_epp.mcore.calibrate.clocks import WallClock
-    from megatron_epp.mcore.calibrate.halves import layer_seconds, timed_tokens
+    from megatron_epp.mcore.calibrate.path_seconds import timed_paths
     from megatron_epp.mcore.calibrate.probe import Shape, undisturbed
+    from megatron_epp.mcore.kinds.moe.halves import set_halved_from
     from scripts.bench.single_stage import probe_alone
 
     world, model = stage
-    network = Network(0.1)
-    with undisturbed(model), on(network), experts_take(stage, network, 0.8):
+    network, inf = Network(0.1), float("inf")
+    paths = [partial(set_halved_from, moe_of(stage), least) for least in (inf, 0)]
+    with halved(stage), undisturbed(model), on(network), experts_take(stage, network, 0.8):
         probe = probe_alone(world, model).timed_by(WallClock(lambda: network.now))
-        whole, halves = layer_seconds(probe, moe_of(stage), Shape(ROWS))
+        whole, halves = timed_paths(probe, paths, Shape(ROWS))
     assert whole == pytest.approx(2 * 0.8)
     assert halves == pytest.approx(2 * (0.8 + 0.2))  # the first dispatch, the last combine
-    with exchanged() as order:
-        computed(stage)
-        assert not order  # whole afterwards
-    assert [timed_tokens(least, 4096) for least in (0.0, 500.0, 3000.0, 5000.0)] == [
-        *(1, 2000, 4096),
-        0,
-    ]
+
+
+# As a rank, and a slower one, measure a layer, whole and in halves.
+@pytest.mark.parametrize(
+    ("own", "slowest", "said"),
+    [
+        ([2.0, 1.0], [3.0, 2.0], "of 500 tokens or more in two halves of rows (2000.00 ms a"),
+        ([2.0, 1.0], [2.0, 2.5], "stay whole, because of the time of halves (2500.00 ms a layer"),
+        (None, [], "of 500 tokens or more in two halves of rows"),
+    ],
+)
+def test_the_slowest_rank_decides(stage, monkeypatch, own, slowest, said) -> None:
+    from megatron_epp.mcore.kinds.moe import choose_halves
+
+    args = copy.copy(stage[0].args)
+    vars(args).update(expert_model_parallel_size=2, seq_length=4096)
+    cost = SimpleNamespace(seconds=SimpleNamespace(halved_from=500.0))
+    of_ranks = iter([[0.0, 500.0], slowest])
+    monkeypatch.setattr(choose_halves, "largest", lambda values, group: next(of_ranks))
+    monkeypatch.setattr(choose_halves, "stacks_of", lambda layer: [layer])
+    timed: list[int] = []
+
+    def seconds(model: Any, at: int, paths: Any, tokens: int) -> list[float]:
+        timed.append(tokens)
+        return own
+
+    with halved(stage):
+        line = choose_halves.choose_halves(
+            [stage[1]], args, lambda: cost, seconds if own else None, None
+        )
+        assert said in line and timed == [2000] * bool(own)
+        with exchanged() as order:
+            computed(stage, rows=600)
+            assert bool(order) == ("stay whole" not in line)
+    tokens = map(choose_halves.timed_tokens, (0.0, 500.0, 3000.0, 5000.0), [4096] * 4)
+    assert list(tokens) == [1, 2000, 4096, 0]
 
 
 # ------------------------------------------------------------------ faults

@@ -13,8 +13,7 @@ from megatron_epp.mcore.choose.kept import CHOICES_FILE, TRACKER
 from megatron_epp.mcore.choose.layouts import AllowedLayout, ChosenLayout, choice, read_layouts
 from megatron_epp.mcore.flags.config import LAYOUT_KEY
 from megatron_epp.mcore.job.read_flags import prepare_parser
-from tests.mcore.runs import Run, flags, train, trained
-from tests.mcore.test_uneven_batches import DOUBLE, exact
+from tests.mcore.runs import DOUBLE, Run, exact_losses, flags, train, trained
 
 pytestmark = pytest.mark.everything
 
@@ -127,17 +126,17 @@ def test_four_devices_then_two_then_four(corpus, tmp_path) -> None:
         return trained(flags(corpus, **{**how, **more}, epp_layouts=path), devices, DOUBLE)
 
     straight = run(4, "pp 2\npp 4", save_interval=2)
-    assert len(exact(straight)) == 4
+    assert len(exact_losses(straight)) == 4
     assert "tp 1 pp 2 cp 1 ep 1 on 4 of 4 devices, predicted " in straight.output
     for file in tmp_path.glob("latest*"):
         file.write_text("2")
     back = {"load": tmp_path, "save": None}
     same = run(4, "pp 2", **back)
-    assert exact(same) == exact(straight)[2:]
+    assert exact_losses(same) == exact_losses(straight)[2:]
     two = run(2, "pp 1\npp 2 layers 1 3", **back)
-    assert exact(two) == pytest.approx(exact(straight)[2:], rel=1e-12)
+    assert exact_losses(two) == pytest.approx(exact_losses(straight)[2:], rel=1e-12)
     with_spare = run(4, "pp 3", epp_placement=None, **back)
-    assert exact(with_spare) == pytest.approx(exact(straight)[2:], rel=1e-12)
+    assert exact_losses(with_spare) == pytest.approx(exact_losses(straight)[2:], rel=1e-12)
     assert "waits as a spare: tp 1 pp 3 cp 1 ep 1 has no place" in with_spare.output
     assert "chosen anew, as the checkpoint's run had another layout" in with_spare.output
 

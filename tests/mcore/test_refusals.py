@@ -303,6 +303,8 @@ class Wanted:
             expert_model_parallel_size=1,
             expert_tensor_parallel_size=1,
             position_embedding_type="rope",
+            hidden_size=None,
+            num_attention_heads=None,
             calculate_per_token_loss=True,
             sft=False,
             mock_data=False,

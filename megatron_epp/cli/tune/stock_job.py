@@ -64,7 +64,7 @@ def stock_job(job: TunedJob, choice: Choice, of_model: ModelFlags) -> StockJob:
     if stock.static.recomputed:
         recompute = ["--recompute-granularity", "full", "--recompute-method", "block"]
         flags.append([*recompute, "--recompute-num-layers", str(stock.static.recomputed)])
-    dsa = any(shape.index_heads for shape in job.model.kinds.values())
+    dsa = any(word.startswith("--dsa-indexer") for group in of_model.groups for word in group)
     if dsa or ["--rope-type", "rope"] in of_model.groups:  # of MLA, Megatron fuses YaRN alone
         flags.append(["--no-rope-fusion"])
     if choice.layout.cp > 1:

@@ -1,6 +1,5 @@
 """Rank of the job under test: it runs the trainer's components on one batch after another."""
 
-import math
 import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -31,7 +30,6 @@ from megatron_epp.mcore.data.global_batches import Batch
 from megatron_epp.mcore.flags.config import AUTO, Config
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.modules import KIND_MODULES
-from megatron_epp.mcore.kinds.moe.limits import halves_chunks, has_experts
 from megatron_epp.mcore.kinds.registry import heads_of
 from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.patching import patch_points
@@ -39,17 +37,16 @@ from megatron_epp.mcore.trainer.hooks import JobContext, TrainerHooks
 from megatron_epp.mcore.trainer.job import Job
 from megatron_epp.runtime.host_store import LEAST_BLOCK, LEAST_BYTES
 
-HALVED_FROM = 16  # tokens of a chunk that experts process in halves
-
 
 def exact_attention(wanted: str, config: Any, device: torch.device) -> VarlenAttention:
     """Return an attention that computes all scores in torch, because GPU kernels lack float64."""
     return VarlenAttention(ReferenceKernel(heads_of(config).scale))
 
 
-def halved_from(place: JobContext, models: Sequence[Any]) -> float:
-    """Return a number of tokens that some random chunks have and others lack."""
-    return HALVED_FROM if has_experts(place.args) and halves_chunks(place.args) else math.inf
+def mix_paths(place: JobContext, models: Sequence[Any]) -> None:
+    """Make some random chunks take each of the paths that can compute a layer."""
+    for kind in LAYER_CERTIFICATES:
+        kind.mix_paths(models, place.args)
 
 
 class DrawnSteps:
@@ -129,7 +126,7 @@ class Rank:
             self.hooks,
             make_steps=lambda place, models: self.steps,
             choose=lambda choice, args, layers: choice.values[-1],
-            halved_from=halved_from,
+            choose_paths=mix_paths,
         )
         job = Job(self.args, Config.of(self.args), hooks)
         known = [choice for kind in KIND_MODULES for choice in kind.CHOICES]

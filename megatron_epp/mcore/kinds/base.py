@@ -9,7 +9,7 @@ change nothing, or raise NotImplementedError. Two other classes belong to a kind
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -23,9 +23,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from megatron_epp.cost.cost import Cost
     from megatron_epp.cost.profile import LayerCoefficients
     from megatron_epp.layers.attention.layer_attention import Attention, Heads
     from megatron_epp.layers.recompute.outputs import DroppedOutputs
+
+
+# Function (stage module, index of a layer, functions that select a path, tokens) -> seconds
+type PathSeconds = Callable[[Any, int, Sequence[Callable[[], None]], int], list[float]]
 
 
 class LayerKind:
@@ -198,6 +203,28 @@ class KindModule:
         Megatron has not yet built the optimizer. ``group`` contains all ranks of the job; None
         means a single rank.
         """
+
+    def choose_paths(
+        self,
+        models: Sequence[Any],
+        args: Any,
+        cost: Callable[[], Cost],
+        seconds: PathSeconds | None,
+        group: ProcessGroup,
+    ) -> str:
+        """Choose among the paths that can compute layers of this kind. Collective.
+
+        Args:
+            models: This rank's stage modules, wrapped.
+            args: Megatron's arguments.
+            cost: Function that returns the job's analytic cost model.
+            seconds: Function that times a layer; None where kernels are not timed.
+            group: CPU group of all ranks of the job.
+
+        Returns:
+            The line to log on rank 0; "" if there is no choice.
+        """
+        return ""
 
     def compile_sizes(self, module: Any, device: torch.device) -> None:
         """Compile kernels of ``module`` for numbers of rows that the layer's first run lacks."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_epp.mcore.kinds.base import LayerKind
@@ -49,6 +49,9 @@ class LayerCertificate:
 
     def read_pattern(self, args: Any, symbols: str) -> None:
         """Set the fields of ``args`` that Megatron derives from the layer symbols of a pattern."""
+
+    def mix_paths(self, models: Sequence[Any], args: Any) -> None:
+        """Make some chunks of ``models`` take each of the paths that can compute a layer."""
 
     def shrink_blocks(self) -> None:
         """Reduce block sizes of this package's layers, so that small models have several blocks."""

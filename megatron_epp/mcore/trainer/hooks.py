@@ -13,9 +13,9 @@ from megatron_epp.control.observe import Summary, summary_line
 from megatron_epp.control.recorded_steps import RecordedSteps
 from megatron_epp.control.step_source import StepSource
 from megatron_epp.cost.catalogue.devices import GIB
-from megatron_epp.layers.moe.weight_stack import stacks_of
-from megatron_epp.mcore.calibrate.halves import slowest_seconds, timed_tokens
+from megatron_epp.cost.cost import Cost
 from megatron_epp.mcore.calibrate.open_choices import Chooser, cheaper
+from megatron_epp.mcore.calibrate.path_seconds import path_seconds
 from megatron_epp.mcore.calibrate.profile_file import obtain
 from megatron_epp.mcore.choose.faster import report_faster_placement
 from megatron_epp.mcore.data.global_batches import DocumentSource, GlobalBatches
@@ -23,14 +23,11 @@ from megatron_epp.mcore.data.item_documents import VarlenItems
 from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.flags.config import Config
 from megatron_epp.mcore.job.job_cost import analytic, make_planning, training_cost
-from megatron_epp.mcore.kinds.moe.limits import obstacle_to_halves
-from megatron_epp.mcore.kinds.moe.router import moe_layers
-from megatron_epp.mcore.kinds.registry import expert_ranks_of
+from megatron_epp.mcore.kinds.modules import KIND_MODULES
 from megatron_epp.mcore.model.attention import Attention, attention_for
 from megatron_epp.mcore.model.elastic_layers import install_in_model
 from megatron_epp.mcore.model.stage import ModelStage
 from megatron_epp.mcore.patching.cpu_host import has_gpu
-from megatron_epp.runtime.consensus import largest
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
@@ -78,41 +75,23 @@ def make_steps(place: JobContext, models: Sequence[Any]) -> StepSource:
     return make_planning(args, config, place.layers, place.row_shard.multiple, groups, profile)
 
 
-def halved_from(place: JobContext, models: Sequence[Any]) -> float:
-    """Return the number of tokens from which experts process a chunk in halves. Collective.
-
-    The number follows from the analytic cost model. On GPUs, a layer of experts is timed, and if
-    halves take longer, the number is infinite. Rank 0 logs it, or the reason why chunks stay whole.
+def choose_paths(place: JobContext, models: Sequence[Any]) -> None:
+    """Choose among the paths that can compute this job's layers; rank 0 logs it. Collective.
 
     Args:
         place: Context of this rank.
         models: This rank's stage modules, wrapped.
     """
-    args, groups = place.args, place.groups
-    if expert_ranks_of(args) == 1:
-        return math.inf
-    layers = [layer for model in models for _, layer in moe_layers(model)]
-    apart, least = float(not all(map(stacks_of, layers))), math.inf
-    if (reason := obstacle_to_halves(args)) is None:
-        cost = training_cost(args, place.config, place.layers, analytic(args))
-        least = cost.seconds.halved_from
-    apart, least = largest([apart, least], groups.control)
-    if apart:
-        reason, least = reason or "a product for each expert", math.inf
-    timed = ""
-    tokens = timed_tokens(least, args.seq_length) if has_gpu() else 0
-    if tokens:
-        undivided, halves = slowest_seconds(args, models, groups, place.row_shard, tokens)
-        timed = f"{1e3 * halves:.2f} ms a layer of {tokens} tokens, whole {1e3 * undivided:.2f} ms"
-        if halves >= undivided:
-            reason, least = f"the time of halves ({timed})", math.inf
-    if groups.control.rank() == 0:
-        if least < math.inf:
-            more = f" ({timed})" if timed else ""
-            logger.info("experts: chunks of %d tokens or more in two halves of rows%s", least, more)
-        else:
-            logger.info("experts: chunks stay whole, because of %s", reason or "fast exchanges")
-    return least
+    args, group = place.args, place.groups.control
+    seconds = partial(path_seconds, args, place.row_shard) if has_gpu() else None
+
+    def cost() -> Cost:
+        return training_cost(args, place.config, place.layers, analytic(args))
+
+    for kind in KIND_MODULES:
+        line = kind.choose_paths(models, args, cost, seconds, group)
+        if line and group.rank() == 0:
+            logger.info(line)
 
 
 def limit_bytes(config: Config) -> float:
@@ -138,8 +117,8 @@ class TrainerHooks:
         make_batches: Function (documents, batch size, consumed samples) -> global batches. The
             batch size may be a function of the consumed samples.
         summary: Function that returns the log line of an iteration.
-        halved_from: Function (context, this rank's stage modules) -> number of tokens from which
-            experts process a chunk in two halves.
+        choose_paths: Function (context, this rank's stage modules) that chooses among the paths
+            that can compute a layer.
         choose: Function (flag that is ``auto``, args, layers of every stage) -> value to use.
         attention_for: Function (value of --epp-attention, configuration, device) -> attention.
         install_in_model: Function (model, context, attention) that patches the model to compute
@@ -156,7 +135,7 @@ class TrainerHooks:
         GlobalBatches
     )
     summary: Summary = summary_line
-    halved_from: Callable[[JobContext, Sequence[Any]], float] = halved_from
+    choose_paths: Callable[[JobContext, Sequence[Any]], None] = choose_paths
     choose: Chooser = cheaper
     attention_for: Callable[[str, Any, torch.device], Attention] = attention_for
     install_in_model: Callable[[Any, int, Attention], None] = install_in_model

@@ -29,7 +29,6 @@ from megatron_epp.mcore.job.emergency_exit import end_now
 from megatron_epp.mcore.job.job_cost import host_budget_bytes, on_these_ranks, training_levers
 from megatron_epp.mcore.job.process_groups import make_groups
 from megatron_epp.mcore.kinds.modules import KIND_MODULES
-from megatron_epp.mcore.kinds.moe.router import halve_experts
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 from megatron_epp.mcore.lm_head.fused_head import fused_head
 from megatron_epp.mcore.lm_head.shard import shard_output_layer
@@ -222,7 +221,7 @@ class Job:
             kind.install_in_wrapped(models, place.groups.control)
         if cpu_host.has_gpu_kernels():
             run_every_kind(args, models, place.groups, place.row_shard)
-        halve_experts(models, self.hooks.halved_from(place, models))
+        self.hooks.choose_paths(place, models)
         if "wsplit" in training_levers(self.config.epp_levers):
             report_kept(models, place.groups.control)
         steps = self.hooks.make_steps(place, models)

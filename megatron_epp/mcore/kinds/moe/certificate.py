@@ -1,6 +1,6 @@
 """MoE in certificates."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import lcm
 from typing import Any, override
 
@@ -21,10 +21,12 @@ from megatron_epp.mcore.kinds.moe.limits import (
     has_experts,
     lockstep_width,
 )
+from megatron_epp.mcore.kinds.moe.router import halve_experts
 
 SMALL_EXPERTS = 8
 MOST_CHOSEN = 4
 MOST_GROUPS = 4
+HALVED_FROM = 16  # tokens of a chunk that experts process in halves
 
 
 class MoECertificate(LayerCertificate):
@@ -80,6 +82,11 @@ class MoECertificate(LayerCertificate):
         if groups := small.get("moe_router_num_groups"):
             changed["moe_router_group_topk"] = groups
         return changed
+
+    @override
+    def mix_paths(self, models: Sequence[Any], args: Any) -> None:
+        if has_experts(args) and halves_chunks(args):
+            halve_experts(models, HALVED_FROM)
 
     @override
     def small_words(self, args: Any) -> list[str]:

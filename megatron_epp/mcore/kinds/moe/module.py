@@ -1,6 +1,6 @@
 """MoE layers on chunks (router.py)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, override
 
 import torch
@@ -12,8 +12,10 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_epp.mcore.kinds.base import KindModule, LayerPlace
+from megatron_epp.cost.cost import Cost
+from megatron_epp.mcore.kinds.base import KindModule, LayerPlace, PathSeconds
 from megatron_epp.mcore.kinds.local_layers import feed_forward
+from megatron_epp.mcore.kinds.moe.choose_halves import choose_halves
 from megatron_epp.mcore.kinds.moe.kind import MoEKind
 from megatron_epp.mcore.kinds.moe.limits import has_experts
 from megatron_epp.mcore.kinds.moe.local import fix_latent_experts
@@ -44,6 +46,17 @@ class MoEModule(KindModule):
     def install_in_wrapped(self, models: Sequence[Any], group: ProcessGroup | None) -> None:
         if has_experts(get_model_config(models[0])):
             stack_experts(models, group)
+
+    @override
+    def choose_paths(
+        self,
+        models: Sequence[Any],
+        args: Any,
+        cost: Callable[[], Cost],
+        seconds: PathSeconds | None,
+        group: ProcessGroup,
+    ) -> str:
+        return choose_halves(models, args, cost, seconds, group)
 
     @override
     def compile_sizes(self, module: Any, device: torch.device) -> None:

@@ -1,0 +1,44 @@
+"""Times of a layer on the paths that can compute it, on the GPUs of a job."""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+from megatron_epp.ir import KEEP
+from megatron_epp.mcore.calibrate.measure import REPEATS
+from megatron_epp.mcore.calibrate.probe import Probe, Shape, undisturbed
+from megatron_epp.mcore.calibrate.profile_file import probe_of
+
+Paths = Sequence[Callable[[], None]]
+
+
+def path_seconds(
+    args: Any, rows: Any, model: Any, at: int, paths: Paths, tokens: int
+) -> list[float]:
+    """Return the seconds of forward and backward of a layer on each of ``paths``.
+
+    Ranks that share the layer call the function together. It restores gradients and random states
+    at its end; the layer stays on the last path.
+
+    Args:
+        args: Megatron's arguments.
+        rows: ``RowShard`` that selects the rows (tokens) of a chunk on this rank.
+        model: Stage module of this rank, wrapped.
+        at: Index of the layer in the stage.
+        paths: Functions that select a path.
+        tokens: Tokens of the chunk.
+    """
+    with undisturbed(model):
+        return timed_paths(probe_of(args, model, rows).of_layer(at), paths, Shape(tokens))
+
+
+def timed_paths(probe: Probe, paths: Paths, shape: Shape) -> list[float]:
+    """Return the median seconds of the probe's layer on each of ``paths``, for a chunk."""
+    runs = []
+    for repeat in range(1 + REPEATS):  # the first compiles kernels
+        for select in paths:
+            select()
+            runs.append((probe.after_work(shape) if repeat else probe).layers(shape, KEEP))
+    seconds = [run.forward_seconds + run.backward_seconds for run in runs]
+    count = len(paths)
+    return [median(seconds[number + count :: count]) for number in range(count)]
