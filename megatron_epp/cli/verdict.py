@@ -28,12 +28,12 @@ def verdict(epp: float | None, stock: float | None, which: str, why: str) -> str
 
 
 def why_stock(overlap: str, stages: int) -> str:
-    """Return why stock is faster: an overlap that ``--epp`` lacks, no pipeline, or its schedule.
+    """Return why stock is faster: it hides more communication, no pipeline, or its schedule.
 
     Args:
         overlap: description of the communication that stock hides; "" if none.
         stages: number of stages of the fastest layout.
     """
     if overlap:
-        return "--epp has no such overlap"
+        return "--epp hides less communication"
     return "no pipeline is needed" if stages == 1 else "its schedule suits these batches better"

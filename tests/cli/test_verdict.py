@@ -23,6 +23,6 @@ def test_the_verdict(epp: float | None, stock: float | None, said: str) -> None:
 
 
 def test_why_stock_is_faster() -> None:
-    assert why_stock("60% of experts' exchanges hidden", 2) == "--epp has no such overlap"
+    assert why_stock("60% of experts' exchanges hidden", 2) == "--epp hides less communication"
     assert why_stock("", 1) == "no pipeline is needed"
     assert why_stock("", 4) == "its schedule suits these batches better"
