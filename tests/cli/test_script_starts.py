@@ -56,7 +56,7 @@ CASES = [
 CANNOT = (  # what Megatron has no job for
     "no length of samples fits all batches",
     "Megatron overlaps experts' exchanges in GPT models only, not in hybrids",
-    "Megatron runs DSA with CP by --cp-comm-type allgather only",
+    "Megatron runs attention with an indexer and CP by --cp-comm-type allgather only",
 )
 
 

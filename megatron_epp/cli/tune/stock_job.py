@@ -64,12 +64,13 @@ def stock_job(job: TunedJob, choice: Choice, of_model: ModelFlags) -> StockJob:
     if stock.static.recomputed:
         recompute = ["--recompute-granularity", "full", "--recompute-method", "block"]
         flags.append([*recompute, "--recompute-num-layers", str(stock.static.recomputed)])
-    dsa = any(word.startswith("--dsa-indexer") for group in of_model.groups for word in group)
-    if dsa or ["--rope-type", "rope"] in of_model.groups:  # of MLA, Megatron fuses YaRN alone
+    if not of_model.fuses_rope:
         flags.append(["--no-rope-fusion"])
     if choice.layout.cp > 1:
-        if dsa:
-            raise ValueError("Megatron runs DSA with CP by --cp-comm-type allgather only")
+        if of_model.indexed:
+            raise ValueError(
+                "Megatron runs attention with an indexer and CP by --cp-comm-type allgather only"
+            )
         flags.append(["--cp-comm-type", "a2a"])
     if job.device.name == "cpu":  # Transformer Engine alone reads the ends of documents
         flags.append(["--reset-position-ids", "--reset-attention-mask"])

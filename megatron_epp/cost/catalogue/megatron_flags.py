@@ -57,6 +57,16 @@ class ModelFlags(NamedTuple):
         """Whether the model is a HybridModel; its pattern also defines the layers of each stage."""
         return any(group[0] == PATTERN for group in self.groups)
 
+    @property
+    def indexed(self) -> bool:
+        """Whether attention has an indexer (DSA)."""
+        return any(word.startswith("--dsa-indexer") for group in self.groups for word in group)
+
+    @property
+    def fuses_rope(self) -> bool:
+        """Whether Megatron's own layers can fuse RoPE; MLA does with YaRN only."""
+        return not self.indexed and ["--rope-type", "rope"] not in self.groups
+
 
 def model_flags(
     model: Model, config: HubConfig | None, tp: int = 1, stages: Sequence[int] = ()
