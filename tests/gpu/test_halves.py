@@ -256,6 +256,7 @@ def test_a_job_times_whole_chunks_beside_halves(stage) -> None:
     ],
 )
 def test_the_slowest_rank_decides(stage, monkeypatch, own, slowest, said) -> None:
+    from megatron_epp.mcore.kinds.base import ChosenBy
     from megatron_epp.mcore.kinds.moe import choose_halves
 
     args = copy.copy(stage[0].args)
@@ -271,9 +272,8 @@ def test_the_slowest_rank_decides(stage, monkeypatch, own, slowest, said) -> Non
         return own
 
     with halved(stage):
-        line = choose_halves.choose_halves(
-            [stage[1]], args, lambda: cost, seconds if own else None, None
-        )
+        chosen_by = ChosenBy(args, lambda: cost, seconds if own else None, None)
+        line = choose_halves.choose_halves([stage[1]], chosen_by)
         assert said in line and timed == [2000] * bool(own)
         with exchanged() as order:
             computed(stage, rows=600)

@@ -80,7 +80,7 @@ class ChunkBatchBuilder:
         row_shard: Sharding of a chunk's rows over ranks.
         device: Device of the tensors.
         predictions: Number of MTP modules, and their loss weight. None: only the next token.
-        lockstep: Plans of the replicas that run in lockstep; may be empty for one replica.
+        lockstep: Plans of all replicas that run in lockstep; may be empty for one replica.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ChunkBatchBuilder:
         predictions: Predictions | None = None,
         lockstep: Sequence[Plan] = (),
     ):
-        self._together = [plan.chunks, *(other.chunks for other in lockstep)]
+        self._together = [each.chunks for each in lockstep or (plan,)]
         self.predictions = Predictions() if predictions is None else predictions
         self._target_counts: dict[int, numpy.ndarray] = {}  # by sample
         self.plan, self.slices, self.samples = plan, slices, samples

@@ -33,6 +33,23 @@ if TYPE_CHECKING:
 type PathSeconds = Callable[[Any, int, Sequence[Callable[[], None]], int], list[float]]
 
 
+@dataclass(frozen=True, slots=True)
+class ChosenBy:
+    """What kinds choose the paths of their layers by.
+
+    Attributes:
+        args: Megatron's arguments.
+        cost: Function that returns the job's analytic cost model.
+        seconds: Function that times a layer on each path; None where kernels are not timed.
+        group: CPU group of all ranks of the job.
+    """
+
+    args: Any
+    cost: Callable[[], Cost]
+    seconds: PathSeconds | None
+    group: ProcessGroup
+
+
 class LayerKind:
     """Properties of a layer kind, such as attention or MoE, as functions of Megatron's args.
 
@@ -204,25 +221,11 @@ class KindModule:
         means a single rank.
         """
 
-    def choose_paths(
-        self,
-        models: Sequence[Any],
-        args: Any,
-        cost: Callable[[], Cost],
-        seconds: PathSeconds | None,
-        group: ProcessGroup,
-    ) -> str:
+    def choose_paths(self, models: Sequence[Any], chosen_by: ChosenBy) -> str:
         """Choose among the paths that can compute layers of this kind. Collective.
 
-        Args:
-            models: This rank's stage modules, wrapped.
-            args: Megatron's arguments.
-            cost: Function that returns the job's analytic cost model.
-            seconds: Function that times a layer; None where kernels are not timed.
-            group: CPU group of all ranks of the job.
-
-        Returns:
-            The line to log on rank 0; "" if there is no choice.
+        ``models`` are this rank's stage modules, wrapped. The method returns the line to log on
+        rank 0; "" if there is no choice.
         """
         return ""
 

@@ -23,6 +23,7 @@ from megatron_epp.mcore.data.item_documents import VarlenItems
 from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.flags.config import Config
 from megatron_epp.mcore.job.job_cost import analytic, make_planning, training_cost
+from megatron_epp.mcore.kinds.base import ChosenBy
 from megatron_epp.mcore.kinds.modules import KIND_MODULES
 from megatron_epp.mcore.model.attention import Attention, attention_for
 from megatron_epp.mcore.model.elastic_layers import install_in_model
@@ -88,8 +89,9 @@ def choose_paths(place: JobContext, models: Sequence[Any]) -> None:
     def cost() -> Cost:
         return training_cost(args, place.config, place.layers, analytic(args))
 
+    chosen_by = ChosenBy(args, cost, seconds, group)
     for kind in KIND_MODULES:
-        line = kind.choose_paths(models, args, cost, seconds, group)
+        line = kind.choose_paths(models, chosen_by)
         if line and group.rank() == 0:
             logger.info(line)
 

@@ -1,15 +1,12 @@
 """Number of tokens from which experts process a chunk in two halves of rows (halves.py)."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch.distributed import ProcessGroup
-
-from megatron_epp.cost.cost import Cost
 from megatron_epp.layers.moe.weight_stack import stacks_of
-from megatron_epp.mcore.kinds.base import PathSeconds
+from megatron_epp.mcore.kinds.base import ChosenBy
 from megatron_epp.mcore.kinds.moe.halves import set_halved_from
 from megatron_epp.mcore.kinds.moe.limits import expert_ranks, has_experts, obstacle_to_halves
 from megatron_epp.mcore.kinds.moe.router import halve_experts, moe_layers
@@ -19,25 +16,20 @@ from megatron_epp.runtime.consensus import largest
 MARGIN = 4
 
 
-def choose_halves(
-    models: Sequence[Any],
-    args: Any,
-    cost: Callable[[], Cost],
-    seconds: PathSeconds | None,
-    group: ProcessGroup,
-) -> str:
+def choose_halves(models: Sequence[Any], chosen_by: ChosenBy) -> str:
     """Choose which chunks of ``models`` run in halves; return what to log. Collective.
 
     The number of tokens follows from the analytic cost model, so that a resumed job has the same.
     On GPUs, each rank times its first layer of experts both ways; if the slowest rank takes longer
-    in halves, all chunks stay whole. For the arguments see :meth:`.KindModule.choose_paths`.
+    in halves, all chunks stay whole.
     """
+    args, seconds, group = chosen_by.args, chosen_by.seconds, chosen_by.group
     if not has_experts(args) or expert_ranks(args) == 1:
         return ""
     layers = [(model, at, layer) for model in models for at, layer in moe_layers(model)]
     apart, least = float(not all(stacks_of(layer) for *_, layer in layers)), math.inf
     if (reason := obstacle_to_halves(args)) is None:
-        least = cost().seconds.halved_from
+        least = chosen_by.cost().seconds.halved_from
     apart, least = largest([apart, least], group)
     if apart:
         reason, least = reason or "a product for each expert", math.inf

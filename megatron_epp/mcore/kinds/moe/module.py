@@ -1,6 +1,6 @@
 """MoE layers on chunks (router.py)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, override
 
 import torch
@@ -12,8 +12,7 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_epp.cost.cost import Cost
-from megatron_epp.mcore.kinds.base import KindModule, LayerPlace, PathSeconds
+from megatron_epp.mcore.kinds.base import ChosenBy, KindModule, LayerPlace
 from megatron_epp.mcore.kinds.local_layers import feed_forward
 from megatron_epp.mcore.kinds.moe.choose_halves import choose_halves
 from megatron_epp.mcore.kinds.moe.kind import MoEKind
@@ -48,15 +47,8 @@ class MoEModule(KindModule):
             stack_experts(models, group)
 
     @override
-    def choose_paths(
-        self,
-        models: Sequence[Any],
-        args: Any,
-        cost: Callable[[], Cost],
-        seconds: PathSeconds | None,
-        group: ProcessGroup,
-    ) -> str:
-        return choose_halves(models, args, cost, seconds, group)
+    def choose_paths(self, models: Sequence[Any], chosen_by: ChosenBy) -> str:
+        return choose_halves(models, chosen_by)
 
     @override
     def compile_sizes(self, module: Any, device: torch.device) -> None:
