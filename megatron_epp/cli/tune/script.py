@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 
 from megatron_epp.cli.tune.job import TunedJob
-from megatron_epp.cli.tune.stock_job import connections, length_multiple, stock_job
+from megatron_epp.cli.tune.stock_job import StockJob, connections, length_multiple, stock_job
 from megatron_epp.cost.catalogue.hub_file import HubConfig
 from megatron_epp.cost.catalogue.megatron_flags import ModelFlags, model_flags
 from megatron_epp.cost.catalogue.models import Model
@@ -98,22 +98,20 @@ def launch_script(
         ValueError: if ``choice`` is a row of stock that Megatron cannot run.
     """
     model, config, arguments = job.model, job.config, job.arguments
-    of_model = _model_flags(job, choice)
+    of_model, stock = _parts(job, choice)
     notes = config.notes if config is not None else ()
     seconds, rate, queues = choice.seconds, choice.tokens_per_second, connections(job, choice)
-    if choice.stock is not None:
-        own = stock_job(job, choice, of_model)
-        rate, seconds = rate * seconds / own.seconds, own.seconds
-        notes = (*notes, "Megatron's own schedule, without --epp.", own.note)
+    if stock is not None:
+        rate, seconds = rate * seconds / stock.seconds, stock.seconds
+        notes = (*notes, "Megatron's own schedule, without --epp.", stock.note)
     if of_model.assumed:
         assumed = ", ".join(of_model.assumed)
         notes = (*notes, f"Not in the model's description, so assumed: {assumed}.")
     # printable: a line break would end the comment and start a command.
     comments = [f"# {printable(note)}\n" for note in notes]
-    groups = launch_flags(job, choice, documents, context)
+    groups = _all_flags(job, choice, of_model, stock, documents, context)
     lines = (f"    {shlex.join(group)}" for group in groups)
     return _HEAD.format(
-        # printable: a line break would end the comment and start a command.
         title=printable(
             f"{model.name} on {job.nodes} x {job.node_devices} {arguments.device}: {choice.layout}"
         ),
@@ -139,6 +137,12 @@ def _rendezvous(nodes: int, hosts: Sequence[str]) -> str:
     return _RENDEZVOUS.format(nodes=nodes, last=nodes - 1, hosts=listed)
 
 
+def _parts(job: TunedJob, choice: Choice) -> tuple[ModelFlags, StockJob | None]:
+    """Return the model's flags, and the job of Megatron's own that is nearest to a row of stock."""
+    of_model = _model_flags(job, choice)
+    return of_model, None if choice.stock is None else stock_job(job, choice, of_model)
+
+
 def _model_flags(job: TunedJob, choice: Choice) -> ModelFlags:
     stages = () if _is_placed(choice) or choice.layout.pp == 1 else choice.layers
     return model_flags(job.model, job.config, choice.layout.tp, stages)
@@ -161,13 +165,22 @@ def launch_flags(job: TunedJob, choice: Choice, documents: int, context: int) ->
     Raises:
         ValueError: if ``choice`` is a row of stock that Megatron cannot run.
     """
-    of_model = _model_flags(job, choice)
+    return _all_flags(job, choice, *_parts(job, choice), documents, context)
+
+
+def _all_flags(
+    job: TunedJob,
+    choice: Choice,
+    of_model: ModelFlags,
+    stock: StockJob | None,
+    documents: int,
+    context: int,
+) -> list[list[str]]:
     multiple = length_multiple(choice.layout)
     tokens, samples = -(-context // multiple) * multiple, documents
     own = elastic_flags(choice, job.arguments)
-    if choice.stock is not None:
-        nearest = stock_job(job, choice, of_model)
-        tokens, samples, own = nearest.tokens, nearest.samples, nearest.flags
+    if stock is not None:
+        tokens, samples, own = stock.tokens, stock.samples, stock.flags
     return [
         *of_model.groups,
         ["--seq-length", str(tokens), "--max-position-embeddings", str(tokens)],
