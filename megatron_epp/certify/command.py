@@ -25,8 +25,8 @@ from megatron_epp.certify.protocol import (
 )
 from megatron_epp.certify.trial import Trial, read
 from megatron_epp.control.files import scratch_folder
+from megatron_epp.show.table import COLUMNS
 
-WIDTH = 100  # columns of the output
 BOUND = 1e-12  # relative, in float64
 # In bf16, as a multiple of the reference model's own error: two computations in one dtype both have
 # such an error, in any direction.
@@ -109,12 +109,12 @@ def run(backend: Backend, trial: Trial) -> int:
 
 
 def _print(text: str) -> None:
-    """Print lines of at most WIDTH columns; what follows in a line is indented."""
+    """Print lines of at most COLUMNS columns; what follows in a line is indented."""
     for line in text.splitlines():
         print(
             fill(
                 line,
-                WIDTH,
+                COLUMNS,
                 subsequent_indent="    ",
                 break_long_words=False,
                 break_on_hyphens=False,

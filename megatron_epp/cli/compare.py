@@ -23,10 +23,9 @@ from megatron_epp.planner import COMPARED, PACKED, PLANNERS, STOCK, Options
 from megatron_epp.planner.choose.choice import heaviest
 from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
 from megatron_epp.planner.stock import Stock, stock_of
-from megatron_epp.show.table import text_table
+from megatron_epp.show.table import COLUMNS, text_table
 from megatron_epp.show.units import GIB, fraction_text, seconds_text
 
-COLUMNS = 100  # maximum line length
 _EPP = "epp"
 _KNOWN = (STOCK, "infinipipe")  # the baseline without --epp, and the paper's planner
 _WARM_UP = 24  # number of documents

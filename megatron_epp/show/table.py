@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+COLUMNS = 100  # most columns of a line that a command prints
+
 
 def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return the table with two blanks between columns, and with numbers right-aligned."""

@@ -27,8 +27,8 @@ Ways to run one job, --rounds times in changing order, with a cost model that `p
 Ratios are seconds of the first way over the row's, for the same batch, measured and predicted:
 
     vocab       a heavy LM head: on the last stage, vocabulary parallelism
-    placements  heavy LM head, uneven layers: packing at each batch's best length with layers by
-                time, one stage on a rank, two (V, interleaved), and --epp-placement auto
+    placements  heavy LM head, uneven layers: packing at each batch's best length on layers 6 2,
+                one stage on a rank, two (V, interleaved), and --epp-placement auto
     slow-rank   libraries of rank --rank use SSE 4.2 or AVX2 alone: taken for alike, as measured,
                 and as measured with stages by time
 

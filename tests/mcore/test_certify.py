@@ -14,13 +14,14 @@ import torch
 
 from megatron_epp.certify import command as certify_module
 from megatron_epp.certify import processes
-from megatron_epp.certify.command import WIDTH, verdict
+from megatron_epp.certify.command import verdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.processes import ChildLost, Children
 from megatron_epp.certify.protocol import ModelSetup
 from megatron_epp.certify.trial import GPT, LLAMA, Trial, certify_parser, read
 from megatron_epp.cli.megatron_flags import require_known
 from megatron_epp.mcore.certify.command import certify_training, main
+from megatron_epp.show.table import COLUMNS
 from tests.mcore.certified import certified, models
 from tests.programs import ROOT, python
 from tests.waiting import LAST_RESORT_SECONDS, until
@@ -184,7 +185,7 @@ def test_a_config_json_is_certified_by_the_flags_that_it_makes(tmp_path, capsys)
     assert ignored in " ".join(shown.split())
     assert shown.startswith("PP 2, TP 1, DP 1: layers 2 1") and "qk-layernorm" in shown
     assert "experts" in shown and "certified: 1 batches" in shown
-    assert max(map(len, shown.splitlines())) <= WIDTH
+    assert max(map(len, shown.splitlines())) <= COLUMNS
     file.write_text(json.dumps({**CONFIG, "model_type": "olmo2"}))
     with pytest.raises(ValueError, match="flags cannot say: norms after attention and MLP"):
         read(words)

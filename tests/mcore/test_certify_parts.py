@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from megatron_epp.certify.batches import CONTEXT, LONGEST, Frame, StepCoverage, draw
-from megatron_epp.certify.command import WIDTH, BatchVerdict, header, row, verdict
+from megatron_epp.certify.command import BatchVerdict, header, row, verdict
 from megatron_epp.certify.compare import Shard, assembled, worst_gradient
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import Trial
@@ -19,6 +19,7 @@ from megatron_epp.mcore.certify.scale_down import (
     small,
 )
 from megatron_epp.mcore.model.shape import stage_layers
+from megatron_epp.show.table import COLUMNS
 
 FRAME = Frame(vocabulary=61, layers=(2, 1, 2), replicas=2, modes="kfcmnab")
 
@@ -364,7 +365,7 @@ def test_a_problem_stands_below_its_row() -> None:
 def test_a_row_that_fails_names_the_worst_gradient() -> None:
     first, second = row(judged(gradient_error=3e-9)).splitlines()
     assert first.split()[-1] == "3.0e-09" and second.strip() == "worst gradient: w"
-    assert len(header(judged())) == len(row(judged())) <= WIDTH
+    assert len(header(judged())) == len(row(judged())) <= COLUMNS
 
 
 def test_a_trial_is_checked() -> None:

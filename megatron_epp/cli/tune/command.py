@@ -7,7 +7,6 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from megatron_epp.cli.compare import COLUMNS
 from megatron_epp.cli.documents import Batches, open_batches
 from megatron_epp.cli.files import write_file
 from megatron_epp.cli.layout import AUTO
@@ -37,6 +36,7 @@ from megatron_epp.planner.tuning.survey import (
 )
 from megatron_epp.show.grid import grid_drawing, grid_text
 from megatron_epp.show.svg import to_svg
+from megatron_epp.show.table import COLUMNS
 from megatron_epp.show.units import GIB
 
 # Options that need the search, and therefore --lengths.

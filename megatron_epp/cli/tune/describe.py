@@ -6,12 +6,12 @@ import textwrap
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_epp.cli.compare import COLUMNS
 from megatron_epp.cost.analytic import STATES
 from megatron_epp.cost.catalogue.hub_file import HubConfig
 from megatron_epp.cost.catalogue.megatron_flags import model_flags
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.ir.errors import printable
+from megatron_epp.show.table import COLUMNS
 from megatron_epp.show.units import GIB
 
 NOT_PLANNED = (

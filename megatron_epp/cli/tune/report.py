@@ -5,7 +5,6 @@ import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from megatron_epp.cli.compare import COLUMNS
 from megatron_epp.cli.verdict import PAYS, verdict, why_stock
 from megatron_epp.cost.overlap import EXPERTS, TENSOR
 from megatron_epp.planner.choose.choice import placement_name
@@ -13,7 +12,7 @@ from megatron_epp.planner.choose.partition import layout_flags
 from megatron_epp.planner.feasibility import PLANNING_CORES
 from megatron_epp.planner.registry import STOCK
 from megatron_epp.planner.tuning.survey import ELASTIC, TIGHT_MEMORY, Choice, Survey
-from megatron_epp.show.table import text_table
+from megatron_epp.show.table import COLUMNS, text_table
 from megatron_epp.show.units import GIB, fraction_text, seconds_text, tokens_text
 
 _HEADERS = (
