@@ -143,7 +143,7 @@ def work(stage: int, meeting: str) -> None:
 
         ran = []
         # The one line that cuts documents, and computes once what several begin with.
-        megatron_epp.attach(model, Samples(policy_loss, share_from=8), observe=ran.append)
+        megatron_epp.attach(model, Samples(policy_loss), share_from=8, observe=ran.append)
         ours = one_step(model, batches)
     errors = [
         float((p.grad - expected[name]).abs().max() / expected[name].abs().max())

@@ -176,6 +176,7 @@ def attach(
     attention: str = "auto",
     head_again: bool = True,
     memory_gib: float | None = None,
+    share_from: int = 0,
     timeout: Any = None,
     observe: Any = None,
 ) -> Any:
@@ -199,6 +200,9 @@ def attach(
             estimated from the model's shape. Plans then choose the recomputed layers of every stage
             and chunk, in place of the model's own recompute of whole layers. None: the model's own
             recompute applies, and the limit is the number of tokens that Megatron's 1F1B holds.
+        share_from: least number of equal tokens and labels with which documents of a micro-batch
+            begin for this prefix to be computed once, such as the prompt of several answers; 0
+            disables sharing.
         timeout: ``datetime.timedelta`` for which a rank waits for another rank; default 10 minutes.
         observe: function that is called after every call of the schedule, with the call's plan,
             records and memory peak (mcore/loops/settings.py). This and ``timeout`` apply to all
@@ -227,7 +231,7 @@ def attach(
     require_megatron()
     if installed() is not None and (timeout is not None or observe is not None):
         raise ValueError("attach(timeout=, observe=): expected in the process's first attach only")
-    attached = attach_to(model_chunks, adapter, attention, head_again, memory_gib)
+    attached = attach_to(model_chunks, adapter, attention, head_again, memory_gib, share_from)
     install_where_none(timeout, observe)
     say(f"megatron_epp {__version__}: {attached}")
     return attached

@@ -117,10 +117,7 @@ def work(rank: int, cases: list, chosen: Any, folder: str) -> None:
     from megatron_epp.mcore.loops.adapters.packed import PackedDocuments
 
     longest = max(max(group.whole) for _, groups in cases for group in groups)
-    adapters = {
-        "slices": PackedDocuments(cpu_loops.token_loss),
-        "trees": PackedDocuments(cpu_loops.token_loss, share_from=SHARE_FROM),
-    }
+    adapters = dict.fromkeys(("slices", "trees"), PackedDocuments(cpu_loops.token_loss))
     calls = cpu_loops.Calls(rank, chosen.pp, longest, adapters)
     calls.model.config.calculate_per_token_loss = True  # whatever a micro-batch is
     results = []
@@ -132,6 +129,7 @@ def work(rank: int, cases: list, chosen: Any, folder: str) -> None:
             for variant in VARIANTS:
                 apart = [in_a_row([sample]) for group in given for sample in group]
                 batches = apart if variant == "stock" else [in_a_row(group) for group in given]
+                calls.sliced.share_from = SHARE_FROM * (variant == "trees")
                 run = calls.run(variant, batches)
                 expected = expected or run.outcome
                 cpu_loops.require_outcome(run.outcome, expected, f"{name}, {variant}")

@@ -27,13 +27,13 @@ RELIES_ON = (
 
 
 class NemoSamples(TokenSamples):
-    """Adapter of NeMo-RL's micro-batches; shares prefixes of at least ``share_from`` tokens."""
+    """Adapter of NeMo-RL's micro-batches."""
 
     # Losses cover full samples on every context-parallel rank; NeMo-RL divides them by the ranks.
     partial_loss = True
 
-    def __init__(self, share_from: int = 0):
-        super().__init__(_tokens_of, share_from)
+    def __init__(self) -> None:
+        super().__init__(_tokens_of)
 
     def sliced(self, forward_step: Callable[..., Any], model: Any) -> Callable[..., Any]:
         """Return the forward step of slices.

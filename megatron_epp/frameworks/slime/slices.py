@@ -42,7 +42,7 @@ RELIES_ON = (
 class SlimeSamples(TokenSamples):
     """Adapter of slime's micro-batches.
 
-    ``args`` are slime's arguments. Samples share prefixes of at least ``share_from`` tokens.
+    ``args`` are slime's arguments.
     0 disables sharing.
 
     Raises:
@@ -51,8 +51,8 @@ class SlimeSamples(TokenSamples):
 
     partial_loss = True  # slime's own sharding gives a rank these rows
 
-    def __init__(self, args: Any, share_from: int = 0):
-        super().__init__(_tokens_of, share_from)
+    def __init__(self, args: Any):
+        super().__init__(_tokens_of)
         _require_sliceable(args)
         self._args = args
 

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.mcore.loops.adapter import (
     loss_function_of,
     parts_of,
     refuse_asked,
-    shared_prefixes_of,
 )
 from megatron_epp.mcore.loops.adapters.packed import documents_of
 from megatron_epp.mcore.loops.adapters.token_samples import on_this_device, zigzag_part
@@ -37,23 +35,13 @@ _TEXT = frozenset(
 
 
 class SwiftPacks:
-    """Adapter of packed micro-batches (--packing, or --padding_free).
-
-    ``share_from`` is the least number of tokens of a shared prefix; 0 disables sharing.
-    """
+    """Adapter of packed micro-batches (--packing, or --padding_free)."""
 
     partial_loss = True  # swift's own sharding gives a rank these rows
-
-    def __init__(self, share_from: int = 0):
-        self.share_from = share_from
 
     def lengths(self, micro_batch: Any) -> Sequence[int]:
         """Return the number of tokens of every document."""
         return tuple(stop - start for start, stop in documents_of(_with_boundaries(micro_batch)))
-
-    def prefixes(self, micro_batch: Any) -> PrefixForest:
-        """Return the forest of documents, with the prefixes that they share."""
-        return shared_prefixes_of(self, micro_batch, self.share_from)
 
     def rows(
         self, micro_batch: Any, document: int, start: int, stop: int

@@ -39,12 +39,10 @@ class VerlSamples(TokenSamples):
     Args:
         tensor_ranks: Tensor-parallel size of verl's engine, which determines its padding.
         context_ranks: Context-parallel size of verl's engine, which determines its padding.
-        share_from: Least tokens of a shared prefix; see
-            :class:`~megatron_epp.mcore.loops.adapters.token_samples.TokenSamples`.
     """
 
-    def __init__(self, tensor_ranks: int = 1, context_ranks: int = 1, share_from: int = 0):
-        super().__init__(_tokens_of, share_from)
+    def __init__(self, tensor_ranks: int = 1, context_ranks: int = 1):
+        super().__init__(_tokens_of)
         self._tensor_ranks, self._context_ranks = tensor_ranks, context_ranks
         self._pads_to_rows = _pads_to_rows()
 
@@ -124,12 +122,14 @@ class VerlSamples(TokenSamples):
         return loss, tokens * self._context_ranks, report
 
 
-def register_engine(memory_gib: float | None = None, share_from: int = 0) -> None:
+def register_engine(**options: Any) -> None:
     """Register an engine in verl whose language models compute slices.
 
     verl uses this engine instead of its own Megatron engine if the environment variable
-    VERL_ENGINE_VENDOR is ``megatron_epp``. For ``memory_gib`` see :func:`megatron_epp.attach`, for
-    ``share_from`` see :class:`VerlSamples`.
+    VERL_ENGINE_VENDOR is ``megatron_epp``.
+
+    Args:
+        options: Keywords of :func:`megatron_epp.attach`, such as ``share_from``.
 
     Example:
         >>> from megatron_epp.frameworks.verl.slices import register_engine
@@ -142,10 +142,8 @@ def register_engine(memory_gib: float | None = None, share_from: int = 0) -> Non
         def initialize(self) -> None:
             super().initialize()
             config = self.engine_config
-            samples = VerlSamples(
-                config.tensor_model_parallel_size, config.context_parallel_size, share_from
-            )
-            megatron_epp.attach(self.module, samples, memory_gib=memory_gib)
+            samples = VerlSamples(config.tensor_model_parallel_size, config.context_parallel_size)
+            megatron_epp.attach(self.module, samples, **options)
 
     EngineRegistry.register(model_type="language_model", backend="megatron", vendor=VENDOR)(
         SlicedEngine

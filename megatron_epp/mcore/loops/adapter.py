@@ -28,15 +28,14 @@ class Adapter(Protocol):
     before the layers receive one slice of text at a time, and the positions of a token are equal
     on all axes.
 
-    For documents with a common prefix, such as answers to one question, an adapter may have
-
-        prefixes(micro_batch) -> the result of shared_prefixes(rows of every document)
-                                 (megatron_epp.corpus.shared_prefixes)
-
-    Each shared prefix is then computed once, from the ``rows`` of one of its documents. ``loss``
+    With ``attach(share_from=N)``, documents that begin with the same N or more tokens, such as
+    answers to one question, compute this prefix once, from the ``rows`` of one of them. ``loss``
     receives the outputs of every full document, so ``loss`` decides how often a prefix counts. The
-    rows of a prefix must be equal in all its documents, except for the keys that only the loss
-    reads. The attribute ``loss_keys`` names these keys, by default ``loss_mask``.
+    rows of a prefix are equal in all its documents, except for the keys that only the loss reads.
+    The attribute ``loss_keys`` names these keys, by default ``loss_mask``. An adapter that knows
+    its prefixes without a comparison may have
+
+        prefixes(micro_batch) -> the documents as a forest (corpus/shared_prefixes.py)
 
     With context parallelism, ``loss`` is called on each rank with full documents. If the loop's
     loss function returns only the loss of the rank's own shard, set
@@ -137,15 +136,10 @@ def refuse_asked(whose: str, who: str, asked: Mapping[str, bool]) -> None:
 LOSS_KEYS = ("loss_mask",)
 
 
-def shared_prefixes_of(adapter: Any, micro_batch: Any, least: int) -> PrefixForest:
-    """Return the documents of a micro-batch and their shared prefixes of at least ``least`` tokens.
-
-    Documents share a prefix if the adapter's ``rows`` of the prefix are equal. The keys in the
-    adapter's ``loss_keys`` are not compared. If ``least`` is 0, documents share nothing.
-    """
-    lengths = adapter.lengths(micro_batch)
-    if not least:
-        return PrefixForest.apart(lengths)
+def _shared_prefixes(
+    adapter: Adapter, micro_batch: Any, lengths: Sequence[int], least: int
+) -> PrefixForest:
+    """Compare the rows of documents; return their forest with prefixes of ``least`` or more."""
     rows = []
     for document, length in enumerate(lengths):
         drawn = _compared(adapter, adapter.rows(micro_batch, document, 0, length))
@@ -227,16 +221,18 @@ def side_by_side(
     return joined
 
 
-def forest_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> PrefixForest:
-    """Return the documents of a micro-batch with the shared prefixes that the adapter finds.
-
-    If the adapter has no function ``prefixes``, documents share nothing.
+def forest_of(
+    adapter: Adapter, micro_batch: Any, number: int, most: int, least: int = 0
+) -> PrefixForest:
+    """Return the documents of a micro-batch with the prefixes that they share.
 
     Args:
         adapter: The adapter.
         micro_batch: The micro-batch.
         number: Number of the micro-batch, used in messages.
         most: Maximum number of tokens of a document.
+        least: Minimum number of tokens of a shared prefix; 0 disables sharing. Without effect if
+            the adapter has a function ``prefixes``.
 
     Raises:
         ValueError: Lengths are invalid, ``prefixes`` does not return a PrefixForest of these
@@ -244,8 +240,10 @@ def forest_of(adapter: Adapter, micro_batch: Any, number: int, most: int) -> Pre
     """
     lengths = lengths_of(adapter, micro_batch, number, most)
     find = getattr(adapter, "prefixes", None)
-    if find is None:
+    if find is None and not least:
         return PrefixForest.apart(lengths)
+    if find is None:
+        return _shared_prefixes(adapter, micro_batch, lengths, least)
     forest = find(micro_batch)
     if not isinstance(forest, PrefixForest):
         raise ValueError(

@@ -54,6 +54,7 @@ class AttachedModel:
             the last, after which the loss is computed. Their logits are then not saved.
         memory: Limit of the activations' bytes. Plans then choose which layers are recomputed. If
             None, the loop's own flags choose the recomputed layers.
+        share_from: Minimum number of tokens of a shared prefix; 0 disables sharing.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class AttachedModel:
         attention: Attention,
         head_again: bool,
         memory: ActivationBudget | None,
+        share_from: int = 0,
     ):
         self.adapter, self.head_again, self.memory = adapter, head_again, memory
+        self.share_from = share_from
         self.part, self._config = part, part.config
         self.slicing = True
         self.context = part.max_sequence_length
@@ -279,6 +282,7 @@ def attach_to(
     attention: str = "auto",
     head_again: bool = True,
     memory_gib: float | None = None,
+    share_from: int = 0,
 ) -> AttachedModel:
     """Patch the loop's model to compute slices of documents.
 
@@ -289,6 +293,7 @@ def attach_to(
         head_again: Whether backward recomputes the LM head of all chunks of a micro-batch except
             the last, after which the loss is computed.
         memory_gib: Limit of the activations in GiB; None applies the loop's recompute flags.
+        share_from: Minimum number of tokens of a shared prefix; 0 disables sharing.
 
     Returns:
         The state of the patched model, which is also stored on the model.
@@ -342,12 +347,14 @@ def attach_to(
         choose_mask(chosen, part.config, this_device())
     except ValueError as refusal:
         raise ValueError(f"attach: {refusal}") from None
+    if share_from < 0:
+        raise ValueError(f"attach(share_from={share_from}): expected 0 (off) or more tokens")
     memory = None
     if memory_gib is not None:
         if not 0 < memory_gib < math.inf:
             raise ValueError(f"attach(memory_gib={memory_gib}): expected more than 0")
         memory = ActivationBudget.of(part.config, part.vocab_size, memory_gib * GIB)
-    return AttachedModel(model, part, adapter, chosen, head_again, memory)
+    return AttachedModel(model, part, adapter, chosen, head_again, memory, share_from)
 
 
 def say(words: str) -> None:

@@ -64,13 +64,15 @@ class PlannedCall:
         Raises:
             ValueError: Ranks read different micro-batches, or no rank has a data iterator.
         """
-        call, batches, context = self.call, self.batches, self.model.context
+        call, batches, model = self.call, self.batches, self.model
 
         def read() -> tuple[int, int, list[PrefixForest]]:
             self.groups = process_groups(call)
             numbers = range(call.num_microbatches if batches.readable else 0)
-            adapter = self.model.adapter
-            forests = [forest_of(adapter, batches.item(n), n, context) for n in numbers]
+            forests = [
+                forest_of(model.adapter, batches.item(n), n, model.context, model.share_from)
+                for n in numbers
+            ]
             return dist.get_rank(), call.num_microbatches, forests
 
         programs = self.pipeline.programs
@@ -101,11 +103,11 @@ class PlannedCall:
         lengths = [tuple(node.tokens for node in forest.nodes) for forest in forests]
         parents = []
         if any(forest.shares for forest in forests):
-            require_shared(call.config, "the adapter's prefixes")
+            require_shared(call.config, "shared prefixes (attach(share_from=))")
             if model.has_front:
                 raise ValueError(
-                    "the adapter's prefixes: what stands in front of the layers sees documents "
-                    "whole, so what they share cannot be computed once; leave prefixes out"
+                    "shared prefixes: what stands in front of the layers sees documents whole, so "
+                    "what they share cannot be computed once; leave attach(share_from=) out"
                 )
             parents = [tuple(node.parent for node in forest.nodes) for forest in forests]
         trees = [parents] if parents else []

@@ -84,9 +84,8 @@ class LoopRank(WatchedRank):
         )
         get_model_config(models[0]).variable_seq_lengths = True
         Installation(Settings(make_plan=self._plan, observe=self.ran.append))
-        least = int(frame.model.trees)
-        adapter = PixelSamples(loop_loss) if frame.pixels else Samples(loop_loss, share_from=least)
-        attach_to(models[0], adapter, "auto", head_again=True)
+        adapter = PixelSamples(loop_loss) if frame.pixels else Samples(loop_loss)
+        attach_to(models[0], adapter, share_from=int(frame.model.trees and not frame.pixels))
         self.models = models
         return models
 

@@ -104,7 +104,7 @@ def test_rows_that_are_drawn_decide_what_is_shared() -> None:
     keys = ("tokens", "labels", "loss_mask")
 
     def shared(*more: str, loss_keys=("loss_mask",)) -> int:
-        found = Samples(keys=(*keys, *more), share_from=1, loss_keys=loss_keys).prefixes(batch)
+        found = forest_of(Samples(keys=(*keys, *more), loss_keys=loss_keys), batch, 0, 8, 1)
         return found.nodes[0].stop if found.shares else 0
 
     assert shared() == 8 and shared("temperature") == 5 and shared("features") == 6

@@ -127,11 +127,12 @@ def branches(number: int, seed: int) -> bool:
     from megatron_epp.mcore.patching import cpu_host
 
     cpu_host.install_cpu_host()
+    from megatron_epp.mcore.loops.adapter import forest_of
     from megatron_epp.mcore.loops.adapters.samples import Samples
 
     (drawn,) = LoopFrame(FRAME, False).draw(seed, number).micro_batches
     for batch in drawn:
-        nodes = Samples(loop_loss, share_from=1).prefixes(batch).nodes
+        nodes = forest_of(Samples(loop_loss), batch, 0, 10**6, 1).nodes
         parents = [node.parent for node in nodes if node.parent >= 0]
         if len(set(parents)) < len(parents):
             return True

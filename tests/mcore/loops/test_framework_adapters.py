@@ -13,7 +13,7 @@ from megatron_epp.frameworks.nemo_rl.slices import NemoSamples
 from megatron_epp.frameworks.slime.slices import SlimeSamples
 from megatron_epp.frameworks.swift.slices import SwiftPacks
 from megatron_epp.frameworks.verl.slices import VerlSamples
-from megatron_epp.mcore.loops.adapter import loss_function_of
+from megatron_epp.mcore.loops.adapter import forest_of, loss_function_of
 from megatron_epp.mcore.loops.adapters import token_samples
 from megatron_epp.mcore.loops.adapters.token_samples import zigzag_part
 from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
@@ -233,7 +233,7 @@ def verls_batch(**others) -> Batch:
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_verls_loss_gets_nested_log_probabilities(entropy) -> None:
-    batch, adapter = verls_batch(calculate_entropy=entropy), VerlSamples(share_from=2)
+    batch, adapter = verls_batch(calculate_entropy=entropy), VerlSamples()
     assert tuple(adapter.lengths(batch)) == LENGTHS
     # Labels are shifted along the pack; samples of 5 tokens are padded for 2 tensor ranks.
     assert spans(adapter, batch) == [[[8, 1, 2, 3]], [[1, 2, 3, 7]]]
@@ -241,9 +241,11 @@ def test_verls_loss_gets_nested_log_probabilities(entropy) -> None:
     assert adapter.rows(batch, 1, 1, 5)["temperature"].tolist() == [[0.5] * 4]
     # Of two tokens alike the second is followed by another one; and what is sampled more coldly
     # has other log-probabilities.
-    alike, from_one = Batch({**batch, "temperature": 1.0}), VerlSamples(share_from=1)
-    assert not adapter.prefixes(alike).shares and from_one.prefixes(alike).shares
-    assert not from_one.prefixes(batch).shares
+    alike = Batch({**batch, "temperature": 1.0})
+    shares = [
+        forest_of(adapter, each, 0, 8, n).shares for each, n in ((alike, 2), (alike, 1), (batch, 1))
+    ]
+    assert shares == [False, True, False]
 
     def loss(output, data):
         assert output["log_probs"].offsets().tolist() == [0, 3, 8]

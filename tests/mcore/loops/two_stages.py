@@ -238,7 +238,7 @@ def bad_calls(rank: int) -> list[tuple]:
             Sharing((0, 0, 5, -1), (0, 5, 0, 0), (1, 5, 0, 0), last=(1, 2)), beside, {},
         ),
         (
-            "the adapter's prefixes: what stands in front of the layers sees documents",
+            "shared prefixes: what stands in front of the layers sees documents",
             with_front(Sharing((0, 0, 5, -1), (0, 5, 0, 0))), BATCHES, {},
         ),
         (

@@ -31,7 +31,6 @@ class PackedDocuments(Samples):
         loss_of: The loop's loss function. It is called with the micro-batch and the outputs
             [1, T, ...], in which the outputs of padding are 0.
         keys: Names of the entries [1, T, ...] that forward steps draw; missing entries are skipped.
-        share_from: Minimum tokens of a shared prefix, which is computed once; 0 disables sharing.
         loss_keys: Names of entries that may differ in a shared prefix: only the loss reads them.
     """
 
@@ -39,10 +38,9 @@ class PackedDocuments(Samples):
         self,
         loss_of: Callable[..., Any],
         keys: Sequence[str] = ("input_ids", "tokens", "labels", "loss_mask", "position_ids"),
-        share_from: int = 0,
         loss_keys: Sequence[str] = LOSS_KEYS,
     ):
-        super().__init__(loss_of, keys, share_from, loss_keys)
+        super().__init__(loss_of, keys, loss_keys)
 
     @override
     def lengths(self, micro_batch: Mapping[str, Any]) -> Sequence[int]:

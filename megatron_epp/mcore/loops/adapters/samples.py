@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megatron_epp.corpus.shared_prefixes import PrefixForest
-from megatron_epp.mcore.loops.adapter import LOSS_KEYS, parts_of, shared_prefixes_of
+from megatron_epp.mcore.loops.adapter import LOSS_KEYS, parts_of
 
 # loss_of(micro-batch, outputs [B, S, ...]) returns what the loop's own loss function returns
 LossOf = Callable[..., Any]
@@ -34,7 +33,6 @@ class Samples:
         loss_of: The loop's loss function of a micro-batch and the outputs [B, S, ...]; by default
             :func:`masked_sum`.
         keys: Names of the entries that forward steps draw; missing entries are skipped.
-        share_from: Minimum tokens of a shared prefix, which is computed once; 0 disables sharing.
         loss_keys: Names of entries that may differ in a shared prefix: only the loss reads them.
     """
 
@@ -42,12 +40,10 @@ class Samples:
         self,
         loss_of: LossOf | None = None,
         keys: Sequence[str] = ("tokens", "labels", "loss_mask"),
-        share_from: int = 0,
         loss_keys: Sequence[str] = LOSS_KEYS,
     ):
-        self.share_from, self.loss_keys = share_from, tuple(loss_keys)
         self.loss_of = masked_sum if loss_of is None else loss_of
-        self.keys = tuple(keys)
+        self.keys, self.loss_keys = tuple(keys), tuple(loss_keys)
 
     def lengths(self, micro_batch: Mapping[str, Any]) -> Sequence[int]:
         """Return the number of tokens of every sample, without padding."""
@@ -60,10 +56,6 @@ class Samples:
         # Tokens after the last target are not needed.
         places = torch.arange(1, rows + 1, device=mask.device)
         return tuple(max(1, int((places * (row != 0)).max())) for row in mask)
-
-    def prefixes(self, micro_batch: Mapping[str, Any]) -> PrefixForest:
-        """Compare the samples, and return them with their shared prefixes."""
-        return shared_prefixes_of(self, micro_batch, self.share_from)
 
     def rows(
         self, micro_batch: Mapping[str, Any], document: int, start: int, stop: int

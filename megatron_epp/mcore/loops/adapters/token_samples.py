@@ -13,10 +13,8 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 from torch.nn.functional import pad
 
-from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.zigzag import zigzag
-from megatron_epp.mcore.loops.adapter import shared_prefixes_of
 from megatron_epp.mcore.loops.token_log_probs import model_log_probs
 from megatron_epp.mcore.model.attention import this_device
 
@@ -26,19 +24,14 @@ class TokenSamples:
 
     Args:
         tokens_of: Function that returns the tokens [L] of every sample of a micro-batch.
-        share_from: Minimum tokens of a shared prefix, which is computed once; 0 disables sharing.
     """
 
-    def __init__(self, tokens_of: Callable[[Any], Sequence[Tensor]], share_from: int = 0):
-        self._tokens_of, self.share_from = tokens_of, share_from
+    def __init__(self, tokens_of: Callable[[Any], Sequence[Tensor]]):
+        self._tokens_of = tokens_of
 
     def lengths(self, micro_batch: Any) -> Sequence[int]:
         """Return the number of tokens of every sample."""
         return tuple(map(len, self._tokens_of(micro_batch)))
-
-    def prefixes(self, micro_batch: Any) -> PrefixForest:
-        """Compare the samples, and return them with their shared prefixes."""
-        return shared_prefixes_of(self, micro_batch, self.share_from)
 
     def after(self, samples: Sequence[Tensor], number: int) -> int:
         """Return 0, the label of the last token of sample ``number``; no loss reads this label."""
