@@ -1,8 +1,8 @@
 """Predict all published measurements in the catalogue, and write the errors of the predictions.
 
     python scripts/bench/public.py            prints the table
-    python scripts/bench/public.py --write    writes both files and
-                                              docs/results/public_measurements.md
+    python scripts/bench/public.py --write    writes both files, results/public-measurements.md,
+                                              and the table of docs/results/accuracy.md
 
 The measurements are in `public_measurements.json`, the predictions in `public_scores.json`; what
 `plan`, `compare` and `tune` print is in `megatron_epp/cost/catalogue/accuracy.json`. Steps are
@@ -42,7 +42,8 @@ from megatron_epp.planner.order.warmup import constant, interleaved_warm_up
 from megatron_epp.planner.published.schedules import packed_chunks
 from megatron_epp.sim.exchange import alone_seconds
 
-PAGE = ROOT / "docs" / "results" / "public_measurements.md"
+PAGE = ROOT / "scripts" / "bench" / "results" / "public-measurements.md"
+SUMMARY = ROOT / "docs" / "results" / "accuracy.md"  # its table of errors by kind is written, too
 # Of a parameter on the device that has its states: gradient, two moments, master weight and weight,
 # the states written, too; of every parameter its gradient set to 0.
 OPTIMIZER_BYTES, GRADIENT_BYTES, MOMENT_BYTES = 30, 4, 8
@@ -319,7 +320,7 @@ _HEAD = """\
 
 <!-- written by scripts/bench/public.py --write; do not edit -->
 
-The analytic cost model ([cost_model](../how/cost_model.md)) predicts measurements that others have
+The analytic cost model ([cost model](../../../docs/how/cost_model.md)) predicts measurements that others have
 published, with their configurations: `scripts/bench/public_measurements.json`.
 
 - *Comparable* (c) is a row in bf16, on a device of the catalogue, with kernels of 2024 or later,
@@ -407,6 +408,8 @@ def summary(scores: Scores) -> list[str]:
     parts = [(kind, kind, False) for kind in dict.fromkeys(row.kind for row in rows)]
     for name, kind, memory in (*parts, ("memory", None, True)):
         known = [row for row in rows if row.comparable and kind in (None, row.kind)]
+        if not known:
+            continue
         cells = []
         for chosen in (known, [row for row in known if row.held_out]):
             if found := public.errors_of(chosen, scores, memory=memory):
@@ -469,6 +472,15 @@ def page(scores: Scores) -> str:
     return _HEAD + "\n".join(lines).rstrip() + "\n"
 
 
+def with_summary(text: str, scores: Scores) -> str:
+    """Return the page of accuracies with the table of errors by kind as it is today."""
+    begin, end = summary(scores)[0], "\n\n"
+    before, table, after = text.partition(begin)
+    if not table:
+        raise ValueError(f"{SUMMARY}: lacks the table that begins with {begin!r}")
+    return before + "\n".join(summary(scores)) + end + after.partition(end)[2]
+
+
 def all_scores() -> Scores:
     """Return the rounded predictions of all rows."""
     return {
@@ -516,6 +528,8 @@ def main() -> int:
         public.SCORES.write_text(_lines(found), encoding="utf-8")
         ACCURACY.write_text(_lines(accuracy(found)), encoding="utf-8")
         PAGE.write_text(page(found), encoding="utf-8")
+        text = SUMMARY.read_text(encoding="utf-8")
+        SUMMARY.write_text(with_summary(text, found), encoding="utf-8")
     else:
         print(page(found))
     return 0

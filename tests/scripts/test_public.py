@@ -94,6 +94,10 @@ def test_scores_and_page_are_those_of_the_model(script, public) -> None:
     for key, found in scores.items():
         assert found == pytest.approx(kept[key], rel=1e-4), f"{key}: run {SCRIPT.name} --write"
     assert script.page(kept) == script.PAGE.read_text(), f"run {SCRIPT.name} --write"
+    text = script.SUMMARY.read_text()
+    assert script.with_summary(text, kept) == text, f"run {SCRIPT.name} --write"
+    with pytest.raises(ValueError, match="lacks the table that begins with"):
+        script.with_summary("# Accuracy", kept)
 
 
 def test_what_commands_print_is_of_these_scores(script, public) -> None:

@@ -174,7 +174,7 @@ _PCIE_4, _PCIE_5 = 20e9, 40e9
 # Rates of the A100: implied by FlexSP's constants (212 and 179 Tflops of 312), including all other
 # work of a layer.
 # Rates of Hopper and B200: fitted to public measurements that are not held out
-# (docs/results/public_measurements.md). Products are fitted to `own-h100-layer`,
+# (scripts/bench/results/public-measurements.md). Products are fitted to `own-h100-layer`,
 # `megatron-moe-layer` and `simumax-b200`, attention to `trl-long` and `simumax-b200`.
 # Rates of other devices: scaled by their data sheets. H800 is an H100 with 400 GB/s NVLink; H20 has
 # 148 Tflops; GB200 has 2,450 Tflops and NVLink across racks (64 of 72 devices are counted). L40S
