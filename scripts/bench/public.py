@@ -320,7 +320,7 @@ _HEAD = """\
 
 <!-- written by scripts/bench/public.py --write; do not edit -->
 
-The analytic cost model ([cost model](../../../docs/how/cost_model.md)) predicts measurements that others have
+The analytic [cost model](../../../docs/how/cost_model.md) predicts measurements that others have
 published, with their configurations: `scripts/bench/public_measurements.json`.
 
 - *Comparable* (c) is a row in bf16, on a device of the catalogue, with kernels of 2024 or later,
