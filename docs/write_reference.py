@@ -98,11 +98,8 @@ def flag_rows(actions: Iterable[argparse.Action]) -> Iterator[list[str]]:
         yield [anchor + shown, cell(value_of(action)), cell(default_of(action)), help_]
 
 
-def flag_table(actions: Iterable[argparse.Action], anchors: bool = True) -> str:
-    rows = list(flag_rows(actions))
-    if not anchors:  # several commands have a flag of that name
-        rows = [[re.sub(r"<a .*></a>", "", first), *rest] for first, *rest in rows]
-    return table(("flag", "value", "default", "meaning"), rows)
+def flag_table(actions: Iterable[argparse.Action]) -> str:
+    return table(("flag", "value", "default", "meaning"), flag_rows(actions))
 
 
 @cache
@@ -162,34 +159,89 @@ def command_parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
         yield name, parser
 
 
+def option_row(action: argparse.Action) -> tuple[str, str, str]:
+    """Flag, value and meaning of a command's option; the meaning says the default."""
+    [[flag, value, default, meaning]] = flag_rows([action])
+    if default not in ("", "`off`") and "default" not in meaning:
+        meaning += f" (default: {default})"
+    return re.sub(r"<a .*></a>", "", flag), value, meaning
+
+
+def option_table(rows: Iterable[Iterable[str]], *more: str) -> str:
+    return table(("flag", "value", "meaning", *more), rows)
+
+
+def as_shared(meaning: str, shared: str) -> str:
+    """Return ``meaning`` with a long beginning that it has in common with ``shared`` left out."""
+    pairs = enumerate(zip(f"{meaning}\n", f"{shared}\0", strict=False))
+    common = next(i for i, (ours, theirs) in pairs if ours != theirs)
+    if meaning == shared or common < 60 or meaning[common : common + 1].isalnum():
+        return meaning
+    return f"as [shared](#shared-options){meaning[common:]}"
+
+
 def commands_page() -> str:
     megatrons = (
         "All other flags are Megatron's and describe the model, as `--num-layers` and "
         "`--hidden-size`.\n"
     )
+    # By title of its group: every option, with the commands that have it in the same words.
+    groups: dict[str, dict[tuple[str, str, str], list[str]]] = {}
+    notes: dict[str, list[str]] = {name: [] for name in COMMANDS}
+    for name, parser in command_parsers():
+        for i, group in enumerate(parser._action_groups):
+            notes[name] += [as_code(group.description)] if group.description else []
+            title = str(group.title) if i > 1 else "plan files and output"
+            for action in group._group_actions:
+                if "--help" not in action.option_strings:
+                    row = groups.setdefault(title, {}).setdefault(option_row(action), [])
+                    row.append(name)
     parts = [
         f"# Commands\n\n{NOTE}\n",
         "`python -m megatron_epp COMMAND`, or `megatron-epp COMMAND` where the package is "
-        "installed; `COMMAND --help` prints the same. Flags of training are on "
-        "[another page](flags.md), and so are the [levers](flags.md#levers).\n",
+        "installed; `COMMAND --help` prints the same. Options that several commands share are "
+        "[below](#shared-options). Flags of training are on [another page](flags.md), and so are "
+        "the [levers](flags.md#levers).\n",
         table(
             ("command", "what it does"),
             [[f"[{name}](#{name})", as_code(cell(text))] for name, text in COMMANDS.items()],
         ),
     ]
-    for name, parser in command_parsers():
+    shared = {
+        title: {row: each for row, each in rows.items() if len(each) > 1}
+        for title, rows in groups.items()
+    }
+    first: dict[str, str] = {}
+    for flag, _, meaning in (row for rows in shared.values() for row in rows):
+        first.setdefault(flag, meaning)
+    for name in COMMANDS:
         parts.append(f"## {name}\n\n{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.\n")
+        parts += [f"{note}\n" for note in notes[name]]
         if name in ("certify", "profile"):
             parts.append(megatrons)
-        own = [action for group in parser._action_groups[:2] for action in group._group_actions]
-        for group in [SimpleNamespace(title=None, description=None, _group_actions=own),
-                      *parser._action_groups[2:]]:  # fmt: skip
-            if any("--help" not in action.option_strings for action in group._group_actions):
-                if group.title:
-                    parts.append(f"### {name}: {group.title}\n")
-                if group.description:
-                    parts.append(as_code(group.description) + "\n")
-                parts.append(flag_table(group._group_actions, anchors=False))
+        own = [
+            (flag, value, as_shared(meaning, first.get(flag, "")))
+            for rows in groups.values()
+            for (flag, value, meaning), each in rows.items()
+            if each == [name]
+        ]
+        parts += [option_table(own)] if own else []
+        links = [
+            f"[{title}](#{title.replace(' ', '-')})"
+            for title, rows in shared.items()
+            if any(name in each for each in rows.values())
+        ]
+        if links:
+            parts.append(f"{'Also' if own else 'Options'}: {', '.join(links)}.\n")
+    parts.append("## Shared options\n")
+    for title, rows in shared.items():
+        if rows:
+            parts.append(f"### {title[0].upper()}{title[1:]}\n")
+            lines = [
+                (flag, value, as_shared(meaning, first[flag]), ", ".join(each))
+                for (flag, value, meaning), each in rows.items()
+            ]
+            parts.append(option_table(lines, "commands"))
     return "\n".join(parts)
 
 

@@ -1,6 +1,7 @@
 """The generated reference pages are what the code says today."""
 
 import argparse
+import re
 from dataclasses import dataclass, fields
 
 import pytest
@@ -30,6 +31,21 @@ def test_a_flag_that_changes_is_found() -> None:
     assert list(write_reference.flag_rows(parser._actions)) == [
         ['<a id="epp-new"></a>`--epp-new`', "`N`", "`3`", r"50% of `--epp-plan`, a\|b"]
     ]
+
+
+def test_options_of_several_commands_stand_once() -> None:
+    page = write_reference.commands_page()
+    rows = re.findall(r"^\| (`-.*?) \| (.*?) \| (.*?) \|", page, re.M)
+    assert len(rows) == len(set(rows)) > 90
+    assert "| documents in a batch" in page and "| plan, compare, tune |" in page
+    shared = (
+        "memory of a device in GiB, model states included, on each pipeline rank (default: all)"
+    )
+    longer = shared.replace(" (default: all)", ", at most 4 (default: 1)")
+    told = "as [shared](#shared-options), at most 4 (default: 1)"
+    assert write_reference.as_shared(longer, shared) == told
+    for meaning in (shared, "memory of a device", shared[:70] + "x"):
+        assert write_reference.as_shared(meaning, shared) == meaning
 
 
 def test_a_flag_without_a_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
