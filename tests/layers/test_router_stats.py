@@ -1,4 +1,4 @@
-"""Losses of routers in slices and packs: those of whole documents, whatever runs together."""
+"""Losses of routers in slices, packs and prefixes: those of whole samples, whatever runs when."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_epp.ir import Span
 from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.moe.current_chunk import CurrentChunk, note_in_layer, taken_along
-from megatron_epp.layers.moe.router_stats import Balancing, RouterStats
+from megatron_epp.layers.moe.router_stats import Balancing, Pools, RouterStats
 from megatron_epp.runtime.kv_store import Store
 
 EXPERTS, TOPK, AUXILIARY, Z = 6, 2, 0.3, 0.05
@@ -46,19 +46,30 @@ def logits_of(document: int) -> Tensor:
     return (3 * made).requires_grad_()
 
 
-def sees_full_documents() -> tuple[list[Tensor], Tensor, Tensor]:
+APART = Pools.each_alone([(Span(d, 0, tokens),) for d, tokens in enumerate(DOCUMENTS)])
+# Document 1 continues the first slice of 0, and 2 continues 1. A sample ends in 0, two end in 2.
+ALL = (Span(0, 0, 5), Span(1, 0, 3), Span(2, 0, 4))
+SHARED = Pools.each_alone([(Span(0, 0, 7),), ALL, ALL[:2], ALL])
+TOGETHER = Pools(SHARED.paths, (0, 1, 0, 0), (0.3, 0.7), (0.2, 0.5))
+
+
+def stats_for(pools: Pools, rules: Balancing = RULES, scale: float | Tensor = 1.0) -> RouterStats:
+    spans = [rows.span for chunk in CHUNKS for rows in chunk.rows]
+    return RouterStats(rules, spans, 1, pools, scale)
+
+
+def sees_full_samples(pools: Pools) -> tuple[list[Tensor], Tensor, Tensor]:
     """Gradients of the logits, and the losses without their coefficients, written out."""
-    gradients, auxiliary, z = [], torch.zeros(()), torch.zeros(())
-    for document, tokens in enumerate(DOCUMENTS):
-        logits = logits_of(document)
+    every, auxiliary, z = [*map(logits_of, range(len(DOCUMENTS)))], torch.zeros(()), torch.zeros(())
+    copies = [torch.cat([every[s.document][: s.stop] for s in path]) for path in pools.paths]
+    for pool, (share, fraction) in enumerate(zip(pools.shares, pools.token_fractions, strict=True)):
+        logits = torch.cat([one for of, one in zip(pools.of, copies, strict=True) if of == pool])
         chosen, scores = scored(logits)
-        balance = (chosen.sum(0) * scores.sum(0)).sum() * EXPERTS / (TOPK * tokens**2)
+        balance = (chosen.sum(0) * scores.sum(0)).sum() * EXPERTS / (TOPK * len(logits) ** 2)
         squares = torch.logsumexp(logits, -1).square()
-        (AUXILIARY * balance * tokens + Z * squares.sum()).backward()
-        assert logits.grad is not None
-        gradients.append(logits.grad)
+        (AUXILIARY * balance * len(logits) * share + Z * fraction * squares.sum()).backward()
         auxiliary, z = auxiliary + balance.detach(), z + squares.detach().mean()
-    return gradients, auxiliary, z
+    return [logits.grad for logits in every], auxiliary, z
 
 
 def rows_of(tensors: list[Tensor], chunk: ChunkState) -> Tensor:
@@ -75,10 +86,14 @@ def passed(router_stats: RouterStats, logits: Tensor, chunk: ChunkState) -> Tens
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (0, 2, 1)])
-def test_gradients_and_losses_are_those_of_whole_documents(order, recomputed) -> None:
-    gradients, auxiliary, z = sees_full_documents()
-    router_stats = RouterStats(RULES, DOCUMENTS, 1)
+@pytest.mark.parametrize(
+    ("order", "pools"),
+    [((0, 1, 2), APART), ((2, 0, 1), APART), ((0, 2, 1), APART), ((0, 1, 2), SHARED),
+     ((0, 1, 2), TOGETHER)],
+)  # fmt: skip
+def test_gradients_and_losses_are_those_of_full_samples(order, pools, recomputed) -> None:
+    gradients, auxiliary, z = sees_full_samples(pools)
+    router_stats = stats_for(pools)
     whole = [logits_of(document).detach() for document in range(len(DOCUMENTS))]
     inputs, outputs = {}, {}
     for chunk in order:
@@ -99,12 +114,13 @@ def test_gradients_and_losses_are_those_of_whole_documents(order, recomputed) ->
 
 
 def test_a_rank_counts_the_rows_that_it_holds() -> None:
-    for place, expected in ((0, [0, 0, 0]), (1, [0, 0, 3])):
-        rules = Balancing(EXPERTS, TOPK, place=place, places=2)
-        router_stats = RouterStats(rules, DOCUMENTS, 1)
+    for place, expected in ((0, [0, 0, 0]), (1, [0, 0, 4])):
         chunk = state(0, (0, 0, 5), padding=1)
-        assert router_stats.owners(chunk, torch.device("cpu")).tolist() == expected
-        assert router_stats.valid(chunk, torch.device("cpu")).sum() == 3 - place
+        for pools, times in ((APART, 1), (SHARED, 4), (TOGETHER, 4)):
+            router_stats = stats_for(pools, Balancing(EXPERTS, TOPK, place=place, places=2))
+            assert router_stats.owners(chunk, torch.device("cpu")).tolist() == expected
+            expected_times = [times if owner < 4 else 0 for owner in expected]
+            assert router_stats.times(chunk, torch.ones(1)).tolist() == expected_times
 
 
 def test_rows_of_local_documents_are_behind_the_share_of_those_spread() -> None:
@@ -112,19 +128,17 @@ def test_rows_of_local_documents_are_behind_the_share_of_those_spread() -> None:
     are local to one each; a row of padding behind document 1."""
     owners = []
     for place in range(4):
-        chunk = state(0, (0, 0, 7), padding=1)
+        chunk = state(0, (0, 0, 5), (0, 5, 7), padding=1)
         chunk.local = state(0, (2, 0, 4)) if place // 2 else state(0, (1, 0, 3), padding=1)
-        router_stats = RouterStats(
-            Balancing(EXPERTS, TOPK, place=place, places=4, splits=2), DOCUMENTS, 1
-        )
+        router_stats = stats_for(APART, Balancing(EXPERTS, TOPK, place=place, places=4, splits=2))
         owners.append(router_stats.owners(chunk, torch.device("cpu")).tolist())
-    assert owners == [[0, 0, 0, 0], [1, 1, 1, 3], [0, 0, 0, 3], [2, 2, 2, 2]]
+    assert owners == [[0, 0, 0, 0], [2, 2, 2, 4], [0, 1, 1, 4], [3, 3, 3, 3]]
 
 
 def test_the_optimizers_scale_reaches_both_losses() -> None:
     gradients = []
     for scale in (1.0, torch.tensor(8.0)):
-        router_stats = RouterStats(RULES, DOCUMENTS, 1, scale)
+        router_stats = stats_for(APART, scale=scale)
         logits = logits_of(2)
         passed(router_stats, logits, state(0, (2, 0, 4))).backward(torch.zeros(4, EXPERTS))
         gradients.append(logits.grad)
@@ -132,7 +146,7 @@ def test_the_optimizers_scale_reaches_both_losses() -> None:
 
 
 def test_without_losses_nothing_is_attached() -> None:
-    router_stats = RouterStats(Balancing(EXPERTS, TOPK), DOCUMENTS, 1)
+    router_stats = stats_for(APART, Balancing(EXPERTS, TOPK))
     logits = logits_of(0)
     assert passed(router_stats, logits, CHUNKS[0]) is logits
     assert router_stats.losses() == {}

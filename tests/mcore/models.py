@@ -28,6 +28,13 @@ QWEN3 = (
     "--moe-ffn-hidden-size 384 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-3 "
     "--moe-z-loss-coeff 1e-3 --moe-token-dispatcher-type alltoall --expert-tensor-parallel-size 1 "
 )
+# All losses of routers; samples that share a prefix count its rows in each.
+BALANCED = (
+    "--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 352 --expert-tensor-parallel-size 1 "
+    "--moe-token-dispatcher-type alltoall --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-aux-loss-coeff 0.1 --moe-z-loss-coeff 0.1 "
+    "--moe-router-load-balancing-type "
+)
 WINDOWS = "--window-size 127,0 --window-attn-skip-freq 2 --softmax-type learnable "
 
 # ------------------------------------------------------------------ with a layer pattern

@@ -55,8 +55,8 @@ def test_an_iteration_counts_tokens_in_full(monkeypatch) -> None:
     monkeypatch.setattr(router, "moe_layers", lambda model: [(0, SimpleNamespace(router=one))])
     monkeypatch.setattr(router, "balancing_of", lambda config: None)
     monkeypatch.setattr(router, "RouterStats", lambda *given: given)
-    plan = SimpleNamespace(documents=())
-    assert router.router_stats_for(model, plan, lambda device: 1.0) is not None
+    plan = SimpleNamespace(documents=(), chunks=())
+    assert router.router_stats_for(model, plan, lambda device: 1.0, ()) is not None
     for _ in range(300):
         one.local_tokens_per_expert += torch.tensor([1, 0])
     assert one.local_tokens_per_expert.tolist() == [300, 0]

@@ -9,9 +9,10 @@ from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from tests.certify.backend import main
 from tests.certify.frame import CheckedFrame
 from tests.certify.trial import CheckedTrial
-from tests.mcore.certified import certified
+from tests.mcore.certified import certified, models
+from tests.mcore.models import BALANCED
 
-pytestmark = pytest.mark.everything
+everything = pytest.mark.everything
 
 FRAME = CheckedFrame(61, (2,), replicas=1, modes=modes_drawn(EXECUTABLE), trees=True)
 
@@ -46,6 +47,39 @@ JOBS = {
 }
 
 
+BOTH = ("aux_loss", "seq_aux_loss")
+
+
+def experts(degrees: Degrees, *balanced: str, ep: int = 1, **others) -> CheckedTrial:
+    """A batch for each of these losses of routers; a loop takes means of batches and of tokens."""
+    over = f"--expert-model-parallel-size {ep}" + " --sequence-parallel" * (degrees.tp > 1)
+    lines = [f"{LLAMA} --num-layers {2 * degrees.pp} {over} {BALANCED}{kind}" for kind in balanced]
+    return CheckedTrial(degrees, models(*lines), len(lines), trees=True, **others)
+
+
+def test_rows_that_samples_of_a_loop_share_count_for_each() -> None:
+    """Two ranks share rows and experts. The first tier's certificate of prefixes and experts."""
+    _, found = certified(experts(Degrees(1, 2, 1), *BOTH, ep=2, loop=True, seed=4))
+    assert sum(batch.coverage.branches for batch in found) > 10
+
+
+OF_EXPERTS = {
+    "plans": experts(Degrees(2, 1, 2), *BOTH),
+    "plans, ranks share experts": experts(Degrees(2, 2, 1), *BOTH, ep=2),
+    "plans, ranks share a document": experts(Degrees(1, 1, 1, cp=2), *BOTH, ep=2),
+    "loops": experts(Degrees(2, 1, 1), *BOTH[:1] * 2, *BOTH[1:] * 2, loop=True, seed=4),
+    "loops, ranks share experts": experts(Degrees(2, 1, 1, cp=2), *BOTH, ep=2, loop=True, seed=4),
+}
+
+
+@everything
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_shared_rows_count_for_every_sample(name: str) -> None:
+    _, found = certified(OF_EXPERTS[name])
+    assert sum(batch.coverage.branches for batch in found) > 4
+
+
+@everything
 @pytest.mark.parametrize("name", JOBS)
 def test_random_trees_compute_what_copies_compute(name: str) -> None:
     degrees, flags, batches = JOBS[name]
@@ -54,6 +88,7 @@ def test_random_trees_compute_what_copies_compute(name: str) -> None:
     assert sum(batch.coverage.beside for batch in found) > 0
 
 
+@everything
 def test_loops_find_what_their_samples_share() -> None:
     trial = CheckedTrial(
         Degrees(pp=4, tp=1, dp=1), (tuple(f"{LLAMA} --num-layers 4".split()),), 4, loop=True,
@@ -63,6 +98,7 @@ def test_loops_find_what_their_samples_share() -> None:
     assert sum(batch.coverage.branches for batch in found) > 5
 
 
+@everything
 @pytest.mark.parametrize(
     "flags, said",
     [
@@ -74,10 +110,6 @@ def test_loops_find_what_their_samples_share() -> None:
             "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --mtp-num-layers 1 "
             "--position-embedding-type rope",
             "--trees: not with further tokens, predicted behind whole documents; expected a model",
-        ),
-        (
-            "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --num-experts 4",
-            "--trees: not with experts, whose routers count the tokens of documents; expected a",
         ),
     ],
 )  # fmt: skip

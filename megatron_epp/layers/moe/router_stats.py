@@ -1,21 +1,25 @@
-"""Load-balancing losses of MoE routers per document, independent of the plan.
+"""Load-balancing losses of MoE routers per sample, independent of the plan.
 
-The auxiliary loss of document d in one layer equals Megatron's loss of a micro-batch with d alone:
+A sample is a document of the batch: a document of the plan with the prefixes that it continues. The
+auxiliary loss of sample d in one layer equals Megatron's loss of a micro-batch with d alone:
 
     coeff * E / (k * T_d^2) * sum_i count_i(d) * sum_t score_ti        times T_d in the sum over d
 
-A slice contains a part of a document's tokens; a pack contains several documents. The gradient
-depends on other tokens through the counts only: d/d score_ti = coeff * E / (k * T_d) * count_i(d).
-The counts are complete after the forward of the document's last slice, before any of its slices
-runs backward. So the forward counts tokens, and the backward of an identity on the logits adds the
-gradient.
+A slice contains a part of a sample's tokens; a pack contains several samples; a prefix is computed
+once for all samples that share it, and counts once for each. The gradient depends on other tokens
+through the counts only: d/d score_ti = sum over the samples d of t: coeff * E / (k * T_d) *
+count_i(d). All forwards of a sample precede the backward of any of its rows: a prefix runs backward
+after everything that continues it. So the forward counts tokens, and the backward of an identity on
+the logits adds the gradient.
 
     F   slice 0: count     F   slice 1: count     B   slice 1: all-reduce, add     B   slice 0: add
 
-t rows of a rank, E experts, k experts of a token, T_d tokens of document d
+t rows of a rank, E experts, k experts of a token, T_d tokens of sample d, L layers, S spans of the
+plan's chunks, P pools, n pairs of a pool and one of its spans
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_epp.ir import Span
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState
 
@@ -60,59 +65,74 @@ class Balancing:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Pools of documents balanced together, such as micro-batches of an external training loop.
+    """Pools of samples balanced together, such as micro-batches of an external training loop.
 
     All forwards of a pool precede its first backward.
 
     Attributes:
-        of: index of the pool of every document.
+        paths: for each sample, the spans of the plan's documents that make it up.
+        of: index of the pool of every sample.
         shares: for each pool, factor on its auxiliary losses; another factor is its token count.
         token_fractions: for each pool, factor on the z-losses of its tokens.
     """
 
+    paths: Sequence[Sequence[Span]]
     of: Sequence[int]
     shares: Sequence[float]
     token_fractions: Sequence[float]
 
     @classmethod
-    def each_alone(cls, documents: int) -> "Pools":
-        """Build one pool per document, in which every factor is 1."""
-        return cls(range(documents), (1.0,) * documents, (1.0,) * documents)
+    def each_alone(cls, paths: Sequence[Sequence[Span]]) -> "Pools":
+        """Build one pool per sample, in which every factor is 1."""
+        ones = (1.0,) * len(paths)
+        return cls(paths, range(len(paths)), ones, ones)
 
 
 class RouterStats:
     """Counts and scores of a stage's routers in one iteration.
 
-    Tokens are counted in a layer's first run of a chunk, not in recompute. In the tensors' shapes,
-    D is the number of pools.
+    Tokens are counted in a layer's first run of a chunk, not in recompute.
 
     Args:
         balancing: settings of the load balancing.
-        documents: number of tokens T_d of every document.
+        spans: the spans of all chunks.
         layers: number of layers of the stage.
+        pools: samples that are balanced together.
         scale: factor on the loss before backward.
-        pools: documents that are balanced together; None balances each document individually.
     """
 
     def __init__(
         self,
         balancing: Balancing,
-        documents: Sequence[int],
+        spans: Iterable[Span],
         layers: int,
+        pools: Pools,
         scale: Tensor | float = 1.0,
-        pools: Pools | None = None,
     ):
-        self.balancing, self.layers = balancing, layers
-        self.pools = Pools.each_alone(len(documents)) if pools is None else pools
-        self.tokens = [0] * len(self.pools.shares)  # of every pool
-        for tokens, pool in zip(documents, self.pools.of, strict=True):
-            self.tokens[pool] += tokens
-        self.scale = scale
+        self.balancing, self.layers, self.pools, self.scale = balancing, layers, pools, scale
+        spans = [*spans]
+        self.spans = {(span.document, span.start): number for number, span in enumerate(spans)}
+        of_document: dict[int, list[tuple[int, int]]] = {}
+        for (document, start), number in self.spans.items():
+            of_document.setdefault(document, []).append((start, number))
+        # For each pool, how many of its samples contain each span.
+        self._times: list[Counter[int]] = [Counter() for _ in pools.shares]
+        for path, pool in zip(pools.paths, pools.of, strict=True):
+            for part in path:
+                within = of_document[part.document]
+                self._times[pool].update(number for start, number in within if start < part.stop)
+        self._pools_of: list[list[int]] = [[] for _ in spans]
+        for pool, times in enumerate(self._times):
+            for number in times:
+                self._pools_of[number].append(pool)
+        tokens = (sum(spans[s].tokens * n for s, n in times.items()) for times in self._times)
+        self._inverse = [1 / number for number in tokens]  # of the tokens of every pool
         self._passed: set[tuple[int, int]] = set()
         self._summed: set[int] = set()
-        self._counts_DLE: Tensor | None = None  # the last row is for padding
-        self._scores_DLE: Tensor | None = None  # of this rank's rows
-        self._of_pools: dict[str, Tensor] = {}
+        # Counts and scores of this rank's rows, and gradients of scores from the pools in _summed;
+        # the last of S + 1 rows is for padding.
+        self._sums_3SLE: Tensor | None = None
+        self._of_spans: dict[str, Tensor] = {}
         self._auxiliary_L: Tensor | None = None
         self._z_L: Tensor | None = None
 
@@ -125,9 +145,9 @@ class RouterStats:
     # -------------------------------------------------------------- rows
 
     def owners(self, state: ChunkState, device: torch.device) -> Tensor:
-        """Return the pool index of each of this rank's rows: int64 [t].
+        """Return the index of the span of each of this rank's rows: int64 [t].
 
-        The index of padding rows is the number of pools.
+        The index of padding rows is the number of spans.
         """
         return state.once("owners", lambda: on_device(self._owners(state), device))
 
@@ -140,15 +160,19 @@ class RouterStats:
         return torch.from_numpy(owners.copy())
 
     def _owners_of(self, state: ChunkState) -> numpy.ndarray:
-        """Return the pool index of each row of ``state``."""
-        owners = numpy.full(state.tokens, len(self.tokens), dtype=numpy.int64)
+        """Return the index of the span of each row of ``state``."""
+        owners = numpy.full(state.tokens, len(self.spans), dtype=numpy.int64)
         for rows in state.rows:
-            owners[rows.start : rows.stop] = self.pools.of[rows.span.document]
+            owners[rows.start : rows.stop] = self.spans[rows.span.document, rows.span.start]
         return owners
 
-    def valid(self, state: ChunkState, device: torch.device) -> Tensor:
-        """Return a bool mask [t] of this rank's rows that are not padding."""
-        return self.owners(state, device) < len(self.tokens)
+    def times(self, state: ChunkState, like: Tensor) -> Tensor:
+        """Return how many samples contain each of this rank's rows: [t], 0 for padding.
+
+        The result has the device of ``like``, and at least the precision of float32.
+        """
+        times_S = self._per_span("samples", [1.0] * len(self._times), like)
+        return times_S.index_select(0, self.owners(state, like.device))
 
     # -------------------------------------------------------------- auxiliary losses
 
@@ -179,71 +203,76 @@ class RouterStats:
         owners_t = self.owners(state, logits_tE.device)
         chosen_tE, scores_tE = scored(logits_tE)
         if first:
-            counts_DLE, scores_DLE = self._sums(scores_tE)
-            counts_DLE[:, layer].index_add_(0, owners_t, chosen_tE.to(counts_DLE.dtype))
-            scores_DLE[:, layer].index_add_(0, owners_t, scores_tE.detach().to(scores_DLE.dtype))
+            counts_SLE, scores_SLE, _ = self._sums(scores_tE)
+            counts_SLE[:, layer].index_add_(0, owners_t, chosen_tE.to(counts_SLE.dtype))
+            scores_SLE[:, layer].index_add_(0, owners_t, scores_tE.detach().to(scores_SLE.dtype))
         if not torch.is_grad_enabled():
             return logits_tE
 
         def gradient() -> Tensor:
-            self._sum_over_ranks(state)
-            assert self._counts_DLE is not None
+            slopes_SLE = self._sum_over_ranks(state, scores_tE)
             rules = self.balancing
             factor = fraction * rules.coefficient * rules.experts / rules.topk * self.scale
-            weights_D = self._inverse(scores_tE) * self._once(
-                "shares", self.pools.shares, scores_tE
-            )
-            per_pool_DE = self._counts_DLE[:, layer] * weights_D[:, None]
-            return (per_pool_DE * factor).index_select(0, owners_t).to(scores_tE.dtype)
+            return (slopes_SLE[:, layer] * factor).index_select(0, owners_t).to(scores_tE.dtype)
 
         return _Attached.apply(logits_tE, scores_tE, gradient)
 
-    def _sums(self, scores_tE: Tensor) -> tuple[Tensor, Tensor]:
-        if self._counts_DLE is None:
-            dtype = torch.promote_types(scores_tE.dtype, torch.float32)
-            shape = (len(self.tokens) + 1, self.layers, self.balancing.experts)
-            self._counts_DLE = torch.zeros(shape, dtype=dtype, device=scores_tE.device)
-            self._scores_DLE = torch.zeros_like(self._counts_DLE)
-            self._auxiliary_L = torch.zeros(self.layers, dtype=dtype, device=scores_tE.device)
-        assert self._scores_DLE is not None
-        return self._counts_DLE, self._scores_DLE
+    def _sums(self, like: Tensor) -> Tensor:
+        if self._sums_3SLE is None:
+            dtype = torch.promote_types(like.dtype, torch.float32)
+            shape = (3, len(self.spans) + 1, self.layers, self.balancing.experts)
+            self._sums_3SLE = torch.zeros(shape, dtype=dtype, device=like.device)
+            self._auxiliary_L = torch.zeros(self.layers, dtype=dtype, device=like.device)
+        return self._sums_3SLE
 
-    def _sum_over_ranks(self, state: ChunkState) -> None:
-        """All-reduce the token counts of the chunk's pools, and add auxiliary losses to the log.
+    def _sum_over_ranks(self, state: ChunkState, like: Tensor) -> Tensor:
+        """All-reduce the token counts of the chunk's pools; return gradients of scores [S, L, E].
 
         One all-reduce covers all layers and all pools of the chunk that are not yet reduced. It
-        runs in the backward of a document's last slice, in the first layer that needs the counts.
-        The logged losses are this rank's parts: reduced counts times scores of this rank's rows.
+        runs in the first backward of a pool's rows, in the first layer that needs the counts. The
+        losses are added to the log: this rank's parts, reduced counts times scores of its rows.
         """
-        documents = [rows.span.document for rows in state.rows] + list(state.local_documents)
-        pools = dict.fromkeys(self.pools.of[document] for document in documents)
+        counts_SLE, scores_SLE, slopes_SLE = self._sums(like)
+        spans = [(rows.span.document, rows.span.start) for rows in state.rows]
+        spans += [(document, 0) for document in state.local_documents]
+        pools = dict.fromkeys(pool for span in spans for pool in self._pools_of[self.spans[span]])
         new = [pool for pool in pools if pool not in self._summed]
         if not new:
-            return
+            return slopes_SLE
         self._summed.update(new)
-        assert self._counts_DLE is not None and self._scores_DLE is not None
-        which = on_device(torch.tensor(new), self._counts_DLE.device)
-        counts_DLE = self._counts_DLE.index_select(0, which)
-        if self.balancing.group is not None:
-            dist.all_reduce(counts_DLE, group=self.balancing.group)
-            self._counts_DLE.index_copy_(0, which, counts_DLE)
-        # This rank's part of the losses, for the log: global counts times scores of its own rows.
-        rules = self.balancing
-        losses_DL = (counts_DLE * self._scores_DLE.index_select(0, which)).sum(-1)
-        weights_D = self._inverse(counts_DLE).index_select(0, which) ** 2
+        device, dtype = counts_SLE.device, counts_SLE.dtype
+        pairs = [(p, s, n) for p, pool in enumerate(new) for s, n in self._times[pool].items()]
+        pool_n, span_n, times_n = on_device(torch.tensor(pairs), device).T.contiguous()
+        times_n11 = times_n.to(dtype)[:, None, None]
+
+        def of_pools(sums_SLE: Tensor) -> Tensor:
+            sums_PLE = sums_SLE.new_zeros(len(new), *sums_SLE.shape[1:])
+            return sums_PLE.index_add_(0, pool_n, sums_SLE.index_select(0, span_n) * times_n11)
+
+        counts_PLE, rules = of_pools(counts_SLE), self.balancing
+        if rules.group is not None:
+            dist.all_reduce(counts_PLE, group=rules.group)
+        factors = [(self._inverse[p] ** 2, self.pools.shares[p] * self._inverse[p]) for p in new]
+        squares_P, weights_P = on_device(torch.tensor(factors, dtype=dtype), device).T
+        losses_PL = (counts_PLE * of_pools(scores_SLE)).sum(-1) * squares_P[:, None]
         assert self._auxiliary_L is not None
-        self._auxiliary_L += (losses_DL * weights_D[:, None]).sum(0) * (rules.experts / rules.topk)
+        self._auxiliary_L += losses_PL.sum(0) * (rules.experts / rules.topk)
+        slopes_PLE = counts_PLE * weights_P[:, None, None]
+        return slopes_SLE.index_add_(0, span_n, slopes_PLE.index_select(0, pool_n) * times_n11)
 
-    def _inverse(self, like: Tensor) -> Tensor:
-        return self._once("inverse", [1 / tokens for tokens in self.tokens], like)
+    def _per_span(self, name: str, of_pools: Sequence[float], like: Tensor) -> Tensor:
+        """Return, for each span, the sum of ``of_pools`` over its samples: [S + 1] as ``like``.
 
-    def _once(self, name: str, of_pools: Sequence[float], like: Tensor) -> Tensor:
-        """Return ``of_pools`` and 0 for padding: [D + 1] on the device of ``like``, cached."""
-        if name not in self._of_pools:
+        The last number is 0, for padding. The result is cached under ``name``.
+        """
+        if name not in self._of_spans:
+            sums = [
+                sum(of_pools[pool] * self._times[pool][number] for pool in pools)
+                for number, pools in enumerate(self._pools_of)
+            ]
             dtype = torch.promote_types(like.dtype, torch.float32)
-            factors = torch.tensor([*of_pools, 0.0], dtype=dtype)
-            self._of_pools[name] = on_device(factors, like.device)
-        return self._of_pools[name]
+            self._of_spans[name] = on_device(torch.tensor([*sums, 0.0], dtype=dtype), like.device)
+        return self._of_spans[name]
 
     # -------------------------------------------------------------- z-loss
 
@@ -268,14 +297,15 @@ class RouterStats:
             if self._z_L is None:
                 dtype = torch.promote_types(squares_t.dtype, torch.float32)
                 self._z_L = torch.zeros(self.layers, dtype=dtype, device=squares_t.device)
-            weights_t = self._inverse(squares_t).index_select(0, owners_t)
+            weights_S = self._per_span("inverse", self._inverse, squares_t)
+            weights_t = weights_S.index_select(0, owners_t)
             self._z_L[layer] += (squares_t.detach() * weights_t).sum()
         if not torch.is_grad_enabled():
             return logits_tE
 
         def gradient() -> Tensor:
-            fractions_D = self._once("token shares", self.pools.token_fractions, squares_t)
-            return fractions_D.index_select(0, owners_t).to(squares_t.dtype) * (
+            fractions_S = self._per_span("token shares", self.pools.token_fractions, squares_t)
+            return fractions_S.index_select(0, owners_t).to(squares_t.dtype) * (
                 coefficient * self.scale
             )
 
@@ -286,7 +316,7 @@ class RouterStats:
     def losses(self) -> dict[str, Tensor]:
         """Return this rank's part of every router loss: name in the log -> tensor [layers].
 
-        The losses are sums over this replica's documents, not multiplied by their coefficients.
+        The losses are sums over this replica's samples, not multiplied by their coefficients.
         """
         losses: dict[str, Tensor] = {}
         if self._auxiliary_L is not None:

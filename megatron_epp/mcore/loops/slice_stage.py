@@ -9,6 +9,7 @@ On the last stage:
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any, override
 
 import torch
@@ -93,10 +94,12 @@ class SliceStage(ModelStage):
     def layers_model(self) -> Any:
         return self.attached.part
 
-    @property
     @override
-    def balanced_together(self) -> Sequence[Sequence[int]] | None:
-        return [[node.tokens for node in forest.nodes] for forest in self.forests]
+    def _samples(self, plan: Plan) -> tuple[Sequence[int], Sequence[int]]:
+        firsts = accumulate((len(forest.nodes) for forest in self.forests), initial=0)
+        counts = [len(forest.last) for forest in self.forests]
+        ends = [n + last for n, of in zip(firsts, self.forests, strict=False) for last in of.last]
+        return ends, counts
 
     # -------------------------------------------------------------- forward
 

@@ -100,13 +100,15 @@ class ModelStage:
         """Module with Megatron's layers; DDP may have wrapped it."""
         return self.model
 
-    @property
-    def balanced_together(self) -> Sequence[Sequence[int]] | None:
-        """Document lengths of each joint MoE auxiliary loss; None: one loss per document."""
-        return None
+    def _samples(self, plan: Plan) -> tuple[Sequence[int], Sequence[int]]:
+        """Return the plan's document in which each sample ends, and the samples per micro-batch.
+
+        The second item is empty if the routers balance every sample independently.
+        """
+        return range(len(plan.documents)), ()
 
     def _stats_of_routers(self, plan: Plan) -> RouterStats | None:
-        return router_stats_for(self.layers_model, plan, self._loss_scale, self.balanced_together)
+        return router_stats_for(self.layers_model, plan, self._loss_scale, *self._samples(plan))
 
     def __enter__(self) -> "ModelStage":
         if self.training and self.config.no_sync_func is not None:

@@ -12,27 +12,28 @@ from tests.mcore.fault_injection import Faults, fault, in_turn, nothing
 FINALIZE = import_module("megatron.core.distributed.finalize_model_grads")
 
 
-def documents(state) -> list[int]:
+def spans(stats: RouterStats, state) -> list[int]:
     """Of a chunk, on all ranks."""
-    return [rows.span.document for rows in state.rows] + list(state.local_documents)
+    keys = [(rows.span.document, rows.span.start) for rows in state.rows]
+    return [stats.spans[key] for key in (*keys, *((d, 0) for d in state.local_documents))]
 
 
 def count_padding(owners, stats: RouterStats, state):
     found = owners(stats, state)
-    found[found == len(stats.tokens)] = documents(state)[-1]
+    found[found == len(stats.spans)] = spans(stats, state)[-1]
     return found
 
 
 def mix_documents(owners, stats: RouterStats, state):
     found = owners(stats, state)
-    found[found < len(stats.tokens)] = documents(state)[0]
+    found[found < len(stats.spans)] = spans(stats, state)[0]
     return found
 
 
 def sum_too_early(balanced, stats: RouterStats, logits, scored, layer, state, first, share):
     found = balanced(stats, logits, scored, layer, state, first, share)
-    if first and layer == stats.layers - 1 and stats._counts_DLE is not None:
-        stats._sum_over_ranks(state)
+    if first and layer == stats.layers - 1 and stats._sums_3SLE is not None:
+        stats._sum_over_ranks(state, logits)
     return found
 
 

@@ -16,7 +16,9 @@ from tests.certify.backend import certify_checked, main
 from tests.certify.loops.micro_batches import LoopFrame, loop_loss
 from tests.certify.trial import ENCODER, CheckedTrial, read_checked
 from tests.mcore.certified import certified, models
+from tests.mcore.fault_injection import FAULTS as SHARED
 from tests.mcore.fault_injection import inject, names, require_shown
+from tests.mcore.models import BALANCED
 from tests.mcore.test_trees import FRAME
 
 pytestmark = pytest.mark.everything
@@ -108,8 +110,15 @@ TABLES = {
     "encoder": (Degrees(1, 1, 1), {"loop_model": ENCODER}, "cut"),
     "ranks": (Degrees(1, 1, 1, cp=2), {}, None),
     "trees": (Degrees(1, 1, 1), {"trees": True}, "branches"),
+    "shared_experts": (Degrees(1, 1, 1), {"trees": True}, "branches"),
 }
-FAULTS = [(table, way) for table in TABLES for way in names(FOLDER / f"{table}.py")]
+
+
+def file_of(table: str) -> Path:
+    return (SHARED if table == "shared_experts" else FOLDER) / f"{table}.py"
+
+
+FAULTS = [(table, way) for table in TABLES for way in names(file_of(table))]
 # Errors of these faults, (losses, gradients): wrong far beyond the bound, within it, or either.
 WRONG, RIGHT, EITHER = (1e6 * BOUND, math.inf), (0.0, BOUND), (0.0, math.inf)
 ERRORS = {
@@ -141,13 +150,12 @@ def branches(number: int, seed: int) -> bool:
 
 @functools.cache
 def judged(table: str) -> Mapping[str, BatchVerdict]:
-    path, (degrees, others, _) = FOLDER / f"{table}.py", TABLES[table]
-    if table == "trees":
-        half = range(len(names(path)) // 2)  # the same batches in both turns
+    path, (degrees, others, _) = file_of(table), TABLES[table]
+    model = f"{LLAMA} --num-layers 2" + f" {BALANCED}aux_loss" * (table == "shared_experts")
+    if "trees" in others:
+        half = range(-(-len(names(path)) // 2))  # the same batches in both turns
         others |= {"seed": next(s for s in count() if all(branches(n, s) for n in half))}
-    return inject(
-        path, CheckedTrial(degrees, models(f"{LLAMA} --num-layers 2"), loop=True, **others)
-    )
+    return inject(path, CheckedTrial(degrees, models(model), loop=True, **others))
 
 
 @pytest.mark.parametrize(("table", "way"), FAULTS)

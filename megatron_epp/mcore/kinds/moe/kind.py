@@ -145,7 +145,3 @@ class MoEKind(LayerKind):
             mpu.get_expert_tensor_model_pipeline_parallel_group(),
             mpu.get_tensor_and_data_parallel_group(with_context_parallel=True),
         ]
-
-    @override
-    def unshared(self, holder: Any) -> str:
-        return "experts, whose routers count the tokens of documents" if has_experts(holder) else ""

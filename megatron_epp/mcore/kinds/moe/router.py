@@ -16,6 +16,7 @@ training loop, inputs that are not chunks, such as whole micro-batches, use Mega
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from megatron.core.transformer.moe.moe_utils import compute_routing_scores_for_a
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from megatron_epp.ir import Plan
+from megatron_epp.ir import Plan, Span
 from megatron_epp.layers.moe.current_chunk import CurrentChunk, note_in_layer, taken_along
 from megatron_epp.layers.moe.router_stats import Balancing, Pools, RouterStats
 from megatron_epp.layers.recompute.outputs import DroppedOutputs
@@ -102,6 +103,7 @@ class ChunkRouter:
         """Add the tokens of each expert to the router's ``local_tokens_per_expert``.
 
         This method replaces ``_apply_expert_bias``. It does not count padding or recomputed chunks.
+        It counts a token of a prefix once for every sample that shares it.
         """
         router = self.router
         if self._is_outside:
@@ -110,8 +112,8 @@ class ChunkRouter:
         router_stats, state = self._router_stats()
         if router_stats is None or not router.enable_expert_bias or not self._first:
             return
-        valid_t = router_stats.valid(state, routing_map_tE.device)
-        router.local_tokens_per_expert += (routing_map_tE & valid_t[:, None]).sum(dim=0)
+        times_t = router_stats.times(state, routing_map_tE)
+        router.local_tokens_per_expert += (routing_map_tE * times_t[:, None]).sum(dim=0)
 
     def _scored(self, logits_tE: Tensor) -> tuple[Tensor, Tensor]:
         router = self.router
@@ -176,7 +178,8 @@ def router_stats_for(
     model: Any,
     plan: Plan,
     scale: Callable[[torch.device], Tensor | float],
-    micro_batches: Sequence[Sequence[int]] | None = None,
+    ends: Sequence[int],
+    micro_batches: Sequence[int] = (),
 ) -> RouterStats | None:
     """Return new router statistics for an iteration on this rank's stage.
 
@@ -186,8 +189,10 @@ def router_stats_for(
         model: The stage module.
         plan: The plan of the iteration.
         scale: Function (device) -> the loss scale on the device.
-        micro_batches: Document lengths in tokens of each micro-batch of an external training loop.
-            If None, every document is balanced independently.
+        ends: Document of the plan in which every sample ends. A sample consists of this document
+            and of the prefixes that it continues.
+        micro_batches: Number of consecutive samples of each micro-batch of an external training
+            loop. If empty, every sample is balanced independently.
 
     Returns:
         The statistics; None if the stage has no MoE layer, or if its routers are not patched.
@@ -200,30 +205,38 @@ def router_stats_for(
         _count_in_full(router)
     layers, device = len(layers_of(model)), routers[0].weight.device
     rules = balancing_of(model.config)
-    pools = None if micro_batches is None else pools_of(micro_batches, model.config, rules)
-    return RouterStats(rules, plan.documents, layers, scale(device), pools)
+    paths = [(*plan.prefix_of(end), Span(end, 0, plan.documents[end])) for end in ends]
+    pools = Pools.each_alone(paths)
+    if micro_batches:
+        pools = pools_of(paths, micro_batches, model.config, rules)
+    spans = (span for chunk in plan.chunks for span in chunk.spans)
+    return RouterStats(rules, spans, layers, pools, scale(device))
 
 
-def pools_of(lengths: Sequence[Sequence[int]], config: Any, rules: Balancing) -> Pools:
-    """Return the pools: sets of documents over which the load of experts is balanced together.
+def pools_of(
+    paths: Sequence[Sequence[Span]], micro_batches: Sequence[int], config: Any, rules: Balancing
+) -> Pools:
+    """Return the pools: sets of samples over which the load of experts is balanced together.
 
     With these pools, the losses equal Megatron's losses of whole micro-batches without padding.
-    ``lengths`` are the document lengths in tokens of each micro-batch.
+    ``paths`` are the spans of every sample; ``micro_batches`` are numbers of consecutive samples.
 
         aux_loss       one pool per micro-batch
-        seq_aux_loss   one pool per document; as in Megatron, all documents of a micro-batch have
+        seq_aux_loss   one pool per sample; as in Megatron, all samples of a micro-batch have
                        equal weight, even if their lengths differ
     """
     alone = AUXILIARY["seq_aux_loss"] in dict(rules.auxiliary)
+    lengths = iter([sum(span.tokens for span in path) for path in paths])
     of: list[int] = []
     fractions: list[float] = []
     token_fractions: list[float] = []
-    for number, of_batch in enumerate(lengths):
-        tokens, count = sum(of_batch), len(of_batch)
+    for number, count in enumerate(micro_batches):
+        of_batch = [*islice(lengths, count)]
+        tokens = sum(of_batch)
         # Megatron divides losses by the number of micro-batches and by the ranks that reduce them.
         scale, each = 1.0, 1.0
         if not config.calculate_per_token_loss:
-            scale = config.context_parallel_size / len(lengths)
+            scale = config.context_parallel_size / len(micro_batches)
             each = scale / tokens
         if alone:
             of += range(len(fractions), len(fractions) + count)
@@ -236,7 +249,7 @@ def pools_of(lengths: Sequence[Sequence[int]], config: Any, rules: Balancing) ->
             of += [number] * count
             fractions.append(each)
             token_fractions.append(each)
-    return Pools(of, fractions, token_fractions)
+    return Pools(paths, of, fractions, token_fractions)
 
 
 def _count_in_full(router: Any) -> None:
