@@ -19,8 +19,8 @@ from tests.mcore.runs import Run, flags, train, trained, write_corpus
 pytestmark = pytest.mark.everything
 
 MODEL = QWEN3 + "--moe-router-score-function sigmoid --moe-router-enable-expert-bias "
-# Latent attention, a dense first layer, shared experts.
-DEEPSEEK = f"{V3} {V3_MOE} --num-layers 4 "
+# Latent attention, a dense first layer, shared experts, further tokens predicted.
+DEEPSEEK = f"{V3} {V3_MOE} --num-layers 4 --mtp-num-layers 1 "
 SHORT = MODEL.replace("--num-layers 4", "--num-layers 2")
 # As Megatron has it by default: gathered, and split over the tensor-parallel ranks.
 BY_DEFAULT = SHORT.replace("--moe-token-dispatcher-type alltoall", "--sequence-parallel").replace(

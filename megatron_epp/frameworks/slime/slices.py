@@ -43,7 +43,6 @@ class SlimeSamples(TokenSamples):
     """Adapter of slime's micro-batches.
 
     ``args`` are slime's arguments.
-    0 disables sharing.
 
     Raises:
         ValueError: Slices do not support the arguments.
