@@ -248,8 +248,9 @@ def accept(
     if isinstance(step, Step):
         _require_lengths(source, step.lengths, lengths)
     else:
-        for documents, one in zip(part.assignments, part.plans, strict=True):
-            _require_lengths(source, one.documents, [lengths[document] for document in documents])
+        for number, documents in enumerate(part.assignments, part.first):
+            batch_lengths = [lengths[document] for document in documents]
+            _require_lengths(source, part.lengths_of(number), batch_lengths)
     if step.lockstep % lockstep:
         planned = f"lockstep {step.lockstep}" if step.lockstep > 1 else "replicas that run freely"
         raise PlanError(

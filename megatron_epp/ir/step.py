@@ -4,6 +4,7 @@
     lockstep 2                           # omitted if every replica runs independently
     deal 0: 0 2 3                        # documents of the global batch, in replica 0's order
     deal 1: 1                            # deal 1: - if the batch has no document for replica 1
+    ends 1: 0                            # the plan documents in which documents of deal 1 end
     plan v1
     replica 0 of 2
     ...
@@ -14,6 +15,12 @@
 ``lockstep N`` divides the replicas into *lockstep groups* of N consecutive replicas. The replicas
 of a group run the same ops in the same order on every stage, because the experts of a layer are
 sharded over the group. :mod:`.program.op_template` defines what their plans have in common.
+
+Documents of the batch with common tokens share documents of the plan: a document of the batch
+consists of the plan document in which it *ends* and everything that this one continues (the
+``prefix`` lines of the plan). ``ends R`` follows ``deal R`` and has the same order. Without it,
+the n-th document of ``deal R`` ends in document n of the plan. Printed only if the plan has
+prefixes or the numbers differ.
 
 In a job that plans during training, each rank holds only the part of its own lockstep group. The
 text of a part begins with ``part v1`` and ``division DIGEST``, a digest of the assignment of
@@ -36,6 +43,8 @@ _OTHER_VERSION = re.compile(r"(plan|step) v(?!1$)[0-9]+")
 _LOCKSTEP = re.compile(rf"lockstep ({NUMBER})")
 _DIVISION = re.compile(r"division ([0-9a-f]+)")
 _ASSIGNMENT = re.compile(rf"deal ({NUMBER}): ({NUMBER}(?: {NUMBER})*|{EMPTY})")
+_ENDS = re.compile(rf"ends ({NUMBER}): ({NUMBER}(?: {NUMBER})*)")
+Numbers = tuple[tuple[int, ...], ...]  # for every replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +54,11 @@ class Step:
     Attributes:
         assignments: ``assignments[r]`` lists the documents of the global batch that replica r
             computes.
-        plans: plan of each replica; document d of ``plans[r]`` is document ``assignments[r][d]`` of
-            the global batch.
+        plans: plan of each replica.
         lockstep: number of replicas of a lockstep group; 1 if replicas run independently.
+        ends: ``ends[r][i]`` is the document of ``plans[r]`` in which document ``assignments[r][i]``
+            of the global batch ends; it and the documents that it continues make up the document.
+            An empty entry, or no entries: ``ends[r][i]`` is i.
 
     Example:
         >>> text = '''plan v1
@@ -64,9 +75,10 @@ class Step:
         True
     """
 
-    assignments: tuple[tuple[int, ...], ...]
+    assignments: Numbers
     plans: tuple[Plan, ...]
     lockstep: int = 1
+    ends: Numbers = ()
 
     def __post_init__(self):
         assigned = sorted(document for assignment in self.assignments for document in assignment)
@@ -76,18 +88,11 @@ class Step:
             raise PlanError("a document of the batch is dealt twice or never")
         if len(self.plans) != len(self.assignments):
             raise PlanError(f"{len(self.plans)} plans for {len(self.assignments)} replicas")
-        for replica, (assignment, plan) in enumerate(
-            zip(self.assignments, self.plans, strict=True)
-        ):
+        for replica, plan in enumerate(self.plans):
             if (plan.replica, plan.replicas) != (replica, len(self.plans)):
                 raise PlanError(
                     f"plan {replica} is for replica {plan.replica} of {plan.replicas}; "
                     f"expected {replica} of {len(self.plans)}"
-                )
-            if len(plan.documents) != len(assignment):
-                raise PlanError(
-                    f"replica {replica} is dealt {len(assignment)} documents; "
-                    f"its plan is for {len(plan.documents)}"
                 )
             if plan.layers != self.plans[0].layers:
                 raise PlanError(f"replica {replica}: layers differ from replica 0's")
@@ -97,6 +102,7 @@ class Step:
             raise PlanError(
                 f"lockstep {self.lockstep}: expected a divisor of the {len(self.plans)} replicas"
             )
+        object.__setattr__(self, "ends", _checked_ends(self.assignments, self.plans, self.ends))
 
     @classmethod
     def of_parts(cls, parts: Sequence["StepPart"]) -> "Step":
@@ -105,6 +111,7 @@ class Step:
             tuple(assignment for part in parts for assignment in part.assignments),
             tuple(plan for part in parts for plan in part.plans),
             parts[0].lockstep,
+            tuple(ends for part in parts for ends in part.ends),
         )
 
     @property
@@ -115,7 +122,7 @@ class Step:
     def part(self, replica: int) -> "StepPart":
         """Return the part of this step that the lockstep group of ``replica`` runs."""
         block = slice(first := replica - replica % self.lockstep, first + self.lockstep)
-        return StepPart(self.assignments[block], self.plans[block])
+        return StepPart(self.assignments[block], self.plans[block], ends=self.ends[block])
 
     def block(self, replica: int) -> tuple[Plan, ...]:
         """Return the plans of the lockstep group of ``replica``."""
@@ -123,12 +130,11 @@ class Step:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Number of tokens in every document of the global batch."""
-        lengths = [0] * sum(map(len, self.assignments))
-        for assignment, plan in zip(self.assignments, self.plans, strict=True):
-            for document, length in zip(assignment, plan.documents, strict=True):
-                lengths[document] = length
-        return tuple(lengths)
+        """Number of tokens in every document of the global batch, with those that it shares."""
+        lengths: dict[int, int] = {}
+        for assignment, plan, ends in zip(self.assignments, self.plans, self.ends, strict=True):
+            lengths.update(zip(assignment, _lengths(plan, ends), strict=True))
+        return tuple(lengths[document] for document in range(len(lengths)))
 
     @property
     def digest(self) -> str:
@@ -136,22 +142,28 @@ class Step:
         return hashlib.sha256(str(self).encode()).hexdigest()
 
     def __str__(self) -> str:
-        return "step v1\n" + _text(self.assignments, self.plans, self.lockstep, 0)
+        return "step v1\n" + _text(self, 0)
 
     @classmethod
     def parse(cls, text: str) -> "Step":
         """Return the step that ``text`` describes; a single plan's text is a step of one replica.
+
+        Every document of a single plan is one of the batch, except those that others continue from
+        the end.
 
         Raises:
             PlanError: the text is not a valid step; the message names the line or the replica.
         """
         plans, head = _read(text)
         if not head and len(plans) == 1:
-            return cls((tuple(range(len(plans[0].documents))),), plans)
+            documents = plans[0].documents
+            inner = {(prefix.document, prefix.stop) for prefix in plans[0].prefixes if prefix}
+            leaves = tuple(d for d, length in enumerate(documents) if (d, length) not in inner)
+            return cls((tuple(range(len(leaves))),), plans, ends=(leaves,))
         if not head or head[0] != "step v1":
             raise PlanError("expected the line 'step v1' before the plans of several replicas")
-        assignments, lockstep = _assignments(head[1:], 0)
-        return cls(assignments, plans, lockstep)
+        assignments, ends, lockstep = _assignments(head[1:], 0)
+        return cls(assignments, plans, lockstep, ends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,22 +172,23 @@ class StepPart:
 
     Attributes:
         assignments: documents of the global batch that each replica of the group computes.
-        plans: plan of each replica; document d of ``plans[i]`` is document ``assignments[i][d]`` of
-            the global batch.
+        plans: plan of each replica.
         division: digest of the assignment of documents to all replicas of the job; empty if the
             whole step is known, as in :meth:`Step.part`.
+        ends: documents of the plans in which the documents of the batch end, as in :class:`Step`.
     """
 
-    assignments: tuple[tuple[int, ...], ...]
+    assignments: Numbers
     plans: tuple[Plan, ...]
     division: str = ""
+    ends: Numbers = ()
 
     def __post_init__(self):
         documents = [document for held in self.assignments for document in held]
         if len(set(documents)) != len(documents):
             raise PlanError("a document of the batch is assigned twice")
-        if list(map(len, self.assignments)) != [len(plan.documents) for plan in self.plans]:
-            raise PlanError("a replica's plan is not for the documents that it is assigned")
+        if len(self.assignments) != len(self.plans):
+            raise PlanError(f"{len(self.plans)} plans for {len(self.assignments)} replicas")
         numbers = [(plan.replica, plan.replicas) for plan in self.plans]
         if numbers != [(self.first + at, self.replicas) for at in range(len(self.plans))]:
             raise PlanError("the plans are not those of neighbouring replicas of one job")
@@ -183,6 +196,8 @@ class StepPart:
             raise PlanError(
                 f"{self.lockstep} replicas from {self.first} on are not a lockstep group"
             )
+        ends = _checked_ends(self.assignments, self.plans, self.ends, self.first)
+        object.__setattr__(self, "ends", ends)
 
     @property
     def first(self) -> int:
@@ -204,14 +219,45 @@ class StepPart:
         return self.plans[replica - self.first]
 
     def documents_of(self, replica: int) -> tuple[int, ...]:
-        """Return the documents of the batch that ``replica`` computes, in the order of its plan."""
+        """Return the documents of the batch that ``replica`` computes, as they are dealt."""
         return self.assignments[replica - self.first]
+
+    def ends_of(self, replica: int) -> tuple[int, ...]:
+        """Return the document of the plan in which each of :meth:`documents_of` ends."""
+        return self.ends[replica - self.first]
+
+    def lengths_of(self, replica: int) -> tuple[int, ...]:
+        """Return the tokens of each of :meth:`documents_of`, with those that it shares."""
+        return _lengths(self.plan_of(replica), self.ends_of(replica))
+
+    def samples_of(self, replica: int) -> Numbers:
+        """Return, for each document of the plan of ``replica``, the batch's documents that hold it.
+
+        They have the order of :meth:`documents_of`. Tokens of the plan's document are read from the
+        first. Without shared tokens, document d of the plan is held by ``documents_of(replica)[d]``
+        alone.
+
+        Raises:
+            PlanError: a document of the plan continues a part of another, whose tokens are then of
+                different documents of the batch.
+        """
+        plan = self.plan_of(replica)
+        for number, span in enumerate(plan.prefixes):
+            if span is not None and span.stop < plan.documents[span.document]:
+                raise PlanError(
+                    f"replica {replica}: prefix {number}: {span} is a part of document "
+                    f"{span.document} of {plan.documents[span.document]} inputs; expected all "
+                    f"of it in a step: inputs from {span.stop} on are a document that continues it"
+                )
+        samples: list[list[int]] = [[] for _ in plan.documents]
+        for sample, end in zip(self.documents_of(replica), self.ends_of(replica), strict=True):
+            for node in _path(plan, end):
+                samples[node].append(sample)
+        return tuple(map(tuple, samples))
 
     def __str__(self) -> str:
         division = f"division {self.division}\n" if self.division else ""
-        return f"part v1\n{division}" + _text(
-            self.assignments, self.plans, self.lockstep, self.first
-        )
+        return f"part v1\n{division}" + _text(self, self.first)
 
     @classmethod
     def parse(cls, text: str) -> "StepPart":
@@ -224,21 +270,63 @@ class StepPart:
         if not head or head[0] != "part v1":
             raise PlanError("expected the line 'part v1' before the plans of a part")
         match = _DIVISION.fullmatch(head[1]) if len(head) > 1 else None
-        assignments, lockstep = _assignments(head[2 if match else 1 :], plans[0].replica)
+        assignments, ends, lockstep = _assignments(head[2 if match else 1 :], plans[0].replica)
         if not lockstep == len(plans) == len(assignments):
             raise PlanError(f"{len(plans)} plans in a part of {lockstep} replicas in lockstep")
-        return cls(assignments, plans, match[1] if match else "")
+        return cls(assignments, plans, match[1] if match else "", ends)
 
 
-def _text(
-    assignments: Sequence[Sequence[int]], plans: Sequence[Plan], lockstep: int, first: int
-) -> str:
-    lines = (
-        f"deal {replica}: {' '.join(map(str, assignment)) or EMPTY}\n"
-        for replica, assignment in enumerate(assignments, first)
-    )
-    line = f"lockstep {lockstep}\n" if lockstep > 1 else ""
-    return line + "".join(lines) + "".join(map(str, plans))
+def _path(plan: Plan, end: int) -> tuple[int, ...]:
+    """Return the documents of ``plan`` that make up a document of the batch with ``end``."""
+    return (*(prefix.document for prefix in plan.prefix_of(end)), end)
+
+
+def _lengths(plan: Plan, ends: Sequence[int]) -> tuple[int, ...]:
+    return tuple(plan.offset(end) + plan.documents[end] for end in ends)
+
+
+def _checked_ends(
+    assignments: Numbers, plans: Sequence[Plan], ends: Numbers, first: int = 0
+) -> Numbers:
+    """Return ``ends``, with the numbers of the plan's documents for an empty entry."""
+    if ends and len(ends) != len(plans):
+        raise PlanError(f"ends of {len(ends)} replicas; expected {len(plans)}")
+    every = []
+    for at, (assignment, plan) in enumerate(zip(assignments, plans, strict=True)):
+        replica, documents = first + at, len(plan.documents)
+        own = ends[at] if ends else ()
+        if not own and len(assignment) != documents:
+            raise PlanError(
+                f"replica {replica} is dealt {len(assignment)} documents; its plan is for "
+                f"{documents}"
+            )
+        if own and len(own) != len(assignment):
+            raise PlanError(
+                f"ends {replica}: {len(own)} numbers; expected one for each of the "
+                f"{len(assignment)} documents of deal {replica}"
+            )
+        if own and not 0 <= min(own) <= max(own) < documents:
+            odd = next(end for end in own if not 0 <= end < documents)
+            raise PlanError(f"ends {replica}: document {odd}; the plan has {documents}")
+        every.append(own or tuple(range(documents)))
+        if own and len(set(own)) < documents:
+            held = {node for end in set(own) for node in _path(plan, end)}
+            if missing := set(range(documents)) - held:
+                raise PlanError(
+                    f"ends {replica}: document {min(missing)} of the plan is part of no document "
+                    "of the batch"
+                )
+    return tuple(every)
+
+
+def _text(step: Step | StepPart, first: int) -> str:
+    lines = [f"lockstep {step.lockstep}\n"] if step.lockstep > 1 else []
+    every = zip(step.assignments, step.ends, step.plans, strict=True)
+    for replica, (assignment, ends, plan) in enumerate(every, first):
+        lines.append(f"deal {replica}: {' '.join(map(str, assignment)) or EMPTY}\n")
+        if plan.prefixes or ends != tuple(range(len(ends))):
+            lines.append(f"ends {replica}: {' '.join(map(str, ends))}\n")
+    return "".join(lines) + "".join(map(str, step.plans))
 
 
 def _read(text: str) -> tuple[tuple[Plan, ...], list[str]]:
@@ -257,8 +345,8 @@ def _read(text: str) -> tuple[tuple[Plan, ...], list[str]]:
     return plans, [words for line in lines[: starts[0]] if (words := _words(line))]
 
 
-def _assignments(head: list[str], first: int) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """Return the assignments of documents in ``head``, and the size of a lockstep group.
+def _assignments(head: list[str], first: int) -> tuple[Numbers, Numbers, int]:
+    """Return the assignments of documents in ``head``, their ends, and a lockstep group's size.
 
     The first assignment must be that of replica ``first``, and the others must follow in order.
     """
@@ -271,13 +359,21 @@ def _assignments(head: list[str], first: int) -> tuple[tuple[tuple[int, ...], ..
                 f"{quoted(line)}: expected 'lockstep N' of at least 2 replicas, or no such line"
             )
     assignments: list[tuple[int, ...]] = []
-    for replica, line in enumerate(rest, first):
+    ends: list[tuple[int, ...]] = []
+    for line in rest:
+        replica = first + len(assignments)
+        match = _ENDS.fullmatch(line)
+        if match is not None and ends and not ends[-1] and int(match[1]) == replica - 1:
+            ends[-1] = tuple(map(int, match[2].split()))
+            continue
         match = _ASSIGNMENT.fullmatch(line)
         if match is None or int(match[1]) != replica:
-            raise PlanError(f"{quoted(line)}: expected 'deal {replica}: DOCUMENT ...'")
+            also = f" or 'ends {replica - 1}: DOCUMENT ...'" if ends and not ends[-1] else ""
+            raise PlanError(f"{quoted(line)}: expected 'deal {replica}: DOCUMENT ...'{also}")
         numbers = match[2] if match[2] != EMPTY else ""
         assignments.append(tuple(map(int, numbers.split())))
-    return tuple(assignments), lockstep
+        ends.append(())
+    return tuple(assignments), tuple(ends), lockstep
 
 
 def _words(line: str) -> str:

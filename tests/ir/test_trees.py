@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from megatron_epp.ir import Chunk, Plan, PlanError, Span, check, slices_of
+from megatron_epp.ir import Chunk, Plan, PlanError, Span, Step, StepPart, check, slices_of
 from tests.certify.trees import arbitrary_prefixes, tree_chunks
 
 TREE = """\
@@ -46,6 +46,48 @@ def test_its_text_and_what_it_says() -> None:
         (2, 1),
         (5,),
     )
+
+
+def test_a_step_says_where_documents_end() -> None:
+    alone = Step.parse(TREE)  # document 0 is a prefix of others, and none of the batch
+    assert alone.ends == ((1, 2, 3),) and alone.lengths == (47, 49, 48)
+    assert str(alone) == "step v1\ndeal 0: 0 1 2\nends 0: 1 2 3\n" + TREE
+    with pytest.raises(PlanError, match=r"prefix 3: 1\[0:5\] is a part of document 1 of 7 inputs"):
+        alone.part(0).samples_of(0)
+    nodes = TREE.replace("1[0:5]", "1[0:7]", 1).replace("chunk 1: 1[0:5]", "chunk 1: 1[0:7]")
+    nodes = nodes.replace("chunk 2: 1[5:7]\n", "chunk 2: -\n").replace("of 1\n", "of 2\n")
+    other = "plan v1\nreplica 1 of 2\ndocuments 6\nlayers 1 1\nchunk 0: 0[0:6]\n"
+    other += "recompute 0: 1k\nrecompute 1: 1k\nstage 0: F0 B0\nstage 1: F0 B0\n"
+    # Documents 3 and 0 are equal, 1 is the beginning of 2; replica 1 has two equal documents.
+    head = "deal 0: 3 1 2 0\nends 0: 2 1 3 2\n"
+    text = f"step v1\n{head}deal 1: 4 5\nends 1: 0 0\n{nodes}{other}"
+    step = Step.parse(text)
+    assert str(step) == text and Step.parse(str(step)) == step
+    assert step.lengths == (49, 47, 50, 49, 6, 6)
+    parts = [step.part(replica) for replica in (0, 1)]
+    assert parts[0].samples_of(0) == ((3, 1, 2, 0), (1, 2), (3, 0), (2,))
+    assert parts[1].samples_of(1) == ((4, 5),) and parts[1].lengths_of(1) == (6, 6)
+    assert [StepPart.parse(str(part)) for part in parts] == parts
+    assert Step.of_parts(parts) == step
+
+
+@pytest.mark.parametrize(
+    ("line", "other", "said"),
+    [
+        ("ends 0: 1 2 3", "ends 0: 1 2", "ends 0: 2 numbers; expected one for each of the 3"),
+        ("ends 0: 1 2 3", "ends 0: 1 2 4", "ends 0: document 4; the plan has 4"),
+        ("ends 0: 1 2 3", "ends 0: 1 3 3", "ends 0: document 2 of the plan is part of no document"),
+        ("ends 0: 1 2 3", "ends 1: 1 2 3", "expected 'deal 1: DOCUMENT ...' or 'ends 0: DOCUM"),
+        ("ends 0: 1 2 3", "ends 0: 1 2 3\nends 0: 1 2 3", "expected 'deal 1: DOCUMENT ...'"),
+        ("ends 0: 1 2 3", "ends 0: -", "expected 'deal 1: DOCUMENT ...' or 'ends 0: DOCUMENT ...'"),
+        ("ends 0: 1 2 3\n", "", "replica 0 is dealt 3 documents; its plan is for 4"),
+    ],
+)
+def test_wrong_ends_are_named(line: str, other: str, said: str) -> None:
+    for text in (step := Step.parse(TREE), step.part(0)):
+        with pytest.raises(PlanError) as caught:
+            type(text).parse(str(text).replace(line, other))
+        assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_plan_without_prefixes_reads_as_before() -> None:
