@@ -97,9 +97,8 @@ class SliceStage(ModelStage):
     @override
     def _samples(self, plan: Plan) -> tuple[Sequence[int], Sequence[int]]:
         firsts = accumulate((len(forest.nodes) for forest in self.forests), initial=0)
-        counts = [len(forest.last) for forest in self.forests]
         ends = [n + last for n, of in zip(firsts, self.forests, strict=False) for last in of.last]
-        return ends, counts
+        return ends, [len(forest.last) for forest in self.forests]
 
     # -------------------------------------------------------------- forward
 

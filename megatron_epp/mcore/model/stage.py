@@ -93,7 +93,10 @@ class ModelStage:
         self._deferral = Deferral(model, besides) if self._deferred else None
         self._ready: ReadyOrder | None = None
         self._abandoned = False
-        self._router_stats = self._stats_of_routers(plan) if self.training else None
+        self._router_stats: RouterStats | None = None
+        if self.training:
+            samples, model = self._samples(plan), self.layers_model
+            self._router_stats = router_stats_for(model, plan, self._loss_scale, *samples)
 
     @property
     def layers_model(self) -> Any:
@@ -101,14 +104,8 @@ class ModelStage:
         return self.model
 
     def _samples(self, plan: Plan) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the plan's document in which each sample ends, and the samples per micro-batch.
-
-        The second item is empty if the routers balance every sample independently.
-        """
+        """Return the arguments ``ends`` and ``micro_batches`` of router_stats_for."""
         return range(len(plan.documents)), ()
-
-    def _stats_of_routers(self, plan: Plan) -> RouterStats | None:
-        return router_stats_for(self.layers_model, plan, self._loss_scale, *self._samples(plan))
 
     def __enter__(self) -> "ModelStage":
         if self.training and self.config.no_sync_func is not None:
