@@ -9,9 +9,11 @@ from megatron_epp.control.step_source import (
     AdaptiveSource,
     Following,
     Planning,
+    SharingLengths,
     SourcedStep,
     StepSource,
 )
+from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.ir import Plan, PlanError, Step, StepPart, check, check_op_templates, check_ranks
 from megatron_epp.runtime.consensus import (
@@ -247,6 +249,7 @@ def accept(
         )
     if isinstance(step, Step):
         _require_lengths(source, step.lengths, lengths)
+        _require_shared(source, step, lengths)
     else:
         for number, documents in enumerate(part.assignments, part.first):
             batch_lengths = [lengths[document] for document in documents]
@@ -265,6 +268,7 @@ def accept(
         for one in part.plans:  # the replicas of a lockstep group all start, or none does
             check(one)
             check_ranks(one, cp)
+            part.samples_of(one.replica)
     except PlanError as error:
         raise PlanError(f"{source} cannot be run: {error}") from error
 
@@ -275,6 +279,24 @@ def _require_lengths(source: str, planned: Sequence[int], lengths: Sequence[int]
             f"{source} is for {_difference(planned, lengths)}: a plan runs only on documents "
             "of the lengths it was made for (leave --epp-plan out to plan each batch)"
         )
+
+
+def _require_shared(source: str, step: Step, lengths: Sequence[int]) -> None:
+    """Check that documents begin alike where ``step``, which was not planned here, shares them."""
+    forest: PrefixForest | None = None
+    for replica, plan in enumerate(step.plans):
+        for node, (first, *others) in enumerate(step.part(replica).samples_of(replica)):
+            stop = plan.offset(node) + plan.documents[node]
+            for other in others:
+                if forest is None and isinstance(lengths, SharingLengths):
+                    forest = lengths.forest()
+                forest = forest or PrefixForest.apart(lengths)
+                if (common := forest.shared(first, other)) < stop:
+                    raise PlanError(
+                        f"{source} computes {stop} inputs of documents {first} and {other} once; "
+                        f"those of the batch share {common} (--epp-share-from): give the data and "
+                        "the --epp-share-from of the run that made the plan"
+                    )
 
 
 def _difference(planned: Sequence[int], batch_lengths: Sequence[int]) -> str:

@@ -5,12 +5,34 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from megatron_epp.control.memory_budget import MemoryBudget
+from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Step, StepPart
 
 # following(n) returns the document lengths of the batch n iterations later; None if there is none.
 Following = Callable[[int], Sequence[int] | None]
+
+
+class SharingLengths(list[int]):
+    """Lengths of a batch's documents, and a function that finds what the documents share.
+
+    Only ranks that plan call :meth:`forest`, because it reads tokens.
+    """
+
+    def __init__(self, lengths: Sequence[int], forest: Callable[[], PrefixForest]):
+        super().__init__(lengths)
+        self.forest = forest
+
+
+def planned_documents(lengths: Sequence[int]) -> Sequence[int] | PrefixForest:
+    """Return what a planner plans: the lengths, or the forest if documents share tokens.
+
+    Raises:
+        ValueError: the tokens of a document cannot be read.
+    """
+    forest = lengths.forest() if isinstance(lengths, SharingLengths) else None
+    return forest if forest is not None and forest.shares else lengths
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,6 +104,11 @@ class PrefixForest:
             node = self.nodes[node].parent
         return tuple(reversed(nodes))
 
+    def shared(self, one: int, other: int) -> int:
+        """Return the number of leading tokens that two sequences share."""
+        nodes = {*self.path(one)} & {*self.path(other)}
+        return max((self.nodes[node].stop for node in nodes), default=0)
+
     @property
     def tokens(self) -> int:
         """Number of tokens to compute: those of all nodes."""

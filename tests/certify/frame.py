@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from random import Random
 from typing import Any, ClassVar
 
@@ -10,9 +11,11 @@ import numpy
 
 from megatron_epp.certify.batches import (
     CONTEXT,
+    MASKED,
     Frame,
     RandomBatch,
     StepCoverage,
+    UntargetedCounts,
     assignments_of,
     draw,
     random_lengths,
@@ -59,24 +62,18 @@ class CheckedFrame(Frame):
             plans.
         documents: number of documents of every batch, each on a random replica; a replica may have
             no document. 0 for a few more documents than replicas, at least one on each replica.
+        depths: number of MTP layers, with trees.
     """
 
     trees: bool = False
     make_plan: Callable[[Sequence[int]], Plan] | None = None
     documents: int = 0
+    depths: int = 0
 
     def draw(self, seed: int, number: int) -> RandomBatch:
         """Return batch ``number`` of the batches that ``seed`` determines."""
         drawn = draw(seed, number, self)
-        if not self.trees:
-            return drawn
-        step = drawn.step
-        if number % 2:
-            # A shared prefix counts once per document that continues it, as a copy's loss would.
-            for plan, assignment in zip(step.plans, step.assignments, strict=True):
-                for prefix in filter(None, plan.prefixes):
-                    drawn.loss_masks[assignment[prefix.document]][: prefix.stop] *= 2
-        return TreeBatch(drawn.tokens, drawn.loss_masks, step, drawn.evaluation)
+        return sharing(drawn, seed, number, self) if self.trees else drawn
 
     def coverage(self, drawn: RandomBatch, computed: Sequence[Any]) -> "CheckedCoverage":
         """Return the numbers of documents, chunks, messages and other items of a batch."""
@@ -94,7 +91,7 @@ class CheckedFrame(Frame):
             return random_lengths(number, random, self.documents)[: self.documents]
         lengths = Frame.lengths(self, number, random)
         # Shorter, so that prefixes fit before them.
-        return [-(-length // 3) for length in lengths] if self.trees else lengths
+        return [max(-(-n // 3), self.depths) for n in lengths] if self.trees else lengths
 
     def assign(self, documents: int, random: Random) -> tuple[tuple[int, ...], ...]:
         """Assign ``documents`` to random replicas."""
@@ -113,38 +110,62 @@ class CheckedFrame(Frame):
         if self.make_plan is not None:
             return replace(self.make_plan(lengths), replica=replica, replicas=self.replicas)
         if self.trees:
-            drawn = arbitrary_tree(lengths, random, CONTEXT - 1)
+            drawn = arbitrary_tree(lengths, random, CONTEXT - 1, whole=True)
         return Frame.plan(self, replica, lengths, random, fraction, alone, **drawn)
 
 
-@dataclass(frozen=True, slots=True)
 class TreeBatch(RandomBatch):
-    """Batch in which documents continue other documents."""
+    """Batch in which documents share documents of the plan."""
 
-    _before: Any = field(default=None, init=False, repr=False, compare=False)
-
-    def sequence(self, document: int) -> tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray]:
-        """Return inputs, labels and loss mask of a document, including those of its prefixes.
-
-        The mask is 0 on prefixes, because the documents that own the prefixes count their losses.
-        """
-        if self._before is None:
-            object.__setattr__(self, "_before", _documents_before(self.step))
-        parts = [(d, stop, 0.0) for d, stop in self._before[document]]
-        parts.append((document, len(self.loss_masks[document]), 1.0))
-        inputs = [self.tokens[d][:stop] for d, stop, _ in parts]
-        labels = [self.tokens[d][1 : stop + 1] for d, stop, _ in parts]
-        masks = [self.loss_masks[d][:stop] * numpy.float32(own) for d, stop, own in parts]
-        return numpy.concatenate(inputs), numpy.concatenate(labels), numpy.concatenate(masks)
+    @property
+    def untargeted(self) -> UntargetedCounts:
+        """Nothing: masks are not drawn by slices."""
+        return UntargetedCounts()
 
 
-def _documents_before(step: Step) -> dict[int, list[tuple[int, int]]]:
-    """Return, for every document of the batch, its prefixes in order: (document, tokens of it)."""
-    return {
-        document: [(assignment[span.document], span.stop) for span in plan.prefix_of(number)]
-        for plan, assignment in zip(step.plans, step.assignments, strict=True)
-        for number, document in enumerate(assignment)
-    }
+def sharing(drawn: RandomBatch, seed: int, number: int, frame: CheckedFrame) -> TreeBatch:
+    """Return the batch of which the documents of ``drawn`` are the shared parts.
+
+    Documents end in every part that no other continues, and in some others; some documents are
+    equal. Their loss masks differ, also in what they share. After a part, all documents have the
+    same 1 + D tokens, of which the last rows of the part are to predict some (D: MTP layers).
+    """
+    random, generator = Random(f"{seed} {number} ends"), numpy.random.default_rng([seed, number, 1])
+    step, each = drawn.step, 1 + frame.depths
+    assignments, ends, tokens = [], [], []
+    for plan, parts in zip(step.plans, step.assignments, strict=True):
+        whole: list[numpy.ndarray] = []  # of each part: all tokens up to its end
+        ahead: list[numpy.ndarray] = []  # the tokens after them
+        for at, length in enumerate(plan.documents):
+            prefix = plan.prefix_of(at)
+            parent = prefix[-1].document if prefix else -1
+            stream = drawn.tokens[parts[at]][:length]
+            before = whole[parent] if prefix else stream[:0]
+            known = ahead[parent] if prefix else stream[:0]
+            more = generator.integers(0, frame.vocabulary, each)
+            stream = numpy.concatenate((known, stream[len(known) :], more))
+            whole.append(numpy.concatenate((before, stream[:length])))
+            ahead.append(stream[length : length + each])
+        inner = {span.document for span in filter(None, plan.prefixes)}
+        own = [at for at in range(len(whole)) if at not in inner]
+        if not frame.depths:  # what ends has no targets further ahead, unlike what goes on
+            own += [at for at in sorted(inner) if random.random() < 0.4]
+        own += [at for at in own if random.random() < 0.3]
+        random.shuffle(own)
+        assignments.append(tuple(range(len(tokens), len(tokens) + len(own))))
+        ends.append(tuple(own))
+        tokens += [numpy.concatenate((whole[at], ahead[at][:1])) for at in own]
+    masks = tuple(generator.random(len(each) - 1) >= MASKED for each in tokens)
+    for mask in masks:
+        mask[: generator.integers(len(mask)) * (number % 2)] = False  # a prompt, for some
+        mask[-1] = True
+    make = partial(Step, tuple(assignments), lockstep=step.lockstep, ends=tuple(ends))
+    return TreeBatch(
+        tuple(tokens),
+        tuple(mask.astype(numpy.float32) for mask in masks),
+        make(step.plans),
+        make(drawn.evaluation.plans),
+    )
 
 
 @dataclass(frozen=True, slots=True)

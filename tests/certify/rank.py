@@ -6,6 +6,7 @@ from typing import Any, ClassVar, override
 
 from megatron_epp.ir import Kind, Message, Payload, Plan, Program, Step, Transfer, lower
 from megatron_epp.mcore.certify.rank import Rank
+from megatron_epp.mcore.data.shared_tokens import SharedTokens
 from tests.certify.allowed_collectives import SCHEDULE, AllowedCollective, name_of
 from tests.certify.comm_recorder import MessageRecord, Traffic
 from tests.certify.frame import CheckedResult
@@ -37,6 +38,13 @@ class CheckedRank(WatchedRank):
     """Rank of Megatron's trainer with the planned messages, whose attention is called directly."""
 
     RESULT: ClassVar = CheckedResult
+
+    @override
+    def build(self) -> list[Any]:
+        models = super().build()
+        if self.frame.trees:  # every rank finds in the tokens what the drawn step shares
+            self.schedule.shared = SharedTokens(1, self.frame.depths)
+        return models
 
     @override
     def problems(self, drawn: Any) -> list[str]:

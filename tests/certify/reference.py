@@ -7,6 +7,7 @@ from typing import override
 from megatron_epp.certify.batches import CONTEXT, Frame
 from megatron_epp.certify.protocol import ModelSetup
 from megatron_epp.mcore.certify.reference import ReferenceModel
+from megatron_epp.mcore.kinds.mtp.kind import mtp_depths
 from megatron_epp.mcore.kinds.registry import require_shared
 from tests.certify.frame import CheckedFrame
 from tests.certify.planned import PlansOf
@@ -31,8 +32,9 @@ class CheckedReference(ReferenceModel):
                 frame.vocabulary_parallel,
             )
             plans([CONTEXT, CONTEXT // 2])  # raises early if the planner refuses these stages
+        args = pickle.loads(setup.args)
         if self.trial.trees:
-            require_shared(pickle.loads(setup.args), "--trees")
+            require_shared(args, "--trees", ahead=not self.trial.loop)
         drawn = {one.name: getattr(frame, one.name) for one in fields(Frame)}
         if self.trial.trees or self.trial.documents or plans is not None:
             drawn["alone"] = 0
@@ -41,5 +43,6 @@ class CheckedReference(ReferenceModel):
             trees=self.trial.trees,
             make_plan=plans,
             documents=self.trial.documents or 0,
+            depths=mtp_depths(args) if self.trial.trees else 0,
         )
         return replace(setup, frame=self.frame)

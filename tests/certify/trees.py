@@ -10,7 +10,7 @@ from megatron_epp.ir import Chunk, Prefixes, Span
 
 
 def arbitrary_prefixes(
-    lengths: Sequence[int], random: Random, context: int | None = None
+    lengths: Sequence[int], random: Random, context: int | None = None, whole: bool = False
 ) -> Prefixes:
     """Return random prefixes: some documents continue the start of an earlier document.
 
@@ -20,6 +20,7 @@ def arbitrary_prefixes(
         lengths: tokens of each document.
         random: source of random numbers.
         context: maximum number of tokens of a document with its prefixes; None: no limit.
+        whole: whether documents continue others from their ends, as those of a step do.
     """
     prefixes: list[Span | None] = [None]
     begins = [0]
@@ -27,7 +28,7 @@ def arbitrary_prefixes(
         # Sometimes the last document, for deep trees, and sometimes the first, for wide ones.
         parent = random.choice((0, number - 1, random.randrange(number)))
         length = lengths[parent]
-        stop = length if random.random() < 0.6 else random.randint(1, length)
+        stop = length if whole or random.random() < 0.6 else random.randint(1, length)
         position = begins[parent] + stop
         fits = context is None or position + lengths[number] <= context
         if random.random() < 0.25 or not fits:
@@ -124,10 +125,10 @@ def _parents_first(prefixes: Prefixes) -> list[int]:
 
 
 def arbitrary_tree(
-    lengths: Sequence[int], random: Random, context: int | None = None
+    lengths: Sequence[int], random: Random, context: int | None = None, whole: bool = False
 ) -> dict[str, Any]:
     """Return random prefixes and chunks, as arguments of ``arbitrary_plan``."""
-    prefixes = arbitrary_prefixes(lengths, random, context)
+    prefixes = arbitrary_prefixes(lengths, random, context, whole)
     if not any(prefixes):
         return {"prefixes": prefixes}
     return {"prefixes": prefixes, "chunks": tree_chunks(lengths, prefixes, random)}

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy
 import pytest
 
+from megatron_epp.mcore.data.global_batches import Sample
 from megatron_epp.mcore.data.mtp_targets import (
     Predictions,
     TargetRows,
@@ -42,14 +43,14 @@ def rolled(values: numpy.ndarray, by: int) -> numpy.ndarray:
 @pytest.mark.parametrize("cut", [(), (1,), (2, 5), (1, 2, 3, 4, 5)])
 def test_rows_of_slices_are_those_of_the_rolled_document(cut: tuple[int, ...]) -> None:
     """Of documents shorter than the depths, too."""
-    document, predictions, length = OneDocument(), Predictions(8, 0.3), len(MASK)
-    counts = target_counts(document, 0, length, predictions)
-    boundaries = (0, *cut, length)
+    document, predictions, sample = OneDocument(), Predictions(8, 0.3), Sample(0, len(MASK))
+    counts = target_counts(document, sample, predictions)
+    boundaries = (0, *cut, sample.length)
     tokens, labels, weights, masks = [], [], [], []
     for start, stop in pairwise(boundaries):
         targets = TargetRows(predictions, stop - start)
-        targets.fill(slice(0, stop - start), document, 0, (start, stop), length, lambda: counts)
-        tokens.append(mtp_tokens(document, 0, (start, stop), length, predictions.depths))
+        targets.add(slice(0, stop - start), document, sample, (start, stop), lambda: counts)
+        tokens.append(mtp_tokens(document, sample, (start, stop), predictions.depths))
         labels.append(targets.labels)
         weights.append(targets.weights)
         masks.append(targets.mtp_mask)

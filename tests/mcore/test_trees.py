@@ -10,7 +10,7 @@ from tests.certify.backend import main
 from tests.certify.frame import CheckedFrame
 from tests.certify.trial import CheckedTrial
 from tests.mcore.certified import certified, models
-from tests.mcore.models import BALANCED
+from tests.mcore.models import BALANCED, MTP, V3, WINDOWS
 
 everything = pytest.mark.everything
 
@@ -28,6 +28,16 @@ def shows(way: str, drawn: RandomBatch) -> bool:
         return any(prefix is not None and prefix.stop > 1 for prefix in plan.prefixes)
     if way == "see the nearest":
         return any(plan.prefixes[parent] is not None for parent in parents)
+    weights = [
+        [drawn.loss_masks[sample][plan.offset(d) :][:length] for sample in samples]
+        for d, (samples, length) in enumerate(
+            zip(drawn.step.part(0).samples_of(0), plan.documents, strict=True)
+        )
+    ]
+    if way == "count one document":
+        return any(sum(map(any, masks)) > 1 for masks in weights)
+    if way == "mistake the last label":
+        return any(any(mask[-1] for mask in weights[parent]) for parent in parents)
     return bool(parents)
 
 
@@ -44,6 +54,22 @@ JOBS = {
         3,
     ),
     "four stages": (Degrees(pp=4, tp=1, dp=1), f"{LLAMA} --num-layers 4", 3),
+    "MTP in V placement": (
+        Degrees(pp=2, tp=1, dp=1),
+        f"{LLAMA} --num-layers 4 {MTP} --epp-placement v",
+        2,
+    ),
+    "vocabulary parallelism": (
+        Degrees(pp=2, tp=1, dp=1),
+        f"{LLAMA} --num-layers 4 --epp-vocab-parallel on",
+        2,
+    ),
+    "MLA on context-parallel ranks": (
+        Degrees(pp=1, tp=1, dp=1, cp=2),
+        f"{V3} --num-layers 2",
+        2,
+    ),
+    "windows": (Degrees(pp=1, tp=1, dp=1), f"{LLAMA} --num-layers 2 {WINDOWS}", 2),
 }
 
 
@@ -105,11 +131,6 @@ def test_loops_find_what_their_samples_share() -> None:
         (
             "--loop --loop-model encoder",
             "--trees: an encoder sees documents whole, so they share nothing; leave out --loop-mod",
-        ),
-        (
-            "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --mtp-num-layers 1 "
-            "--position-embedding-type rope",
-            "--trees: not with further tokens, predicted behind whole documents; expected a model",
         ),
     ],
 )  # fmt: skip

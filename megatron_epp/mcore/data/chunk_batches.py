@@ -12,7 +12,7 @@ from megatron_epp.ir import Plan, Slices, Span
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows
 from megatron_epp.mcore.data.chunk_params import ChunkParams
-from megatron_epp.mcore.data.global_batches import TokenSource
+from megatron_epp.mcore.data.global_batches import Sample, TokenSource
 from megatron_epp.mcore.data.mtp_targets import (
     Predictions,
     TargetRows,
@@ -74,7 +74,9 @@ class ChunkBatchBuilder:
     Args:
         plan: The plan.
         slices: Slices of the plan's documents.
-        samples: Sample number of every document of the plan.
+        samples: For every document of the plan, the samples that hold it, in one of which its
+            tokens are read. Without shared prefixes, one sample, which is the document.
+        ends: Document of the plan in which each of the replica's samples ends.
         documents: Source of the tokens.
         stage: Index of the stage.
         row_shard: Sharding of a chunk's rows over ranks.
@@ -87,7 +89,8 @@ class ChunkBatchBuilder:
         self,
         plan: Plan,
         slices: Slices,
-        samples: numpy.ndarray,
+        samples: Sequence[Sequence[Sample]],
+        ends: Sequence[int],
         documents: TokenSource,
         stage: int,
         row_shard: RowShard,
@@ -98,7 +101,7 @@ class ChunkBatchBuilder:
         self._together = [each.chunks for each in lockstep or (plan,)]
         self.predictions = Predictions() if predictions is None else predictions
         self._target_counts: dict[int, numpy.ndarray] = {}  # by sample
-        self.plan, self.slices, self.samples = plan, slices, samples
+        self.plan, self.slices, self.samples, self.ends = plan, slices, samples, ends
         self.documents, self.stage, self.row_shard = documents, stage, row_shard
         self.device = device
         self._ready: dict[int, _Tensors] = {}
@@ -158,17 +161,18 @@ class ChunkBatchBuilder:
         mtp_rows = numpy.zeros((depths, count), dtype=numpy.int64) if last and depths else None
         targets = TargetRows(self.predictions, count) if predicts else None
         for local, span, start, stop in self._inputs(chunk):
-            sample, length = int(self.samples[span.document]), self.plan.documents[span.document]
-            positions[0, local] = numpy.arange(start, stop) + self.plan.offset(span.document)
+            offset, samples = self.plan.offset(span.document), self.samples[span.document]
+            there = start + offset, stop + offset  # in the samples
+            positions[0, local] = numpy.arange(*there)
             if tokens is not None:
-                tokens[0, local] = self.documents.inputs(sample, start, stop)
+                tokens[0, local] = self.documents.inputs(samples[0].number, *there)
             if mtp_rows is not None:
-                mtp_rows[:, local] = mtp_tokens(
-                    self.documents, sample, (start, stop), length, depths
-                )
-            if targets is not None:
-                counts = partial(self._counts, sample, length)
-                targets.fill(local, self.documents, sample, (start, stop), length, counts)
+                mtp_rows[:, local] = mtp_tokens(self.documents, samples[0], there, depths)
+            if targets is None:
+                continue
+            for sample in samples:
+                counts = partial(self._counts, sample)
+                targets.add(local, self.documents, sample, there, counts)
         return _Tensors(
             tokens=None if tokens is None else self._tensor(tokens),
             positions=self._tensor(positions),
@@ -178,17 +182,18 @@ class ChunkBatchBuilder:
             mtp_tokens=None if mtp_rows is None else self._tensor(mtp_rows),
         )
 
-    def _counts(self, sample: int, length: int) -> numpy.ndarray:
-        """Return :func:`target_counts` of a document; the method caches it by ``sample``."""
-        if sample not in self._target_counts:
-            counts = target_counts(self.documents, sample, length, self.predictions)
-            self._target_counts[sample] = counts
-        return self._target_counts[sample]
+    def _counts(self, sample: Sample) -> numpy.ndarray:
+        """Return :func:`target_counts` of a document; the method caches it by number."""
+        if sample.number not in self._target_counts:
+            counts = target_counts(self.documents, sample, self.predictions)
+            self._target_counts[sample.number] = counts
+        return self._target_counts[sample.number]
 
     def _inputs(self, chunk: int) -> Iterator[tuple[slice, Span, int, int]]:
         """Yield (rows, span, start, stop) for each document in this rank's rows.
 
-        ``rows`` of this rank hold the input tokens [start, stop) of the document of ``span``.
+        ``rows`` of this rank hold the input tokens [start, stop) of the plan's document of
+        ``span``, counted without those of its prefix.
         """
         sharded = self.row_shard.sharded_rows(self.plan.chunks[chunk])
         own = slice(self.row_shard.part * sharded, (self.row_shard.part + 1) * sharded)

@@ -8,7 +8,7 @@ depend only on the number of consumed samples. They are the same for every paral
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
@@ -157,12 +157,23 @@ class Documents:
         return part.targets(item, start, stop)
 
 
+class Sample(NamedTuple):
+    """Document of a batch: its sample number, and its number of inputs."""
+
+    number: int
+    length: int
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """Global batch: sample numbers, and the number of inputs of each sample's document."""
 
     samples: numpy.ndarray  # [size] int64
     lengths: numpy.ndarray  # [size] int64
+
+    def sample(self, document: int) -> Sample:
+        """Return one of the batch's documents."""
+        return Sample(int(self.samples[document]), int(self.lengths[document]))
 
 
 def progress_of(args: Any) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy
 
-from megatron_epp.mcore.data.global_batches import TokenSource
+from megatron_epp.mcore.data.global_batches import Sample, TokenSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,9 @@ class Predictions:
 
 
 class TargetRows:
-    """Labels and loss weights for t = ``count`` rows of this rank, set by :meth:`fill` per span.
+    """Labels and loss weights for t = ``count`` rows of this rank, by :meth:`add` per span.
+
+    Rows of a shared prefix belong to several documents; their weights are the documents' sum.
 
     Attributes:
         labels: [1 + D, t] int64.
@@ -66,44 +68,42 @@ class TargetRows:
         self.weights = numpy.zeros((predictions.each, count), dtype=kind)
         self.mtp_mask = numpy.zeros((predictions.depths, count), dtype=kind)
 
-    def fill(
+    def add(
         self,
         rows: slice,
         documents: TokenSource,
-        sample: int,
+        sample: Sample,
         span: tuple[int, int],
-        length: int,
         counts: Callable[[], numpy.ndarray],
     ) -> None:
-        """Set labels and weights in ``rows``, which contain the inputs ``span`` of a document.
+        """Set labels and add weights in ``rows``, which contain inputs ``span`` of a document.
 
         Args:
             rows: Slice of this rank's rows.
             documents: Source of the tokens.
-            sample: Sample number of the document.
+            sample: The document.
             span: Inputs [start, stop) of the document.
-            length: Number of inputs of the document.
             counts: Function that returns :func:`target_counts` of the document. The method calls
                 it only with MTP.
         """
         start, stop = span
         depths = self.predictions.depths
-        labels, mask = documents.targets(sample, start, min(stop + depths, length))
+        labels, mask = documents.targets(sample.number, start, min(stop + depths, sample.length))
         targets = counts() if depths else None
         for depth in range(1 + depths):
             there = slice(depth, min(stop - start + depth, len(labels)))
             here = slice(rows.start, rows.start + max(0, there.stop - depth))
             self.labels[depth, here] = labels[there]
             if targets is None or not depth:
-                self.weights[depth, here] = mask[there]
+                self.weights[depth, here] += mask[there]
                 continue
             mean = mask[there] / max(1.0, targets[depth])
-            self.mtp_mask[depth - 1, here] = mask[there]
-            self.weights[depth, here] = mean * (self.predictions.scale / depths * targets[0])
+            self.mtp_mask[depth - 1, here] += mask[there]
+            self.weights[depth, here] += mean * (self.predictions.scale / depths * targets[0])
 
 
 def target_counts(
-    documents: TokenSource, sample: int, length: int, predictions: Predictions
+    documents: TokenSource, sample: Sample, predictions: Predictions
 ) -> numpy.ndarray:
     """Return a document's number of labels with a loss, for each prediction: float64 [1 + D].
 
@@ -111,16 +111,15 @@ def target_counts(
 
     Args:
         documents: Source of the tokens.
-        sample: Sample number of the document.
-        length: Number of inputs of the document.
+        sample: The document.
         predictions: Number of tokens predicted for each row.
     """
-    _, mask = documents.targets(sample, 0, length)
+    _, mask = documents.targets(sample.number, 0, sample.length)
     return numpy.array([mask[depth:].sum(dtype=numpy.float64) for depth in range(predictions.each)])
 
 
 def mtp_tokens(
-    documents: TokenSource, sample: int, span: tuple[int, int], length: int, depths: int
+    documents: TokenSource, sample: Sample, span: tuple[int, int], depths: int
 ) -> numpy.ndarray:
     """Return the input tokens of the MTP modules for a span: int64 [D, stop - start].
 
@@ -128,13 +127,13 @@ def mtp_tokens(
 
     Args:
         documents: Source of the tokens.
-        sample: Sample number of the document.
+        sample: The document.
         span: Inputs [start, stop) of the document.
-        length: Number of inputs of the document.
         depths: Number of MTP modules.
     """
     start, stop = span
-    read = documents.inputs(sample, start + 1, max(start + 1, min(stop + depths, length)))
+    end = max(start + 1, min(stop + depths, sample.length))
+    read = documents.inputs(sample.number, start + 1, end)
     result = numpy.zeros((depths, stop - start), dtype=numpy.int64)
     for depth in range(depths):
         there = read[depth : depth + stop - start]

@@ -126,8 +126,8 @@ class LayerKind:
         """Return the reason why layers with ``symbols`` do not fit ``args``; None if they fit."""
         return None
 
-    def unshared(self, holder: Any) -> str:
-        """Return a text on what in this kind rules out shared prefixes; "" if nothing does."""
+    def unshared(self, holder: Any, ahead: bool) -> str:
+        """Return what in this kind rules out shared prefixes, or ""; see ``require_shared``."""
         return ""
 
     def replays(self, config: Any) -> bool:

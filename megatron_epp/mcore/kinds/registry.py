@@ -123,14 +123,16 @@ def modes_of_kinds(args: Any) -> str:
     return "".join(priced.MODES for priced in there if priced is not None)
 
 
-def require_shared(holder: Any, what: str) -> None:
+def require_shared(holder: Any, what: str, ahead: bool = False) -> None:
     """Raise a ValueError if a layer kind does not support shared prefixes.
 
     Args:
         holder: Megatron's args or configuration.
         what: Name of the feature that shares prefixes; the message begins with it.
+        ahead: Whether documents also have equal tokens after their prefix, as many as MTP layers
+            predict for its rows.
     """
-    refused = ", ".join(filter(None, (part.unshared(holder) for part in LAYER_KINDS)))
+    refused = ", ".join(filter(None, (part.unshared(holder, ahead) for part in LAYER_KINDS)))
     if refused:
         raise ValueError(f"{what}: not with {refused}; expected a model without")
 

@@ -105,7 +105,7 @@ class ModelStage:
 
     def _samples(self, plan: Plan) -> tuple[Sequence[int], Sequence[int]]:
         """Return the arguments ``ends`` and ``micro_batches`` of router_stats_for."""
-        return range(len(plan.documents)), ()
+        return self.builder.ends, ()
 
     def __enter__(self) -> "ModelStage":
         if self.training and self.config.no_sync_func is not None:

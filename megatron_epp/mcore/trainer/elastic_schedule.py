@@ -18,6 +18,7 @@ from megatron_epp.control.accept import AcceptedSteps
 from megatron_epp.control.observe import Observer
 from megatron_epp.control.retry import Attempt, Retry
 from megatron_epp.mcore.data.global_batches import Batch, GlobalBatches, progress_of
+from megatron_epp.mcore.data.shared_tokens import SharedTokens
 from megatron_epp.mcore.job.emergency_exit import SAVES
 from megatron_epp.mcore.kinds.modules import changed_tensors
 from megatron_epp.mcore.lm_head.tied import add_up_tied_gradients
@@ -39,6 +40,7 @@ class ElasticSchedule:
         retry: Component that repeats an iteration after an out-of-memory error.
         observer: Component that logs and records iterations.
         validate: Function that passes the iteration's summed loss to Megatron's re-run machine.
+        shared: Finder of prefixes that documents share; None if documents share nothing.
         ran: Results of the latest attempt on this rank.
     """
 
@@ -49,9 +51,11 @@ class ElasticSchedule:
         retry: Retry,
         observer: Observer,
         validate: Callable[[torch.Tensor], None],
+        shared: SharedTokens | None = None,
     ):
         self.steps, self.runner, self.retry, self.observer = steps, runner, retry, observer
         self.validate, self.current_op = validate, runner.programs.current_op
+        self.shared = shared
         self.ran: StageRun
         self._samples = SampleCount()
 
@@ -104,13 +108,18 @@ class ElasticSchedule:
         random = random_states()
         changed = [pair for model in models for pair in changed_tensors(model)]
 
+        def lengths_of(one: Batch) -> list[int]:
+            if self.shared is None:
+                return one.lengths.tolist()
+            return self.shared.lengths(source.documents, one)
+
         def following(later: int) -> list[int] | None:
             ahead = source.peek(later - 1)
-            return None if ahead is None else ahead.lengths.tolist()
+            return None if ahead is None else lengths_of(ahead)
 
         def attempt() -> Attempt:
             later = None if forward_only else following
-            step = self.steps.step(iteration, batch.lengths.tolist(), later, forward_only)
+            step = self.steps.step(iteration, lengths_of(batch), later, forward_only)
             self.ran = ran = self.runner.run(
                 step, batch, source.documents, models, config, forward_step_func
             )

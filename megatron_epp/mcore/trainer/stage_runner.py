@@ -112,7 +112,8 @@ class StageRunner:
         # Step 1: select this replica's plan and its samples of the global batch.
         replica, device = self.replica, self.programs.device
         plan, block = step.plan_of(replica), step.plans
-        samples = batch.samples[list(step.part.documents_of(replica))]
+        held = step.part.samples_of(replica)
+        samples = [[batch.sample(document) for document in holders] for holders in held]
         # Step 2: clear fp8 weights cached in the last iteration.
         for model in models:
             forget_quantised_weights(model)
@@ -141,6 +142,7 @@ class StageRunner:
                     plan,
                     slices,
                     samples,
+                    step.part.ends_of(replica),
                     documents,
                     stage,
                     self.row_shard,
@@ -174,12 +176,21 @@ class StageRunner:
         return StageRun(plan, records, reports, tokens, failure, host.peak_bytes)
 
     def flop_boundaries(self, plan: Plan) -> Tensor:
-        """Return the cumulative lengths of the documents of ``plan``: int64 [documents + 1].
+        """Return cumulative lengths that have the tokens and attention pairs of ``plan``.
+
+        These are the lengths of its documents: [documents + 1]. In place of L tokens after a prefix
+        of P there are two lengths of the same sums: L of lengths, (P + L)^2 - P^2 of their squares.
 
         Without documents, return [0, 0], which describes one empty document. All ranks must take
         part in Megatron's sum of FLOPs, and an empty document adds 0 to it.
         """
-        boundaries = numpy.concatenate(([0], numpy.cumsum(plan.documents or (0,))))
+        lengths: list[float] = []
+        for document, tokens in enumerate(plan.documents or (0,)):
+            root = math.sqrt(tokens**2 + 4 * tokens * plan.offset(document))
+            lengths += [(tokens + root) / 2, (tokens - root) / 2]
+        boundaries = numpy.concatenate(
+            ([0], numpy.cumsum(lengths if plan.prefixes else lengths[::2]))
+        )
         return torch.from_numpy(boundaries).to(self.programs.device)
 
 

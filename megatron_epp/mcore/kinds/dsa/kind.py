@@ -173,7 +173,7 @@ class DSAKind(MLAKind):
         )
 
     @override
-    def unshared(self, holder: Any) -> str:
+    def unshared(self, holder: Any, ahead: bool) -> str:
         losses = "the losses of an indexer, one of every document's rows"
         return losses if indexer_learns(holder) else ""
 

@@ -80,8 +80,9 @@ class MTPKind(LayerKind):
         return (False,) * args.num_layers
 
     @override
-    def unshared(self, holder: Any) -> str:
-        return "further tokens, predicted behind whole documents" if mtp_depths(holder) else ""
+    def unshared(self, holder: Any, ahead: bool) -> str:
+        predicts = mtp_depths(holder) and not ahead
+        return "further tokens, predicted behind whole documents" if predicts else ""
 
     @override
     def words(self, args: Any) -> list[str]:
