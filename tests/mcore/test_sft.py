@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron_epp.mcore.data.chat_cache import check_chat_flags
+from megatron_epp.corpus.lengths import open_corpus
+from megatron_epp.mcore.choose.choices import first_batches
+from megatron_epp.mcore.data.chat_cache import ChatFile, check_chat_flags, first_inputs
 from tests.mcore.chats import CHATS, prepare, script, turns, write_chats
 from tests.mcore.models import TRAINED_SSM
 from tests.mcore.resumes import STOCK_ON_CONVERSATIONS
@@ -104,6 +106,20 @@ def test_documents_from_python_train_as_the_file_of_chats(
     assert len(items.losses) == 3
     assert items.losses == pytest.approx(elastic.losses, rel=2e-6)
     assert items.grad_norms == pytest.approx(elastic.grad_norms, abs=2e-3)
+
+
+def test_first_chats_have_the_lengths_of_their_corpus(chats, masked, parse) -> None:
+    """So that placement is chosen before the file is converted."""
+    tokenizer = f"--tokenizer-model={chats.parent / 'made.tokenizer'}"
+    words = ["--sft", "--tokenizer-type=SFTTokenizer", tokenizer, f"--data-path={chats}"]
+    args = parse(*words, "--epp-overlong=truncate", "--epp-blend=tokens", "--seq-length=128")
+    args.global_batch_size, args.mock_data = len(CHATS) // 2, False
+    inputs = open_corpus(f"{masked}.idx", 128, "truncate").inputs.tolist()
+    assert sorted(sum(first_batches(args), [])) == sorted(inputs)
+    assert (
+        first_inputs(ChatFile(str(chats), args), 2).tolist()
+        == open_corpus(f"{masked}.idx", 0, "truncate").inputs[:2].tolist()
+    )
 
 
 def test_a_chat_that_does_not_parse_ends_every_rank_with_its_line(chats, tmp_path) -> None:

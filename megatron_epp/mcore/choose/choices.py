@@ -1,10 +1,10 @@
 """Choice of vocabulary parallelism, layers per stage and placement if their flags are ``auto``.
 
 Rank 0 chooses the values before Megatron builds the model, by the simulated times of plans of the
-first batches (planner/choose). The inputs are the document lengths in the ``.idx`` files and a
-cost model: the file --epp-cost-model, or analytic coefficients of this device. A run that resumes
-uses the choices saved with its checkpoint (kept.py). If lengths or costs are unknown, every rank
-has one stage.
+first batches (planner/choose). The inputs are the document lengths in the ``.idx`` files, or of the
+first chats, and a cost model: the file --epp-cost-model, or analytic coefficients of this device. A
+run that resumes uses the choices saved with its checkpoint (kept.py). If lengths or costs are
+unknown, every rank has one stage.
 """
 
 import argparse
@@ -19,7 +19,8 @@ from typing import Any
 from megatron_epp.control.cost_monitor import last_refit
 from megatron_epp.control.recorded_steps import first_recorded
 from megatron_epp.corpus.blend import TOKENS, document_weights
-from megatron_epp.corpus.lengths import open_corpus
+from megatron_epp.corpus.lengths import Corpus, open_corpus
+from megatron_epp.corpus.overlong import apply_context
 from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
@@ -35,6 +36,7 @@ from megatron_epp.mcore.choose.kept import (
     kept_vocabulary,
     resumes,
 )
+from megatron_epp.mcore.data.chat_cache import ChatFile, first_inputs
 from megatron_epp.mcore.data.data_flags import blends_of
 from megatron_epp.mcore.data.global_batches import ScheduledSizes
 from megatron_epp.mcore.data.row_shard import chunk_multiple, row_block, row_ranks
@@ -457,10 +459,8 @@ def first_batches(args: Any) -> list[list[int]]:
     Raises:
         ValueError: The lengths are unknown.
     """
-    if args.sft or args.mock_data:
-        raise ValueError(
-            "lengths are read from the .idx files of --data-path, and chats and mock data have none"
-        )
+    if args.mock_data:
+        raise ValueError("lengths are read from the files of --data-path, and mock data have none")
     blend, per_split = blends_of(args)
     if blend is None:
         blend = next((part for part in per_split or () if part is not None), None)
@@ -472,12 +472,24 @@ def first_batches(args: Any) -> list[list[int]]:
         size = ScheduledSizes()(sys.maxsize)  # the largest size
     by_tokens = weights is not None and args.epp_blend == TOKENS
     parts = None if weights is None else tuple(weights)
-    return _batches_of(tuple(prefixes), parts, by_tokens, args.seq_length, args.epp_overlong, size)
+    # Of chats, as many as these batches may need: to convert a file may take minutes.
+    files = tuple(ChatFile(path, args) if args.sft else path for path in prefixes)
+    return _batches_of(files, parts, by_tokens, args.seq_length, args.epp_overlong, size)
+
+
+def _corpus_of(file: str | ChatFile, context: int, overlong: str, count: int) -> Corpus:
+    """Return the lengths of a corpus, or of a chat file's first ``count`` conversations."""
+    if isinstance(file, str):
+        return open_corpus(f"{file}.idx", context, overlong)
+    index = apply_context(first_inputs(file, count), context, overlong)
+    if not index.counts.documents:
+        raise ValueError(f"{file.path}: no usable document in its first {count} conversations")
+    return Corpus(file.path, file.path, index.inputs, index.counts)
 
 
 @lru_cache(maxsize=1)
 def _batches_of(
-    prefixes: tuple[str, ...],
+    files: tuple[str | ChatFile, ...],
     weights: tuple[float, ...] | None,
     by_tokens: bool,
     context: int,
@@ -488,7 +500,7 @@ def _batches_of(
 
     The function caches its result, because several choices use it.
     """
-    corpora = [open_corpus(f"{prefix}.idx", context, overlong) for prefix in prefixes]
+    corpora = [_corpus_of(file, context, overlong, FIRST_BATCHES * size) for file in files]
     # Without weights, each corpus is read once per epoch.
     parts = [float(len(corpus)) for corpus in corpora] if weights is None else list(weights)
     means = [corpus.tokens / len(corpus) if by_tokens else 1.0 for corpus in corpora]

@@ -5,13 +5,17 @@ contains a digest of all inputs of the conversion: the chat file's bytes, the to
 the chat format. The other ranks wait as long as rank 0 signals progress.
 """
 
+import copy
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch.distributed as dist
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import print_rank_0
@@ -52,6 +56,36 @@ def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
     seen = {f"{one}.idx": "there" if Path(f"{one}.idx").is_file() else "absent" for one in prefixes}
     require_same(seen, group, "a folder that all hosts share: name it with --data-cache-path")
     return dict(zip(paths, prefixes, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFile:
+    """Chat file of a job whose flags are ``args``."""
+
+    path: str
+    args: Any = field(compare=False)
+
+    @property
+    def encoded(self) -> Iterator[tuple[numpy.ndarray, numpy.ndarray]]:
+        """Tokens and loss mask of every conversation."""
+        # A copy: Megatron's function may set the vocabulary size.
+        tokenizer, path = build_tokenizer(copy.copy(self.args)), Path(self.path)
+        chat_format = self.args.sft_tokenizer_prompt_format
+        for numbered in read_lines(path):
+            yield from encode_line(numbered, path, tokenizer, chat_format)
+
+
+@lru_cache(maxsize=8)
+def first_inputs(chats: ChatFile, count: int) -> numpy.ndarray:
+    """Return the inputs of the documents of the first ``count`` conversations: [documents] int64.
+
+    Raises:
+        ValueError: Flags are invalid, or a line is not a conversation.
+    """
+    check_chat_flags(chats.args)
+    masks = (mask for _, mask in islice(chats.encoded, count))
+    # A document ends at its last target; position 0 has none.
+    return numpy.array([int(mask.nonzero()[0][-1]) for mask in masks if mask.any()], numpy.int64)
 
 
 def check_chat_flags(args: Any) -> None:
