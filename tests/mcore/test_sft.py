@@ -1,6 +1,7 @@
 """Chats through the trainer: ``--sft`` as it is given, its corpus, and documents from Python."""
 
 import pickle
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -115,11 +116,9 @@ def test_first_chats_have_the_lengths_of_their_corpus(chats, masked, parse) -> N
     args = parse(*words, "--epp-overlong=truncate", "--epp-blend=tokens", "--seq-length=128")
     args.global_batch_size, args.mock_data = len(CHATS) // 2, False
     inputs = open_corpus(f"{masked}.idx", 128, "truncate").inputs.tolist()
-    assert sorted(sum(first_batches(args), [])) == sorted(inputs)
-    assert (
-        first_inputs(ChatFile(str(chats), args), 2).tolist()
-        == open_corpus(f"{masked}.idx", 0, "truncate").inputs[:2].tolist()
-    )
+    assert sorted(chain(*first_batches(args))) == sorted(inputs)
+    whole = open_corpus(f"{masked}.idx", 0, "truncate").inputs
+    assert first_inputs(ChatFile(str(chats), args), 2).tolist() == whole[:2].tolist()
 
 
 def test_a_chat_that_does_not_parse_ends_every_rank_with_its_line(chats, tmp_path) -> None:
