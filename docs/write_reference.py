@@ -248,6 +248,14 @@ def commands_page() -> str:
 # ------------------------------------------------------------------ what is refused
 
 
+def flags_and_feature(what: str) -> tuple[list[str], str]:
+    """Flags of a row of the table of refusals, and its text without those that stand alone."""
+    flags = re.findall(r"--[a-z][a-z0-9-]*", what)
+    feature = re.sub(r" \((?:(?:, )?-{1,2}[a-z][a-z0-9-]*)+\)", "", what)
+    feature = re.sub(r"\(--[a-z][a-z0-9-]*,? (?![^()]*--)", "(", feature)
+    return flags, "" if [feature] == flags else feature
+
+
 def refused_page() -> str:
     from megatron_epp.mcore.capabilities.table import TABLE
 
@@ -259,12 +267,16 @@ def refused_page() -> str:
             "no_gpu": "refused",
         }
         columns = [instead[column] if getattr(row, column) else "" for column in COLUMNS]
-        rows.append([as_code(cell(row.what)), *columns, as_code(cell(row.instead))])
+        flags, feature = flags_and_feature(row.what)
+        shown = ", ".join(map(code, dict.fromkeys(flags)))
+        rows.append([shown, as_code(cell(feature)), *columns, as_code(cell(row.instead))])
+    rows.sort(key=lambda row: (not row[0], row))
     return "\n".join(
         [
             f"# Flags and features that are refused or have no effect\n\n{NOTE}\n",
-            "Megatron-LM's flags that `--epp` refuses, with what to use instead. A refusal is one "
-            "line at start, and exit status 2 of every rank. What runs: [support](support.md).\n",
+            "Megatron-LM's flags that `--epp` refuses, by flag, with what to use instead. A "
+            "refusal is one line at start, and exit status 2 of every rank. What runs: "
+            "[support](support.md).\n",
             "- `--epp`: training with `--epp`. *No effect if typed*: typed on the command line, "
             "the flag is [ignored with a warning](#flags-without-effect); from a checkpoint's "
             "arguments or from a script it is refused.\n"
@@ -274,11 +286,11 @@ def refused_page() -> str:
             "- CPU-only host: refused at start on a host without a GPU.\n"
             "- An empty cell: not refused there.\n",
             "## Refused\n",
-            table(("feature", *COLUMNS.values(), "instead"), rows),
+            table(("flags", "feature", *COLUMNS.values(), "instead"), rows),
             "## Flags without effect\n",
             "With `--epp` these flags of Megatron-LM are set back to their neutral values, and "
             "rank 0 logs one warning that names them. Results are those without the flags.\n",
-            table(("flags", "what does their job"), without_effect()),
+            table(("flags", "what does their job"), sorted(without_effect())),
         ]
     )
 

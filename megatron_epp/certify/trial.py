@@ -55,7 +55,7 @@ class DegreeFlags:
         "flags'; without model flags, the small Llama with experts)",
     )
     vocab_parallel: bool = flag(
-        False, "lay the output layer's words over the stages (--epp-vocab-parallel on)"
+        False, "shard the LM head over the stages (--epp-vocab-parallel on)"
     )
     placement: str | None = flag(
         None,
@@ -139,14 +139,14 @@ class Trial:
     interfere: Path | None = None
     device: str = flag(
         "cpu",
-        "cuda: a GPU for each rank, messages over NCCL; the plain model stays on the CPU, and in "
-        "float64 attention is computed as it is written in books (default: cpu)",
+        "cuda: a GPU for each rank, messages over NCCL; the reference model stays on the CPU; "
+        "attention in float64 runs without fused kernels (default: cpu)",
         choices=("cpu", "cuda"),
     )
     dtype: str = flag(
         FLOAT64,
-        "bf16: in training's format, by kernels of its kind; errors are then told in those that "
-        "the plain model has in it itself, and two of them are allowed (default: float64)",
+        "bf16: in training's format and by its kernels; the bound is then twice the reference "
+        "model's own bf16 errors (default: float64)",
         choices=DTYPES,
     )
 

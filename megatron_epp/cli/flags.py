@@ -151,7 +151,7 @@ class MachineFlags:
     )
     zero: str | None = flag(
         None,
-        "1: weights stay on every device; 3: states are spread and layers gathered for every "
+        "1: weights stay on every device; 3: states are sharded and layers gathered for every "
         "chunk, which training with --epp does not run (default: 1)",
         ("1|3", one_of("1", "3")),
     )
@@ -175,7 +175,7 @@ class PlansMachineFlags(MachineFlags):
     )
     vocab_parallel: str | None = flag(
         None,
-        "whether the plan must have the output layer cut over the stages, on or off (default: "
+        "whether the plan must have the LM head sharded over the stages, on or off (default: "
         "auto, as it has)",
         SWITCH,
     )
@@ -306,7 +306,7 @@ class BatchesFlags:
 class PlanFlags:
     """Options of ``plan``: the kind of plan, and the output."""
 
-    forward_only: bool = flag(False, "a plan of forwards alone, for evaluation")
+    forward_only: bool = flag(False, "a forward-only plan, for evaluation")
     output: str | None = flag(
         None, "write the plan here instead of to stdout", ("PLAN", file_to_write), short="-o"
     )
@@ -402,8 +402,10 @@ class TunedMachineFlags:
     cp: int | None = flag(
         None, "only with this context-parallel (Ulysses) degree (default: any)", COUNT
     )
-    pp: int | None = flag(None, "only with this pipeline stages (default: any)", COUNT)
-    dp: int | None = flag(None, "only with this data-parallel replicas (default: any)", COUNT)
+    pp: int | None = flag(None, "only with this number of pipeline stages (default: any)", COUNT)
+    dp: int | None = flag(
+        None, "only with this number of data-parallel replicas (default: any)", COUNT
+    )
     placement: str = flag(
         "auto",
         "stages of every pipeline rank: even, one, or auto (default): also several for the best "

@@ -18,7 +18,7 @@ COMMANDS = {
     "draw": "a picture of a plan: text, SVG, PNG, HTML, Perfetto trace",
     "check": "whether a plan computes everything once and never deadlocks",
     "profile": "measure this host or GPU and write a cost-model file",
-    "certify": "gradients of random plans against the plain model",
+    "certify": "gradients of random plans against the reference model",
 }
 # Commands that import torch and Megatron, and parse their own options.
 DOING = {"profile": "trainer.profile_command", "certify": "certify.command"}

@@ -122,8 +122,8 @@ def options_of(arguments: argparse.Namespace) -> Options:
     if "local" in map(str.strip, arguments.levers.split(",")):
         if lockstep > 1:
             raise UsageError(
-                "--levers local: replicas in lockstep (--ep, --lockstep) have all documents spread "
-                "over the context-parallel ranks; leave it out"
+                "--levers local: replicas in lockstep (--ep, --lockstep) have all documents "
+                "sharded over the context-parallel ranks; leave it out"
             )
         if arguments.cp == 1:
             raise UsageError(

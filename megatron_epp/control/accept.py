@@ -257,7 +257,7 @@ def accept(
     if step.lockstep % lockstep:
         planned = f"lockstep {step.lockstep}" if step.lockstep > 1 else "replicas that run freely"
         raise PlanError(
-            f"{source} is for {planned}; this job's experts are spread over {lockstep} "
+            f"{source} is for {planned}; this job's experts are sharded over {lockstep} "
             f"replicas each, which run together: expected a step with 'lockstep {lockstep}'"
         )
     if plan.forward_only != forward_only:

@@ -97,8 +97,8 @@ def named_cost(
         )
     if mtp_layers and mtp_layers >= stage_layers[-1]:
         raise ValueError(
-            f"layers {' '.join(map(str, stage_layers))}: the last {mtp_layers} predict further "
-            "tokens and lie on the last stage, with one in front of them or more"
+            f"layers {' '.join(map(str, stage_layers))}: the last {mtp_layers} are MTP layers, "
+            "which lie on the last stage after at least one other layer"
         )
     the_device = device(device_name)
     ranks = 1 + max(place) if place else pp

@@ -151,8 +151,8 @@ def _tie_branches(
         if parent is None:
             stops = ", ".join(str(span.stop) for span, _ in places[prefix.document])
             raise PlanError(
-                f"{line}: document {prefix.document} has no border there; expected the end of one "
-                f"of its spans ({stops})"
+                f"{line}: document {prefix.document} has no boundary there; expected the end of "
+                f"one of its spans ({stops})"
             )
         (span, before), (own, index) = parent, places[number][0]
         for one in (span, own):

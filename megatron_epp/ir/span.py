@@ -37,7 +37,7 @@ class Span:
         if self.rank != ALL_RANKS and (self.rank < 0 or self.start):
             raise PlanError(
                 f"span {self}: only a whole document is local to a rank, of 0 and more; a slice is "
-                "spread over all"
+                "over all"
             )
 
     @property

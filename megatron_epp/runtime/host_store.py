@@ -385,8 +385,8 @@ class HostStore:
     def _say_full(self, nbytes: int, why: str) -> None:
         if not self._reported:
             logger.warning(
-                "no room on the host for %.1f MiB that a layer saved, %.1f MiB are taken (%s): it "
-                "stays on the device; see --epp-host-memory-gib. Said once",
+                "no memory on the host for %.1f MiB that a layer saved, %.1f MiB are taken (%s): "
+                "it stays on the device; see --epp-host-memory-gib. Said once",
                 nbytes / 2**20,
                 self.bytes / 2**20,
                 why,

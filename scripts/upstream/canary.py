@@ -86,10 +86,10 @@ def named_by_frameworks() -> tuple[str, ...]:
 def relied_on(name: str, sources: Sources) -> list[str]:
     """Return the dotted names in ``name``, one of NAMES, on which this project relies."""
     if name == MEGATRON:
-        seams = [name for one in ALL_PATCH_POINTS for name in (one.target, *one.relies_on)]
+        points = [name for one in ALL_PATCH_POINTS for name in (one.target, *one.relies_on)]
         flags = sources.functions("megatron.training.arguments", "_add_")
         settings = [*table.RELIES_ON, *flags]
-        return sorted({*seams, *settings, *used_names(ROOT / "megatron_epp", sources)})
+        return sorted({*points, *settings, *used_names(ROOT / "megatron_epp", sources)})
     prefix = f"{FRAMEWORKS[name]}."
     return [dotted for dotted in named_by_frameworks() if dotted.startswith(prefix)]
 

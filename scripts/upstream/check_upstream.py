@@ -67,11 +67,11 @@ def main() -> int:
     if release is None:
         verdict = f"version {looked_at.version} is not in the table (patching/releases.py)"
     elif drifted or gone:
-        verdict = f"{drifted} of {len(findings)} seams drifted, {len(gone)} names are gone"
+        verdict = f"{drifted} of {len(findings)} patch points drifted, {len(gone)} names are gone"
     elif mixed:
-        verdict = f"{len(mixed)} seams are those of another release than {release}"
+        verdict = f"{len(mixed)} patch points are those of another release than {release}"
     else:
-        print(f"\nall {len(findings)} seams hold: {release}")
+        print(f"\nall {len(findings)} patch points hold: {release}")
         return 0
     print(f"\n{verdict}")
     return 1

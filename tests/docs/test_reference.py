@@ -48,6 +48,20 @@ def test_options_of_several_commands_stand_once() -> None:
         assert write_reference.as_shared(meaning, shared) == meaning
 
 
+@pytest.mark.parametrize(
+    "what, flags, feature",
+    [
+        ("static recompute (--a-b, --c)", ["--a-b", "--c"], "static recompute"),
+        ("FSDP (--use, -more): why", ["--use"], "FSDP: why"),
+        ("dropout (--drop above 0)", ["--drop"], "dropout (above 0)"),
+        ("MTP with MoE (--a of --b)", ["--a", "--b"], "MTP with MoE (--a of --b)"),
+        ("--fp16", ["--fp16"], ""),
+    ],
+)
+def test_flags_of_a_refused_feature(what: str, flags: list[str], feature: str) -> None:
+    assert write_reference.flags_and_feature(what) == (flags, feature)
+
+
 def test_a_flag_without_a_group_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     left = {k: v.replace("epp_effort ", "") for k, v in write_reference.GROUPS.items()}
     monkeypatch.setattr(write_reference, "GROUPS", left)

@@ -104,7 +104,11 @@ def test_a_plan_without_prefixes_reads_as_before() -> None:
         ("prefix 1: 0[0:40]", "prefix 1: 0[1:40]", "inputs of document 0 from the first to"),
         ("prefix 1: 0[0:40]", "prefix 1: 0[0:41]", "one of its 40"),
         ("prefix 1: 0[0:40]", "prefix 1: 9[0:40]", "document 9; there are 4"),
-        ("prefix 1: 0[0:40]", "prefix 1: 0[0:39]", "has no border there; expected the end of one"),
+        (
+            "prefix 1: 0[0:40]",
+            "prefix 1: 0[0:39]",
+            "has no boundary there; expected the end of one",
+        ),
         ("prefix 1: 0[0:40]", "prefix 1 0[0:40]", "expected 'prefix DOCUMENT: SPAN'"),
         ("prefix 1: 0[0:40]", "prefix 9: 0[0:40]", "document 9; there are 4"),
         ("prefix 2: 0[0:40]", "prefix 1: 0[0:40]", "expected a document after 1, of 4"),

@@ -281,13 +281,13 @@ def test_the_installed_megatron_is_the_expected_one():
         (
             "megatron.core.datasets.utils.compile_helpers",
             [patch_points.INDEX_BUILDER],
-            r"seam 'index builder'.*megatron\.core\.datasets\.utils\.compile_helpers",
+            r"patch point 'index builder'.*megatron\.core\.datasets\.utils\.compile_helpers",
         ),
         # What the function calls, which is not replaced itself.
         (
             "megatron.training.initialize.set_jit_fusion_options",
             patch_points.EPP_PATCH_POINTS,
-            r"seam 'fusion warm-up'.*set_jit_fusion_options",
+            r"patch point 'fusion warm-up'.*set_jit_fusion_options",
         ),
     ],
 )
@@ -303,7 +303,7 @@ def test_a_changed_function_is_noticed(tmp_path, monkeypatch, name, points, said
     assert getattr(import_module(module), function) is changed
 
 
-def test_every_seam_notices_any_change():
+def test_every_patch_point_notices_any_change():
     """The fingerprints differ from one another and from that of an empty source."""
     every = patch_points.ALL_PATCH_POINTS
     for release in releases.RELEASES:

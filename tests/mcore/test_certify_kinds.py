@@ -53,7 +53,7 @@ TRIALS: Mapping[str, tuple[Trial, str, tuple[str, ...]]] = {
             f"--window-size 127,0 {SHARDED} {PATTERN}+-ME|GE+M/+E".replace(GROUPED, ""),
             batches=3,
         ),
-        "further tokens predicted",
+        "MTP of depth",
         ("packed", "cut"),
     ),
     "MLA over tensor-parallel stages": (
@@ -163,7 +163,7 @@ TRIALS: Mapping[str, tuple[Trial, str, tuple[str, ...]]] = {
             f"{LLAMA} {PATTERN}*-*|*-*-/*E/*E --mtp-use-repeated-layer {MTP_MOE}",
             batches=6,
         ),
-        "further tokens predicted",
+        "MTP of depth",
         EVERY,
     ),
 }

@@ -51,7 +51,7 @@ def test_every_flag_of_megatrons_parser_is_known(monkeypatch: pytest.MonkeyPatch
         ("--hybrid-layer-pattern=*-*", "3 layers, of which 3 are left for 2 of"),
         (
             "--hybrid-layer-pattern=*-/* --position-embedding-type rope",
-            "further tokens predicted with tied embeddings over several stages",
+            "MTP with tied embeddings over several stages",
         ),
         ("--attention-dropout 0.1", "--epp does not run dropout in attention"),
         ("--fp4-format e2m1 --bf16", "--epp does not run fp4"),

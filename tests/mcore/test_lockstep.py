@@ -189,7 +189,7 @@ def test_a_plan_for_free_replicas_is_refused_with_status_2(corpus, three, tmp_pa
     assert (
         len(run.errors) == 1
         and (
-            "is for replicas that run freely; this job's experts are spread over 2 replicas each, "
+            "is for replicas that run freely; this job's experts are sharded over 2 replicas each, "
             "which run together: expected a step with 'lockstep 2'"
         )
         in run.errors[0]

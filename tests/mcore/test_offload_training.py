@@ -91,7 +91,7 @@ def test_the_lever_and_the_hosts_memory_have_an_effect(
     free, plan = trained_on(corpus, folders[0], profile, **asked)
     (promised,) = host_peak_bytes(ample, plan.plans[0])
     assert offloaded(plan) and max(on_the_host(free)) > 0
-    assert "no room on the host" not in free.output
+    assert "no memory on the host" not in free.output
     little, narrow = trained_on(
         corpus, folders[1], profile, **asked, epp_host_memory_gib=0.1 * promised / GIB
     )
@@ -111,7 +111,7 @@ def test_a_given_plan_offloads_as_far_as_the_host_has_room(corpus, profile, tmp_
     path = tmp_path / "given.plan"
     path.write_text(str(Plan.parse(text)))
     run, _ = trained_on(corpus, tmp_path, profile, epp_plan=path, epp_host_memory_gib=0.0005)
-    assert "no room on the host" in run.output and max(on_the_host(run)) <= 0.512 + 0.05
+    assert "no memory on the host" in run.output and max(on_the_host(run)) <= 0.512 + 0.05
 
 
 def test_the_host_must_have_what_is_asked_for(monkeypatch) -> None:

@@ -105,8 +105,8 @@ STARTS: dict[str, dict[str, object]] = {
     "fully sharded, by Megatron": {"use_megatron_fsdp": True},
     "CUDA graphs": {"cuda_graph_impl": "local"},
     "fp4": {"fp4_format": "e2m1", "bf16": True},
-    "fp8 whose scales": {**FP8, "fp8_recipe": "delayed"},
-    "fp8 whose scales, custom": {**FP8, "fp8_recipe": "custom"},
+    "fp8 with scales": {**FP8, "fp8_recipe": "delayed"},
+    "fp8 with scales, custom": {**FP8, "fp8_recipe": "custom"},
     "fp8 in Megatron's local": {**FP8, "transformer_impl": "local"},
     "fp8 beyond": {**FP8, "fp8_output_proj": True},
     "static recompute": {"recompute_granularity": "selective"},
@@ -129,21 +129,21 @@ STARTS: dict[str, dict[str, object]] = {
     "clipping": {"qk_clip": True},
     "clipping, its log": {"log_max_attention_logit": True},
     "dropout in attention": {"attention_dropout": 0.1},
-    "one product for both": {**LATENTS, "mla_down_proj_fusion": True},
-    "one product for both, latents cached": {**LATENTS, "cache_mla_latents": True},
-    "sparse attention over context": {**SPARSE, "context_parallel_size": 2, "ranks": 2},
-    "sparse attention by kernels": {**SPARSE, "dsa_kernel_backend": "tilelang"},
-    "keys chosen once": {**SPARSE, "dsa_indexer_topk_freq": 2},
-    "sparse attention in fp8": {**SPARSE, **FP8},
-    "further tokens predicted by sparse": {**SPARSE, **MTP},
-    "sparse attention within": {**SPARSE, "window_size": "8,0"},
+    "MLA: one product for both": {**LATENTS, "mla_down_proj_fusion": True},
+    "MLA: one product for both, latents cached": {**LATENTS, "cache_mla_latents": True},
+    "DSA over context": {**SPARSE, "context_parallel_size": 2, "ranks": 2},
+    "DSA by other kernels": {**SPARSE, "dsa_kernel_backend": "tilelang"},
+    "DSA: keys chosen once": {**SPARSE, "dsa_indexer_topk_freq": 2},
+    "DSA in fp8": {**SPARSE, **FP8},
+    "MTP with DSA": {**SPARSE, **MTP},
+    "DSA within": {**SPARSE, "window_size": "8,0"},
     "Mamba's scan": {
         **HYBRID,
         "disable_mamba_mem_eff_path": True,
         "hybrid_layer_pattern": "M*-*",
     },
     "gated delta nets": {**HYBRID, "hybrid_layer_pattern": "G-*-", **SPLIT},
-    "experts spread over parts": {
+    "MoE: experts over parts": {
         **EXPERTS,
         **SPLIT,
         "num_experts": 6,
@@ -152,60 +152,60 @@ STARTS: dict[str, dict[str, object]] = {
         "expert_tensor_parallel_size": 1,
         "ranks": 6,
     },
-    "experts spread over replicas that": {**SPREAD, "moe_token_dispatcher_type": "allgather"},
-    "experts spread over replicas whose": {
+    "MoE: experts over replicas that": {**SPREAD, "moe_token_dispatcher_type": "allgather"},
+    "MoE: experts over replicas whose": {
         **SPREAD,
         "use_tp_pp_dp_mapping": True,
         "pipeline_model_parallel_size": 2,
         "ranks": 4,
     },
-    "experts over tensor": {**EXPERTS, **SPLIT},
-    "biases of experts": {
+    "MoE: experts over tensor": {**EXPERTS, **SPLIT},
+    "MoE: biases of experts": {
         **EXPERTS,
         **SPLIT,
         "sequence_parallel": True,
         "disable_bias_linear": None,
     },
-    "balancing that depends": {**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
-    "balancing that depends, in part": {
+    "MoE: balancing over": {**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
+    "MoE: balancing over, in part": {
         **EXPERTS,
         "moe_router_load_balancing_type": "aux_loss global_aux_loss",
         "moe_aux_loss_coeff": "0.1 0.1",
     },
-    "experts of limited": {**EXPERTS, "moe_expert_capacity_factor": 1.0},
-    "routing at random": {**EXPERTS, "moe_input_jitter_eps": 0.1},
-    "routing replay": {**EXPERTS, "moe_enable_routing_replay": True},
-    "other exchanges": {**EXPERTS, "moe_token_dispatcher_type": "flex"},
-    "exchanges of tokens that overlap": {
+    "MoE: experts of limited": {**EXPERTS, "moe_expert_capacity_factor": 1.0},
+    "MoE: random routing": {**EXPERTS, "moe_input_jitter_eps": 0.1},
+    "MoE: routing replay": {**EXPERTS, "moe_enable_routing_replay": True},
+    "MoE: other token dispatchers": {**EXPERTS, "moe_token_dispatcher_type": "flex"},
+    "MoE: token exchange overlapped": {
         **EXPERTS,
         "moe_shared_expert_overlap": True,
         "moe_shared_expert_intermediate_size": 32,
     },
-    "a dense model": {**EXPERTS, "moe_use_upcycling": True},
+    "MoE: upcycling": {**EXPERTS, "moe_use_upcycling": True},
     "windows": {"window_size": "8,2"},
     "windows, as long as the context": {"window_size": "128,0"},
-    "further tokens predicted with tied": {
+    "MTP with tied": {
         **MTP,
         "untie_embeddings_and_output_weights": None,
         "pipeline_model_parallel_size": 3,
         "num_layers": 6,
         "ranks": 3,
     },
-    "further tokens predicted by experts": {**MTP, **EXPERTS, **FP8},
-    "layers that predict": {
+    "MTP with MoE in fp8": {**MTP, **EXPERTS, **FP8},
+    "MTP layers on another": {
         **MTP,
         "pipeline_model_parallel_layout": "Ett|ttm|L",
         "pipeline_model_parallel_size": 3,
         "ranks": 3,
     },
-    "further tokens whose": {**MTP, "mtp_detach_heads": True, "epp_vocab_parallel": "on"},
+    "MTP losses without": {**MTP, "mtp_detach_heads": True, "epp_vocab_parallel": "on"},
     "an odd number of rotary": {"kv_channels": 9},
     "an odd number of rotary, of a part": {"kv_channels": 6, "rotary_percent": 0.5},
     "an odd number of rotary, of a width": {"hidden_size": 36},
     "several residual streams": {"enable_mhc_connections": True},
     "logits of another type": {"output_logit_dtype": "fp32"},
     "residual connections in float32": {"fp32_residual_connection": True, "bf16": True},
-    "hidden states of several predictions": {**MTP, "mtp_hsm": True},
+    "MTP: hidden states of several predictions": {**MTP, "mtp_hsm": True},
 }
 # Other refusals of flags, with words of their lines.
 OTHERS: list[tuple[dict[str, object], tuple[str, ...]]] = [
@@ -314,15 +314,15 @@ class Wanted:
 
 # What a script can set, and the command line cannot; by the first words of the row.
 SET_BY_SCRIPTS = {
-    "experts spread over replicas that": {
+    "MoE: experts over replicas that": {
         **MOE, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather",
     },
-    "other exchanges": {**MOE, "moe_token_dispatcher_type": "flex"},
+    "MoE: other token dispatchers": {**MOE, "moe_token_dispatcher_type": "flex"},
     "other attention": {"experimental_attention_variant": "gdn2"},
     "logits of another type": {"logit_dtype": "fp32"},
     "several residual streams": {"enable_mhc_connections": True},
     "hidden states of several": {**MTP_SEPARATOR, "mtp_num_layers": 2, "mtp_hsm": True},
-    "balancing that depends": {**MOE, "moe_router_load_balancing_type": "quantile_balancing"},
+    "MoE: balancing over": {**MOE, "moe_router_load_balancing_type": "quantile_balancing"},
 }  # fmt: skip
 FITS = (
     {},
@@ -356,7 +356,7 @@ def test_replicas_that_share_experts_divide_the_job() -> None:
     with pytest.raises(ValueError) as error:
         refuse(Wanted(**spread, data_parallel_size=3))
     assert str(error.value) == (
-        "--expert-model-parallel-size 2: with --expert-tensor-parallel-size 1 experts are spread "
+        "--expert-model-parallel-size 2: with --expert-tensor-parallel-size 1 experts are sharded "
         "over 2 replicas; expected that to divide the 3 of the job"
     )
 

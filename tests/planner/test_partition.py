@@ -212,5 +212,5 @@ def test_depths_stay_on_the_last_stage_with_a_head_each(tmp_path: Path) -> None:
 
 def test_layers_that_leave_depths_alone_are_refused(tmp_path: Path) -> None:
     name = predicting("llama3-8b", 2, tmp_path)
-    with pytest.raises(ValueError, match="the last 2 predict further tokens and lie on the last"):
+    with pytest.raises(ValueError, match="the last 2 are MTP layers, which lie on the last"):
         named_cost(name, "h200-141g", pp=2, layers=(32, 2))

@@ -184,7 +184,7 @@ def test_where_the_host_has_no_room_a_layer_stays(caplog) -> None:
     assert torch.equal(gradient("oko", host), kept)
     assert host.peak_bytes == SAVED
     (said,) = caplog.messages
-    assert "no room on the host for 0.1 MiB that a layer saved" in said
+    assert "no memory on the host for 0.1 MiB that a layer saved" in said
     assert "--epp-host-memory-gib" in said
 
 

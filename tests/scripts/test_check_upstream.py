@@ -1,4 +1,4 @@
-"""Which seams hold in a checkout: said from its sources, for the installed one and for others."""
+"""Which patch points hold in a checkout, the installed one and others, from its sources."""
 
 import importlib.util
 import runpy
@@ -57,7 +57,7 @@ def test_the_installed_one_holds() -> None:
     """As from the shell."""
     done = python(SCRIPT, "--megatron", installed())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"all {len(patch_points.ALL_PATCH_POINTS)} seams hold: {STABLE}" in done.stdout
+    assert f"all {len(patch_points.ALL_PATCH_POINTS)} patch points hold: {STABLE}" in done.stdout
 
 
 def test_its_sources_are_those_that_run() -> None:
@@ -90,7 +90,7 @@ def test_a_drift_a_missing_function_and_a_missing_name_are_shown(tree, check) ->
     assert gone in lines
     name = "megatron.core.rerun_state_machine.get_rerun_state_machine"
     assert f"  gone: {name}, which megatron_epp imports" in lines
-    assert lines[-1].startswith("2 of 16 seams drifted, 1 names are gone")
+    assert lines[-1].startswith("2 of 16 patch points drifted, 1 names are gone")
     assert check(tree, "--quiet").stdout.count("\n+") == 0
 
 
@@ -112,7 +112,7 @@ def test_what_is_no_checkout_is_refused_in_one_line(tmp_path, check) -> None:
     assert done.stderr.startswith(f"check_upstream: {tmp_path}") and done.stderr.count("\n") == 1
 
 
-def test_every_release_names_every_seam() -> None:
+def test_every_release_names_every_patch_point() -> None:
     for release in RELEASES:
         assert set(release.fingerprints) == {
             patch_point.name for patch_point in patch_points.ALL_PATCH_POINTS

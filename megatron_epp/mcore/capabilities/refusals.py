@@ -58,7 +58,7 @@ def vocabulary_refusal(args: argparse.Namespace) -> tuple[str, str] | None:
         return "there is one stage, so its words have nowhere else to lie", "leave it out"
     if lockstep_of(args) > 1:
         return (
-            "experts are spread over replicas",
+            "experts are sharded over replicas",
             "give an --expert-model-parallel-size that divides --tensor-model-parallel-size times "
             "--context-parallel-size",
         )

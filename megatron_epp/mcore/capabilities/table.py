@@ -32,7 +32,7 @@ RELIES_ON = (
 def _positions(model: Any) -> str | None:
     kind = model.position_embedding_type
     if kind == "mrope" and model.config.context_parallel_size > 1:
-        return "positions of several axes (mrope) are not spread over context-parallel ranks"
+        return "positions of several axes (mrope) are not sharded over context-parallel ranks"
     known = kind in (*_POSITIONS, "yarn", "mrope")
     return None if known else f"slices do not compute positions of type {kind}"
 
@@ -101,14 +101,14 @@ TABLE: tuple[Limit, ...] = (
         typed=False,
     ),
     Limit(
-        "hybrid context parallelism (--hybrid-context-parallel)",
-        "leave it out: the plan cuts long documents; --context-parallel-size N spreads each chunk",
+        "hybrid context parallelism, CP by sample (--hybrid-context-parallel)",
+        "leave it out: the plan cuts long documents; --context-parallel-size N shards each chunk",
         "hybrid_context_parallel",
         _ranks_by_size,
         of_call=True,
     ),
     Limit(
-        "fully sharded data parallelism (--use-megatron-fsdp, --use-torch-fsdp2)",
+        "fully sharded data parallelism, FSDP (--use-megatron-fsdp, --use-torch-fsdp2)",
         "give --use-distributed-optimizer, which shards the optimizer's state",
         "use_megatron_fsdp use_torch_fsdp2",
         _fully_sharded,
@@ -125,15 +125,15 @@ TABLE: tuple[Limit, ...] = (
         of_call=True,
     ),
     Limit(
-        "fp4 (--fp4-format): its second scale is a whole tensor's",
+        "fp4 (--fp4-format): its second scale belongs to a full tensor",
         "give --fp8-format with --fp8-recipe blockwise or mxfp8, or train in bf16",
         "fp4",
         {"fp4": "fp4"},
         {"fp4": _FLOATS},
     ),
     Limit(
-        "fp8 whose scales follow from what was computed before, in an order that a plan changes "
-        "(--fp8-recipe delayed, which is the default; custom: from what, nobody knows)",
+        "fp8 with scales of earlier tensors, whose order a plan changes (--fp8-recipe delayed, "
+        "the default, or custom)",
         "give --fp8-recipe blockwise, mxfp8 or tensorwise",
         lambda args: is_set(args, "fp8") and args.fp8_recipe in ("delayed", "custom"),
     ),

@@ -328,8 +328,8 @@ def attach_to(
     known = inspect.signature(part.forward).parameters.values()
     if not any(p.name == "packed_seq_params" or p.kind is p.VAR_KEYWORD for p in known):
         raise ValueError(
-            f"attach: a {type(part).__name__}'s forward takes no packed_seq_params, by which its "
-            f"layers are told of a slice; {alternative}"
+            f"attach: a {type(part).__name__}'s forward takes no packed_seq_params, from which its "
+            f"layers read the slice; {alternative}"
         )
     reason = limit_for("slices", part)
     if reason is not None:

@@ -91,7 +91,7 @@ def _output_weight(part: Any) -> Any:
     """
     if part.config.mtp_num_layers:
         raise ValueError(
-            "log_probs: the model predicts further tokens (mtp_num_layers), whose losses are made "
+            "log_probs: the model has MTP layers (mtp_num_layers), whose losses are made "
             "of its logits; expected a model without"
         )
     layer = part.output_layer

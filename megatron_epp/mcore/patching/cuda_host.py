@@ -95,7 +95,7 @@ def prepare(flags: Sequence[str]) -> None:
         if os.environ.get("RANK", "0") == "0":
             logger.warning(
                 "%s=1 is taken as %s: with one hardware queue, ops of an elastic pipeline stand "
-                "behind messages that wait; Megatron is shown the 1 that it asks for",
+                "after messages that wait; Megatron is shown the 1 that it asks for",
                 CONNECTIONS,
                 DEFAULTS[CONNECTIONS],
             )

@@ -80,7 +80,7 @@ def check_patch_points(patch_points: Sequence[PatchPoint] | None = None) -> None
         actual, known = fingerprint_of(patch_point), release.fingerprints.get(patch_point.name)
         if actual != known:
             raise ValueError(
-                f"seam '{patch_point.name}': the source of "
+                f"patch point '{patch_point.name}': the source of "
                 f"{' or '.join((patch_point.target, *patch_point.relies_on))} "
                 f"is not that of megatron-core {release} (fingerprint {actual}, expected "
                 f"{known}): undo the local change or reinstall it, pip install --force-reinstall "
@@ -172,7 +172,7 @@ def _find(dotted: str) -> tuple[Any, str]:
         except AttributeError:
             break
         return owner, attribute
-    raise ValueError(f"seam target {dotted} does not exist: megatron-core {STABLE} was expected")
+    raise ValueError(f"patch point {dotted} does not exist: megatron-core {STABLE} was expected")
 
 
 # ------------------------------------------------------------------ the list
@@ -394,7 +394,7 @@ def EXPERT_EXCHANGE(
     "layers of depths",
     "megatron.training.models.gpt.mtp_block_spec",
     "cpu host",
-    "it describes layers that predict further tokens anew, and not as the model's others",
+    "it describes MTP layers anew, and not as the model's others",
 )
 def MTP_LAYERS(original: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the spec of MTP layers, with the features added to the model's other layers."""

@@ -32,8 +32,8 @@ def tie_embeddings(stages: Mapping[int, Any], count: int) -> None:
     first, last = copies
     if shard_of(stages[0]) is not None and stages[0].share_embeddings_and_output_weights:
         raise ValueError(
-            "--epp-vocab-parallel on: embeddings are tied, and layers that predict further tokens "
-            "have a copy on the same rank; place the first stage on another rank, or leave the "
+            "--epp-vocab-parallel on: embeddings are tied, and the MTP layers have a copy "
+            "on the same rank; place the first stage on another rank, or leave the "
             "flag out"
         )
     with torch.no_grad():

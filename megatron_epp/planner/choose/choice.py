@@ -393,7 +393,7 @@ def ruled_out(cost: Cost) -> str | None:
     if cost.layout.stages == 1:
         return "there is one stage"
     if cost.layout.lockstep > 1:
-        return "experts are spread over replicas"
+        return "experts are sharded over replicas"
     if is_of_cpu(cost.layout.profile):
         # scripts/bench/results/2026-11-22-cpu-vocab.md; 24% less time was predicted.
         return "on a CPU it took 1.16 of the time (measured)"

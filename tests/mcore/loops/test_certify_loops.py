@@ -79,7 +79,7 @@ def test_slices_of_models_of_others(degrees, llama, kind) -> None:
 
 
 def test_experts_over_replicas_are_refused() -> None:
-    with pytest.raises(ChildLost, match="experts spread over replicas, in slices of loops"):
+    with pytest.raises(ChildLost, match="MoE: experts over replicas, in slices of loops"):
         certify_checked(read_checked(["--loop", "--ep", "2", "--dp", "2", "--batches", "2"]))
 
 

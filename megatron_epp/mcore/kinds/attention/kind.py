@@ -70,7 +70,7 @@ class AttentionKind(LayerKind):
     STACK = "attention_layer"
     LIMITS: tuple[Limit, ...] = (
         Limit(
-            "heads that do not divide over context-parallel ranks, in slices of loops",
+            "CP: heads that do not divide over context-parallel ranks, in slices of loops",
             "choose a context-parallel degree that divides them",
             slices=_undivided,
         ),

@@ -37,27 +37,27 @@ class DSAKind(MLAKind):
     FLAGS: ClassVar = {}
     LIMITS = (
         Limit(
-            "sparse attention over context-parallel ranks (--context-parallel-size)",
+            "DSA over context-parallel (CP) ranks (--context-parallel-size)",
             "leave it out: slices of long documents take their place",
             _where(lambda args: args.context_parallel_size > 1),
         ),
         Limit(
-            "sparse attention by kernels of their own (--dsa-kernel-backend tilelang, cudnn)",
-            "leave it out: slices are computed by torch's products",
+            "DSA by other kernels (--dsa-kernel-backend tilelang, cudnn)",
+            "leave it out: slices use torch's matrix products",
             _where(lambda args: getattr(args, "dsa_kernel_backend", "none") != "none"),
         ),
         Limit(
-            "keys chosen once for several layers (--dsa-indexer-topk-freq above 1)",
+            "DSA: keys chosen once for several layers (--dsa-indexer-topk-freq above 1)",
             "leave it out: every layer chooses its own",
             _where(lambda args: (getattr(args, "dsa_indexer_topk_freq", 1) or 1) > 1),
         ),
         Limit(
-            "sparse attention in fp8 (--fp8-format)",
+            "DSA in fp8 (--fp8-format)",
             "train in bf16",
             _where(lambda args: getattr(args, "fp8", None)),
         ),
         Limit(
-            "further tokens predicted by sparse attention in a GPTModel (--mtp-num-layers)",
+            "MTP with DSA in a GPTModel (--mtp-num-layers)",
             "give a HybridModel's pattern, D-D-/D-: Megatron builds no such depth of a GPTModel",
             _where(
                 lambda args: (
@@ -67,7 +67,7 @@ class DSAKind(MLAKind):
             ),
         ),
         Limit(
-            "sparse attention within a window (--window-size)",
+            "DSA within a sliding window (--window-size)",
             "leave it out",
             _where(lambda args: getattr(args, "window_size", None)),
         ),
@@ -153,7 +153,7 @@ class DSAKind(MLAKind):
             return
         if (keeps := getattr(args, "epp_mla_keeps", AUTO)) != AUTO:
             raise ValueError(
-                f"--epp-mla-keeps {keeps}: sparse attention attends in latents, and keeps them; "
+                f"--epp-mla-keeps {keeps}: DSA attends to MLA latents, and saves them; "
                 "leave the flag out"
             )
         turned = getattr(args, "dsa_indexer_rotate_activation", True)

@@ -31,7 +31,7 @@ class MLAKind(AttentionKind):
     FLAGS: ClassVar = {"multi_latent_attention": False}
     LIMITS: tuple[Limit, ...] = (
         Limit(
-            "one product for both latents, and latents cached (--mla-down-proj-fusion, "
+            "MLA: one product for both latents, cached latents (--mla-down-proj-fusion, "
             "--cache-mla-latents)",
             "leave them out: the first saves one launch a chunk, the second is for inference",
             "mla_down_proj_fusion cache_mla_latents",

@@ -98,7 +98,7 @@ class MoEKind(LayerKind):
             raise ValueError(
                 f"--expert-model-parallel-size {args.expert_model_parallel_size}: with "
                 f"--expert-tensor-parallel-size {args.expert_tensor_parallel_size} experts are "
-                f"spread over {blocks} replicas; expected that to divide the {replicas} of the job"
+                f"sharded over {blocks} replicas; expected that to divide the {replicas} of the job"
             )
 
     @override

@@ -113,18 +113,18 @@ def _two_pools(model: Any) -> bool:
 
 MOE_LIMITS = (
     Limit(
-        "experts spread over replicas, in slices of loops (--expert-model-parallel-size)",
+        "MoE: experts over replicas, in slices of loops (--expert-model-parallel-size)",
         "use Megatron's own schedule (no attach)",
         slices=lambda model: lockstep_width(model.config) > 1,
     ),
     Limit(
-        "balancing by aux_loss beside seq_aux_loss, in slices of loops "
+        "MoE: aux_loss together with seq_aux_loss, in slices of loops "
         "(--moe-router-load-balancing-type)",
         "give one of aux_loss, seq_aux_loss and none, or use Megatron's own schedule (no attach)",
         slices=_two_pools,
     ),
     Limit(
-        "experts spread over parts of replicas (--expert-model-parallel-size times "
+        "MoE: experts over parts of replicas (--expert-model-parallel-size times "
         "--expert-tensor-parallel-size neither divides the tensor times the context ranks nor "
         "is a multiple of them)",
         "give --expert-tensor-parallel-size 1 and an --expert-model-parallel-size that divides "
@@ -138,20 +138,20 @@ MOE_LIMITS = (
         slices=True,
     ),
     Limit(
-        "experts spread over replicas that exchange by gathering "
+        "MoE: experts over replicas that exchange by gathering "
         "(--moe-token-dispatcher-type allgather)",
         "give --moe-token-dispatcher-type alltoall: replicas have chunks of different sizes",
         lambda args: lockstep_width(args) > 1 and args.moe_token_dispatcher_type == "allgather",
         typed=False,
     ),
     Limit(
-        "experts spread over replicas whose ranks are not neighbours (--use-tp-pp-dp-mapping)",
+        "MoE: experts over replicas whose ranks are not neighbours (--use-tp-pp-dp-mapping)",
         "leave it out, or give an --expert-model-parallel-size that divides "
         "--tensor-model-parallel-size times --context-parallel-size",
         lambda args: lockstep_width(args) > 1 and is_set(args, "use_tp_pp_dp_mapping"),
     ),
     Limit(
-        "experts over tensor-parallel ranks that all hold the same rows",
+        "MoE: experts over tensor-parallel ranks that all hold the same rows",
         "give --sequence-parallel, as Megatron asks in training",
         _if_experts(
             lambda args: args.tensor_model_parallel_size > 1 and not args.sequence_parallel
@@ -159,7 +159,7 @@ MOE_LIMITS = (
         slices=True,
     ),
     Limit(
-        "biases of experts whose matrices are split (--expert-tensor-parallel-size above 1, by "
+        "MoE: biases of experts with sharded weights (--expert-tensor-parallel-size above 1, by "
         "default the tensor ranks)",
         "give --expert-tensor-parallel-size 1, or --disable-bias-linear, as Megatron asks",
         _if_experts(
@@ -168,7 +168,7 @@ MOE_LIMITS = (
         slices=True,
     ),
     Limit(
-        "balancing that depends on what is computed together (--moe-router-load-balancing-type "
+        "MoE: balancing over the tokens of a call (--moe-router-load-balancing-type "
         "global_aux_loss, quantile_balancing, sinkhorn)",
         "give aux_loss or seq_aux_loss, which are per document here, or none and "
         "--moe-router-enable-expert-bias",
@@ -176,7 +176,7 @@ MOE_LIMITS = (
         slices=True,
     ),
     Limit(
-        "experts of limited capacity (--moe-expert-capacity-factor, "
+        "MoE: experts of limited capacity (--moe-expert-capacity-factor, "
         "--moe-pad-expert-input-to-capacity)",
         "leave them out: which tokens are dropped would depend on the plan; "
         "--moe-aux-loss-coeff or --moe-router-enable-expert-bias keep experts balanced",
@@ -184,28 +184,28 @@ MOE_LIMITS = (
         slices=True,
     ),
     Limit(
-        "routing at random (--moe-input-jitter-eps, --moe-router-force-load-balancing, "
+        "MoE: random routing (--moe-input-jitter-eps, --moe-router-force-load-balancing, "
         "--moe-router-force-biased)",
         "leave it out: a recomputed layer would choose other experts",
         "moe_input_jitter_eps moe_router_force_load_balancing moe_router_force_biased",
         slices=True,
     ),
     Limit(
-        "routing replay (--moe-enable-routing-replay)",
+        "MoE: routing replay (--moe-enable-routing-replay)",
         "leave it out: it replays first in, first out, and slices run backward in reverse",
         "moe_enable_routing_replay",
         slices=True,
     ),
     Limit(
-        "other exchanges of tokens (--moe-token-dispatcher-type flex without deep_ep, in another "
-        "format than bf16, on one rank, or by ncclep)",
+        "MoE: other token dispatchers (--moe-token-dispatcher-type flex without deep_ep, in "
+        "another format than bf16, on one rank, or by ncclep)",
         "give --moe-token-dispatcher-type alltoall or allgather",
         _if_experts(_cannot_exchange),
         slices=True,
         typed=False,
     ),
     Limit(
-        "exchanges of tokens that overlap with computing (--moe-shared-expert-overlap, "
+        "MoE: token exchange overlapped with computation (--moe-shared-expert-overlap, "
         "--overlap-moe-expert-parallel-comm, --delay-wgrad-compute)",
         "leave them out: large chunks hide exchanges in two halves of rows (compare counts "
         "these flags in stock)",
@@ -215,13 +215,13 @@ MOE_LIMITS = (
         typed=False,
     ),
     Limit(
-        "a stash of experts' activations (moe_paged_stash)",
+        "MoE: paged stash of activations (moe_paged_stash)",
         "leave it out",
         slices={"moe_paged_stash": "a paged stash of experts' activations"},
         of_call=True,
     ),
     Limit(
-        "a dense model made one of experts at start (--moe-use-upcycling)",
+        "MoE: upcycling of a dense model at start (--moe-use-upcycling)",
         "upcycle once without --epp, and load the checkpoint that it saves",
         "moe_use_upcycling",
     ),

@@ -22,7 +22,7 @@ class MTPCertificate(LayerCertificate):
     @override
     def small_words(self, args: Any) -> list[str]:
         repeated = " by one repeated layer" * bool(getattr(args, "mtp_use_repeated_layer", False))
-        return [f"{mtp_depths(args)} further tokens predicted{repeated}"] * bool(mtp_depths(args))
+        return [f"MTP of depth {mtp_depths(args)}{repeated}"] * bool(mtp_depths(args))
 
     @override
     def weigh_losses(self, scale: Any) -> None:

@@ -33,40 +33,39 @@ def _elsewhere(args: Any) -> bool:
 class MTPKind(LayerKind):
     """MTP: --mtp-num-layers, or / in --hybrid-layer-pattern. No decoder layer has this kind."""
 
-    PRICED, NAME = MTPPart, "prediction of further tokens"
+    PRICED, NAME = MTPPart, "multi-token prediction"
     ABSENT: ClassVar = {"predicts": False}
     LIMITS: tuple[Limit, ...] = (
         Limit(
-            "slices in loops of models that predict further tokens (--mtp-num-layers)",
+            "MTP in slices of external loops (--mtp-num-layers)",
             "use Megatron's own schedule (no attach)",
             slices={"mtp_num_layers": "multi-token prediction"},
         ),
         Limit(
-            "further tokens predicted with tied embeddings over several stages (--mtp-num-layers)",
+            "MTP with tied embeddings over several stages (--mtp-num-layers)",
             "give --untie-embeddings-and-output-weights: Megatron's own checkpoints fail with them",
             _tied_over_stages,
         ),
         Limit(
-            "further tokens predicted by experts in fp8 (--mtp-num-layers, --num-experts, "
-            "--fp8-format): Megatron moves the mask of padding with the tokens, so its routers "
-            "count other rows there",
+            "MTP with MoE in fp8 (--mtp-num-layers, --num-experts, --fp8-format): Megatron moves "
+            "the padding mask with the tokens, so its routers count other rows there",
             "train in bf16",
             lambda args: all(is_set(args, name) for name in _BY_EXPERTS_IN_FP8),
         ),
         Limit(
-            "layers that predict further tokens on another stage than the last, or alone there "
+            "MTP layers on another stage than the last, or alone there "
             "(m in --pipeline-model-parallel-layout)",
-            "place all m in front of the L, behind a t",
+            "place all m between a t and the L",
             _elsewhere,
         ),
         Limit(
-            "hidden states of several predictions mixed at random (--mtp-hsm)",
+            "MTP: hidden states of several predictions mixed at random (--mtp-hsm)",
             "leave it out: each prediction begins with the one before it",
             "mtp_hsm",
         ),
         Limit(
-            "further tokens whose losses leave the output layer alone, with its words over the "
-            "stages (--mtp-detach-heads, --epp-vocab-parallel on)",
+            "MTP losses without gradients of the LM head, with vocabulary parallelism "
+            "(--mtp-detach-heads, --epp-vocab-parallel on)",
             "leave one of the two out",
             lambda args: (
                 bool(getattr(args, "mtp_detach_heads", False))
@@ -82,8 +81,8 @@ class MTPKind(LayerKind):
     @override
     def unshared(self, holder: Any, ahead: bool) -> str:
         predicts = mtp_depths(holder) and not ahead
-        return "further tokens, predicted behind whole documents" if predicts else ""
+        return "MTP, which predicts after whole documents" if predicts else ""
 
     @override
     def words(self, args: Any) -> list[str]:
-        return [f"{mtp_depths(args)} further tokens predicted"] * bool(mtp_depths(args))
+        return [f"MTP of depth {mtp_depths(args)}"] * bool(mtp_depths(args))

@@ -92,6 +92,6 @@ def documents_of(micro_batch: Mapping[str, Any]) -> list[tuple[int, int]]:
     if tokens is not None and documents and documents[-1][1] > tokens.shape[1]:
         raise ValueError(
             f"cu_seqlens end at row {documents[-1][1]}, the micro-batch has {tokens.shape[1]}; "
-            "expected borders within it"
+            "expected boundaries within it"
         )
     return documents
