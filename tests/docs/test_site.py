@@ -95,7 +95,7 @@ def test_what_is_outside_the_site_is_linked_in_the_repository() -> None:
 def test_contributing_is_part_of_the_site() -> None:
     source = "docs/contributing/index.md"
     text = hooks.with_included((ROOT / source).read_text(), source)
-    assert "## Add a planner" in text and "](good_first_tasks.md)" in text
+    assert "## Add a planner" in text and "](index.md#good-first-tasks)" in text
     assert "](../how/architecture.md)" in text and not hooks.missing(text, source)
     front = hooks.with_included((DOCS / "index.md").read_text(), "docs/index.md")
     assert "bash examples/quickstart.sh" in front and "## Train" not in front
