@@ -1,6 +1,7 @@
 """Text report of a layout search: table, reasons for the first row, rejected layouts."""
 
 import itertools
+import re
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -18,19 +19,19 @@ from megatron_epp.show.units import GIB, fraction_text, seconds_text, tokens_tex
 _HEADERS = (
     *("", "tp", "cp", "pp", "dp", "ep", "layers", "runs", "tokens/s", "MFU", "seconds", "GiB", ""),
 )
-_LEGEND = f"""\
-runs      --epp, with offloading, with the vocabulary cut over the stages (vocab); or stock, the
-          fastest of Megatron's own schedules: whole documents packed to the best length of each
-          batch; overlap: it hides {TENSOR:.0%} of tensor-parallel exchanges, packed to the context
-          (their buffers have one shape), or {EXPERTS:.0%} of experts'
-tokens/s  of the whole job; MFU: the model's own flops, recompute left out, over the data sheet's
-          peak of all devices; seconds: of an iteration, the mean over the batches
-GiB       the most that a device holds; tight: within {TIGHT_MEMORY:.0%} of its budget\
-"""
-_LATE = (
-    f"late      training would wait for its plans, at {PLANNING_CORES:g} core of a host for each "
-    "device\n"
-)
+# Words of the table that a line below it explains, where they occur.
+_LEGEND = {
+    "offload": "activations go to the host's memory where a plan would recompute",
+    "vocab": "the LM head is sharded over the stages",
+    "stock": "the fastest of Megatron's own schedules, with whole documents packed to the best "
+    "length of each batch",
+    "overlap": f"hides {TENSOR:.0%} of tensor-parallel exchanges, with documents packed to the "
+    f"context, or {EXPERTS:.0%} of experts'",
+    "MFU": "the model's own flops, without recompute, over the data sheet's peak of all devices",
+    "tight": f"the peak is within {TIGHT_MEMORY:.0%} of the budget",
+    "late": f"training would wait for its plans, at {PLANNING_CORES:g} core of a host for each "
+    "device",
+}
 
 
 def tuning_lines(
@@ -53,8 +54,13 @@ def tuning_lines(
     """
     lines = [*survey_verdict(result), "", f"lengths  {batches}", f"machine  {machines}", ""]
     text = "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)
-    text += "\n" + text_table(*shown_rows(rows, mfu))
-    text += "\n" + _LEGEND + "\n" + _LATE * any(choice.late for choice in rows)
+    headers, cells = shown_rows(rows, mfu)
+    text += "\n" + text_table(headers, cells)
+    shown = set(re.findall(r"\w+", " ".join(itertools.chain(headers, *cells))))
+    for word, meaning in _LEGEND.items():
+        if word in shown:
+            text += textwrap.fill(f"{word:<8}  {meaning}", COLUMNS, subsequent_indent=" " * 10)
+            text += "\n"
     for row, ranks in parts.items():
         text += textwrap.fill(_parts_text(row, rows[row], ranks), COLUMNS, subsequent_indent="  ")
         text += "\n"
