@@ -283,7 +283,7 @@ def refused_page() -> str:
             "- External loops: `megatron_epp.attach` refuses such a model of an "
             "[external training loop](../guides/external_loops.md). *Megatron's schedule*: runs "
             "such calls of an attached model, and a line says so once.\n"
-            "- CPU-only host: refused at start on a host without a GPU.\n"
+            "- CPU-only host: refused at start on such a host.\n"
             "- An empty cell: not refused there.\n",
             "## Refused\n",
             table(("flags", "feature", *COLUMNS.values(), "instead"), rows),

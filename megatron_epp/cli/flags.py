@@ -93,8 +93,8 @@ class DocumentFlags:
     overlong: str = shared_setting("overlong")
     global_batch_size: int | None = flag(
         None,
-        "documents in a batch, over all replicas (default: 512; all of a text file of at "
-        "most 16384 lengths, in the order of the file, where one batch is asked for)",
+        "documents in a batch, over all replicas (default: 512; one batch of a text file of at "
+        "most 16384 lengths: all, in order)",
         ("N", whole_number(1, MOST_DOCUMENTS)),
     )
     seed: int = flag(
@@ -125,7 +125,7 @@ class MachineFlags:
     ep: int | None = flag(
         None,
         "devices that share a layer's experts: a divisor of tp x cp (default: as many as "
-        "divide the experts), or a multiple, over replicas that then run in lockstep",
+        "divide the experts), or a multiple: replicas share them and run in lockstep",
         COUNT,
     )
     layers: tuple[int, ...] | None = flag(
@@ -161,7 +161,7 @@ class MachineFlags:
 class PlansMachineFlags(MachineFlags):
     """The machine that runs an existing plan; stages and their placement are in the plan."""
 
-    NOTE: ClassVar = "What `plan -o` wrote in the plan's comment stands where no option does."
+    NOTE: ClassVar = "Defaults: the options that `plan -o` wrote into the plan's comment."
     OMIT: ClassVar = ("pp", "placement")
 
     cp: int | None = flag(None, "context-parallel (Ulysses) degree (default: 1)", COUNT)
@@ -201,7 +201,7 @@ class DrawnMachineFlags(PlansMachineFlags):
 class CheckedMachineFlags(PlansMachineFlags):
     """The machine of ``check``, to compare a plan with the machine's memory budget."""
 
-    NOTE: ClassVar = "To hold the plan against the memory of its devices, too."
+    NOTE: ClassVar = "Also checks the plan against the memory of these devices."
 
 
 @dataclass
@@ -388,8 +388,8 @@ class TunedMachineFlags:
     nodes: int | None = flag(None, "nodes of the job, in the place of --gpus", NODES)
     ep: int | None = flag(
         None,
-        "devices that share a layer's experts, in every layout that can: more than its tp x "
-        "cp are of several replicas, which run in lockstep (default: searched)",
+        "devices that share a layer's experts; if above tp x cp, replicas share them and run in "
+        "lockstep (default: searched)",
         COUNT,
     )
     devices_per_node: int | None = flag(

@@ -54,7 +54,7 @@ def named_layout_cost(arguments: argparse.Namespace, planner: str) -> Cost:
     asked = arguments.vocab_parallel
     if asked == "on" and pp == 1:
         raise UsageError(
-            "--vocab-parallel on cuts the output layer over the stages, and there is one; expected "
+            "--vocab-parallel on shards the LM head over the stages, and there is one; expected "
             "--pp of at least 2, or leave it out"
         )
     if asked == "on" and planner not in PLANNERS:

@@ -66,7 +66,7 @@ class StageLayout:
             )
         if self.vocabulary_parallel and len(self.layers) == 1:
             raise ValueError(
-                "vocabulary parallelism cuts the output layer over the stages, and there is one; "
+                "vocabulary parallelism shards the LM head over the stages, and there is one; "
                 "expected at least 2"
             )
         if not self.layers or min(self.layers) < 0:

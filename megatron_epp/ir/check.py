@@ -35,7 +35,7 @@ def check(plan: Plan, rules: Rules | None = None) -> None:
     slices = slices_of(plan)
     if plan.vocabulary_parallel and plan.stages == 1:
         raise PlanError(
-            "stage 0 has ops H or G, which cut the output layer over the stages, and is the only "
+            "stage 0 has ops H or G, which shard the LM head over the stages, and is the only "
             "one; expected at least 2 stages, or none of these ops"
         )
     for stage, order in enumerate(plan.orders):

@@ -79,7 +79,7 @@ REFUSED = {
         "--devices 4": "--devices was removed; give --pp and --cp; tune --gpus N",
         "--host-memory-gib 1 --levers default,-offload": "has no effect without the lever offload",
         "--vocab-parallel yes": "'yes': expected auto, on, off",
-        "--vocab-parallel on --pp 1": "on cuts the output layer over the stages, and there is one",
+        "--vocab-parallel on --pp 1": "on shards the LM head over the stages, and there is one",
         "--vocab-parallel on --planner flexsp": "on has no effect on flexsp, which makes no pipel",
         "--placement no": "--placement no: No such file",
         "--placement auto --layers 16 16": "--placement auto chooses the layers of the stages",

@@ -135,7 +135,7 @@ stage 1: F0 H0 B0 G0
         (
             "layers 1 1\nchunk 0: 0[0:5]\nstage 0: F0 H0 B0 G0\nstage 1: F0 H0 B0 G0",
             "layers 2\nchunk 0: 0[0:5]\nstage 0: F0 H0 B0 G0",
-            "stage 0 has ops H or G, which cut the output layer over the stages, and is the only "
+            "stage 0 has ops H or G, which shard the LM head over the stages, and is the only "
             "one; expected at least 2 stages, or none of these ops",
         ),
     ],

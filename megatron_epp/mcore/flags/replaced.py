@@ -91,13 +91,14 @@ REPLACED = (
     ),
     ReplacedFlags(
         "defer_embedding_wgrad_compute wgrad_deferral_limit delay_wgrad_compute",
-        "the output layer's gradients come with its forward, others where a plan puts its W ops: "
+        "the LM head's gradients come with its forward, others where a plan puts its W ops: "
         "--epp-levers",
     ),
     ReplacedFlags(
         "moe_shared_expert_overlap overlap_moe_expert_parallel_comm "
         "overlap_dispatch_backward_with_experts_wgrad",
-        "large chunks go to their experts in two halves of rows; one is exchanged beside the other",
+        "large chunks go to their experts in two halves of rows; one is exchanged while the other "
+        "is computed",
     ),
     ReplacedFlags(
         "cp_comm_type",
@@ -109,7 +110,7 @@ REPLACED = (
     ),
     ReplacedFlags(
         "reset_position_ids reset_attention_mask dataloader_inter_document_masking",
-        "positions start anew in every document, and each attends to itself alone",
+        "positions start at 0 in every document, and each attends to itself alone",
     ),
     ReplacedFlags(
         "dataloader_type",

@@ -206,14 +206,14 @@ def head_for(
     shard = shard_of(model)
     if plan.vocabulary_parallel and shard is None:
         raise PlanError(
-            "the plan has H and G, whose output layer lies over the stages; "
+            "the plan has H and G, with the LM head sharded over the stages; "
             "give --epp-vocab-parallel on"
         )
     if shard is None:
         return None
     if not plan.vocabulary_parallel:
         raise PlanError(
-            "the output layer lies over the stages, and the plan has no H and G; "
+            "the LM head is sharded over the stages, and the plan has no H and G; "
             "give --epp-vocab-parallel off"
         )
     return ShardedHead(shard, stage, shapes, not plan.forward_only, meter)

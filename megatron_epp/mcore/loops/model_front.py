@@ -191,7 +191,7 @@ class EncodedDocuments:
         strange = [n for n, value in arguments.items() if value is not None and n not in _KNOWN]
         if strange:
             raise ValueError(
-                f"what stands in front of the model's layers hands them {', '.join(strange)}; "
+                f"what precedes the model's layers hands them {', '.join(strange)}; "
                 "expected only what slices take: use Megatron's own schedule (no attach)"
             )
         hidden, positions = arguments.get("decoder_input"), arguments.get("position_ids")
@@ -204,7 +204,7 @@ class EncodedDocuments:
         for count in (x.shape[at] for x, at in ((hidden, 0), (positions, -1)) if x is not None):
             if count < length:
                 raise ValueError(
-                    f"what stands in front of the model's layers gives {count} rows of a document "
+                    f"what precedes the model's layers gives {count} rows of a document "
                     f"of {length} tokens; expected all of them (adapter.lengths count what the "
                     "layers see, and no rank takes a part before them)"
                 )

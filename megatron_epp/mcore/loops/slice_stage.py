@@ -160,7 +160,7 @@ class SliceStage(ModelStage):
         if not self.batches.readable:
             raise ValueError(
                 "a rank has no data iterator; expected one on every rank, as each runs what stands "
-                "in front of the model's layers"
+                "before the model's layers"
             )
         batch = self.batches.item(self._of[document])
         inputs = self.attached.adapter.inputs(batch, self._nodes[document].sequence)  # type: ignore[attr-defined]

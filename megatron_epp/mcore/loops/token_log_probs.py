@@ -102,8 +102,8 @@ def _output_weight(part: Any) -> Any:
     besides = [one for one in layer.parameters() if one is not weight]
     if weight is None or besides:
         raise ValueError(
-            f"log_probs: the output layer, a {type(layer).__name__}, has {len(besides)} tensors "
-            "beside its weight (a bias, adapters); expected one weight"
+            f"log_probs: the LM head, a {type(layer).__name__}, has {len(besides)} tensors "
+            "next to its weight (a bias, adapters); expected one weight"
         )
     return weight
 
