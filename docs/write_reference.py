@@ -261,32 +261,31 @@ def refused_page() -> str:
 
     rows = []
     for row in TABLE:
-        instead = {
-            "training": "refused" if row.typed else "no effect if typed",
-            "slices": "Megatron's schedule" if row.of_call else "refused",
-            "no_gpu": "refused",
+        where = {
+            "training": "`--epp`" if row.typed else "`--epp`, unless typed",
+            "slices": "calls of loops" if row.of_call else "loops",
+            "no_gpu": "CPU-only hosts",
         }
-        columns = [instead[column] if getattr(row, column) else "" for column in COLUMNS]
+        places = "; ".join(text for column, text in where.items() if getattr(row, column))
         flags, feature = flags_and_feature(row.what)
         shown = ", ".join(map(code, dict.fromkeys(flags)))
-        rows.append([shown, as_code(cell(feature)), *columns, as_code(cell(row.instead))])
+        rows.append([shown, as_code(cell(feature)), places, as_code(cell(row.instead))])
     rows.sort(key=lambda row: (not row[0], row))
     return "\n".join(
         [
             f"# Flags and features that are refused or have no effect\n\n{NOTE}\n",
-            "Megatron-LM's flags that `--epp` refuses, by flag, with what to use instead. A "
-            "refusal is one line at start, and exit status 2 of every rank. What runs: "
+            "Flags of Megatron-LM that are refused, by flag, with what to use instead. A refusal "
+            "is one line at start, and exit status 2 of every rank. What runs: "
             "[support](support.md).\n",
-            "- `--epp`: training with `--epp`. *No effect if typed*: typed on the command line, "
-            "the flag is [ignored with a warning](#flags-without-effect); from a checkpoint's "
-            "arguments or from a script it is refused.\n"
-            "- External loops: `megatron_epp.attach` refuses such a model of an "
-            "[external training loop](../guides/external_loops.md). *Megatron's schedule*: runs "
-            "such calls of an attached model, and a line says so once.\n"
-            "- CPU-only host: refused at start on such a host.\n"
-            "- An empty cell: not refused there.\n",
+            "- `--epp`: training with `--epp` refuses the flag. *Unless typed*: typed on the "
+            "command line, the flag is [ignored with a warning](#flags-without-effect); from a "
+            "checkpoint's arguments or from a script it is refused.\n"
+            "- Loops: `megatron_epp.attach` refuses such a model of an "
+            "[external training loop](../guides/external_loops.md). *Calls of loops*: Megatron's "
+            "schedule runs such calls of an attached model, and a line says so once.\n"
+            "- CPU-only hosts: refused at start there.\n",
             "## Refused\n",
-            table(("flags", "feature", *COLUMNS.values(), "instead"), rows),
+            table(("flags", "feature", "refused by", "instead"), rows),
             "## Flags without effect\n",
             "With `--epp` these flags of Megatron-LM are set back to their neutral values, and "
             "rank 0 logs one warning that names them. Results are those without the flags.\n",
