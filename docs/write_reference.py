@@ -94,12 +94,14 @@ def flag_rows(actions: Iterable[argparse.Action]) -> Iterator[list[str]]:
         names = [name for name in action.option_strings if not name.startswith("--no-")]
         anchor = f'<a id="{names[-1].lstrip("-")}"></a>' if names else ""
         shown = ", ".join(map(code, names)) if names else code(str(action.metavar))
-        help_ = as_code(cell((action.help or "") % {**vars(action), "prog": "megatron_epp"}))
-        yield [anchor + shown, cell(value_of(action)), cell(default_of(action)), help_]
+        meaning = as_code(cell((action.help or "") % {**vars(action), "prog": "megatron_epp"}))
+        if (default := cell(default_of(action))) not in ("", "`off`") and "default" not in meaning:
+            meaning += f" (default: {default})"
+        yield [anchor + shown, cell(value_of(action)), meaning]
 
 
-def flag_table(actions: Iterable[argparse.Action]) -> str:
-    return table(("flag", "value", "default", "meaning"), flag_rows(actions))
+def flag_table(rows: Iterable[Iterable[str]], *more: str) -> str:
+    return table(("flag", "value", "meaning", *more), rows)
 
 
 @cache
@@ -126,7 +128,7 @@ def flags_page() -> str:
         "[plan defaults](../../scripts/bench/results/2026-11-27-plan-defaults.md).\n",
     ]
     for title, names in GROUPS.items():
-        rows = flag_table(actions[name] for name in names.split() if name in actions)
+        rows = flag_table(flag_rows(actions[name] for name in names.split() if name in actions))
         parts.append(f"## {title}\n\n{rows}")
     on = {True: "on", False: "off"}
     cpu, gpu = default_levers("cpu"), default_levers("h100", host_memory=True)
@@ -160,15 +162,9 @@ def command_parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
 
 
 def option_row(action: argparse.Action) -> tuple[str, str, str]:
-    """Flag, value and meaning of a command's option; the meaning says the default."""
-    [[flag, value, default, meaning]] = flag_rows([action])
-    if default not in ("", "`off`") and "default" not in meaning:
-        meaning += f" (default: {default})"
+    """Return flag, value and meaning of an option, without an anchor: several commands have it."""
+    [[flag, value, meaning]] = flag_rows([action])
     return re.sub(r"<a .*></a>", "", flag), value, meaning
-
-
-def option_table(rows: Iterable[Iterable[str]], *more: str) -> str:
-    return table(("flag", "value", "meaning", *more), rows)
 
 
 def as_shared(meaning: str, shared: str) -> str:
@@ -225,7 +221,7 @@ def commands_page() -> str:
             for (flag, value, meaning), each in rows.items()
             if each == [name]
         ]
-        parts += [option_table(own)] if own else []
+        parts += [flag_table(own)] if own else []
         links = [
             f"[{title}](#{title.replace(' ', '-')})"
             for title, rows in shared.items()
@@ -241,7 +237,7 @@ def commands_page() -> str:
                 (flag, value, as_shared(meaning, first[flag]), ", ".join(each))
                 for (flag, value, meaning), each in rows.items()
             ]
-            parts.append(option_table(lines, "commands"))
+            parts.append(flag_table(lines, "commands"))
     return "\n".join(parts)
 
 

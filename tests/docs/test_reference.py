@@ -29,7 +29,7 @@ def test_a_flag_that_changes_is_found() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser, Flags)
     assert list(write_reference.flag_rows(parser._actions)) == [
-        ['<a id="epp-new"></a>`--epp-new`', "`N`", "`3`", r"50% of `--epp-plan`, a\|b"]
+        ['<a id="epp-new"></a>`--epp-new`', "`N`", r"50% of `--epp-plan`, a\|b (default: `3`)"]
     ]
 
 
