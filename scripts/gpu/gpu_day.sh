@@ -19,7 +19,7 @@
 #   python=... the interpreter (.venv/bin/python, else python3), with PYTHONPATH as it is: the project's environment need not exist.
 # --dry-run: every step in a small size without a GPU, with emulated kernels of Transformer Engine and ranks of this host
 #   (tests/engine): what fails then is ours. No figure of it is a measurement, and no bound is below four minutes.
-#   docs/contributing/gpu_day.md is such a page.
+#   With --first, scripts/bench/results/gpu-day-dry-run.md is such a page. How to run the day: docs/contributing/gpu_day.md.
 # Exit status: 0 all ok or skipped, 1 something failed, ran out of time or was not reached, 2 a wrong flag.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit 2
@@ -80,12 +80,12 @@ lines_of() { # of a step's log, by name and pattern, for the page
 
 summary() { # the page
     {
-        printf '# A day with GPUs%s\n\n' "$($dry && echo ': dry run')"
-        printf '`bash scripts/gpu/gpu_day.sh%s`, %s, commit %s.\n\n' "$($dry && echo ' --dry-run')" "$(date -u +%Y-%m-%d)" \
+        printf '# A day with GPUs%s\n\n' "$($dry && echo ': dry run without a GPU')"
+        printf '`bash scripts/gpu/gpu_day.sh%s%s`, %s, commit %s.\n\n' "$($first && echo ' --first')" "$($dry && echo ' --dry-run')" "$(date -u +%Y-%m-%d)" \
             "$(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
         if $dry; then
-            printf 'No GPU: small sizes with emulated kernels (`tests/engine`). That every step ends well is\n'
-            printf 'all that this page says; no time, speed or number of bytes on it is a measurement.\n'
+            printf 'This was a dry run on a CPU-only host: small sizes, emulated kernels and an emulated device (`tests/engine`).\n'
+            printf 'The page says only that every step ends well. Its times, speeds and bytes are not measurements.\n'
         else
             printf '    %s\n' "$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null | sort | uniq -c || true)"
         fi
@@ -94,6 +94,7 @@ summary() { # the page
         for entry in "${of_step[@]}"; do
             eval "set -- $entry"
             state=$(cat "$results/$1.state" 2>/dev/null || echo "not reached| ")
+            if $dry && [[ $entry == *--collect-only* && $state == ok* ]]; then state="tests found, not run|${state#*|}"; fi
             printf '| %s | %s | %s | %s |\n' "$($dry && echo "$1" || echo "[$1]($1.log)")" "$4" "${state%%|*}" "${state#*|}"
         done
         for entry in "${of_step[@]}"; do
@@ -269,7 +270,7 @@ add kernels 1 240 "attention's kernels, te and torch: against plain attention" "
 add first-iteration 1 180 "no gradient is lost in an iteration's first backward; the host waits for no value" "$tests" \
     "${test[@]}" tests/gpu/test_first_iteration.py tests/gpu/test_host_waits.py
 add gradients 1 200 "gradients of sliced documents through Transformer Engine's layers" "$tests" "${test[@]}" tests/gpu/test_gradients.py
-add certify-kernels 1 300 "random plans by this device's kernels, in bf16: at most twice the plain model's own errors" "$certified" \
+add certify-kernels 1 300 "random plans by this device's kernels, in bf16: at most twice the reference model's own errors" "$certified" \
     "${certify[@]}" --pp 1 --dtype bf16 --transformer-impl transformer_engine "${llama[@]}" --batches 12
 shared() { # several ranks on one GPU
     add "shared-$1" 1 240 "pipelines of several ranks on one GPU (back end, stages, TP: $1): losses of one rank" "$tests" \
@@ -299,7 +300,7 @@ add prefixes 1 240 "documents that continue others, computed once: gradients" "$
 add log-probs 1 60 "log-probabilities and entropies by blocks of logits: errors beside all logits at once" "$tests" \
     "${test[@]}" tests/gpu/test_log_probs.py
 # The same over several GPUs.
-add certify 2 400 "random plans over NCCL, in float64: gradients of the plain model to 1e-12" "$certified" \
+add certify 2 400 "random plans over NCCL, in float64: gradients of the reference model to 1e-12" "$certified" \
     "${certify[@]}" --pp 2 --batches 10
 add multi-gpu 2 480 "pipelines and tensor parallelism over NCCL: losses of one GPU, with the example's flags" "$tests" \
     "${test[@]}" -rs tests/gpu/test_multi_gpu.py

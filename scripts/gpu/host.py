@@ -56,7 +56,8 @@ def main() -> int:
         print("wrong: no CUDA GPU here")
         return 1
     before, total = torch.cuda.mem_get_info()
-    print(f"gpus {torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
+    emulated = ", emulated" * ("EPP_ENGINE" in os.environ)
+    print(f"gpus {torch.cuda.device_count()} x {torch.cuda.get_device_name()}{emulated}")
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}")
     print(f"context and eagerly loaded kernels: {(total - before) / 2**20:.0f} MiB")
     for name in ("CUDA_MODULE_LOADING", *cuda_host.ALLOCATOR, *cuda_host.CUDNN):

@@ -9,12 +9,13 @@ import subprocess
 
 import pytest
 
-from tests.engine.test_dry_run import ALIKE, DAY, steps
+from tests.engine.test_dry_run import ALIKE, DAY, ROOT, steps
 from tests.forked_python import forked_python
 
 pytestmark = pytest.mark.gpu
 
 LEFT_OUT = "replay-split"
+RESULTS = "scripts/bench/results/gpu-day-dry-run.md"
 SHOWN = {
     "masks": r"a slice of 32 tokens after 64: B beside bottom right: two calls [0-9.]+, torch",
     "replay-whole": r"epp  +\d",
@@ -42,6 +43,9 @@ def test_the_steps_by_worth_end_well(tmp_path) -> None:
     assert done.returncode == 0, done.stdout + text
     found = steps(text)
     assert {result for _, result in found.values()} == {"ok"}
+    assert steps((ROOT / RESULTS).read_text()) == found, (
+        f"bash scripts/gpu/gpu_day.sh --first --dry-run --page {RESULTS} writes it again"
+    )
     assert set(found) >= {LEFT_OUT, *SHOWN} and set(found) <= set(ALIKE)
     for name, says in SHOWN.items():
         section = text.split(f"\n## {name}\n")[1].split("\n## ")[0]
