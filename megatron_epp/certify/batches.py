@@ -404,8 +404,8 @@ class StepCoverage:
         empty = f", {lockstep} empty in lockstep" * (lockstep > 0)
         empty += f", {idle} of replicas without a document" * (idle > 0)
         local = (
-            f", {total('local')} documents local to a rank, in {total('mixed')} chunks beside "
-            "spread rows"
+            f", {total('local')} documents local to a rank, in {total('mixed')} chunks "
+            "with sharded rows"
         ) * (total("local") > 0)
         return [
             f"chunks: {total('packed')} packed, {total('split')} split, {total('hybrid')} hybrid"

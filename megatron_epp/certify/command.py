@@ -253,7 +253,7 @@ def _worst_of(checked: Sequence[BatchVerdict], bound: float) -> str:
     """Return the largest error of the batches whose bound is ``bound``, as text."""
     batches = [batch for batch in checked if batch.bound == bound]
     worst = max(max(batch.loss_error, batch.gradient_error) for batch in batches)
-    of = "" if bound == BOUND else " of the plain model's own"
+    of = "" if bound == BOUND else " of the reference model's own"
     return f"{_report_text(batches[0], worst)}{of} (bound {bound:g})"
 
 
@@ -269,7 +269,7 @@ def verdict(checked: Sequence[BatchVerdict]) -> str:
     )
     errors = f"worst error {worst_error}{besides}"
     conclusion = (
-        f"not certified: {len(failed)} of {len(checked)} batches differ from the plain model: "
+        f"not certified: {len(failed)} of {len(checked)} batches differ from the reference model: "
         f"{' '.join(failed)}; {errors}"
         if failed
         else f"certified: {len(checked)} batches, {errors}"

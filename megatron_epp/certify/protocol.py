@@ -48,7 +48,7 @@ class Role:
     @property
     def name(self) -> str:
         """Name of the process in messages."""
-        return "the plain model" if self.rank == REFERENCE else f"rank {self.rank}"
+        return "the reference model" if self.rank == REFERENCE else f"rank {self.rank}"
 
     @property
     def log(self) -> Path:

@@ -104,7 +104,7 @@ def differences(
         elif differing := int((actual != expected).sum()):
             messages.append(
                 f"layer {layer}: {differing} of {len(expected)} experts counted other tokens: "
-                f"{actual.sum():g} in all where the plain model has {expected.sum():g}"
+                f"{actual.sum():g} in all where the reference model has {expected.sum():g}"
             )
     for name in sorted(losses.keys() | reference.losses.keys()):
         expected = reference.losses.get(name, numpy.zeros(1))
@@ -113,8 +113,8 @@ def differences(
         if not (difference <= bound * abs(expected).max()).all():
             layer = int(difference.argmax())
             messages.append(
-                f"{name} of layer {layer + 1}: {actual[layer % len(actual)]:.12g} where the plain "
-                f"model has {expected[layer % len(expected)]:.12g}"
+                f"{name} of layer {layer + 1}: {actual[layer % len(actual)]:.12g} where the "
+                f"reference model has {expected[layer % len(expected)]:.12g}"
             )
     return messages
 

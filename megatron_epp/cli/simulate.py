@@ -121,7 +121,7 @@ def _report(played: Simulation, cost: Cost, facts: dict) -> str:
     if any(ratios := facts["resident_ratios"]):
         mean = sum(ratios) / len(ratios)
         lines.append(
-            f"beside messages  {fraction_text(mean)} of compute time; at most "
+            f"messages pending  {fraction_text(mean)} of compute time; at most "
             f"{fraction_text(max(ratios))} of a {unit}'s"
         )
     if ratio := offloaded_ratio(played.plan):

@@ -203,7 +203,7 @@ def test_the_default_leaves_room_if_that_costs_little(
     elif rows[0].tight:
         costs = "Row 1 is tight: within 15% of the memory budget."
         assert [line.startswith(costs) for line in tight] == [True]
-        assert ("Fastest with room to spare: row 2, 5.1% slower" in tight[0]) != rows[1].tight
+        assert ("Fastest that is not tight: row 2, 5.1% slower" in tight[0]) != rows[1].tight
     else:
         assert not tight
 

@@ -141,7 +141,7 @@ def test_the_self_test_passes_what_is_right() -> None:
 @pytest.mark.parametrize(
     ("kernel", "says"),
     [
-        (Upside, "back end upside, a slice behind its context: the output is off by"),
+        (Upside, "back end upside, a slice after its context: the output is off by"),
         (Forgetful, "back end forgetful, a document: the gradient of the values is off by 1 "),
         (Lost, "back end lost, a document: the output is off by nan"),
     ],

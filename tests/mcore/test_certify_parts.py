@@ -338,7 +338,7 @@ def test_the_verdict_names_the_batches_that_failed() -> None:
     assert verdict([good]).splitlines()[-1].startswith("certified: 1 batches, worst error 2.0e-15")
     last = verdict([good, bad]).splitlines()[-1]
     assert last == (
-        "not certified: 1 of 2 batches differ from the plain model: 4; "
+        "not certified: 1 of 2 batches differ from the reference model: 4; "
         "worst error 3.0e-09 (bound 1e-12)"
     )
 

@@ -51,7 +51,7 @@ def test_what_a_killed_job_left_is_told_and_left(tmp_path: Path) -> None:
         "are not loaded, and nothing removes them"
     )
     assert later == (
-        f"--load {tmp_path}: iter_0000080 behind iteration 40, of which {TRACKER} tells; "
+        f"--load {tmp_path}: iter_0000080 after iteration 40, to which {TRACKER} points; "
         "--ckpt-step 80 would load the last"
     )
     require_complete(given(tmp_path))

@@ -267,7 +267,7 @@ def judged(table: str) -> tuple[list[str], Mapping[str, BatchVerdict]]:
 # ------------------------------------------------------------------ what must show
 
 RIGHT, WRONG, ANY = (0.0, BOUND), (1e6 * BOUND, inf), (0.0, inf)
-MORE_TOKENS = r"counted other tokens: (\d+) in all where the plain model has (\d+)"
+MORE_TOKENS = r"counted other tokens: (\d+) in all where the reference model has (\d+)"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ _LEGEND = """\
 GiB spread evenly  of weights, gradients and optimizer on each device, if all shared them
 layouts, fit       tp x cp x pp x dp (x ep of experts) that fill the devices, and of these the ones
                    that hold the states
-longest document   tokens of one document that fits beside the states, everything recomputed
+longest document   tokens of one document that fits next to the states, everything recomputed
 held by            the layout that holds it, and the GiB of states of its fullest device\
 """
 

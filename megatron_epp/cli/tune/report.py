@@ -166,7 +166,7 @@ def survey_verdict(result: Survey) -> list[str]:
     if best.layout.pp == 1:
         lines.append(
             "No pipeline is best here: with one stage nothing waits and no stage carries the "
-            "output layer alone; plans still pack and cut the documents."
+            "LM head alone; plans still pack and cut the documents."
         )
     return lines
 
@@ -207,7 +207,7 @@ def _with_spare_memory(choices: Sequence[Choice]) -> str:
     if spare is None:
         return f"{text} So is every other."
     slower = choices[spare - 1].seconds / choices[0].seconds - 1
-    return f"{text} Fastest with room to spare: row {spare}, {slower:.1%} slower."
+    return f"{text} Fastest that is not tight: row {spare}, {slower:.1%} slower."
 
 
 def _why(first: Choice, slower_ones: Sequence[Choice]) -> list[str]:
@@ -217,7 +217,7 @@ def _why(first: Choice, slower_ones: Sequence[Choice]) -> list[str]:
     for other in others[:2]:
         slower = other.seconds / first.seconds - 1
         if slower < PAYS:
-            lines.append(f"As good: {other.layout}, {100 * slower:.1f}% behind.")
+            lines.append(f"As good: {other.layout}, {100 * slower:.1f}% slower.")
             continue
         best, next_best = first.shares, other.shares
         apart = {n: next_best[n] * other.seconds - best[n] * first.seconds for n in best}

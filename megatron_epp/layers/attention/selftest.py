@@ -25,7 +25,7 @@ from megatron_epp.runtime.clock import CudaClock
 CALLS: dict[str, tuple[tuple[int, int], ...]] = {
     "a document": ((192, 192),),
     "documents side by side": ((64, 64), (1, 1), (130, 130)),
-    "a slice behind its context": ((96, 352),),
+    "a slice after its context": ((96, 352),),
     "a slice of few tokens": ((5, 300),),
 }
 # Longer unsliced documents would take too much memory in the reference: wider windows are tested
@@ -105,8 +105,8 @@ def _calls(before: int | None) -> dict[str, tuple[tuple[int, int], ...]]:
     return {
         "a document in windows": ((long, long),),
         "documents in windows side by side": ((long, long), (1, 1), (50, 50)),
-        "a slice behind the end of its context": ((96, before + 96),),
-        "a slice of few tokens behind the end of its context": ((5, before + 5),),
+        "a slice after the end of its context": ((96, before + 96),),
+        "a slice of few tokens after the end of its context": ((5, before + 5),),
     }
 
 

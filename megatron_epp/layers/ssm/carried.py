@@ -280,7 +280,7 @@ class CarriedStates:
         self, what: str, number: int, front: int, device: torch.device, make: Callable[[], Tensor]
     ) -> Tensor:
         """Return ``make()`` on the device, cached per chunk, ``what``, ``number`` and ``front``."""
-        name = f"{what} of call {number} of {self.most} rows, behind {front}"
+        name = f"{what} of call {number} of {self.most} rows, after {front}"
         return self.state.once(name, lambda: on_device(make(), device))
 
 

@@ -190,7 +190,7 @@ TABLE: tuple[Limit, ...] = (
         "deferred embedding gradients (--defer-embedding-wgrad-compute)",
         "leave it out",
         "defer_embedding_wgrad_compute",
-        {"defer_embedding_wgrad_compute": "deferred weight gradients of the output layer"},
+        {"defer_embedding_wgrad_compute": "deferred weight gradients of the LM head"},
         typed=False,
         of_call=True,
     ),

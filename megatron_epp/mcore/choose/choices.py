@@ -252,7 +252,7 @@ def _settled_vocabulary(args: Any, parts: Any) -> tuple[str, str] | None:
         return (ON if kept_vocabulary(args) else OFF), "the checkpoint's, as it resumes"
     by_user = not (placement_by_time(args) or place_of(args))
     if by_user and args.pipeline_model_parallel_layout is not None:
-        return OFF, "--pipeline-model-parallel-layout has placed the output layer"
+        return OFF, "--pipeline-model-parallel-layout has placed the LM head"
     if parts is not None and parts.items is not None:
         return OFF, "no lengths are known of documents from Python"
     return None
@@ -384,7 +384,7 @@ def _by_time(
 def _source_of_costs(args: Any) -> str:
     """Return a text that names the source of costs: the cost-model file or the device."""
     measured = args.epp_cost_model not in (None, ANALYTIC)
-    return str(args.epp_cost_model) if measured else f"{device_name()}'s figures"
+    return str(args.epp_cost_model) if measured else f"{device_name()}'s coefficients"
 
 
 def cost_and_options(

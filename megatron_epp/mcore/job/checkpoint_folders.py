@@ -108,7 +108,7 @@ def leftover_lines(args: Any) -> Iterator[str]:
         later = [number for number in complete_iterations(folder) if number > latest]
         if later and latest >= 0:
             yield (
-                f"{flag}: {_names(later)} behind iteration {latest}, of which {TRACKER} tells; "
+                f"{flag}: {_names(later)} after iteration {latest}, to which {TRACKER} points; "
                 f"--ckpt-step {later[-1]} would load the last"
             )
 

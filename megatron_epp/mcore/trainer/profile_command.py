@@ -125,7 +125,7 @@ def summary(profile: Profile) -> str:
     for kind, each in profile.kinds.items():
         lines += _layer_summary(each, f" {kind}" if profile.other_kinds else "")
     lines += [
-        f"ends    output layer and loss hold {profile.last_bytes.per_token:.0f} bytes per token",
+        f"ends    LM head and loss hold {profile.last_bytes.per_token:.0f} bytes per token",
         f"link    {profile.link_latency_seconds * 1e6:.3g} us, "
         f"{profile.link_seconds_per_token * 1e9:.3g} ns per token",
         f"host    {profile.host_bytes_per_second / 1e9:.3g} GB/s to its memory, and back",

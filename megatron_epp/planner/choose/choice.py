@@ -61,7 +61,9 @@ class Way:
         if other is None or self.layers != other.layers:
             parts.append(f"layers {' '.join(map(str, self.layers))}")
         if self.vocabulary != (other is not None and other.vocabulary):
-            parts.append("vocabulary parallelism" if self.vocabulary else "its output layer whole")
+            parts.append(
+                "vocabulary parallelism" if self.vocabulary else "its LM head on the last stage"
+            )
         return ", ".join(parts)
 
 
