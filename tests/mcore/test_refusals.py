@@ -321,7 +321,7 @@ SET_BY_SCRIPTS = {
     "other attention": {"experimental_attention_variant": "gdn2"},
     "logits of another type": {"logit_dtype": "fp32"},
     "several residual streams": {"enable_mhc_connections": True},
-    "hidden states of several": {**MTP_SEPARATOR, "mtp_num_layers": 2, "mtp_hsm": True},
+    "MTP: hidden states of several": {**MTP_SEPARATOR, "mtp_num_layers": 2, "mtp_hsm": True},
     "MoE: balancing over": {**MOE, "moe_router_load_balancing_type": "quantile_balancing"},
 }  # fmt: skip
 FITS = (
