@@ -55,7 +55,7 @@ def tuning_lines(
     lines = [*survey_verdict(result), "", f"lengths  {batches}", f"machine  {machines}", ""]
     text = "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)
     headers, cells = shown_rows(rows, mfu)
-    text += "\n" + text_table(headers, cells)
+    text += "\n" + text_table(headers, cells) + "\n"
     shown = set(re.findall(r"\w+", " ".join(itertools.chain(headers, *cells))))
     for word, meaning in _LEGEND.items():
         if word in shown:
