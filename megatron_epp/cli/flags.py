@@ -85,11 +85,11 @@ class DocumentFlags:
     )
     tokenizer: str | None = flag(
         None,
-        "a tokenizer.json, or its folder, to count the tokens of texts and chats with; without it "
-        "a token is taken for four bytes",
+        "a tokenizer.json, or its folder, that counts the tokens of texts and chats (default: four "
+        "bytes a token)",
         FILE,
     )
-    context: int = flag(0, "the most inputs of a document (default: no limit)", TOKENS)
+    context: int = flag(0, "maximum inputs of a document (default: no limit)", TOKENS)
     overlong: str = shared_setting("overlong")
     global_batch_size: int | None = flag(
         None,
@@ -99,7 +99,7 @@ class DocumentFlags:
     )
     seed: int = flag(
         DEFAULT_SEED,
-        f"of the shuffle, as in training (default: {DEFAULT_SEED}, Megatron's)",
+        f"seed of the shuffle, as in training (default: {DEFAULT_SEED}, Megatron's)",
         NUMBER,
     )
 
@@ -142,8 +142,8 @@ class MachineFlags:
     )
     layer_kinds: str | None = flag(
         None,
-        "the kinds of all layers, first to last, where --cost-model knows several and no "
-        "--model says which is which, as in '3*dense 58*experts'",
+        "layer kinds from first to last, such as '3*dense 58*experts', if --cost-model has several "
+        "and there is no --model",
         ("KINDS", str),
     )
     memory_budget_gib: tuple[float, ...] | None = shared_setting(
@@ -175,14 +175,13 @@ class PlansMachineFlags(MachineFlags):
     )
     vocab_parallel: str | None = flag(
         None,
-        "whether the plan must have the LM head sharded over the stages, on or off (default: "
-        "auto, as it has)",
+        "require that the plan shards the LM head over the stages (on) or not (off; default: "
+        "auto, either)",
         SWITCH,
     )
     multiple: int | None = flag(
         None,
-        "chunks are padded to a multiple of this (default: as training pads the plan's documents "
-        "on that device)",
+        "pad chunks to a multiple of this (default: as training pads the plan's documents)",
         MULTIPLE,
     )
 
@@ -212,14 +211,14 @@ class AssumptionFlags:
 
     topology: str | None = flag(
         None,
-        f"how devices are joined: {', '.join(TOPOLOGIES)}, a JSON file, or {FLAT}: rates by a "
-        "group's size alone, wherever it lies (default: nodes, of the device's own size)",
+        f"network of the devices: {', '.join(TOPOLOGIES)}, a JSON file, or {FLAT}: rates by a "
+        "group's size alone, wherever its ranks are (default: nodes of the device's own size)",
         NAMED,
     )
     moe_token_dispatcher_type: str | None = flag(
         None,
-        "how tokens go to experts: alltoall, every copy (default, as training runs it), or flex, "
-        "one for each node and device that wants any",
+        "token dispatch to experts: alltoall sends every copy (default, as in training), flex one "
+        "per node and device that needs it",
         ("HOW", one_of(*DISPATCHERS)),
     )
 
@@ -248,7 +247,7 @@ class PlannerFlags:
     effort: int | None = shared_setting("effort", default=None)
     multiple: int | None = flag(
         None,
-        "chunks are padded to a multiple of this (default: as training pads them on that device)",
+        "pad chunks to a multiple of this (default: as training on that device)",
         MULTIPLE,
     )
     lockstep: int | None = flag(
@@ -277,7 +276,7 @@ class PlanFileFlags:
 class ReplicaFlags:
     """The replica to read from a step with several replicas."""
 
-    replica: int = flag(0, "which replica of a step of several (default: 0)", NUMBER)
+    replica: int = flag(0, "replica to read from a step (default: 0)", NUMBER)
 
 
 @dataclass
@@ -291,14 +290,14 @@ class JsonFlags:
 class BatchFlags:
     """The batch to plan."""
 
-    batch: int = flag(0, "which batch, from 0 (default: 0)", INDEX)
+    batch: int = flag(0, "number of the batch, from 0 (default: 0)", INDEX)
 
 
 @dataclass
 class BatchesFlags:
     """The batches to compare on."""
 
-    batches: int = flag(1, "how many batches (default: 1)", ("N", whole_number(1, 100_000)))
+    batches: int = flag(1, "number of batches (default: 1)", ("N", whole_number(1, 100_000)))
     first_batch: int = flag(0, "number of the first one (default: 0)", INDEX)
 
 
@@ -318,10 +317,10 @@ class SimulateFlags:
 
     noise: float = flag(
         0.0,
-        "standard deviation of every duration, as a share of it (default: 0)",
+        "standard deviation of every duration, as a fraction of it (default: 0)",
         ("SHARE", fraction),
     )
-    seed: int = flag(0, "of the noise", NUMBER)
+    seed: int = flag(0, "seed of the noise", NUMBER)
     output: str | None = flag(
         None, "write the timed records here, for draw", ("RECORDS", file_to_write), short="-o"
     )
@@ -385,7 +384,7 @@ class TunedMachineFlags:
         "--lengths: what fits on each",
         ("N", numbers),
     )
-    nodes: int | None = flag(None, "nodes of the job, in the place of --gpus", NODES)
+    nodes: int | None = flag(None, "nodes of the job, instead of --gpus", NODES)
     ep: int | None = flag(
         None,
         "devices that share a layer's experts; if above tp x cp, replicas share them and run in "
@@ -435,19 +434,17 @@ class TuneFlags:
 
     row: int | None = flag(
         None,
-        "the row to write, draw and play (default: the first that is not tight, if it is at most "
-        "5%% slower than row 1; else row 1)",
+        "the row to write, draw and simulate (default: the first that is not tight, if it is at "
+        "most 5%% slower than row 1; else row 1)",
         COUNT,
     )
-    parts: bool = flag(False, "print the memory of every row by part, not of the chosen one alone")
-    html: str | None = flag(
-        None, "write the survey as a page of one file, for a browser without a network", FILE
-    )
+    parts: bool = flag(False, "print the memory of every row by part, not only of the chosen row")
+    html: str | None = flag(None, "write the survey as one self-contained HTML file", FILE)
     script: str | None = flag(None, "write the chosen row's launch script", FILE)
     hostfile: str | None = flag(
         None,
-        "write the hosts of the chosen row in the order of their node ranks, one a line, as "
-        "SLURM_HOSTFILE has them; with a --topology that has a grid of nodes",
+        "write the hosts of the chosen row in the order of node ranks, in the format of "
+        "SLURM_HOSTFILE; needs a --topology with a grid of nodes",
         FILE,
     )
     grid_svg: str | None = flag(
@@ -455,7 +452,7 @@ class TuneFlags:
     )
     dry_run_corpus: int | None = flag(
         None,
-        "play N iterations of the corpus with the chosen row, and print their spread",
+        "simulate N iterations of the corpus with the chosen row, and print their spread",
         ("N", whole_number(1, 100_000)),
     )
 
