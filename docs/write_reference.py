@@ -176,6 +176,14 @@ def as_shared(meaning: str, shared: str) -> str:
     return f"as [shared](#shared-options){meaning[common:]}"
 
 
+def named(commands: list[str]) -> str:
+    """Commands that share an option, of those that plan or read plans."""
+    others = [name for name in FLAGS if name not in commands]
+    if len(others) > 1:
+        return ", ".join(commands)
+    return "all" if not others else f"all but {others[0]}"
+
+
 def commands_page() -> str:
     megatrons = (
         "All other flags are Megatron's and describe the model, as `--num-layers` and "
@@ -222,19 +230,17 @@ def commands_page() -> str:
             if each == [name]
         ]
         parts += [flag_table(own)] if own else []
-        links = [
-            f"[{title}](#{title.replace(' ', '-')})"
-            for title, rows in shared.items()
-            if any(name in each for each in rows.values())
-        ]
-        if links:
-            parts.append(f"{'Also' if own else 'Options'}: {', '.join(links)}.\n")
+        if any(name in each for rows in shared.values() for each in rows.values()):
+            parts.append(
+                f"{'Also' if own else 'Options'}: see [shared options](#shared-options).\n"
+            )
     parts.append("## Shared options\n")
+    parts.append(f"*All* are {', '.join(FLAGS)}.\n")
     for title, rows in shared.items():
         if rows:
             parts.append(f"### {title[0].upper()}{title[1:]}\n")
             lines = [
-                (flag, value, as_shared(meaning, first[flag]), ", ".join(each))
+                (flag, value, as_shared(meaning, first[flag]), named(each))
                 for (flag, value, meaning), each in rows.items()
             ]
             parts.append(flag_table(lines, "commands"))

@@ -200,7 +200,7 @@ class DrawnMachineFlags(PlansMachineFlags):
 class CheckedMachineFlags(PlansMachineFlags):
     """The machine of ``check``, to compare a plan with the machine's memory budget."""
 
-    NOTE: ClassVar = "Also checks the plan against the memory of these devices."
+    NOTE: ClassVar = "With a model, also checks the plan against the memory of its devices."
 
 
 @dataclass
