@@ -10,10 +10,11 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_epp.control.planner_process import PlannerProcess
+from megatron_epp.corpus.shared_prefixes import Batch, PrefixForest
 from megatron_epp.planner.process import Answer
 
 # Number of recent plans and iterations whose times count; safety factor on the planning time.
@@ -76,7 +77,7 @@ class PlannerPool:
         """Planning time of the slowest recent plan, in seconds."""
         return max(self._planning, default=0.0)
 
-    def ask(self, iteration: int, lengths: Sequence[int], forward_only: bool = False) -> str:
+    def ask(self, iteration: int, lengths: Batch, forward_only: bool = False) -> str:
         """Request a plan unless the same request is pending, and return the request's name.
 
         If all processes are busy, another process may be started.
@@ -92,7 +93,7 @@ class PlannerPool:
         request.process.ask(name, lengths, forward_only)
         return name
 
-    def reply(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> Answer:
+    def reply(self, iteration: int, lengths: Batch, forward_only: bool) -> Answer:
         """Wait for the plan of the iteration that training runs now, and return the answer.
 
         If the plan was not requested before, this method requests it. Requests for earlier
@@ -150,7 +151,8 @@ class PlannerPool:
             process.close()
 
 
-def _request_name(iteration: int, lengths: Sequence[int], forward_only: bool) -> str:
+def _request_name(iteration: int, lengths: Batch, forward_only: bool) -> str:
     """Return a name that identifies the batch, so that no reply is used for another batch."""
-    digest = hashlib.sha256(repr(list(map(int, lengths))).encode()).hexdigest()[:16]
+    batch = lengths if isinstance(lengths, PrefixForest) else list(map(int, lengths))
+    digest = hashlib.sha256(repr(batch).encode()).hexdigest()[:16]
     return f"{'evaluation' if forward_only else 'iteration'} {iteration} {digest}"

@@ -13,11 +13,11 @@ import queue
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
+from megatron_epp.corpus.shared_prefixes import Batch, PrefixForest
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.process import Answer, PlannerSettings, Request, receive
@@ -75,7 +75,7 @@ class PlannerProcess:
         self._start()
         atexit.register(self.close)
 
-    def ask(self, name: str, lengths: Sequence[int], forward_only: bool) -> None:
+    def ask(self, name: str, batch: Batch, forward_only: bool) -> None:
         """Send a request unless a request ``name`` is pending; start a new process if it has died.
 
         This method does not raise the failure of a process; :meth:`reply` does.
@@ -86,7 +86,8 @@ class PlannerProcess:
             self._start()
         assert self._pipe is not None
         with suppress(OSError):  # reply() reports it
-            self._pipe.send(Request(name, list(map(int, lengths)), forward_only))
+            sent = batch if isinstance(batch, PrefixForest) else list(map(int, batch))
+            self._pipe.send(Request(name, sent, forward_only))
             self._asked.add(name)
 
     def reply(self, name: str) -> Answer:

@@ -5,6 +5,7 @@
 2  a b c x          node 2, 3 e | f    node 4  x
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -58,8 +59,7 @@ class PrefixForest:
 
     def __str__(self) -> str:
         """Return the lengths of the sequences if they share no tokens, else the repr."""
-        lengths = tuple(self.nodes[node].stop for node in self.last)
-        return str(lengths) if self == self.apart(lengths) else repr(self)
+        return str(self.lengths) if self == self.apart(self.lengths) else repr(self)
 
     def require(self, lengths: Sequence[int]) -> None:
         """Check that the forest consists of complete sequences of ``lengths``.
@@ -113,6 +113,47 @@ class PrefixForest:
     def tokens(self) -> int:
         """Number of tokens to compute: those of all nodes."""
         return sum(node.tokens for node in self.nodes)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Number of tokens of every sequence."""
+        return tuple(self.nodes[node].stop for node in self.last)
+
+    def of(self, sequences: Sequence[int]) -> "PrefixForest":
+        """Return the forest of some of the sequences, numbered as in ``sequences``.
+
+        A node that no longer ends a sequence and has a single child is one node with it.
+        """
+        last = [self.last[sequence] for sequence in sequences]
+        holder: dict[int, int] = {}  # first of the sequences that holds a node
+        for number, sequence in enumerate(sequences):
+            for node in self.path(sequence):
+                holder.setdefault(node, number)
+        branches = Counter(self.nodes[node].parent for node in holder)
+        ended = set(last)
+        new: dict[int, int] = {-1: -1}
+        start: dict[int, tuple[int, int]] = {-1: (0, -1)}  # of the merged node: first token, parent
+        nodes = []
+        for node in sorted(holder):
+            span = self.nodes[node]
+            before = span.parent
+            if before >= 0 and branches[before] == 1 and before not in ended:
+                start[node] = start[before]
+            else:
+                start[node] = span.start, new[before]
+            if branches[node] == 1 and node not in ended:
+                continue
+            nodes.append(SharedSpan(holder[node], start[node][0], span.stop, start[node][1]))
+            new[node] = len(nodes) - 1
+        return PrefixForest(tuple(nodes), tuple(new[node] for node in last))
+
+
+Batch = Sequence[int] | PrefixForest  # lengths of documents, or documents with shared prefixes
+
+
+def lengths_of(batch: Batch) -> Sequence[int]:
+    """Return the number of tokens of every document."""
+    return batch.lengths if isinstance(batch, PrefixForest) else batch
 
 
 def shared_prefixes(sequences: Sequence[np.ndarray], least: int = LEAST) -> PrefixForest:

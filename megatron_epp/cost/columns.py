@@ -155,9 +155,15 @@ class Columns:
             loads.features[self.extra].flags.writeable = False
         return loads.features[self.extra]
 
-    def batch_features(self, lengths: np.ndarray, chunks: float) -> np.ndarray:
-        """Return column sums of uncut documents of ``lengths`` in ``chunks`` chunks: [columns]."""
+    def batch_features(
+        self, lengths: np.ndarray, chunks: float, starts: np.ndarray | None = None
+    ) -> np.ndarray:
+        """Return column sums of uncut documents of ``lengths`` in ``chunks`` chunks: [columns].
+
+        ``starts`` contains the position of each document's first token; default: 0.
+        """
         lengths = np.asarray(lengths, dtype=np.float64)
-        begins = np.zeros_like(lengths)
-        sums = [lengths.sum(), (lengths * (lengths + 1) / 2).sum(), chunks]
-        return np.array([*sums, *(c.of_spans(begins, lengths).sum() for c in self.extra)])
+        begins = np.zeros_like(lengths) if starts is None else np.asarray(starts, np.float64)
+        ends = begins + lengths
+        sums = [lengths.sum(), (lengths * (lengths + 1) / 2 + begins * lengths).sum(), chunks]
+        return np.array([*sums, *(c.of_spans(begins, ends).sum() for c in self.extra)])

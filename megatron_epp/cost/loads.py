@@ -11,8 +11,10 @@ from megatron_epp.ir import (
     CachedDocument,
     Chunk,
     Plan,
+    Prefixes,
     Slices,
     Span,
+    offsets_of,
     slices_in,
     slices_of,
 )
@@ -290,12 +292,24 @@ def loads_of_plan(plan: Plan, ranks: int, multiple: int = 1) -> Loads:
 
     Chunks are padded to a ``multiple`` of tokens.
     """
-    slices = slices_of(plan)
-    loads = plan_loads(plan.chunks, plan.documents, slices, ranks, multiple)
-    if not plan.prefixes:
+    return loads_in(plan.documents, plan.chunks, plan.prefixes, ranks, multiple, slices_of(plan))
+
+
+def loads_in(
+    documents: Sequence[int],
+    chunks: Sequence[Chunk],
+    prefixes: Prefixes,
+    ranks: int,
+    multiple: int = 1,
+    slices: Slices | None = None,
+) -> Loads:
+    """Return the loads of ``chunks`` of ``documents`` with ``prefixes``, as of a plan with them."""
+    slices = slices or slices_in(documents, chunks, prefixes)
+    loads = plan_loads(chunks, documents, slices, ranks, multiple)
+    if not prefixes:
         return loads
-    offset = [plan.offset(document) for document in range(len(plan.documents))]
-    begins = np.array([offset[s.document] for chunk in plan.chunks for s in chunk.spans], np.int64)
+    offset = offsets_of(prefixes)
+    begins = np.array([offset[s.document] for chunk in chunks for s in chunk.spans], np.int64)
     chunk, start, stop = loads.spans
     before = begins * (stop - start)
     if loads.local is None:
@@ -304,7 +318,7 @@ def loads_of_plan(plan: Plan, ranks: int, multiple: int = 1) -> Loads:
         before = over_ranks(chunk, loads.local.rank, before, ranks, loads.chunks)
     boundaries = {each.document: each.boundaries for each in slices.kept}
     lone, read = np.zeros((2, loads.chunks))
-    for number, content in enumerate(plan.chunks):
+    for number, content in enumerate(chunks):
         if len(content.spans) == 1 and (span := content.spans[0]).document in boundaries:
             lone[number] = span.tokens
             read[number] = span.tokens * (span.stop <= boundaries[span.document][-1])
@@ -312,7 +326,7 @@ def loads_of_plan(plan: Plan, ranks: int, multiple: int = 1) -> Loads:
     moved = {"pairs": loads.pairs + before, "spans": (chunk, start + begins, stop + begins)}
     return TreeLoads(
         **own | moved | {"kept": slices.kept},
-        boundaries_of=tuple(boundaries.get(d, ()) for d in range(len(plan.documents))),
+        boundaries_of=tuple(boundaries.get(d, ()) for d in range(len(documents))),
         lone=lone,
         read=read,
     )

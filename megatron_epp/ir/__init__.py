@@ -48,7 +48,7 @@ from megatron_epp.ir.op import (
     StageOp,
     Transfer,
 )
-from megatron_epp.ir.plan import Plan, Prediction, Prefixes
+from megatron_epp.ir.plan import Plan, Prediction, Prefixes, offsets_of
 from megatron_epp.ir.program.lower import Program, lower, lower_rank
 from megatron_epp.ir.program.op_template import check_op_templates
 from megatron_epp.ir.recompute import FULL, IN_FLIGHT, KEEP, OFFLOAD, SELECTIVE

@@ -394,6 +394,21 @@ def prefix_lines(prefixes: Prefixes) -> dict[int, str]:
     return {d: f"prefix {d}: {span}" for d, span in enumerate(prefixes) if span is not None}
 
 
+def offsets_of(prefixes: Prefixes) -> list[int]:
+    """Return the position of the first token of every document."""
+    offset: dict[int, int] = {}
+    for number in range(len(prefixes)):
+        path: list[tuple[int, Span]] = []
+        at = number
+        while at not in offset and (prefix := prefixes[at]) is not None:
+            path.append((at, prefix))
+            at = prefix.document
+        offset.setdefault(at, 0)
+        for document, prefix in reversed(path):
+            offset[document] = offset[prefix.document] + prefix.stop
+    return [offset[number] for number in range(len(prefixes))]
+
+
 def checked_prefixes(documents: tuple[int, ...], prefixes: Prefixes) -> Prefixes:
     """Return ``prefixes``, or () if no document has one.
 

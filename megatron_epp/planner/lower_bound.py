@@ -15,6 +15,7 @@ def lower_bound_seconds(
     cost: Cost,
     forward_only: bool = False,
     local: bool = False,
+    starts: np.ndarray | None = None,
 ) -> float:
     """Return a lower bound on the time of any plan of the batch.
 
@@ -34,9 +35,10 @@ def lower_bound_seconds(
         cost: cost model, including the stages and parallel degrees.
         forward_only: whether there are no backwards.
         local: whether documents may run on one context-parallel rank, without exchange.
+        starts: positions of the documents' first tokens, if they continue others.
     """
     place = cost.layout.place
-    batch_features = cost.layout.columns.batch_features(lengths, 1.0)
+    batch_features = cost.layout.columns.batch_features(lengths, 1.0, starts)
     least = cost.layout.columns.batch_features(np.ones(1), 1.0)  # a chunk of one token, one pair
     latency = cost.layout.links_per_token + cost.layout.profile.link_latency_seconds
     if place:
@@ -79,7 +81,13 @@ def least_seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
     return per
 
 
-def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int, local: bool = False) -> float:
+def block_bound_seconds(
+    lengths: np.ndarray,
+    cost: Cost,
+    width: int,
+    local: bool = False,
+    starts: np.ndarray | None = None,
+) -> float:
     """Return a lower bound on the time of ``width`` replicas, for any assignment of documents.
 
     Some replica has at least the mean work, and some replica has the longest document.
@@ -89,8 +97,9 @@ def block_bound_seconds(lengths: np.ndarray, cost: Cost, width: int, local: bool
         cost: cost model, including the stages and parallel degrees.
         width: number of replicas.
         local: whether documents may run on one context-parallel rank; only for a single replica.
+        starts: positions of the documents' first tokens, if they continue others.
     """
-    batch_bound = lower_bound_seconds(lengths, cost, local=local)
+    batch_bound = lower_bound_seconds(lengths, cost, local=local, starts=starts)
     if width == 1:
         return batch_bound
     return max(batch_bound / width, lower_bound_seconds(lengths[:1], cost))

@@ -16,13 +16,14 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
+from megatron_epp.corpus.shared_prefixes import Batch, lengths_of
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.options import Options
 
@@ -43,7 +44,7 @@ class Request(NamedTuple):
     """Documents to plan for."""
 
     name: str
-    lengths: Sequence[int]  # of the global batch
+    batch: Batch  # the global batch
     forward_only: bool
 
 
@@ -70,7 +71,7 @@ def receive(pipe: Connection, put: Callable[[Any], None]) -> threading.Thread:
     return thread
 
 
-def plan_text(settings: PlannerSettings, lengths: Sequence[int], forward_only: bool) -> str:
+def plan_text(settings: PlannerSettings, batch: Batch, forward_only: bool) -> str:
     """Return the text of the step part for the settings' lockstep group.
 
     Raises:
@@ -81,8 +82,8 @@ def plan_text(settings: PlannerSettings, lengths: Sequence[int], forward_only: b
 
     cost, options, planner, replicas, replica = settings
     if forward_only:
-        return str(evaluation_part(lengths, cost, options, replicas, replica))
-    return str(plan_part(lengths, cost, options, planner, replicas, replica))
+        return str(evaluation_part(lengths_of(batch), cost, options, replicas, replica))
+    return str(plan_part(batch, cost, options, planner, replicas, replica))
 
 
 def answer(settings: PlannerSettings, request: Request) -> Answer:
@@ -90,7 +91,7 @@ def answer(settings: PlannerSettings, request: Request) -> Answer:
     began = time.perf_counter()
     step = error = ""
     try:
-        step = plan_text(settings, request.lengths, request.forward_only)
+        step = plan_text(settings, request.batch, request.forward_only)
     except Exception as raised:  # the job must go on after any error: it has a fallback plan
         kind = "" if isinstance(raised, ValueError) else f"{type(raised).__name__}: "
         error = kind + (str(raised).split("\n")[0] or "no reason given")

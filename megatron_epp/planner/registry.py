@@ -9,11 +9,17 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+import numpy as np
+
+from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.cost.catalogue.named import unknown_name
 from megatron_epp.cost.cost import Cost
+from megatron_epp.planner.chunks.tree_cutting import tree_seconds
 from megatron_epp.planner.epp import planner as epp
 from megatron_epp.planner.feasibility import no_plan_fits, require_fit
+from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options, with_effort
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.emit_block import PlannedBlock, emit_block
@@ -37,6 +43,7 @@ class Planner:
         takes: function that returns whether the planner supports a placement of stages on ranks.
         placements: description of the supported placements, for error messages.
         searches: whether the planner searches for a plan that fits, so that none is an error.
+        takes_prefixes: whether the planner computes shared prefixes once.
 
     Example::
 
@@ -50,6 +57,7 @@ class Planner:
     takes: Callable[[Place], bool] = any_place
     placements: str = "any"
     searches: bool = False
+    takes_prefixes: bool = False
 
     def __call__(self, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedReplica:
         """Plan one replica's documents; see :meth:`plan_block` and :meth:`require_fit`."""
@@ -79,10 +87,42 @@ class Planner:
             PlanError: if a document alone does not fit in memory.
             ValueError: if the planner does not support the placement.
         """
+        return self._planned(SortedBatch.of(lengths), lengths, cost, options)
+
+    def plan_forest(self, forest: PrefixForest, cost: Cost, options: Options) -> PlannedBlock:
+        """Plan the sequences of ``forest``, as :meth:`plan_block`; shared tokens run once.
+
+        If the result would be slower, or if this planner or replicas in lockstep do not share
+        tokens, sequences are planned without sharing.
+
+        Raises:
+            PlanError: if a sequence alone does not fit in memory.
+            ValueError: if the planner does not support the placement.
+        """
+        apart = partial(self.plan_block, forest.lengths, cost, options)
+        if not (forest.shares and self.takes_prefixes) or options.lockstep > 1:
+            return apart()
+        rates = rates_of(cost)
+        nodes = [node.tokens for node in forest.nodes]
+        tree = tree_seconds(nodes, [node.parent for node in forest.nodes], rates)
+        shared = self._planned(SortedBatch.of_tree(tree), forest.lengths, cost, options)
+        (planned,) = shared.planned
+        every = tuple(range(len(forest.last)))
+        shared = PlannedBlock((every,), shared.planned, (forest.last,))
+        lengths = np.array(forest.lengths)
+        if planned.fits and planned.seconds <= lower_bound_seconds(lengths, cost, local=True):
+            return shared
+        other = apart()
+        (alone,) = other.planned
+        faster = (not alone.fits, alone.seconds) < (not planned.fits, planned.seconds)
+        return other if faster else shared
+
+    def _planned(
+        self, batch: SortedBatch, lengths: Sequence[int], cost: Cost, options: Options
+    ) -> PlannedBlock:
         began = time.perf_counter()
         self.require_place(cost.layout.placement.place)
-        batch = SortedBatch.of(lengths)
-        require_fit(cost, batch.documents)
+        require_fit(cost, tuple(map(int, lengths)))
         drafted = self.draft(batch, cost, _with_effort(batch, cost, options))
         assert drafted is not None, "nothing was excluded, so there is a draft"
         block = emit_block(self.name, batch, drafted.draft, cost, options)
@@ -96,8 +136,7 @@ def _with_effort(batch: SortedBatch, cost: Cost, options: Options) -> Options:
 
     If the user set no effort, a lockstep group of n replicas gets n times one replica's effort.
     """
-    of_documents = rates_of(cost).document_seconds(batch.lengths)
-    seconds = float(of_documents.sum()) * cost.layout.stages_per_rank
+    seconds = batch.work_seconds(rates_of(cost)) * cost.layout.stages_per_rank
     chosen = with_effort(
         options, len(batch.lengths) // options.lockstep, seconds / options.lockstep
     )
@@ -107,7 +146,7 @@ def _with_effort(batch: SortedBatch, cost: Cost, options: Options) -> Options:
 
 
 _ROWS = (
-    Planner("epp", epp.draft, searches=True),
+    Planner("epp", epp.draft, searches=True, takes_prefixes=True),
     Planner(
         *("infinipipe", infinipipe.draft),
         takes=schedules.one_stage_a_rank,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from megatron_epp.corpus.shared_prefixes import Batch, PrefixForest, lengths_of
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Chunk, Plan, Step, StepPart
 from megatron_epp.planner.chunks.local import first_local
@@ -16,12 +17,14 @@ from megatron_epp.planner.chunks.slicing import ideal_chunks
 from megatron_epp.planner.epp.planner import can_be_local
 from megatron_epp.planner.epp.search import LOCAL
 from megatron_epp.planner.evaluation import evaluation_plans
+from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import MOST_EFFORT, Options
 from megatron_epp.planner.order.emit_block import PlannedBlock
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.registry import planner_of
 from megatron_epp.planner.result import PlannedStep
 from megatron_epp.planner.runner import Runner, in_turn
+from megatron_epp.planner.tree_division import Assignments, divided_trees
 
 # Up to BALANCED_TWICE replicas are balanced a second time, with the times of the first plans, if
 # the replicas' end times differ by more than APART of the iteration. Every planner process then
@@ -30,7 +33,6 @@ from megatron_epp.planner.runner import Runner, in_turn
 # twice the planning time.
 BALANCED_TWICE = 3
 APART = 0.01
-Assignments = tuple[tuple[int, ...], ...]  # documents of every replica
 
 
 def balance_replicas(
@@ -116,7 +118,7 @@ def balance_blocks(
 
 
 def plan_step(
-    lengths: Sequence[int],
+    batch: Batch,
     cost: Cost,
     options: Options,
     planner: str = "epp",
@@ -129,7 +131,8 @@ def plan_step(
     lockstep groups. Within a group, chunks that run at the same time should take equally long.
 
     Args:
-        lengths: document lengths of the global batch.
+        batch: document lengths of the global batch; or documents with shared prefixes, which a
+            replica computes once if planner and replicas can share them and time is saved.
         cost: cost model, including the stages and parallel degrees.
         options: planner options, such as levers and effort.
         planner: name of the planner.
@@ -141,14 +144,15 @@ def plan_step(
         ValueError: if the documents cannot be divided or planned.
     """
     began = time.perf_counter()
-    assigned, blocks = _planned(lengths, cost, options, replicas, planner, run)
+    assigned, blocks = _planned(batch, cost, options, replicas, planner, run)
     for block in blocks:
         planner_of(planner).require_fit(block, cost)
     numbered = {
         number: (block.assignments, [replica_plan.plan for replica_plan in block.planned])
         for number, block in enumerate(blocks)
     }
-    step = Step.of_parts(_parts(assigned, numbered, replicas))
+    ends = {number: block.ends for number, block in enumerate(blocks)}
+    step = Step.of_parts(_parts(assigned, numbered, replicas, ends))
     named = (
         dataclasses.replace(replica_plan, plan=plan)
         for replica_plan, plan in zip(
@@ -161,7 +165,7 @@ def plan_step(
 
 
 def plan_part(
-    lengths: Sequence[int],
+    batch: Batch,
     cost: Cost,
     options: Options,
     planner: str,
@@ -172,7 +176,7 @@ def plan_part(
     """Return the part of :func:`plan_step`'s result for the lockstep group of ``replica``.
 
     Args:
-        lengths: document lengths of the global batch, which is divided over all replicas.
+        batch: documents of the global batch, which is divided over all replicas.
         cost: cost model, the same for all replicas.
         options: planner options, the same for all replicas.
         planner: name of the planner.
@@ -184,22 +188,28 @@ def plan_part(
     block = replica // options.lockstep
     others, units = stands_in_for or planner, replicas // options.lockstep
     if _balanced_twice(units, options):
-        assigned, blocks = _planned(lengths, cost, options, replicas, others)
+        assigned, blocks = _planned(batch, cost, options, replicas, others)
     else:
-        assigned, blocks = divide_documents(lengths, cost, options, replicas, others), []
+        assigned, blocks = divide_documents(batch, cost, options, replicas, others), []
     if blocks and others == planner:
         planned = blocks[block]
     else:
-        own = [lengths[document] for document in assigned[block]]
-        planned = plan_block(planner, own, cost, options)
+        planned = plan_block(planner, _part_of(batch, assigned[block]), cost, options)
     planner_of(planner).require_fit(planned, cost)
     plans = [replica_plan.plan for replica_plan in planned.planned]
-    (part,) = _parts(assigned, {block: (planned.assignments, plans)}, replicas)
+    ends = {block: planned.ends}
+    (part,) = _parts(assigned, {block: (planned.assignments, plans)}, replicas, ends)
     return part
 
 
+def _part_of(batch: Batch, documents: Sequence[int]) -> Batch:
+    if isinstance(batch, PrefixForest):
+        return batch.of(documents)
+    return [batch[document] for document in documents]
+
+
 def divide_documents(
-    lengths: Sequence[int], cost: Cost, options: Options, replicas: int, planner: str
+    batch: Batch, cost: Cost, options: Options, replicas: int, planner: str
 ) -> Assignments:
     """Return the document indices of every lockstep group (one replica if not in lockstep).
 
@@ -207,15 +217,19 @@ def divide_documents(
     division. For few replicas, :func:`_planned` refines the division.
 
     Args:
-        lengths: document lengths of the global batch.
+        batch: document lengths of the global batch, or documents with shared prefixes.
         cost: cost model, including the stages and parallel degrees.
         options: planner options, including the number of replicas per lockstep group.
         replicas: number of replicas.
-        planner: name of the planner.
+        planner: name of the planner; "" for evaluation.
     """
-    width = options.lockstep
+    width, lengths = options.lockstep, lengths_of(batch)
     if replicas % width:
         raise ValueError(f"lockstep {width}: expected a divisor of the {replicas} replicas")
+    single = width == 1 and replicas <= len(lengths)
+    computes_once = planner and planner_of(planner).takes_prefixes
+    if isinstance(batch, PrefixForest) and batch.shares and single and computes_once:
+        return divided_trees(batch, rates_of(cost), replicas)
     seconds = _document_seconds(lengths, cost, options, replicas // width, planner)
     return balance_blocks(lengths, cost, replicas // width, width, None, seconds)
 
@@ -243,11 +257,13 @@ def _parts(
     assigned: Assignments,
     blocks: Mapping[int, tuple[Assignments, Sequence[Plan]]],
     replicas: int,
+    ends: Mapping[int, Assignments] | None = None,
 ) -> list[StepPart]:
     """Return the step parts (documents and plans of replicas) of some lockstep groups.
 
     Keys of ``blocks`` are indices of lockstep groups. A value contains the documents of each
     replica of the group, as indices into the group's documents, and the plan of each replica.
+    ``ends`` contains the ends of documents in the plans, as in ``ir.Step``.
     """
     division = hashlib.sha256(repr(assigned).encode()).hexdigest()[:16]
     return [
@@ -258,26 +274,29 @@ def _parts(
                 for replica, plan in enumerate(plans, block * len(plans))
             ),
             division,
+            ends[block] if ends else (),
         )
         for block, (within, plans) in blocks.items()
     ]
 
 
-def plan_block(planner: str, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
+def plan_block(planner: str, batch: Batch, cost: Cost, options: Options) -> PlannedBlock:
     """Plan the documents of one replica or of one lockstep group.
 
     A lockstep group of n replicas gets n times the effort of one replica, up to MOST_EFFORT.
 
     Args:
         planner: name of the planner.
-        lengths: document lengths of the replica or group.
+        batch: document lengths of the replica or group, or documents with shared prefixes.
         cost: cost model, including the stages and parallel degrees.
         options: planner options, such as levers and effort.
     """
     if options.effort is not None:
         effort = min(options.effort * options.lockstep, MOST_EFFORT)
         options = dataclasses.replace(options, effort=effort)
-    row = planner_of(planner)
+    row, lengths = planner_of(planner), lengths_of(batch)
+    if isinstance(batch, PrefixForest) and len(lengths) >= options.lockstep:
+        return row.plan_forest(batch, cost, options)
     block = row.plan_block(_with_stand_ins(lengths, options), cost, options)
     if len(lengths) >= options.lockstep:
         return block
@@ -327,7 +346,7 @@ def _balanced_twice(units: int, options: Options) -> bool:
 
 
 def _planned(
-    lengths: Sequence[int],
+    batch: Batch,
     cost: Cost,
     options: Options,
     replicas: int,
@@ -345,18 +364,23 @@ def _planned(
     units = replicas // width
 
     def planned(assigned: Assignments) -> list[PlannedBlock]:
-        tasks = [
-            (planner, [lengths[document] for document in held], cost, options) for held in assigned
-        ]
+        tasks = [(planner, _part_of(batch, held), cost, options) for held in assigned]
         return list(run(plan_block, tasks))
 
-    assigned = divide_documents(lengths, cost, options, replicas, planner)
+    assigned = divide_documents(batch, cost, options, replicas, planner)
     blocks = planned(assigned)
+    if any(block.ends for block in blocks):
+        bound = lower_bound_seconds(np.array(lengths_of(batch)), cost, local=True) / units
+        if _slowest(blocks) <= (False, bound) or not _balanced_twice(units, options):
+            return assigned, blocks
+        unshared = _planned(lengths_of(batch), cost, options, replicas, planner, run)
+        return min((assigned, blocks), unshared, key=lambda each: _slowest(each[1]))
     ends = [block.planned[0].seconds for block in blocks]
     fits = [all(each.fits for each in block.planned) for block in blocks]
     apart = max(ends) - min(ends) > APART * max(ends) or not all(fits)
     if not apart or not _balanced_twice(units, options):
         return assigned, blocks
+    lengths = lengths_of(batch)
     rates, inputs = rates_of(cost), np.asarray(lengths, dtype=np.int64)
     # Documents on one context-parallel rank have no exchange time.
     local = _local(assigned, blocks, len(lengths))

@@ -11,7 +11,7 @@ import pytest
 import megatron_epp
 from megatron_epp.corpus.shared_prefixes import PrefixForest, SharedSpan, shared_prefixes
 from megatron_epp.planner.chunks.slicing import Rates
-from megatron_epp.planner.division import divided_trees, node_seconds
+from megatron_epp.planner.tree_division import divided_trees, node_seconds
 
 LENGTHS = (9000, 300, 400, 8000, 100, 500, 7000, 200)
 

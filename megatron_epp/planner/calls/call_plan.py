@@ -24,8 +24,8 @@ from megatron_epp.planner.calls.group_order import (
     search_ops,
 )
 from megatron_epp.planner.calls.recompute import RecomputeFit
-from megatron_epp.planner.calls.tree_cutting import Parents
 from megatron_epp.planner.chunks.slicing import Rates
+from megatron_epp.planner.chunks.tree_cutting import Parents
 
 
 def call_plan(

@@ -7,8 +7,8 @@ import numpy as np
 
 from megatron_epp.ir import Prefixes, Span
 from megatron_epp.planner.calls.call_cost import CallChunks
-from megatron_epp.planner.calls.tree_cutting import Parents, tree_seconds
 from megatron_epp.planner.chunks.slicing import Rates, equal_points
+from megatron_epp.planner.chunks.tree_cutting import Parents, tree_seconds
 
 # Numbers of slices of the longest micro-batch that are tried.
 CUTS = (2, 3, 4, 6, 8, 12, 16)

@@ -76,6 +76,11 @@ class Chunking:
         return self.starts[1:] - self.starts[:-1]
 
     @property
+    def widths(self) -> np.ndarray:
+        """Most chunks of every group that are in flight at a backward of 1F1B."""
+        return self.sizes
+
+    @property
     def group(self) -> np.ndarray:
         """Index of the group of every chunk."""
         return np.repeat(np.arange(self.groups), self.sizes)

@@ -68,11 +68,11 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     _report_expected(cost, options)
     searched = _searched(batch, cost, options)
     candidates = list(searched)
-    if not cost.layout.place:
+    if not cost.layout.place and batch.tree is None:
         fitting = [scored.seconds for scored in candidates if scored.over_bytes <= 0]
         theirs = infinipipe.draft_below(batch, cost, options, min(fitting, default=np.inf))
         candidates += [] if theirs is None else [theirs]
-    for other in _others(cost, options):
+    for other in _others(cost, options) if batch.tree is None else ():
         fitting = [scored.seconds for scored in candidates if scored.over_bytes <= 0]
         drafted = other(batch, cost, options, min(fitting, default=np.inf))
         if drafted is not None:
@@ -121,6 +121,8 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDr
     every document are searched too. This second search ends at a set of levers whose best plan
     takes FAR_SLOWER times as long as the best plan of the first set.
     """
+    if batch.tree is not None:  # documents with prefixes are sharded over all ranks
+        options = dataclasses.replace(options, levers=options.levers - {"local"})
     tables = SharedChunkings("wsplit" in options.levers)
     sharded_only = dataclasses.replace(options, levers=options.levers - {"local"})
     if not can_be_local(cost, options):
@@ -182,7 +184,8 @@ def _persistent(
     best = _own(batch, cost, options, tables)
     effort = options.search_effort
     while effort < EFFORT and (best.draft.counts or best.over_bytes > 0):
-        bound = lower_bound_seconds(batch.lengths, cost, local="local" in options.levers)
+        local = "local" in options.levers
+        bound = lower_bound_seconds(batch.lengths, cost, local=local, starts=batch.starts)
         if best.over_bytes <= 0 and best.seconds <= bound * FAR:
             break
         effort = min(max(1, 2 * effort), EFFORT)

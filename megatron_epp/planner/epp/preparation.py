@@ -24,7 +24,6 @@ from megatron_epp.planner.order.problem import (
     loads_of,
 )
 from megatron_epp.planner.order.warmup import (
-    group_by_group,
     placed_window,
     shrinking_in_flight,
 )
@@ -160,11 +159,12 @@ class Preparation:
         work = self.work(problems, {})
         place, stages = self.cost.layout.place, self.cost.layout.stages
         if place:
-            min_in_flight = placed_window(chunking.sizes, place)
+            min_in_flight = placed_window(chunking.sizes, place, chunking.widths)
             bare_limit = np.zeros_like(min_in_flight)  # only the forwards that a backward requires
         else:
-            min_in_flight = shrinking_in_flight(chunking.sizes, stages)
-            bare_limit = group_by_group(chunking.sizes, stages)
+            min_in_flight = shrinking_in_flight(chunking.sizes, stages, chunking.widths)
+            needed = chunking.last_of_group[chunking.backward] + 1
+            bare_limit = np.repeat(needed[None], stages, axis=0)
         laws = [bare_limit] if bare else [min_in_flight, bare_limit]
         kept = PreparedChunking(chunking, loads, {}, problems, work, min_in_flight)
         # ``hopeless`` is not called with offloading, whose cost is unknown at this point, or with

@@ -14,6 +14,7 @@ from megatron_epp.planner.chunks.block import build_block
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import TAPERS, UNCUT, ChunkingParams, build_chunks
 from megatron_epp.planner.chunks.slicing import ideal_chunks, remembered
+from megatron_epp.planner.chunks.trees import build_trees
 from megatron_epp.planner.epp.player import Candidate, Player
 from megatron_epp.planner.epp.preparation import PreparedChunking, PreparedChunkings
 from megatron_epp.planner.epp.uniform_search import uniform_recompute
@@ -65,7 +66,7 @@ class Search(Player):
     ):
         super().__init__(batch, cost, options, halves, host)
         self.rates = rates_of(cost)
-        self.total = float(self.rates.document_seconds(batch.lengths).sum()) / options.lockstep
+        self.total = batch.work_seconds(self.rates) / options.lockstep
         self.most = most_tokens(cost)
         self.local = LOCAL if "local" in options.levers else 0.0
         self.known: dict[ChunkingParams, Candidate] = {}
@@ -135,7 +136,11 @@ class Search(Player):
             if params in self.known or params in self.shared or params in self.built:
                 continue
             arguments = params, lengths, self.rates, self.most, self.cost.multiple
-            if self.options.lockstep == 1:
+            if self.batch.tree is not None:
+                chunkings[params] = build_trees(
+                    params, self.batch.tree, self.most, self.cost.multiple
+                )
+            elif self.options.lockstep == 1:
                 chunkings[params] = build_chunks(*arguments, layout.cp, self.cutter)
             else:
                 chunkings[params] = build_block(*arguments, self.options.lockstep)

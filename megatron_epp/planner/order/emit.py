@@ -13,6 +13,8 @@ from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import COMPUTE, KEEP, OFFLOAD, Op, Plan, Prediction
 from megatron_epp.ir.recompute import offload_among
 from megatron_epp.planner.chunks.chunking import Chunking
+from megatron_epp.planner.chunks.slicing import Rates
+from megatron_epp.planner.chunks.tree_cutting import Tree
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.compiled import NOTHING
 from megatron_epp.planner.result import PlannedReplica
@@ -27,11 +29,31 @@ class SortedBatch:
         lengths: lengths in tokens, in descending order.
         names: for every sorted document, its index in the caller's order.
         documents: lengths in tokens, in the caller's order.
+        tree: documents that continue others, in the caller's order, which ``lengths`` then have,
+            too; None if no document continues another.
     """
 
     lengths: np.ndarray
     names: tuple[int, ...]
     documents: tuple[int, ...]
+    tree: Tree | None = None
+
+    @classmethod
+    def of_tree(cls, tree: Tree) -> "SortedBatch":
+        """Return the batch of the documents of ``tree``."""
+        names = tuple(range(len(tree.lengths)))
+        return cls(np.array(tree.lengths, np.int64), names, tree.lengths, tree)
+
+    @property
+    def starts(self) -> np.ndarray | None:
+        """Position of the first token of each document; None if all begin at 0."""
+        return None if self.tree is None else np.array(self.tree.offsets)
+
+    def work_seconds(self, rates: Rates) -> float:
+        """Return the seconds of all documents on an average stage."""
+        if self.tree is not None:
+            return self.tree.total
+        return float(rates.document_seconds(self.lengths).sum())
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "SortedBatch":
@@ -98,6 +120,7 @@ def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
         orders=orders,
         place=place,
         turns=turns,
+        prefixes=() if batch.tree is None else batch.tree.prefixes,
     )
 
 

@@ -31,10 +31,12 @@ class PlannedBlock:
     Attributes:
         assignments: for every replica, the indices of its documents in the batch.
         planned: plan of every replica.
+        ends: documents of the plans in which the batch's documents end, as in ``ir.Step``.
     """
 
     assignments: tuple[tuple[int, ...], ...]
     planned: tuple[PlannedReplica, ...]
+    ends: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ def _member_plan(batch: SortedBatch, draft: Draft, member: Chunking, cost: Cost)
     # -1: document of another replica, which is not used.
     names = tuple(local.get(document, -1) for document in batch.names)
     documents = tuple(batch.documents[document] for document in assignment)
-    member_batch = SortedBatch(batch.lengths, names, documents)
+    member_batch = SortedBatch(batch.lengths, names, documents, batch.tree)
     plan = plan_of(member_batch, dataclasses.replace(draft, chunking=member), cost)
     return MemberPlan(
         assignment, plan, member_batch.named(loads_of(member, batch.lengths, cost.multiple))
@@ -110,7 +112,7 @@ def emit_block(
     """
     members = member_plans(batch, draft, cost)
     local = any(chunk.has_local for member in members for chunk in member.plan.chunks)
-    bound = block_bound_seconds(batch.lengths, cost, options.lockstep, local)
+    bound = block_bound_seconds(batch.lengths, cost, options.lockstep, local, batch.starts)
     planned = []
     for member, table in zip(members, tables_in_step(members, draft, cost), strict=True):
         played = play(member.plan, table)

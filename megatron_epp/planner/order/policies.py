@@ -154,7 +154,8 @@ def policy_of(style: PolicyParams, work: ScheduleProblem, limit: np.ndarray) -> 
     count = work.chunks
     first = np.clip(limit + style.lead, 0, count) if style.lead else limit
     everything = np.full_like(limit, count)
-    groups = np.repeat(work.last_of_group[None] + 1, work.stages, axis=0)
+    needed = work.last_of_group[work.backward_order] + 1
+    groups = np.repeat(needed[None], work.stages, axis=0)
     return Policy(groups, first, everything, *how)
 
 

@@ -9,12 +9,21 @@ from megatron_epp.cost.chunk_tables import ChunkTables
 from megatron_epp.cost.columns import CHUNKS, PAIRS, TOKENS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
-from megatron_epp.cost.loads import Loads, join_loads, local_of, over_ranks, padded
+from megatron_epp.cost.loads import (
+    Loads,
+    TreeLoads,
+    join_loads,
+    loads_in,
+    local_of,
+    over_ranks,
+    padded,
+)
 from megatron_epp.ir import BACKWARDS, KEEP, KIND_CODE, OF_HEAD, OF_LAYERS, Kind, Payload, rules_for
 from megatron_epp.planner.block_table import BlockLoads, tables_of
 from megatron_epp.planner.chunks.block import BlockChunking
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.slicing import Rates
+from megatron_epp.planner.chunks.trees import TreeChunking
 from megatron_epp.sim.engine import OpArrays
 from megatron_epp.sim.inputs import moved_bytes, op_arrays
 
@@ -49,6 +58,9 @@ def loads_of(chunking: Chunking, lengths: np.ndarray, multiple: int = 1) -> Load
     Tokens include padding to ``multiple``, but pairs do not. For a lockstep group of replicas, the
     result also contains the loads of each replica (planner.block_table).
     """
+    if isinstance(chunking, TreeChunking):
+        chunks = chunking.ir_chunks(range(len(lengths)))
+        return loads_in(chunking.tree.lengths, chunks, chunking.tree.prefixes, 1, multiple)
     if isinstance(chunking, BlockChunking):
         members = tuple(loads_of(member, lengths, multiple) for member in chunking.members)
         groups = np.maximum(chunking.document, 0)
@@ -194,7 +206,7 @@ class ChunkProblems:
             split: whether to compute I and W.
         """
         every = [cls(cost, *each, split) for each in zip(chunkings, loads, strict=True)]
-        if len(every) == 1 or any(isinstance(each, BlockLoads) for each in loads):
+        if len(every) == 1 or any(isinstance(each, BlockLoads | TreeLoads) for each in loads):
             return every
         joined = cls(cost, chunkings[0], join_loads(loads), split)
         ops, at = joined._ops({}), 0

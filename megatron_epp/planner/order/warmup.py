@@ -33,14 +33,18 @@ def pipelines(sizes: np.ndarray, cuts: list[int], stages: int) -> np.ndarray:
     return np.concatenate(rows, axis=1)
 
 
-def shrinking_in_flight(sizes: np.ndarray, stages: int) -> np.ndarray:
+def shrinking_in_flight(
+    sizes: np.ndarray, stages: int, widths: np.ndarray | None = None
+) -> np.ndarray:
     """Return the number [stages, chunks] of forwards before each backward, for a falling limit.
 
     The in-flight limit depends on the longest remaining document. If documents are sorted longest
     first, the last stage's limit falls to 1 after the sliced documents, and memory falls with it.
+    ``widths`` contains the chunks of every group that are in flight, if fewer than ``sizes``.
     """
     count = int(sizes.sum())
-    to_come = np.repeat(np.maximum.accumulate(sizes[::-1])[::-1], sizes)
+    widths = sizes if widths is None else widths
+    to_come = np.repeat(np.maximum.accumulate(widths[::-1])[::-1], sizes)
     last = np.maximum.accumulate(np.arange(count) + to_come)
     return _staged(last, count, stages)
 
@@ -61,13 +65,13 @@ def filling_forwards(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
     return own * int(sizes.max()) + 2 * after
 
 
-def placed_window(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
+def placed_window(sizes: np.ndarray, place: Sequence[int], widths: np.ndarray) -> np.ndarray:
     """Return a rank's number of forwards (all stages) before each backward: [ranks, backwards].
 
-    Arguments are those of :func:`filling_forwards`.
+    Arguments are those of :func:`filling_forwards` and :func:`shrinking_in_flight`.
     """
     backward = np.arange(int(sizes.sum()) * int(np.bincount(place).max()))
-    return backward[None] + filling_forwards(sizes, place)[:, None]
+    return backward[None] + filling_forwards(widths, place)[:, None]
 
 
 def interleaved_warm_up(ranks: int, stages: int) -> np.ndarray:

@@ -10,8 +10,8 @@ from megatron_epp.ir import check, slices_of
 from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.planner.calls.call_plan import call_plan
 from megatron_epp.planner.calls.cuttings import cuttings
-from megatron_epp.planner.calls.tree_cutting import tree_seconds
 from megatron_epp.planner.chunks.slicing import Rates
+from megatron_epp.planner.chunks.tree_cutting import tree_seconds
 
 RATES = Rates(1.0, 0.001, 20.0)
 # [stages, kinds, 3]: seconds per token, pair and op of F, B, I, W.

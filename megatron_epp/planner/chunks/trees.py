@@ -1,0 +1,122 @@
+"""Chunks of documents with shared prefixes: a prefix in slices, the documents after it in packs.
+
+    forwards    p0 p1 a b | q0 c d          p0 p1: slices of a prefix; a, b: packs that continue it
+    backwards   a b p1 p0 | c d q0
+
+The chunks of documents with a common root are a group. A chunk runs its forward after the chunk
+that it continues, and its backward after the chunks that continue it. The backward of a pack needs
+no forward of another pack, so few packs are in flight.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+
+from megatron_epp.planner.chunks.chunking import Chunking, starts_of
+from megatron_epp.planner.chunks.params import ChunkingParams, forward_turns
+from megatron_epp.planner.chunks.slicing import Spans
+from megatron_epp.planner.chunks.tree_cutting import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class TreeChunking(Chunking):
+    """Chunks in which documents continue others; the chunks of a group are a tree in pre-order.
+
+    Attributes:
+        continued: for every chunk, the chunk of its group that it continues, or -1.
+        tree: the documents.
+    """
+
+    continued: np.ndarray = field(kw_only=True)
+    tree: Tree = field(kw_only=True)
+
+    @property
+    def last_of_group(self) -> np.ndarray:
+        """For every chunk, the last chunk that continues it, directly or through others."""
+        last = np.arange(self.count)
+        for chunk in range(self.count - 1, -1, -1):
+            if (before := self.continued[chunk]) >= 0:
+                last[before] = max(last[before], last[chunk])
+        return last
+
+    @property
+    def backward(self) -> np.ndarray:
+        """Chunks in the order of their backwards: each after those that continue it."""
+        order: list[int] = []
+        path: list[int] = []
+        for chunk, before in enumerate(self.continued.tolist()):
+            while path and path[-1] != before:
+                order.append(path.pop())
+            path.append(chunk)
+        return np.array(order + path[::-1])
+
+    @property
+    def widths(self) -> np.ndarray:
+        """Most chunks of every group that are in flight at a backward of 1F1B."""
+        needed = self.last_of_group[self.backward] + 1 - np.arange(self.count)
+        return np.maximum.reduceat(needed, self.starts[:-1])
+
+    def arranged(self, order: Sequence[int] | np.ndarray) -> "TreeChunking":
+        """Return the same chunks with the groups in ``order``."""
+        order = np.asarray(order)
+        own = {each.name: getattr(self, each.name) for each in fields(Chunking)}
+        chunking = Chunking(**own).arranged(order)
+        own = {each.name: getattr(chunking, each.name) for each in fields(Chunking)}
+        moved = np.repeat(chunking.starts[:-1] - self.starts[order], chunking.sizes)
+        old = np.arange(self.count) - moved
+        continued = self.continued[old]
+        continued = np.where(continued >= 0, continued + moved, -1)
+        return TreeChunking(**own, continued=continued, tree=self.tree)
+
+
+def build_trees(
+    params: ChunkingParams, tree: Tree, most_tokens: int, multiple: int = 1
+) -> TreeChunking:
+    """Build chunks of about equal time from documents that continue others.
+
+    Args:
+        params: parameters of the chunks.
+        tree: the documents.
+        most_tokens: maximum number of tokens of a chunk.
+        multiple: number of tokens; slice boundaries are multiples of it.
+    """
+    target = tree.total / params.chunks
+    contents, continued = tree.cut(
+        target, target * params.cut, most_tokens=most_tokens, multiple=multiple
+    )
+    children: dict[int, list[int]] = {}
+    below = [1] * len(contents)  # chunks of the subtree of each chunk
+    for chunk in reversed(range(len(contents))):
+        if (before := continued[chunk]) >= 0:
+            below[before] += below[chunk]
+    for chunk, before in enumerate(continued):
+        children.setdefault(before, []).append(chunk)
+    seconds = [sum(map(tree.span_seconds, spans)) for spans in contents]
+    order: list[int] = []  # pre-order; packs before long branches
+    sizes, works = [], []
+    for root in children[-1]:
+        open_ones, first = [root], len(order)
+        while open_ones:
+            order.append(chunk := open_ones.pop())
+            open_ones += sorted(children.get(chunk, []), key=lambda c: -below[c])
+        sizes.append(len(order) - first)
+        works.append(sum(seconds[chunk] for chunk in order[first:]))
+    new = {chunk: at for at, chunk in enumerate(order)} | {-1: -1}
+    spans, at = (
+        [span for chunk in order for span in contents[chunk]],
+        [new[chunk] for chunk in order for _ in contents[chunk]],
+    )
+    of_spans = Spans(*np.array(spans, dtype=np.int64).T)
+    cut = np.bincount(of_spans.document)[of_spans.document] > 1
+    own = Chunking.of_spans(of_spans, np.array(at), starts_of(np.array(sizes)), cut)
+    before = np.array(tree.offsets)[of_spans.document] * of_spans.tokens
+    chunking = TreeChunking(
+        **{each.name: getattr(own, each.name) for each in fields(Chunking)}
+        | {"pairs": own.pairs + np.bincount(own.chunk, before, own.count).astype(np.int64)},
+        continued=np.array([new[continued[chunk]] for chunk in order]),
+        tree=tree,
+    )
+    longest_first = chunking.arranged(np.argsort(-np.array(works), kind="stable"))
+    tails = int((longest_first.sizes > 1).sum())
+    return longest_first.arranged(forward_turns(params, longest_first.groups, tails))
