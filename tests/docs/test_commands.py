@@ -2,7 +2,9 @@
 
 A command is an indented line that begins with one of PROGRAMS. Commands of a page run one after
 the other in one empty folder, in this process. LONG ones (training, minutes of work, what needs
-another run's files) are only parsed: a flag that is gone, a path that has moved fail all the same.
+another run's files) are only parsed, by Megatron's parser, torchrun's or the script's own: a flag
+that is gone, a value that is refused, a path that has moved fail all the same. What needs several
+nodes, a cluster or another checkout is marked "not run here" in the text in front of it.
 """
 
 import argparse
@@ -11,21 +13,31 @@ import shlex
 from pathlib import Path
 
 import pytest
+from megatron.training.arguments import add_megatron_arguments
+from torch.distributed.run import get_args_parser
 
 from megatron_epp.__main__ import main
+from megatron_epp.certify.trial import certify_parser
 from megatron_epp.cli.options import DOING, parse
+from megatron_epp.flag_fields import add_flags
+from megatron_epp.mcore.flags.config import add_arguments
+from megatron_epp.mcore.trainer.profile_command import ProfileFlags
+from tests.certify.trial import CheckedTrial
 from tests.corpus.test_idx_file import write_pair
 
 pytestmark = pytest.mark.everything
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PROGRAMS = ("python", ".venv/bin/python", "bash", "torchrun", "export", "git")
+PROGRAMS = ("python", ".venv/bin/python", "bash", "torchrun", "export", "git", "sbatch", "srun")
 QUICK = {"plan", "compare", "simulate", "draw", "check"}
 # What would take minutes, or needs the files of a training run.
 LONG = ("--batches 3", "records/iteration")
-# Flags of the programs that stand in front of ours.
-LAUNCHERS = {"--nproc-per-node", "--nnodes", "--standalone"}
+PYTHONS = ("python", ".venv/bin/python")
+# Flags of Megatron follow: entry scripts, and launch scripts that append their arguments.
+ENTRY = re.compile(r"megatron_epp\.pretrain_(gpt|hybrid)|examples/pretrain_gpt_epp\.sh|\w+\.sh")
+FRAMEWORKS = ("frameworks", "verl", "ms_swift")  # flags of theirs
+ELSEWHERE = re.compile(r"sbatch|srun|.*--nnodes|.*Megatron-LM/")
 
 
 def commands(text: str) -> list[list[str]]:
@@ -36,48 +48,46 @@ def commands(text: str) -> list[list[str]]:
     return [[word.strip("<>") for word in line] for line in words]
 
 
-def epp_flags() -> set[str]:
-    from megatron_epp.mcore.flags.config import add_arguments
-
-    return _flags(add_arguments(argparse.ArgumentParser()))
-
-
 def require(words: list[str], folder: Path) -> None:
     """Run the command, or check what can be without running it."""
     line = " ".join(words)
     for word in words:
-        if word.startswith("--epp"):
-            assert word in epp_flags(), f"{line}: there is no flag {word}"
         # Only paths of the repository have both a folder of it in front and an ending.
         if re.fullmatch(r"(scripts|examples|docs|tests|patches|megatron_epp)/\S+", word):
             path, _, test = word.partition("::")
             assert (ROOT / path).exists(), f"{line}: there is no {path}"
             if test:
                 assert f"def {test}(" in (ROOT / path).read_text(), f"{line}: there is no {test}"
-    if words[1:3] != ["-m", "megatron_epp"]:
-        return
-    command, *rest = words[3:]
-    if command in DOING:
-        from megatron_epp.certify.trial import certify_parser
+    entry = next((i for i, word in enumerate(words) if ENTRY.fullmatch(word)), 0)
+    if entry and words[0] in ("torchrun", "bash"):
+        if words[0] == "torchrun":
+            get_args_parser().parse_args([*words[1:entry], "script"])
+        require_flags(line, words[entry + 1 :])
+    elif words[1:3] == ["-m", "tests.certify"]:
+        require_flags(line, certify_parser(CheckedTrial).parse_known_args(words[3:])[1])
+    elif words[1:3] == ["-m", "megatron_epp"]:
+        command, *rest = words[3:]
+        if command in DOING:
+            own = certify_parser() if command == "certify" else argparse.ArgumentParser()
+            if command == "profile":
+                add_flags(own, ProfileFlags)
+            require_flags(line, own.parse_known_args(rest)[1])
+            return
+        parse([command, *rest])
+        if command in QUICK and not any(mark in line for mark in LONG):
+            assert main([command, *rest]) == 0, line
+    elif words[0] in PYTHONS and words[1].endswith(".py") and (ROOT / words[1]).exists():
+        script = (ROOT / words[1]).read_text()
+        for flag in (word.split("=")[0] for word in words if word.startswith("--")):
+            assert f'"{flag}"' in script, f"{line}: {words[1]} has no {flag}"
 
-        known = _flags(certify_parser()) | _megatron_flags()
-        for flag in (word.split("=")[0] for word in rest if word.startswith("--")):
-            assert flag in known, f"{line}: there is no flag {flag}"
-        return
-    parse([command, *rest])
-    if command in QUICK and not any(mark in line for mark in LONG):
-        assert main([command, *rest]) == 0, line
 
-
-def _flags(parser: argparse.ArgumentParser) -> set[str]:
-    return {flag for action in parser._actions for flag in action.option_strings}
-
-
-def _megatron_flags() -> set[str]:
-    """What `profile` hands to Megatron, as its parser would spell it."""
-    from megatron.training.arguments import add_megatron_arguments
-
-    return _flags(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+def require_flags(line: str, words: list[str]) -> None:
+    """Parse flags of a training job as Megatron does, and ours among them."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, exit_on_error=False)
+    flags = [word for word in words if word not in ("FLAGS", "Megatron-LM", "flags")]
+    _, unknown = add_arguments(add_megatron_arguments(parser)).parse_known_args(flags)
+    assert not unknown, f"{line}: there is no {' '.join(unknown)}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -87,6 +97,24 @@ def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     write_pair(tmp_path / "my", [9001, 1501, 901, 301, 13, 4001, 2501, 60001] * 4)
     for words in commands(page.read_text()):
         require(words, tmp_path)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_flags_alone_are_some_of_megatron(page: Path) -> None:
+    """A block of flags, to add to a command of the page."""
+    if page.stem not in FRAMEWORKS:
+        for line in re.findall(r"\n\n    (--\w[^:\n]*)\n\n", page.read_text()):
+            require_flags(line, shlex.split(line))
+
+
+def test_what_runs_elsewhere_is_marked() -> None:
+    """Several nodes, a cluster, another checkout: "not run here" stands in front."""
+    for page in PAGES:
+        for block in re.findall(r"(?m)(?:^\S.*\n)*\n(?:^    .*\n)+", page.read_text()):
+            text, *_ = block.partition("\n\n")
+            for words in commands(block):
+                if ELSEWHERE.match(" ".join(words)):
+                    assert "not run here" in text, f"{page.name}: {' '.join(words)}"
 
 
 def test_pages_have_commands() -> None:
@@ -102,6 +130,10 @@ def test_pages_have_commands() -> None:
     [
         "    python -m megatron_epp plan --lengths wlb --stages 4",
         "    torchrun -m megatron_epp.pretrain_gpt FLAGS --epp --epp-levels all",
+        "    torchrun -m megatron_epp.pretrain_gpt FLAGS --epp --num-layers many",
+        "    torchrun --nprocs 2 -m megatron_epp.pretrain_gpt FLAGS --epp",
+        "    bash go.sh --train-iter 3",
+        "    python scripts/lost_work.py --machines 3",
         "    bash scripts/set_up.sh",
         "    python -m pytest tests/ir/test_text.py::test_of_nothing",
         "    python -m megatron_epp certify --steps 20",
@@ -109,7 +141,7 @@ def test_pages_have_commands() -> None:
 )
 def test_a_wrong_command_is_found(line: str, tmp_path: Path) -> None:
     (words,) = commands(line)
-    with pytest.raises((AssertionError, ValueError)):
+    with pytest.raises((AssertionError, ValueError, SystemExit, argparse.ArgumentError)):
         require(words, tmp_path)
 
 
