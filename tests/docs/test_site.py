@@ -13,17 +13,11 @@ hooks = loaded(ROOT / "docs" / "mkdocs_hooks.py")
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-# Written by scripts: not counted as words that somebody wrote.
-GENERATED = re.compile(r"\A# .*\n\n<!-- written by")
-MOST_WORDS = 32_000
+MOST_PAGES, MOST_WORDS = 44, 42_500  # as wc counts the words of all pages
 
 
 def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-def by_hand() -> list[Path]:
-    return [*TOP, *(page for page in PAGES if not GENERATED.match(page.read_text()))]
 
 
 def prose(page: Path) -> str:
@@ -100,11 +94,10 @@ def test_contributing_is_part_of_the_site() -> None:
     assert "](reference/versions.md)" in front
 
 
-def test_pages_are_short() -> None:
-    """Words outside of blocks of code; rules and borders of tables are none."""
-    words = {name(page): len(re.findall(r"\S*\w\S*", prose(page))) for page in by_hand()}
+def test_pages_are_few_and_short() -> None:
+    words = {name(page): len(page.read_text().split()) for page in PAGES}
+    assert len(words) <= MOST_PAGES
     assert sum(words.values()) <= MOST_WORDS, Counter(words).most_common(10)
-    assert "docs/reference/flags.md" not in words and "docs/guides/data.md" in words
     assert len((ROOT / "README.md").read_text().splitlines()) <= 90
 
 
