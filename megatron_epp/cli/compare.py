@@ -17,6 +17,7 @@ from megatron_epp.cli.outcome import Outcome, known_planner, outcome
 from megatron_epp.cli.plan import late_text, options_of
 from megatron_epp.cli.progress import Workers, bar
 from megatron_epp.cli.verdict import PAYS, verdict, why_stock
+from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.cost.catalogue.accuracy import accuracy_lines
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import COMPARED, PACKED, PLANNERS, STOCK, Options
@@ -27,6 +28,7 @@ from megatron_epp.show.table import COLUMNS, text_table
 from megatron_epp.show.units import GIB, fraction_text, seconds_text
 
 _EPP = "epp"
+_APART = "epp apart"  # planner epp without shared prefixes, if documents have any
 _KNOWN = (STOCK, "infinipipe")  # the baseline without --epp, and the paper's planner
 _WARM_UP = 24  # number of documents
 
@@ -55,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     elastic_cost = run_cost(arguments, cost, batches, options, _EPP) if _EPP in names else cost
     costs = {name: elastic_cost if name == _EPP else cost for name in names if name != STOCK}
     cold = _warm_up(costs, first, options, arguments.dp)
+    if _EPP in names and isinstance(batches.forest(numbers[0]), PrefixForest):
+        names.insert(names.index(_EPP) + 1, _APART)
     outcomes: list[Outcome] = []
     failed: dict[str, str] = {}
     stock: Stock | None = None
@@ -67,6 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
             names.remove(STOCK)
 
     def planned_as(name: str, number: int) -> tuple[Cost, Options, str]:
+        if name == _APART:
+            return costs[_EPP], options, _EPP
         if name != STOCK or stock is None:
             return costs[name], options, name
         tokens = stock.batches[number - arguments.first_batch].tokens
@@ -77,7 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with Workers() as workers:
             for number, name in bar(work, len(numbers) * len(names), "planning"):
-                job = number, batches[number], *planned_as(name, number), arguments.dp
+                documents = batches.forest(number) if name == _EPP else batches[number]
+                job = number, documents, *planned_as(name, number), arguments.dp
                 try:
                     result = outcome(*job, priced=True, run=workers)
                     outcomes.append(dataclasses.replace(result, planner=name))
@@ -183,7 +190,7 @@ def _best(names: Sequence[str], outcomes: Sequence[Outcome], batches: int) -> st
         for name, by_batch in fitting.items()
     }
     best = min(medians, key=medians.__getitem__)
-    known = [name for name in (_EPP, *_KNOWN) if name != best and by_name.get(name)]
+    known = [name for name in (_EPP, _APART, *_KNOWN) if name != best and by_name.get(name)]
     faster = []
     for name in known:
         both = by_name[name].keys() & fitting[best].keys()
@@ -196,7 +203,7 @@ def _best(names: Sequence[str], outcomes: Sequence[Outcome], batches: int) -> st
     if faster:
         text += ", " + " and ".join([", ".join(faster[:-1]), faster[-1]] if faster[1:] else faster)
     text += f"; it fits the memory budget on {'every batch' if batches > 1 else 'the batch'}."
-    if best not in (*PLANNERS, STOCK):
+    if best not in (*PLANNERS, _APART, STOCK):
         text += f" Training runs pipeline plans, which {best} does not make."
     return text
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_epp.cli.progress import bar, doing
 from megatron_epp.corpus.lengths import MOST_LENGTH, Corpus, distribution_names, open_corpus
+from megatron_epp.corpus.shared_prefixes import Batch, lengths_of
 from megatron_epp.corpus.text_lengths import SUFFIXES
 from megatron_epp.planner.choose import FIRST_BATCHES
 from megatron_epp.show.units import tokens_text
@@ -43,11 +44,12 @@ class Batches:
     seed: int
 
     def __getitem__(self, index: int) -> tuple[int, ...]:
-        if self.size is None:
-            batch = self.corpus.in_order()
-        else:
-            batch = self.corpus.batch(index, self.size, self.seed)
-        require_batch(batch, f"{self.corpus.name}: batch {index}")
+        return tuple(lengths_of(self.forest(index)))
+
+    def forest(self, index: int) -> Batch:
+        """Return batch ``index`` with the prefixes that its documents share, if any."""
+        batch = self.corpus.documents(index, self.size, self.seed)
+        require_batch(lengths_of(batch), f"{self.corpus.name}: batch {index}")
         return batch
 
     @property

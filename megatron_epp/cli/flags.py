@@ -66,8 +66,9 @@ SWITCH = ("HOW", one_of("auto", "on", "off"))
 
 
 LENGTHS_HELP = (
-    "a text file with the inputs of one document on each line (.gz too), a Megatron .idx, texts or "
-    "chats in .jsonl or .parquet, or a shipped distribution: " + ", ".join(distribution_names())
+    "a text file with the inputs of one document on each line (.gz too), or of a group with common "
+    "prefixes, as in 3000+(1200,800+(900,700)), a Megatron .idx, texts or chats in .jsonl or "
+    ".parquet, or a shipped distribution: " + ", ".join(distribution_names())
 )
 
 

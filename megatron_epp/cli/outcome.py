@@ -1,11 +1,11 @@
 """Result of planning one batch over all replicas, for tables and JSON."""
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from megatron_epp.corpus.shared_prefixes import Batch, lengths_of
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step
 from megatron_epp.planner import (
@@ -113,7 +113,7 @@ class Outcome:
 
 def outcome(
     batch: int,
-    lengths: Sequence[int],
+    documents: Batch,
     cost: Cost,
     options: Options,
     planner: str,
@@ -125,7 +125,7 @@ def outcome(
 
     Args:
         batch: number of the batch.
-        lengths: document lengths.
+        documents: document lengths, or documents with shared prefixes.
         cost: cost of the layout.
         options: options of the planner.
         planner: name of the planner.
@@ -138,13 +138,13 @@ def outcome(
         ValueError: if the batch cannot be planned.
     """
     results: tuple[PlannerResult, ...]
-    free = None
+    free, lengths = None, lengths_of(documents)
     if planner in PLANNERS:
-        planned = plan_step(lengths, cost, options, planner, replicas, run)
+        planned = plan_step(documents, cost, options, planner, replicas, run)
         results, step, took = planned.planned, planned.step, planned.plan_seconds
         if priced and options.lockstep > 1:
             alone = replace(options, lockstep=1)
-            others = plan_step(lengths, cost, alone, planner, replicas, run).planned
+            others = plan_step(documents, cost, alone, planner, replicas, run).planned
             free = max(each.seconds for each in others)
     elif options.lockstep > 1:
         raise ValueError(
@@ -159,7 +159,7 @@ def outcome(
         step, took = None, time.perf_counter() - began
     slowest = max(results, key=lambda each: each.seconds)
     bound = slowest.lower_bound_seconds
-    if replicas > 1:
+    if replicas > 1 and (step is None or not any(plan.prefixes for plan in step.plans)):
         # For any assignment: some replica has at least the mean work, and one has the longest
         # document.
         chunks = [] if step is None else [c for plan in step.plans for c in plan.chunks]

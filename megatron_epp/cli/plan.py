@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     cost = run_cost(arguments, padded, batches, options, planner)
     if arguments.forward_only:
         return _evaluation(arguments, lengths, cost, options)
-    job = arguments.batch, lengths, cost, options, planner, arguments.dp
+    job = arguments.batch, batches.forest(arguments.batch), cost, options, planner, arguments.dp
     with Workers() as workers:
         result = outcome(*job, priced=True, run=workers.watched("replicas"))
     text = _text(result.step)
@@ -166,11 +166,19 @@ def _lockstep(arguments: argparse.Namespace) -> int:
     return lockstep
 
 
+def _shared_text(step: Step | None, tokens: int) -> str:
+    """Return a note on the tokens that the plans compute once instead of several times."""
+    computed = tokens if step is None else sum(plan.tokens for plan in step.plans)
+    return f"; {tokens_text(computed)} with shared prefixes once" if computed < tokens else ""
+
+
 def _text(step: Step | None) -> str | None:
     """Return the text of the plan if there is one replica, else the text of the step."""
     if step is None:
         return None
-    return str(step.plans[0]) if len(step.plans) == 1 else str(step)
+    if len(step.plans) == 1 and not step.plans[0].prefixes:
+        return str(step.plans[0])
+    return str(step)
 
 
 def _summary(result: Outcome, batches: Batches, lengths: tuple[int, ...], cost: Cost) -> str:
@@ -187,7 +195,8 @@ def _summary(result: Outcome, batches: Batches, lengths: tuple[int, ...], cost: 
     overlapped = [] if plan is None else _overlapped(plan, cost)
     lines = [
         f"lengths     {batches}",
-        f"batch {result.batch:<5} {len(lengths)} documents, {tokens_text(sum(lengths))} tokens",
+        f"batch {result.batch:<5} {len(lengths)} documents, {tokens_text(sum(lengths))} tokens"
+        + _shared_text(result.step, sum(lengths)),
         f"machine     {cost.layout}"
         + (f", ep {cost.layout.ep}" if cost.layout.ep > 1 else "")
         + (", vocabulary over the stages" if cost.layout.vocabulary_parallel else ""),

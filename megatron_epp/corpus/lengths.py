@@ -5,7 +5,8 @@ for documents longer than the context. Batches are drawn as in training: batch i
 [i x size, (i + 1) x size) of an endless sequence of epochs. Each epoch is a permutation that
 (seed, epoch) determines.
 
-    lengths.txt, lengths.txt.gz   tokens of a document, one document per line
+    lengths.txt, lengths.txt.gz   tokens of a document, one document per line; or a group of
+                                  documents with common prefixes, as in 3000+(1200,800+(900,700))
     corpus.idx                    every sequence of L tokens is a document of L - 1 input tokens;
                                   with corpus_mask.bin/.idx next to it (loss_mask.py), without
                                   the tokens after its last target
@@ -15,6 +16,7 @@ for documents longer than the context. Batches are drawn as in training: batch i
 
 import difflib
 import gzip
+import itertools
 import json
 import re
 import zlib
@@ -27,8 +29,10 @@ import numpy as np
 from megatron_epp.corpus.idx_file import CorpusFiles, read_index
 from megatron_epp.corpus.loss_mask import examine_masks
 from megatron_epp.corpus.overlong import Counts, apply_context, require_policy
+from megatron_epp.corpus.shared_prefixes import Batch, PrefixForest
 from megatron_epp.corpus.text_lengths import SUFFIXES, Progress, text_lengths
 from megatron_epp.ir.errors import first_line, quoted
+from megatron_epp.ir.plan import MOST_CONTINUED
 
 # Number of documents, at evenly spaced quantiles, that represent a named distribution.
 NAMED_DOCUMENTS = 200_000
@@ -60,6 +64,8 @@ class Corpus:
         inputs: [documents] int64, input tokens of each document.
         counts: numbers of truncated, dropped, split and other sequences (overlong.py).
         note: how tokens of texts were counted; empty if the source contains lengths.
+        groups: documents with shared prefixes of every line of a list, if there are any. Batches
+            consist of complete groups.
     """
 
     name: str
@@ -67,6 +73,7 @@ class Corpus:
     inputs: np.ndarray
     counts: Counts
     note: str = ""
+    groups: tuple[PrefixForest, ...] = ()
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -77,8 +84,17 @@ class Corpus:
         return int(self.inputs.sum())
 
     def in_order(self) -> tuple[int, ...]:
-        """Return all documents as one batch, in file order."""
+        """Return the lengths of all documents as one batch, in file order."""
         return tuple(self.inputs.tolist())
+
+    def documents(self, index: int, size: int | None, seed: int = DEFAULT_SEED) -> Batch:
+        """Return batch ``index`` as :meth:`batch`, with groups; ``size`` None: all documents.
+
+        With groups, a batch is as many groups as have ``size`` documents or more.
+        """
+        if self.groups:
+            return self._groups_of(index, size or len(self.inputs), seed, size is None)
+        return self.in_order() if size is None else self.batch(index, size, seed)
 
     def batch(self, index: int, size: int, seed: int = DEFAULT_SEED) -> tuple[int, ...]:
         """Return the document lengths of batch ``index``, as training with ``seed`` draws it.
@@ -103,6 +119,21 @@ class Corpus:
             drawn[done : done + len(order)] = self.inputs[order]
             done += len(order)
         return tuple(drawn.tolist())
+
+    def _groups_of(self, index: int, size: int, seed: int, in_order: bool) -> PrefixForest:
+        if in_order:
+            return PrefixForest.joined(self.groups)
+        drawn: list[PrefixForest] = []
+        documents = number = 0
+        for epoch in itertools.count():
+            for at in epoch_order(len(self.groups), seed, epoch).tolist():
+                drawn.append(self.groups[at])
+                documents += len(self.groups[at].last)
+                if documents >= size and number == index:
+                    return PrefixForest.joined(drawn)
+                if documents >= size:
+                    drawn, documents, number = [], 0, number + 1
+        raise AssertionError("epochs do not end")
 
 
 def epoch_order(documents: int, seed: int, epoch: int) -> np.ndarray:
@@ -139,6 +170,7 @@ def open_corpus(
     if context < 0:
         raise ValueError(f"context {context}: expected a positive number of tokens")
     path, masks, note = Path(text), None, ""
+    groups: tuple[PrefixForest, ...] = ()
     of_texts = path.suffix in SUFFIXES and path.is_file()
     if tokenizer is not None and not of_texts:
         raise ValueError(
@@ -151,7 +183,7 @@ def open_corpus(
         source, files = text, read_index(path)
         inputs, masks = index_inputs(path, files), examine_masks(files)
     elif path.is_file():
-        source, inputs = text, read_lengths(path)
+        source, (inputs, groups) = text, read_lengths(path, context)
     elif text in distribution_names():
         source, inputs = named_lengths(text)
     else:
@@ -177,7 +209,7 @@ def open_corpus(
             f"{text}: all {len(inputs)} documents are longer than the context of {context} tokens "
             "and were dropped; use a larger --context, or --overlong truncate or split"
         )
-    return Corpus(text, source, index.inputs, index.counts, note)
+    return Corpus(text, source, index.inputs, index.counts, note, groups)
 
 
 def index_inputs(path: Path, files: CorpusFiles) -> np.ndarray:
@@ -197,13 +229,20 @@ def index_inputs(path: Path, files: CorpusFiles) -> np.ndarray:
     return inputs
 
 
-def read_lengths(path: Path) -> np.ndarray:
-    """Return the lengths in a text file, one per line and optionally gzipped: [documents] int64.
+def read_lengths(path: Path, context: int = 0) -> tuple[np.ndarray, tuple[PrefixForest, ...]]:
+    """Return the documents in a text file, optionally gzipped, with one length or group per line.
 
     Blank lines and text after ``#`` are skipped.
 
+    Args:
+        path: the file.
+        context: most tokens of a document of a group, with its prefixes; 0: no limit.
+
+    Returns:
+        [documents] int64 lengths, and the group of every line; () if no line has a prefix.
+
     Raises:
-        ValueError: the file cannot be read, or a line is not a length.
+        ValueError: the file cannot be read, or a line is not a length or a group.
     """
     try:
         # A limit, because a .gz of one megabyte can hold a thousand times as much.
@@ -230,26 +269,41 @@ def read_lengths(path: Path) -> np.ndarray:
             f"{path}: has {lines} lines; expected at most {_MOST_LINES} of a list of lengths; give "
             "a part of it, or the corpus's .idx, which has no limit"
         )
-    lengths = []
+    lengths: list[int] = []
+    groups: list[PrefixForest | int] = []
     for number, line in enumerate(text.split("\n"), 1):
         word = line.split("#")[0].strip()
         if not word:
             continue
+        where = f"{path}, line {number}"
         length = int(word) if _LENGTH.fullmatch(word) else 0
-        if not 1 <= length <= MOST_LENGTH:
-            shared = (
-                "; what documents share is planned for training loops alone "
-                "(docs/guides/external_loops.md)"
-            )
+        group = PrefixForest.parsed("".join(word.split())) if "+" in word else None
+        longest = length if group is None else max(group.lengths)
+        if not 1 <= longest <= MOST_LENGTH:
             raise ValueError(
-                f"{path}, line {number}: {quoted(word)} is not a document length; expected a "
-                f"positive whole number of tokens, at most {MOST_LENGTH}, on each line"
-                f"{shared if word.startswith('prefix') else ''}"
+                f"{where}: {quoted(word)} is not a document length; expected a "
+                f"positive whole number of tokens, at most {MOST_LENGTH}, on each line, or a "
+                "group with a prefix, as in 3000+(1200,800+(900,700))"
             )
-        lengths.append(length)
+        if group is not None and context and longest > context:
+            raise ValueError(
+                f"{where}: a document of {longest} tokens with its prefixes; expected at most the "
+                f"--context {context}"
+            )
+        if group is not None and group.depths > MOST_CONTINUED:
+            raise ValueError(
+                f"{where}: prefixes continue others {group.depths} times; expected at most "
+                f"{MOST_CONTINUED}, as in a plan"
+            )
+        lengths += [length] if group is None else group.lengths
+        groups.append(length if group is None else group)
     if not lengths:
         raise ValueError(f"{path}: holds no length; expected at least one, one a line")
-    return np.array(lengths, np.int64)
+    inputs = np.array(lengths, np.int64)
+    if all(isinstance(group, int) for group in groups):
+        return inputs, ()
+    apart = PrefixForest.apart
+    return inputs, tuple(apart([each]) if isinstance(each, int) else each for each in groups)
 
 
 def distribution_names() -> tuple[str, ...]:

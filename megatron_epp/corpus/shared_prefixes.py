@@ -5,14 +5,16 @@
 2  a b c x          node 2, 3 e | f    node 4  x
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 # Shortest prefix worth sharing: one more document costs about as much as this many tokens
 LEAST = 32
+_PART = re.compile(r"(?P<tokens>[1-9][0-9]{0,9})(?P<prefix>\+\()?|(?P<closed>\))|,")
 _BLOCK = 64  # rows that are compared at first; doubled each time
 
 
@@ -56,6 +58,65 @@ class PrefixForest:
         """Return the forest of sequences of ``lengths`` that share no tokens."""
         nodes = (SharedSpan(number, 0, length, -1) for number, length in enumerate(lengths))
         return cls(tuple(nodes), tuple(range(len(lengths))))
+
+    @classmethod
+    def parsed(cls, text: str) -> "PrefixForest | None":
+        """Return the forest of a group such as ``3000+(1200,800+(900,700))``, or None.
+
+        A number before ``+(`` is a prefix of all sequences within the parentheses; any other number
+        ends a sequence.
+        """
+        spans: list[tuple[int, int, int]] = []  # first token, stop, parent
+        last: list[int] = []
+        open_ones: list[int] = []  # prefixes whose parentheses are open
+        at, complete = 0, False  # complete: a sequence or a closed parenthesis precedes
+        while at < len(text):
+            match = _PART.match(text, at)
+            if match is None or complete == bool(match["tokens"]):
+                return None
+            at = match.end()
+            if match["tokens"]:
+                parent = open_ones[-1] if open_ones else -1
+                begin = spans[parent][1] if open_ones else 0
+                spans.append((begin, begin + int(match["tokens"]), parent))
+                complete = not match["prefix"]
+                (last if complete else open_ones).append(len(spans) - 1)
+            elif not open_ones:
+                return None
+            elif match["closed"]:
+                open_ones.pop()
+            else:
+                complete = False
+        if open_ones or not complete:
+            return None
+        sequence: dict[int, int] = {}
+        for number, node in enumerate(last):
+            while node >= 0 and node not in sequence:
+                sequence[node] = number
+                node = spans[node][2]
+        nodes = (SharedSpan(sequence[at], *span) for at, span in enumerate(spans))
+        return cls(tuple(nodes), tuple(last))
+
+    @classmethod
+    def joined(cls, forests: Iterable["PrefixForest"]) -> "PrefixForest":
+        """Return the forest of the sequences of several forests, in order."""
+        nodes: list[SharedSpan] = []
+        last: list[int] = []
+        for forest in forests:
+            first, sequence = len(nodes), len(last)
+            for node in forest.nodes:
+                parent = node.parent + first if node.parent >= 0 else -1
+                nodes.append(SharedSpan(node.sequence + sequence, node.start, node.stop, parent))
+            last += (node + first for node in forest.last)
+        return cls(tuple(nodes), tuple(last))
+
+    @property
+    def depths(self) -> int:
+        """Sum over all nodes of the number of nodes that they continue."""
+        depth: list[int] = []
+        for node in self.nodes:
+            depth.append(depth[node.parent] + 1 if node.parent >= 0 else 0)
+        return sum(depth)
 
     def __str__(self) -> str:
         """Return the lengths of the sequences if they share no tokens, else the repr."""

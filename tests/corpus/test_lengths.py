@@ -22,6 +22,48 @@ def test_a_list_of_lengths(tmp_path):
     assert open_corpus(str(zipped)).in_order() == (9000, 1500, 900)
 
 
+def test_groups_with_prefixes(tmp_path):
+    path = tmp_path / "groups.txt"
+    path.write_text("3000 + (1200, 800+(900,700))  # two levels\n50\n10+(5)\n")
+    corpus = open_corpus(str(path), 4700)
+    assert corpus.in_order() == (4200, 4700, 4500, 50, 15)
+    forest = corpus.documents(0, None)
+    forest.require(corpus.in_order())
+    assert [(node.tokens, node.parent) for node in forest.nodes] == [
+        (3000, -1), (1200, 0), (800, 0), (900, 2), (700, 2), (50, -1), (10, -1), (5, 6),
+    ]  # fmt: skip
+    assert forest.last == (1, 3, 4, 5, 7)
+    # A replica's part: the only answer to a question is one node with it.
+    assert [node.tokens for node in forest.of((2, 0)).nodes] == [3000, 1200, 1500]
+    assert [node.tokens for node in forest.of((4, 1)).nodes] == [4700, 15]
+    drawn = [corpus.documents(number, 2) for number in range(6)]
+    for batch in drawn:  # lines stay whole
+        batch.require(batch.lengths)
+        assert "".join(map(str, batch.lengths)).count("420047004500") == batch.lengths.count(4700)
+        assert 2 <= len(batch.lengths) <= 4
+    assert drawn == [corpus.documents(number, 2) for number in range(6)]
+    assert len({batch.lengths for batch in drawn}) > 1
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        *((line, "is not a document length; expected") for line in (
+            "9+(3,-4)", "-9+(3,4)", "9+(3,4x)", "9+(3,4", "9+(3,4))", "9+()", "9+(3)4", "9+(,3)",
+            "+(3,4)", "9+3", "9+(3)+(4)", "9+(0)", "2147483647+(1)", "(3,4)+9",
+        )),
+        ("3000+(1200,1801)", "4801 tokens with its prefixes; expected at most the --context 4800"),
+        ("1+(" * 1500 + "1" + ")" * 1500, "prefixes continue others 1125750 times; expected at mo"),
+    ],
+)  # fmt: skip
+def test_bad_groups_are_named_with_their_line(tmp_path, line, said):
+    path = tmp_path / "groups.txt"
+    path.write_text(f"16+(7,9)\n{line}\n")
+    with pytest.raises(ValueError, match=rf"groups.txt, line 2: .*{said}") as caught:
+        open_corpus(str(path), 4800)
+    assert "\n" not in str(caught.value)
+
+
 NO_LENGTH = ["0", "-5", "1.5", "abc", "1e9", "2147483648", "+3", "nan"]
 
 
@@ -34,7 +76,7 @@ NO_LENGTH = ["0", "-5", "1.5", "abc", "1e9", "2147483648", "+3", "nan"]
         ),
         (
             b"4000\n900\nprefix 1: 0[0:4000]\n",
-            r"line 3: .* planned for training loops alone \(docs/gui",
+            r"line 3: .*or a group with a prefix, as in 3000\+",
         ),
         (b"", "holds no length"),
         (b"\n\n# nothing\n", "holds no length"),
