@@ -14,9 +14,10 @@ turn, on the same samples and weights:
 
 The bound is the time of the busiest stage if every distinct token is computed once, without waits
 and other costs. It uses the seconds per token and per query-key pair of stock's forwards and
-backwards. Seconds are those of whole calls on the slowest rank, including planning: the median of
-the repeats. Peaks are the bytes that autograd saves plus cached K and V, the maximum over stages.
-Every call must have stock's loss and gradients.
+backwards. Predicted are the seconds of trees' plan, from the rates that earlier calls measured; the
+next column is the median of measured / predicted, call by call. Seconds are those of whole calls on
+the slowest rank, including planning: the median of the repeats. Peaks are the bytes that autograd
+saves plus cached K and V, the maximum over stages. Every call must have stock's loss and gradients.
 """
 
 import argparse
@@ -38,7 +39,8 @@ from trees import Group, answers_to, trajectory
 VARIANTS = ("stock", "slices", "trees")
 SHARE_FROM = 64
 WARM_UP = 3  # calls of one group: the first is not measured, by the second the third is planned
-HEAD = ("calls of", "tokens", "once", "stock", "slices", "trees", "bound", "bound / trees",
+HEAD = ("calls of", "tokens", "once", "stock", "slices", "trees", "predicted",
+        "trees / predicted", "bound", "bound / trees",
         "gain of trees", "that the bound allows", "peak MiB: stock", "slices", "trees")  # fmt: skip
 
 
@@ -134,7 +136,9 @@ def work(rank: int, cases: list, chosen: Any, folder: str) -> None:
                 expected = expected or run.outcome
                 cpu_loops.require_outcome(run.outcome, expected, f"{name}, {variant}")
                 if not warms:
-                    told = {"seconds": run.seconds, "peak": run.peak, "ops": run.ops}
+                    plan = calls.ran[-1].plan if calls.ran else None
+                    told = {"seconds": run.seconds, "peak": run.peak, "ops": run.ops,
+                            "predicted": plan.predicted.seconds if plan else None}  # fmt: skip
                     results.append({"case": name, "variant": variant, **told})
                 if rank == 0:
                     said = "warming up" if warms else f"turn {turn - WARM_UP + 1}"
@@ -161,6 +165,8 @@ def row(name: str, groups: Sequence[Group], results: Sequence[dict]) -> list[str
         str(sum(lengths)),
         f"{once[0]:.0f}",
         *(f"{seconds[v]:.2f} s" for v in VARIANTS),
+        f"{statistics.median(r['predicted'] for r in of['trees']):.2f} s",
+        f"{statistics.median(r['seconds'] / r['predicted'] for r in of['trees']):.2f}",
         f"{bound:.2f} s",
         f"{bound / seconds['trees']:.2f}",
         f"{seconds['slices'] / seconds['trees']:.2f}",

@@ -1,5 +1,6 @@
 """Attention of chunks against a naive softmax over whole documents, forward and backward."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -8,8 +9,10 @@ from torch import Tensor
 
 from megatron_epp.ir import Span, slices_of
 from megatron_epp.ir.random_plan import arbitrary_plan
+from megatron_epp.layers.attention.cpu import _contexts
 from megatron_epp.layers.attention.cpu_flash import attend, attend_backward
-from megatron_epp.layers.chunk_state import chunk_rows, store_for
+from megatron_epp.layers.chunk_state import ChunkState, Rows, chunk_rows, store_for
+from megatron_epp.runtime.kv_store import Store
 from tests.layers.runner import (
     NAMES,
     ROWS,
@@ -118,3 +121,15 @@ def test_spans_of_the_rows_are_those_of_the_plan() -> None:
     assert (short.start, short.stop, short.cut, short.span) == (0, 4, False, Span(1, 0, 4))
     assert (tail.start, tail.stop, tail.cut, tail.last) == (4, 9, True, True)
     assert store_for(plan, slices_of(plan), False).context_tokens == {0: 6}
+
+
+def test_consecutive_documents_attend_to_what_they_share_at_once() -> None:
+    """Document 1 continues 0, the others continue both; 4 continues another part of 0."""
+    both = (Span(0, 0, 5), Span(1, 0, 3))
+    prefixes = {1: both[:1], 2: both, 3: both, 4: (Span(0, 0, 2),)}
+    rows = [Rows(2 * d - 2, 2 * d, Span(d, 0, 2), False, True, of) for d, of in prefixes.items()]
+    rows[0] = replace(rows[0], span=Span(1, 1, 3))  # a second slice
+    state = ChunkState(0, tuple(rows), 8, "k", Store({}))
+    assert _contexts(state) == [
+        (slice(0, 6), 0, 5), (slice(0, 2), 1, 1), (slice(2, 6), 1, 3), (slice(6, 8), 0, 2)
+    ]  # fmt: skip

@@ -13,9 +13,11 @@ is read. If a document continues other documents, their prefixes are its context
 earlier rows of the same chunk.
 
 For a slice, attention to the context (no mask) and to the slice's rows (causal mask) is computed
-separately and merged by the log-sum-exps; both backwards use the merged log-sum-exp. A
-sliding-window layer sees and caches only the tail of the context (window.py, tails.py). The sinks'
-part of the softmax is merged last (merge.py).
+separately and merged by the log-sum-exps; both backwards use the merged log-sum-exp. Documents of a
+chunk that continue the same prefix attend to it in one call: the kernel is faster with more queries
+(cpu_flash.py), and the gradients of the prefix are added up once. A sliding-window layer sees and
+caches only the tail of the context (window.py, tails.py). The sinks' part of the softmax is merged
+last (merge.py).
 """
 
 from collections.abc import Callable
@@ -142,8 +144,14 @@ class ChunkAttention(torch.autograd.Function):
         else:
             out_THD, lse_TH = ctx.recompute.taken()
         padded = q_THD.shape[0]
-        dq_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        dq_THD = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)
         dk_TGD, dv_TGD = (t.new_empty(padded, *t.shape[1:]) for t in (k_TGD, v_TGD))
+        for local, document, stop in seeing.contexts(state):
+            grad, q, out = grad_THD[local], q_THD[local], out_THD[local]
+            k, v = store.context(layer, document, stop)
+            dq, dk, dv = attend_backward(grad, q, k, v, out, lse_TH[local].T, False, scale)
+            dq_THD[local] += dq
+            store.add_gradient(layer, document, dk, dv)
         # branches come after the rows of the chunk that they continue
         for rows in reversed(state.rows):
             local = slice(rows.start, rows.stop)
@@ -159,16 +167,12 @@ class ChunkAttention(torch.autograd.Function):
             dq, dk, dv = attend_backward(
                 grad, q, k_TGD[local], v_TGD[local], out, lse_HT, True, scale
             )
-            dq_THD[local], dk_TGD[local], dv_TGD[local] = dq, dk, dv
+            dq_THD[local] += dq
+            dk_TGD[local], dv_TGD[local] = dk, dv
             if rows.cut and not rows.last:
                 dk_later, dv_later = store.gradient(layer, span.document, span.start, span.stop)
                 dk_TGD[local] += dk_later
                 dv_TGD[local] += dv_later
-            for document, stop in rows.context:
-                k, v = store.context(layer, document, stop)
-                dq, dk, dv = attend_backward(grad, q, k, v, out, lse_HT, False, scale)
-                dq_THD[local] += dq
-                store.add_gradient(layer, document, dk, dv)
             if rows.cut and span.start == 0:
                 store.release(layer, span.document)
         used = state.used
@@ -196,9 +200,31 @@ class _Seeing:
     before: int | None
     sinks_H: Tensor | None
 
+    def contexts(self, state: ChunkState) -> list[tuple[slice, int, int]]:
+        """Return (rows, document, tokens of it) of the contexts of a chunk; [] with a window."""
+        return [] if self.before is not None else state.once("contexts", lambda: _contexts(state))
+
     def tails(self, state: ChunkState, layer: int, rows: Rows) -> SliceTails:
         assert self.before is not None, "a layer without a window keeps all rows"
         return SliceTails(state.store, layer, rows, self.before)
+
+
+def _contexts(state: ChunkState) -> list[tuple[slice, int, int]]:
+    """Return each context once for all consecutive spans that attend to it."""
+    contexts: list[tuple[slice, int, int]] = []
+    reaching: dict[
+        tuple[int, int], int
+    ] = {}  # contexts of the span before, by index in ``contexts``
+    for rows in state.rows:
+        before, reaching = reaching, {}
+        for context in rows.context:
+            reaching[context] = before.get(context, len(contexts))
+            if context not in before:
+                contexts.append((slice(rows.start, rows.stop), *context))
+            else:
+                first, document, tokens = contexts[before[context]]
+                contexts[before[context]] = slice(first.start, rows.stop), document, tokens
+    return contexts
 
 
 def _window(
@@ -260,12 +286,15 @@ def _attend_rows(
             out, lse = _window(q, k, v, state, layer, rows, seeing)
         else:
             out, lse = attend(q, k, v, True, seeing.scale)
-            for document, stop in rows.context:
-                context = state.store.context(layer, document, stop)
-                out, lse = merged(out, lse, *attend(q, *context, False, seeing.scale))
-        if seeing.sinks_H is not None:
-            out, lse = with_sinks(out, lse, seeing.sinks_H)
-        out_THD[local] = out
-        lse_TH[local] = lse.transpose(0, 1)
-    out_THD[state.used :] = 0  # padding
+        out_THD[local], lse_TH[local] = out, lse.T
+    for local, document, stop in seeing.contexts(state):
+        context = state.store.context(layer, document, stop)
+        other = attend(q_THD[local], *context, False, seeing.scale)
+        out, lse = merged(out_THD[local], lse_TH[local].T, *other)
+        out_THD[local], lse_TH[local] = out, lse.T
+    used = state.used
+    if seeing.sinks_H is not None:
+        out, lse = with_sinks(out_THD[:used], lse_TH[:used].T, seeing.sinks_H)
+        out_THD[:used], lse_TH[:used] = out, lse.T
+    out_THD[used:] = 0  # padding
     return out_THD, lse_TH

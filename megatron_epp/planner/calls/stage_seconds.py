@@ -10,7 +10,7 @@ coefficients are used. They are scaled by the slowdown of the forwards since tha
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -22,6 +22,9 @@ COLD = 1  # number of first calls that are ignored
 CALLS = 4  # number of latest calls whose ops count
 EAGER = 3  # Each of the first calls is followed by a fit; later, every SELDOM-th call.
 SELDOM = 8
+# A call whose ops took this fraction more or less than predicted is followed by a fit, too: its
+# micro-batches differ from the earlier ones, whose tokens and pairs may not tell the costs apart.
+OFF = 0.04
 FEATURES = 3  # tokens, pairs, 1 (call_cost.features)
 _F, _B, _I, _W = (KIND_CODE[kind] for kind in OF_LAYERS)
 
@@ -56,8 +59,12 @@ class StageSeconds:
             return
         ops = tuple(record for record in records if record.op.kind in OF_LAYERS)
         self._seen.append((chunks_3C, ops))
-        if self._calls <= EAGER or self._calls % SELDOM == 0:
+        if self._calls <= EAGER or self._calls % SELDOM == 0 or self._is_off(chunks_3C, ops):
             self.rates = self._fitted()
+
+    def _is_off(self, chunks_3C: np.ndarray, ops: Sequence[Timed]) -> bool:
+        predicted = sum(self.rates[KIND_CODE[r.op.kind]] @ chunks_3C[:, r.op.chunk] for r in ops)
+        return abs(sum(record.seconds for record in ops) - predicted) > OFF * predicted
 
     def _fitted(self) -> np.ndarray:
         known = dict(self._known)

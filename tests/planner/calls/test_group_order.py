@@ -228,6 +228,18 @@ def test_seconds_are_learnt_from_calls() -> None:
     assert halves == pytest.approx(0.52 * backward)
 
 
+def test_rates_that_are_off_are_fitted_at_once() -> None:
+    stage = StageSeconds(guessed_rates(object(), 2, 0))
+    for _ in range(4):
+        stage.saw(SIZES, records(F=1.0, B=2.0))
+    rates = stage.rates
+    stage.saw(SIZES, records(F=1.0, B=2.02))
+    assert stage.rates is rates
+    for _ in range(3):  # one call alone is an outlier; the eighth would be followed by a fit anyway
+        stage.saw(SIZES, records(F=1.0, B=2.6))
+    assert learnt(stage, "B") == pytest.approx(2.6, rel=0.05)
+
+
 def test_what_halves_take_says_nothing_of_whole_backwards() -> None:
     """Whole backwards, long not run, take what they took, as far as forwards have not changed: an
     order of halves that take longer is otherwise never given up."""
