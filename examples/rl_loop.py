@@ -29,7 +29,7 @@ ANSWERS = ((160, 9, 40), (12, 7), (30, 22, 5, 16), (60,))  # tokens of each, by 
 PROMPT = 32
 
 
-def build_model(stage: int):
+def build_model(stage: int, **experts):
     """This rank's stage of a GPT, as any loop on megatron.core builds it."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -41,10 +41,11 @@ def build_model(stage: int):
         pipeline_model_parallel_size=STAGES, pipeline_dtype=torch.float64,
         params_dtype=torch.float64, variable_seq_lengths=True, persist_layer_norm=False,
         moe_token_dispatcher_type="alltoall",  # variable_seq_lengths asks for it
-
+        **experts,
     )  # fmt: skip
+    layer = get_gpt_layer_local_spec(config.num_moe_experts, normalization="RMSNorm")
     return GPTModel(
-        config, get_gpt_layer_local_spec(normalization="RMSNorm"), WORDS, CONTEXT,
+        config, layer, WORDS, CONTEXT,
         pre_process=stage == 0, post_process=stage == STAGES - 1, position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )  # fmt: skip

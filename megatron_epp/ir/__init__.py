@@ -50,7 +50,7 @@ from megatron_epp.ir.op import (
 )
 from megatron_epp.ir.plan import Plan, Prediction, Prefixes, offsets_of
 from megatron_epp.ir.program.lower import Program, lower, lower_rank
-from megatron_epp.ir.program.op_template import check_op_templates
+from megatron_epp.ir.program.op_template import check_op_template, check_op_templates
 from megatron_epp.ir.recompute import FULL, IN_FLIGHT, KEEP, OFFLOAD, SELECTIVE
 from megatron_epp.ir.rules import (
     DOCUMENT_ITEMS,

@@ -14,12 +14,14 @@ from datetime import timedelta
 
 from megatron_epp.ir import Kind, Message, Op, Payload, Transfer
 from megatron_epp.runtime.executor import CurrentOp, OutsidePhase
+from megatron_epp.runtime.store_answer import answer_within
 
 PATIENCE_SECONDS = 30.0  # without progress, before the first line; the interval then doubles
 # Factor on this patience for phases outside this package (checkpoint, optimizer).
 ELSEWHERE_PATIENCE = 10
 # Time after the timeout at which a rank is ended that has not failed by itself, as gloo does.
 GRACE_SECONDS = 5.0
+STORE_SECONDS = 5.0  # how long a line waits for the names of missing ranks
 LOST_STATUS = 1
 
 
@@ -36,6 +38,7 @@ class Watcher:
         tell: function that receives the lines; None prints them to stderr.
         end: function that ends the process with a status.
         together: global ranks that run every op together with this rank, in lockstep.
+        missing: function that returns the global ranks that a phase waits for, if they are known.
     """
 
     def __init__(
@@ -49,12 +52,13 @@ class Watcher:
         tell: Callable[[str], None] | None = None,
         end: Callable[[int], object] = os._exit,
         together: Sequence[int] = (),
+        missing: Callable[[], Sequence[int]] = tuple,
     ):
         self.current_op, self.ranks, self.rank = current_op, tuple(ranks), rank
         self.patience_seconds = PATIENCE_SECONDS if patience_seconds is None else patience_seconds
         self.last_seconds = timeout.total_seconds() + grace_seconds
         self.tell, self.end = tell or _to_stderr, end
-        self.together = tuple(together)
+        self.together, self.missing = tuple(together), missing
         self.ended = False
         self._since, self._after = -1.0, 0.0
 
@@ -114,9 +118,18 @@ class Watcher:
             if isinstance(what, Op) and self.together:
                 ranks = " ".join(map(str, self.together))
                 return f"{line}, which ranks {ranks} run together, their replicas being in lockstep"
+            if isinstance(what, str) and not isinstance(what, OutsidePhase):
+                missing = self._missing()
+                return f"{line}; {_named(missing)} not there yet" if missing else line
             return line
         transfer = Transfer(Kind.RECEIVE, message)
         return f"{line}; its device waits for {transfer}: {self._explained(transfer)}"
+
+    def _missing(self) -> Sequence[int]:
+        try:
+            return answer_within(STORE_SECONDS, self.missing, otherwise=())
+        except RuntimeError:  # the store is gone
+            return ()
 
     def _explained(self, transfer: Transfer) -> str:
         """Return which rank ``transfer`` waits for, and which op makes the message, as text."""
@@ -132,6 +145,11 @@ class Watcher:
             other, place, verb = message.source, source, "has not sent"
         rank = self.ranks[place] if place < len(self.ranks) else "unknown"
         return f"stage {other} (rank {rank}) {verb} {awaited}"
+
+
+def _named(ranks: Sequence[int]) -> str:
+    names = " ".join(map(str, ranks))
+    return f"ranks {names} are" if len(ranks) > 1 else f"rank {names} is"
 
 
 def _to_stderr(line: str) -> None:

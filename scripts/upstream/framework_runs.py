@@ -86,12 +86,14 @@ def run_stages(
     file: str,
     work: Callable[..., None],
     shares_rows: bool = False,
+    shares_experts: bool = False,
 ) -> int:
     """Start ``work`` on all ranks, and return the exit status.
 
     Its arguments are the rank, the rendezvous file, the folder of ``framework`` that contains
     ``file`` (from the command line, or as installed), and the dtype. With ``shares_rows``, also the
-    number of context-parallel ranks of a stage, which the command line names.
+    number of context-parallel ranks of a stage, and with ``shares_experts`` the number of replicas
+    that share experts, which the command line names.
     """
     import rl_loop
     import torch
@@ -105,8 +107,13 @@ def run_stages(
     parser.add_argument("--dtype", choices=TOLERANCES, default="float64", help="of the model")
     if shares_rows:
         parser.add_argument("--cp", type=int, default=1, help="context-parallel ranks of a stage")
+    if shares_experts:
+        parser.add_argument(
+            "--ep", type=int, default=1, help="replicas over which four experts of a layer lie"
+        )
     chosen = parser.parse_args()
     shares = (chosen.cp,) if shares_rows else ()
+    shares += (chosen.ep,) if shares_experts else ()
     try:
         sources, named = sources_of(framework, chosen.checkout)
         if not (sources / file).exists():
@@ -125,12 +132,12 @@ def run_stages(
 
 @contextmanager
 def stage_of(
-    rank: int, meeting: str, load: Callable[[], Any], dtype: str, cp: int = 1
+    rank: int, meeting: str, load: Callable[[], Any], dtype: str, cp: int = 1, ep: int = 1
 ) -> Iterator[tuple[Any, Any]]:
     """Make this process a rank of a pipeline with ``cp`` ranks per stage; yield (loaded, model).
 
     ``loaded`` is the result of ``load``, called after Megatron is initialised; the model has dtype
-    ``dtype``.
+    ``dtype``. With ``ep`` replicas, each layer has four experts, spread over the replicas.
     """
     import rl_loop
     import torch
@@ -145,19 +152,32 @@ def stage_of(
     from megatron_epp.mcore.patching.cpu_host import double_precision
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=rl_loop.STAGES * cp)
+    ranks = rl_loop.STAGES * cp * ep
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
     parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=rl_loop.STAGES, context_parallel_size=cp
+        pipeline_model_parallel_size=rl_loop.STAGES,
+        context_parallel_size=cp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1,
     )
+    experts = {"num_moe_experts": 4, "moe_router_load_balancing_type": "none"} if ep > 1 else {}
     loaded = load()
     with double_precision() if dtype == "float64" else nullcontext():
         model_parallel_cuda_manual_seed(1)
-        model = rl_loop.build_model(parallel_state.get_pipeline_model_parallel_rank())
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        model = rl_loop.build_model(stage, expert_model_parallel_size=ep, **experts)
         if dtype != "float64":
             model.to(getattr(torch, dtype))
             model.config.params_dtype = model.config.pipeline_dtype = getattr(torch, dtype)
         model.config.context_parallel_size = cp  # local attention refuses to be built for more
         yield loaded, model
+
+
+def of_replica(number: int) -> int:
+    """Return the number of this replica's batch ``number``, another one on every replica."""
+    from megatron.core import parallel_state
+
+    return number + 100 * parallel_state.get_data_parallel_rank()
 
 
 def gradients_of(model: Any, field: str = "grad") -> dict[str, Any]:
@@ -264,17 +284,15 @@ def _install_drawn_slices(ran: list[Any]) -> None:
     from megatron_epp.ir import FULL, KEEP
     from megatron_epp.mcore.loops.install import Installation
     from megatron_epp.mcore.loops.settings import Settings
-    from tests.certify.loops.micro_batches import arbitrary_sliced_plan
+    from tests.certify.loops.micro_batches import arbitrary_sliced_plans
 
-    def draw(
-        lengths: Any, layers: Any, rates: Any, options: Any, forward_only: bool, *trees: Any
-    ) -> Any:
+    def draw(calls: Any, layers: Any, rates: Any, options: Any, forward_only: bool) -> Any:
         random = Random(len(ran))  # alike on every rank
-        return arbitrary_sliced_plan(
-            lengths, layers, random, options.split, forward_only, KEEP + FULL, *trees
+        return arbitrary_sliced_plans(
+            calls, layers, random, options.split, forward_only, KEEP + FULL
         )
 
-    Installation(Settings(observe=ran.append, make_plan=draw))
+    Installation(Settings(observe=ran.append, make_plans=draw))
 
 
 def _differences(
@@ -282,7 +300,7 @@ def _differences(
 ) -> list[float]:
     """Return the largest difference of each tensor, relative to its largest element."""
     return [
-        float((made[name] - wanted[name]).abs().max() / wanted[name].abs().max())
+        float((made[name] - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=1e-30))
         for made, wanted in zip(ours, expected, strict=True)
         for name in wanted
         if wanted[name].numel()  # of a sample a rank may have no token of the answer

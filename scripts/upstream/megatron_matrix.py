@@ -182,7 +182,7 @@ def compared(case: Case) -> dict:
         model = build_model(case, per_token)
         stock = every_call(model, case, False, per_token)
         made = attach_to(model, adapter(case))
-        settings = Settings(observe=planned.append, make_plan=random_plans())
+        settings = Settings(observe=planned.append, make_plans=random_plans())
         with Installation(settings):
             sliced = every_call(model, case, case.packed, per_token)
             made.slicing = False
@@ -213,13 +213,13 @@ def difference(ours: list, stock: list) -> float:
 def random_plans():
     """Return a function that makes random plans of slices or micro-batches, for ``Settings``."""
     from megatron_epp.ir import FULL, KEEP
-    from tests.certify.loops.micro_batches import arbitrary_sliced_plan
+    from tests.certify.loops.micro_batches import arbitrary_sliced_plans
 
     random = Random(0)
 
-    def draw(lengths, layers, rates, options, forward_only):
-        return arbitrary_sliced_plan(
-            lengths, layers, random, False, forward_only, FULL + KEEP, cut=options.cut
+    def draw(calls, layers, rates, options, forward_only):
+        return arbitrary_sliced_plans(
+            calls, layers, random, False, forward_only, FULL + KEEP, options.cut
         )
 
     return draw

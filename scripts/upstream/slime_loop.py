@@ -11,7 +11,7 @@ model.py with their forward steps, get_batch and DataIterator of data.py, and lo
 utils/ppo_utils.py (a policy's clipped loss with entropies, and log-probabilities; without their
 asserts of float32). Two processes have one stage each of a tiny GPT in float64. The rest of slime
 is replaced by mocks. This project provides the optimizer and, on a host without a GPU, attention
-over the packed documents of samples.
+over the packed documents of samples. With --ep 2, two replicas share four experts per layer.
 
 The loop runs by Megatron's schedule, and then in slices, turned on by slime's own hooks. The script
 prints the largest difference of a gradient or a log-probability, and fails above 1e-12. No code of
@@ -40,6 +40,7 @@ from framework_runs import (
     GradientKeeper,
     attend_within_documents,
     compare,
+    of_replica,
     run_stages,
     stage_of,
 )
@@ -126,9 +127,9 @@ def train(its: SimpleNamespace, model: Any) -> list[dict[str, torch.Tensor]]:
     scheduler = SimpleNamespace(step=lambda increment: None)
     counts = MICRO_BATCHES, MICRO_BATCHES
     for number in range(STEPS):
-        samples = [rollout(its, number)]
+        samples = [rollout(its, of_replica(number))]
         its.model.train_one_step(ARGS, 0, number, samples, [model], optimizer, scheduler, *counts)
-    samples = [rollout(its, STEPS)]
+    samples = [rollout(its, of_replica(STEPS))]
     f = its.loss.get_log_probs_and_entropy
     with torch.no_grad():
         found = its.model.forward_only(f, ARGS, [model], samples, [MICRO_BATCHES])
@@ -141,8 +142,8 @@ def switch_slices_on() -> None:
     ARGS.custom_megatron_before_log_prob_hook_path = f"{HOOKS}.before_log_probs"
 
 
-def work(rank: int, meeting: str, checkout: Path, dtype: str, cp: int) -> None:
-    with stage_of(rank, meeting, lambda: load(checkout), dtype, cp) as (its, model):
+def work(rank: int, meeting: str, checkout: Path, dtype: str, cp: int, ep: int) -> None:
+    with stage_of(rank, meeting, lambda: load(checkout), dtype, cp, ep) as (its, model):
         ARGS.context_parallel_size = cp
         its.model.get_args = lambda: ARGS
         model.zero_grad_buffer = lambda: model.zero_grad(set_to_none=True)
@@ -152,4 +153,4 @@ def work(rank: int, meeting: str, checkout: Path, dtype: str, cp: int) -> None:
 
 if __name__ == "__main__":
     file = f"{PACKAGE.replace('.', '/')}/model.py"
-    sys.exit(run_stages(__doc__, "slime", file, work, shares_rows=True))
+    sys.exit(run_stages(__doc__, "slime", file, work, shares_rows=True, shares_experts=True))

@@ -11,10 +11,10 @@ The script imports the installed verl, or that of the checkout, with its depende
 forward_backward_batch of its MegatronEngineWithLMHead: micro-batches by tokens, forward step, THD
 packing and log-probabilities, supervised loss, and a forward-only pass. Two processes have one
 stage each of a tiny GPT in float64, in place of a model that the engine would build from a
-checkpoint. On a host without a GPU, attention over packed documents is this
-project's. With --cp, each stage has this number of
-context-parallel ranks. The script prints the largest difference of a gradient or a log-probability,
-and fails above 1e-12. No code of verl is copied into this project.
+checkpoint. On a host without a GPU, attention over packed documents is this project's. With --cp,
+each stage has this number of context-parallel ranks; with --ep 2, two replicas share four experts
+per layer. The script prints the largest difference of a gradient or a log-probability, and fails
+above 1e-12. No code of verl is copied into this project.
 """
 
 import os
@@ -35,6 +35,7 @@ from framework_runs import (
     attend_within_documents,
     compare,
     gradients_of,
+    of_replica,
     run_stages,
     stage_of,
 )
@@ -102,10 +103,12 @@ def train(its: SimpleNamespace, engine: Any) -> list[dict[str, torch.Tensor]]:
     made, (model,) = [], engine.module
     for number in range(STEPS):
         model.zero_grad(set_to_none=True)
-        engine.forward_backward_batch(batch(its, number), partial(its.loss, None))
+        engine.forward_backward_batch(batch(its, of_replica(number)), partial(its.loss, None))
         made.append(gradients_of(model))
     with torch.no_grad():
-        found = engine.forward_backward_batch(batch(its, STEPS), None, forward_only=True)
+        found = engine.forward_backward_batch(
+            batch(its, of_replica(STEPS)), None, forward_only=True
+        )
     named_samples = enumerate(found["model_output"]["log_probs"].unbind()) if found else ()
     made.append({f"log probabilities of sample {n}": values for n, values in named_samples})
     return made
@@ -119,8 +122,8 @@ def divide_by_tokens(models: list[Any], tokens: Any, **others: Any) -> None:
             parameter.grad /= tokens
 
 
-def work(rank: int, meeting: str, checkout: Path, dtype: str, cp: int) -> None:
-    with stage_of(rank, meeting, lambda: load(checkout), dtype, cp) as (its, model):
+def work(rank: int, meeting: str, checkout: Path, dtype: str, cp: int, ep: int) -> None:
+    with stage_of(rank, meeting, lambda: load(checkout), dtype, cp, ep) as (its, model):
         if cp > 1:  # as Megatron-Bridge, which builds verl's models, has it there
             model.config.calculate_per_token_loss = True
             model.config.finalize_model_grads_func = divide_by_tokens
@@ -132,4 +135,4 @@ def work(rank: int, meeting: str, checkout: Path, dtype: str, cp: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_stages(__doc__, "verl", ENGINE, work, shares_rows=True))
+    sys.exit(run_stages(__doc__, "verl", ENGINE, work, shares_rows=True, shares_experts=True))

@@ -33,15 +33,23 @@ def check_op_templates(step: Step | StepPart) -> None:
             differ, the ops of all replicas around that place follow.
     """
     for first in range(0, len(step.plans), step.lockstep):
-        block = step.plans[first : first + step.lockstep]
-        for plan in block[1:]:
-            _compare(step.lockstep, block, plan)
+        check_op_template(step.plans[first : first + step.lockstep])
 
 
-def _compare(lockstep: int, block: tuple[Plan, ...], plan: Plan) -> None:
+def check_op_template(block: tuple[Plan, ...]) -> None:
+    """Check that the plans of one lockstep group have the same op template; O(ops).
+
+    Raises:
+        PlanError: see :func:`check_op_templates`.
+    """
+    for plan in block[1:]:
+        _compare(block, plan)
+
+
+def _compare(block: tuple[Plan, ...], plan: Plan) -> None:
     """Raise a PlanError if ``plan`` has another op template than the group's first plan."""
     leader = block[0]
-    who = f"lockstep {lockstep}: replica {plan.replica}"
+    who = f"lockstep {len(block)}: replica {plan.replica}"
     if len(plan.chunks) != len(leader.chunks):
         raise PlanError(
             f"{who} has {len(plan.chunks)} chunks, replica {leader.replica} {len(leader.chunks)}; "

@@ -1,4 +1,4 @@
-"""Agreement of the ranks of a replica: all ranks go on, or all ranks raise an error."""
+"""Agreement of the ranks that plan a call together: all go on, or all raise an error."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +13,32 @@ class LoopRefusal(ValueError):
 
 
 class LoopFailed(RuntimeError):
-    """Error: another rank of this replica failed; the message contains the rank and its error."""
+    """Error: another rank of the call failed; the message contains the rank and its error."""
+
+
+class Arrivals:
+    """Count of the calls that each rank of ``group`` has begun, in torch.distributed's store."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._ranks, self._count = dist.get_process_group_ranks(group), 0
+
+    def arrive(self) -> None:
+        """Count a call of this rank."""
+        self._count = self._add(dist.get_rank(), 1)
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have begun fewer calls than this rank."""
+        return [rank for rank in self._ranks if self._add(rank, 0) < self._count]
+
+    def _add(self, rank: int, calls: int) -> int:
+        store = dist.distributed_c10d._get_default_store()
+        return int(store.add(f"megatron_epp/calls of a loop/{self._ranks}/{rank}", calls))
 
 
 def exchange[T](programs: ProgramRunner, phase: str, make: Callable[[], T]) -> list[T]:
     """Call ``make`` on every rank of the replica; return the results in rank order. Collective.
+
+    Replicas that run in lockstep count as one.
 
     No rank blocks if ``make`` raises on some ranks only.
 

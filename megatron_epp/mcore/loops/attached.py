@@ -55,6 +55,8 @@ class AttachedModel:
         memory: Limit of the activations' bytes. Plans then choose which layers are recomputed. If
             None, the loop's own flags choose the recomputed layers.
         share_from: Minimum number of tokens of a shared prefix; 0 disables sharing.
+        within_layers: Whether the layers are computing a chunk, or have failed in it.
+        output: Output of the layers for the last chunk.
     """
 
     def __init__(
@@ -74,7 +76,8 @@ class AttachedModel:
         self.context = part.max_sequence_length
         self._chunk: ChunkParams | None = None
         self._front: ChunkInputs | None = None
-        self._again = self._catching = False
+        self._again = self._catching = self.within_layers = False
+        self.output: Any = None
         self.stores_last_slice = attention.stores_last_slice
         install_in_model(part, self.context, attention, in_loop=True)
         part.decoder.forward = self._rotated(part.decoder.forward)
@@ -105,7 +108,7 @@ class AttachedModel:
             head_again: Whether to recompute the LM head. Requires ``self.head_again``, too.
             front: Inputs of the layers, if the modules before them ran on full documents.
         """
-        self._chunk, self._front = chunk, front
+        self._chunk, self._front, self.within_layers = chunk, front, False
         self._again = head_again and self.head_again
         try:
             with self._planned_recompute():
@@ -189,11 +192,15 @@ class AttachedModel:
         signature = inspect.signature(forward)
 
         def rotated(*args: Any, **named: Any) -> Any:
-            if self._chunk is None or self._rotary is None:
+            if self._chunk is None:
                 return forward(*args, **named)
             arguments = _by_name(signature, args, named)
-            arguments["rotary_pos_emb"] = self._rotary.replaced(arguments.get("rotary_pos_emb"))
-            return forward(**arguments)
+            if self._rotary is not None:
+                arguments["rotary_pos_emb"] = self._rotary.replaced(arguments.get("rotary_pos_emb"))
+            self.within_layers = True
+            self.output = forward(**arguments)
+            self.within_layers = False
+            return self.output
 
         return rotated
 

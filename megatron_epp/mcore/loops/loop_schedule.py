@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
+from megatron_epp.mcore.kinds.registry import lockstep_of
 from megatron_epp.mcore.loops.attached import attached, say
 from megatron_epp.mcore.loops.call_arguments import LoopCall, megatron_only
 from megatron_epp.mcore.loops.pipelines import ModelPipeline, Pipelines
@@ -55,13 +56,18 @@ class LoopSchedule:
 
     def _known_pipeline(self, call: LoopCall, kind: str) -> ModelPipeline | str:
         """Return the pipeline that runs the call, or the reason why Megatron runs the call."""
-        pipelined = kind != NO_PIPELINE
-        if pipelined and not mpu.model_parallel_is_initialized():
-            return "pipelines without Megatron's global groups"
+        pipelined, together = kind != NO_PIPELINE, lockstep_of(call.config) > 1
+        if pipelined or together:
+            if not mpu.model_parallel_is_initialized():
+                return "pipelines without Megatron's global groups"
+            if dist.distributed_c10d._get_default_group().bound_device_id is not None:
+                return "torch.distributed initialised with a device_id"  # messages would block
         ranks = mpu.get_pipeline_model_parallel_world_size() if pipelined else 1
         reason = megatron_only(call, ranks)
         if reason is None and pipelined:
             reason = _unsupported_groups(call.pg_collection)
+        if together:
+            reason = self._pipelines.agreed(call, reason)
         return self._pipelines.of(call, ranks) if reason is None else reason
 
 
@@ -70,8 +76,6 @@ def _unsupported_groups(collection: Any) -> str | None:
 
     ``collection`` is the call's ``pg_collection``.
     """
-    if dist.distributed_c10d._get_default_group().bound_device_id is not None:
-        return "torch.distributed initialised with a device_id"  # messages would block
     if collection is None:
         return None
     call_ranks = dist.get_process_group_ranks(collection.pp)

@@ -113,6 +113,7 @@ class EncodedDocuments:
     tp_group: Any
     training: bool
     _documents: dict[int, _Document] = field(default_factory=dict)
+    _shapes: _Document | None = None  # of no token
     _chunks: dict[int, tuple[Tensor, tuple[Rows, ...], int]] = field(default_factory=dict)
 
     def inputs(self, chunk: int, rows: Sequence[Rows], total: int) -> ChunkInputs:
@@ -132,11 +133,14 @@ class EncodedDocuments:
             if part.span.start == 0:
                 self._documents[part.span.document] = self._encoded(part.span.document)
         documents = [self._documents[part.span.document] for part in rows]
+        if not rows:  # an empty chunk: the shapes are those of any document
+            with torch.no_grad():
+                documents = [self._shapes or self._encoded(0)]
         local = self._local(total)
         hidden = positions = None
         if (like := documents[0].hidden) is not None:
             hidden = like.new_zeros(total, *like.shape[1:])
-            for part, document in zip(rows, documents, strict=True):
+            for part, document in zip(rows, documents, strict=False):
                 assert document.hidden is not None
                 document_hidden = document.hidden.detach()[part.span.start : part.span.stop]
                 hidden[part.start : part.stop] = document_hidden
@@ -146,7 +150,7 @@ class EncodedDocuments:
                 self._chunks[chunk] = hidden, tuple(rows), total
         if (of := documents[0].positions) is not None:
             positions = of.new_zeros(*of.shape[:-1], total)
-            for part, document in zip(rows, documents, strict=True):
+            for part, document in zip(rows, documents, strict=False):
                 assert document.positions is not None
                 span = slice(part.span.start, part.span.stop)
                 positions[..., part.start : part.stop] = document.positions[..., span]
@@ -208,6 +212,8 @@ class EncodedDocuments:
                     f"of {length} tokens; expected all of them (adapter.lengths count what the "
                     "layers see, and no rank takes a part before them)"
                 )
+        none = hidden if hidden is None else hidden.new_empty(0, *hidden.shape[1:])
+        self._shapes = _Document(none, positions if positions is None else positions[..., :0])
         return _Document(hidden, positions)
 
     def _local(self, total: int) -> slice:

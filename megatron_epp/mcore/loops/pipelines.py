@@ -12,10 +12,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
 
-from megatron_epp.ir import Plan, check
+from megatron_epp.ir import Plan, check, check_op_template
 from megatron_epp.mcore.job.emergency_exit import end_now
-from megatron_epp.mcore.kinds.registry import LAYER_KINDS
-from megatron_epp.mcore.loops.agreement import exchange
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS, lockstep_of
+from megatron_epp.mcore.loops.agreement import Arrivals, LoopRefusal, exchange
 from megatron_epp.mcore.loops.attached import attached
 from megatron_epp.mcore.loops.call_arguments import LoopCall
 from megatron_epp.mcore.loops.replica_groups import initialise_communicator, make_replica_groups
@@ -53,7 +53,8 @@ class ModelPipeline:
         seconds: Measurements of this rank's stage.
         token_bytes: Estimated bytes of a token's activations from forward to backward, for each
             stage; only the ratios between stages are meaningful.
-        plans: Cached plans; all ranks of the replica request plans in one order.
+        plans: Cached plans of the replicas that run in lockstep, or of this replica; all their
+            ranks request plans in one order.
         had_bytes: Largest estimate so far of the bytes that Megatron's order needs on a stage.
         split_refused: Reason why no stage may split backwards; None if all stages can.
     """
@@ -66,7 +67,7 @@ class ModelPipeline:
     seconds: StageSeconds
     token_bytes: tuple[float, ...]
     split_refused: str | None
-    plans: dict[object, Plan] = field(default_factory=dict)
+    plans: dict[object, tuple[Plan, ...]] = field(default_factory=dict)
     had_bytes: float = 0.0
 
     @property
@@ -75,24 +76,36 @@ class ModelPipeline:
         return len(self.layers)
 
     @property
+    def replica(self) -> int:
+        """Number of this rank's replica among those that run in lockstep."""
+        return 0 if self.programs.groups is None else self.programs.groups.replica
+
+    @property
+    def lockstep(self) -> int:
+        """Number of replicas that run in lockstep."""
+        return 1 if self.programs.groups is None else self.programs.groups.lockstep
+
+    @property
     def current_op(self) -> CurrentOp:
         """Record of this rank's current op or phase, which the watcher reports."""
         return self.programs.current_op
 
-    def options(self, call: LoopCall, wanted: CallOptions, tokens: Sequence[int]) -> CallOptions:
+    def options(
+        self, call: LoopCall, wanted: CallOptions, tokens: Sequence[Sequence[int]]
+    ) -> CallOptions:
         """Return the options for planning ``call``, and update ``had_bytes``.
 
-        All ranks of a replica compute equal options. In validation calls, plans do not reorder
-        micro-batches.
+        All ranks that plan the call compute equal options. In validation calls, plans do not
+        reorder micro-batches.
 
         Args:
             call: The call.
             wanted: Options in the settings; the result allows no further changes.
-            tokens: Number of tokens of each micro-batch.
+            tokens: Number of tokens of each replica's micro-batches.
         """
         if not call.forward_only and self.stages > 1:
-            now = bytes_of_1f1b(tokens, self.stages, self.token_bytes)
-            self.had_bytes = max(self.had_bytes, float(now.max()))
+            now = (bytes_of_1f1b(of, self.stages, self.token_bytes).max() for of in tokens)
+            self.had_bytes = max(self.had_bytes, *map(float, now))
         if call.first_val_step is not None and call.forward_only:
             return CallOptions(False, False)
         return CallOptions(
@@ -102,46 +115,61 @@ class ModelPipeline:
             had_bytes=self.had_bytes if not call.forward_only else 0.0,
         )
 
-    def plan(self, key: object, make: Callable[[], Plan]) -> Plan:
-        """Return the cached plan for ``key``, or the plan that rank 0 makes and checks. Collective.
+    def planned(self, key: object, make: Callable[[], tuple[Plan, ...]]) -> tuple[Plan, ...]:
+        """Return the cached plans for ``key``, or those that rank 0 makes and checks. Collective.
 
         The first call compiles the planner on one rank, which may take half a minute on a busy
         host. Therefore this method enters the planning phase, in which the watcher does not warn.
 
         Raises:
-            LoopRefusal: ``make`` raised a ValueError, or the plan is invalid.
+            LoopRefusal: ``make`` raised a ValueError, or a plan is invalid.
             LoopFailed: ``make`` raised another exception, which rank 0 raises.
         """
 
-        def checked() -> Plan | None:
+        def checked() -> tuple[Plan, ...] | None:
             if groups is not None and groups.control.rank():
                 return None
-            plan = make()
-            check(plan)
-            return plan
+            plans = make()
+            for plan in plans:
+                check(plan)
+            check_op_template(plans)
+            return plans
 
         groups = self.programs.groups
         self.current_op.enter(PLANNING)
         if key not in self.plans:
-            plan, *_ = exchange(self.programs, PLANNING, checked)
-            assert plan is not None, "rank 0 has made it"
+            plans, *_ = exchange(self.programs, PLANNING, checked)
+            assert plans is not None, "rank 0 has made them"
             if len(self.plans) >= MOST_PLANS:
                 self.plans.clear()
-            self.plans[key] = plan
+            self.plans[key] = plans
         return self.plans[key]
+
+    def slowest(self, every: Sequence[tuple[int, np.ndarray]], sizes_3C: np.ndarray) -> np.ndarray:
+        """Return the rates of every stage, [stages, op kinds, 3], of its slowest rank in the call.
+
+        Args:
+            every: (pipeline rank, rates) of all ranks that planned the call together.
+            sizes_3C: Tokens, query-key pairs and 1 for every chunk of the call.
+        """
+        totals_3 = sizes_3C.sum(axis=1)
+        of_stages = [[rates for rank, rates in every if rank == s] for s in range(self.stages)]
+        return np.stack([max(of, key=lambda r: float((r @ totals_3).sum())) for of in of_stages])
 
 
 class Pipelines:
     """Cache of the pipelines of all called models.
 
-    Models with the same Megatron pipeline group share the process groups of this package.
+    Models with the same Megatron pipeline group, and equally many replicas in lockstep, share the
+    process groups of this package.
     """
 
     def __init__(self, settings: Settings):
         self.settings = settings
         self._known: WeakKeyDictionary[Any, ModelPipeline] = WeakKeyDictionary()
-        self._programs: tuple[Any, ProgramRunner] | None = None
-        self._initialised: InitialisedGroups | None = None
+        # By number of replicas in lockstep.
+        self._programs: dict[int, tuple[Any, ProgramRunner, InitialisedGroups]] = {}
+        self._arrivals: dict[int, Arrivals] = {}
 
     def of(self, call: LoopCall, ranks: int) -> ModelPipeline:
         """Return the pipeline of the call's model; create the pipeline for a new model.
@@ -156,8 +184,9 @@ class Pipelines:
         Raises:
             LoopRefusal: A rank cannot set up its stage; as do the others of :func:`exchange`.
         """
-        group = None if ranks == 1 else mpu.get_pipeline_model_parallel_group()
-        programs = None if group is None else self._programs_of(group, call.config)
+        alone = ranks == 1 and lockstep_of(call.config) == 1
+        group = None if alone else mpu.get_pipeline_model_parallel_group()
+        programs = None if alone else self._programs_of(group, call.config)
         pipeline = self._known.get(call.one_model)
         if (
             pipeline is None
@@ -167,6 +196,33 @@ class Pipelines:
             programs = programs or ProgramRunner(this_device(), CurrentOp(0), catch_errors=True)
             pipeline = self._known[call.one_model] = self._make(call, group, ranks, programs)
         return pipeline
+
+    def agreed(self, call: LoopCall, reason: str | None) -> str | None:
+        """Return the first reason of a replica in lockstep why Megatron runs the call. Collective.
+
+        Args:
+            call: The call.
+            reason: The reason on this rank; None if a plan can run the call.
+
+        Raises:
+            LoopRefusal: Megatron's schedule cannot run the call, either.
+        """
+        programs = self._programs_of(mpu.get_pipeline_model_parallel_group(), call.config)
+        assert programs.groups is not None
+        self._arrivals[programs.groups.lockstep].arrive()
+        phase = "the same call on all replicas that share experts"
+        try:
+            every = exchange(programs, phase, lambda: (reason, call.num_microbatches))
+        finally:
+            programs.current_op.enter(OutsidePhase("what the loop does between two calls"))
+        first = next((other for other, _ in every if other), None)
+        counts = [count for _, count in every]
+        if first and len(set(counts)) > 1:
+            raise LoopRefusal(
+                f"calls with {first} run by Megatron's own schedule, in which replicas that share "
+                f"experts need equally many micro-batches; found {counts} on their ranks"
+            )
+        return first
 
     def _make(
         self, call: LoopCall, group: Any, ranks: int, programs: ProgramRunner
@@ -199,24 +255,28 @@ class Pipelines:
 
         The runner's process groups are initialised again if a framework rebuilt the communicators.
         """
-        device, communicators = this_device(), self._initialised
-        programs = self._programs[1] if self._programs and self._programs[0] is group else None
+        device, lockstep = this_device(), lockstep_of(config)
+        known = self._programs.get(lockstep)
+        programs, communicators = known[1:] if known and known[0] is group else (None, None)
         if programs is None:
-            groups = make_replica_groups(device, self.settings.timeout)
+            groups = make_replica_groups(device, self.settings.timeout, config, lockstep)
             current_op = CurrentOp(groups.pipeline_rank)
             costs = one_queue(device)
             if costs is not None and dist.get_rank() == 0:
                 logger.warning("%s", costs)
             watched = (current_op, groups.pipeline_ranks, dist.get_rank(), groups.timeout)
-            Watcher(*watched, end=end_now).start()
+            arrivals = self._arrivals[lockstep] = Arrivals(groups.control)
+            Watcher(
+                *watched, end=end_now, together=groups.in_lockstep, missing=arrivals.missing
+            ).start()
             programs = ProgramRunner(device, current_op, groups, catch_errors=True)
-            self._programs, communicators = (group, programs), None
         assert programs.groups is not None, "there are several stages"
         if communicators is None or communicators.anew:
             initialise_communicator(programs.groups, device, config)
-            self._initialised = InitialisedGroups(
+            communicators = InitialisedGroups(
                 [programs.groups.control, *programs.groups.payload.values()]
             )
+            self._programs[lockstep] = group, programs, communicators
         return programs
 
     def _split_refused(self, model: Any) -> str | None:

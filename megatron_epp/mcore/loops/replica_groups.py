@@ -23,14 +23,25 @@ from megatron_epp.runtime.stage_peers import Peers
 CONTROL = "epp_loop_control"
 
 
-def replica_ranks() -> tuple[int, ...]:
-    """Return the global ranks of this replica: tensor- and context-parallel ranks of every stage.
+def op_peers(lockstep: int) -> dist.ProcessGroup:
+    """Return Megatron's group of the ranks that compute every op of a stage together.
+
+    They are the tensor- and context-parallel ranks of a replica, or of the ``lockstep`` replicas
+    that share experts.
+    """
+    if lockstep > 1:
+        return mpu.get_expert_tensor_and_model_parallel_group()
+    return mpu.get_tensor_and_context_parallel_group()
+
+
+def call_ranks(lockstep: int) -> tuple[int, ...]:
+    """Return the global ranks that plan a call together: the op peers of every stage.
 
     Megatron numbers ranks with a constant stride per parallel dimension. The ranks of another stage
     are therefore this stage's ranks plus the distance between the two stages in the pipeline group.
     """
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-    together = dist.get_process_group_ranks(mpu.get_tensor_and_context_parallel_group())
+    together = dist.get_process_group_ranks(op_peers(lockstep))
     own_rank = dist.get_rank()
     return tuple(sorted(peer + rank - own_rank for peer in together for rank in pipeline))
 
@@ -52,39 +63,46 @@ def initialise_communicator(groups: Groups, device: torch.device, config: Any) -
         initialise_communicators(group, device)
 
 
-def make_replica_groups(device: torch.device, timeout: timedelta) -> Groups:
+def make_replica_groups(
+    device: torch.device, timeout: timedelta, config: Any, lockstep: int
+) -> Groups:
     """Create the process groups of all replicas; return the groups of this replica. Collective.
 
     All ranks of the world call this function after Megatron has created its groups. Later calls of
-    the schedule do not wait for other replicas.
+    the schedule do not wait for other replicas, except those of the lockstep group.
 
     Args:
         device: Device of this rank.
         timeout: Timeout of the groups' collectives.
+        config: Megatron's configuration of the model.
+        lockstep: Number of neighbouring replicas that share experts; 1 if each has all experts.
 
     Returns:
-        Groups whose ``control`` is a gloo group over the replica. The groups in ``payload`` span
-        the world; messages address their sender and receiver by global rank.
+        Groups whose ``control`` is a gloo group over the replicas in lockstep. The groups in
+        ``payload`` span the world; messages address their sender and receiver by global rank.
     """
     pipeline = dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())
-    together = mpu.get_tensor_and_context_parallel_group()
-    own_replica, me = replica_ranks(), dist.get_rank()
+    together, own_ranks, me = op_peers(lockstep), call_ranks(lockstep), dist.get_rank()
     control = None
     replicas = dist.get_process_group_ranks(mpu.get_data_parallel_group())
-    for ranks in sorted([rank + other - me for rank in own_replica] for other in replicas):
+    place = mpu.get_data_parallel_rank() % lockstep
+    alike = replicas[place::lockstep]  # the replica in this place of every lockstep group
+    for ranks in sorted([rank + other - me for rank in own_ranks] for other in alike):
         # Every rank creates the groups of all replicas in one order, as new_group requires.
         group = dist.new_group(ranks, timeout=timeout, backend="gloo", group_desc=CONTROL)
         control = group if me in ranks else control
     assert control is not None, "this rank is part of a replica"
     payload = message_groups(device, timeout)
+    busy = layer_groups(config if lockstep > 1 else None)
     return Groups(
         control=control,
         payload=payload,
         pipeline_ranks=tuple(pipeline),
         pipeline_rank=mpu.get_pipeline_model_parallel_rank(),
-        replica=0,
-        replicas=1,
+        replica=place,
+        replicas=lockstep,
         leads=mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0,
         timeout=timeout,
-        peers=Peers(together, layer_groups(None), device) if together.size() > 1 else None,
+        peers=Peers(together, busy, device) if together.size() > 1 else None,
+        lockstep=lockstep,
     )

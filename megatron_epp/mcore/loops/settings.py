@@ -27,11 +27,11 @@ class CallRecord:
     peak_bytes: int
 
 
-def _plan(*arguments: Any) -> Plan:
+def _plans(*arguments: Any) -> tuple[Plan, ...]:
     # Imported when the first plan is made, because the compiler takes a second to load.
-    from megatron_epp.planner.calls.call_plan import call_plan
+    from megatron_epp.planner.calls.call_plan import call_plans
 
-    return call_plan(*arguments)
+    return call_plans(*arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,4 +42,4 @@ class Settings:
     timeout: timedelta = TIMEOUT
     observe: Callable[[CallRecord], None] | None = None
     make_meter: Callable[[Any], Meter] = lambda model: NoMeter()
-    make_plan: Callable[..., Plan] = _plan
+    make_plans: Callable[..., tuple[Plan, ...]] = _plans

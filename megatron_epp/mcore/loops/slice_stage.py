@@ -7,7 +7,7 @@ On the last stage:
     B of a chunk                    starts from the gradient of the loss at the chunk's tokens
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, override
@@ -23,11 +23,10 @@ from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.data.row_shard import RowShard
-from megatron_epp.mcore.loops.adapter import rows_of, side_by_side
 from megatron_epp.mcore.loops.attached import AttachedModel
 from megatron_epp.mcore.loops.call_arguments import LoopCall
-from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches, SingleValue
-from megatron_epp.mcore.loops.model_front import EncodedDocuments
+from megatron_epp.mcore.loops.forward_steps import ForwardSteps
+from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
 from megatron_epp.mcore.model.attention import this_device
 from megatron_epp.mcore.model.stage import ModelStage
 
@@ -45,49 +44,51 @@ class NoBatchBuilder:
 class SliceStage(ModelStage):
     """Stage that runs slices of documents.
 
+    ``plans`` are those of the replicas in lockstep, of which this is number ``replica``.
     ``forests[micro-batch]`` contains the documents with their shared prefixes; every node of a
     forest is a document of the plan. ``row_shard`` is this rank's shard of a chunk's rows over
     ``groups.cp``. ``data[micro-batch]`` contains its entries of Megatron's forward_data_store.
+    If ``error`` is not None after the call, the gradients are invalid.
     """
 
     def __init__(
         self,
         call: LoopCall,
         batches: MicroBatches,
-        plan: Plan,
+        plans: Sequence[Plan],
+        replica: int,
         stage: int,
         groups: Any,
         attached: AttachedModel,
         forests: Sequence[PrefixForest],
         row_shard: RowShard,
     ):
+        self._together, plan = plans, plans[replica]
         self._slices = slices_of(plan)
         self.call, self.plan, self.attached, self.forests = call, plan, attached, forests
         # The plan numbers the documents of the whole call; each is a node of a forest.
-        nodes = [(number, node) for number, forest in enumerate(forests) for node in forest.nodes]
-        self._of, self._nodes = [number for number, _ in nodes], [node for _, node in nodes]
+        of = [number for number, forest in enumerate(forests) for _ in forest.nodes]
         store = store_for(plan, self._slices, attached.stores_last_slice)
         builder: Any = NoBatchBuilder(stage, this_device())
         step = call.forward_step_func
-        if (sliced := getattr(attached.adapter, "sliced", None)) is not None:
-            step = sliced(step, call.one_model)
         super().__init__(call.one_model, call.config, step, builder, plan, store)
         self.batches, self.groups, self.row_shard = batches, groups, row_shard
         self._partial = row_shard.parts > 1 and getattr(attached.adapter, "partial_loss", False)
         self.data: dict[int, list[Any]] = {}
         self._documents = [
-            [d for d, other in enumerate(self._of) if other == number]
-            for number in range(len(forests))
+            [d for d, other in enumerate(of) if other == number] for number in range(len(forests))
         ]
-        self._group = groups_of(plan, self._of)
+        self._group = groups_of(plan, of)
         self._left = [self._group.count(number) for number in range(len(forests))]
         self._outputs: dict[int, dict[int, Tensor]] = {}  # [document][start]
         self._gradients: dict[int, Tensor] = {}  # [document], of full documents' outputs
-        self._front: EncodedDocuments | None = None
-        if attached.has_front:
-            self._front = EncodedDocuments(
-                self._encode, plan.documents, row_shard, groups.tp, self.training
-            )
+        rows = plan, forests, row_shard, groups.tp, len(plans) > 1
+        self._steps = ForwardSteps(call, batches, attached, *rows)
+
+    @property
+    def error(self) -> Exception | None:
+        """Error of the loop's own code, after which replicas in lockstep have gone on."""
+        return self._steps.error
 
     @property
     @override
@@ -108,28 +109,28 @@ class SliceStage(ModelStage):
             received.requires_grad_()
         if config.timers is not None:
             config.timers("forward-compute", log_level=2).start()
-        self._left[number] -= 1
-        later = self._left[number] > 0  # the loss is computed after a later chunk
+        if number is not None:
+            self._left[number] -= 1
+        later = number is not None and self._left[number] > 0  # a later chunk's F runs the loss
         self.attached.part.set_input_tensor(received)
         autocast: Any = nullcontext()
         if config.enable_autocast:
             autocast = torch.autocast("cuda", dtype=config.autocast_dtype)
         with autocast, self._deferring(chunk):
-            params, front = self._params(chunk), None
-            if self._front is not None:
-                front = self._front.inputs(chunk, params.state.rows, params.state.tokens)
-            with self.attached.computing(params, later, front):
-                output, _ = self.forward_step(self._drawn(chunk), self.model)
+            output = self._steps.output(chunk, self._params(chunk), later)
         if not self.is_last:
             self._stop_timer()
             return self._detached(chunk, received, output)
-        self._keep(chunk, output)
+        if self.error is None:
+            with self._steps.going_on():
+                self._keep(chunk, output)
+                if later or number is None:
+                    self._stop_timer()
+                else:
+                    self._loss(number)
         if self.training:
+            output = output if self.error is None else self.attached.output
             self._saved[chunk] = received, output
-        if later:
-            self._stop_timer()
-        else:
-            self._loss(number)
         return None
 
     def _stop_timer(self) -> None:
@@ -147,6 +148,7 @@ class SliceStage(ModelStage):
             self.store,
             self.training,
             router_stats=self._router_stats,
+            lockstep_tokens=max(plan.chunks[chunk].tokens for plan in self._together),
         )
         device = next(self.model.parameters()).device
         positions = torch.zeros(total, dtype=torch.int64)
@@ -154,33 +156,6 @@ class SliceStage(ModelStage):
             own = torch.arange(part.span.start, part.span.stop)
             positions[part.start : part.stop] = own + part.offset
         return ChunkParams.of(state, on_device(positions[self.row_shard.local(total)], device))
-
-    def _encode(self, document: int) -> Mapping[str, Any]:
-        """Return the arguments of the language part's forward for a full document."""
-        if not self.batches.readable:
-            raise ValueError(
-                "a rank has no data iterator; expected one on every rank, as each runs what stands "
-                "before the model's layers"
-            )
-        batch = self.batches.item(self._of[document])
-        inputs = self.attached.adapter.inputs(batch, self._nodes[document].sequence)  # type: ignore[attr-defined]
-        return self.attached.reached_with(self.model, inputs)
-
-    def _drawn(self, chunk: int) -> Any:
-        """Return an iterator over the chunk's rows; ``source`` if this rank cannot read it."""
-        if not self.batches.readable:
-            return self.batches.source
-        number = self._group[chunk]
-        batch, adapter = self.batches.item(number), self.attached.adapter
-        parts = []
-        for span in self.plan.chunks[chunk].spans:
-            node = self._nodes[span.document]
-            where = node.start + span.start, node.start + span.stop
-            parts.append(rows_of(adapter, batch, number, node.sequence, *where))
-        total = self.row_shard.rows(self.plan.chunks[chunk])
-        local = self.row_shard.local(total)
-        joined = side_by_side(parts, total)
-        return SingleValue({name: None if x is None else x[:, local] for name, x in joined.items()})
 
     # -------------------------------------------------------------- the loss
 
@@ -260,6 +235,8 @@ class SliceStage(ModelStage):
     def _loss_gradients(self, chunk: int) -> Tensor:
         """Return the gradient of the loss at this rank's rows of the chunk."""
         _, output = self._saved[chunk]
+        if self.error is not None:
+            return torch.zeros_like(output)
         total = self.row_shard.rows(self.plan.chunks[chunk])
         gradients, start = output.new_zeros(1, total, *output.shape[2:]), 0
         for span in self.plan.chunks[chunk].spans:
@@ -284,8 +261,8 @@ class SliceStage(ModelStage):
             input_gradient = None if received is None else received.grad
         if input_gradient is None and received is not None:
             input_gradient = torch.zeros_like(received)  # the model does not use its input
-        if self._front is not None:
-            self._front.backward(chunk)
+        if self._steps.front is not None:
+            self._steps.front.backward(chunk)
         return input_gradient
 
     @override
@@ -293,8 +270,8 @@ class SliceStage(ModelStage):
         super().abandon()
         self._outputs.clear()
         self._gradients.clear()
-        if self._front is not None:
-            self._front.clear()
+        if self._steps.front is not None:
+            self._steps.front.clear()
 
     def in_callers_order(self) -> list[Any]:
         """Return the last stage's forward_data_store in the loop's order; [] on other stages."""
@@ -350,8 +327,8 @@ def samples_of(forest: PrefixForest, outputs: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def groups_of(plan: Plan, of_document: Sequence[int]) -> tuple[int, ...]:
-    """Return the number of the micro-batch of every chunk of ``plan``.
+def groups_of(plan: Plan, of_document: Sequence[int]) -> tuple[int | None, ...]:
+    """Return the number of the micro-batch of every chunk of ``plan``; None for an empty chunk.
 
     Args:
         plan: The plan.
@@ -361,7 +338,7 @@ def groups_of(plan: Plan, of_document: Sequence[int]) -> tuple[int, ...]:
         PlanError: A chunk has tokens of two micro-batches, or the last stage runs a backward before
             all forwards of the chunk's micro-batch.
     """
-    groups = []
+    groups: list[int | None] = []
     for number, chunk in enumerate(plan.chunks):
         numbers = {of_document[span.document] for span in chunk.spans}
         if len(numbers) > 1:
@@ -369,9 +346,11 @@ def groups_of(plan: Plan, of_document: Sequence[int]) -> tuple[int, ...]:
                 f"chunk {number} holds documents of micro-batches "
                 f"{' and '.join(map(str, sorted(numbers)))}; expected one micro-batch in a chunk"
             )
-        groups.append(numbers.pop())
+        groups.append(numbers.pop() if numbers else None)
     left = {group: groups.count(group) for group in set(groups)}
     for op in plan.orders[-1]:
+        if groups[op.chunk] is None:
+            continue
         if op.kind is Kind.FORWARD:
             left[groups[op.chunk]] -= 1
         elif left[groups[op.chunk]]:

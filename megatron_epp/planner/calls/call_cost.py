@@ -10,7 +10,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from itertools import accumulate, pairwise
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -36,10 +38,14 @@ from megatron_epp.ir import (
     Plan,
     PlanError,
     Prefixes,
+    Span,
     Table,
 )
-from megatron_epp.planner.chunks.chunking import Chunking
-from megatron_epp.planner.chunks.slicing import Spans
+from megatron_epp.planner.block_table import BlockLoads, tables_of
+from megatron_epp.planner.chunks.block import BlockChunking, block_of
+from megatron_epp.planner.chunks.chunking import Chunking, starts_of
+from megatron_epp.planner.chunks.slicing import Rates, Spans
+from megatron_epp.planner.chunks.tree_cutting import Parents
 from megatron_epp.planner.order.problem import loads_of
 
 Groups = Sequence[Sequence[Sequence[tuple[int, int, int]]]]
@@ -168,6 +174,20 @@ def features(
     return np.stack([np.asarray(tokens, float), np.asarray(pairs, float), np.ones(len(tokens))])
 
 
+@dataclass(frozen=True, slots=True)
+class CallDocuments:
+    """Documents of the micro-batches of a replica's call.
+
+    Attributes:
+        lengths: lengths[m] contains the tokens of every document of micro-batch m.
+        parents: parents[m][d] is the document that document d of micro-batch m continues, or -1;
+            () if no document continues another.
+    """
+
+    lengths: Sequence[Sequence[int]]
+    parents: Sequence[Parents] = ()
+
+
 @dataclass(frozen=True)  # no slots, because loads is a cached property
 class CallChunks:
     """The chunks of one call of an external training loop.
@@ -176,15 +196,23 @@ class CallChunks:
     group run forward in order and backward in reverse. The loss follows the group's last forward,
     so all backwards of the group run after that forward.
 
+    If replicas run in lockstep, these are the chunks of all of them, and group n is micro-batch n
+    of each replica. Its last chunks run at the same time, so that losses follow the same forward:
+
+        replica 0   a0 a1 a2 | b0        a, b, c: chunks of micro-batches
+        replica 1   .  .  c0 | .         .: an empty chunk
+
     Attributes:
         chunking: groups in the order of their forwards.
-        documents: number of tokens of each document.
+        documents: number of tokens of each document, of one replica after the other.
         prefixes: for each document, the span that it continues, or None.
+        firsts: the first document of each replica.
     """
 
     chunking: Chunking
     documents: tuple[int, ...]
     prefixes: Prefixes = ()
+    firsts: tuple[int, ...] = (0,)
 
     @classmethod
     def of(cls, groups: Groups, documents: Sequence[int], prefixes: Prefixes = ()) -> "CallChunks":
@@ -203,6 +231,32 @@ class CallChunks:
             result, chunking=dataclasses.replace(result.chunking, pairs=pairs)
         )
 
+    @classmethod
+    def in_lockstep(cls, members: Sequence["CallChunks"], rates: Rates) -> "CallChunks":
+        """Return the chunks of replicas that run in lockstep, from the chunks of each replica.
+
+        Replicas with fewer chunks or micro-batches than others get empty chunks.
+        """
+        if len(members) == 1:
+            return members[0]
+        sizes = np.zeros((len(members), max(len(one.sizes) for one in members)), np.int64)
+        for number, one in enumerate(members):
+            sizes[number, : len(one.sizes)] = one.sizes
+        starts = starts_of(sizes.max(axis=0))
+        firsts = tuple(accumulate((len(one.documents) for one in members[:-1]), initial=0))
+        spans, position, prefixes = [], [], []
+        for first, one in zip(firsts, members, strict=True):
+            own = one.chunking
+            late = starts[1 : own.groups + 1] - own.starts[1:]
+            position.append(own.chunk + late[own.group[own.chunk]])
+            spans.append(Spans(own.spans.document + first, own.spans.start, own.spans.stop))
+            prefixes += [_renumbered(prefix, first) for prefix in one.prefixes]
+        replica = np.repeat(np.arange(len(members)), [*map(len, spans)])
+        positions, every = np.concatenate(position), reduce(add, spans)
+        chunks = block_of(every, replica, positions, starts, len(members), rates)
+        documents = tuple(length for one in members for length in one.documents)
+        return cls(chunks, documents, tuple(prefixes), firsts)
+
     @cached_property
     def sizes(self) -> np.ndarray:
         """Number of chunks of every group."""
@@ -210,21 +264,36 @@ class CallChunks:
 
     @cached_property
     def loads(self) -> Loads:
-        """Tokens and query-key pairs of every chunk; computed once."""
-        if any(self.prefixes):
-            return loads_of_plan(self.plan((1,)), 1)
-        return loads_of(self.chunking, np.array(self.documents))
+        """Tokens and query-key pairs of every chunk, in lockstep the most; computed once."""
+        loads = loads_of(self.chunking, np.array(self.documents))
+        if not any(self.prefixes):
+            return loads
+        members = tuple(loads_of_plan(plan, 1) for plan in self.plans((1,)))
+        if not isinstance(loads, BlockLoads):
+            return members[0]
+        pairs = np.max([member.pairs for member in members], axis=0)
+        return dataclasses.replace(loads, pairs=pairs, members=members)
 
-    def plan(self, layers: Sequence[int]) -> Plan:
-        """Return a plan of the chunks, without orders of ops; stage s has ``layers[s]`` layers."""
-        chunks = self.chunking.ir_chunks(range(len(self.documents)))
-        return Plan(
-            documents=self.documents,
-            layers=tuple(layers),
-            chunks=chunks,
-            recompute=tuple((KEEP * count,) * len(chunks) for count in layers),
-            orders=((),) * len(layers),
-            prefixes=self.prefixes,
+    def plans(self, layers: Sequence[int]) -> tuple[Plan, ...]:
+        """Return a plan of the chunks of each replica, without orders of ops.
+
+        Stage s has ``layers[s]`` layers.
+        """
+        chunks = self.chunking
+        members = chunks.members if isinstance(chunks, BlockChunking) else (chunks,)
+        ends = pairwise((*self.firsts, len(self.documents)))
+        return tuple(
+            Plan(
+                documents=self.documents[first:end],
+                layers=tuple(layers),
+                chunks=member.ir_chunks(range(-first, end - first)),
+                recompute=tuple((KEEP * count,) * member.count for count in layers),
+                orders=((),) * len(layers),
+                replica=replica,
+                replicas=len(members),
+                prefixes=tuple(_renumbered(p, -first) for p in self.prefixes[first:end]),
+            )
+            for replica, (member, (first, end)) in enumerate(zip(members, ends, strict=True))
         )
 
     @property
@@ -234,7 +303,12 @@ class CallChunks:
 
     def arranged(self, order: Sequence[int]) -> "CallChunks":
         """Return the same chunks with the groups (micro-batches) in ``order``."""
-        return CallChunks(self.chunking.arranged(order), self.documents, self.prefixes)
+        return dataclasses.replace(self, chunking=self.chunking.arranged(order))
+
+
+def _renumbered(prefix: Span | None, first: int) -> Span | None:
+    """Return ``prefix`` of a document that is ``first`` later."""
+    return prefix and dataclasses.replace(prefix, document=prefix.document + first)
 
 
 def chunks_in(order: Sequence[int], sizes: np.ndarray) -> np.ndarray:
@@ -252,7 +326,7 @@ def token_table(
     """
     stages, loads = len(rates_SK3), call.loads
     tokens = np.outer(token_bytes or (1.0,) * stages, loads.tokens)
-    nothing, of_documents = np.zeros_like(tokens), np.zeros((stages, len(call.documents)))
+    nothing, of_documents = np.zeros_like(tokens), np.zeros((stages, len(loads.lengths)))
     return Table(
         seconds=_seconds(call, rates_SK3),
         recompute_seconds=nothing,
@@ -284,7 +358,7 @@ def byte_table(call: CallChunks, rates_SK3: np.ndarray, cost: Cost, again: np.nd
     """
     layers = np.array(cost.layout.layers)[:, None]
     counts: Counts = {(0, FULL): again, (0, KEEP): layers - again}
-    table, seconds = cost.table_of(call.loads, counts), _seconds(call, rates_SK3)
+    table, seconds = tables_of(cost, call.loads).of_counts(counts), _seconds(call, rates_SK3)
     logits = np.where(call.losses, 0.0, cost.ends.freed_bytes(call.loads))
     held, workspace = dict(table.held_bytes), dict(table.workspace_bytes)
     held[Item.ACTIVATIONS] = held[Item.ACTIVATIONS] - logits

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 import numpy as np
 
 from megatron_epp.ir import FULL, KEEP, KIND_CODE, Kind, Op, Plan, Prediction
-from megatron_epp.planner.calls.call_cost import CallChunks, byte_table, token_table
+from megatron_epp.planner.calls.call_cost import CallChunks, CallDocuments, byte_table, token_table
 from megatron_epp.planner.calls.call_options import (
     AS_CALLED,
     PAYS_FROM,
@@ -36,19 +37,37 @@ def call_plan(
     forward_only: bool,
     parents: Sequence[Parents] = (),
 ) -> Plan:
-    """Return the fastest plan, with micro-batches sliced or unsliced.
+    """Return :func:`call_plans` of one replica, whose micro-batches have documents of ``lengths``.
+
+    ``parents`` are those of CallDocuments.
+    """
+    (plan,) = call_plans(
+        [CallDocuments(lengths, parents)], layers, rates_SK3, options, forward_only
+    )
+    return plan
+
+
+def call_plans(
+    replicas: Sequence[CallDocuments],
+    layers: Sequence[int],
+    rates_SK3: np.ndarray,
+    options: CallOptions,
+    forward_only: bool,
+) -> tuple[Plan, ...]:
+    """Return the fastest plan of each replica, with micro-batches sliced or unsliced.
+
+    Several replicas run in lockstep: their plans have the same ops and recompute. A chunk takes as
+    long as on the slowest replica, and holds as much as on the fullest.
 
     With one stage, slicing saves memory but no time. It then applies only to micro-batches that
     do not fit the memory budget. Without ``options.cut``, every micro-batch is one chunk.
 
     Args:
-        lengths: lengths[m] contains the lengths in tokens of the documents of micro-batch m.
+        replicas: documents of every replica's micro-batches.
         layers: number of layers of every stage.
         rates_SK3: [stages, op kinds, 3] seconds per token, query-key pair and op.
         options: allowed changes to the order, and memory limits.
         forward_only: whether the call has no backwards.
-        parents: parents[m][d] is the document that document d of micro-batch m continues, or -1;
-            () if no document continues another.
 
     Raises:
         PlanError: if no order fits ``options.memory``.
@@ -58,9 +77,13 @@ def call_plan(
     cut: list[int] | None = None
     if not options.cut:
         cut = []
-    elif len(layers) == 1 and options.memory is not None and not parents:
-        cut = [n for n, of in enumerate(lengths) if not _fits(of, layers, rates_SK3, options)]
-    candidates = list(cuttings(lengths, Rates(*mean_3.tolist()), cut, parents))
+    elif len(layers) == 1 and options.memory is not None and not any(c.parents for c in replicas):
+        cut = [
+            number
+            for number, of in enumerate(zip_longest(*(call.lengths for call in replicas)))
+            if not all(_fits(each, layers, rates_SK3, options) for each in of if each)
+        ]
+    candidates = list(cuttings(replicas, Rates(*mean_3.tolist()), cut))
     return _fastest(candidates, layers, rates_SK3, options, forward_only)
 
 
@@ -83,15 +106,15 @@ def _fastest(
     rates_SK3: np.ndarray,
     options: CallOptions,
     forward_only: bool,
-) -> Plan:
-    """Return the fastest plan over ``cuttings``, whose first item slices no micro-batch.
+) -> tuple[Plan, ...]:
+    """Return the fastest plans over ``cuttings``, whose first item slices no micro-batch.
 
     Without ``options.memory``, another order must gain enough to replace the caller's order.
     """
     uncut, stages = cuttings[0], len(layers)
     unbounded = problem_of_call(uncut, token_table(uncut, rates_SK3), np.full(stages, np.inf))
     called = call_order(unbounded, uncut.sizes)
-    as_called = _plan(uncut, layers, called.ops(uncut.sizes), called.seconds, AS_CALLED)
+    as_called = _plans(uncut, layers, called.ops(uncut.sizes), called.seconds, AS_CALLED)
     memory = None if forward_only else options.memory
     if not (forward_only or memory or options.reorder or options.split):
         return as_called
@@ -99,10 +122,10 @@ def _fastest(
     budgets = list(options.budgets(held))
     # Divided by 2 for the two budgets that exist without headroom.
     ops = max(1, search_ops(called.seconds) // (2 * len(cuttings)))
-    best: Plan | None = None
+    best: tuple[Plan, ...] | None = None
     for cutting in cuttings:
         if forward_only:
-            tried: Plan | None = _forwards(cutting, layers, rates_SK3, options)
+            tried: tuple[Plan, ...] | None = _forwards(cutting, layers, rates_SK3, options)
         else:
             tried = _training(cutting, layers, rates_SK3, options, budgets, ops)
         if tried is not None and (
@@ -125,8 +148,8 @@ def _training(
     options: CallOptions,
     budgets: Sequence[np.ndarray],
     ops: int,
-) -> Plan | None:
-    """Return the fastest training plan that fits, or None if no order of ops fits.
+) -> tuple[Plan, ...] | None:
+    """Return the fastest training plans that fit, or None if no order of ops fits.
 
     The limit is ``options.memory``; if this is None, the last of ``budgets``.
     """
@@ -146,13 +169,13 @@ def _training(
         )
     if ordered is None:
         return None
-    return _plan(call, layers, ordered.ops(call.sizes), ordered.seconds, PLANNED, again)
+    return _plans(call, layers, ordered.ops(call.sizes), ordered.seconds, PLANNED, again)
 
 
 def _forwards(
     call: CallChunks, layers: Sequence[int], rates_SK3: np.ndarray, options: CallOptions
-) -> Plan:
-    """Return a forward-only plan with one order for all stages.
+) -> tuple[Plan, ...]:
+    """Return forward-only plans with one order for all stages.
 
     Unsliced micro-batches are reordered if the predicted gain is large enough.
     """
@@ -163,30 +186,30 @@ def _forwards(
         if options.pays(flow_seconds(seconds_SC, other), flow_seconds(seconds_SC, order)):
             order, by = other, PLANNED
     ops = tuple(Op(Kind.FORWARD, chunk) for chunk in order)
-    return _plan(call, layers, (ops,) * len(layers), flow_seconds(seconds_SC, order), by)
+    return _plans(call, layers, (ops,) * len(layers), flow_seconds(seconds_SC, order), by)
 
 
-def _seconds(plan: Plan) -> float:
-    assert plan.predicted is not None
-    return plan.predicted.seconds
+def _seconds(plans: Sequence[Plan]) -> float:
+    assert plans[0].predicted is not None
+    return plans[0].predicted.seconds
 
 
-def _plan(
+def _plans(
     call: CallChunks,
     layers: Sequence[int],
     orders: tuple[tuple[Op, ...], ...],
     seconds: float,
     by: str,
     again: np.ndarray | None = None,
-) -> Plan:
-    """Return the plan with ``orders``; ``again`` counts recomputed layers [stages, chunks]."""
+) -> tuple[Plan, ...]:
+    """Return the plans with ``orders``; ``again`` counts recomputed layers [stages, chunks]."""
     counts = np.zeros((len(layers), call.chunking.count)) if again is None else again
-    return replace(
-        call.plan(layers),
-        recompute=tuple(
-            tuple(FULL * int(n) + KEEP * int(count - n) for n in row)
-            for count, row in zip(layers, counts, strict=True)
-        ),
-        orders=orders,
-        predicted=Prediction(seconds, (0.0,) * len(layers), by),
+    recompute = tuple(
+        tuple(FULL * int(n) + KEEP * int(count - n) for n in row)
+        for count, row in zip(layers, counts, strict=True)
+    )
+    predicted = Prediction(seconds, (0.0,) * len(layers), by)
+    return tuple(
+        replace(plan, recompute=recompute, orders=orders, predicted=predicted)
+        for plan in call.plans(layers)
     )

@@ -1,14 +1,15 @@
 """Candidate slicings of a call's documents into slices of about equal time, from coarse to fine."""
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from megatron_epp.ir import Prefixes, Span
-from megatron_epp.planner.calls.call_cost import CallChunks
+from megatron_epp.planner.calls.call_cost import CallChunks, CallDocuments, Groups
 from megatron_epp.planner.chunks.slicing import Rates, equal_points
-from megatron_epp.planner.chunks.tree_cutting import Parents, tree_seconds
+from megatron_epp.planner.chunks.tree_cutting import Tree, tree_seconds
 
 # Numbers of slices of the longest micro-batch that are tried.
 CUTS = (2, 3, 4, 6, 8, 12, 16)
@@ -16,49 +17,85 @@ LEAST_TOKENS = 16  # least length of a slice
 
 
 def cuttings(
-    lengths: Sequence[Sequence[int]],
-    rates: Rates,
-    cut: Collection[int] | None = None,
-    parents: Sequence[Parents] = (),
+    replicas: Sequence[CallDocuments], rates: Rates, cut: Collection[int] | None = None
 ) -> Iterator[CallChunks]:
     """Yield the call's chunks: first all micro-batches unsliced, then finer and finer slices.
 
     Args:
-        lengths: lengths[m] contains the tokens of every document of micro-batch m.
+        replicas: documents of every replica's micro-batches; several replicas run in lockstep.
         rates: seconds per token, query-key pair and chunk.
         cut: micro-batches that may be sliced; None for all.
-        parents: parents[m][d] is the document that document d of micro-batch m continues, or -1;
-            () if no document continues another.
     """
-    may = range(len(lengths)) if cut is None else cut
-    documents = tuple(length for of in lengths for length in of)
-    firsts = np.cumsum([0, *map(len, lengths)])[:-1].tolist()
-    trees = [tree_seconds(*pair, rates) for pair in zip(lengths, parents, strict=bool(parents))]
-    prefixes: Prefixes = ()
-    if trees:
-        longest = max(tree.total for tree in trees)
-        prefixes = tuple(
-            None if parent < 0 else Span(first + parent, 0, of[parent])
-            for first, of, tree in zip(firsts, lengths, trees, strict=True)
-            for parent in tree.parents
-        )
-    else:
-        takes = (float(rates.document_seconds(np.array(lengths[number])).sum()) for number in may)
-        longest = max(takes, default=1.0)
+    calls = [_ReplicaCall.of(call, rates, cut) for call in replicas]
+    longest = max(call.longest for call in calls) or 1.0
     seen = set()
     for parts in (1, *CUTS):
         target = longest / parts * (1 + 1e-9)
-        groups = tuple(
-            tuple(
-                trees[number].chunks(first, target, LEAST_TOKENS)
-                if trees
-                else _chunks(first, of, target if number in may else np.inf, rates)
-            )
-            for number, (first, of) in enumerate(zip(firsts, lengths, strict=True))
-        )
+        groups = tuple(call.groups(target) for call in calls)
         if groups not in seen:
             seen.add(groups)
-            yield CallChunks.of(groups, documents, prefixes)
+            yield CallChunks.in_lockstep(
+                [
+                    CallChunks.of(of, call.documents, call.prefixes)
+                    for of, call in zip(groups, calls, strict=True)
+                ],
+                rates,
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class _ReplicaCall:
+    """Micro-batches of one replica, with what their chunks follow from.
+
+    Attributes:
+        call: the documents.
+        rates: seconds per token, query-key pair and chunk.
+        may: micro-batches that may be sliced.
+        firsts: first document of each micro-batch, among all documents of the call.
+        trees: the trees of the micro-batches; () if no document continues another.
+        longest: seconds of the longest micro-batch that may be sliced; 0 without one.
+    """
+
+    call: CallDocuments
+    rates: Rates
+    may: Collection[int]
+    firsts: Sequence[int]
+    trees: Sequence[Tree]
+    longest: float
+
+    @classmethod
+    def of(cls, call: CallDocuments, rates: Rates, cut: Collection[int] | None) -> "_ReplicaCall":
+        lengths, parents = call.lengths, call.parents
+        may = range(len(lengths)) if cut is None else [n for n in cut if n < len(lengths)]
+        firsts = np.cumsum([0, *map(len, lengths)])[:-1].tolist()
+        trees = [tree_seconds(*pair, rates) for pair in zip(lengths, parents, strict=bool(parents))]
+        takes = (float(rates.document_seconds(np.array(lengths[number])).sum()) for number in may)
+        longest = max((tree.total for tree in trees) if trees else takes, default=0.0)
+        return cls(call, rates, may, firsts, trees, longest)
+
+    @property
+    def documents(self) -> tuple[int, ...]:
+        return tuple(length for of in self.call.lengths for length in of)
+
+    @property
+    def prefixes(self) -> Prefixes:
+        return tuple(
+            None if parent < 0 else Span(first + parent, 0, tree.lengths[parent])
+            for first, tree in zip(self.firsts, self.trees, strict=bool(self.trees))
+            for parent in tree.parents
+        )
+
+    def groups(self, target: float) -> Groups:
+        """Return the chunks of every micro-batch, each of about ``target`` seconds."""
+        if self.trees:
+            return tuple(
+                tuple(tree.chunks(first, target, LEAST_TOKENS))
+                for first, tree in zip(self.firsts, self.trees, strict=True)
+            )
+        return tuple(
+            tuple(_chunks(first, of, target if number in self.may else np.inf, self.rates))
+            for number, (first, of) in enumerate(zip(self.firsts, self.call.lengths, strict=True))
+        )
 
 
 def _chunks(

@@ -88,7 +88,7 @@ def folded(chunking: Chunking, width: int, rates: Rates) -> Chunking:
         member[pack], position[pack] = who, place
     at = chunking.chunk
     ends = np.cumsum([0, *groups, *([1] * more)])
-    return _block(chunking.spans, member[at], position[at], ends, width, rates)
+    return block_of(chunking.spans, member[at], position[at], ends, width, rates)
 
 
 def build_block(
@@ -144,7 +144,7 @@ def build_block(
     member, position = place % width, rows[place // width]
     _sort_packs(member, position, short_seconds, beside, count, width)
     ends = np.cumsum([0, *groups, *([1] * more)])
-    block = _block(
+    block = block_of(
         cut + cuts.shorts,
         np.concatenate((cut_member, member)),
         np.concatenate((cut_position, position)),
@@ -232,7 +232,7 @@ def _assign_runs(sizes: Sequence[int], width: int) -> tuple[list[int], list[tupl
     return groups, places
 
 
-def _block(
+def block_of(
     spans: Spans,
     member: np.ndarray,
     position: np.ndarray,

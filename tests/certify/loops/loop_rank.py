@@ -21,12 +21,13 @@ from megatron_epp.mcore.loops.install import Installation, installed
 from megatron_epp.mcore.loops.replica_groups import CONTROL
 from megatron_epp.mcore.loops.settings import CallRecord, Settings
 from megatron_epp.mcore.model.attention import this_device
+from megatron_epp.planner.calls.call_cost import CallDocuments
 from megatron_epp.planner.calls.call_options import CallOptions
 from tests.certify.allowed_collectives import SCHEDULE, AllowedCollective
 from tests.certify.loops.loop_results import LoopResult
 from tests.certify.loops.micro_batches import (
     MicroBatch,
-    arbitrary_sliced_plan,
+    arbitrary_sliced_plans,
     loop_forward_step,
     loop_loss,
 )
@@ -83,7 +84,7 @@ class LoopRank(WatchedRank):
             None if kind is None else AROUND[kind],
         )
         get_model_config(models[0]).variable_seq_lengths = True
-        Installation(Settings(make_plan=self._plan, observe=self.ran.append))
+        Installation(Settings(make_plans=self._plans, observe=self.ran.append))
         adapter = PixelSamples(loop_loss) if frame.pixels else Samples(loop_loss)
         attach_to(models[0], adapter, share_from=int(frame.model.trees and not frame.pixels))
         self.models = models
@@ -115,20 +116,18 @@ class LoopRank(WatchedRank):
                 collect_non_loss_data=forward_only,
             )
 
-    def _plan(
+    def _plans(
         self,
-        lengths: Sequence[Sequence[int]],
+        calls: Sequence[CallDocuments],
         layers: Sequence[int],
         rates: numpy.ndarray,
         freedom: CallOptions,
         forward_only: bool,
-        parents: Sequence[Sequence[int]] = (),
-    ) -> Plan:
-        modes, replica = modes_drawn(EXECUTABLE.replace(OFFLOAD, "")), mpu.get_data_parallel_rank()
-        random = Random(f"{self.seed} {self.number // self.frame.turns} {replica} {forward_only}")
-        return arbitrary_sliced_plan(
-            lengths, layers, random, freedom.split, forward_only, modes, parents
-        )
+    ) -> tuple[Plan, ...]:
+        modes = modes_drawn(EXECUTABLE.replace(OFFLOAD, ""))
+        block = mpu.get_data_parallel_rank() // len(calls)
+        random = Random(f"{self.seed} {self.number // self.frame.turns} {block} {forward_only}")
+        return arbitrary_sliced_plans(calls, layers, random, freedom.split, forward_only, modes)
 
 
 def _on_device(batch: MicroBatch) -> MicroBatch:

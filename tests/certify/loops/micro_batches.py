@@ -15,7 +15,6 @@ samples of a micro-batch, and S the number of tokens to which all samples are pa
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from random import Random
 from typing import Any
 
@@ -24,8 +23,21 @@ import torch
 from torch import Tensor
 
 from megatron_epp.certify.batches import CONTEXT, MASKED
-from megatron_epp.ir import Chunk, Kind, Op, Plan, Span, slices_of
+from megatron_epp.ir import (
+    KEEP,
+    Chunk,
+    Kind,
+    Op,
+    Plan,
+    Prefixes,
+    Span,
+    needs_of,
+    rules_for,
+    slices_of,
+)
 from megatron_epp.ir.random_plan import arbitrary_chunks, by_stage, random_walk
+from megatron_epp.ir.recompute import MLP_RECOMPUTED
+from megatron_epp.planner.calls.call_cost import CallDocuments
 from tests.certify.frame import CheckedFrame, traffic_of
 from tests.certify.loops.loop_results import LoopCoverage, LoopResult
 from tests.certify.trees import tree_chunks
@@ -190,99 +202,142 @@ def clipped(batch: MicroBatch, token_losses_BS: Tensor, mask_BS: Tensor) -> Tens
     return each_BS.sum(1) / mask_BS.sum(1)
 
 
-def arbitrary_sliced_plan(
-    lengths: Sequence[Sequence[int]],
+def arbitrary_sliced_plans(
+    calls: Sequence[CallDocuments],
     layers: Sequence[int],
     random: Random,
     split: bool,
     forward_only: bool,
     modes: str,
-    parents: Sequence[Sequence[int]] = (),
     cut: bool = True,
-) -> Plan:
-    """Return a plan with documents sliced, packed, ordered and recomputed at random.
+) -> tuple[Plan, ...]:
+    """Return plans with documents sliced, packed, ordered and recomputed at random.
 
-    Every chunk belongs to one micro-batch.
+    Every chunk belongs to one micro-batch. Plans of several replicas, which run in lockstep, have
+    one op template. A chunk of one replica may run beside any chunk of another, or an empty one.
 
     Args:
-        lengths: per micro-batch, the number of tokens of each of its documents.
+        calls: documents of the micro-batches of each replica.
         layers: number of layers of every stage.
         random: random generator.
         split: whether backwards may be split into I and W.
         forward_only: whether the call has no backwards.
         modes: recompute modes to draw from.
-        parents: per micro-batch, the document that each document continues, or -1; () if no
-            document continues another.
         cut: whether documents are sliced; otherwise every micro-batch is one chunk.
     """
-    firsts = list(accumulate(map(len, lengths), initial=0))
-    numbered, prefixes = [], []
-    for number, of in enumerate(lengths):
+    drawn = [_drawn_chunks(call, random, cut) for call in calls]
+    count = max(len(chunks) for chunks, _ in drawn) + (len(calls) > 1 and random.randint(0, 1))
+    names = random.sample(range(count), count)
+    again = [
+        [[random.choice(modes) in MLP_RECOMPUTED for _ in range(layer)] for _ in range(count)]
+        for layer in layers
+    ]
+    kinds = [[mode for mode in modes if (mode in MLP_RECOMPUTED) == runs] for runs in (False, True)]
+    bare = []
+    for replica, (call, (chunks, prefixes)) in enumerate(zip(calls, drawn, strict=True)):
+        documents = tuple(length for of in call.lengths for length in of)
+        placed = [Chunk(())] * count
+        for at, chunk in zip(sorted(random.sample(range(count), len(chunks))), chunks, strict=True):
+            placed[names[at]] = chunk
+        recompute = tuple(
+            tuple("".join(random.choice(kinds[run]) for run in of_chunk) for of_chunk in of_stage)
+            for of_stage in again
+        )
+        orders: tuple[tuple[Op, ...], ...] = tuple(() for _ in layers)
+        bare.append(
+            Plan(
+                documents,
+                tuple(layers),
+                tuple(placed),
+                recompute,
+                orders,
+                replica,
+                len(calls),
+                prefixes=prefixes,
+            )
+        )
+    orders = _orders(bare, calls, random, split, forward_only)
+    return tuple(replace(plan, orders=orders) for plan in bare)
+
+
+def _drawn_chunks(call: CallDocuments, random: Random, cut: bool) -> tuple[list[Chunk], Prefixes]:
+    """Return random chunks of a replica's micro-batches, in an order that can run, and prefixes."""
+    chunks: list[Chunk] = []
+    prefixes: list[Span | None] = []
+    first = 0
+    for number, of in enumerate(call.lengths):
         within = [
             None if parent < 0 else Span(parent, 0, of[parent])
-            for parent in (parents[number] if parents else (-1,) * len(of))
+            for parent in (call.parents[number] if call.parents else (-1,) * len(of))
         ]
         if not cut:
-            spans = (Span(firsts[number] + n, 0, length) for n, length in enumerate(of))
-            chunks: Sequence[Chunk] = (Chunk(tuple(spans)),)
+            chunks.append(Chunk(tuple(Span(first + n, 0, length) for n, length in enumerate(of))))
         elif any(within):
-            chunks = tree_chunks(of, tuple(within), random, firsts[number])
+            chunks += tree_chunks(of, tuple(within), random, first)
         else:
-            chunks = arbitrary_chunks(of, random, firsts[number])
-        numbered += [(chunk, number) for chunk in chunks]
-        prefixes += [p and replace(p, document=firsts[number] + p.document) for p in within]
-    random.shuffle(numbered)
-    documents = [length for of in lengths for length in of]
-    bare = _bare(documents, layers, [chunk for chunk, _ in numbered], random, modes)
-    bare = replace(bare, prefixes=tuple(prefixes))
-    return _ordered(bare, [number for _, number in numbered], random, split, forward_only)
+            chunks += arbitrary_chunks(of, random, first)
+        prefixes += [p and replace(p, document=first + p.document) for p in within]
+        first += len(of)
+    random.shuffle(chunks)
+    documents = tuple(length for of in call.lengths for length in of)
+    recompute = ((KEEP,) * len(chunks),)
+    plan = Plan(documents, (1,), tuple(chunks), recompute, ((),), prefixes=tuple(prefixes))
+    return [chunks[op.chunk] for op in _forward_walk([plan], random)], tuple(prefixes)
 
 
-def _bare(
-    documents: Sequence[int],
-    layers: Sequence[int],
-    chunks: Sequence[Chunk],
-    random: Random,
-    modes: str,
-) -> Plan:
-    """Return a plan with random recompute modes and without ops."""
-    recompute = tuple(
-        tuple("".join(random.choices(modes, k=count)) for _ in chunks) for count in layers
-    )
-    orders: tuple[tuple[Op, ...], ...] = tuple(() for _ in layers)
-    return Plan(tuple(documents), tuple(layers), tuple(chunks), recompute, orders)
-
-
-def _ordered(
-    bare: Plan,
-    group_of: Sequence[int],
+def _orders(
+    bare: Sequence[Plan],
+    calls: Sequence[CallDocuments],
     random: Random,
     split: bool,
     forward_only: bool,
-) -> Plan:
-    """Return ``bare`` with the ops of all stages in a random order that respects dependencies.
+) -> tuple[tuple[Op, ...], ...]:
+    """Return random orders of the ops of all stages that respect the dependencies of all plans.
 
-    ``group_of[c]`` is the micro-batch that contains chunk c. On the last stage, all forwards of a
-    micro-batch precede its backwards, because its loss needs the outputs of all its chunks.
+    On the last stage, all forwards of a micro-batch precede its backwards, because its loss needs
+    the outputs of all its chunks.
     """
     if forward_only:
-        return replace(bare, orders=(_forward_walk(bare, random),) * bare.stages)
+        return (_forward_walk(bare, random),) * bare[0].stages
     fraction = random.choice((0.0, 0.5, 1.0)) if split else 0.0
-    mates = {g: [c for c, of in enumerate(group_of) if of == g] for g in set(group_of)}
+    mates: list[dict[int, set[Op]]] = []  # by replica and chunk: forwards of its micro-batch
+    for plan, call in zip(bare, calls, strict=True):
+        of_document = [number for number, of in enumerate(call.lengths) for _ in of]
+        group_of = {
+            n: of_document[c.spans[0].document] for n, c in enumerate(plan.chunks) if c.spans
+        }
+        mates.append(
+            {
+                chunk: {Op(Kind.FORWARD, c) for c, other in group_of.items() if other == group}
+                for chunk, group in group_of.items()
+            }
+        )
+    needs = [needs_of(plan, rules_for(False)) for plan in bare[1:]]
 
-    def forwards_done(stage: int, op: Op, finished: Sequence[set[Op]]) -> bool:
-        if stage < bare.stages - 1 or op.kind not in (Kind.BACKWARD, Kind.INPUT):
-            return True
-        return all(Op(Kind.FORWARD, c) in finished[stage] for c in mates[group_of[op.chunk]])
+    def met(stage: int, op: Op, finished: Sequence[set[Op]]) -> bool:
+        needs_losses = stage == bare[0].stages - 1 and op.kind in (Kind.BACKWARD, Kind.INPUT)
+        if needs_losses and not all(of.get(op.chunk, set()) <= finished[stage] for of in mates):
+            return False
+        return all(
+            any(one in finished[where] for one in ops)
+            for of_replica in needs
+            for _, where, ops in of_replica(stage, op)
+        )
 
-    walked = list(random_walk(bare, random, fraction, forwards_done))
-    return replace(bare, orders=by_stage(bare, walked))
+    return by_stage(bare[0], list(random_walk(bare[0], random, fraction, met)))
 
 
-def _forward_walk(plan: Plan, random: Random) -> tuple[Op, ...]:
+def _forward_walk(plans: Sequence[Plan], random: Random) -> tuple[Op, ...]:
     """Return all forwards in a random order, each slice after its document's earlier slices."""
-    earlier, done = slices_of(plan).earlier, [-1]
-    while len(done) <= len(plan.chunks):
-        able = [c for c, before in enumerate(earlier) if c not in done and before in done]
-        done.append(random.choice(able))
-    return tuple(Op(Kind.FORWARD, chunk) for chunk in done[1:])
+    earlier = [slices_of(plan).earlier for plan in plans]
+    done = {-1}
+    ops = []
+    for _ in plans[0].chunks:
+        able = [
+            chunk
+            for chunk in range(len(plans[0].chunks))
+            if chunk not in done and all(of[chunk] in done for of in earlier)
+        ]
+        ops.append(Op(Kind.FORWARD, random.choice(able)))
+        done.add(ops[-1].chunk)
+    return tuple(ops)

@@ -10,11 +10,10 @@ import pytest
 
 from megatron_epp.certify.command import BOUND, BatchVerdict, verdict
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.certify.processes import ChildLost
 from megatron_epp.certify.trial import GPT, LLAMA
-from tests.certify.backend import certify_checked, main
+from tests.certify.backend import main
 from tests.certify.loops.micro_batches import LoopFrame, loop_loss
-from tests.certify.trial import ENCODER, CheckedTrial, read_checked
+from tests.certify.trial import ENCODER, CheckedTrial
 from tests.mcore.certified import certified, models
 from tests.mcore.fault_injection import FAULTS as SHARED
 from tests.mcore.fault_injection import inject, names, require_shown
@@ -76,11 +75,6 @@ def test_slices_of_models_of_others(degrees, llama, kind) -> None:
     assert sum(batch.coverage.cut for batch in judged) > 0
     shares = [batch.coverage.collectives["outputs of a slice"] > 0 for batch in judged]
     assert all(shares) == (degrees.cp > 1)
-
-
-def test_experts_over_replicas_are_refused() -> None:
-    with pytest.raises(ChildLost, match="MoE: experts over replicas, in slices of loops"):
-        certify_checked(read_checked(["--loop", "--ep", "2", "--dp", "2", "--batches", "2"]))
 
 
 @pytest.mark.parametrize(

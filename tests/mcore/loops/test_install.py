@@ -163,9 +163,9 @@ def test_nobody_is_warned_while_one_rank_makes_a_plan() -> None:
 
     def make():
         seen.append(current_op.what)
-        return one_f_one_b(1, 1)
+        return (one_f_one_b(1, 1),)
 
     pipeline: Any = object.__new__(ModelPipeline)
     pipeline.programs, pipeline.plans = SimpleNamespace(current_op=current_op, groups=None), {}
-    pipeline.plan("a call", make)
+    pipeline.planned("a call", make)
     assert isinstance(seen[0], OutsidePhase)

@@ -53,7 +53,7 @@ from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 from megatron_epp.planner.calls.call_options import CallOptions
-from tests.certify.loops.micro_batches import arbitrary_sliced_plan
+from tests.certify.loops.micro_batches import arbitrary_sliced_plans
 from tests.mcore.loops.rebuilt_groups import ReloadableWorld
 
 BATCHES = micro_batches((20,), (60,), (10,), (33,))
@@ -329,9 +329,9 @@ def left_padded() -> list[dict]:
     return made
 
 
-def drawn_plan(lengths, layers, rates, options, forward_only):
+def drawn_plans(calls, layers, rates, options, forward_only):
     modes, random = KEEP + FULL, Random(0)
-    return arbitrary_sliced_plan(lengths, layers, random, options.split, forward_only, modes)
+    return arbitrary_sliced_plans(calls, layers, random, options.split, forward_only, modes)
 
 
 def made_anew(model, world: ReloadableWorld, expected: Trained, ran: list) -> list:
@@ -370,7 +370,7 @@ def main() -> None:
             answers["recomputed"] = recomputed(model, made, ran)
             answers["made anew"] = made_anew(model, world, plainly, ran)
         answers["removed"] = installed() is None
-        with Installation(replace(settings, make_plan=drawn_plan)):
+        with Installation(replace(settings, make_plans=drawn_plans)):
             made.adapter = own_adapter.OwnAdapter()
             found = trained(model, left_padded(), own_adapter.forward_step)
             answers["own adapter"] = difference(found, padded), len(ran[-1].plan.chunks)

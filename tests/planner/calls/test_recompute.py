@@ -55,11 +55,14 @@ def peaks(plan: Plan, micro_batches=LENGTHS) -> list[float]:
     most = []
     for stage, order in enumerate(plan.orders):
         last = stage == plan.stages - 1
-        left = {n: sum(of[c.spans[0].document] == n for c in plan.chunks) for n in set(of)}
+        filled = [chunk for chunk in plan.chunks if chunk.spans]
+        left = {n: sum(of[c.spans[0].document] == n for c in filled) for n in set(of)}
         now = peak = 0.0
         held, kv = {}, {}
         for op in order:
             chunk = plan.chunks[op.chunk]
+            if not chunk.spans:
+                continue
             document = chunk.spans[0].document
             cut = chunk.spans[0].tokens < lengths[document]
             if op.kind is Kind.FORWARD:
@@ -71,7 +74,7 @@ def peaks(plan: Plan, micro_batches=LENGTHS) -> list[float]:
                 held[op.chunk] = per_token * chunk.tokens
                 now += held[op.chunk]
                 if cut and document not in kv:
-                    cuts = [c for c in plan.chunks if c.spans[0].document == document]
+                    cuts = [c for c in filled if c.spans[0].document == document]
                     context = lengths[document] - max(c.spans[0] for c in cuts).tokens
                     kv[document] = 0.1 * (kept + again) * context
                     now += kv[document]

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_epp.ir import check, slices_of
+from megatron_epp.planner.calls.call_cost import CallDocuments
 from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.planner.calls.call_plan import call_plan
 from megatron_epp.planner.calls.cuttings import cuttings
@@ -44,14 +45,14 @@ def test_chunks_take_about_as_long_as_wanted_and_continue_one() -> None:
     for _ in range(60):
         batches = [random_tree(random) for _ in range(random.randint(1, 3))]
         lengths, parents = zip(*batches, strict=True)
-        for call in cuttings(lengths, RATES, None, parents):
-            plan = call.plan((1,))
+        for call in cuttings([CallDocuments(lengths, parents)], RATES):
+            (plan,) = call.plans((1,))
             slices = slices_of(plan)  # refuses what computes a token twice, or continues two
             assert all(before < chunk for chunk, before in enumerate(slices.earlier))
             assert call.chunking.pairs.tolist() == [
                 plan.pairs(chunk) for chunk in range(len(plan.chunks))
             ]
-    (first, *others) = cuttings([GROUP[0]], RATES, None, [GROUP[1]])
+    (first, *others) = cuttings([CallDocuments([GROUP[0]], [GROUP[1]])], RATES)
     assert first.chunking.count == 1
     longest = [float(RATES.seconds(call.loads.tokens, call.loads.pairs).max()) for call in others]
     total = tree_seconds(*GROUP, RATES).total

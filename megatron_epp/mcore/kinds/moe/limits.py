@@ -13,6 +13,22 @@ def lockstep_width(args: Any) -> int:
     return max(1, expert_ranks(args) // dense_ranks(args)) if has_experts(args) else 1
 
 
+def _apart() -> bool:
+    """Return whether the ranks that share experts are not those of neighbouring replicas."""
+    from megatron.core import parallel_state as mpu
+    from torch.distributed import get_process_group_ranks as ranks_of
+
+    if not mpu.model_parallel_is_initialized():
+        return False
+    experts = ranks_of(mpu.get_expert_tensor_and_model_parallel_group())
+    dense = ranks_of(mpu.get_tensor_and_context_parallel_group())
+    replicas, width = ranks_of(mpu.get_data_parallel_group()), len(experts) // len(dense)
+    first = mpu.get_data_parallel_rank() // width * width
+    me = replicas[mpu.get_data_parallel_rank()]
+    together = (rank + other - me for rank in dense for other in replicas[first : first + width])
+    return sorted(together) != sorted(experts)
+
+
 def has_experts(holder: Any) -> bool:
     """Return whether ``holder``, which is args or a model's configuration, selects experts."""
     names = "num_experts", "num_moe_experts"
@@ -113,11 +129,6 @@ def _two_pools(model: Any) -> bool:
 
 MOE_LIMITS = (
     Limit(
-        "MoE: experts over replicas, in slices of loops (--expert-model-parallel-size)",
-        "use Megatron's own schedule (no attach)",
-        slices=lambda model: lockstep_width(model.config) > 1,
-    ),
-    Limit(
         "MoE: aux_loss together with seq_aux_loss, in slices of loops "
         "(--moe-router-load-balancing-type)",
         "give one of aux_loss, seq_aux_loss and none, or use Megatron's own schedule (no attach)",
@@ -142,6 +153,7 @@ MOE_LIMITS = (
         "(--moe-token-dispatcher-type allgather)",
         "give --moe-token-dispatcher-type alltoall: replicas have chunks of different sizes",
         lambda args: lockstep_width(args) > 1 and args.moe_token_dispatcher_type == "allgather",
+        slices=True,
         typed=False,
     ),
     Limit(
@@ -149,6 +161,7 @@ MOE_LIMITS = (
         "leave it out, or give an --expert-model-parallel-size that divides "
         "--tensor-model-parallel-size times --context-parallel-size",
         lambda args: lockstep_width(args) > 1 and is_set(args, "use_tp_pp_dp_mapping"),
+        slices=lambda model: lockstep_width(model.config) > 1 and _apart(),
     ),
     Limit(
         "MoE: experts over tensor-parallel ranks that all hold the same rows",

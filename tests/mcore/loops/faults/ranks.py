@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.loops import slice_stage
 from megatron_epp.mcore.loops.adapters.samples import Samples
+from megatron_epp.mcore.loops.forward_steps import ForwardSteps
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from tests.mcore.fault_injection import Faults, fault, in_turn, nothing
 
@@ -21,7 +22,7 @@ def neighbours_rows(share: RowShard, rows: int) -> slice:
     return slice(neighbour * count, (neighbour + 1) * count)
 
 
-def with_the_neighbours_rows(original, stage: SliceStage, *given: Any) -> Any:
+def with_the_neighbours_rows(original, stage: SliceStage | ForwardSteps, *given: Any) -> Any:
     with patch.object(RowShard, "local", neighbours_rows):
         return original(stage, *given)
 
@@ -63,7 +64,7 @@ FAULTS: Faults = {
         lambda of_all_ranks, mine, group: of_all_ranks(mine, group).roll(len(mine), 0),
     ),
     # A rank computes the tokens of another one, at places of its own.
-    "draw the neighbours rows": fault(SliceStage, "_drawn", with_the_neighbours_rows),
+    "draw the neighbours rows": fault(ForwardSteps, "_drawn", with_the_neighbours_rows),
     # A rank's backward begins with the loss' gradient at another one's tokens.
     "start from the neighbours rows": fault(SliceStage, "_run_backward", with_the_neighbours_rows),
     "nothing but losses of parts": losses_of_parts,
