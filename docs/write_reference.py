@@ -34,7 +34,7 @@ GROUPS = {
     "Memory": "epp_memory_budget_gib epp_host_memory_gib epp_memory_limit_gib",
     "Stages": "epp_placement epp_vocab_parallel epp_layouts",
     "Cost model": "epp_cost_model",
-    "Documents": "epp_overlong epp_blend",
+    "Documents": "epp_overlong epp_blend epp_share_from",
     "Kernels": "epp_attention epp_mla_keeps epp_row_multiple",
     "Plans on disk": "epp_plan epp_record",
 }

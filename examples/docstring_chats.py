@@ -2,16 +2,19 @@
 """Conversations of real text: questions about the standard library, answered by its docstrings.
 
     python examples/docstring_chats.py chats.jsonl
+    python examples/docstring_chats.py agents.jsonl --agents
 
 Every module is a conversation, every documented class and function of it a question and its answer;
-so conversations differ in length as modules do, from a line to tens of thousands of tokens.
+so conversations differ in length as modules do, from a line to tens of thousands of tokens. With
+--agents, a conversation is the first question of a module, after one long system message, as those
+of agents begin.
 """
 
 import ast
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SYSTEM = "You explain Python's standard library."
@@ -62,13 +65,22 @@ def conversations(library: Path) -> Iterator[list[dict[str, str]]]:
             ]
 
 
+def of_agents(chats: Iterable[list[dict[str, str]]]) -> Iterator[list[dict[str, str]]]:
+    """First question and answer of every chat, after a system message that lists 100 as tools."""
+    every = list(chats)
+    tools = [message["content"] for chat in every for message in chat[1::2]][:100]
+    system = {"role": "system", "content": "\n".join([SYSTEM, "You have tools:", *tools])}
+    yield from ([system, *chat[1:3]] for chat in every)
+
+
 def main(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print("usage: docstring_chats.py FILE.jsonl", file=sys.stderr)
+    if arguments[1:] not in ([], ["--agents"]) or not arguments:
+        print("usage: docstring_chats.py FILE.jsonl [--agents]", file=sys.stderr)
         return 2
+    chats = conversations(Path(sysconfig.get_paths()["stdlib"]))
     count = 0
     with open(arguments[0], "w", encoding="utf-8") as file:
-        for messages in conversations(Path(sysconfig.get_paths()["stdlib"])):
+        for messages in of_agents(chats) if arguments[1:] else chats:
             file.write(json.dumps({"messages": messages}) + "\n")
             count += 1
     print(f"{count} conversations in {arguments[0]}")

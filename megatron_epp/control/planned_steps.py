@@ -14,7 +14,7 @@ from megatron_epp.control.files import BestEffort
 from megatron_epp.control.memory_budget import BUDGET_FILE, MemoryBudget
 from megatron_epp.control.planner_pool import PlannerPool
 from megatron_epp.control.planner_process import PlannerFailed, PlannerProcess, PlannerRefused
-from megatron_epp.control.step_source import Following, Planning, SourcedStep
+from megatron_epp.control.step_source import Following, Planning, SourcedStep, planned_documents
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
@@ -192,7 +192,8 @@ class PlannedSteps:
             most = self._evaluation_tokens
             part = evaluation_part(lengths, self.cost, self.options, *place, most)
         else:
-            part = plan_part(lengths, self.cost, self.options, planner, *place, self.planner)
+            documents = planned_documents(lengths)
+            part = plan_part(documents, self.cost, self.options, planner, *place, self.planner)
         return part, str(part)
 
     def _asked(
@@ -205,7 +206,8 @@ class PlannedSteps:
             PlanError: the planner refused the documents, or no plan fits.
         """
         try:
-            text = pool.reply(iteration, lengths, forward_only).step
+            documents = lengths if forward_only else planned_documents(lengths)
+            text = pool.reply(iteration, documents, forward_only).step
         except PlannerRefused as refusal:
             raise PlanError(str(refusal)) from refusal
         return StepPart.parse(text), text
@@ -249,7 +251,8 @@ class PlannedSteps:
                 zip(plan.predicted.peak_gib, self.cost.device_budget_bytes, strict=True)
             ):
                 if peak * GIB > budget * (1 + _ROUNDING):
-                    longest = max(plan.documents, default=0)
+                    ends = (plan.offset(d) + n for d, n in enumerate(plan.documents))
+                    longest = max(ends, default=0)
                     raise PlanError(
                         f"pipeline rank {rank} needs {peak:.4g} GiB in the best plan found "
                         f"({plan.predicted.planner}) for documents of up to {longest} tokens; the "
@@ -272,7 +275,11 @@ class PlannedSteps:
             lengths = following(later)
             if lengths is None:
                 return
-            self.pool.ask(iteration + later, lengths)
+            try:
+                documents = planned_documents(lengths)
+            except ValueError:  # the iteration itself raises it, on all ranks
+                return
+            self.pool.ask(iteration + later, documents)
 
 
 def shared(

@@ -9,6 +9,7 @@ from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Step, StepPart
+from megatron_epp.planner.process import Batch
 
 # following(n) returns the document lengths of the batch n iterations later; None if there is none.
 Following = Callable[[int], Sequence[int] | None]
@@ -25,7 +26,7 @@ class SharingLengths(list[int]):
         self.forest = forest
 
 
-def planned_documents(lengths: Sequence[int]) -> Sequence[int] | PrefixForest:
+def planned_documents(lengths: Sequence[int]) -> Batch:
     """Return what a planner plans: the lengths, or the forest if documents share tokens.
 
     Raises:

@@ -29,6 +29,8 @@ Ratios are seconds of the first way over the row's, for the same batch, measured
     vocab       a heavy LM head: on the last stage, vocabulary parallelism
     placements  heavy LM head, uneven layers: packing at each batch's best length on layers 6 2,
                 one stage on a rank, two (V, interleaved), and --epp-placement auto
+    chats       a system prompt of 2K tokens before answers of 0.2K to 2K (2.5 times the tokens that
+                differ): documents whole, and --epp-share-from 512
     slow-rank   libraries of rank --rank use SSE 4.2 or AVX2 alone: taken for alike, as measured,
                 and as measured with stages by time
 
@@ -320,6 +322,7 @@ WAYS: dict[str, Ways] = {
         "interleaved 2": ("--epp-placement", "interleaved 2"),
         "auto": AUTO,
     },
+    "chats": {"whole documents": (), "--epp-share-from 512": ("--epp-share-from", "512")},
 }
 # The last quarter of the layers has full attention.
 UNEVEN = ("--window-size", "127,0", "--window-attn-skip-freq", "[1,1,1,1,1,1,0,0]")
@@ -411,6 +414,30 @@ def way_rows(size: Size, rounds: list[dict[str, list[Iteration]]]) -> list[list[
     return made
 
 
+PROMPT, ANSWERS, CHATS, TOKENS = 2048, (200, 2048), 256, 1000
+
+
+def chats(prefix: Path) -> Path:
+    """Write random chats after one system prompt, with a loss on the answers; return ``prefix``."""
+    import megatron_epp
+
+    megatron_epp.prepare_host()
+    import numpy
+
+    from megatron_epp.mcore.data.conversations import write_encoded
+
+    random = numpy.random.default_rng(0)
+    prompt = random.integers(0, TOKENS, PROMPT)
+
+    def chat(length: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+        tokens = numpy.concatenate((prompt, random.integers(0, TOKENS, length)))
+        return tokens, (numpy.arange(len(tokens)) >= PROMPT).astype(numpy.uint8)
+
+    lengths = random.integers(*ANSWERS, CHATS)
+    write_encoded(([chat(length)] for length in lengths), prefix, TOKENS, prefix)
+    return prefix
+
+
 def compare_ways(arguments: argparse.Namespace, corpus: Path, folder: Path) -> None:
     table: list[list[str]] = []
     said = []
@@ -423,6 +450,8 @@ def compare_ways(arguments: argparse.Namespace, corpus: Path, folder: Path) -> N
         place = folder / str(size).replace(" ", "-")
         place.mkdir()
         words = flags(size, corpus, WARM_UP + arguments.batches, arguments.dtype)
+        if arguments.case == "chats":
+            words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(TOKENS)]
         words += ["--make-vocab-size-divisible-by", str(arguments.words)]
         words += ["--hidden-size", str(arguments.hidden)]
         words += ["--ffn-hidden-size", str(arguments.hidden * 11 // 4)]
@@ -524,6 +553,7 @@ TURNS = {
     "memory": ["16384x4"],
 }  # fmt: skip
 WAY_SIZES = {"vocab": ["4096x6"], "placements": ["2048x4"], "slow-rank": ["2048x4"]}
+WAY_SIZES |= {"chats": ["4096x16"]}
 LINES_OF = {"split": "halves", "memory": "kinds"}
 OTHERS = {"loops": "cpu_loops", "trees": "cpu_trees"}
 
@@ -580,11 +610,9 @@ def parse() -> argparse.Namespace:
     else:
         parser.add_argument("--rounds", type=int, default=2, help="runs each way")
         parser.add_argument("--planner", default="epp", help="epp, packing, adaptis, ...")
-        slow = named.case == "slow-rank"
-        parser.add_argument(
-            "--words", type=int, default=128 if slow else 16384, help="the vocabulary, padded"
-        )
-        parser.add_argument("--hidden", type=int, default=512 if slow else 256)
+        words, hidden = {"slow-rank": (128, 512), "chats": (128, 128)}.get(named.case, (16384, 256))
+        parser.add_argument("--words", type=int, default=words, help="the vocabulary, padded")
+        parser.add_argument("--hidden", type=int, default=hidden)
         parser.add_argument("--instructions", choices=INSTRUCTIONS, default="sse")
         parser.add_argument("--rank", type=int, default=1, choices=(0, 1))
     return parser.parse_args()
@@ -594,7 +622,9 @@ def main() -> None:
     arguments = parse()
     folder = Path(tempfile.mkdtemp(prefix=f"cpu-{arguments.case}-"))
     compare = compare_turns if arguments.case in TURNS else compare_ways
-    compare(arguments, corpus_of(arguments, folder), folder)
+    own = arguments.case == "chats" and not arguments.data_path
+    corpus = chats(folder / "chats") if own else corpus_of(arguments, folder)
+    compare(arguments, corpus, folder)
 
 
 if __name__ == "__main__":

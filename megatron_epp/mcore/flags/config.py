@@ -124,6 +124,12 @@ class Config:
         "--seq-length tokens, or documents; auto: tokens, and a resumed run keeps its unit.",
         choices=(AUTO, *BLENDS),
     )
+    epp_share_from: int = flag(
+        0,
+        "Documents of a batch that begin with the same N or more tokens, such as a system prompt, "
+        "compute them once on each replica; losses and gradients stay the same (default: 0, off).",
+        metavar="N",
+    )
     epp_record: str | None = flag(
         None,
         "Folder for the plan and timed records of every iteration, and a table of predicted and "
@@ -175,6 +181,10 @@ class Config:
                     )
         if self.epp_row_multiple is not None and not 1 <= self.epp_row_multiple <= MOST_ROWS:
             raise ValueError(f"--epp-row-multiple: expected from 1 to {MOST_ROWS}")
+        if self.epp_share_from < 0:
+            raise ValueError(
+                f"--epp-share-from {self.epp_share_from}: expected 0 (off) or more tokens"
+            )
         if self.epp_plan_cores is not None and not 1 <= self.epp_plan_cores <= MOST_CORES:
             raise ValueError(
                 f"--epp-plan-cores: expected from 1 to {MOST_CORES} cores of a host; to plan in "

@@ -7,6 +7,7 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
+from megatron.training import print_rank_0
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from megatron_epp.control.accept import AcceptedStep, AcceptedSteps
@@ -23,6 +24,7 @@ from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.data.chat_cache import converted_chats
 from megatron_epp.mcore.data.global_batches import GlobalBatches
 from megatron_epp.mcore.data.row_shard import RowShard
+from megatron_epp.mcore.data.shared_tokens import SharedTokens
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.job import megatron_gpt
 from megatron_epp.mcore.job.emergency_exit import end_now
@@ -67,6 +69,9 @@ class Job:
         # args.sft is reset, because it makes Megatron's evaluation average losses differently.
         self._reads_chats, args.sft = getattr(args, "sft", False), False
         self._data = JobData(config.epp_overlong, hooks, config.epp_blend)
+        self._shared: SharedTokens | None = None
+        if config.epp_share_from:
+            self._shared = SharedTokens(config.epp_share_from, args.mtp_num_layers or 0)
         self._folders = (("--save", args.save), ("--epp-record", config.epp_record))
         self._locks: list[TextIO] = []  # open until the process ends
         self._current_op = CurrentOp(0)  # attach sets the rank
@@ -239,6 +244,7 @@ class Job:
             Retry(steps, place.groups),
             self._observer(steps),
             validate=lambda total: megatron_gpt.validate(total, args),
+            shared=self._shared,
         )
         return models
 
@@ -308,7 +314,12 @@ class Job:
         Args:
             samples: Number of documents for training, validation and test.
         """
-        return self._data.global_batches(samples, self.place.groups.control)
+        group, shared = self.place.groups.control, self._shared
+        training, *others = self._data.global_batches(samples, group)
+        if shared is not None and training is not None:
+            line = broadcast_result(lambda: shared.first_line(training), group)
+            print_rank_0(f"> {line}")
+        return training, *others
 
 
 def _scalars(step: AcceptedStep, report: IterationReport, truncated: int) -> dict[str, float]:

@@ -18,7 +18,11 @@ from megatron_epp.mcore.job.job_cost import host_budget_bytes
 from megatron_epp.mcore.job.read_flags import rank
 from megatron_epp.mcore.job.resumed_schedule import note_samples
 from megatron_epp.mcore.job.saved_stages import require_same_stages, saved_state
-from megatron_epp.mcore.kinds.registry import draws_by_default_generator
+from megatron_epp.mcore.kinds.registry import (
+    draws_by_default_generator,
+    lockstep_of,
+    require_shared,
+)
 from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.model.layer_spec import fix_layer_spec
 from megatron_epp.mcore.model.quantisation import warn_of_scales
@@ -133,12 +137,36 @@ def _limit_fusion_warm_up(args: Any) -> list[str]:
     ]
 
 
+def _require_sharing(args: Any, config: Config) -> None:
+    """Raise a ValueError if documents cannot share prefixes, or plans would not use them."""
+    from megatron_epp.planner import planner_of
+
+    require_shared(args, "--epp-share-from", ahead=True)
+    if args.hidden_dropout:
+        raise ValueError(
+            f"--epp-share-from: with --hidden-dropout {args.hidden_dropout} documents draw masks "
+            "of their own, also for tokens that they share; give --hidden-dropout 0"
+        )
+    if config.epp_plan is None and not planner_of(config.epp_planner).takes_prefixes:
+        raise ValueError(
+            f"--epp-share-from: --epp-planner {config.epp_planner} computes documents whole; give "
+            "--epp-planner epp"
+        )
+    if config.epp_plan is None and lockstep_of(args) > 1:
+        raise ValueError(
+            f"--epp-share-from: experts are sharded over {lockstep_of(args)} replicas, whose plans "
+            "do not share prefixes; give a smaller --expert-model-parallel-size, or leave it out"
+        )
+
+
 def _refuse(args: Any, config: Config) -> None:
     """Refuse unsupported flags before any slow work, and warn about flags without effect."""
     refusals.refuse(args)
     replaced.warn(args)
     warn_of_scales(args)
     host_budget_bytes(config)
+    if config.epp_share_from:
+        _require_sharing(args, config)
     if (saved := saved_state(args)) is not None:
         require_same_stages(args, saved)
         note_samples(args, saved)
