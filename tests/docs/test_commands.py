@@ -36,7 +36,7 @@ LONG = ("--batches 3", "records/iteration")
 PYTHONS = ("python", ".venv/bin/python")
 # Flags of Megatron follow: entry scripts, and launch scripts that append their arguments.
 ENTRY = re.compile(r"megatron_epp\.pretrain_(gpt|hybrid)|examples/pretrain_gpt_epp\.sh|\w+\.sh")
-FRAMEWORKS = ("frameworks", "verl", "ms_swift")  # flags of theirs
+FRAMEWORKS = ("frameworks", "verl")  # flags of theirs
 ELSEWHERE = re.compile(r"sbatch|srun|.*--nnodes|.*Megatron-LM/")
 
 
