@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron_epp.ir.chunk import Chunk
 from megatron_epp.ir.errors import PlanError
-from megatron_epp.ir.plan import Plan, Prefixes, prefix_lines
+from megatron_epp.ir.plan import Plan, Prefixes
 from megatron_epp.ir.rules import Relation
 from megatron_epp.ir.span import Span
 
@@ -147,7 +147,7 @@ def _tie_branches(
         if prefix is None:
             continue
         parent = next((p for p in places[prefix.document] if p[0].stop == prefix.stop), None)
-        line = prefix_lines(prefixes)[number]
+        line = f"prefix {number}: {prefix}"
         if parent is None:
             stops = ", ".join(str(span.stop) for span, _ in places[prefix.document])
             raise PlanError(

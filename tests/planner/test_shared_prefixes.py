@@ -14,8 +14,6 @@ from megatron_epp.planner.process import PlannerSettings, Request, answer
 from megatron_epp.planner.replicas import plan_part, plan_step
 from megatron_epp.sim.play import play
 
-OPTIONS = Options(context=16384, effort=0)
-
 
 def random_forest(random: Random, samples: int) -> PrefixForest:
     """Return documents that begin with common tokens, some of them equal, from random turns."""
@@ -28,7 +26,7 @@ def random_forest(random: Random, samples: int) -> PrefixForest:
     return shared_prefixes(rows)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(8))
 def test_plans_of_random_forests_are_valid(seed: int) -> None:
     random = Random(seed)
     replicas, lockstep = random.choice(((1, 1), (2, 1), (4, 1), (2, 2)))

@@ -87,6 +87,7 @@ class Tree:
         least: int = 1,
         most_tokens: float = np.inf,
         multiple: int = 1,
+        roots: Sequence[int] | None = None,
     ) -> tuple[list[list[Span]], list[int]]:
         """Return the spans of every chunk, and the chunk that each chunk continues, or -1.
 
@@ -98,6 +99,7 @@ class Tree:
             least: minimum number of tokens of a slice.
             most_tokens: maximum number of tokens of a chunk.
             multiple: divisor of the inner boundaries of slices, counted from the document's start.
+            roots: documents to cut, with all that continue them; default: all.
         """
         children: dict[int, list[int]] = {}
         for document, parent in enumerate(self.parents):
@@ -115,7 +117,9 @@ class Tree:
             return len(chunks) - 1
 
         # Documents to place, with the chunk that they continue, its seconds and its tokens so far.
-        waiting: list[tuple[list[int], int, float, int]] = [(children.get(-1, []), -1, 0.0, 0)]
+        waiting: list[tuple[list[int], int, float, int]] = [
+            (children.get(-1, []) if roots is None else list(roots), -1, 0.0, 0)
+        ]
         while waiting:
             open_ones, after, filled, tokens = waiting.pop()
             siblings = list(open_ones)

@@ -8,15 +8,19 @@ that it continues, and its backward after the chunks that continue it. The backw
 no forward of another pack, so few packs are in flight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 import numpy as np
 
 from megatron_epp.planner.chunks.chunking import Chunking, starts_of
-from megatron_epp.planner.chunks.params import ChunkingParams, forward_turns
+from megatron_epp.planner.chunks.params import ChunkingParams
 from megatron_epp.planner.chunks.slicing import Spans
-from megatron_epp.planner.chunks.tree_cutting import Tree
+from megatron_epp.planner.chunks.tree_cutting import Span, Tree
+
+# As TAPERS of packs: sizes of the chunks of the trees at an end, as fractions of the other chunks'.
+# A tree that is smaller than such a chunk is one chunk.
+ENDS = ((), (0.5,), (0.5, 0.8), (0.25, 0.8), (0.3, 0.8, 0.8), (0.15, 0.3, 0.8, 0.8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +86,15 @@ def build_trees(
         multiple: number of tokens; slice boundaries are multiples of it.
     """
     target = tree.total / params.chunks
-    contents, continued = tree.cut(
-        target, target * params.cut, most_tokens=most_tokens, multiple=multiple
-    )
+    contents: list[list[Span]] = []
+    continued: list[int] = []
+    firsts = []
+    for roots, fraction in _parts(params, tree):
+        times = target * fraction
+        some, links = tree.cut(times, times * params.cut, 1, most_tokens, multiple, roots)
+        firsts.append(len(contents))
+        continued += (each + len(contents) if each >= 0 else -1 for each in links)
+        contents += some
     children: dict[int, list[int]] = {}
     below = [1] * len(contents)  # chunks of the subtree of each chunk
     for chunk in reversed(range(len(contents))):
@@ -117,6 +127,25 @@ def build_trees(
         continued=np.array([new[continued[chunk]] for chunk in order]),
         tree=tree,
     )
-    longest_first = chunking.arranged(np.argsort(-np.array(works), kind="stable"))
-    tails = int((longest_first.sizes > 1).sum())
-    return longest_first.arranged(forward_turns(params, longest_first.groups, tails))
+    # Small groups at both ends; of the others, the longest first.
+    part = np.searchsorted(firsts, children[-1], side="right")
+    sign = 1 if params.reverse else -1
+    return chunking.arranged(np.lexsort((sign * np.array(works), part)))
+
+
+def _parts(params: ChunkingParams, tree: Tree) -> Iterator[tuple[list[int], float]]:
+    """Yield roots to cut together, and their chunks' seconds as a fraction of a chunk's.
+
+    The trees at both ends have smaller chunks, which fill and drain the pipeline sooner.
+    """
+    roots = [document for document, parent in enumerate(tree.parents) if parent < 0]
+    roots.sort(key=lambda root: tree.below[root])
+    front = params.ramp_fractions if params.ramp else ENDS[params.front]
+    back = ENDS[params.back]
+    first = min(len(front), max(0, len(roots) - 1))
+    last = min(len(back), max(0, len(roots) - 1 - first))
+    for root, fraction in zip(roots[:first], front, strict=False):
+        yield [root], fraction
+    yield roots[first + last :], 1.0
+    for root, fraction in zip(roots[first : first + last], reversed(back[:last]), strict=True):
+        yield [root], fraction

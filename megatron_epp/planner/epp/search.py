@@ -225,6 +225,8 @@ class Search(Player):
         ramped = self.total * RAMP_MEAN / chunks > self.rates.host_seconds
         if not (self.cost.layout.vocabulary_parallel and ramped):
             yield ChunkingParams(chunks, local=self.local)
+            if self.batch.tree is not None:
+                yield ChunkingParams(chunks, front=2, back=1)
             return
         for start in (
             ChunkingParams(chunks, ramp=RAMP),
@@ -249,7 +251,7 @@ class Search(Player):
     def _best_neighbour(self, params: ChunkingParams, effort_left: float) -> ChunkingParams | None:
         best, best_rank = None, self.known[params].rank
         tight = bool(self.known[params].prepared.counts)
-        around = list(neighbours(params, tight=tight))
+        around = list(neighbours(params, tight=tight, packs=self.batch.tree is None))
         self.build(around)
         for neighbour in around:
             if self.effort.left <= effort_left * (1 - CLIMB_FRACTION):
@@ -268,7 +270,9 @@ def _of_other_chunks(candidates: Iterable[Candidate], than: Candidate) -> Iterat
     )
 
 
-def neighbours(params: ChunkingParams, *, tight: bool) -> Iterator[ChunkingParams]:
+def neighbours(
+    params: ChunkingParams, *, tight: bool, packs: bool = True
+) -> Iterator[ChunkingParams]:
     """Yield parameters that differ from ``params`` in one field.
 
     The number of chunks changes in small (x 1.08) and large (x 1.2) steps. These factors were
@@ -277,6 +281,7 @@ def neighbours(params: ChunkingParams, *, tight: bool) -> Iterator[ChunkingParam
     Args:
         params: the parameters to start from.
         tight: whether the plan of ``params`` recomputes any layer.
+        packs: whether to vary the number of packs, which documents with prefixes determine.
     """
 
     def changed(**fields: Any) -> ChunkingParams:
@@ -297,7 +302,7 @@ def neighbours(params: ChunkingParams, *, tight: bool) -> Iterator[ChunkingParam
         yield changed(back=at)
     for factor in (1.08, 1 / 1.08, 1.2, 1 / 1.2):
         yield changed(chunks=max(1.0, params.chunks * factor))
-    for extra in (1, -1, 2, -2):
+    for extra in (1, -1, 2, -2) if packs else ():
         yield changed(extra_bins=params.extra_bins + extra)
     if params.cut < UNCUT:
         for cut in (0.8, 1.25, 1.5):
