@@ -79,7 +79,7 @@ class PlannedSteps:
 
     @property
     def _place(self) -> tuple[int, int] | None:
-        """(First replica of the group, number of replicas); None if all are planned together."""
+        """First replica and number of replicas of the group; None: all are planned together."""
         replicas = self.groups.replicas
         return None if replicas == self.options.lockstep else (self._first, replicas)
 

@@ -27,7 +27,7 @@ HOST_OF_HALVES = 1.6
 
 
 def hidden_seconds(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> float:
-    """Return the seconds per token that halves hide in one layer's op."""
+    """Return the seconds per token of communication that halves overlap in one layer's op."""
     if not layout.stacked_experts or kind not in (Kind.FORWARD, *BACKWARDS):
         return 0.0
     products = of.expert_seconds.get(kind, 0.0) / layout.shards
@@ -43,7 +43,7 @@ def gains(hidden: float, repeated: float, host: float, per_token: float, per_chu
     """Return the number of tokens from which a layer takes less time in halves; inf if never.
 
     Args:
-        hidden: seconds per token that halves hide.
+        hidden: seconds per token of communication that halves overlap.
         repeated: seconds per chunk that halves add.
         host: seconds of the host to issue the layer for a whole chunk.
         per_token: seconds per token of the layer on the device, for a whole chunk.

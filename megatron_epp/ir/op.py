@@ -87,7 +87,10 @@ _STAGE_OP = re.compile(rf"([{''.join(_CODES)}])({NUMBER})\.({NUMBER})")
 
 @dataclass(frozen=True, slots=True, order=False)
 class Op:
-    """Op of ``kind`` (one of COMPUTE) on ``chunk``; the order that lists the op gives the stage."""
+    """Op of ``kind`` (one of COMPUTE) on ``chunk``.
+
+    The op does not name its stage: a plan has one list of ops for every stage.
+    """
 
     kind: Kind
     chunk: int

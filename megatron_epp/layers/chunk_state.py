@@ -55,7 +55,7 @@ class ChunkState:
         chunk: number of the chunk.
         rows: rows of the spans that are sharded over context-parallel ranks.
         tokens: number of sharded rows, including padding after the spans.
-        recompute: one recompute mode (a letter) per layer of this stage.
+        recompute: recompute modes (ir.recompute), one character per layer of this stage.
         store: K/V cache of sliced documents.
         training: whether a backward follows.
         host: store of offloaded activations; None without offload.

@@ -45,7 +45,7 @@ class PlannerResult:
 
     @property
     def gap(self) -> float:
-        """(seconds - lower bound) / seconds."""
+        """Fraction of ``seconds`` that exceeds the lower bound."""
         return max(0.0, 1 - self.lower_bound_seconds / self.seconds) if self.seconds else 0.0
 
 

@@ -103,8 +103,8 @@ class Simulation:
         recompute_ratio: recompute time / (ranks * seconds).
         comm_ratio: exposed communication / (ranks * seconds).
         peak_bytes: peak bytes of each rank, including model states and buffers.
-        left_bytes: bytes of each rank that no op has freed at the end; 0 if the table is
-            consistent.
+        left_bytes: bytes of each rank that no op has freed at the end; 0 unless the table of
+            bytes per op has an error.
     """
 
     plan: Plan

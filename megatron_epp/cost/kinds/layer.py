@@ -199,7 +199,7 @@ class Layer:
 
     @property
     def masks_diagonal(self) -> bool:
-        """Whether pairs within a slice may take longer than pairs whose key precedes the slice."""
+        """Whether query-key pairs within a slice may take longer than pairs with earlier keys."""
         return self.flops_per_pair > 0 and not self.window
 
     @property

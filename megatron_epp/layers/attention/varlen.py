@@ -89,7 +89,7 @@ class CuSeqlens:
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
-        """(queries, keys) of every document; synchronises with the device."""
+        """Numbers of queries and keys of every document; synchronises with the device."""
         return list(zip(self.queries.diff().tolist(), self.keys.diff().tolist(), strict=True))
 
 

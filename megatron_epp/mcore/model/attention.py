@@ -145,7 +145,7 @@ def choose_mask(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Choose the mask of Transformer Engine's calls without context, by time. Collective.
+    """Choose the faster mask for Transformer Engine's calls without cached K/V. Collective.
 
     On a GPU, rank 0 of ``group`` times a backward with each mask. Emulated kernels are not timed;
     they keep ``TOP_LEFT_MASK``.
@@ -157,7 +157,7 @@ def choose_mask(
         group: CPU group of the job's ranks; None: this rank chooses for itself.
 
     Raises:
-        ValueError: Calls without context fail their test with the chosen mask.
+        ValueError: The chosen mask fails the test of these calls.
     """
     if device.type != "cuda" or not isinstance(attention, VarlenAttention):
         return
