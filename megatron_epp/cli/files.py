@@ -22,6 +22,7 @@ _MOST_BYTES = 256 << 20
 
 _MAKE = {
     "plan": "`python -m megatron_epp plan ... -o FILE` writes one, --epp-record one an iteration",
+    "step": "training with --epp-record DIR writes one for every iteration",
     "records": "`simulate PLAN -o FILE` writes them, and training with --epp-record",
 }
 

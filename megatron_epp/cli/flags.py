@@ -351,6 +351,24 @@ class DrawFlags:
 
 
 @dataclass
+class WhereFlags:
+    """Options of ``where``: the recorded step, the chunk, and the corpus."""
+
+    step: str = flag(None, "a file of --epp-record; - for stdin", ("STEP", str), positional=True)
+    chunk: int | None = flag(None, "number of the chunk (default: all)", NUMBER)
+    data_path: tuple[str, ...] | None = flag(
+        None,
+        "the corpora as in training, if they have moved: PREFIX, or WEIGHT PREFIX for each of a "
+        "blend (default: as recorded)",
+        ("PREFIX", str),
+        nargs="+",
+    )
+    tokenizer: str | None = flag(
+        None, "a tokenizer.json, or its folder, to print words instead of token ids", FILE
+    )
+
+
+@dataclass
 class TunedBatchesFlags:
     """The batches of ``tune``."""
 
@@ -496,6 +514,7 @@ FLAGS: dict[str, tuple[type, ...]] = {
     ),
     "draw": (PlanFileFlags, DrawFlags, ReplicaFlags, DrawnMachineFlags, AssumptionFlags),
     "check": (PlanFileFlags, CheckedMachineFlags, AssumptionFlags, JsonFlags),
+    "where": (WhereFlags, ReplicaFlags, JsonFlags),
 }
 
 

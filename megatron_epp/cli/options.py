@@ -17,6 +17,7 @@ COMMANDS = {
     "simulate": "play a plan on a machine: seconds, bubbles and why they are there, bytes",
     "draw": "a picture of a plan: text, SVG, PNG, HTML, Perfetto trace",
     "check": "whether a plan computes everything once and never deadlocks",
+    "where": "the documents of a recorded chunk in the corpus: sequences, tokens, first words",
     "profile": "measure this host or GPU and write a cost-model file",
     "certify": "gradients of random plans against the reference model",
 }

@@ -110,12 +110,17 @@ class Observer:
         own_report = RankReport.of(*place, records, predicted, failure, host_bytes, block)
         return gather_report(own_report, groups.leads, groups.control)
 
-    def after(self, iteration: int, done: Attempt) -> None:
+    def after(self, iteration: int, done: Attempt, header: Callable[[], str]) -> None:
         """Log and record a finished training iteration, and update memory budgets and cost model.
 
         Collective.
+
+        Args:
+            iteration: number of the iteration.
+            done: results of the iteration.
+            header: function that returns the comment lines before the recorded step.
         """
-        self._record(iteration, done)
+        self._record(iteration, done, header)
         step, report = done.step, done.report
         waited = step.planning.waited_seconds
         warnings = self.monitor.check_drift(step.predicted_seconds, report)
@@ -141,7 +146,7 @@ class Observer:
             if profile is not None:
                 self.steps.adopt(profile)
 
-    def _record(self, iteration: int, done: Attempt) -> None:
+    def _record(self, iteration: int, done: Attempt, header: Callable[[], str]) -> None:
         groups, recorder = self.groups, self.recorder
         if recorder is None:
             return
@@ -150,7 +155,7 @@ class Observer:
             cost = self.steps.cost if isinstance(self.steps, PredictingSource) else None
             self._try(
                 f"the records of --epp-record {recorder.folder}",
-                lambda: recorder.write(iteration, *gathered, cost, done.step.planning),
+                lambda: recorder.write(iteration, *gathered, cost, done.step.planning, header()),
             )
 
     def _of_chunks(self, step: AcceptedStep) -> tuple[float, ...]:

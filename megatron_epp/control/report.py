@@ -264,6 +264,7 @@ class Recorder:
         records: dict[int, list[Timed]],
         cost: Cost | None = None,
         planning: Planning | None = None,
+        header: str = "",
     ) -> None:
         """Write the files of one iteration.
 
@@ -273,6 +274,7 @@ class Recorder:
             records: timed ops of each replica.
             cost: cost model that predicted the ops; None writes no error table.
             planning: record of the planning, for ``planning.csv``; None adds no row.
+            header: comment lines before the step (corpus/recorded_batch.py).
         """
         if planning is not None:
             self._waits[iteration] = (
@@ -280,7 +282,7 @@ class Recorder:
             )
             lines = [",".join(PLANNING_COLUMNS), *self._waits.values()]
             replace_file(self.folder / PLANNING_FILE, "".join(f"{line}\n" for line in lines))
-        replace_file(self.path(iteration, "step"), str(step))
+        replace_file(self.path(iteration, "step"), header + str(step))
         for replica, timed in sorted(records.items()):
             timed.sort(key=lambda r: (r.stage, r.start))
             replace_file(self.path(iteration, f"replica-{replica}.timed"), format_records(timed))

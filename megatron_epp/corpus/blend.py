@@ -166,3 +166,35 @@ class TokenOrder:
             time += (sample - slack / 2 - total) / rate
             if not low < time < high:
                 time = (low + high) / 2
+
+
+class DocumentOrder:
+    """Order in which Megatron's own blended dataset draws, for weights of documents.
+
+    The next document is of the corpus that is furthest below its weight.
+
+    Args:
+        weights: weight of each corpus, with sum 1.
+    """
+
+    def __init__(self, weights: Sequence[float]):
+        self._weights = list(weights)
+
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return two arrays: the corpus of each sample, and its index in the corpus.
+
+        Time is linear in the largest sample.
+
+        Args:
+            samples: places in the order, ascending and without gaps: [n].
+        """
+        drawn, order = [0] * len(self._weights), []
+        for sample in range(int(samples[-1]) + 1):
+            # The arithmetic of build_blending_indices in megatron/core/datasets/helpers.cpp
+            missing = [w * max(sample, 1) - n for w, n in zip(self._weights, drawn, strict=True)]
+            corpus = missing.index(max(missing))
+            if sample >= samples[0]:
+                order.append((corpus, drawn[corpus]))
+            drawn[corpus] += 1
+        corpora, items = np.array(order, np.int64).T
+        return corpora, items

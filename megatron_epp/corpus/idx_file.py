@@ -226,3 +226,10 @@ def check_vocabulary(tokens: np.ndarray, vocabulary_size: int, where: str) -> No
             f"{where}: holds token {low if low < 0 else high}, but the vocabulary has "
             f"{vocabulary_size} entries; train with the tokenizer that prepared this corpus"
         )
+
+
+def read_tokens(files: CorpusFiles, sequence: int, start: int, stop: int) -> np.ndarray:
+    """Return tokens [start, stop) of a sequence: [stop - start] int64."""
+    first = int(files.lengths[:sequence].sum(dtype=np.int64)) + start
+    data = np.memmap(files.prefix + ".bin", dtype=files.dtype, mode="r", shape=(files.tokens,))
+    return data[first : first + stop - start].astype(np.int64)

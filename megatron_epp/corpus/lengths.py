@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_epp.corpus.epochs import Epochs, epoch_order
 from megatron_epp.corpus.idx_file import CorpusFiles, read_index
 from megatron_epp.corpus.loss_mask import examine_masks
 from megatron_epp.corpus.overlong import Counts, apply_context, require_policy
@@ -112,13 +113,8 @@ class Corpus:
                 f"batch {index} of {size} documents: needs more than {_MOST_EPOCHS} epochs of "
                 f"{count}"
             )
-        drawn, done = np.empty(size, np.int64), 0
-        while done < size:
-            epoch, place = divmod(index * size + done, count)
-            order = epoch_order(count, seed, epoch)[place : place + size - done]
-            drawn[done : done + len(order)] = self.inputs[order]
-            done += len(order)
-        return tuple(drawn.tolist())
+        items = np.arange(index * size, (index + 1) * size)
+        return tuple(self.inputs[Epochs(count, seed).documents(items)].tolist())
 
     def _groups_of(self, index: int, size: int, seed: int, in_order: bool) -> PrefixForest:
         if in_order:
@@ -134,17 +130,6 @@ class Corpus:
                 if documents >= size:
                     drawn, documents, number = [], 0, number + 1
         raise AssertionError("epochs do not end")
-
-
-def epoch_order(documents: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the permutation of one epoch: [documents] int32.
-
-    The generator is RandomState, because numpy guarantees its random stream. The stream of a
-    numpy Generator may change between versions.
-    """
-    order = np.arange(documents, dtype=np.int32)
-    np.random.RandomState([seed, epoch]).shuffle(order)
-    return order
 
 
 def open_corpus(

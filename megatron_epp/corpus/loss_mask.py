@@ -22,7 +22,12 @@ from pathlib import Path
 import numpy as np
 
 from megatron_epp.corpus.idx_file import BLOCK_ENTRIES, CorpusFiles, read_index
-from megatron_epp.corpus.overlong import Counts, DocumentIndex, require_policy
+from megatron_epp.corpus.overlong import (
+    Counts,
+    DocumentIndex,
+    apply_context,
+    require_policy,
+)
 
 SUFFIX = "_mask"
 # Bytes of masks that are read at once; positions of targets take eight times as much.
@@ -151,6 +156,28 @@ class LossMasks:
             counts,
             self.prefix,
         )
+
+
+def index_of_split(
+    lengths: np.ndarray,
+    split: tuple[int, int],
+    context: int,
+    overlong: str,
+    masks: LossMasks | None = None,
+) -> DocumentIndex:
+    """Return the documents of a split of a corpus, after the policy for overlong documents.
+
+    Args:
+        lengths: [sequences] tokens of every sequence of the corpus.
+        split: (first sequence, end) of the split.
+        context: most input tokens of a document; 0: no limit.
+        overlong: policy for longer documents.
+        masks: loss masks of the corpus. With masks, a document ends at its last target.
+    """
+    first, stop = split
+    if masks is not None:
+        return masks.index(context, overlong, first, stop - first)
+    return apply_context(lengths[first:stop] - 1, context, overlong, first)
 
 
 def examine_masks(files: CorpusFiles) -> LossMasks | None:

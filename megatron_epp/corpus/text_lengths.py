@@ -186,15 +186,15 @@ def _counted(documents: Iterable[Document], tokenizer: str | None) -> Iterator[i
             size = sum(len(text.encode("utf-8", "replace")) for text in texts)
             yield -(-size // BYTES_PER_TOKEN) + markup
         return
-    encode = _encoder(tokenizer)
+    known = open_tokenizer(tokenizer)
     waiting: list[Document] = []
 
     def count() -> Iterator[int]:
         # JSON can contain halves of surrogate pairs, which are not valid text.
         every = [text.encode("utf-8", "replace").decode() for texts, _ in waiting for text in texts]
-        tokens = iter(encode(every))
+        encoded = iter(known.encode_batch_fast(every, add_special_tokens=False))
         for texts, markup in waiting:
-            yield sum(next(tokens) for _ in texts) + markup
+            yield sum(len(next(encoded)) for _ in texts) + markup
         waiting.clear()
 
     for document in documents:
@@ -204,8 +204,13 @@ def _counted(documents: Iterable[Document], tokenizer: str | None) -> Iterator[i
     yield from count()
 
 
-def _encoder(tokenizer: str) -> Any:
-    """Return a function from texts to their numbers of tokens."""
+def open_tokenizer(tokenizer: str) -> Any:
+    """Return the tokenizer of the package ``tokenizers`` in a ``tokenizer.json`` or its folder.
+
+    Raises:
+        ValueError: there is no such file, or it cannot be read.
+        ModuleNotFoundError: tokenizers is not installed.
+    """
     path = Path(tokenizer)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
@@ -220,10 +225,7 @@ def _encoder(tokenizer: str) -> Any:
     from tokenizers import Tokenizer
 
     try:
-        known = Tokenizer.from_file(str(file))
+        return Tokenizer.from_file(str(file))
     except Exception as error:  # the library has no exception class of its own
         reason = printable(shortened(str(error).split("\n")[0], 200))
         raise ValueError(f"tokenizer {file}: cannot be read ({reason})") from error
-    return lambda texts: [
-        len(each) for each in known.encode_batch_fast(texts, add_special_tokens=False)
-    ]

@@ -344,6 +344,15 @@ def test_check_is_linear_in_stages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ROOT = str(programs.ROOT)
+RECORDED = """\
+# batch: from sample 0, seed 1234, context 8, overlong truncate, blend by documents
+# corpus: sequences 0:1 of 1, 5 tokens, weight 1.0, corpus
+plan v1
+documents 4
+layers 1
+chunk 0: 0[0:4]
+stage 0: F0 B0
+"""
 
 
 @pytest.mark.parametrize(
@@ -356,6 +365,7 @@ ROOT = str(programs.ROOT)
                 "simulate x.plan",
                 "draw x.plan -o x.html",
                 "draw x.plan -o x.png",
+                "where w.step --chunk 0",
             ],
         ),
         ("torch numba highspy matplotlib", ["check a.plan"]),  # it answers at once
@@ -363,6 +373,8 @@ ROOT = str(programs.ROOT)
 )
 @pytest.mark.everything
 def test_it_answers_where_packages_are_not_installed(without: str, lines: list[str]) -> None:
+    write_pair(Path("corpus"), [5])
+    Path("w.step").write_text(RECORDED)
     code = (
         f"import sys\nfor name in {without.split()}: sys.modules[name] = None\n"
         "from megatron_epp.__main__ import main\n"

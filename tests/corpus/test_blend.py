@@ -8,7 +8,7 @@ import pytest
 
 from megatron_epp.corpus import blend
 from megatron_epp.corpus.blend import DueTimes, TokenOrder, document_weights
-from megatron_epp.corpus.lengths import epoch_order
+from megatron_epp.corpus.epochs import epoch_order
 
 
 def order_by_tokens(

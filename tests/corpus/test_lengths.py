@@ -8,7 +8,8 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from megatron_epp.corpus.lengths import epoch_order, named_lengths, open_corpus
+from megatron_epp.corpus.epochs import epoch_order
+from megatron_epp.corpus.lengths import named_lengths, open_corpus
 
 KIB = 1024
 

@@ -21,9 +21,8 @@ from megatron.core.datasets.gpt_dataset import (
     _get_ltor_masks_and_position_ids,
 )
 
-from megatron_epp.corpus import idx_file
+from megatron_epp.corpus import epochs, idx_file, loss_mask
 from megatron_epp.corpus.lengths import open_corpus
-from megatron_epp.mcore.data import documents as documents_module
 from megatron_epp.mcore.data.documents import (
     DocumentConfig,
     check_corpora,
@@ -271,13 +270,13 @@ def test_a_start_costs_the_same_for_any_number_of_iterations(
     """Permutations drawn and bytes held, with the lines of the start, the first batches, and the
     first ones of a run that resumes late; of training and validation."""
     drawn: list[tuple[int, int]] = []
-    epoch_order = documents_module.epoch_order
+    epoch_order = epochs.epoch_order
 
     def counted(documents: int, seed: int, epoch: int) -> numpy.ndarray:
         drawn.append((documents, epoch))
         return epoch_order(documents, seed, epoch)
 
-    monkeypatch.setattr(documents_module, "epoch_order", counted)
+    monkeypatch.setattr(epochs, "epoch_order", counted)
     random = numpy.random.RandomState(0)
     texts = [numbered(random.randint(2, 40, 500 * n).tolist()) for n in (1, 4)]
     prefixes = [corpus_of(tmp_path / str(n), one) for n, one in enumerate(texts)]
@@ -305,13 +304,13 @@ def test_splits_share_no_document_and_are_indexed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check at the start and the data sets are given one index."""
-    calls, apply_context = [], documents_module.apply_context
+    calls, apply_context = [], loss_mask.apply_context
 
     def counted(inputs: numpy.ndarray, *others):
         calls.append(len(inputs))
         return apply_context(inputs, *others)
 
-    monkeypatch.setattr(documents_module, "apply_context", counted)
+    monkeypatch.setattr(loss_mask, "apply_context", counted)
     corpus = corpus_of(tmp_path / "a", [[10 + n, 11] for n in range(50)])
     parts = build_documents(configure([corpus], split="80,10,10"), [None, None, None])
     assert calls == [40, 5, 5]

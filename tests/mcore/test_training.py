@@ -1,5 +1,6 @@
 """``--epp`` inside Megatron's trainer: resuming, checkpoints both ways, Megatron's own numbers."""
 
+import json
 import re
 from argparse import Namespace
 from collections import Counter
@@ -9,7 +10,9 @@ import numpy
 import pytest
 import torch
 
-from megatron_epp.corpus.lengths import epoch_order
+from megatron_epp.__main__ import main
+from megatron_epp.corpus.epochs import epoch_order
+from megatron_epp.corpus.idx_file import read_index
 from megatron_epp.ir import Step
 from megatron_epp.mcore.trainer.setup import _limit_fusion_warm_up
 from tests.mcore.resumes import (
@@ -64,6 +67,32 @@ def test_three_and_three_are_six_bit_for_bit(six, tmp_path):
     for iteration in (4, 5, 6):
         name = f"plans/iteration-{iteration:06d}.step"
         assert (six.folder / name).read_text() == (tmp_path / name).read_text()
+
+
+def test_recorded_chunks_are_found_in_the_corpus(six, corpus, capsys):
+    """By the steps of training: batches of 6, in the order of the seed, truncated to 128 inputs."""
+    lengths = read_index(Path(f"{corpus}.idx")).lengths.astype(int)
+    tokens = numpy.fromfile(f"{corpus}.bin", numpy.uint16)
+    begins = numpy.cumsum(lengths) - lengths
+    for iteration in range(1, 7):
+        name = six.folder / f"plans/iteration-{iteration:06d}.step"
+        assert main(["where", str(name), "--json"]) == 0
+        found = iter(json.loads(capsys.readouterr().out))
+        (plan,), (dealt,) = (
+            step(six.folder, iteration).plans,
+            step(six.folder, iteration).assignments,
+        )
+        for span, one in [(span, next(found)) for chunk in plan.chunks for span in chunk.spans]:
+            sample = 6 * (iteration - 1) + dealt[span.document]
+            epoch, item = divmod(sample, len(lengths))
+            sequence = int(epoch_order(len(lengths), 1234, epoch)[item])
+            start, stop = begins[sequence] + span.start, begins[sequence] + span.stop
+            assert plan.documents[span.document] == min(lengths[sequence] - 1, 128)
+            assert (one["corpus"], one["sequence"]) == (str(corpus), sequence)
+            assert (one["samples"], one["span"]) == ([sample], str(span))
+            assert one["tokens"] == f"{span.start}:{span.stop}"
+            assert one["begins_with"] == tokens[start : min(stop, start + 12)].tolist()
+        assert next(found, None) is None
 
 
 # Clocks, rates, places in memory, and warnings of what was measured: a slow rank, a late plan.

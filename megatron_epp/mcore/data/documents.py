@@ -15,9 +15,7 @@ context are truncated, dropped or split (flag --epp-overlong), before documents 
 If ``PREFIX_mask.bin/.idx`` exist next to a corpus, only tokens with mask 1 have a loss
 (corpus/loss_mask.py). A document then ends at its last token with mask 1.
 
-Order: item i of a dataset of n documents is document P[i % n]. P is a permutation drawn from the
-seed and the epoch i // n. The order depends only on the seed, so a resumed run needs only the
-number of consumed items.
+The order of the documents depends only on the seed (corpus/epochs.py).
 """
 
 import argparse
@@ -45,16 +43,17 @@ from megatron.core.datasets.utils import Split
 from megatron.core.utils import log_single_rank
 
 from megatron_epp.corpus.blend import BLENDS, TOKENS, DueTimes
+from megatron_epp.corpus.epochs import Epochs
 from megatron_epp.corpus.idx_file import (
     CorpusFiles,
     check_vocabulary,
     examine,
     examine_vocabulary,
 )
-from megatron_epp.corpus.lengths import epoch_order
 from megatron_epp.corpus.loss_mask import SUFFIX as MASKS
-from megatron_epp.corpus.loss_mask import LossMasks, examine_masks
-from megatron_epp.corpus.overlong import Counts, DocumentIndex, apply_context, require_policy
+from megatron_epp.corpus.loss_mask import LossMasks, examine_masks, index_of_split
+from megatron_epp.corpus.overlong import Counts, DocumentIndex, require_policy
+from megatron_epp.corpus.recorded_batch import RecordedCorpus
 from megatron_epp.mcore.data.data_flags import Blend, blends_of
 from megatron_epp.runtime.consensus import agree, digest, gather
 
@@ -114,14 +113,17 @@ class DocumentDataset(MegatronDataset):
         super().__init__(dataset, dataset_path, indices, num_samples, index_split, config)
         split = config.indices.get((dataset_path or "", index_split))
         if split is None:  # in object storage: Megatron has just fetched the index
-            split = index_of_split(dataset.sequence_lengths, indices, config)
+            first = int(indices[0]) if len(indices) else 0
+            ends = first, first + len(indices)
+            how = config.sequence_length, config.overlong
+            split = index_of_split(dataset.sequence_lengths, ends, *how)
             refuse_empty(split.counts, dataset_path, index_split, num_samples, config)
         assert split.counts.sequences == len(indices), "Megatron splits a corpus otherwise"
         self.index = split
         self._masks = None
         if split.masks is not None:
             self._masks = IndexedDataset(split.masks, mmap=config.mmap_bin_files)
-        self._orders: dict[int, numpy.ndarray] = {}
+        self._epochs = Epochs(split.counts.documents, config.random_seed)
 
     @staticmethod
     def numel_low_level_dataset(
@@ -156,23 +158,7 @@ class DocumentDataset(MegatronDataset):
 
     def documents(self, items: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
         """Return the document number of each item, an index into ``self.index``: [n] int64."""
-        items = numpy.asarray(items, dtype=numpy.int64)
-        count = self.counts.documents
-        numbers = numpy.empty_like(items)
-        epochs = items // count
-        for epoch in numpy.unique(epochs):
-            of_epoch = epochs == epoch
-            numbers[of_epoch] = self._order(int(epoch))[items[of_epoch] % count]
-        return numbers
-
-    def _order(self, epoch: int) -> numpy.ndarray:
-        """Return the order of document numbers in ``epoch``: [documents]."""
-        if epoch not in self._orders:
-            order = epoch_order(self.counts.documents, self.config.random_seed, epoch)
-            # A global batch and the batch planned ahead of it span at most two epochs.
-            self._orders = {k: v for k, v in self._orders.items() if abs(k - epoch) <= 1}
-            self._orders[epoch] = order
-        return self._orders[epoch]
+        return self._epochs.documents(items)
 
     def lengths(self, items: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
         """Return the number of inputs of each item's document: [n] -> [n] int64.
@@ -183,12 +169,25 @@ class DocumentDataset(MegatronDataset):
 
     def due_times(self, weight: float) -> DueTimes:
         """Return when the documents are due in a blend with this ``weight``."""
-        return DueTimes(self.index.inputs, self._order, weight)
+        return DueTimes(self.index.inputs, self._epochs.order, weight)
 
     @cached_property
     def mean_length(self) -> float:
         """Mean number of inputs per document of an epoch."""
         return int(self.index.inputs.sum(dtype=numpy.int64)) / self.counts.documents
+
+    def recorded(self, weight: float) -> RecordedCorpus:
+        """Return the corpus for the header of recorded steps; ``weight`` is that in the blend."""
+        path, first = self.dataset_path or "", int(self.indices[0])
+        lengths = self.dataset.sequence_lengths
+        return RecordedCorpus(
+            first,
+            first + len(self.indices),
+            len(lengths),
+            int(lengths.sum(dtype=numpy.int64)),
+            weight,
+            path if is_object_storage_path(path) else os.path.abspath(path),
+        )
 
     def length(self, item: int) -> int:
         """Return the number of inputs of one item's document."""
@@ -271,27 +270,6 @@ class DocumentDataset(MegatronDataset):
             "loss_mask": torch.from_numpy(loss_mask),
             "position_ids": torch.arange(length, dtype=torch.int64),
         }
-
-
-def index_of_split(
-    sequence_lengths: numpy.ndarray,
-    sequences: numpy.ndarray,
-    config: DocumentConfig,
-    masks: LossMasks | None = None,
-) -> DocumentIndex:
-    """Return the index of the documents of a split, which is a range of a corpus's sequences.
-
-    Args:
-        sequence_lengths: Number of tokens of every sequence of the corpus.
-        sequences: Consecutive indices of the split's sequences.
-        config: The configuration, with context and policy for overlong documents.
-        masks: Loss masks of the corpus. With masks, a document ends at its last token with a loss.
-    """
-    first, count = (int(sequences[0]), len(sequences)) if len(sequences) else (0, 0)
-    if masks is not None:
-        return masks.index(config.sequence_length, config.overlong, first, count)
-    inputs = sequence_lengths[first : first + count] - 1
-    return apply_context(inputs, config.sequence_length, config.overlong, first)
 
 
 def refuse_empty(
@@ -441,8 +419,9 @@ def check_corpora(config: DocumentConfig, sizes: Sequence[int | None]) -> None:
         files, masks = examined[prefix]
         lengths = files.lengths
         # The sequence numbers that Megatron's builder gives to this split.
-        sequences = numpy.arange(round(begin * len(lengths)), round(end * len(lengths)))
-        index = index_of_split(lengths, sequences, config, masks)
+        sequences = round(begin * len(lengths)), round(end * len(lengths))
+        how = config.sequence_length, config.overlong
+        index = index_of_split(lengths, sequences, *how, masks)
         refuse_empty(index.counts, prefix, split, size, config)
         config.indices[prefix, split] = index
 

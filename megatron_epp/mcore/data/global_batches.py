@@ -17,8 +17,9 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.training import global_vars
 
-from megatron_epp.corpus.blend import TOKENS, TokenOrder, document_weights
+from megatron_epp.corpus.blend import DOCUMENTS, TOKENS, TokenOrder, document_weights
 from megatron_epp.corpus.overlong import Counts
+from megatron_epp.corpus.recorded_batch import RecordedBatch
 from megatron_epp.mcore.data.documents import (
     DocumentConfig,
     DocumentDataset,
@@ -48,6 +49,13 @@ class DocumentSource(TokenSource, Protocol):
 
     def lengths(self, samples: Sequence[int] | numpy.ndarray) -> numpy.ndarray:
         """Return the number of inputs of each sample's document: [n] -> [n] int64."""
+
+    def header(self, sample: int) -> str:
+        """Return the comment lines before the recorded step whose first sample is ``sample``.
+
+        They say from where its documents were drawn (corpus/recorded_batch.py); empty if from no
+        corpus.
+        """
 
 
 class Documents:
@@ -131,6 +139,21 @@ class Documents:
             here = corpora == corpus
             lengths[here] = self.parts[corpus].lengths(items[here])
         return lengths
+
+    def header(self, sample: int) -> str:
+        """Return the comment lines before the recorded step whose first sample is ``sample``."""
+        config = self.parts[0].config
+        if config.mock:
+            return ""
+        weights = self.dataset.weights if isinstance(self.dataset, BlendedDataset) else [1.0]
+        return RecordedBatch(
+            sample,
+            config.random_seed,
+            config.sequence_length,
+            config.overlong,
+            TOKENS if isinstance(self.dataset, TokenBlend) else DOCUMENTS,
+            tuple(p.recorded(weight) for p, weight in zip(self.parts, weights, strict=True)),
+        ).header()
 
     def _item(self, sample: int) -> tuple[DocumentDataset, int]:
         corpora, items = self.locate([sample])

@@ -95,6 +95,10 @@ class ItemDocuments:
         places = numpy.asarray(samples, numpy.int64) % self.counts.documents
         return self._index.inputs[places].astype(numpy.int64)
 
+    def header(self, sample: int) -> str:
+        """Return no comment lines for recorded steps: the items are of no corpus."""
+        return ""
+
     def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
         """Return inputs [start, stop) of a sample's document: int64."""
         tokens, _, _, offset = self._rows(sample)

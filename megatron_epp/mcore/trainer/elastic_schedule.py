@@ -6,6 +6,7 @@ the outcome.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,7 +158,7 @@ class ElasticSchedule:
 
         done = self.retry.run(iteration, forward_only, attempt, undo)
         if not forward_only:
-            self.observer.after(iteration, done)
+            self.observer.after(iteration, done, partial(source.documents.header, batch.samples[0]))
         if config.timers is not None:
             config.timers("forward-backward").stop()
         if not forward_only:
