@@ -65,6 +65,7 @@ def test_shared_prompts_are_computed_once_and_train_alike(chats: Path, shared: R
     assert tokens_of[0] == tokens_of[1] != []
 
 
+@pytest.mark.everything
 def test_recorded_steps_and_a_resumed_run_follow(chats: Path, shared: Run) -> None:
     replayed = trained(run(chats, epp_plan=chats.parent / "steps", train_iters=4), 4, DOUBLE)
     assert exact_losses(replayed) == exact_losses(shared)
@@ -74,9 +75,14 @@ def test_recorded_steps_and_a_resumed_run_follow(chats: Path, shared: Run) -> No
     assert exact_losses(resumed) == pytest.approx(exact_losses(shared)[2:], rel=1e-12)
 
 
+@pytest.mark.everything
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
+        (
+            {"epp_planner": "packing"},
+            "--epp-planner packing computes documents whole; give --epp-pl",
+        ),
         (
             {"hidden_dropout": 0.1},
             "--epp-share-from: with --hidden-dropout 0.1 documents draw masks",
@@ -90,6 +96,7 @@ def test_what_cannot_share_is_one_line(chats: Path, changes: dict, said: str) ->
     assert said in ended.errors[0]
 
 
+@pytest.mark.everything
 def test_plans_with_prefixes_need_the_flag(chats: Path, shared: Run) -> None:
     ended = train(run(chats, epp_share_from=0, epp_plan=chats.parent / "steps"), 4)
     assert ended.statuses == (2,) * 4 and len(ended.errors) == 1
