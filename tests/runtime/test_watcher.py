@@ -57,6 +57,18 @@ def spoken_of(monkeypatch) -> Callable[..., Spoken]:
     return partial(Spoken, monkeypatch)
 
 
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [((1, 3), "; ranks 1 3 are not there yet"), ((2,), "; rank 2 is not there yet"), ((), " s")],
+)
+def test_a_phase_names_the_ranks_that_it_waits_for(spoken_of, missing, says) -> None:
+    spoken = spoken_of("the same call on all replicas that share experts")
+    spoken.watcher.missing = lambda: missing
+    spoken.after(31)
+    (line,) = spoken.lines
+    assert line.endswith(says), line
+
+
 def test_an_op_in_lockstep_names_those_that_run_it_too(spoken_of) -> None:
     """A rank stands in an exchange of experts: who is missing is one of these."""
     spoken = spoken_of(Op(Kind.FORWARD, 3), 31.0, together=(4, 5))
