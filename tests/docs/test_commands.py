@@ -104,7 +104,7 @@ def test_flags_alone_are_some_of_megatron(page: Path) -> None:
     """A block of flags, to add to a command of the page."""
     if page.stem not in FRAMEWORKS:
         for line in re.findall(r"\n\n    (--\w[^:\n]*)\n\n", page.read_text()):
-            require_flags(line, shlex.split(line))
+            require_flags(line, shlex.split(line, comments=True))
 
 
 def test_what_runs_elsewhere_is_marked() -> None:
