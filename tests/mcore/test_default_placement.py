@@ -53,7 +53,7 @@ def test_it_is_the_default() -> None:
     ("changes", "place", "layers", "said"),
     [
         ({}, "0 1", "3 3", f"{UNKNOWN}no --data-path, so no lengths are known"),
-        ({"mock_data": True}, "0 1", "3 3", f"{UNKNOWN}lengths are read from the .idx files of"),
+        ({"mock_data": True}, "0 1", "3 3", f"{UNKNOWN}lengths are read from the files of"),
         ({"num_layers": 7}, "0 1", "4 3", UNKNOWN),
         ({"items": print}, "0 1", "3 3", "no lengths are known of documents from Python"),
         ({"pre_wrap": print}, "0 1", "3 3", UNKNOWN),

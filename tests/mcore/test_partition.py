@@ -157,7 +157,10 @@ def test_borders_of_a_hybrid_models_stages_are_found_and_kept(tmp_path: Path) ->
     ("changes", "said"),
     [
         ({}, "off; what it saves is not known: no --data-path, so no lengths are known"),
-        ({"mock_data": True}, "off; what it saves is not known: lengths are read from the .idx"),
+        (
+            {"mock_data": True},
+            "off; what it saves is not known: lengths are read from the files of --data-path",
+        ),
         ({"pre_wrap": print}, "off; a script changes the model before it is wrapped, as adap"),
         ({"items": print}, "off; no lengths are known of documents from Python"),
         ({"padded_vocab_size": 129}, "off; 129 words, padded, do not divide over 2 stages times"),

@@ -79,6 +79,10 @@ class InMemory:
     def peek(self, ahead: int = 0) -> None:
         """Return None, because there is no later batch."""
 
+    def header(self, sample: int) -> str:
+        """Return no comment lines for recorded steps: the documents are of no corpus."""
+        return ""
+
     def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
         """Return the input tokens [start, stop) of document ``sample``."""
         return self.drawn.tokens[sample][start:stop]

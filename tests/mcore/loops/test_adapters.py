@@ -167,7 +167,7 @@ def test_slices_side_by_side_are_padded_together() -> None:
         ({"experimental_attention_variant": "gdn"}, None),
         (
             {"overlap_moe_expert_parallel_comm": True},
-            "slices do not compute exchanges of tokens that overlap",
+            "slices do not compute MoE: token exchange overlapped with computation",
         ),
         ({"enable_mhc_connections": True}, "slices do not compute several residual streams"),
         ({"enable_hyper_connections": True}, "slices do not compute several residual streams"),
