@@ -70,14 +70,12 @@ def code(word: str) -> str:
 
 
 def value_of(action: argparse.Action) -> str:
-    """What may follow the flag on the command line."""
-    if action.nargs == 0:
-        return "switch"
+    """What may follow the flag on the command line: nothing after a switch."""
+    if action.nargs == 0 or not action.option_strings:
+        return ""
     if action.choices is not None:
-        return ", ".join(code(str(choice)) for choice in action.choices)
-    return code(
-        str(action.metavar or action.dest.upper()) + (" ..." if action.nargs == "+" else "")
-    )
+        return f" {'|'.join(map(str, action.choices))}"
+    return f" {action.metavar or action.dest.upper()}{' ...' if action.nargs == '+' else ''}"
 
 
 def default_of(action: argparse.Action) -> str:
@@ -88,20 +86,23 @@ def default_of(action: argparse.Action) -> str:
 
 
 def flag_rows(actions: Iterable[argparse.Action]) -> Iterator[list[str]]:
+    """Flag with what may follow it, and meaning, of every action."""
     for action in actions:
         if "--help" in action.option_strings or action.help is argparse.SUPPRESS:
             continue
         names = [name for name in action.option_strings if not name.startswith("--no-")]
         anchor = f'<a id="{names[-1].lstrip("-")}"></a>' if names else ""
-        shown = ", ".join(map(code, names)) if names else code(str(action.metavar))
-        meaning = as_code(cell((action.help or "") % {**vars(action), "prog": "megatron_epp"}))
-        if (default := cell(default_of(action))) not in ("", "`off`") and "default" not in meaning:
+        shown = code(", ".join(names or [str(action.metavar)]) + value_of(action))
+        help_text = (action.help or "") % {**vars(action), "prog": "megatron_epp"}
+        help_text = re.sub(r"(?<!\w)'([^']*\*[^']*)'", r"`\1`", help_text)  # no emphasis
+        meaning = as_code(help_text.replace("<", "&lt;"))
+        if (default := default_of(action)) not in ("", "`off`") and "default" not in meaning:
             meaning += f" (default: {default})"
-        yield [anchor + shown, cell(value_of(action)), meaning]
+        yield [anchor + shown, meaning]
 
 
-def flag_table(rows: Iterable[Iterable[str]], *more: str) -> str:
-    return table(("flag", "value", "meaning", *more), rows)
+def bullets(rows: Iterable[Iterable[str]]) -> str:
+    return "".join(f"- {': '.join(each)}\n" for each in rows)
 
 
 @cache
@@ -128,7 +129,7 @@ def flags_page() -> str:
         "[plan defaults](../../scripts/bench/results/2026-11-27-plan-defaults.md).\n",
     ]
     for title, names in GROUPS.items():
-        rows = flag_table(flag_rows(actions[name] for name in names.split() if name in actions))
+        rows = bullets(flag_rows(actions[name] for name in names.split() if name in actions))
         parts.append(f"## {title}\n\n{rows}")
     on = {True: "on", False: "off"}
     cpu, gpu = default_levers("cpu"), default_levers("h100", host_memory=True)
@@ -161,10 +162,10 @@ def command_parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
         yield name, parser
 
 
-def option_row(action: argparse.Action) -> tuple[str, str, str]:
-    """Return flag, value and meaning of an option, without an anchor: several commands have it."""
-    [[flag, value, meaning]] = flag_rows([action])
-    return re.sub(r"<a .*></a>", "", flag), value, meaning
+def option_row(action: argparse.Action) -> tuple[str, str]:
+    """Return flag and meaning of an option, without an anchor: several commands have it."""
+    [[flag, meaning]] = flag_rows([action])
+    return re.sub(r"<a .*></a>", "", flag), meaning
 
 
 def as_shared(meaning: str, shared: str) -> str:
@@ -190,7 +191,7 @@ def commands_page() -> str:
         "`--hidden-size`.\n"
     )
     # By title of its group: every option, with the commands that have it in the same words.
-    groups: dict[str, dict[tuple[str, str, str], list[str]]] = {}
+    groups: dict[str, dict[tuple[str, str], list[str]]] = {}
     notes: dict[str, list[str]] = {name: [] for name in COMMANDS}
     for name, parser in command_parsers():
         for i, group in enumerate(parser._action_groups):
@@ -206,17 +207,13 @@ def commands_page() -> str:
         "installed; `COMMAND --help` prints the same. Options that several commands share are "
         "[below](#shared-options). Flags of training are on [another page](flags.md), and so are "
         "the [levers](flags.md#levers).\n",
-        table(
-            ("command", "what it does"),
-            [[f"[{name}](#{name})", as_code(cell(text))] for name, text in COMMANDS.items()],
-        ),
     ]
     shared = {
         title: {row: each for row, each in rows.items() if len(each) > 1}
         for title, rows in groups.items()
     }
     first: dict[str, str] = {}
-    for flag, _, meaning in (row for rows in shared.values() for row in rows):
+    for flag, meaning in (row for rows in shared.values() for row in rows):
         first.setdefault(flag, meaning)
     for name in COMMANDS:
         parts.append(f"## {name}\n\n{COMMANDS[name][0].upper()}{COMMANDS[name][1:]}.\n")
@@ -224,26 +221,24 @@ def commands_page() -> str:
         if name in ("certify", "profile"):
             parts.append(megatrons)
         own = [
-            (flag, value, as_shared(meaning, first.get(flag, "")))
+            (flag, as_shared(meaning, first.get(flag, "")))
             for rows in groups.values()
-            for (flag, value, meaning), each in rows.items()
+            for (flag, meaning), each in rows.items()
             if each == [name]
         ]
-        parts += [flag_table(own)] if own else []
-        if any(name in each for rows in shared.values() for each in rows.values()):
-            parts.append(
-                f"{'Also' if own else 'Options'}: see [shared options](#shared-options).\n"
-            )
+        parts.append(bullets(own) or "Options: see [shared options](#shared-options).\n")
     parts.append("## Shared options\n")
     parts.append(f"*All* are {', '.join(FLAGS)}.\n")
     for title, rows in shared.items():
         if rows:
             parts.append(f"### {title[0].upper()}{title[1:]}\n")
+        for commands in dict.fromkeys(map(tuple, rows.values())):
             lines = [
-                (flag, value, as_shared(meaning, first[flag]), named(each))
-                for (flag, value, meaning), each in rows.items()
+                (flag, as_shared(meaning, first[flag]))
+                for (flag, meaning), each in rows.items()
+                if tuple(each) == commands
             ]
-            parts.append(flag_table(lines, "commands"))
+            parts.append(f"*{named([*commands])}*:\n\n{bullets(lines)}")
     return "\n".join(parts)
 
 
@@ -264,36 +259,45 @@ def refused_page() -> str:
     rows = []
     for row in TABLE:
         where = {
-            "training": "`--epp`" if row.typed else "`--epp`, unless typed",
-            "slices": "calls of loops" if row.of_call else "loops",
-            "no_gpu": "CPU-only hosts",
+            "training": "`--epp`" if row.typed else "`--epp` untyped",
+            "slices": "calls" if row.of_call else "loops",
+            "no_gpu": "CPU",
         }
-        places = "; ".join(text for column, text in where.items() if getattr(row, column))
+        places = ", ".join(text for column, text in where.items() if getattr(row, column))
         flags, feature = flags_and_feature(row.what)
         shown = ", ".join(map(code, dict.fromkeys(flags)))
-        rows.append([shown, as_code(cell(feature)), places, as_code(cell(row.instead))])
-    rows.sort(key=lambda row: (not row[0], row))
+        feature = as_code(cell(feature)).removeprefix(f"{shown} ")
+        what = ": ".join(filter(None, (shown, feature)))
+        rows.append([what, places, as_code(cell(without_leaving_out(row.instead)))])
+    rows.sort(key=lambda row: (not row[0].startswith("`--"), row))
     return "\n".join(
         [
             f"# Flags and features that are refused or have no effect\n\n{NOTE}\n",
-            "Flags of Megatron-LM that are refused, by flag, with what to use instead. A refusal "
-            "is one line at start, and exit status 2 of every rank. What runs: "
-            "[support](support.md).\n",
-            "- `--epp`: training with `--epp` refuses the flag. *Unless typed*: typed on the "
-            "command line, the flag is [ignored with a warning](#flags-without-effect); from a "
-            "checkpoint's arguments or from a script it is refused.\n"
-            "- Loops: `megatron_epp.attach` refuses such a model of an "
-            "[external training loop](../guides/external_loops.md). *Calls of loops*: Megatron's "
-            "schedule runs such calls of an attached model, and a line says so once.\n"
-            "- CPU-only hosts: refused at start there.\n",
+            "Flags of Megatron-LM that are refused, by flag. **Leave the flag out**; the last "
+            "column gives the reason, or what to use instead. A refusal is one line at start, and "
+            "exit status 2 of every rank. What runs: [support](support.md). Refused by\n",
+            "- `--epp`: training with `--epp`. *Untyped*: a flag from a checkpoint's arguments or "
+            "a script is refused; typed on the command line, it is "
+            "[ignored with a warning](#flags-without-effect).\n"
+            "- *loops*: `megatron_epp.attach`, in an "
+            "[external training loop](../guides/external_loops.md). *Calls*: Megatron's schedule "
+            "runs such calls of an attached model, and a line says so once.\n"
+            "- *CPU*: training on hosts without a GPU.\n",
             "## Refused\n",
-            table(("flags", "feature", "refused by", "instead"), rows),
+            table(("flags and feature", "refused by", "reason, or instead"), rows),
             "## Flags without effect\n",
-            "With `--epp` these flags of Megatron-LM are set back to their neutral values, and "
-            "rank 0 logs one warning that names them. Results are those without the flags.\n",
-            table(("flags", "what does their job"), sorted(without_effect())),
+            "`--epp` sets these flags of Megatron-LM back to their neutral values, and rank 0 logs "
+            "one warning that names them. Results are those without the flags. What does their "
+            "job:\n",
+            bullets(sorted(without_effect())),
         ]
     )
+
+
+def without_leaving_out(instead: str) -> str:
+    """``instead`` less the advice to leave the flag out, which the page gives once."""
+    short = re.fullmatch(r"leave (?:it|them|the flag) out(?:: (.+)| \((.+)\))?", instead)
+    return (short[1] or short[2] or "") if short else instead
 
 
 def without_effect() -> Iterator[list[str]]:
@@ -303,7 +307,7 @@ def without_effect() -> Iterator[list[str]]:
     options = {action.dest: action.option_strings for action in megatron_parser()._actions}
     for row in dict.fromkeys((*REPLACED, *replaced_by_kinds())):
         names = [options[name][0] for name in row.names.split() if name in options]
-        yield [", ".join(map(code, dict.fromkeys(names))), as_code(cell(row.by))]
+        yield [", ".join(map(code, dict.fromkeys(names))), as_code(row.by)]
 
 
 @cache

@@ -29,15 +29,16 @@ def test_a_flag_that_changes_is_found() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser, Flags)
     assert list(write_reference.flag_rows(parser._actions)) == [
-        ['<a id="epp-new"></a>`--epp-new`', "`N`", r"50% of `--epp-plan`, a\|b (default: `3`)"]
+        ['<a id="epp-new"></a>`--epp-new N`', "50% of `--epp-plan`, a|b (default: `3`)"]
     ]
 
 
 def test_options_of_several_commands_stand_once() -> None:
     page = write_reference.commands_page()
-    rows = re.findall(r"^\| (`-.*?) \| (.*?) \| (.*?) \|", page, re.M)
+    rows = re.findall(r"^- (`-.*?`): (.*)", page, re.M)
     assert len(rows) == len(set(rows)) > 90
-    assert "| documents in a batch" in page and "| plan, compare, tune |" in page
+    after = page.split("*plan, compare, tune*:\n\n")[1].split("\n\n")[0]
+    assert "- `--global-batch-size N`: documents in a batch" in after
     shared = (
         "memory of a device in GiB, model states included, on each pipeline rank (default: all)"
     )
