@@ -73,8 +73,8 @@ def without_numbers(text: str) -> str:
 
 
 def unexplained(page: str) -> list[str]:
-    """Return the parts of the line that no table of ``page`` has, and the levers without a row."""
-    rows = re.findall(r"^\| (`.+?) \|", page, re.M)
+    """Return the parts of the line that no list of ``page`` has, and the levers without an item."""
+    rows = re.findall(r"^- ((?:`[^`]+`(?:, )?)+): ", page, re.M)
     known = {without_numbers(word) for row in rows for word in re.findall(r"`([^`]+)`", row)}
     ends = [epp.LESS_MEMORY.removeprefix(", "), EVERY_CHUNK_ALIKE.removeprefix(", ")]
     lines = [*map(str, (*CHUNKINGS, *POLICIES)), *ends, *sorted(notes_of_published_drafts())]
@@ -82,13 +82,13 @@ def unexplained(page: str) -> list[str]:
     return [part for part in (*parts, *LEVERS) if without_numbers(part) not in known]
 
 
-def test_every_part_and_lever_has_a_row() -> None:
+def test_every_part_and_lever_has_an_item() -> None:
     assert unexplained(PAGE.read_text()) == []
 
 
 def test_a_missing_row_is_found() -> None:
     page = PAGE.read_text()
-    gone = "".join(row for row in page.splitlines(True) if "| `wsplit` |" not in row)
+    gone = "".join(row for row in page.splitlines(True) if "- `wsplit`:" not in row)
     assert unexplained(gone) == ["wsplit"]
     assert unexplained(page.replace("documents left whole", "documents whole")) == [
         "documents left whole"
