@@ -13,7 +13,7 @@ hooks = loaded(ROOT / "docs" / "mkdocs_hooks.py")
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TOP = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-MOST_PAGES, MOST_WORDS = 44, 40_100  # as wc counts the words of all pages
+MOST_PAGES, MOST_WORDS = 44, 40_000  # as wc counts the words of all pages
 
 
 def name(page: Path) -> str:
