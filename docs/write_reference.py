@@ -275,7 +275,7 @@ def refused_page() -> str:
             f"# Flags and features that are refused or have no effect\n\n{NOTE}\n",
             "Flags of Megatron-LM that are refused, by flag. **Leave the flag out**; the last "
             "column gives the reason, or what to use instead. A refusal is one line at start, and "
-            "exit status 2 of every rank. What runs: [support](support.md). Refused by\n",
+            "exit status 2 of every rank. What runs: [support](support.md). Refused by:\n",
             "- `--epp`: training with `--epp`. *Untyped*: a flag from a checkpoint's arguments or "
             "a script is refused; typed on the command line, it is "
             "[ignored with a warning](#flags-without-effect).\n"
