@@ -3,6 +3,7 @@
     python scripts/bench/trees.py [--model llama3-8b] [--stages 4] [--tp 8] [--groups 8]
                                   [--prefixes 1 4 16] [--answers 8 16] [--turns 12] [--tokens 32]
                                   [--seed 1] [-o RESULT.md]
+    python scripts/bench/trees.py --planned 1 2 3 --groups 24 --prefixes 16 --answers 16
 
 All numbers are simulated with the cost model of megatron_epp.cost, from the model's shape and
 assumed rates of an H100; nothing ran on a GPU. The planner for external loops plans each call with
@@ -16,10 +17,16 @@ group. The bound is the time of the busiest stage if every distinct token is com
 waits and without costs other than those of tokens and pairs. ``split``: two replicas each run half
 of every group's answers and both compute the question. The column has the seconds of the first
 replica, as a fraction of those of a replica that runs every second group completely.
+
+``--planned``: planner epp plans one iteration of a replica for each seed, with and without shared
+prefixes, as ``compare`` does, within the memory budget of the device. The gain is the seconds
+without over the seconds with them; with the bound in place of the latter, it is what the bound
+allows.
 """
 
 import argparse
 import io
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,10 +37,13 @@ from headline import ROOT, publish
 
 sys.path.insert(0, str(ROOT))
 
+from megatron_epp.cli.outcome import outcome
+from megatron_epp.corpus.shared_prefixes import PrefixForest, SharedSpan
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import OF_LAYERS, Kind, Plan
+from megatron_epp.planner import Options
 from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.planner.calls.call_plan import call_plan
 from megatron_epp.sim.play import play
@@ -44,6 +54,8 @@ STOCK = CallOptions(reorder=False, split=False)
 HEAD = ("calls of", "tokens", "once", "stock", "slices", "trees", "bound", "trees / bound",
         "gain of trees", "that the bound allows", "peak: stock", "slices", "trees",
         "split")  # fmt: skip
+
+PLANNED = ("batch", "seed", "without sharing, s", "with sharing, s", "gain", "bound")
 
 
 @dataclass(frozen=True)
@@ -65,6 +77,20 @@ class Group:
         for length, parent in zip(self.lengths, self.parents, strict=True):
             ends.append(length + (ends[parent] if parent >= 0 else 0))
         return [ends[part] for part in self.samples]
+
+    @property
+    def forest(self) -> PrefixForest:
+        """The parts as the planner takes them."""
+        reader: dict[int, int] = {}  # a sample of each part
+        for sample, part in enumerate(self.samples):
+            while part >= 0:
+                reader.setdefault(part, sample)
+                part = self.parents[part]
+        nodes: list[SharedSpan] = []
+        for part, (length, parent) in enumerate(zip(self.lengths, self.parents, strict=True)):
+            begin = nodes[parent].stop if parent >= 0 else 0
+            nodes.append(SharedSpan(reader[part], begin, begin + length, parent))
+        return PrefixForest(tuple(nodes), self.samples)
 
 
 def answers_to(question: int, answers: int, random: Random) -> Group:
@@ -159,26 +185,26 @@ def row(name: str, groups: Sequence[Group], cost: Cost, most: int, splits: bool)
     ]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="llama3-8b")
-    parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--tp", type=int, default=8)
-    parser.add_argument("--groups", type=int, default=8, help="of a replica's call")
-    parser.add_argument("--prefixes", type=int, nargs="+", default=[1, 4, 16], metavar="K")
-    parser.add_argument("--answers", type=int, nargs="+", default=[8, 16])
-    parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--tokens", type=int, default=32, metavar="K", help="of a micro-batch")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
-    args = parser.parse_args()
-    cost = named_cost(args.model, DEVICE, pp=args.stages, tp=args.tp)
-    cost = cost.replace(device_budget_bytes=(float("inf"),) * args.stages)
-    text = io.StringIO()
-    print(f"### {args.model}, pp {args.stages} tp {args.tp}, {args.groups} groups a call and "
-          f"replica, {DEVICE}; all simulated\n", file=text)  # fmt: skip
-    print(f"| {' | '.join(HEAD)} |\n|{'---|' * len(HEAD)}", file=text)
-    random = Random(args.seed)
+def planned(name: str, by_seed: dict[int, list[Group]], cost: Cost) -> list[list[str]]:
+    """Return a line for each seed, and one of medians: name, seed, seconds, gains."""
+    rows = []
+    for seed, groups in by_seed.items():
+        forest = PrefixForest.joined(group.forest for group in groups)
+        options = Options(context=max(forest.lengths))
+        shared, apart = (
+            outcome(0, documents, cost, options, "epp", 1) for documents in (forest, forest.lengths)
+        )
+        assert shared.fits and apart.fits, "both plans fit the memory budget"
+        gains = [apart.seconds / each for each in (shared.seconds, bound_seconds(groups, cost))]
+        rows.append([seed, apart.seconds, shared.seconds, *gains])
+    medians = ["median", *map(statistics.median, list(zip(*rows, strict=True))[1:])]
+    return [[name, str(first), *(f"{each:.2f}" for each in rest)]
+            for first, *rest in [*rows, medians]]  # fmt: skip
+
+
+def kinds_of(args: argparse.Namespace, seed: int) -> list[tuple[str, list[Group], bool]]:
+    """Return the name of each kind of groups, the groups, and whether to try them split."""
+    random = Random(seed)
     kinds = [
         (f"{question}K and {answers} answers",
          [answers_to(question * K, answers, random) for _ in range(args.groups)], True)
@@ -186,7 +212,42 @@ def main() -> None:
         for answers in args.answers
     ]  # fmt: skip
     turns = [trajectory(args.turns, random) for _ in range(args.groups)]
-    kinds.append((f"trajectories of {args.turns} turns", turns, False))
+    return [*kinds, (f"trajectories of {args.turns} turns", turns, False)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="llama3-8b")
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--tp", type=int, default=8)
+    parser.add_argument("--cp", type=int, default=1)
+    parser.add_argument("--ep", type=int)
+    parser.add_argument("--groups", type=int, default=8, help="of a replica's call")
+    parser.add_argument("--prefixes", type=int, nargs="+", default=[1, 4, 16], metavar="K")
+    parser.add_argument("--answers", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=32, metavar="K", help="of a micro-batch")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--planned", type=int, nargs="+", metavar="SEED", help="see above")
+    parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
+    args = parser.parse_args()
+    sizes = {"tp": args.tp, "cp": args.cp, "ep": args.ep}
+    cost = named_cost(args.model, DEVICE, pp=args.stages, **sizes)
+    layout = " ".join(f"{name} {size}" for name, size in sizes.items() if (size or 1) > 1)
+    head = PLANNED if args.planned else HEAD
+    text = io.StringIO()
+    print(f"### {args.model}, pp {args.stages} {layout}, {args.groups} groups a call and "
+          f"replica, {DEVICE}; all simulated\n", file=text)  # fmt: skip
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", file=text)
+    if args.planned:
+        for of_seeds in zip(*(kinds_of(args, seed) for seed in args.planned), strict=True):
+            by_seed = {seed: each[1] for seed, each in zip(args.planned, of_seeds, strict=True)}
+            for line in planned(of_seeds[0][0], by_seed, cost):
+                print(f"| {' | '.join(line)} |", file=text)
+        publish(f"{text.getvalue()}\n", args.output)
+        return
+    cost = cost.replace(device_budget_bytes=(float("inf"),) * args.stages)
+    kinds = kinds_of(args, args.seed)
     for name, groups, splits in kinds:
         print(name, file=sys.stderr, flush=True)
         line = row(name, groups, cost, args.tokens * K, splits)
