@@ -91,7 +91,7 @@ def test_mxfp8_by_the_command() -> None:
     [
         (False, MXFP8, "--fp8-recipe mxfp8: Device compute capability 10.0 or higher required"),
         (True, HYBRID, "--fp8-format: loops are not certified in fp8"),
-        (False, " --fp8-format e4m3 --fp8-recipe delayed", "fp8 whose scales follow from what was"),
+        (False, " --fp8-format e4m3 --fp8-recipe delayed", "fp8 with scales of earlier tensors"),
     ],
     ids=["mxfp8 on an H100", "a loop", "a history"],
 )
