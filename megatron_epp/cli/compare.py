@@ -14,10 +14,9 @@ from megatron_epp.cli.documents import open_batches
 from megatron_epp.cli.layout import named_layout_cost, run_cost
 from megatron_epp.cli.machine import padding_text, with_padding
 from megatron_epp.cli.outcome import Outcome, known_planner, outcome
-from megatron_epp.cli.plan import late_text, options_of
+from megatron_epp.cli.plan import late_text, options_of, require_sharing
 from megatron_epp.cli.progress import Workers, bar
 from megatron_epp.cli.verdict import PAYS, verdict, why_stock
-from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.cost.catalogue.accuracy import accuracy_lines
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner import COMPARED, PACKED, PLANNERS, STOCK, Options
@@ -47,17 +46,18 @@ def run(arguments: argparse.Namespace) -> int:
     default = (*COMPARED, STOCK, *comparison_methods())
     names = [known_planner(name, STOCK) for name in dict.fromkeys(arguments.planner or default)]
     options = options_of(arguments)
+    require_sharing(arguments, names)
     pipelines = [name for name in names if name in PLANNERS]
     chosen_by = _EPP if _EPP in names else (pipelines or names)[0]
     named = named_layout_cost(arguments, chosen_by)
     numbers = range(arguments.first_batch, arguments.first_batch + arguments.batches)
-    batches = open_batches(arguments, numbers)
+    batches = open_batches(arguments, numbers, named.layout.predictions - 1)
     first = batches[numbers[0]]
     cost = with_padding(named, arguments, batches.first, arguments.dp)
     elastic_cost = run_cost(arguments, cost, batches, options, _EPP) if _EPP in names else cost
     costs = {name: elastic_cost if name == _EPP else cost for name in names if name != STOCK}
     cold = _warm_up(costs, first, options, arguments.dp)
-    if _EPP in names and isinstance(batches.forest(numbers[0]), PrefixForest):
+    if _EPP in names and batches.has_prefixes:
         names.insert(names.index(_EPP) + 1, _APART)
     outcomes: list[Outcome] = []
     failed: dict[str, str] = {}

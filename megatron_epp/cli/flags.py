@@ -103,6 +103,12 @@ class DocumentFlags:
         f"seed of the shuffle, as in training (default: {DEFAULT_SEED}, Megatron's)",
         NUMBER,
     )
+    share_from: int | None = flag(
+        None,
+        "compute prefixes of at least N equal tokens once per replica (planner epp), as training "
+        "with --epp-share-from; needs tokens: an .idx with its .bin, or --tokenizer",
+        COUNT,
+    )
 
 
 @dataclass
@@ -251,12 +257,6 @@ class PlannerFlags:
         "pad chunks to a multiple of this (default: as training on that device)",
         MULTIPLE,
     )
-    lockstep: int | None = flag(
-        None,
-        "replicas that run op by op together, a divisor of --dp (default: those that share a "
-        "layer's experts, ep / (tp x cp))",
-        COUNT,
-    )
 
 
 @dataclass
@@ -380,6 +380,8 @@ class TunedBatchesFlags:
 @dataclass
 class TunedDocumentFlags(DocumentFlags):
     """The corpus of ``tune``, which is optional."""
+
+    OMIT: ClassVar = ("share_from",)
 
     lengths: str = flag(
         None,

@@ -40,6 +40,7 @@ REMOVED = {
     "serve": "training starts its planner processes itself; for a plan in a file: plan -o FILE",
     "--partition": "leave it out: --placement auto, the default, chooses layers, too; "
     "--placement even: equally many on every stage",
+    "--lockstep": "--ep, --tp and --cp imply it, as in training: ep / (tp x cp) replicas",
     "--whole": "leave it out: only sinkhorn routing, which was removed too, needed uncut documents",
 }
 

@@ -148,8 +148,8 @@ def outcome(
             free = max(each.seconds for each in others)
     elif options.lockstep > 1:
         raise ValueError(
-            f"planner {planner!r} knows no replicas in lockstep (--ep, --lockstep); expected one "
-            f"of {', '.join(PLANNERS)}"
+            f"planner {planner!r} knows no replicas in lockstep (--ep); expected one of "
+            f"{', '.join(PLANNERS)}"
         )
     else:
         assignments = balance_replicas(lengths, cost, replicas)

@@ -5,7 +5,7 @@ import dataclasses
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megatron_epp.cli import recorded_settings
 from megatron_epp.cli.documents import Batches, open_batches
@@ -51,10 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
     """
     planner = known_planner(arguments.planner)
     options = options_of(arguments)
+    require_sharing(arguments, () if arguments.forward_only else (planner,))
     named = named_layout_cost(arguments, planner)  # before the corpus is read, which may take long
     if planner in PLANNERS and arguments.placement not in (None, AUTO):
         PLANNERS[planner].require_place(named.layout.placement.place)
-    batches = open_batches(arguments, [arguments.batch])
+    batches = open_batches(arguments, [arguments.batch], named.layout.predictions - 1)
     lengths = batches[arguments.batch]
     padded = with_padding(named, arguments, batches.first, arguments.dp)
     cost = run_cost(arguments, padded, batches, options, planner)
@@ -122,8 +123,8 @@ def options_of(arguments: argparse.Namespace) -> Options:
     if "local" in map(str.strip, arguments.levers.split(",")):
         if lockstep > 1:
             raise UsageError(
-                "--levers local: replicas in lockstep (--ep, --lockstep) have all documents "
-                "sharded over the context-parallel ranks; leave it out"
+                "--levers local: replicas in lockstep (--ep) have all documents sharded over the "
+                "context-parallel ranks; leave it out"
             )
         if arguments.cp == 1:
             raise UsageError(
@@ -133,6 +134,17 @@ def options_of(arguments: argparse.Namespace) -> Options:
     if arguments.effort is not None:
         options = dataclasses.replace(options, effort=arguments.effort)
     return options
+
+
+def require_sharing(arguments: argparse.Namespace, planners: Iterable[str]) -> None:
+    """Raise a UsageError if none of ``planners`` makes plans with shared prefixes."""
+    if arguments.share_from is not None and not any(
+        name in PLANNERS and PLANNERS[name].takes_prefixes for name in planners
+    ):
+        raise UsageError(
+            "--share-from has no effect: only planner epp computes shared prefixes once, and no "
+            "forward-only plan does; leave it out"
+        )
 
 
 def levers_of(arguments: argparse.Namespace) -> frozenset[str]:
@@ -148,20 +160,11 @@ def levers_of(arguments: argparse.Namespace) -> frozenset[str]:
 
 
 def _lockstep(arguments: argparse.Namespace) -> int:
-    """Return the size of a lockstep group: --lockstep, or the replicas that share experts."""
-    named, shared = arguments.lockstep, 1
-    if arguments.ep is not None:
-        shared = max(1, arguments.ep // (arguments.tp * arguments.cp))
-    if named is not None and named % shared:
-        raise UsageError(
-            f"--lockstep {named}: {shared} replicas share a layer's experts (--ep); expected a "
-            "multiple"
-        )
-    lockstep = shared if named is None else named
+    """Return the size of a lockstep group: the replicas that share experts."""
+    lockstep = max(1, (arguments.ep or 1) // (arguments.tp * arguments.cp))
     if arguments.dp % lockstep:
-        what = "--ep" if named is None else "--lockstep"
         raise UsageError(
-            f"{what}: {lockstep} replicas in lockstep; expected a divisor of --dp {arguments.dp}"
+            f"--ep: {lockstep} replicas in lockstep; expected a divisor of --dp {arguments.dp}"
         )
     return lockstep
 

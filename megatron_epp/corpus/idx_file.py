@@ -230,6 +230,7 @@ def check_vocabulary(tokens: np.ndarray, vocabulary_size: int, where: str) -> No
 
 def read_tokens(files: CorpusFiles, sequence: int, start: int, stop: int) -> np.ndarray:
     """Return tokens [start, stop) of a sequence: [stop - start] int64."""
-    first = int(files.lengths[:sequence].sum(dtype=np.int64)) + start
+    _, pointers, _ = _columns(Path(files.prefix + ".idx"), files.sequences, files.documents + 1)
+    first = int(pointers[sequence]) // np.dtype(files.dtype).itemsize + start
     data = np.memmap(files.prefix + ".bin", dtype=files.dtype, mode="r", shape=(files.tokens,))
     return data[first : first + stop - start].astype(np.int64)

@@ -20,18 +20,21 @@ import itertools
 import json
 import re
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
 
 import numpy as np
 
 from megatron_epp.corpus.epochs import Epochs, epoch_order
-from megatron_epp.corpus.idx_file import CorpusFiles, read_index
+from megatron_epp.corpus.idx_file import CorpusFiles, read_index, read_tokens
 from megatron_epp.corpus.loss_mask import examine_masks
 from megatron_epp.corpus.overlong import Counts, apply_context, require_policy
 from megatron_epp.corpus.shared_prefixes import Batch, PrefixForest
-from megatron_epp.corpus.text_lengths import SUFFIXES, Progress, text_lengths
+from megatron_epp.corpus.text_lengths import SUFFIXES, Progress, text_lengths, text_tokens
+from megatron_epp.corpus.token_prefixes import CorpusTokens, SequenceTokens
 from megatron_epp.ir.errors import first_line, quoted
 from megatron_epp.ir.plan import MOST_CONTINUED
 
@@ -67,6 +70,8 @@ class Corpus:
         note: how tokens of texts were counted; empty if the source contains lengths.
         groups: documents with shared prefixes of every line of a list, if there are any. Batches
             consist of complete groups.
+        document_tokens: tokens of the documents; None if the source has only lengths, or texts
+            without a tokenizer.
     """
 
     name: str
@@ -75,6 +80,7 @@ class Corpus:
     counts: Counts
     note: str = ""
     groups: tuple[PrefixForest, ...] = ()
+    document_tokens: CorpusTokens | None = None
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -97,12 +103,33 @@ class Corpus:
             return self._groups_of(index, size or len(self.inputs), seed, size is None)
         return self.in_order() if size is None else self.batch(index, size, seed)
 
+    def sharing(
+        self, index: int, size: int | None, seed: int, least: int, depths: int
+    ) -> PrefixForest:
+        """Return batch ``index`` as :meth:`documents`, with prefixes that are equal tokens.
+
+        Args:
+            index: number of the batch.
+            size: documents in a batch; None: all documents.
+            seed: seed of the order.
+            least: minimum number of tokens of a shared prefix.
+            depths: number of MTP layers.
+        """
+        assert self.document_tokens is not None, "the source has no tokens"
+        every = np.arange(len(self.inputs))
+        chosen = every if size is None else self._drawn(index, size, seed)
+        return self.document_tokens.forest(chosen, least, depths)
+
     def batch(self, index: int, size: int, seed: int = DEFAULT_SEED) -> tuple[int, ...]:
         """Return the document lengths of batch ``index``, as training with ``seed`` draws it.
 
         Raises:
             ValueError: an argument is out of range.
         """
+        return tuple(self.inputs[self._drawn(index, size, seed)].tolist())
+
+    def _drawn(self, index: int, size: int, seed: int) -> np.ndarray:
+        """Return the document numbers of batch ``index``: [size] int64."""
         if index < 0 or size < 1:
             raise ValueError(f"batch {index} of {size} documents: expected 0 or more, of 1 or more")
         if not 0 <= seed < 2**32:
@@ -114,7 +141,7 @@ class Corpus:
                 f"{count}"
             )
         items = np.arange(index * size, (index + 1) * size)
-        return tuple(self.inputs[Epochs(count, seed).documents(items)].tolist())
+        return Epochs(count, seed).documents(items)
 
     def _groups_of(self, index: int, size: int, seed: int, in_order: bool) -> PrefixForest:
         if in_order:
@@ -156,6 +183,7 @@ def open_corpus(
         raise ValueError(f"context {context}: expected a positive number of tokens")
     path, masks, note = Path(text), None, ""
     groups: tuple[PrefixForest, ...] = ()
+    opened: Callable[[Sequence[int]], SequenceTokens] | None = None
     of_texts = path.suffix in SUFFIXES and path.is_file()
     if tokenizer is not None and not of_texts:
         raise ValueError(
@@ -164,9 +192,12 @@ def open_corpus(
         )
     if of_texts:
         source, (note, inputs) = text, text_lengths(path, tokenizer, progress)
+        if tokenizer is not None:
+            opened = partial(_text_reader, path, tokenizer)
     elif path.is_file() and path.suffix == ".idx":
         source, files = text, read_index(path)
         inputs, masks = index_inputs(path, files), examine_masks(files)
+        opened = partial(_index_reader, files)
     elif path.is_file():
         source, (inputs, groups) = text, read_lengths(path, context)
     elif text in distribution_names():
@@ -194,7 +225,17 @@ def open_corpus(
             f"{text}: all {len(inputs)} documents are longer than the context of {context} tokens "
             "and were dropped; use a larger --context, or --overlong truncate or split"
         )
-    return Corpus(text, source, index.inputs, index.counts, note, groups)
+    tokens = None if opened is None else CorpusTokens(index, opened)
+    return Corpus(text, source, index.inputs, index.counts, note, groups, tokens)
+
+
+def _index_reader(files: CorpusFiles, _: Sequence[int]) -> SequenceTokens:
+    return partial(read_tokens, files)
+
+
+def _text_reader(path: Path, tokenizer: str, sequences: Sequence[int]) -> SequenceTokens:
+    tokens = text_tokens(path, tokenizer, sequences)
+    return lambda sequence, start, stop: tokens[sequence][start:stop]
 
 
 def index_inputs(path: Path, files: CorpusFiles) -> np.ndarray:

@@ -10,7 +10,8 @@ The document in a line or row is one of:
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ ROLES = ("system", "user", "tool", "assistant")  # of a chat's messages
 MOST_DRAWN = 20_000
 BYTES_PER_TOKEN = 4  # without a tokenizer
 MARKUP_TOKENS = 4  # of a chat's message: its role, start and end
+# Stand for tokens in text_tokens: the end of a document, markup, the first role (others below it)
+_END, _MARKUP, _FIRST_ROLE = -2, -3, -4
 _KEYS = ("text", "messages", "conversations", "prompt")
 _EXPECTED = f"an object with {', '.join(_KEYS[:-1])} or {_KEYS[-1]}"
 _AT_ONCE = 256  # documents per call of the tokenizer, which uses threads
 
 Progress = Callable[[Iterable[Any], int, str], Iterable[Any]]
-Document = tuple[list[str], int]  # its texts, and the tokens of its markup
+Document = tuple[list[str], list[str]]  # its texts, and the roles of a chat's messages
 
 
 def text_lengths(
@@ -49,8 +52,7 @@ def text_lengths(
             has no document with a token.
         ModuleNotFoundError: pyarrow or tokenizers is needed and not installed.
     """
-    read = _parquet_rows if path.suffix == ".parquet" else _json_lines
-    total, rows = read(path)
+    total, rows = _rows(path)
     if progress is not None:
         rows = iter(progress(rows, min(total, MOST_DRAWN), "documents"))
     documents = (_document(where, row) for where, row in rows)
@@ -63,12 +65,44 @@ def text_lengths(
     return how, lengths
 
 
-def _drawn(total: int) -> np.ndarray:
-    """Return the indices of the rows to count: evenly spaced, at most MOST_DRAWN of ``total``."""
-    return np.unique(np.linspace(0, total - 1, min(total, MOST_DRAWN)).astype(np.int64))
+def text_tokens(path: Path, tokenizer: str, chosen: Sequence[int]) -> dict[int, np.ndarray]:
+    """Return the tokens of some documents, by their numbers in the result of :func:`text_lengths`.
+
+    Negative numbers stand for what is counted without its text, as in ChatML: start, role and end
+    of line before a message, end after it. One more ends the document, so [inputs + 1] int64.
+    """
+    numbers = sorted({*chosen})
+    _, rows = _rows(path, numbers)
+    known, tokens, roles = open_tokenizer(tokenizer), {}, dict[str, int]()
+    for number, (where, row) in zip(numbers, rows, strict=True):
+        texts, speakers = _document(where, row)
+        words: list[int] = []
+        encoded = known.encode_batch_fast([*map(_valid, texts)], add_special_tokens=False)
+        for role, text in zip_longest(speakers, encoded):
+            if role is None:
+                words += text.ids
+            else:
+                role_token = roles.setdefault(role, _FIRST_ROLE - len(roles))
+                words += [_MARKUP, role_token, _MARKUP, *text.ids, _MARKUP]
+        tokens[number] = np.array([*words, _END], np.int64)
+    return tokens
 
 
-def _json_lines(path: Path) -> tuple[int, Iterator[tuple[str, Any]]]:
+def _rows(path: Path, chosen: Sequence[int] | None = None) -> tuple[int, Iterator[tuple[str, Any]]]:
+    """Return the number of documents, and (place, value) of those to count, or ``chosen`` ones."""
+    return (_parquet_rows if path.suffix == ".parquet" else _json_lines)(path, chosen)
+
+
+def _drawn(total: int, chosen: Sequence[int] | None) -> np.ndarray:
+    """Return the indices of the rows to count: evenly spaced, at most MOST_DRAWN of ``total``.
+
+    With ``chosen``, return these of them.
+    """
+    drawn = np.unique(np.linspace(0, total - 1, min(total, MOST_DRAWN)).astype(np.int64))
+    return drawn if chosen is None else drawn[chosen]
+
+
+def _json_lines(path: Path, chosen: Sequence[int] | None) -> tuple[int, Iterator[tuple[str, Any]]]:
     """Return the number of nonblank lines, and (place, JSON value) of the lines to count."""
 
     def filled() -> Iterator[tuple[int, bytes]]:
@@ -78,7 +112,7 @@ def _json_lines(path: Path) -> tuple[int, Iterator[tuple[str, Any]]]:
     total = sum(1 for _ in filled())
 
     def rows() -> Iterator[tuple[str, Any]]:
-        wanted = set(_drawn(total).tolist()) if total else set()
+        wanted = set(_drawn(total, chosen).tolist()) if total else set()
         for at, (number, line) in enumerate(filled()):
             if at in wanted:
                 where = f"{path}, line {number}"
@@ -91,7 +125,9 @@ def _json_lines(path: Path) -> tuple[int, Iterator[tuple[str, Any]]]:
     return total, rows()
 
 
-def _parquet_rows(path: Path) -> tuple[int, Iterator[tuple[str, Any]]]:
+def _parquet_rows(
+    path: Path, chosen: Sequence[int] | None
+) -> tuple[int, Iterator[tuple[str, Any]]]:
     """Return the number of rows, and (place, document columns) of the rows to count."""
     import pyarrow
     import pyarrow.parquet
@@ -108,7 +144,7 @@ def _parquet_rows(path: Path) -> tuple[int, Iterator[tuple[str, Any]]]:
     total = file.metadata.num_rows
 
     def rows() -> Iterator[tuple[str, Any]]:
-        begin, drawn = 0, _drawn(total) if total else np.empty(0, np.int64)
+        begin, drawn = 0, _drawn(total, chosen) if total else np.empty(0, np.int64)
         try:
             for batch in file.iter_batches(1024, columns=wanted):
                 inside = drawn[(drawn >= begin) & (drawn < begin + len(batch))] - begin
@@ -128,7 +164,7 @@ def _names(names: Iterable[object]) -> str:
 
 
 def _document(where: str, row: Any) -> Document:
-    """Return the texts of a row, and the number of tokens that the markup of a chat adds.
+    """Return the texts of a row, and the role of each if they are the messages of a chat.
 
     Raises:
         ValueError: the row is not a document.
@@ -146,6 +182,7 @@ def _document(where: str, row: Any) -> Document:
     if key in ("messages", "conversations") and isinstance(value, str):
         raise ValueError(f"{where}: {key} {quoted(value)}: expected a list of messages")
     texts: list[str] = []
+    roles: list[str] = []
     for message in messages:
         text = _text(message)
         if text is None:
@@ -156,7 +193,8 @@ def _document(where: str, row: Any) -> Document:
         if key == "messages" and role is not None and str(role).lower() not in ROLES:
             raise ValueError(f"{where}: role {quoted(role)}: expected one of {', '.join(ROLES)}")
         texts.append(text)
-    return texts, 0 if key == "text" else MARKUP_TOKENS * len(texts)
+        roles.append(str(role or (isinstance(message, Mapping) and message.get("from"))))
+    return texts, [] if key == "text" else roles
 
 
 def _messages(value: Any) -> list[Any]:
@@ -182,19 +220,18 @@ def _text(message: Any) -> str | None:
 def _counted(documents: Iterable[Document], tokenizer: str | None) -> Iterator[int]:
     """Yield the tokens of every document."""
     if tokenizer is None:
-        for texts, markup in documents:
+        for texts, roles in documents:
             size = sum(len(text.encode("utf-8", "replace")) for text in texts)
-            yield -(-size // BYTES_PER_TOKEN) + markup
+            yield -(-size // BYTES_PER_TOKEN) + MARKUP_TOKENS * len(roles)
         return
     known = open_tokenizer(tokenizer)
     waiting: list[Document] = []
 
     def count() -> Iterator[int]:
-        # JSON can contain halves of surrogate pairs, which are not valid text.
-        every = [text.encode("utf-8", "replace").decode() for texts, _ in waiting for text in texts]
+        every = [_valid(text) for texts, _ in waiting for text in texts]
         encoded = iter(known.encode_batch_fast(every, add_special_tokens=False))
-        for texts, markup in waiting:
-            yield sum(len(next(encoded)) for _ in texts) + markup
+        for texts, roles in waiting:
+            yield sum(len(next(encoded)) for _ in texts) + MARKUP_TOKENS * len(roles)
         waiting.clear()
 
     for document in documents:
@@ -202,6 +239,11 @@ def _counted(documents: Iterable[Document], tokenizer: str | None) -> Iterator[i
         if len(waiting) == _AT_ONCE:
             yield from count()
     yield from count()
+
+
+def _valid(text: str) -> str:
+    """Return ``text`` without halves of surrogate pairs, which JSON can contain."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def open_tokenizer(tokenizer: str) -> Any:

@@ -102,8 +102,7 @@ REFUSED = {
         "--ep 12 --dp 2": "ep 12: expected a divisor of tp x cp, 8, or a multiple of it",
         "--layer-kinds 48*experts": "--layer-kinds: the model says what its layers are; ",
         "--ep 16 --dp 3": "--ep: 2 replicas in lockstep; expected a divisor of --dp 3",
-        "--lockstep 3 --dp 4": "--lockstep: 3 replicas in lockstep; expected a divisor",
-        "--ep 32 --dp 4 --lockstep 2": "--lockstep 2: 4 replicas share a layer's exp",
+        "--lockstep 2 --dp 4": "--lockstep was removed; --ep, --tp and --cp imply it, as in train",
         "--ep 16 --dp 2 --planner flexsp": "planner 'flexsp' knows no replicas in",
     },
     f"compare --lengths wlb --pp 2 {GPT}": {

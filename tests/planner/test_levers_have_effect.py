@@ -29,16 +29,14 @@ WHERE = {
 }
 MANY = ("--lengths", "wlb", "--context", "32768", "--global-batch-size", "64", "--effort", "0")
 MANY += ("--vocab-parallel", "on")
+EXPERTS = ("--model", "qwen3-30b-a3b", "--device", "h100-80g", "--dp", "2", "--effort", "0")
 # By field of Options, and by the multiple, two command lines that differ in nothing else.
 FIELDS = {
     "context": (("--planner", "packing"), ("--planner", "packing", "--context", "40000")),
     "levers": ((*TIGHT, "--levers", "default"), (*TIGHT, "--levers", "none")),
     "effort": (("--effort", "0"), ("--effort", "1")),
     "multiple": (MANY, (*MANY, "--multiple", "2048")),
-    "lockstep": (
-        ("--dp", "2", "--effort", "0"),
-        ("--dp", "2", "--effort", "0", "--lockstep", "2"),
-    ),
+    "lockstep": ((*EXPERTS, "--ep", "8"), (*EXPERTS, "--ep", "16")),
 }
 
 

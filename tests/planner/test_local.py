@@ -231,7 +231,7 @@ def test_through_the_command_line(tmp_path, capsys) -> None:
     assert line.endswith("expected one of the ranks 0 to 3")
     for words, wrong in (
         ("--levers local --cp 1", "expected --cp above 1"),
-        ("--levers local --dp 2 --lockstep 2", "have all documents sharded"),
+        ("--levers local --dp 2 --ep 16", "have all documents sharded"),
     ):
         assert main(f"{plan} {words}".split()) == 2
         assert wrong in capsys.readouterr().err

@@ -1,11 +1,4 @@
-"""Prefixes that documents of a batch share, read from their tokens.
-
-Two rows are equal if their tokens are, and the 1 + D tokens after each, which the row predicts (D
-MTP layers). So a prefix ends 1 + D tokens before its documents part:
-
-    a b c d e        D = 0: the rows of a and b are shared, as both predict the same
-    a b c x
-"""
+"""Prefixes that documents of a batch share in training (corpus/token_prefixes.py)."""
 
 from functools import lru_cache, partial
 from typing import Any
@@ -13,8 +6,9 @@ from typing import Any
 import numpy
 
 from megatron_epp.control.step_source import SharingLengths
-from megatron_epp.corpus.shared_prefixes import PrefixForest, SharedSpan, shared_prefixes
-from megatron_epp.mcore.data.global_batches import Batch, GlobalBatches, Sample, TokenSource
+from megatron_epp.corpus.shared_prefixes import PrefixForest
+from megatron_epp.corpus.token_prefixes import token_prefixes
+from megatron_epp.mcore.data.global_batches import Batch, GlobalBatches, Sample
 
 _SHOWN = 3  # batches
 _BATCHES = 8  # whose forests are cached: those that are planned ahead are needed again
@@ -52,35 +46,10 @@ class SharedTokens:
         return self._cached(documents, tuple(map(batch.sample, range(len(batch.samples)))))
 
     def _find(self, documents: Any, samples: tuple[Sample, ...]) -> PrefixForest:
-        # Documents that begin alike are read whole; the others up to ``least``.
-        alike: dict[bytes | int, list[int]] = {}
-        for number, sample in enumerate(samples):
-            known = sample.length >= self.least
-            key = self._rows(documents, sample, self.least).tobytes() if known else number
-            alike.setdefault(key, []).append(number)
-        nodes: list[SharedSpan] = []
-        last = [0] * len(samples)
-        for group in alike.values():
-            held = [samples[number] for number in group]
-            trees = PrefixForest.apart([sample.length for sample in held])
-            if len(group) > 1:
-                rows = [self._rows(documents, sample, sample.length) for sample in held]
-                trees = shared_prefixes(rows, self.least)
-            first = len(nodes)
-            for node in trees.nodes:
-                parent = node.parent if node.parent < 0 else node.parent + first
-                nodes.append(SharedSpan(group[node.sequence], node.start, node.stop, parent))
-            for number, end in zip(group, trees.last, strict=True):
-                last[number] = first + end
-        return PrefixForest(tuple(nodes), tuple(last))
+        def read(place: int, stop: int, end: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+            number = samples[place].number
+            labels, _ = documents.targets(number, 0, end)
+            return documents.inputs(number, 0, stop), labels
 
-    def _rows(self, documents: TokenSource, sample: Sample, stop: int) -> numpy.ndarray:
-        """Return tokens [0, stop) and the 1 + D tokens after each: [stop, 2 + D] int32."""
-        rows = numpy.full((stop, 2 + self.depths), -1, numpy.int32)  # -1 after the document
-        rows[:, 0] = documents.inputs(sample.number, 0, stop)
-        end = min(stop + self.depths, sample.length)
-        labels, _ = documents.targets(sample.number, 0, end)
-        for depth in range(1 + self.depths):
-            after = labels[depth : depth + stop]
-            rows[: len(after), 1 + depth] = after
-        return rows
+        lengths = [sample.length for sample in samples]
+        return token_prefixes(lengths, read, self.least, self.depths)

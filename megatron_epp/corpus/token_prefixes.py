@@ -1,0 +1,95 @@
+"""Prefixes that documents share, found in their tokens.
+
+Two rows are equal if their tokens are, and the 1 + D tokens after each, which the row predicts (D
+MTP layers). So a prefix ends 1 + D tokens before its documents part:
+
+    a b c d e        D = 0: the rows of a and b are shared, as both predict the same
+    a b c x
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron_epp.corpus.overlong import DocumentIndex
+from megatron_epp.corpus.shared_prefixes import PrefixForest, SharedSpan, shared_prefixes
+
+# From a document, stop and end to its tokens [0, stop) and labels [0, end)
+InputsAndLabels = Callable[[int, int, int], tuple[np.ndarray, np.ndarray]]
+# From a sequence, start and stop to its tokens [start, stop)
+SequenceTokens = Callable[[int, int, int], np.ndarray]
+
+
+def token_prefixes(
+    lengths: Sequence[int], read: InputsAndLabels, least: int, depths: int = 0
+) -> PrefixForest:
+    """Return documents with the prefixes of at least ``least`` tokens that they share.
+
+    Documents that begin alike are read to their ends, the others up to ``least``.
+
+    Args:
+        lengths: number of inputs of each document.
+        read: function from a document, ``stop`` and ``end`` to its inputs [0, stop) and its labels
+            [0, end), which are at most all of the document.
+        least: minimum number of tokens of a shared prefix.
+        depths: number of MTP layers.
+    """
+    alike: dict[bytes | int, list[int]] = {}
+    for number, length in enumerate(lengths):
+        known = length >= least
+        key = _rows(read, number, length, least, depths).tobytes() if known else number
+        alike.setdefault(key, []).append(number)
+    nodes: list[SharedSpan] = []
+    last = [0] * len(lengths)
+    for group in alike.values():
+        trees = PrefixForest.apart([lengths[number] for number in group])
+        if len(group) > 1:
+            rows = [_rows(read, one, lengths[one], lengths[one], depths) for one in group]
+            trees = shared_prefixes(rows, least)
+        first = len(nodes)
+        for node in trees.nodes:
+            parent = node.parent if node.parent < 0 else node.parent + first
+            nodes.append(SharedSpan(group[node.sequence], node.start, node.stop, parent))
+        for number, end in zip(group, trees.last, strict=True):
+            last[number] = first + end
+    return PrefixForest(tuple(nodes), tuple(last))
+
+
+def _rows(read: InputsAndLabels, document: int, length: int, stop: int, depths: int) -> np.ndarray:
+    """Return tokens [0, stop) and the 1 + D tokens after each: [stop, 2 + D] int32."""
+    rows = np.full((stop, 2 + depths), -1, np.int32)  # -1 after the document
+    rows[:, 0], labels = read(document, stop, min(stop + depths, length))
+    for depth in range(1 + depths):
+        after = labels[depth : depth + stop]
+        rows[: len(after), 1 + depth] = after
+    return rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CorpusTokens:
+    """Tokens of the documents of a corpus.
+
+    Attributes:
+        index: places of the documents in their sequences.
+        opened: function from numbers of sequences to a reader of their tokens. A sequence has a
+            token after its last input.
+    """
+
+    index: DocumentIndex
+    opened: Callable[[Sequence[int]], SequenceTokens]
+
+    def forest(self, documents: np.ndarray, least: int, depths: int) -> PrefixForest:
+        """Return ``documents`` (numbers) with their shared prefixes, as :func:`token_prefixes`."""
+        sequences, starts, lengths = (
+            column[documents].tolist()
+            for column in (self.index.sequences, self.index.starts, self.index.inputs)
+        )
+        tokens_of = self.opened(sequences)
+
+        def read(place: int, stop: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+            start = starts[place]
+            tokens = tokens_of(sequences[place], start, start + max(stop, end + 1))
+            return tokens[:stop], tokens[1 : end + 1]
+
+        return token_prefixes(lengths, read, least, depths)
