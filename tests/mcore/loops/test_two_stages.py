@@ -164,5 +164,5 @@ def test_settings_that_only_megatron_acts_on() -> None:
         rows = [row for row in rows if row.reason("slices", call) is None]
     assert {row.what.split(" (")[0] for row in rows} == {
         "CUDA graphs",
-        "fully sharded data parallelism",
+        "fully sharded data parallelism, FSDP",
     }
