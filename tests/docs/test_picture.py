@@ -32,7 +32,7 @@ def test_the_house_is_drawn_from_its_imports() -> None:
     rooms = [path.parent.name for path in script.PACKAGE.glob("*/__init__.py")]
     assert (
         "architecture.svg" in page
-        and [room for room in rooms if f"\n| `{room}/` |" not in page] == []
+        and [room for room in rooms if f"\n- `{room}/`" not in page] == []
     )
 
 
