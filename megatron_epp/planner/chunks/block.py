@@ -15,7 +15,8 @@ seconds so far, also next to slices.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -40,19 +41,13 @@ class BlockChunking(Chunking):
         """Contents of all replicas' chunks as bytes, to compare chunkings."""
         return tuple(part for member in self.members for part in member.contents)
 
-    def arranged(self, order: Sequence[int] | np.ndarray) -> "BlockChunking":
+    def arranged(self, order: Sequence[int] | np.ndarray) -> Self:
         """Return the chunking with its groups in ``order``, for all replicas."""
-        own = {field.name: getattr(self, field.name) for field in fields(Chunking)}
-        chunking = Chunking(**own).arranged(order)
-        return BlockChunking(
-            spans=chunking.spans,
-            chunk=chunking.chunk,
-            starts=chunking.starts,
-            tokens=chunking.tokens,
-            pairs=chunking.pairs,
+        moved = Chunking.arranged(self, order)
+        return replace(
+            moved,
             # The document of a block's chunk is the index of the chunk's group.
-            document=np.where(chunking.document >= 0, chunking.group, -1),
-            slice_tokens=chunking.slice_tokens,
+            document=np.where(moved.document >= 0, moved.group, -1),
             members=tuple(member.arranged(order) for member in self.members),
         )
 

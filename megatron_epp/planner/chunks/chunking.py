@@ -1,7 +1,8 @@
 """Chunks as arrays: their contents, and the order of their forwards."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import numpy as np
 
@@ -102,7 +103,7 @@ class Chunking:
         of = self.starts, self.chunk, spans.document, spans.start, spans.stop, *rank
         return tuple(each.tobytes() for each in of)
 
-    def arranged(self, order: Sequence[int] | np.ndarray) -> "Chunking":
+    def arranged(self, order: Sequence[int] | np.ndarray) -> Self:
         """Return the same chunks with the groups in ``order``."""
         order = np.asarray(order)
         sizes = self.sizes[order]
@@ -110,16 +111,14 @@ class Chunking:
         old = np.repeat(self.starts[order] - starts[:-1], sizes) + np.arange(self.count)
         new = np.empty_like(old)
         new[old] = np.arange(self.count)
-        return Chunking(
-            self.spans,
-            new[self.chunk],
-            starts,
-            self.tokens[old],
-            self.pairs[old],
-            self.document[old],
-            self.slice_tokens[old],
-            rank=self.rank,
-            ranks=self.ranks,
+        return replace(
+            self,
+            chunk=new[self.chunk],
+            starts=starts,
+            tokens=self.tokens[old],
+            pairs=self.pairs[old],
+            document=self.document[old],
+            slice_tokens=self.slice_tokens[old],
         )
 
     def ir_chunks(self, names: Sequence[int]) -> tuple[Chunk, ...]:

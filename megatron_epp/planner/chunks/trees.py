@@ -9,7 +9,8 @@ no forward of another pack, so few packs are in flight.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from typing import Self
 
 import numpy as np
 
@@ -61,17 +62,13 @@ class TreeChunking(Chunking):
         needed = self.last_of_group[self.backward] + 1 - np.arange(self.count)
         return np.maximum.reduceat(needed, self.starts[:-1])
 
-    def arranged(self, order: Sequence[int] | np.ndarray) -> "TreeChunking":
+    def arranged(self, order: Sequence[int] | np.ndarray) -> Self:
         """Return the same chunks with the groups in ``order``."""
         order = np.asarray(order)
-        own = {each.name: getattr(self, each.name) for each in fields(Chunking)}
-        chunking = Chunking(**own).arranged(order)
-        own = {each.name: getattr(chunking, each.name) for each in fields(Chunking)}
+        chunking = Chunking.arranged(self, order)
         moved = np.repeat(chunking.starts[:-1] - self.starts[order], chunking.sizes)
-        old = np.arange(self.count) - moved
-        continued = self.continued[old]
-        continued = np.where(continued >= 0, continued + moved, -1)
-        return TreeChunking(**own, continued=continued, tree=self.tree)
+        continued = self.continued[np.arange(self.count) - moved]
+        return replace(chunking, continued=np.where(continued >= 0, continued + moved, -1))
 
 
 def build_trees(
