@@ -9,11 +9,12 @@ MTP layers). So a prefix ends 1 + D tokens before its documents part:
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from megatron_epp.corpus.overlong import DocumentIndex
-from megatron_epp.corpus.shared_prefixes import PrefixForest, SharedSpan, shared_prefixes
+from megatron_epp.corpus.shared_prefixes import PrefixForest, shared_prefixes
 
 # From a document, stop and end to its tokens [0, stop) and labels [0, end)
 InputsAndLabels = Callable[[int, int, int], tuple[np.ndarray, np.ndarray]]
@@ -40,20 +41,15 @@ def token_prefixes(
         known = length >= least
         key = _rows(read, number, length, least, depths).tobytes() if known else number
         alike.setdefault(key, []).append(number)
-    nodes: list[SharedSpan] = []
-    last = [0] * len(lengths)
+    forests = []
     for group in alike.values():
-        trees = PrefixForest.apart([lengths[number] for number in group])
         if len(group) > 1:
             rows = [_rows(read, one, lengths[one], lengths[one], depths) for one in group]
-            trees = shared_prefixes(rows, least)
-        first = len(nodes)
-        for node in trees.nodes:
-            parent = node.parent if node.parent < 0 else node.parent + first
-            nodes.append(SharedSpan(group[node.sequence], node.start, node.stop, parent))
-        for number, end in zip(group, trees.last, strict=True):
-            last[number] = first + end
-    return PrefixForest(tuple(nodes), tuple(last))
+            forests.append(shared_prefixes(rows, least))
+        else:
+            forests.append(PrefixForest.apart([lengths[group[0]]]))
+    places = {number: place for place, number in enumerate(chain(*alike.values()))}
+    return PrefixForest.joined(forests).of([places[number] for number in range(len(lengths))])
 
 
 def _rows(read: InputsAndLabels, document: int, length: int, stop: int, depths: int) -> np.ndarray:
