@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_epp.control.planner_process import PlannerProcess
-from megatron_epp.corpus.shared_prefixes import Batch, PrefixForest
+from megatron_epp.corpus.shared_prefixes import Batch, as_sent
 from megatron_epp.planner.process import Answer
 
 # Number of recent plans and iterations whose times count; safety factor on the planning time.
@@ -153,6 +153,5 @@ class PlannerPool:
 
 def _request_name(iteration: int, lengths: Batch, forward_only: bool) -> str:
     """Return a name that identifies the batch, so that no reply is used for another batch."""
-    batch = lengths if isinstance(lengths, PrefixForest) else list(map(int, lengths))
-    digest = hashlib.sha256(repr(batch).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(repr(as_sent(lengths)).encode()).hexdigest()[:16]
     return f"{'evaluation' if forward_only else 'iteration'} {iteration} {digest}"

@@ -17,7 +17,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
-from megatron_epp.corpus.shared_prefixes import Batch, PrefixForest
+from megatron_epp.corpus.shared_prefixes import Batch, as_sent
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.process import Answer, PlannerSettings, Request, receive
@@ -86,8 +86,7 @@ class PlannerProcess:
             self._start()
         assert self._pipe is not None
         with suppress(OSError):  # reply() reports it
-            sent = batch if isinstance(batch, PrefixForest) else list(map(int, batch))
-            self._pipe.send(Request(name, sent, forward_only))
+            self._pipe.send(Request(name, as_sent(batch), forward_only))
             self._asked.add(name)
 
     def reply(self, name: str) -> Answer:

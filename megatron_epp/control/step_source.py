@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from megatron_epp.control.memory_budget import MemoryBudget
-from megatron_epp.corpus.shared_prefixes import PrefixForest
+from megatron_epp.corpus.shared_prefixes import Batch, PrefixForest
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Step, StepPart
-from megatron_epp.planner.process import Batch
 
 # following(n) returns the document lengths of the batch n iterations later; None if there is none.
 Following = Callable[[int], Sequence[int] | None]

@@ -212,6 +212,11 @@ class PrefixForest:
 Batch = Sequence[int] | PrefixForest  # lengths of documents, or documents with shared prefixes
 
 
+def as_sent(batch: Batch) -> Batch:
+    """Return ``batch`` with Python integers, equal for equal documents in repr and pickle."""
+    return batch if isinstance(batch, PrefixForest) else list(map(int, batch))
+
+
 def lengths_of(batch: Batch) -> Sequence[int]:
     """Return the number of tokens of every document."""
     return batch.lengths if isinstance(batch, PrefixForest) else batch
