@@ -250,7 +250,7 @@ class CallChunks:
             late = starts[1 : own.groups + 1] - own.starts[1:]
             position.append(own.chunk + late[own.group[own.chunk]])
             spans.append(Spans(own.spans.document + first, own.spans.start, own.spans.stop))
-            prefixes += [_renumbered(prefix, first) for prefix in one.prefixes]
+            prefixes += [renumbered(prefix, first) for prefix in one.prefixes]
         replica = np.repeat(np.arange(len(members)), [*map(len, spans)])
         positions, every = np.concatenate(position), reduce(add, spans)
         chunks = block_of(every, replica, positions, starts, len(members), rates)
@@ -291,7 +291,7 @@ class CallChunks:
                 orders=((),) * len(layers),
                 replica=replica,
                 replicas=len(members),
-                prefixes=tuple(_renumbered(p, -first) for p in self.prefixes[first:end]),
+                prefixes=tuple(renumbered(p, -first) for p in self.prefixes[first:end]),
             )
             for replica, (member, (first, end)) in enumerate(zip(members, ends, strict=True))
         )
@@ -306,7 +306,7 @@ class CallChunks:
         return dataclasses.replace(self, chunking=self.chunking.arranged(order))
 
 
-def _renumbered(prefix: Span | None, first: int) -> Span | None:
+def renumbered(prefix: Span | None, first: int) -> Span | None:
     """Return ``prefix`` of a document that is ``first`` later."""
     return prefix and dataclasses.replace(prefix, document=prefix.document + first)
 

@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from megatron_epp.ir import Prefixes, Span
-from megatron_epp.planner.calls.call_cost import CallChunks, CallDocuments, Groups
+from megatron_epp.ir import Prefixes
+from megatron_epp.planner.calls.call_cost import CallChunks, CallDocuments, Groups, renumbered
 from megatron_epp.planner.chunks.slicing import Rates, equal_points
 from megatron_epp.planner.chunks.tree_cutting import Tree, tree_seconds
 
@@ -80,9 +80,9 @@ class _ReplicaCall:
     @property
     def prefixes(self) -> Prefixes:
         return tuple(
-            None if parent < 0 else Span(first + parent, 0, tree.lengths[parent])
+            renumbered(prefix, first)
             for first, tree in zip(self.firsts, self.trees, strict=bool(self.trees))
-            for parent in tree.parents
+            for prefix in tree.prefixes
         )
 
     def groups(self, target: float) -> Groups:
