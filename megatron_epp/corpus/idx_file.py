@@ -15,6 +15,7 @@ memory-mapped, and a read past the end of the file kills the process (SIGBUS, si
 """
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -228,9 +229,13 @@ def check_vocabulary(tokens: np.ndarray, vocabulary_size: int, where: str) -> No
         )
 
 
-def read_tokens(files: CorpusFiles, sequence: int, start: int, stop: int) -> np.ndarray:
-    """Return tokens [start, stop) of a sequence: [stop - start] int64."""
+def token_reader(files: CorpusFiles) -> Callable[[int, int, int], np.ndarray]:
+    """Return a function from a sequence, start and stop to its tokens: [stop - start] int64."""
     _, pointers, _ = _columns(Path(files.prefix + ".idx"), files.sequences, files.documents + 1)
-    first = int(pointers[sequence]) // np.dtype(files.dtype).itemsize + start
     data = np.memmap(files.prefix + ".bin", dtype=files.dtype, mode="r", shape=(files.tokens,))
-    return data[first : first + stop - start].astype(np.int64)
+
+    def read(sequence: int, start: int, stop: int) -> np.ndarray:
+        first = int(pointers[sequence]) // data.itemsize + start
+        return data[first : first + stop - start].astype(np.int64)
+
+    return read

@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_epp.corpus.epochs import Epochs, epoch_order
-from megatron_epp.corpus.idx_file import CorpusFiles, read_index, read_tokens
+from megatron_epp.corpus.idx_file import CorpusFiles, read_index, token_reader
 from megatron_epp.corpus.loss_mask import examine_masks
 from megatron_epp.corpus.overlong import Counts, apply_context, require_policy
 from megatron_epp.corpus.shared_prefixes import Batch, PrefixForest
@@ -230,7 +230,7 @@ def open_corpus(
 
 
 def _index_reader(files: CorpusFiles, _: Sequence[int]) -> SequenceTokens:
-    return partial(read_tokens, files)
+    return token_reader(files)
 
 
 def _text_reader(path: Path, tokenizer: str, sequences: Sequence[int]) -> SequenceTokens:

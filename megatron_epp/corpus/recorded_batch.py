@@ -17,7 +17,7 @@ import numpy as np
 
 from megatron_epp.corpus.blend import BLENDS, TOKENS, DocumentOrder, DueTimes, TokenOrder
 from megatron_epp.corpus.epochs import Epochs
-from megatron_epp.corpus.idx_file import CorpusFiles, examine, read_tokens
+from megatron_epp.corpus.idx_file import CorpusFiles, examine, token_reader
 from megatron_epp.corpus.loss_mask import examine_masks, index_of_split
 from megatron_epp.corpus.overlong import OVERLONG, DocumentIndex
 
@@ -108,7 +108,7 @@ class Place:
 
     def tokens(self, start: int, stop: int) -> np.ndarray:
         """Return tokens [start, stop) of the document: [stop - start] int64."""
-        return read_tokens(self.corpus, self.sequence, self.start + start, self.start + stop)
+        return token_reader(self.corpus)(self.sequence, self.start + start, self.start + stop)
 
 
 def locate(batch: RecordedBatch, prefixes: Sequence[str], count: int) -> list[Place]:
