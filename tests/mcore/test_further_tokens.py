@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from megatron_epp.mcore.data.global_batches import Sample
+from megatron_epp.mcore.data.global_batches import BatchDocument
 from megatron_epp.mcore.data.mtp_targets import (
     Predictions,
     TargetRows,
@@ -43,7 +43,7 @@ def rolled(values: numpy.ndarray, by: int) -> numpy.ndarray:
 @pytest.mark.parametrize("cut", [(), (1,), (2, 5), (1, 2, 3, 4, 5)])
 def test_rows_of_slices_are_those_of_the_rolled_document(cut: tuple[int, ...]) -> None:
     """Of documents shorter than the depths, too."""
-    document, predictions, sample = OneDocument(), Predictions(8, 0.3), Sample(0, len(MASK))
+    document, predictions, sample = OneDocument(), Predictions(8, 0.3), BatchDocument(0, len(MASK))
     counts = target_counts(document, sample, predictions)
     boundaries = (0, *cut, sample.length)
     tokens, labels, weights, masks = [], [], [], []

@@ -12,7 +12,7 @@ from megatron_epp.ir import Plan, Slices, Span
 from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows
 from megatron_epp.mcore.data.chunk_params import ChunkParams
-from megatron_epp.mcore.data.global_batches import Sample, TokenSource
+from megatron_epp.mcore.data.global_batches import BatchDocument, TokenSource
 from megatron_epp.mcore.data.mtp_targets import (
     Predictions,
     TargetRows,
@@ -89,7 +89,7 @@ class ChunkBatchBuilder:
         self,
         plan: Plan,
         slices: Slices,
-        samples: Sequence[Sequence[Sample]],
+        samples: Sequence[Sequence[BatchDocument]],
         ends: Sequence[int],
         documents: TokenSource,
         stage: int,
@@ -182,7 +182,7 @@ class ChunkBatchBuilder:
             mtp_tokens=None if mtp_rows is None else self._tensor(mtp_rows),
         )
 
-    def _counts(self, sample: Sample) -> numpy.ndarray:
+    def _counts(self, sample: BatchDocument) -> numpy.ndarray:
         """Return :func:`target_counts` of a document; the method caches it by number."""
         if sample.number not in self._target_counts:
             counts = target_counts(self.documents, sample, self.predictions)

@@ -180,7 +180,7 @@ class Documents:
         return part.targets(item, start, stop)
 
 
-class Sample(NamedTuple):
+class BatchDocument(NamedTuple):
     """Document of a batch: its sample number, and its number of inputs."""
 
     number: int
@@ -194,9 +194,9 @@ class Batch:
     samples: numpy.ndarray  # [size] int64
     lengths: numpy.ndarray  # [size] int64
 
-    def sample(self, document: int) -> Sample:
+    def sample(self, document: int) -> BatchDocument:
         """Return one of the batch's documents."""
-        return Sample(int(self.samples[document]), int(self.lengths[document]))
+        return BatchDocument(int(self.samples[document]), int(self.lengths[document]))
 
 
 def progress_of(args: Any) -> Any:

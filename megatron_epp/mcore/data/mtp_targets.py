@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy
 
-from megatron_epp.mcore.data.global_batches import Sample, TokenSource
+from megatron_epp.mcore.data.global_batches import BatchDocument, TokenSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class TargetRows:
         self,
         rows: slice,
         documents: TokenSource,
-        sample: Sample,
+        sample: BatchDocument,
         span: tuple[int, int],
         counts: Callable[[], numpy.ndarray],
     ) -> None:
@@ -103,7 +103,7 @@ class TargetRows:
 
 
 def target_counts(
-    documents: TokenSource, sample: Sample, predictions: Predictions
+    documents: TokenSource, sample: BatchDocument, predictions: Predictions
 ) -> numpy.ndarray:
     """Return a document's number of labels with a loss, for each prediction: float64 [1 + D].
 
@@ -119,7 +119,7 @@ def target_counts(
 
 
 def mtp_tokens(
-    documents: TokenSource, sample: Sample, span: tuple[int, int], depths: int
+    documents: TokenSource, sample: BatchDocument, span: tuple[int, int], depths: int
 ) -> numpy.ndarray:
     """Return the input tokens of the MTP modules for a span: int64 [D, stop - start].
 

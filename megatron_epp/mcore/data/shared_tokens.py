@@ -8,7 +8,7 @@ import numpy
 from megatron_epp.control.step_source import SharingLengths
 from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.corpus.token_prefixes import token_prefixes
-from megatron_epp.mcore.data.global_batches import Batch, GlobalBatches, Sample
+from megatron_epp.mcore.data.global_batches import Batch, BatchDocument, GlobalBatches
 
 _SHOWN = 3  # batches
 _BATCHES = 8  # whose forests are cached: those that are planned ahead are needed again
@@ -45,7 +45,7 @@ class SharedTokens:
         """Return the documents of the batch, with the prefixes that they share."""
         return self._cached(documents, tuple(map(batch.sample, range(len(batch.samples)))))
 
-    def _find(self, documents: Any, samples: tuple[Sample, ...]) -> PrefixForest:
+    def _find(self, documents: Any, samples: tuple[BatchDocument, ...]) -> PrefixForest:
         def read(place: int, stop: int, end: int) -> tuple[numpy.ndarray, numpy.ndarray]:
             number = samples[place].number
             labels, _ = documents.targets(number, 0, end)
