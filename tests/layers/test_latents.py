@@ -9,10 +9,8 @@ from torch import Tensor
 from megatron_epp.cost.kinds.mla import CONTEXT_BLOCK
 from megatron_epp.ir import Plan
 from megatron_epp.layers import mla
-from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.chunk_state import ChunkState
 from megatron_epp.layers.mla import LatentKV, LatentKVAttention
-from megatron_epp.runtime.kv_store import Store
 from tests.layers.runner import (
     LAYER,
     ROWS,
@@ -20,7 +18,6 @@ from tests.layers.runner import (
     Documents,
     Runner,
     drawn,
-    plan_of,
     require_close,
     sliced_plan,
 )
@@ -105,32 +102,5 @@ def test_values_may_have_another_size_than_keys(sizes) -> None:
     require_close(Runner(sliced_plan(9, 3), given).run(), [(out, *expected)])
 
 
-def test_what_is_kept_has_no_heads() -> None:
-    """Of a cut document one latent and one rotated key a token, and as much again in gradients."""
-    plan = sliced_plan(40, 4)
-    given, weight = documents(plan.documents)
-    run = LatentRunner(plan, given, weight)
-    run.run()
-    context, bytes_ = 30, 8
-    assert run.store.peak_bytes == 2 * context * (RANK + ROTARY) * bytes_
-    kept = Store({0: context})
-    k, v = expanded(*given[0][1:3], weight)
-    kept.append(LAYER, 0, 0, k[:context], v[:context])
-    assert kept.bytes == context * HEADS * (PLAIN + ROTARY + VALUE) * bytes_
-
-
-def test_evaluation_leaves_nothing_behind() -> None:
-    plan = plan_of((9,), ["0[0:4]", "0[4:9]"], "F0 F1")
-    given, weight = documents(plan.documents)
-    run = LatentRunner(plan, given, weight)
-    run.run()
-    expected, _ = naive(given, weight)
-    require_close([run.results[0][:1]], [expected[0][:1]])
-
-
 def test_planners_know_the_block() -> None:
     assert CONTEXT_BLOCK == mla.BLOCK
-
-
-def test_a_job_keeps_keys_and_values_unless_it_is_told() -> None:
-    assert PartsAttention(1.0).stores_latent is False

@@ -69,15 +69,6 @@ def test_values_and_gradients_are_the_plain_ones(tempered, entropy) -> None:
         assert torch.allclose(found, wanted, rtol=0, atol=1e-12)
 
 
-def test_halves_add_their_blocks_up_in_float32() -> None:
-    """The weight's gradient is as near as one rounding of the whole."""
-    *_, gradient = by_blocks(torch.bfloat16, True, True)
-    *_, wanted = plain(torch.bfloat16, True, True)
-    assert gradient.dtype == torch.bfloat16
-    error = (gradient.double() - wanted).norm() / wanted.norm()
-    assert float(error) < 2 * 2**-8
-
-
 def test_what_is_frozen_has_no_gradient() -> None:
     hidden, weight, labels, _, _ = material(torch.float64)
     words = OutputWeightShard(weight, 0, BLOCK)

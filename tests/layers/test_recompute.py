@@ -32,12 +32,6 @@ def checkpoint(function, tensor):
     return torch_checkpoint(function, tensor, use_reentrant=True)
 
 
-def wrapped_layer(layer: Layer, index: int = 0):
-    return wrap_layer(
-        layer.forward, index, lambda others: others.get("state"), checkpoint, DroppedOutputs()
-    )
-
-
 def run(choice: str, index: int, training: bool = True) -> tuple[Layer, torch.Tensor]:
     """Layer ``index`` on a chunk whose letters are ``choice``, and its input's gradient."""
     torch.manual_seed(0)
@@ -63,17 +57,3 @@ def test_a_layer_follows_its_own_letter(index) -> None:
 
 def test_evaluation_recomputes_nothing() -> None:
     assert run("f", 0, training=False)[0].runs == 1
-
-
-def test_without_a_chunk_the_layer_is_megatrons() -> None:
-    layer = Layer()
-    wrapped_layer(layer)(hidden_states=torch.ones(3, 4, dtype=torch.float64), bias=torch.ones(4))
-    assert layer.runs == 1
-
-
-def test_the_wrapper_keeps_the_layers_name() -> None:
-    layer = Layer()
-    assert (
-        wrap_layer(layer.forward, 0, lambda others: None, checkpoint, DroppedOutputs()).__name__
-        == "forward"
-    )

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from multiprocessing.queues import SimpleQueue
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -11,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_epp.cost.kinds.dsa import CHOICE_BLOCK
-from megatron_epp.ir import Plan
+from megatron_epp.ir import Plan, Span
 from megatron_epp.layers import dsa
-from megatron_epp.layers.chunk_state import ChunkState
+from megatron_epp.layers.chunk_state import ChunkState, Rows
 from megatron_epp.layers.dsa import Index, Sparse, attend_chosen
 from tests.forks import with_torch
 from tests.layers.runner import (
@@ -23,7 +24,6 @@ from tests.layers.runner import (
     Documents,
     Runner,
     drawn,
-    plan_of,
     require_close,
 )
 
@@ -106,13 +106,6 @@ def test_slices_compute_what_whole_documents_compute(way, block, runner) -> None
         assert run.losses == pytest.approx(loss, rel=1e-12), name
 
 
-def test_evaluation_leaves_nothing_behind() -> None:
-    plan = plan_of((9,), ["0[0:4]", "0[4:9]"], "F0 F1")
-    given, how = documents(plan.documents), WAYS["taught on all"]
-    ((out, *_),) = SparseRunner(plan, given, how).run()
-    require_close([(out,)], [naive(given, how)[0][0][:1]])
-
-
 class Products(TorchDispatchMode):
     """Counts products by the format of their operands and of their result."""
 
@@ -167,3 +160,16 @@ def multiply_on_a_gpu(among: bool, said: SimpleQueue) -> None:
 
 def test_planners_know_the_block() -> None:
     assert CHOICE_BLOCK == dsa.AT_ONCE
+
+
+@pytest.mark.parametrize(("on_gpu", "most"), [(False, 1024), (True, 128)])
+def test_a_gpu_takes_eight_times_as_many_rows_at_once(on_gpu, most) -> None:
+    """Of a chunk of 8K tokens behind 24K, 64 heads: each block is 30 to 40 launches."""
+    rows = Rows(0, 8192, Span(0, 24_576, 32_768), True, True)
+    q = SimpleNamespace(shape=(8192, 64, 576), is_cuda=on_gpu)
+    indexer = SimpleNamespace(shape=(8192, 64, 128))
+    how = Sparse(scale=1.0, most=2048, values=512)
+    blocks = list(dsa._blocks(rows, (range(32_768),), q, indexer, how))
+    assert len(blocks) == most
+    assert blocks[0].rows.start == 0 and blocks[-1].rows.stop == 8192
+    assert blocks[0].first == 24_576

@@ -12,7 +12,7 @@ from megatron_epp.ir import Kind, Plan, slices_of
 from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
 from megatron_epp.layers.concatenated import concatenated
 from megatron_epp.layers.ssm import carried
-from megatron_epp.layers.ssm.carried import WITHIN, Call, CarriedStates, calls_of
+from megatron_epp.layers.ssm.carried import CarriedStates
 from megatron_epp.layers.ssm.scans import (
     SCAN_ROWS,
     causal_conv,
@@ -228,30 +228,3 @@ def test_slices_compute_what_whole_documents_do(most, padding, monkeypatch) -> N
         assert store.peak_bytes <= (2 if training else 1) * rows_kept
     for found, each in zip(gradients(), wanted, strict=True):
         torch.testing.assert_close(found, each, rtol=1e-11, atol=1e-11)
-
-
-def test_a_call_has_one_state_in_and_one_out() -> None:
-    plan = Plan.parse(PLAN)
-    store = store_for(plan, slices_of(plan), stores_last_slice=False)
-    found = [calls_of(state_of(plan, n, store, True, 0), CHANNELS) for n in range(5)]
-    assert found[0] == (Call(0, 2, (2,), 0, None, 0),)
-    assert found[1] == (Call(0, 5, (3, 2), 2, None, 0),)  # a first slice behind a whole document
-    assert found[2] == (Call(0, 9, (9,), 0, 0, 1, 0),)
-    assert found[3] == (Call(0, 9, (7, 2), 2, 0, None, 2),)  # and a last one in front of it
-    assert found[4] == (Call(0, 1, (1,), 0, 1, None, 0),)
-    state = state_of(plan, 2, store, True, 3)  # padding is nobody's
-    assert calls_of(state, CHANNELS) == (Call(0, 9, (9,), 0, 0, 1, 0), Call(9, 12, (3,), -1))
-
-
-def test_no_call_is_too_long_for_a_kernels_numbers() -> None:
-    plan = Plan.parse(
-        "plan v1\nreplica 0 of 1\ndocuments 200000 50000 50000\nlayers 1\n"
-        "chunk 0: 0[0:200000] 1[0:50000] 2[0:50000]\nrecompute 0: 1k\nstage 0: F0 B0\n"
-    )
-    found = calls_of(state_of(plan, 0, None, True, 0), 18_560)  # of Nemotron-H-8B
-    most = 2**30 // 18_560 // 128 * 128
-    assert max(call.stop - call.start for call in found) <= most == 57_728
-    rest = 200_000 - 3 * most
-    assert [call.lengths for call in found] == [(most,)] * 3 + [(rest,), (50_000,), (50_000,)]
-    assert [call.before for call in found] == [None, WITHIN, WITHIN, WITHIN, None, None]
-    assert [call.after for call in found] == [WITHIN, WITHIN, WITHIN, None, None, None]

@@ -68,22 +68,6 @@ def test_every_expert_has_its_own_rows_and_gradient(gap: int) -> None:
     torch.testing.assert_close(rows.grad, torch.cat(expected[::-1]), rtol=0, atol=1e-14)
 
 
-def test_in_bf16_it_is_one_product_of_the_same_values() -> None:
-    torch.manual_seed(0)
-    stack = stacked(8, torch.bfloat16, (24, 16))
-    rows = torch.randn(sum(COUNTS), 16, dtype=torch.bfloat16, requires_grad=True)
-    answer = torch.randn(sum(COUNTS), 24, dtype=torch.bfloat16)
-    output = stack(rows, ends())
-    output.backward(answer)
-    for weight, x, y, dy in zip(
-        stack.weights, by_expert(rows), by_expert(output), by_expert(answer), strict=True
-    ):
-        near = {"rtol": 2**-7, "atol": 2**-7}
-        torch.testing.assert_close(y.double(), x.double() @ weight.double().t(), **near)
-        torch.testing.assert_close(weight.main_grad.double(), dy.double().t() @ x.double(), **near)
-        assert weight.main_grad.dtype == torch.float32
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_ranks_without_rows_add_nothing_but_report(dtype: torch.dtype) -> None:
     stack = stacked(8, dtype, (24, 16))

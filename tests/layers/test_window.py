@@ -1,6 +1,5 @@
 """Windows and sinks in chunks, against scores, mask and softmax of whole documents."""
 
-from itertools import pairwise
 from random import Random
 
 import pytest
@@ -11,10 +10,8 @@ from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.layers import window
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.reference import ReferenceKernel
-from megatron_epp.layers.attention.tails import Tails
 from megatron_epp.layers.attention.varlen import VarlenAttention
 from megatron_epp.layers.chunk_state import store_for
-from megatron_epp.runtime.kv_store import Store
 from tests.layers.runner import (
     LAYER,
     ROWS,
@@ -25,7 +22,6 @@ from tests.layers.runner import (
     errors,
     naive,
     plan_of,
-    sliced_plan,
 )
 
 HEADS, GROUPS = 4, 2
@@ -87,11 +83,6 @@ def test_arbitrary_plans_with_recompute(seed) -> None:
         require_exact(plan, given, *of_layer, known=seed % 3 > 0, of=of)
 
 
-def test_gradients_flow_through_chains_of_slices_shorter_than_the_window() -> None:
-    plan = sliced_plan(24, 12)
-    require_exact(plan, documents((24,), HEADS, GROUPS, torch.float64), 5, sinks())
-
-
 def test_tiles(monkeypatch) -> None:
     """Documents and slices of many tiles, the last one not full."""
     monkeypatch.setattr(window, "LEAST_TILE", 4)
@@ -131,27 +122,3 @@ def test_only_tails_are_kept(of) -> None:
     without = require_exact(plan, given, None, of=of)
     last = 10 * row * 2 if without.attend.stores_last_slice else 0
     assert without.store.peak_bytes == 30 * row * 4 + last
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_places_of_tails_are_those_of_a_list_of_rows(seed) -> None:
-    random = Random(seed)
-    boundaries = tuple(sorted(random.sample(range(1, 60), random.randint(1, 8))))
-    before = random.randint(1, 20)
-    tails, buffer = Tails(before, boundaries), []
-    for start, stop in pairwise((0, *boundaries)):
-        if start:
-            first, end = tails.seen(start)
-            assert buffer[first:end] == list(range(max(0, start - before), start))
-        place, count = tails.kept(start, stop)
-        assert place == len(buffer) and count == min(before, stop - start)
-        buffer += range(stop - count, stop)
-    first, end = tails.seen(boundaries[-1])
-    assert buffer[first:end] == list(range(max(0, boundaries[-1] - before), boundaries[-1]))
-    assert tails.capacity == len(buffer)
-
-
-def test_without_borders_everything_is_kept() -> None:
-    tails = Tails(5, None)
-    assert (tails.kept(8, 20), tails.seen(20), tails.capacity) == ((8, 12), (15, 20), None)
-    assert Store({0: 20}).boundaries == {}

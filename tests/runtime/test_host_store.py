@@ -11,7 +11,6 @@ from megatron_epp.runtime.host_store import (
     LEAST_BYTES,
     HostStore,
     OffloadedLayer,
-    _sizes,
 )
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import SavedBytesMeter
@@ -236,11 +235,3 @@ def test_what_was_abandoned_is_forgotten() -> None:
         del y, z
         gc.collect()
         assert meter.now == 0
-
-
-@pytest.mark.parametrize("nbytes", [1, LEAST_BLOCK, LEAST_BLOCK + 1, 3 * 2**26 + 12345])
-def test_blocks_are_powers_of_two_and_little_is_wasted(nbytes) -> None:
-    sizes = list(_sizes(nbytes))
-    assert all(size & (size - 1) == 0 for size in sizes)
-    assert 0 <= sum(sizes) - nbytes < LEAST_BLOCK
-    assert sizes == sorted(sizes, reverse=True)

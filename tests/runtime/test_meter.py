@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from megatron_epp.runtime.kv_store import Store
-from megatron_epp.runtime.memory_meter import AllocatorMeter, NoMeter, SavedBytesMeter
+from megatron_epp.runtime.memory_meter import AllocatorMeter, SavedBytesMeter
 
 ROWS, WIDTH = 32, 8
 ACTIVATION = ROWS * WIDTH * 4
@@ -105,12 +105,6 @@ def test_every_op_has_a_peak_of_its_own(store) -> None:
         assert meter.op_peak() == 2 * ACTIVATION
         del second
     assert meter.peak_bytes == 3 * ACTIVATION
-
-
-def test_nothing_measured_costs_nothing(store) -> None:
-    meter = NoMeter()
-    with meter.watch(store):
-        assert meter.op_peak() == meter.peak_bytes == 0
 
 
 class Allocator:

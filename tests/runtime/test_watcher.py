@@ -108,15 +108,6 @@ def test_lines_come_after_half_a_minute_and_then_twice_as_late(spoken_of) -> Non
     assert spoken.statuses == []
 
 
-def test_a_program_may_set_the_patience_of_all_watchers(spoken_of, monkeypatch) -> None:
-    """As tests/gpu/shared_gpu.py does, whose steps of a GPU day are short."""
-    monkeypatch.setattr(watcher, "PATIENCE_SECONDS", 10.0)
-    spoken = spoken_of(Transfer(Kind.RECEIVE, MESSAGE))
-    assert spoken.watcher.look() == 10
-    spoken.after(11)
-    assert len(spoken.lines) == 1
-
-
 def test_who_waits_for_others_ends_a_little_after_the_timeout(spoken_of) -> None:
     spoken = spoken_of(Transfer(Kind.SEND, Message(Payload.ACTIVATION, 2, 0, 1)))
     spoken.watcher.look()
