@@ -1,5 +1,7 @@
 """Model flags of the architectures that certificates and training runs have."""
 
+from argparse import Namespace
+
 from megatron_epp.certify.trial import EXPERTS, LLAMA
 
 MLA = (
@@ -123,3 +125,31 @@ TRAINED_EXPERTS = {
     "window_attn_skip_freq": 2,
     "softmax_type": "learnable",
 }
+
+
+# ------------------------------------------------------------------ as the parser leaves flags
+
+
+def megatron_args(**changes: object) -> Namespace:
+    """Arguments of a small model without a kind of its own; ``changes`` override or add."""
+    values = {
+        "hidden_size": 32, "ffn_hidden_size": 128, "num_attention_heads": 4,
+        "kv_channels": 8, "group_query_attention": True, "num_query_groups": 2,
+        "padded_vocab_size": 128, "swiglu": True, "normalization": "RMSNorm",
+        "position_embedding_type": "rope", "untie_embeddings_and_output_weights": True,
+        "transformer_impl": "local", "add_bias_linear": False, "hidden_dropout": 0.0,
+        "tensor_model_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False,
+        "pipeline_model_parallel_size": 2, "overlap_grad_reduce": False,
+        "align_grad_reduce": True, "params_dtype": "torch.float32", "num_layers": 2,
+        "num_experts": None, "moe_router_topk": 2, "moe_ffn_hidden_size": None,
+        "moe_router_num_groups": None, "moe_router_group_topk": None,
+        "moe_shared_expert_intermediate_size": None, "moe_layer_freq": 1, "moe_latent_size": None,
+        "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1,
+        "moe_token_dispatcher_type": "alltoall", "window_size": None,
+        "window_attn_skip_freq": None, "no_rope_freq": None, "multi_latent_attention": False,
+        "hybrid_layer_pattern": None, "gradient_accumulation_fusion": False,
+        "moe_grouped_gemm": False, "decoder_first_pipeline_num_layers": None,
+        "decoder_last_pipeline_num_layers": None, "account_for_loss_in_pipeline_split": False,
+        "account_for_embedding_in_pipeline_split": False,
+    }  # fmt: skip
+    return Namespace(**values | changes)

@@ -1,6 +1,5 @@
 """Which attention a rank computes with: the flag, its refusals, and what surrounds GPU kernels."""
 
-import math
 import os
 from types import SimpleNamespace
 
@@ -11,17 +10,14 @@ from megatron.training.arguments import parse_args
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.te import MASK, TOP_LEFT_MASK
 from megatron_epp.layers.attention.varlen import VarlenAttention
-from megatron_epp.mcore.calibrate.probe import undisturbed
 from megatron_epp.mcore.flags import config as config_module
 from megatron_epp.mcore.flags.config import FUSED_LINEARS, elastic_defaults
 from megatron_epp.mcore.job import job_cost
 from megatron_epp.mcore.job.job_cost import training_levers
 from megatron_epp.mcore.job.read_flags import with_our_flags
 from megatron_epp.mcore.kinds.registry import heads_of, kind_defaults
-from megatron_epp.mcore.lm_head.fused_head import rows_at_once
 from megatron_epp.mcore.model import attention
 from megatron_epp.mcore.model.attention import attention_for, choose_mask
-from megatron_epp.mcore.model.elastic_layers import add_every_gradient, fuse_weight_gradients
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.planner import TRAINING_LEVERS
 
@@ -50,30 +46,6 @@ def config(**changes) -> SimpleNamespace:
         "softmax_type": "vanilla",
     }
     return SimpleNamespace(**fields | changes)
-
-
-def shape(config: SimpleNamespace) -> tuple[int, int, int]:
-    heads = heads_of(config)
-    return heads.query, heads.key, heads.size
-
-
-def test_a_call_sees_the_heads_of_its_rank() -> None:
-    assert shape(config()) == (16, 4, 128)
-    assert shape(config(context_parallel_size=4)) == (4, 1, 128)
-    assert shape(config(context_parallel_size=8)) == (2, 1, 128)  # two ranks share a key
-    assert shape(config(num_query_groups=1)) == (16, 1, 128)
-    assert heads_of(config()).scale == pytest.approx(128**-0.5)
-    assert heads_of(config(softmax_scale=0.5)).scale == 0.5
-
-
-def test_heads_of_latent_attention_have_a_scale_and_a_value_size_of_their_own() -> None:
-    latent = config(**LATENT, qk_pos_emb_head_dim=64)
-    heads = heads_of(latent)
-    queries = latent.num_attention_heads // latent.tensor_model_parallel_size
-    assert (heads.query, heads.key, heads.size, heads.value) == (queries, queries, 192, 128)
-    stretch = 0.1 * math.log(40) + 1
-    assert heads.scale == pytest.approx(stretch**2 * 192**-0.5)
-    assert heads_of(config()).value == heads_of(config()).size
 
 
 def test_a_cpu_has_torchs_kernels() -> None:
@@ -291,52 +263,6 @@ def test_torchs_kernels_refuse_heads_that_they_cannot_run() -> None:
             attention._torch(heads_of(config(kv_channels=size)))
 
 
-def test_no_linear_takes_its_first_forward_for_its_first_backward() -> None:
-    """As Transformer Engine's linears do, which then overwrite what was added before."""
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.ReLU())
-    for linear in model[:2]:
-        linear.is_first_microbatch = True
-    add_every_gradient(model)
-    assert [linear.is_first_microbatch for linear in model[:2]] == [False, False]
-    assert not hasattr(model[2], "is_first_microbatch")
-
-
-def test_the_heads_blocks_are_large_where_their_logits_are_few() -> None:
-    assert rows_at_once(32_000, on_gpu=True) == rows_at_once(65_536, on_gpu=True) == 4096
-    for words, rows in ((65_537, 2048), (131_072, 2048), (256_000, 1024), (300_000, 1024)):
-        assert rows_at_once(words, on_gpu=True) == rows
-    assert rows_at_once(32_000, on_gpu=False) == 1024
-
-
-def test_linears_of_transformer_engine_need_no_apex_to_add_their_gradients(monkeypatch) -> None:
-    """Only Megatron's own output layer does; a user's --no-gradient-accumulation-fusion counts."""
-    monkeypatch.setattr(config_module, "find_spec", lambda name: None)
-    for impl, asked, fused in (
-        ("transformer_engine", True, True),
-        ("transformer_engine", False, False),
-        ("local", True, False),
-    ):
-        wanted = SimpleNamespace(
-            max_position_embeddings=8,
-            transformer_impl=impl,
-            gradient_accumulation_fusion=asked,
-            multi_latent_attention=False,
-            distributed_backend="gloo",
-        )
-        defaults = elastic_defaults(wanted)
-        assert defaults["gradient_accumulation_fusion"] is False
-        assert defaults[FUSED_LINEARS] is fused
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    model[0].fuse_wgrad_accumulation = False
-    fuse_weight_gradients(model)
-    assert model[0].fuse_wgrad_accumulation is True
-    assert not hasattr(model[1], "fuse_wgrad_accumulation")
-    # Without DDP there is nothing to add to but what the probe lends.
-    with undisturbed(model):
-        assert all(p.main_grad.dtype == torch.float32 for p in model.parameters())
-    assert not any(hasattr(p, "main_grad") for p in model.parameters())
-
-
 @pytest.mark.parametrize(("backend", "names"), [("nccl", ["tp", "cp", "ep"]), ("gloo", [])])
 def test_layers_exchange_on_streams_of_high_priority(monkeypatch, backend, names) -> None:
     """Of NCCL; what the user gives counts."""
@@ -355,7 +281,8 @@ def test_layers_exchange_on_streams_of_high_priority(monkeypatch, backend, names
 
 def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
     """Fused positions are Transformer Engine's kernel; fused accumulation of the output layer's
-    gradient is apex's."""
+    gradient is apex's, of linears Transformer Engine's. --no-gradient-accumulation-fusion counts.
+    """
     wanted = SimpleNamespace(
         max_position_embeddings=8,
         transformer_impl="transformer_engine",
@@ -369,7 +296,15 @@ def test_what_defaults_and_plans_do_without(monkeypatch) -> None:
     wanted.multi_latent_attention, wanted.transformer_impl = False, "local"
     assert elastic_defaults(wanted)["apply_rope_fusion"] is False
     monkeypatch.setattr(config_module, "find_spec", lambda name: None)
-    assert elastic_defaults(wanted)["gradient_accumulation_fusion"] is False
+    for impl, asked, fused in (
+        ("transformer_engine", True, True),
+        ("transformer_engine", False, False),
+        ("local", True, False),
+    ):
+        wanted.transformer_impl, wanted.gradient_accumulation_fusion = impl, asked
+        defaults = elastic_defaults(wanted)
+        assert defaults["gradient_accumulation_fusion"] is False
+        assert defaults[FUSED_LINEARS] is fused
     monkeypatch.setattr(config_module, "find_spec", lambda name: name)
     assert "gradient_accumulation_fusion" not in elastic_defaults(wanted)
 

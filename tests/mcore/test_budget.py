@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from megatron_epp.control.drift import BAND, PATIENCE, RECENT, Drift
 from megatron_epp.control.memory_budget import BUDGET_FILE, NEAR, Event, MemoryBudget, cut
 from megatron_epp.control.report import IterationReport, RankReport
-from megatron_epp.ir import Kind, Op, StageOp
 
 # ------------------------------------------------------------------ budgets
 
@@ -176,13 +175,6 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path) -> None:
         budget().load(str(tmp_path), 9)
 
 
-def test_events_are_text_and_back() -> None:
-    event = Event(3, 1, 2048, 1.020001, "near miss: held 1.020 of what was predicted")
-    assert Event.parse(event.line) == event
-    assert event.line.startswith("iteration 3 stage 1 budget_bytes 2048 ")  # of the file
-    assert str(event) == event.line.replace("stage 1", "pipeline rank 1")  # of the log
-
-
 # ------------------------------------------------------------------ drift
 
 
@@ -235,13 +227,3 @@ def test_a_rank_is_slow_from_a_tenth_on(busy: tuple[float, float], named: bool) 
     seen = [drift.see(2.0, report(2.0, busy, (1.0, 2.0))) for _ in range(PATIENCE)]
     assert any(seen[:-1]) is False
     assert bool(seen[-1]) is named
-
-
-# ------------------------------------------------------------------ reports
-
-
-@pytest.mark.parametrize("failure", [None, StageOp(5, Op(Kind.BACKWARD, 12))])
-def test_a_report_is_numbers_and_back(failure) -> None:
-    one = RankReport(1, 2, 0.5, 3.5, 2.0, 0.25, 2**40, 1.9, failure, 12345 if failure else 0)
-    assert RankReport.from_row(one.row()) == one
-    assert IterationReport((one,)).failures == ((one,) if failure else ())

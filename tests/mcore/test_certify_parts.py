@@ -7,12 +7,10 @@ from dataclasses import replace
 import numpy
 import pytest
 
-from megatron_epp.certify.batches import CONTEXT, LONGEST, Frame, StepCoverage, draw
+from megatron_epp.certify.batches import Frame, StepCoverage, draw
 from megatron_epp.certify.command import BatchVerdict, header, row, verdict
 from megatron_epp.certify.compare import Shard, assembled, worst_gradient
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.certify.trial import Trial
-from megatron_epp.ir import check
 from megatron_epp.mcore.certify.scale_down import (
     fewer,
     heads,
@@ -20,53 +18,11 @@ from megatron_epp.mcore.certify.scale_down import (
 )
 from megatron_epp.mcore.model.shape import stage_layers
 from megatron_epp.show.table import COLUMNS
+from tests.mcore.models import megatron_args
 
 FRAME = Frame(vocabulary=61, layers=(2, 1, 2), replicas=2, modes="kfcmnab")
 
 # ------------------------------------------------------------------ what is drawn
-
-
-@pytest.mark.parametrize("number", range(8))
-def test_a_drawn_batch_is_a_valid_step_for_its_documents(number) -> None:
-    drawn = draw(7, number, FRAME)
-    assert drawn.step.lengths == drawn.evaluation.lengths == drawn.lengths
-    assert max(drawn.lengths) <= LONGEST < CONTEXT
-    for plan in (*drawn.step.plans, *drawn.evaluation.plans):
-        check(plan)
-    assert not any(plan.forward_only for plan in drawn.step.plans)
-    assert all(plan.forward_only for plan in drawn.evaluation.plans)
-    for tokens, mask in zip(drawn.tokens, drawn.loss_masks, strict=True):
-        assert tokens.min() >= 0 and tokens.max() < FRAME.vocabulary
-        assert len(mask) == len(tokens) - 1 and set(mask.tolist()) <= {0.0, 1.0}
-    assert 0 < drawn.loss_tokens < sum(drawn.lengths)
-
-
-def test_every_process_draws_the_same() -> None:
-    one, other = draw(7, 3, FRAME), draw(7, 3, FRAME)
-    assert str(one.step) == str(other.step)
-    assert all(map(numpy.array_equal, one.tokens, other.tokens))
-    assert str(draw(8, 3, FRAME).step) != str(one.step)
-
-
-@pytest.mark.parametrize("models", [1, 2])
-def test_twenty_batches_cover_every_kind_of_chunk_for_every_model(models) -> None:
-    for first in range(models):
-        numbers = range(first, 20, models)
-        covered = [StepCoverage.of(draw(1234, number, FRAME)) for number in numbers]
-        assert min(sum(getattr(c, kind) for c in covered) for kind in _KINDS) >= 5
-        assert len({c.window for c in covered}) >= 5
-
-
-_KINDS = ("packed", "split", "hybrid", "cut", "recomputed")
-
-
-@pytest.mark.parametrize("models", [1, 2])
-def test_twenty_batches_leave_slices_chunks_and_replicas_without_a_target(models) -> None:
-    for first in range(models):
-        drawn = [draw(1234, number, FRAME) for number in range(first, 20, models)]
-        for kind in ("slices", "chunks", "replicas"):
-            assert sum(getattr(one.untargeted, kind) for one in drawn) >= 2, kind
-        assert all(one.loss_tokens for one in drawn)
 
 
 def test_what_has_no_target_counts_by_hand() -> None:
@@ -99,60 +55,30 @@ def test_coverage_counts_by_hand() -> None:
 
 
 def megatron(**changes: object) -> Namespace:
-    flags = {
-        "num_layers": 32,
-        "hidden_size": 4096,
-        "ffn_hidden_size": 11008,
-        "num_attention_heads": 32,
-        "group_query_attention": True,
-        "num_query_groups": 8,
-        "kv_channels": None,
-        "multi_latent_attention": False,
-        "no_rope_freq": None,
-        "swiglu": True,
-        "decoder_first_pipeline_num_layers": None,
-        "decoder_last_pipeline_num_layers": None,
-        "account_for_embedding_in_pipeline_split": False,
-        "account_for_loss_in_pipeline_split": False,
-        "num_experts": None,
-        "moe_layer_freq": 1,
-        "window_size": None,
-        "window_attn_skip_freq": None,
-    }
-    return Namespace(**flags | changes)
-
-
-@pytest.mark.parametrize(
-    ("query", "key", "tp", "expected"),
-    [
-        (32, 8, 1, (8, 2)),  # the ratio stays
-        (32, 32, 1, (4, 4)),
-        (16, 16, 1, (4, 4)),
-        (32, 32, 2, (8, 8)),
-        (64, 1, 1, (8, 1)),  # the ratio is cut at 8
-        (64, 1, 2, (8, 1)),  # ranks share the one head
-        (64, 8, 4, (64, 8)),
-        (28, 4, 4, (28, 4)),
-        (12, 4, 1, (6, 2)),
-    ],
-)
-def test_heads_keep_their_ratio(query, key, tp, expected) -> None:
-    assert heads(query, key, tp) == expected
-    assert expected[0] % tp == 0 and expected[0] % expected[1] == 0
+    sizes = {"num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 11008, "kv_channels": None}
+    sizes |= {"num_attention_heads": 32, "num_query_groups": 8}
+    return megatron_args(**sizes | changes)
 
 
 @pytest.mark.parametrize(
     ("query", "key", "tp", "cp", "expected"),
     [
+        (32, 8, 1, 1, (8, 2)),  # the ratio stays
+        (32, 32, 1, 1, (4, 4)),
+        (32, 32, 2, 1, (8, 8)),
+        (64, 1, 1, 1, (8, 1)),  # the ratio is cut at 8
+        (64, 1, 2, 1, (8, 1)),  # ranks share the one head
+        (64, 8, 4, 1, (64, 8)),
+        (28, 4, 4, 1, (28, 4)),
+        (12, 4, 1, 1, (6, 2)),
         (32, 8, 1, 2, (8, 2)),
         (32, 8, 1, 4, (8, 2)),  # two ranks share a key head
         (32, 2, 1, 4, (16, 2)),
-        (6, 6, 1, 3, (6, 6)),
         (12, 12, 1, 3, (6, 6)),
         (6, 6, 2, 2, (6, 6)),  # three a rank: to be refused
     ],
 )
-def test_heads_over_context_parallel_ranks(query, key, tp, cp, expected) -> None:
+def test_heads_keep_their_ratio(query, key, tp, cp, expected) -> None:
     assert heads(query, key, tp, cp) == expected
 
 
@@ -366,8 +292,3 @@ def test_a_row_that_fails_names_the_worst_gradient() -> None:
     first, second = row(judged(gradient_error=3e-9)).splitlines()
     assert first.split()[-1] == "3.0e-09" and second.strip() == "worst gradient: w"
     assert len(header(judged())) == len(row(judged())) <= COLUMNS
-
-
-def test_a_trial_is_checked() -> None:
-    with pytest.raises(ValueError, match="--dp 0: expected at least 1"):
-        Trial(Degrees(1, 1, 0), ((),))

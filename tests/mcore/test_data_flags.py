@@ -11,7 +11,7 @@ import pytest
 from megatron_epp.mcore.data.data_flags import require_data_flags
 from megatron_epp.mcore.data.global_batches import FullPasses
 from megatron_epp.mcore.job.checkpoint_folders import require_complete
-from megatron_epp.mcore.trainer.job_data import consumed_in_phase, units_line
+from megatron_epp.mcore.trainer.job_data import units_line
 from tests.mcore.resumes import OPTIMIZER
 from tests.mcore.runs import flags, trained, write_corpus
 from tests.mcore.test_refusals import refused
@@ -132,15 +132,6 @@ def test_the_start_says_what_a_batch_of_documents_is() -> None:
         "--global-batch-size 16: documents of 77.0 tokens on average, a batch about 1,232 tokens "
         "or 9.62 samples of --seq-length 128; samples of the learning-rate schedule are documents"
     )
-
-
-def test_consumed_of_a_phase_are_megatrons() -> None:
-    args = Namespace(phase_transition_iterations=[2, 4], global_batch_size=8)
-    for iteration, consumed in ((0, 0), (1, 8), (2, 0), (3, 8), (4, 0), (9, 40)):
-        args.iteration = iteration
-        assert consumed_in_phase(args) == consumed
-    args.phase_transition_iterations, args.consumed_train_samples = None, 77
-    assert consumed_in_phase(args) == 77
 
 
 class Numbered:

@@ -192,8 +192,9 @@ def test_loss_mask_is_megatrons(made, masked: bool) -> None:
 
 
 def test_blend_by_documents_draws_as_megatron_does(tmp_path: Path) -> None:
+    """Of two corpora, one of which has masks."""
     prefixes = [
-        corpus_of(tmp_path / "a", numbered([3] * 6)),
+        corpus_of(tmp_path / "a", numbered([3] * 6), [[0, 0, 1]] * 6),
         corpus_of(tmp_path / "b", numbered([6] * 5)),
     ]
     changes = {"blend_by": "documents", "path_to_cache": str(tmp_path / "cache")}
@@ -207,6 +208,7 @@ def test_blend_by_documents_draws_as_megatron_does(tmp_path: Path) -> None:
         item = documents.dataset[sample]
         assert item["dataset_id"] == corpora[sample]
         assert documents.tokens(sample)[:-1].tolist() == item["tokens"].tolist()
+        assert item["loss_mask"].tolist() == ([1] * 5 if corpora[sample] else [0, 1])
         assert lengths[sample] == len(item["tokens"])
         assert documents.parts[corpora[sample]].length(items[sample]) == lengths[sample]
     assert documents.counts.documents == 11
@@ -348,31 +350,9 @@ def test_megatrons_flags_become_the_configuration(tmp_path: Path, parse) -> None
     flags.train_data_path = flags.valid_data_path = None
     with pytest.raises(ValueError, match="no documents to train on: give --data-path"):
         config_from_args(flags, Tokenizer(), "drop", VOCABULARY)
-    flags.mock_data, flags.seq_length = True, 2000
-    documents = train(config_from_args(flags, Tokenizer(), "truncate", VOCABULARY), 8)
-    lengths = documents.lengths(range(8))
-    assert len(set(lengths)) > 4 and lengths.max() == 2000
-    for document, length in enumerate(lengths):
-        tokens = documents.tokens(document)
-        assert len(tokens) == length + 1
-        assert (tokens[:-1] == numpy.arange(1, length + 1) % VOCABULARY).all()
-        assert (documents.tokens(document, 5, 9) == tokens[5:9]).all()
-    flags.mock_data, flags.dataloader_fast_cache_load = False, True
+    flags.dataloader_fast_cache_load = True
     with pytest.raises(ValueError, match="--dataloader-fast-cache-load skips the reading"):
         config_from_args(flags, Tokenizer(), "drop", VOCABULARY)
-
-
-def test_masks_of_a_blend(tmp_path: Path) -> None:
-    """Of which one corpus has some and the other none."""
-    masked = corpus_of(tmp_path / "a", numbered(LENGTHS), MASKS)
-    plain = corpus_of(tmp_path / "b", numbered([6] * 5))
-    documents = train(configure([masked, plain], [0.5, 0.5]), 8)
-    corpora, _ = documents.locate(range(8))
-    assert set(corpora) == {0, 1}
-    for sample, corpus in enumerate(corpora):
-        length = int(documents.lengths([sample])[0])
-        mask = documents.targets(sample, 0, length)[1]
-        assert (length == 5 and mask.all()) if corpus else mask[-1] == 1 and length < 9
 
 
 # --- documents from Python

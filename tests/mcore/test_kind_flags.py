@@ -16,42 +16,14 @@ from megatron_epp.mcore.kinds.moe.kind import MoEKind
 from megatron_epp.mcore.kinds.registry import require_pattern
 from megatron_epp.mcore.model.shape import layer_shapes, model_shape
 from megatron_epp.mcore.trainer.profile_command import _layers, _one_of_each_kind
+from tests.mcore.models import megatron_args
 
 
 def given(**changes) -> Namespace:
     """Args of a model without a kind of its own."""
-    args = {
-        "hybrid_layer_pattern": None,
-        "num_layers": 8,
-        "hidden_size": 2048,
-        "ffn_hidden_size": 128,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "kv_channels": 16,
-        "padded_vocab_size": 1000,
-        "swiglu": True,
-        "untie_embeddings_and_output_weights": True,
-        "transformer_impl": "local",
-        "tensor_model_parallel_size": 1,
-        "pipeline_model_parallel_size": 1,
-        "context_parallel_size": 1,
-        "expert_model_parallel_size": 1,
-        "decoder_first_pipeline_num_layers": None,
-        "decoder_last_pipeline_num_layers": None,
-        "num_experts": None,
-        "moe_router_topk": 8,
-        "moe_router_num_groups": None,
-        "moe_router_group_topk": None,
-        "moe_ffn_hidden_size": 768,
-        "moe_shared_expert_intermediate_size": None,
-        "moe_latent_size": None,
-        "moe_layer_freq": 1,
-        "window_size": None,
-        "window_attn_skip_freq": None,
-        "no_rope_freq": None,
-        "multi_latent_attention": False,
-    }
-    return Namespace(**(args | changes))
+    sizes = {"num_layers": 8, "hidden_size": 2048, "kv_channels": 16, "padded_vocab_size": 1000}
+    sizes |= {"moe_router_topk": 8, "moe_ffn_hidden_size": 768, "pipeline_model_parallel_size": 1}
+    return megatron_args(**(sizes | changes))
 
 
 def moe(**changes) -> Namespace:

@@ -17,7 +17,7 @@ from megatron_epp.cost.fitting.measured import _host_seconds as fitted_host_seco
 from megatron_epp.cost.fitting.readings import Readings
 from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.cost.layout import StageLayout
-from megatron_epp.cost.profile import MEASURED, Profile, Provenance, Seconds, layer_coefficients
+from megatron_epp.cost.profile import MEASURED, Profile, Provenance, Seconds
 from megatron_epp.ir import FULL, KEEP, Chunk, Kind, Span
 from megatron_epp.mcore.patching import cpu_host
 
@@ -28,7 +28,6 @@ from megatron_epp.mcore.calibrate.clocks import IssueClock  # noqa: E402
 from megatron_epp.mcore.calibrate.measure import calibrate  # noqa: E402
 from megatron_epp.mcore.calibrate.probe import Measurement, Shape  # noqa: E402
 from megatron_epp.mcore.data.row_shard import RowShard  # noqa: E402
-from megatron_epp.mcore.kinds.mtp.mtp_layers import kinds_of_stage  # noqa: E402
 from megatron_epp.mcore.model import shape as shape_module  # noqa: E402
 
 ORIGIN = Provenance("made up", "cpu: none", "float32", "2026-11-22", MEASURED, MEASURED)
@@ -113,25 +112,8 @@ def shaped(word: tuple[str, ...]) -> Model:
     return Model("m", len(word), 64, 128, 4, 2, 16, 1000, kinds=kinds, pattern=" ".join(word))
 
 
-def measured(groups, word: tuple[str, ...]) -> tuple[Profile, list[str]]:
-    probe = MadeUpLayers(word)
-    return calibrate([probe], groups, shaped(word), 65536, ORIGIN, False, [word]), probe.runs
-
-
-def test_each_kind_is_found_again(groups) -> None:
-    made, runs = measured(groups, ("local", "far", "local"))
-    assert list(made.kinds) == ["local", "far"] and made.provenance.kind == MEASURED
-    assert [kind for at, kind in enumerate(runs) if runs[at - 1 : at] != [kind]] == ["local", "far"]
-    for kind, figures in made.kinds.items():
-        token, pair, chunk, window, held = RULES[kind]
-        forward = figures.layer_seconds[Kind.FORWARD]
-        assert figures.window == window
-        assert forward.per_token == pytest.approx(token, rel=0.02)
-        assert forward.per_pair == pytest.approx(pair, rel=0.02)
-        assert forward.per_chunk == pytest.approx(chunk, rel=0.05)
-        assert figures.saved_bytes[KEEP].per_token == pytest.approx(held, rel=1e-3)
-        assert figures.recompute_seconds["m"].per_token == pytest.approx(1e-7 * (1 + len(kind)))
-    assert f"{made.provenance.source}".count("seconds of F") == 2
+def measured(groups, word: tuple[str, ...], layers=MadeUpLayers, split: bool = False) -> Profile:
+    return calibrate([layers(word)], groups, shaped(word), 65536, ORIGIN, split, [word])
 
 
 def test_a_rank_with_several_stages_measures_a_kind_once(groups) -> None:
@@ -166,12 +148,18 @@ def test_a_rank_with_several_stages_measures_a_kind_once(groups) -> None:
     made = calibrate(stages, groups, shaped(word), 65536, ORIGIN, False, kinds)
     assert [set(stage.runs) for stage in stages] == [{"local"}, {"far"}, set()]
     assert [set(stage.ran) for stage in stages] == [{"embedding"}, set(), {"head"}]
+    assert list(made.kinds) == ["local", "far"] and made.provenance.kind == MEASURED
+    assert made.provenance.source.count("seconds of F") == 2
     for kind, figures in made.kinds.items():
-        token, pair, _, _, held = RULES[kind]
+        token, pair, chunk, window, held = RULES[kind]
         forward = figures.layer_seconds[Kind.FORWARD]
+        assert figures.window == window
         assert forward.per_token == pytest.approx(token, rel=0.02)
         assert forward.per_pair == pytest.approx(pair, rel=0.02)
+        assert forward.per_chunk == pytest.approx(chunk, rel=0.05)
         assert figures.saved_bytes[KEEP].per_token == pytest.approx(held, rel=1e-3)
+        again = figures.recompute_seconds["m"].per_token
+        assert again == pytest.approx(1e-7 * (1 + len(kind)))
     assert made.first_seconds[Kind.FORWARD].per_token == pytest.approx(1e-7, rel=1e-3)
     assert made.last_seconds[Kind.FORWARD].per_token == pytest.approx(5e-7, rel=1e-3)
     assert made.last_bytes.per_token == pytest.approx(8, rel=1e-3)
@@ -179,7 +167,7 @@ def test_a_rank_with_several_stages_measures_a_kind_once(groups) -> None:
 
 def test_a_profile_is_measured_once_and_kept(groups, monkeypatch, tmp_path) -> None:
     """Rank 0 hears of it when it is measured, and not when it is read by the run that resumes."""
-    made, _ = measured(groups, ("local", "far"))
+    made = measured(groups, ("local", "far"))
     monkeypatch.setattr(measure, "calibrate", lambda *args: made)
     monkeypatch.setattr(profile_file, "provenance_of", lambda args: made.provenance)
     monkeypatch.setattr(shape_module, "model_shape", lambda args: None)
@@ -222,15 +210,6 @@ def test_what_a_gpus_host_takes_is_measured_by_small_chunks_and_kept() -> None:
     assert fitted_host_seconds([Readings()]) == {}
 
 
-def test_a_cpu_that_is_slow_in_halves_computes_less_of_them() -> None:
-    probe = MadeUpLayers(("far",))
-    assert measure._most_flops(probe) == measure.CPU_FLOPS
-    probe.config = SimpleNamespace(params_dtype=torch.bfloat16)
-    assert measure._most_flops(probe) == measure.CPU_FLOPS / 20
-    probe.device = torch.device("cuda")
-    assert measure._most_flops(probe) == measure.GPU_FLOPS
-
-
 class OnGpu(MadeUpLayers):
     """Whose backward takes twice as long for the pairs of ``twice``, and whose host 3 and 4 ms."""
 
@@ -263,8 +242,7 @@ def test_on_a_gpu_pairs_inside_a_slice_are_told_from_those_with_its_context(
     """With one mask for all calls, and with another for those without context. And the host's time
     from the device's."""
     monkeypatch.setattr(OnGpu, "twice", twice)
-    probe = OnGpu(("far",) * 2)
-    profile = calibrate([probe], groups, shaped(probe.word), 65536, ORIGIN, False, [probe.word])
+    profile = measured(groups, ("far",) * 2, OnGpu)
     token, pair, chunk, *_ = RULES["far"]
     for spans in (
         (Span(0, 0, 30000),), (Span(0, 40000, 48000),), (Span(0, 0, 900),) * 9,
@@ -348,7 +326,7 @@ def test_slower_ranks_are_found_and_the_fastest_is_what_is_kept(groups, monkeypa
     """Rank 1 has no layer that rank 2 has; both have one of rank 0's. Ranks that a busy host makes
     10% slower are alike."""
     word = ("local", "far", "far")
-    alike, _ = measured(groups, word)
+    alike = measured(groups, word)
     of_ranks = {"local": (1.0, 1.5), "far": (1.0, None, 3.0)}
 
     def gathered(every: list, mine: Readings, group: object) -> None:
@@ -358,7 +336,7 @@ def test_slower_ranks_are_found_and_the_fastest_is_what_is_kept(groups, monkeypa
 
     monkeypatch.setattr(measure.dist, "all_gather_object", gathered)
     kinds = ["local", "far"]
-    made, _ = measured(groups, word)
+    made = measured(groups, word)
     assert made.rank_slowness == (1.0, 1.5, 3.0)
     said = "pipeline ranks take 1.00, 1.50, 3.00 times as long as the fastest"
     assert said in made.provenance.source
@@ -370,13 +348,13 @@ def test_slower_ranks_are_found_and_the_fastest_is_what_is_kept(groups, monkeypa
             assert found.per_pair == pytest.approx(known.per_pair, rel=1e-6)
     of_ranks = {"local": (1.0, 1.1), "far": (1.05, None, 0.95)}
     kinds = ["local", "far"]
-    assert measured(groups, word)[0].rank_slowness == ()
+    assert measured(groups, word).rank_slowness == ()
 
     def of_three_replicas(every: list, mine: Readings, group: object) -> None:
         every[:] = [replace(mine.of_fastest(1 / (1 + r)), replica=r) for r in (0, 0, 1)]
 
     monkeypatch.setattr(measure.dist, "all_gather_object", of_three_replicas)
-    assert measured(groups, word)[0].rank_slowness == ()  # a replica is not a rank of a pipeline
+    assert measured(groups, word).rank_slowness == ()  # a replica is not a rank of a pipeline
 
 
 class Busy(MadeUpLayers):
@@ -389,9 +367,6 @@ class Busy(MadeUpLayers):
         return Measurement(
             seconds, 2 * seconds - 1e-5 * (letters != KEEP), round(held * shape.tokens)
         )
-
-    def of_layer(self, at: int) -> "Busy":
-        return Busy(self.word, at, self.runs)
 
 
 def test_nothing_runs_again_for_nothing(groups) -> None:
@@ -425,9 +400,6 @@ class SpreadOrLocal(MadeUpLayers):
     row_shard = RowShard(parts=2)
     config = SimpleNamespace(**{**vars(MadeUpLayers.config), "context_parallel_size": 2})
 
-    def of_layer(self, at: int) -> "SpreadOrLocal":
-        return SpreadOrLocal(self.word, at, self.runs)
-
     def layers(self, shape: Shape, letters: str, weigh: bool = False, split: bool = False):
         made = super().layers(shape, letters, weigh, split)
         longer = 0.0 if shape.local else self.EXCHANGE * shape.tokens
@@ -440,50 +412,26 @@ class SpreadOrLocal(MadeUpLayers):
 
 def test_what_rows_take_to_be_exchanged_is_found(groups) -> None:
     word = ("local", "far", "local")
-    made = calibrate([SpreadOrLocal(word)], groups, shaped(word), 65536, ORIGIN, False, [word])
+    made = measured(groups, word, SpreadOrLocal)
     assert made.cp == 2
     exchange = SpreadOrLocal.EXCHANGE
     for figures in made.kinds.values():
         assert figures.exchange_seconds[Kind.FORWARD] == pytest.approx(exchange)
         assert figures.exchange_seconds[Kind.BACKWARD] == pytest.approx(2 * exchange)
         assert figures.exchange_seconds[Kind.INPUT] == pytest.approx(2 * exchange)
-    alone, _ = measured(groups, word)
+    alone = measured(groups, word)
     assert alone.exchange_seconds == {}
-
-
-def test_a_kind_among_others_is_measured_as_it_is_alone(groups) -> None:
-    """Alone in the model, or one of two: the same layer's figures."""
-    both, _ = measured(groups, ("local", "far"))
-    for kind in RULES:
-        alone, _ = measured(groups, (kind,))
-        assert list(alone.kinds) == [kind]
-        assert layer_coefficients(alone) == layer_coefficients(both.of_kind(kind))
-    ends = {f.name for f in dataclasses.fields(Profile)} - {
-        f.name for f in dataclasses.fields(type(layer_coefficients(both)))
-    }
-    first = measured(groups, ("local",))[0]
-    for name in ends - {"provenance", "other_kinds"}:
-        assert getattr(both, name) == getattr(first, name), name
 
 
 def test_blocks_of_the_end_are_of_all_context_ranks(groups, monkeypatch) -> None:
     """A rank's end takes 256 of its rows at a time; tokens are of the chunk."""
     monkeypatch.setattr(MadeUpLayers, "head_tokens", 256)
-    assert measured(groups, ("local",))[0].last_workspace_tokens == 256
+    assert measured(groups, ("local",)).last_workspace_tokens == 256
     both = SimpleNamespace(**{**vars(MadeUpLayers.config), "context_parallel_size": 2})
     monkeypatch.setattr(MadeUpLayers, "config", both)
     share = SimpleNamespace(parts=2, padded=lambda tokens: tokens)
     monkeypatch.setattr(MadeUpLayers, "row_shard", share, raising=False)
-    assert measured(groups, ("local",))[0].last_workspace_tokens == 512
-
-
-def test_a_stages_kinds_follow_its_layers_numbers() -> None:
-    model = shaped(("local", "far", "local", "local"))
-    stage = SimpleNamespace(
-        decoder=SimpleNamespace(layers=[SimpleNamespace(layer_number=n) for n in (2, 3)])
-    )
-    assert kinds_of_stage(model, stage) == ("far", "local")
-    assert kinds_of_stage(Model("m", 4, 64, 128, 4, 2, 16, 1000), stage) == ()
+    assert measured(groups, ("local",)).last_workspace_tokens == 512
 
 
 class SplitLayers(MadeUpLayers):
@@ -511,7 +459,7 @@ def test_every_kind_is_timed_whole_and_split_and_the_head_once(groups, monkeypat
     monkeypatch.setattr(SplitLayers, "heads", 0)
     heads = []
     for word in (("local",), ("local", "far", "local")):
-        made = calibrate([SplitLayers(word)], groups, shaped(word), 65536, ORIGIN, True, [word])
+        made = measured(groups, word, SplitLayers, split=True)
         heads.append(SplitLayers.heads)
     assert heads[1] == 2 * heads[0] > 0
     local, far = made.kinds["local"], made.kinds["far"]

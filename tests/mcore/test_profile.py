@@ -10,10 +10,9 @@ from megatron_epp.cli.flags import MachineFlags, PlansMachineFlags, TunedMachine
 from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import BUDGET_HELP, DEVICES, GIB
 from megatron_epp.cost.catalogue.models import Model
-from megatron_epp.cost.columns import CONTEXT
 from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.cost.profile import LAYER_KIND, Profile, Provenance
-from megatron_epp.ir import FULL, KEEP, SELECTIVE, Kind
+from megatron_epp.ir import FULL, KEEP
 from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
@@ -28,30 +27,10 @@ from megatron_epp.mcore.kinds.registry import LAYER_KINDS  # noqa: E402
 from megatron_epp.mcore.lm_head import fused_head  # noqa: E402
 from megatron_epp.mcore.model.shape import model_shape  # noqa: E402
 from megatron_epp.mcore.trainer.profile_command import _without_layout, main  # noqa: E402
+from tests.mcore.models import megatron_args as args  # noqa: E402
 from tests.mcore.runs import MODEL  # noqa: E402
 
-HIDDEN, FFN, GROUPS, HEAD = 32, 128, 2, 8
-
-
-def args(**changes) -> SimpleNamespace:
-    values = {
-        "hidden_size": HIDDEN, "ffn_hidden_size": FFN, "num_attention_heads": 4,
-        "kv_channels": HEAD, "group_query_attention": True, "num_query_groups": GROUPS,
-        "padded_vocab_size": 128, "swiglu": True, "normalization": "RMSNorm",
-        "position_embedding_type": "rope", "untie_embeddings_and_output_weights": True,
-        "transformer_impl": "local", "add_bias_linear": False, "hidden_dropout": 0.0,
-        "tensor_model_parallel_size": 1, "context_parallel_size": 1, "sequence_parallel": False,
-        "pipeline_model_parallel_size": 2, "overlap_grad_reduce": False,
-        "align_grad_reduce": True, "params_dtype": "torch.float32", "num_layers": 2,
-        "num_experts": None, "moe_router_topk": 2, "moe_ffn_hidden_size": None,
-        "moe_shared_expert_intermediate_size": None, "moe_layer_freq": 1, "moe_latent_size": None,
-        "expert_model_parallel_size": 1, "expert_tensor_parallel_size": 1,
-        "moe_token_dispatcher_type": "alltoall", "window_size": None,
-        "window_attn_skip_freq": None, "multi_latent_attention": False,
-        "hybrid_layer_pattern": None, "gradient_accumulation_fusion": False,
-        "moe_grouped_gemm": False, **changes,
-    }  # fmt: skip
-    return SimpleNamespace(**values)
+HIDDEN, FFN, GROUPS, HEAD = 32, 128, 2, 8  # of megatron_args
 
 
 def measured(provenance: Provenance) -> Profile:
@@ -271,47 +250,6 @@ def test_the_command_measures_one_layer_of_every_kind(tmp_path, capsys) -> None:
 
 
 # ------------------------------------------------------------------ the command
-
-
-@pytest.mark.slow
-def test_the_command_measures_bytes_exactly(tmp_path, capsys) -> None:
-    """One process: every byte that a layer saves is known by hand."""
-    out = tmp_path / "model.json"
-    # A context in which query-key pairs take a time that can be seen.
-    words = [*MODEL.split(), "--ffn-hidden-size", str(FFN), "--seq-length", "4096"]
-    # Flags of the training's layout say nothing of a stage of one layer.
-    words += ["--decoder-first-pipeline-num-layers", "1", "--decoder-last-pipeline-num-layers=1"]
-    main(["--pp", "1", "-o", str(out), *words, "--vocab-size", "127"])
-    said = capsys.readouterr().out
-    assert "errors" in said
-    assert "held-out" in said
-    made = Profile.load(str(out))
-    assert made.provenance.source.startswith("measured; ")
-    assert f"hidden {HIDDEN} ffn {FFN}" in made.provenance.model
-    element = 4
-    kv = 2 * GROUPS * HEAD * element
-    norm = 2 * HIDDEN * element + element  # normalised, scaled; one over the deviation
-    gated = (2 * FFN + FFN + FFN + FFN) * element  # both halves, gate, silu, product
-    heads = 4 * HEAD * element
-    rotary = 4 * HEAD * element  # cosines and sines, of queries and of keys
-    by_hand = 2 * (HIDDEN * element + norm) + 2 * heads + 4 * element + kv + rotary + gated
-    assert made.saved_bytes[KEEP].per_token == pytest.approx(by_hand, abs=1)
-    # The K and V of a slice that later ones attend to are the store's.
-    assert made.saved_bytes[KEEP].per_cut_token == pytest.approx(by_hand - kv, abs=1)
-    assert made.saved_bytes[FULL].per_token == pytest.approx(HIDDEN * element, abs=1)
-    assert made.saved_bytes["n"].per_token == pytest.approx(by_hand - 2 * norm, abs=1)
-    assert made.saved_bytes["c"].per_token == pytest.approx(by_hand - heads - 4 * element, abs=1)
-    assert made.kv_bytes_per_token == made.kv_gradient_bytes_per_token == kv
-    # What a slice pays for its context is a figure of its own.
-    assert Kind.BACKWARD in made.column_seconds.get(CONTEXT, {})
-    # No logits are kept: a hidden state's gradient, and what the last norm saves.
-    assert made.last_bytes.per_token < 6 * HIDDEN * element
-    assert made.last_workspace_bytes[Kind.FORWARD].per_token > 128 * element
-    # Memory to memory: neither nothing nor more than any host copies.
-    assert 1e8 < made.host_bytes_per_second < 1e12
-    assert f"host    {made.host_bytes_per_second / 1e9:.3g} GB/s" in said
-    for letter in (FULL, *SELECTIVE):  # but those of experts and of latents
-        assert (made.recompute_seconds[letter](1000, 500_500) > 0) is (letter not in "ue")
 
 
 def test_flags_that_place_layers_are_left_out() -> None:

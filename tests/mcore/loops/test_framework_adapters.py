@@ -13,7 +13,7 @@ from megatron_epp.frameworks.nemo_rl.slices import NemoSamples
 from megatron_epp.frameworks.slime.slices import SlimeSamples
 from megatron_epp.frameworks.swift.slices import SwiftPacks
 from megatron_epp.frameworks.verl.slices import VerlSamples
-from megatron_epp.mcore.loops.adapter import forest_of, loss_function_of
+from megatron_epp.mcore.loops.adapter import forest_of
 from megatron_epp.mcore.loops.adapters import token_samples
 from megatron_epp.mcore.loops.adapters.token_samples import zigzag_part
 from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
@@ -379,16 +379,6 @@ def test_nemo_rls_steps_that_slices_do_not_serve(processor, named, says) -> None
 def test_nemo_rls_pictures_are_refused() -> None:
     with pytest.raises(ValueError, match="has pixels; its slices are of text"):
         NemoSamples().lengths(nemos_batch(pictures={"pixels": 1}))
-
-
-def test_a_loss_function_is_had_without_a_forward() -> None:
-    seen = []
-
-    def step(source, model):
-        return model(input_ids=next(source)), seen.append
-
-    loss_function_of(step, iter([1]), model())("outputs")
-    assert seen == ["outputs"]
 
 
 # ------------------------------------------------------------------ Megatron-Bridge
