@@ -22,7 +22,6 @@ LONGEST = (
     "engine/test_dry_run.py",
     "engine/test_first_dry_run.py",
     "engine/test_fp8_certificate.py",
-    "gpu/test_gradients.py",
     "gpu/test_multi_gpu.py",
     "gpu/test_kernels.py",
     "gpu/test_split.py",

@@ -200,7 +200,6 @@ small=(
     [kernels]="-k 'alone-bfloat16'"
     # scripts/test_all.sh runs all of these tests, too: of two files one runs here; of the others it is seen that they are found.
     [first-iteration]="--collect-only"
-    [gradients]="--collect-only"
     [certify-kernels]="--device cpu --batches 2"
     [training]="--collect-only"
     [shared-nccl-2-1]="--collect-only"
@@ -269,7 +268,6 @@ ahead certify-first 1 60 "certificates side by side over NCCL: TP 2 in float64 a
 add kernels 1 240 "attention's kernels, te and torch: against plain attention" "$tests" "${test[@]}" tests/gpu/test_kernels.py
 add first-iteration 1 180 "no gradient is lost in an iteration's first backward; the host waits for no value" "$tests" \
     "${test[@]}" tests/gpu/test_first_iteration.py tests/gpu/test_host_waits.py
-add gradients 1 200 "gradients of sliced documents through Transformer Engine's layers" "$tests" "${test[@]}" tests/gpu/test_gradients.py
 add certify-kernels 1 300 "random plans by this device's kernels, in bf16: at most twice the reference model's own errors" "$certified" \
     "${certify[@]}" --pp 1 --dtype bf16 --transformer-impl transformer_engine "${llama[@]}" --batches 12
 shared() { # several ranks on one GPU

@@ -185,29 +185,3 @@ def test_messages_are_the_planned_ones(folder) -> None:
         assert sent[-len(after) :] == after
         evaluation = sent[len(before) : -len(after)]
         assert {group for group, _ in evaluation} == ({"epp_activation"} if rank == 0 else set())
-
-
-# ------------------------------------------------------------------ the list itself
-
-
-@pytest.mark.parametrize("entry", (*SCHEDULE, *TRAINER), ids=lambda entry: entry.name)
-def test_every_entry_has_a_reason(entry: AllowedCollective) -> None:
-    assert entry.why and entry.why[-1] != "."
-
-
-def test_names_differ() -> None:
-    names = [entry.name for entry in (*SCHEDULE, *TRAINER)]
-    assert len(set(names)) == len(names)
-
-
-@pytest.mark.parametrize(
-    "stranger",
-    [
-        Collective("allreduce", "epp_control", "megatron_epp.mcore.model.stage.ModelStage.forward"),
-        Collective("allreduce", "default_pg", "megatron_epp.runtime.consensus.agree"),
-        Collective("broadcast", "epp_control", "megatron_epp.runtime.consensus.agree_again"),
-        Collective("barrier", "default_pg", "megatron.training.training.train"),
-    ],
-)
-def test_a_stranger_is_not_on_the_list(stranger) -> None:
-    assert name_of(stranger, (*SCHEDULE, *TRAINER)) is None

@@ -144,10 +144,6 @@ def saved(corpus, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_megatron_asserts_of_a_checkpoint_is_one_line(saved: Path, corpus) -> None:
     how = {"epp": True, "load": saved, "use_distributed_optimizer": True}
-    other = flags(corpus, **{**how, "train_iters": 9})
-    refused(other, "number of iterations do not match", "--override-opt-param-sched", processes=2)
-    layout = flags(corpus, **{**how, **ONE, "train_iters": 2})
-    refused(layout, "saved without --dist-ckpt-optim-fully-reshardable, belong to stages on ranks")
     wider = flags(corpus, **{**how, "hidden_size": 64, "train_iters": 2})
     refused(wider, "--load: Global shape mismatch", "of the flags' model", processes=2)
 

@@ -119,20 +119,6 @@ def test_an_evaluation_without_memory_is_repeated_in_smaller_chunks(corpus) -> N
 
 
 @pytest.mark.everything
-def test_ranks_that_share_layers_give_up_together(corpus) -> None:
-    """One alone is over its limit; or both have no memory at the same place of an op."""
-    free = run(corpus, **SHARED)
-    limit = run(corpus, "limit", **SHARED, epp_memory_limit_gib=2 * LIMIT_GIB)
-    together = run(corpus, "together", **SHARED)
-    for starved in (limit, together):
-        assert starved.status == 0, starved.output
-        assert "repeated with less memory" in starved.output
-        assert starved.losses == pytest.approx(free.losses, rel=1e-5)
-    assert "out of memory (on another rank of this stage)" in limit.output
-    assert together.output.count("out of memory (none for the scores)") == 2
-
-
-@pytest.mark.everything
 @pytest.mark.parametrize(
     ("way", "changes", "said"),
     [

@@ -131,17 +131,6 @@ def test_an_output_layer_over_the_stages_goes_on_alike(six, tmp_path):
     assert mine[layer].shape == (128, 32)
 
 
-def test_a_v_measures_itself_and_goes_on_alike(six, tmp_path):
-    """From a checkpoint of one stage a rank, whose optimizer is saved by parameter."""
-    how = {"load": after_three(six.folder, tmp_path), "epp_record": tmp_path / "plans"}
-    how["epp_cost_model"] = None
-    v = six.job.train(train_iters=6, epp=True, epp_placement="v", **how)
-    assert "measured this device in" in v.output
-    assert all(plan.place == (1, 0, 0, 1) for plan in step(tmp_path, 4).plans)
-    assert first_and_third(v.losses) == pytest.approx(first_and_third(six.run.losses[3:]), rel=2e-6)
-    assert v.grad_norms == pytest.approx(six.run.grad_norms[3:], abs=2e-3)
-
-
 @pytest.mark.everything
 def test_tied_words_over_the_stages(corpus, tmp_path):
     """The embedding's words and their copies, which a checkpoint does not tell apart, step as whole
@@ -164,16 +153,6 @@ def test_tied_words_over_the_stages(corpus, tmp_path):
         stock={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 1},
         ours={"epp_vocab_parallel": "on"},
     )
-
-
-def test_another_number_of_stages_on_resume(six, tmp_path):
-    one = {"pipeline_model_parallel_size": 1, "epp_record": tmp_path / "plans"}
-    start = after_three(six.folder, tmp_path)
-    run = six.job.train(processes=1, train_iters=6, load=start, epp=True, **one)
-    theirs = first_and_third(six.run.losses[3:])
-    assert first_and_third(run.losses) == pytest.approx(theirs, rel=2e-6)
-    for iteration in (4, 5, 6):
-        assert step(six.folder, iteration).lengths == step(tmp_path, iteration).lengths
 
 
 def test_checkpoints_load_both_ways(six, tmp_path):

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.everything
 PYTHON = """
 echo "$*" >> "$CALLS"
 case "$*" in
-    *test_gradients.py*) [[ -e $MENDED ]] || { echo "E   wrong by half"; exit 1; } ;;
+    *test_training.py*) [[ -e $MENDED ]] || { echo "E   wrong by half"; exit 1; } ;;
     *op_host.py*) [[ -e $MENDED ]] || exit 1 ;;
     *held_sms.py*) [[ -e $MENDED ]] || sleep 100 ;;
     *test_kernels.py*) echo "12 passed in 3 s" ;;
@@ -63,7 +63,7 @@ def test_a_day_with_one_gpu(tmp_path: Path) -> None:
     done = day("--bound", "6")
     assert done.returncode == 1, done.stderr
     assert day.state("kernels") == "ok"
-    assert day.state("gradients") == day.state("op-host") == "FAILED with status 1"
+    assert day.state("training") == day.state("op-host") == "FAILED with status 1"
     assert day.state("held-sms") == "OUT OF TIME after 6 s"
     assert day.state("shared-gloo-2-1") == "ok"  # the last for one GPU
     assert day.state("multi-gpu") == "skipped: needs 2 GPUs, there are 1"
@@ -74,14 +74,14 @@ def test_a_day_with_one_gpu(tmp_path: Path) -> None:
     assert order == sorted(order)
     assert "test_multi_gpu.py" not in day.ran
     page = (day.results / "README.md").read_text()
-    assert "| [gradients](gradients.log) |" in page
+    assert "| [training](training.log) |" in page
     assert "    E   wrong by half" in page
     assert "    12 passed in 3 s" in page
     (tmp_path / "mended").touch()
     done = day()
     assert done.returncode == 0, done.stdout
     assert len(day.ran.splitlines()) == 3
-    assert day.state("gradients") == day.state("op-host") == day.state("held-sms") == "ok"
+    assert day.state("training") == day.state("op-host") == day.state("held-sms") == "ok"
     assert "kernels          ok before" in done.stdout
     # Named steps run again.
     assert day("kernels").returncode == 0
@@ -100,7 +100,7 @@ def test_a_host_that_forgets(tmp_path: Path) -> None:
     assert [word for line in ran for word in line.split() if word.endswith(".py")] == [
         "scripts/prepare_corpus.py",
         "scripts/gpu/op_host.py",
-        "tests/gpu/test_gradients.py",
+        "tests/gpu/test_training.py",
         "scripts/gpu/held_sms.py",
     ]
     assert "    12 passed in 3 s" in (second.results / "README.md").read_text()
