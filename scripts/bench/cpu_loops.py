@@ -2,8 +2,7 @@
 """External training loops on this host's CPU: Megatron's schedule, planned micro-batches, slices.
 
     scripts/bench/cpu.py --case loops [--cases sft agent 16384x8] [--pp 2 4] [--batches 3]
-        [--repeats 2] [--variants whole slices torch-1f1b torch-interleaved] [--busy-host]
-        [-o RESULT.md]
+        [--repeats 2] [--variants whole slices] [--busy-host] [-o RESULT.md]
 
 The loop uses megatron.core without Megatron's trainer: --pp stages (gloo), 8 layers, hidden 128, 4
 heads in 2 groups. A micro-batch is one document [1, T]. One run executes the variants in rotating
@@ -12,10 +11,6 @@ order, on the same micro-batches, weights and kernels (torch's flash attention):
     stock    Megatron's forward_backward_pipelining_without_interleaving, shapes by handshake
     whole    megatron_epp.attach with slicing = False: planned order, split backward
     slices   megatron_epp.attach: documents in slices
-    torch-*  torch.distributed.pipelining's Schedule1F1B and ScheduleInterleaved1F1B; the latter
-             has two stages of half the layers per rank. Messages are padded to the longest
-             document, but computation is not. torch's zero-bubble schedules cannot split the
-             backward of Megatron's own autograd functions (torch 2.11)
 
     sft      24 documents, lengths log-normal around 300 tokens, at most 2048
     agent    8 documents around 400 tokens, and one of 3072
@@ -31,12 +26,11 @@ Ratios are the seconds of stock divided by those of the variant: medians over th
 to maximum). The first calls warm up. Bubbles are the idle fraction of the stages. Peaks are the
 bytes that autograd saves plus cached K and V: the maximum of all stages and calls, including the
 warm-up, because a plan may use as much memory as stock used in an earlier call. Every call of the
-same model must have the losses and gradients of stock. torch's calls are measured, not replayed.
+same model must have the losses and gradients of stock. peers.py compares torch's schedules.
 """
 
 import argparse
 import json
-import math
 import os
 import random
 import statistics
@@ -59,7 +53,6 @@ from megatron_epp.corpus.lengths import open_corpus
 
 STOCK, WHOLE, SLICES = "stock", "whole", "slices"
 OURS = (WHOLE, SLICES)
-TORCH = ("torch-1f1b", "torch-interleaved")
 CASES = ("sft", "agent")
 WARM_UP = 3  # calls of each; ours plan from the third on, when the second has been measured
 LAYERS, HIDDEN, WORDS = 8, 128, 2048
@@ -86,14 +79,13 @@ def lengths_of(case: str, batch: int) -> list[int]:
 
 
 class Calls:
-    """Calls of a loop on this rank, for one model: by Megatron, this project, and torch.
+    """Calls of a loop on this rank, for one model: by Megatron and by this project.
 
     Args:
         rank: rank of this process, and its stage.
         stages: number of stages.
         longest: maximum number of tokens of a micro-batch.
         adapters: this project's variants, and the adapter of each; WHOLE does not slice.
-        torchs: names of torch's schedules, of TORCH.
         now: clock for the ops of Megatron's schedule.
     """
 
@@ -103,7 +95,6 @@ class Calls:
         stages: int,
         longest: int,
         adapters: Mapping[str, Any],
-        torchs: Sequence[str] = (),
         now: Callable[[], float] = time.perf_counter,
     ):
         from megatron_epp.mcore.loops.attached import attach_to
@@ -113,9 +104,6 @@ class Calls:
 
         self.stages, self.adapters = stages, adapters
         self.model = build_model(stages, rank, longest)
-        self.torchs = {
-            name: TorchSchedule(name, rank, stages, self.model, longest) for name in torchs
-        }
         self.ran: list[Any] = []
         settings = Settings(observe=self.ran.append, make_meter=saved_bytes)
         self.stock = Installation(settings).schedule.stock
@@ -141,14 +129,13 @@ class Calls:
         loss = sum(float(item["lm loss"]) for item in losses)
         every: list[Any] = [None] * self.stages
         dist.all_gather_object(every, (seconds, peak, ops, loss, squares**0.5))
-        own_model = variant not in self.torchs or self.torchs[variant].same_model
         return Run(
             seconds=max(one[0] for one in every),
             ops=[one[2] for one in every],
             chunks=chunks,
             by=by,
             peak=max(one[1] for one in every),
-            outcome=[every[-1][3], *(one[4] for one in every)] if own_model else [],
+            outcome=[every[-1][3], *(one[4] for one in every)],
         )
 
     def _called(self, variant: str, micro_batches: Sequence[dict]) -> tuple:
@@ -156,9 +143,6 @@ class Calls:
         from megatron_epp.mcore.loops.loop_schedule import PIPELINE
         from megatron_epp.runtime.kv_store import Store
 
-        if variant in self.torchs:
-            losses, peak = self.torchs[variant].step(micro_batches)
-            return losses, peak, [], str(len(micro_batches)), "torch"
         arguments = {
             "forward_step_func": forward_step,
             "data_iterator": iter(micro_batches),
@@ -197,9 +181,8 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
     if shared:
         patch.object(clock, "time", SimpleNamespace(perf_counter=now)).start()
     longest = LONGEST[case] if case in CASES else int(case.split("x")[0])
-    torchs = [name for name in chosen.variants if name in TORCH]
     adapters = dict.fromkeys(OURS, PackedDocuments(token_loss))
-    calls = Calls(rank, stages, longest, adapters, torchs, now)
+    calls = Calls(rank, stages, longest, adapters, now)
     variants, results = (STOCK, *chosen.variants), []
     peaks = dict.fromkeys(variants, 0)
     for batch in range(-WARM_UP, chosen.batches):
@@ -219,8 +202,8 @@ def work(rank: int, case: str, chosen: Any, stages: int, shared: bool, folder: s
                     flush=True,
                 )
         for variant in variants:
-            if found := runs[variant][-1].outcome:
-                require_outcome(found, runs[STOCK][-1].outcome, f"{variant}, batch {batch}")
+            found, expected = (runs[each][-1].outcome for each in (variant, STOCK))
+            require_outcome(found, expected, f"{variant}, batch {batch}")
         if batch >= 0:
             results += [
                 result(variant, runs[variant], stages, shared) | {"peak": peaks[variant]}
@@ -241,7 +224,7 @@ class Run:
         chunks: the chunks as text; of schedules without slices, their number.
         by: planner, or schedule.
         peak: bytes that autograd saved on the fullest rank.
-        outcome: sum of the losses, and norm of every stage's gradients; empty for other models.
+        outcome: sum of the losses, and norm of every stage's gradients.
     """
 
     seconds: float
@@ -270,10 +253,6 @@ class Run:
 
 def result(variant: str, runs: Sequence[Run], stages: int, shared: bool) -> dict[str, Any]:
     """Return the results of one batch, for a row of the table."""
-    if not any(runs[-1].ops):  # torch's, of which no op is timed
-        unknown = dict.fromkeys(("replayed", "noise", "bubble"), math.nan)
-        seconds = statistics.median(run.seconds for run in runs)
-        return {"variant": variant, "seconds": seconds, "chunks": int(runs[-1].chunks)} | unknown
     settled = [run.with_medians(runs) for run in runs]
     replayed = statistics.median(map(replay, settled))
     seconds = statistics.median(run.seconds for run in runs)
@@ -316,95 +295,10 @@ def replay(orders: list[list[tuple[str, int, float]]]) -> float:
     return max(free)
 
 
-class TorchSchedule:
-    """A schedule of torch.distributed.pipelining.
-
-    It runs this rank's model if ``same_model``, else two models with half of the layers each.
-    """
-
-    def __init__(self, name: str, rank: int, ranks: int, model: Any, longest: int):
-        import torch
-        from torch_schedules import GlooStage, rank_of_stages
-
-        self.name = name.removeprefix("torch-")
-        place = rank_of_stages(self.name, ranks)
-        self.same_model = len(place) == ranks
-        last = len(place) - 1
-        mine = [stage for stage, at in enumerate(place) if at == rank]
-        self.first, self.last, self.rows = 0 in mine, last in mine, longest
-        self.micro_batches: Sequence[dict] = []
-        schedule = self
-
-        class Padded(torch.nn.Module):
-            """Stage that computes only the document's rows, and pads its output."""
-
-            def __init__(self, stage: int):
-                super().__init__()
-                self.stage, self.number = stage, 0
-                ends = stage == 0, stage == last
-                self.model = (
-                    model
-                    if schedule.same_model
-                    else build_model(ranks, rank, longest, LAYERS // 2, *ends)
-                )
-
-            def forward(self, x: Any) -> Any:
-                batch = schedule.micro_batches[self.number]
-                length = batch["tokens"].shape[1]
-                labels = batch["labels"] if self.stage == last else None
-                if self.stage:
-                    self.model.set_input_tensor(x[:length])
-                out = outputs_of(self.model, batch, labels)
-                pad = torch.nn.functional.pad
-                if labels is not None:
-                    return pad(out[0], (0, longest - length))[None]
-                return pad(out, (0, 0, 0, 0, 0, longest - length))
-
-        tokens, hidden = torch.zeros(1, longest).long(), torch.zeros(longest, 1, HIDDEN)
-        self.stages = [
-            GlooStage(
-                *(Padded(stage), stage, len(place), torch.device("cpu")),
-                hidden if stage else tokens,
-                torch.zeros(1, longest) if stage == last else hidden,
-            )
-            for stage in mine
-        ]
-        self.schedules: dict[int, Any] = {}
-
-    def step(self, micro_batches: Sequence[dict]) -> tuple[list[dict], int]:
-        """Return the losses (on the last stage's rank) and the peak bytes that autograd saved."""
-        import torch
-        from torch_schedules import make_schedule
-
-        from megatron_epp.runtime.kv_store import Store
-        from megatron_epp.runtime.memory_meter import SavedBytesMeter
-
-        self.micro_batches, count = micro_batches, len(micro_batches)
-        if count not in self.schedules:
-            # As Megatron's schedule scales them.
-            loss = lambda output, tokens: output.sum() / tokens.sum() / count  # noqa: E731
-            self.schedules[count] = make_schedule(self.name, self.stages, count, loss)
-        losses: list[Any] = []
-        tokens = torch.tensor([batch["tokens"].shape[1] for batch in micro_batches])
-        named = {"target": tokens, "losses": losses} if self.last else {}
-        inputs = [torch.zeros(count, self.rows).long()] if self.first else []
-        modules = [stage.submod for stage in self.stages]
-        meter = SavedBytesMeter(p for module in modules for p in module.parameters())
-        with meter.watch(Store({})):
-            self.schedules[count].step(*inputs, **named)
-        meter.op_peak()
-        for module in modules if not self.same_model else ():
-            module.zero_grad(set_to_none=True)
-        return [{"lm loss": loss.detach()} for loss in losses], meter.peak_bytes
-
-
 def build_model(
     stages: int,
     stage: int,
     context: int,
-    layers: int = LAYERS,
-    first: bool | None = None,
-    last: bool | None = None,
 ) -> Any:
     import torch
     from megatron.core.models.gpt import GPTModel
@@ -413,7 +307,7 @@ def build_model(
     from torch.nn import functional
 
     config = TransformerConfig(
-        num_layers=layers,
+        num_layers=LAYERS,
         hidden_size=HIDDEN,
         num_attention_heads=4,
         num_query_groups=2,
@@ -435,8 +329,8 @@ def build_model(
         get_gpt_layer_local_spec(normalization="RMSNorm"),
         WORDS,
         context,
-        pre_process=stage == 0 if first is None else first,
-        post_process=stage == stages - 1 if last is None else last,
+        pre_process=stage == 0,
+        post_process=stage == stages - 1,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     )
@@ -546,7 +440,7 @@ def row(case: str, stages: int, shared: bool, ours: Sequence[str], results: list
     cells = [case, str(stages), f"{statistics.median(of(STOCK, 'replayed')):.2f}"]
     cells.append(spread(of(STOCK, "noise")))
     for key in ("replayed", "seconds"):
-        for variant in OURS if key == "replayed" else (*OURS, *TORCH):
+        for variant in OURS:
             cells.append(ratios(variant, key))
             if shared and key == "seconds" and variant in variants:
                 cells[-1] += ", shared cores"
@@ -566,7 +460,6 @@ HEAD = (
     "slices, replayed",
     "whole, measured",
     "slices, measured",
-    *(f"{name}, measured" for name in TORCH),
     "bubble % (stock / whole / slices)",
     "peak MiB (stock / whole / slices)",
     "chunks",
@@ -580,7 +473,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="CASE")
     parser.add_argument("--batches", type=int, default=3, help="measured, of each case")
     parser.add_argument("--repeats", type=int, default=2, help="calls of each batch, by each")
-    parser.add_argument("--variants", nargs="+", choices=(*OURS, *TORCH), default=list(OURS))
+    parser.add_argument("--variants", nargs="+", choices=OURS, default=list(OURS))
     parser.add_argument("--pp", type=int, nargs="+", default=[2, 4], help="pipeline stages")
     parser.add_argument(
         "--busy-host", action="store_true", help="other work runs beside: as if stages shared cores"
