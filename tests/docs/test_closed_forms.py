@@ -71,12 +71,15 @@ def zero_bubble(stages: int, documents: int) -> Plan:
     return plan_of(stages, documents, 1, orders)
 
 
-@pytest.mark.parametrize("n", (2, 4, 8))
+@pytest.mark.parametrize("n", (1, 2, 4, 8))
 @pytest.mark.parametrize(("p", "m"), CASES)
 def test_slices(p: int, m: int, n: int) -> None:
-    """Whole micro-batches, n 1: test_makespan_of_1f1b and test_window_law of tests/sim."""
     made = played(one_f_one_b(p, [n] * m), n)
     assert made.bubble_ratio == pytest.approx((p - 1) / (n * m + p - 1), abs=1e-12)
+    assert made.seconds == pytest.approx((F + B) / n * (n * m + p - 1))
+    if n == 1:  # 1F1B: p micro-batches of HELD / p, and no K/V
+        assert max(made.peak_bytes) == HELD
+        return
     # A document keeps its K/V until its first slice's backward; meanwhile others have begun.
     held = HELD / p * (n + p - 1) / n
     begun = min(m, 1 + -(-(n + p - 2) // n))

@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 
 from megatron_epp.ir import (
     Deadlock,
-    Kind,
     Op,
     Plan,
     PlanError,
-    backward_of,
     check,
     slices_in,
     slices_of,
@@ -210,14 +208,6 @@ def test_a_deep_plan_is_shown_around_the_stages_that_wait_for_each_other() -> No
     assert " F7  F8 >B0  F5  B1 " in rows[8] and rows[8].endswith("<- lacks B0 of stage 31")
     assert " >F5  F6  F7 " in rows[9] and rows[9].endswith("<- lacks F5 of stage 30")
     assert hidden == "  (24 more stages)" and max(map(len, rows)) < 120
-
-
-def test_kinds_of_backward() -> None:
-    plan = Plan.parse(EXAMPLE)
-    assert backward_of(plan)[0][1] is Kind.BACKWARD
-    assert not plan.forward_only and not plan.splits_backward
-    assert evaluation(plan).forward_only
-    assert 1 not in backward_of(evaluation(plan))[0]
 
 
 def test_slices_are_worked_out_once_and_are_no_part_of_the_value() -> None:

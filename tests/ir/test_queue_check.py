@@ -5,7 +5,6 @@ from random import Random
 
 import pytest
 
-from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import (
     Kind,
     Message,
@@ -18,10 +17,8 @@ from megatron_epp.ir import (
     lower,
     lower_rank,
 )
-from megatron_epp.ir.placement import named_placement
 from megatron_epp.ir.random_plan import arbitrary_block, arbitrary_plan
-from megatron_epp.planner.options import Options
-from megatron_epp.planner.registry import COMPARED, PLANNERS
+from megatron_epp.planner.registry import COMPARED
 from tests.ir.queue_check import hanging_waits, stuck_in_one_queue
 from tests.plans import EXAMPLE, evaluation, random_place, two_ahead
 
@@ -51,29 +48,6 @@ def test_planned_batches() -> None:
     assert planners >= set(COMPARED)
     for plan in plans:
         assert_sound(plan)
-
-
-@pytest.mark.parametrize(
-    ("planner", "placement"),
-    [
-        *((planner, "even") for planner in COMPARED),
-        *((planner, "v") for planner in ("epp", "adaptis", "zb-v")),
-        *((planner, "interleaved 2") for planner in ("slimpipe", "1f1b")),
-        ("packing", "place " + " ".join(f"{rank} {(3 * rank + 1) % 8}" for rank in range(8))),
-    ],
-)
-def test_planned_batches_on_sixteen_stages(planner: str, placement: str) -> None:
-    """Each on a rank of its own, or two on each of eight."""
-    random = Random(planner)
-    made = named_placement(placement, 16 if placement == "even" else 8)
-    assert made is not None and made.stages == 16
-    place = () if made.is_even else made.place
-    cost = named_cost("llama3-8b", "h100-80g", pp=16, tp=8, place=place)
-    lengths = [min(int(random.lognormvariate(7.5, 1.3)) + 1, 65536) for _ in range(16)]
-    options = Options(context=65536, effort=0)
-    plan = PLANNERS[planner](lengths, cost, options).plan
-    assert plan.shares_ranks == (not made.is_even)
-    assert_sound(plan)
 
 
 @pytest.mark.parametrize("stages", range(2, 17))

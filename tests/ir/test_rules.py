@@ -262,35 +262,6 @@ def test_every_kind_has_its_rule() -> None:
     assert len([name for name in ROWS if not name.endswith(" unmarked")]) == 42
 
 
-def test_vocabulary_parallelism_adds_rows_and_takes_none() -> None:
-    for forward_only in (False, True):
-        for kind, rule in rules_for(False, forward_only).items():
-            more = rules_for(True, forward_only)[kind]
-            assert (more.makes, more.frees) == (rule.makes, rule.frees)
-            assert more.needs[: len(rule.needs)] == rule.needs
-
-
-def test_needs_are_those_that_exist() -> None:
-    """In the table's order, with the stage that meets each and the ops that would."""
-    plan = Plan.parse(
-        "plan v1\n"
-        + CUT.format(layers="layers 1 1")
-        + "stage 0: F0 F1 B1 B0\nstage 1: F0 F1 B1 B0\n"
-    )
-    needs = needs_of(plan)
-
-    def said(stage: int, op: str) -> str:
-        found = needs(stage, Op.parse(op))
-        return "; ".join(f"{'|'.join(map(str, ops))} of {where}" for _, where, ops in found)
-
-    assert said(0, "F0") == ""
-    assert said(0, "F1") == "F0 of 0"
-    assert said(1, "F1") == "F1 of 0; F0 of 1"
-    assert said(0, "B0") == "F0 of 0; B0|I0 of 1; B1|I1 of 0"
-    assert said(1, "B0") == "F0 of 1; B1|I1 of 1"
-    assert said(1, "W1") == "I1 of 1"
-
-
 def test_every_branch_is_needed() -> None:
     """Two documents that continue a first one: its backward waits for those of both."""
     plan = Plan.parse(

@@ -1,6 +1,5 @@
 """The simulator against an independent replay, closed forms, and its own promises."""
 
-from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -12,8 +11,6 @@ from hypothesis import strategies as st
 from megatron_epp.cli.simulate import bubble_text
 from megatron_epp.ir import (
     COMPUTE,
-    KIND_CODE,
-    OF_HEAD,
     Chunk,
     Deadlock,
     Item,
@@ -161,33 +158,6 @@ def one_f_one_b(stages: int, slices: list[int], window: int | None = None) -> Pl
     return Plan(tuple(slices), (1,) * stages, tuple(chunks), recompute, tuple(orders))
 
 
-shapes = st.lists(st.integers(1, 6), min_size=1, max_size=12).map(
-    lambda slices: sorted(slices, reverse=True)
-)
-
-
-@given(st.integers(1, 8), shapes, st.integers(1, 5), st.integers(1, 5))
-def test_makespan_of_1f1b(stages: int, slices: list[int], forward: int, backward: int) -> None:
-    """(n + p - 1)(F + B), and each stage idles InfiniPipe's delta, (p - 1)(F + B)."""
-    plan = one_f_one_b(stages, slices)
-    played = play(plan, even_table(plan, forward, backward))
-    n = sum(slices)
-    assert played.seconds == (n + stages - 1) * (forward + backward)
-    assert played.idle_seconds == ((stages - 1) * (forward + backward),) * stages
-    assert played.bubble_ratio == pytest.approx((stages - 1) / (n + stages - 1), abs=1e-12)
-
-
-@given(st.integers(1, 8), shapes)
-def test_window_law(stages: int, slices: list[int]) -> None:
-    """Stage p = 1.. holds d_p - p + N_split chunks at most: eq. 7, where there are that many."""
-    plan = one_f_one_b(stages, slices)
-    peaks = play(plan, even_table(plan, 1, 2)).peak_bytes
-    longest = slices[0]
-    assert peaks == tuple(
-        min(sum(slices), stages - stage + longest) for stage in range(1, stages + 1)
-    )
-
-
 def test_a_window_that_is_too_small_cannot_run() -> None:
     plan = one_f_one_b(2, [3, 1], window=2)
     with pytest.raises(PlanError, match="stage 1 at B2: lacks F2 of stage 1"):
@@ -198,27 +168,6 @@ def test_a_window_that_is_too_small_cannot_run() -> None:
             "stage 0: F0 B0 F1 B1\nstage 1: F1 B1 F0 B0\n"
         )
         play(plan, even_table(plan, 1, 2))
-
-
-@given(st.integers(2, 6), shapes, st.integers(0, 2**32))
-def test_recompute_law(stages: int, slices: list[int], seed: int) -> None:
-    """Under the diagonal rule ckpt'(p, k) = C[k + d_p - p], the time added is F_hat * sum C."""
-    random = Random(seed)
-    plan = one_f_one_b(stages, slices)
-    n = sum(slices)
-    diagonal = [random.randint(0, 4) for _ in range(n + stages - 1)]
-    backwards = [op.chunk for op in plan.orders[0] if op.kind is Kind.BACKWARD]
-    layer_forward = 0.25
-    recompute = np.zeros((stages, n))
-    for stage in range(stages):
-        for k, chunk in enumerate(backwards):
-            recompute[stage, chunk] = layer_forward * diagonal[k + stages - (stage + 1)]
-    # A forward is long enough to hide what is recomputed: balanced chunks of at most 4 layers.
-    played = play(plan, even_table(plan, 1, 2, recompute))
-    plain = play(plan, even_table(plan, 1, 2))
-    assert played.seconds - plain.seconds == layer_forward * sum(diagonal)
-    share = recompute.sum() / (stages * played.seconds)
-    assert played.recompute_ratio == pytest.approx(share, abs=1e-12)
 
 
 # --- what a played plan tells --------------------------------------------------------------------
@@ -339,20 +288,6 @@ def interleaved(p: int, v: int, m: int) -> Plan:
     )
 
 
-def test_a_message_that_waits_for_its_link() -> None:
-    """Two messages made at 1 and 2 on a link that each occupies for 5."""
-    plan = Plan.parse(
-        "plan v1\ndocuments 1 1\nlayers 1 1\nchunk 0: 0[0:1]\nchunk 1: 1[0:1]\n"
-        "stage 0: F0 F1\nstage 1: F0 F1\n"
-    )
-    slow = {"link_seconds": dict.fromkeys(Payload, ((5.0, 5.0),)), "link_latency_seconds": 0.5}
-    played = play(plan, replace(even_table(plan, 1, 2), **slow))
-    assert [(f.ready, f.depart, f.arrive) for f in played.flights] == [(1, 1, 6.5), (2, 6, 11.5)]
-    assert played.seconds == 12.5
-    # F1 of stage 1 was held up by the message before its own, hence by F0 of stage 0.
-    assert [f"{s.op}@{s.stage}" for s in played.critical_path] == ["F0@0", "F1@1"]
-
-
 def test_ratios_and_records() -> None:
     plan = Plan.parse(EXAMPLE)
     table = even_table(plan, 1, 2, recompute=np.full((2, 3), 0.5))
@@ -384,30 +319,6 @@ def test_a_table_without_numbers_is_refused() -> None:
 
 
 # --- for planners ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", COMPUTE)
-def test_every_kind_is_simulated(kind: Kind) -> None:
-    """It has rows, seconds that count, and bytes that count."""
-    head = kind in OF_HEAD
-    orders = ["F0 B0" if kind is Kind.BACKWARD else "F0 I0 W0"]
-    if head:
-        orders = ["F0 H0 I0 W0 G0", "F0 H0 I0 W0 G0"]
-    stages = "".join(f"stage {stage}: {order}\n" for stage, order in enumerate(orders))
-    layers = " 1" * len(orders)
-    plan = Plan.parse(f"plan v1\ndocuments 3\nlayers{layers}\nchunk 0: 0[0:3]\n{stages}")
-    assert KIND_CODE[kind] in needs_for(head)[:, 0]
-    table = even_table(plan, 1, 2)
-    before = play(plan, table)
-    table.seconds[kind] = table.seconds[kind] + 0.5
-    table.workspace_bytes[kind] = table.workspace_bytes[kind] + 7
-    after = play(plan, table)
-    # Both stages' H stand one after the other in the chain; nothing waits for G.
-    assert after.seconds == before.seconds + (1.0 if kind is Kind.HEAD else 0.5)
-    grown = [
-        b.peak_bytes - a.peak_bytes for a, b in zip(before.records, after.records, strict=True)
-    ]
-    assert grown == [7 * (record.op.kind is kind) for record in after.records]
 
 
 def test_a_stuck_order_takes_forever() -> None:
