@@ -20,7 +20,7 @@ from megatron_epp.cost.profile import LAYER_KIND, LayerCoefficients
 from megatron_epp.ir import FULL, KEEP, OF_LAYERS, Chunk, Item, Kind, Plan, Span
 from megatron_epp.sim.play import play
 from tests.cost.simple_device import SIMPLE
-from tests.plans import EXAMPLE, evaluation, plans
+from tests.plans import evaluation, plans
 
 F, B, I, W = OF_LAYERS  # noqa: E741
 GPT = ("gpt-7b", "gpt-13b", "gpt-30b")
@@ -87,24 +87,6 @@ def test_equation_3(name: str) -> None:
     assert alone.seconds.communication_per(F)[0, 0] == 0
 
 
-@pytest.mark.parametrize("name", GPT)
-def test_halves_of_the_backward(name: str) -> None:
-    """W is a third of the linears' forward plus backward, and reads their operands again; attention
-    has no W. I is the rest."""
-    cost = simple(name)
-    layer, layers = MODELS[name].shapes[LAYER_KIND], np.array(cost.layout.layers)
-    read = layers * 2 * layer.weight_inputs / SIMPLE.memory_bytes_per_second / cost.layout.shards
-    linear = cost.seconds.per(F)[:, 0] + cost.seconds.per(B)[:, 0]
-    linear -= cost.seconds.communication_per(F)[:, 0] + cost.seconds.communication_per(B)[:, 0]
-    assert cost.seconds.per(W)[:, 0] == pytest.approx(linear / 3 + read, rel=1e-12)
-    assert (cost.seconds.per(W)[:, 1] == 0).all()
-    halves = cost.seconds.per(I) + cost.seconds.per(W)
-    halves[:, 0] -= read
-    assert halves == pytest.approx(cost.seconds.per(B), rel=1e-12)
-    # Backward to forward: 2 for linears, 2.5 for attention.
-    assert cost.seconds.per(B)[:, 1] == pytest.approx(2.5 * cost.seconds.per(F)[:, 1])
-
-
 def test_a_recomputed_layer_costs_its_forward() -> None:
     """Eq. 17: F_hat, all-to-all included, gathers not."""
     cost = simple("gpt-13b")
@@ -159,19 +141,6 @@ def test_memory_of_a_cut_document() -> None:
         + cost.memory.kv_bytes(load)[0, 0]
     )
     assert full == pytest.approx(10 * 2 * (5120 * 8000 + 2 * 5120 * 5000) / 8)
-
-
-def test_a_backward_frees_while_it_makes() -> None:
-    """Layer by layer from the last: what it held goes, its K/V gradients come."""
-    cost = named_cost("llama3-8b", "h100-80g", pp=1, cp=1, memory_budget_gib=1000)
-    load = loads(cost, (0, 5000), (5000, 8000))
-    layers = np.full((1, 2), 32.0)
-    table = cost.table_of(load, {(0, KEEP): layers})
-    gradients = np.asarray(table.held_bytes[Item.KV_GRADIENTS])[0, 0]
-    assert gradients == 32 * 5000 * 2 * 4 * 1024  # float32, of 5000 tokens
-    # Without recompute it never holds more than its forward left.
-    logits = [2 * 128_256 * tokens for tokens in (5000, 3000)]
-    assert np.asarray(table.workspace_bytes[B])[0].tolist() == [logits[0], logits[1] - gradients]
 
 
 def test_states() -> None:
@@ -368,23 +337,6 @@ def test_ledgers_end_at_zero(cost: Cost, plan: Plan) -> None:
         assert min(played.peak_bytes) >= 0
         assert 0 <= played.bubble_ratio < 1
         assert 0 <= played.recompute_ratio + played.comm_ratio <= 1
-
-
-def test_an_i_never_holds_activations_and_weight_inputs_at_once() -> None:
-    cost = named_cost("gpt-13b", "a100-80g", pp=1, cp=8, memory_budget_gib=1000)
-    text = EXAMPLE.split("predicted")[0].replace("layers 4 4", "layers 40")
-    text = text.replace("recompute 0: 3f1k 4k 2c2k\nrecompute 1: 4k 4k 4k\n", "")
-    plan = Plan.parse(text.split("stage 0")[0] + "stage 0: F2 I2 W2 F0 F1 I1 W1 I0 W0\n")
-    played = play(plan, cost.table(plan))
-    at = {
-        str(record.op): record.peak_bytes - cost.memory.states_bytes[0] for record in played.records
-    }
-    kept = at["F2"]
-    layers = 40 * kept_bytes("gpt-13b")
-    assert kept == pytest.approx(900 / 8 * (layers + 6 * 128_256), rel=1e-6)
-    assert at["I2"] == kept
-    inputs = 40 * MODELS["gpt-13b"].shapes[LAYER_KIND].weight_inputs + 5120 + 128_256
-    assert at["W2"] == pytest.approx(900 / 8 * 2 * inputs, rel=1e-6)
 
 
 @given(plans())

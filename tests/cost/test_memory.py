@@ -2,15 +2,13 @@
 
 import dataclasses
 
-import numpy as np
-
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
-from megatron_epp.cost.profile import Bytes, Workspace
-from megatron_epp.ir import Chunk, Kind, Plan, Span
+from megatron_epp.cost.profile import Workspace
+from megatron_epp.ir import Chunk, Kind
 
 MODEL = Model("small", 4, 64, 176, 4, 2, 16, 1000, gated=True)
 
@@ -64,33 +62,9 @@ def test_room_for_the_last_slice_is_taken_with_the_first() -> None:
     ]
 
 
-def test_gradients_of_kept_rows_have_their_own_size() -> None:
-    the_cost = cost(kv_bytes_per_token=10.0, kv_gradient_bytes_per_token=20.0)
-    load = loads("0[0:5]", "0[5:9]", documents=(9,))
-    assert the_cost.memory.kv_bytes(load).tolist() == [[150.0], [100.0]]
-    assert the_cost.memory.kv_gradient_bytes(load).tolist() == [[300.0], [200.0]]
-
-
 def test_the_last_stages_workspace_is_of_a_block_of_tokens() -> None:
     figure = {kind: Workspace(100.0, 100.0) for kind in Kind}
     none = {kind: Workspace() for kind in Kind}
     the_cost = cost(last_workspace_bytes=figure, workspace_bytes=none, last_workspace_tokens=6.0)
     load = loads("0[0:5]", "1[0:12]", documents=(5, 12))
     assert the_cost.memory.workspace_bytes(Kind.FORWARD, load)[-1].tolist() == [500.0, 600.0]
-
-
-def test_recomputing_the_first_layers_costs_no_peak() -> None:
-    """Those recomputed first in the text come last in backward: what was kept has gone by then."""
-    the_cost = cost(layers=(4,), last_bytes=Bytes())
-    chunks, documents = (Chunk((Span(0, 0, 50),)),), (50,)
-    load = the_cost.loads(chunks, documents)
-
-    def workspace(choice: str) -> float:
-        plan = Plan(documents, (4,), chunks, ((choice,),), ((),))
-        return float(the_cost.table(plan).workspace_bytes[Kind.BACKWARD][0][0])
-
-    base = float(the_cost.memory.workspace_bytes(Kind.BACKWARD, load)[0][0])
-    assert workspace("ffkk") == base
-    assert workspace("kkff") > base
-    counts = {(0, "f"): np.full((1, 1), 2.0), (0, "k"): np.full((1, 1), 2.0)}
-    assert the_cost.table_of(load, counts).workspace_bytes[Kind.BACKWARD][0][0] == base

@@ -9,7 +9,7 @@ import pytest
 from megatron_epp.cost.analytic import profile, without_states
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import DEVICES, device
-from megatron_epp.cost.catalogue.models import MODELS, Model, model
+from megatron_epp.cost.catalogue.models import MODELS, model
 from megatron_epp.cost.profile import Profile, Seconds
 
 PROFILE = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
@@ -53,14 +53,6 @@ def test_one_clear_line(call, error: str) -> None:
         call()
     assert str(caught.value).startswith(error)
     assert "\n" not in str(caught.value)
-
-
-def test_a_model_of_ones_own(tmp_path: Path) -> None:
-    shape = dataclasses.asdict(MODELS["llama3-8b"]) | {"name": "mine", "layers": 6}
-    file = tmp_path / "mine.json"
-    file.write_text(json.dumps(shape))
-    assert model(str(file)) == Model(**shape)
-    assert named_cost(str(file), "h100-80g", pp=4).layout.layers == (2, 2, 1, 1)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"name": NaN}', '{"name": "x"}', "\udcff"])

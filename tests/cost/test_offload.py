@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from megatron_epp.cost.analytic import profile, without_states
-from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
-from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace
+from megatron_epp.cost.profile import Bytes, Seconds, Workspace
 from megatron_epp.ir import OF_LAYERS, Item, Kind, Plan
 from megatron_epp.sim.play import play
 from tests.cost.simple_device import SIMPLE
@@ -72,59 +71,6 @@ def seconds_and_peaks(the_cost: Cost, the_plan: Plan) -> dict[str, tuple[float, 
     return {str(r.op): (r.stop - r.start, r.peak_bytes) for r in played.records}
 
 
-@pytest.mark.parametrize(
-    ("rate", "forward", "backward"),
-    [
-        # 3 * 10 bytes a token to copy, against 4 and 8 seconds of work.
-        (10.0, 4.0, 8.0),  # hidden in both
-        (5.0, 6.0, 8.0),  # F waits
-        (3.0, 10.0, 10.0),  # B waits, too
-    ],
-)
-def test_an_op_takes_its_work_or_its_copies(rate, forward, backward) -> None:
-    at = seconds_and_peaks(cost(rate), plan("okoo", "kkkk"))
-    assert at["F0"][0] == pytest.approx(100 * forward)
-    assert at["B0"][0] == pytest.approx(100 * backward)
-    assert (at["F1"][0], at["B1"][0]) == (60 * 4, 60 * 8)  # nothing to copy
-
-
-def test_recompute_gives_copies_time_to_hide_in() -> None:
-    """Two layers again: 2 * 1.5 more seconds a token, in B and in I; none in F and W."""
-    whole, split = (
-        seconds_and_peaks(cost(2.0), plan("offo", "kkkk", order=order))
-        for order in ("F0 F1 B0 B1", "F0 F1 I0 B1 W0")
-    )
-    assert whole["F0"][0] == split["F0"][0] == pytest.approx(100 * 10)
-    assert whole["B0"][0] == pytest.approx(100 * (8 + 3))
-    assert split["I0"][0] == pytest.approx(100 * 10)  # 4 * 1.25 + 3 = 8 hide less
-    assert split["W0"][0] == pytest.approx(100 * 3)
-
-
-def test_waits_for_copies_are_communication_and_not_recompute() -> None:
-    the_plan = plan("ooof", "kkkk")
-    slow, fast = (play(the_plan, cost(rate).table(the_plan)) for rate in (3.0, 1e9))
-    waited = slow.seconds - fast.seconds
-    assert waited == pytest.approx(100 * (10 - 4) + 100 * (10 - 8 - AGAIN))
-    assert slow.comm_ratio * slow.seconds == pytest.approx(waited)
-    assert slow.recompute_ratio * slow.seconds == pytest.approx(100 * AGAIN)
-
-
-def test_bytes_at_every_op() -> None:
-    at = seconds_and_peaks(cost(1e9), plan("okoo", "kkkk"))
-    one_kept, all_kept = 100 * SAVED, 60 * 4 * SAVED
-    # While an op of chunk 0 runs two of its offloaded layers are there besides.
-    assert at["F0"][1] == one_kept + 100 * (2 * SAVED + AROUND)
-    assert at["F1"][1] == one_kept + all_kept + 60 * AROUND
-    assert at["B0"][1] == one_kept + all_kept + 100 * (2 * SAVED + AROUND)
-    assert at["B1"][1] == all_kept + 60 * AROUND
-
-
-def test_a_single_offloaded_layer_is_there_once() -> None:
-    at = seconds_and_peaks(cost(1e9), plan("okkk", "kkkk"))
-    assert at["F0"][1] == 100 * (4 * SAVED + AROUND)
-    assert at["F1"][1] == 100 * 3 * SAVED + 60 * (4 * SAVED + AROUND)
-
-
 def test_bytes_of_halves() -> None:
     """I leaves what W needs of all four layers, offloaded or not."""
     at = seconds_and_peaks(cost(1e9), plan("okoo", "kkkk", order="F0 I0 F1 W0 B1"))
@@ -155,16 +101,6 @@ def test_keys_and_values_of_a_cut_document_stay() -> None:
     assert at["B0"][1] == 4 * 100 * 3 * KV + 100 * (2 * SLICED + AROUND)
 
 
-def test_where_offloaded_layers_stand_changes_nothing() -> None:
-    tables = [
-        cost(4.0, (6,)).table(plan(choice, "kkkkkk")) for choice in ("ooffkk", "fofkko", "ffkkoo")
-    ]
-    for other in tables[1:]:
-        for name in ("seconds", "workspace_bytes", "held_bytes"):
-            for key, grid in getattr(tables[0], name).items():
-                assert np.array_equal(grid, getattr(other, name)[key]), (name, key)
-
-
 def test_forwards_alone_copy_nothing() -> None:
     """Nothing is kept for a backward, so there is nothing to offload, whatever the rate."""
     the_plan = plan("oooo", "kkkk", order="F0 F1")
@@ -182,21 +118,3 @@ def test_without_a_rate_the_plan_is_refused() -> None:
         "host's memory (host_bytes_per_second is 0): plan without the lever offload"
     )
     assert "\n" not in str(caught.value)
-
-
-def test_a_rate_below_nothing_is_refused() -> None:
-    made = profile(MODELS["gpt-13b"], DEVICES["a100-40g"])
-    assert made.host_bytes_per_second == 20e9
-    line = f' "host_bytes_per_second": {made.host_bytes_per_second}'
-    assert line in made.to_json()
-    with pytest.raises(ValueError, match=r"host_bytes_per_second: -20.*at least 0"):
-        Profile.from_json(made.to_json().replace(line, line.replace("20", "-20")))
-
-
-def test_devices_without_a_host_link() -> None:
-    assert DEVICES["cpu"].host_bytes_per_second == 0
-    assert (
-        DEVICES["h200-141g"].host_bytes_per_second == 2 * DEVICES["a100-80g"].host_bytes_per_second
-    )
-    with pytest.raises(ValueError, match="host_bytes_per_second -1: expected from 0 to"):
-        dataclasses.replace(DEVICES["cpu"], host_bytes_per_second=-1)
