@@ -228,6 +228,7 @@ def test_compare_lists_what_it_promises(cli: Commands) -> None:
     for each in found:
         assert {name: type(each[name]) for name in FIELDS} == FIELDS
         assert each["seconds"] >= each["lower_bound_seconds"] > 0
+        assert ("stock" in each) == (each["planner"] == "stock")
         assert each["gap"] == pytest.approx(1 - each["lower_bound_seconds"] / each["seconds"])
     assert {each["batch"] for each in found} == {0, 1}
     planners = {each["planner"] for each in found}

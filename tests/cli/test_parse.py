@@ -60,6 +60,7 @@ REFUSED = {
         "--memory-budget-gib 1e300": "expected a number from 1e-06 to 1e+06, in GiB",
         "--planner infinpipe": "infinipipe",
         "--levers wspilt": "wsplit",
+        "--levers local --cp 1": "expected --cp above 1",
         "--overlong splt": "did you mean split?",
         "--contxt 5": "unknown option '--contxt'; did you mean --context",
         "--zero 2": "argument --zero: '2': expected 1, 3",
@@ -103,6 +104,7 @@ REFUSED = {
         "--layer-kinds 48*experts": "--layer-kinds: the model says what its layers are; ",
         "--ep 16 --dp 3": "--ep: 2 replicas in lockstep; expected a divisor of --dp 3",
         "--lockstep 2 --dp 4": "--lockstep was removed; --ep, --tp and --cp imply it, as in train",
+        "--ep 32 --dp 2 --cp 2 --levers local": "have all documents sharded",
         "--ep 16 --dp 2 --planner flexsp": "planner 'flexsp' knows no replicas in",
     },
     f"compare --lengths wlb --pp 2 {GPT}": {

@@ -1,14 +1,12 @@
 """Documents local to context-parallel ranks: chunks made for them, their cost, plans with them."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_epp.__main__ import main
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.columns import WindowPairs
 from megatron_epp.cost.cost import Cost
@@ -205,35 +203,3 @@ def test_a_bound_without_exchange_is_below_the_other(lengths: list[int], cp: int
     every = np.array(lengths)
     assert lower_bound_seconds(every, cost, local=True) < lower_bound_seconds(every, cost)
     assert (rank_seconds(every, RATES, cp) > 0).all()
-
-
-@pytest.mark.everything
-def test_through_the_command_line(tmp_path, capsys) -> None:
-    """plan, check, simulate and draw of a plan with local documents; what cannot be is one line."""
-    lengths, made = tmp_path / "lengths.txt", tmp_path / "made.plan"
-    lengths.write_text("\n".join(map(str, BATCH)))
-    machine_ = "--model llama3-8b --device h100-80g --cp 8"
-    plan = f"plan --lengths {lengths} {machine_} --pp 4 --zero 1 --effort 0 --placement even"
-    assert main([*plan.split(), "-o", str(made)]) == 0
-    said = capsys.readouterr().out
-    assert " of the tokens, each on one CP rank" in said
-    assert "@7" in made.read_text() and "@8" not in made.read_text()
-    assert main(["simulate", str(made), "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
-    assert facts["seconds"] == pytest.approx(facts["predicted_seconds"], rel=1e-9)
-    assert main(["check", str(made)]) == 0
-    picture = tmp_path / "made.html"
-    assert main(["draw", str(made), "-o", str(picture)]) == 0
-    assert "local, to rank" in picture.read_text()
-    capsys.readouterr()
-    assert main(["simulate", str(made), "--cp", "4"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("expected one of the ranks 0 to 3")
-    for words, wrong in (
-        ("--levers local --cp 1", "expected --cp above 1"),
-        ("--levers local --dp 2 --ep 16", "have all documents sharded"),
-    ):
-        assert main(f"{plan} {words}".split()) == 2
-        assert wrong in capsys.readouterr().err
-    assert main([*f"{plan} --levers default,-local".split(), "-o", str(made)]) == 0
-    assert "@" not in made.read_text().split("\n", 1)[1]

@@ -109,15 +109,6 @@ def test_odd_blocks() -> None:
         Options(lockstep=0)
 
 
-@pytest.mark.everything
-def test_replicas_that_run_freely_are_planned_as_ever() -> None:
-    lengths = heavy_tailed(4, 30)
-    cost = machine(pp=2, room_gib=20)
-    step = plan_step(lengths, cost, Options(effort=1), "epp", 2).step
-    assert step.lockstep == 1 and "lockstep" not in str(step)
-    assert not any(not chunk.spans for plan in step.plans for chunk in plan.chunks)
-
-
 @settings(deadline=None, max_examples=40)
 @given(LENGTHS, WIDTHS, st.data())
 def test_every_token_at_one_position_of_one_replica(lengths, width, data) -> None:

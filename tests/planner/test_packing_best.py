@@ -1,12 +1,9 @@
 """The planner that searches its packing length, and stock in ``compare``."""
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_epp.__main__ import main
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.overlap import EXPERTS, TENSOR, overlapped, overlaps
 from megatron_epp.ir import Kind
@@ -59,30 +56,3 @@ def test_overlaps_hide_their_fraction_of_an_exchange(model, layout, hidden) -> N
     assert exposed.sum() > 0
     assert rest == pytest.approx(exposed * (1 - hidden))
     assert overlaps(cost) == (hidden > 0)
-
-
-def test_compare_says_which_stock_is_and_gives_a_verdict(tmp_path, capsys) -> None:
-    path = tmp_path / "lengths.txt"
-    path.write_text("\n".join(map(str, [4000, 2000, 1000, 500] * 4)))
-    words = ["compare", "--lengths", str(path), "--model", "llama3-8b", "--device", "h100-80g"]
-    words += ["--pp", "2", "--tp", "4", "--context", "16384", "--effort", "0"]
-    words += ["--planner", "epp", "packing", BEST, "stock"]
-    assert main([*words, "--json"]) == 0
-    rows = {row["planner"]: row for row in json.loads(capsys.readouterr().out)}
-    assert rows["packing"]["packing_tokens"] == 16384 > rows[BEST]["packing_tokens"] >= 4000
-    stock = rows["stock"]["stock"]
-    assert rows["stock"]["packing_tokens"] == stock["batches"][0]["tokens"]
-    assert rows["stock"]["seconds"] == pytest.approx(stock["static"]["seconds"])
-    assert rows["stock"]["seconds"] <= rows[BEST]["seconds"] < rows["packing"]["seconds"]
-    assert "packing_tokens" not in rows["epp"] and "stock" not in rows["epp"]
-    assert main(words) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    ratio = rows["stock"]["seconds"] / rows["epp"]["seconds"]
-    kind = (
-        "use --epp, " if ratio > 1.01 else "either; " if ratio > 1 / 1.01 else "leave --epp out, "
-    )
-    assert said.startswith(f"Verdict: {kind}")
-    named = f"{stock['placement']}, packed to {stock['batches'][0]['tokens']} tokens, no recompute"
-    assert said.count(named.replace("even", "one stage a rank")) == 2
-    assert main([*words[:-4], "epp", "packing"]) == 0
-    assert "Verdict" not in capsys.readouterr().out  # without stock there is none

@@ -95,12 +95,6 @@ def test_no_partition_is_faster(name: str, tmp_path: Path) -> None:
     assert best <= slowest(cost, seconds, cost.layout.layers)
 
 
-def test_the_head_takes_layers_from_the_last_stage() -> None:
-    cost = named_cost("llama3-8b", OLD_H100, pp=4, cp=8)
-    found = fastest_layers(cost, expected_features(cost, [LENGTHS]))
-    assert found is not None and found[-1] < 8 and sum(found) == 32
-
-
 def test_states_that_fit_nowhere_are_no_partition() -> None:
     cost = named_cost("llama3-8b", "h100-80g", pp=2, tp=8)
     small = cost.replace(device_budget_bytes=(1e6, 1e6))

@@ -56,12 +56,6 @@ def busy(found: Schedule) -> np.ndarray:
     return (found.stop - found.start).sum(axis=1)
 
 
-def test_one_stage_a_device_is_1f1b() -> None:
-    found, _ = play(4, 12, "one", strict=True)
-    assert found.seconds == 12 * 3 + 3 * 3  # m (F + B) + (p - 1)(F + B)
-    assert found.peak_bytes.tolist() == [4, 3, 2, 1]
-
-
 def test_interleaving_shrinks_the_bubble_and_splitting_more() -> None:
     plain, _ = play(4, 12, "one")
     # Half a stage each: ops of the same length, twice as many.
@@ -69,16 +63,6 @@ def test_interleaving_shrinks_the_bubble_and_splitting_more() -> None:
     assert plain.seconds == 36 + 9 and twice.seconds / 72 < 0.95 * plain.seconds / 36
     split, _ = play(4, 12, "one", split=True)
     assert split.seconds < plain.seconds
-
-
-@pytest.mark.parametrize("name", ["one", "interleaved", "wave"])
-@pytest.mark.parametrize("split", [False, True])
-def test_every_op_runs_once_and_nothing_is_left(name: str, split: bool) -> None:
-    found, made = play(3, 7, name, split=split)
-    kinds = (0, 2, 3) if split else (0, 1)
-    total = sum(made.seconds[kind].sum(axis=1) for kind in kinds)
-    assert busy(found) == pytest.approx(np.bincount(placement(name, 3), weights=total))
-    assert found.seconds >= busy(found).max()
 
 
 # The rank of every stage: all on one, a stage alone beside them, a V, interleaved, three on one.
@@ -196,13 +180,3 @@ def test_a_v_does_not_lose_to_zb_v_within_its_memory() -> None:
     ours = planner_of("epp")(lengths, tight, options)
     assert ours.fits
     assert ours.seconds <= theirs.seconds * (1 + 1e-9)
-
-
-@pytest.mark.everything
-def test_room_holds_forwards_back_and_what_cannot_be_is_said() -> None:
-    ample, _ = play(4, 12, "one")
-    tight, _ = play(4, 12, "one", room=2)
-    assert tight.over_bytes == 0 and tight.peak_bytes.max() <= 2
-    assert tight.seconds > ample.seconds
-    none, _ = play(4, 12, "one", room=0.5)
-    assert none.over_bytes > 0

@@ -20,8 +20,6 @@ from megatron_epp.planner.choose.choice import (
     with_placement,
 )
 from megatron_epp.planner.choose.partition import expected_features, fastest_layers
-from megatron_epp.planner.tuning.layouts import Layout
-from megatron_epp.planner.tuning.survey import survey
 from tests.cost.simple_device import OLD_H100
 
 FEW, MANY = [8000] * 4, [8000] * 240
@@ -161,22 +159,3 @@ def test_a_method_on_other_stages_is_refused() -> None:
         planner_of("zb-v")(FEW, machine(), QUICK)
     with pytest.raises(ValueError, match="expected the placement one stage a rank, or interleaved"):
         planner_of("1f1b")(FEW, machine("v"), QUICK)
-
-
-@pytest.mark.everything
-def test_tune_weighs_several_stages_on_a_rank() -> None:
-    """For few long documents on eight ranks of one device, whole ones; the choice says where stages
-    lie, and fits."""
-    layout = Layout(8, 1, 8, 1)
-
-    def cost_for(layout: Layout) -> Cost:
-        return named_cost("llama3-8b", "h100-80g", pp=layout.pp, tp=layout.tp, logits_held=False)
-
-    how = dataclasses.replace(QUICK, effort=1)
-    found = [
-        survey([layout], [FEW], cost_for, how, placement=wanted).choices for wanted in (False, True)
-    ]
-    (even, placed_one) = (min(choices, key=lambda c: c.seconds) for choices in found)
-    assert even.place == () and "place" not in even.facts()
-    assert len(placed_one.place) in (16, 24, 32) and placed_one.facts()["place"] == placed_one.place
-    assert placed_one.seconds < even.seconds * (1 - PLACEMENT_PAYS) and sum(placed_one.layers) == 32

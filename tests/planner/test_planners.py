@@ -107,19 +107,6 @@ def test_padding_is_charged() -> None:
                 assert span.stop == lengths[span.document] or span.stop % 64 == 0, name
 
 
-@pytest.mark.everything
-@pytest.mark.parametrize("lever", sorted(ALL))
-def test_each_lever_can_be_switched_off(lever) -> None:
-    lengths = [30_000, 22_000, 9_000] + [900, 2_500, 4_000] * 8
-    cost = machine(pp=4, room_gib=3)
-    planned = PLANNERS["epp"](lengths, cost, Options(levers=ALL - {lever}, effort=1))
-    proves(planned, lengths, cost)
-    assert planned.fits
-    assert lever not in planned.levers
-    if lever == "wsplit":
-        assert not planned.plan.splits_backward
-
-
 def test_training_levers_give_plans_that_training_runs() -> None:
     """No lever that is on by default needs what only the simulator can do."""
     lengths = [30_000, 22_000, 9_000] + [900, 2_500, 4_000] * 8

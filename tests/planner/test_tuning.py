@@ -42,10 +42,9 @@ def test_layouts_fill_the_devices_and_are_megatrons() -> None:
 
 
 @pytest.mark.everything
-@pytest.mark.parametrize("lengths", ["wlb", pytest.param("wikipedia", marks=pytest.mark.slow)])
-def test_the_first_choice_is_within_two_percent_of_the_best_of_all(lengths: str) -> None:
+def test_the_first_choice_is_within_two_percent_of_the_best_of_all() -> None:
     """Of 8 devices."""
-    batch = open_corpus(lengths, 8 * K).batch(3, 8)
+    batch = open_corpus("wlb", 8 * K).batch(3, 8)
     found = list(layouts(LLAMA, 8, 8, 8))
     options = Options(8 * K, effort=0)
     first = survey(found, [batch], cost_for, options).choices[0]

@@ -85,23 +85,6 @@ def test_it_saves_the_last_stages_bubble() -> None:
     assert cut.lower_bound_seconds < cut.seconds
 
 
-@pytest.mark.everything
-def test_tight_memory_is_kept_to() -> None:
-    """What H leaves for G and the output layer's part are in the budget; recompute answers."""
-    roomy = PLANNERS["epp"](LENGTHS, cost(vocabulary_parallel=True), Options(effort=1))
-    cut = cost(vocabulary_parallel=True)
-    states = max(cut.memory.states_bytes)
-    taken = max(peak - s for peak, s in zip(roomy.peak_bytes, cut.memory.states_bytes, strict=True))
-    tight = cut.replace(
-        device_budget_bytes=tuple(s + taken * 0.55 for s in cut.memory.states_bytes)
-    )
-    assert max(tight.device_budget_bytes) > states
-    planned = PLANNERS["epp"](LENGTHS, tight, Options(effort=2))
-    assert planned.fits
-    played = play(planned.plan, tight.table(planned.plan))
-    assert all(p <= b for p, b in zip(played.peak_bytes, tight.device_budget_bytes, strict=True))
-
-
 def test_evaluation_has_h_behind_its_forwards() -> None:
     cut = cost(vocabulary_parallel=True)
     plan = evaluation_plan(LENGTHS, cut)
