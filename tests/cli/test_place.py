@@ -82,21 +82,6 @@ def test_a_budget_is_one_number_or_one_for_every_pipeline_rank(cli: Commands) ->
     assert "fits the memory budget" in cli.said(f"compare {job} --planner epp packing")
 
 
-def test_a_placement_is_chosen_and_said(cli: Commands) -> None:
-    """For few micro-batches several stages on a rank, for many one; either way a line says why."""
-    job = (
-        "--lengths same --model llama3-8b --device h100-80g --pp 2 --tp 8 --effort 0 "
-        "--context 8192 --planner"
-    )
-    for documents, several in ((4, True), (48, False)):
-        Path("same").write_text("8000\n" * documents)
-        told = cli.ran(f"plan {job} packing -o chosen.plan").err
-        line = next(line for line in told.splitlines() if line.startswith("stages: "))
-        assert " time" in line and ("stages: one stage a rank" in line) != several
-        assert bool(Plan.parse(Path("chosen.plan").read_text()).place) == several
-    cli.said(f"compare {job} epp 1f1b")
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [

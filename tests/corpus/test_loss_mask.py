@@ -13,7 +13,7 @@ from megatron_epp.corpus import loss_mask
 from megatron_epp.corpus.idx_file import read_index
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.corpus.loss_mask import LossMasks, examine_masks
-from megatron_epp.corpus.overlong import OVERLONG, Counts, apply_context
+from megatron_epp.corpus.overlong import OVERLONG, apply_context
 from tests.corpus.test_idx_file import write_pair
 
 
@@ -42,34 +42,21 @@ MASKS = [
 ]
 
 
-def test_policies_on_one_corpus(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("context", "overlong", "counted"),
+    [
+        (0, "drop", {"untargeted": 2, "untargeted_tail": 8}),
+        (4, "truncate", {"truncated": 1, "untargeted": 3, "lost_tokens": 11}),
+        (4, "drop", {"dropped": 2, "untargeted": 2, "lost_tokens": 12}),
+        (4, "split", {"split": 2, "untargeted": 3, "lost_tokens": 0}),
+    ],
+)
+def test_counts_by_policy(tmp_path: Path, context: int, overlong: str, counted: dict) -> None:
     masks = read_masks(tmp_path, MASKS)
-    whole = masks.index(0, "drop")
-    assert whole.sequences.tolist() == [0, 3, 5, 6]
-    assert whole.inputs.tolist() == [3, 1, 7, 5]
-    assert whole.masks == masks.prefix
-    assert whole.counts == Counts(
-        sequences=7, documents=4, tokens=16, skipped=1, untargeted=2, untargeted_tail=8
-    )
-
-    cut = masks.index(4, "truncate")
-    assert cut.sequences.tolist() == [0, 3, 6]
-    assert cut.inputs.tolist() == [3, 1, 1]  # what the context leaves ends at a target again
-    assert (cut.counts.truncated, cut.counts.untargeted, cut.counts.lost_tokens) == (1, 3, 11)
-
-    dropped = masks.index(4, "drop")
-    assert dropped.sequences.tolist() == [0, 3]
-    assert (dropped.counts.dropped, dropped.counts.lost_tokens) == (2, 12)
-
-    split = masks.index(4, "split")
-    assert split.sequences.tolist() == [0, 3, 5, 6, 6]
-    assert split.starts.tolist() == [0, 0, 4, 0, 4]
-    assert split.inputs.tolist() == [3, 1, 3, 1, 1]
-    assert (split.counts.split, split.counts.untargeted, split.counts.lost_tokens) == (2, 3, 0)
-
-    part = masks.index(4, "split", first_sequence=5, count=1)
-    assert (part.sequences.tolist(), part.starts.tolist(), part.inputs.tolist()) == ([5], [4], [3])
-    assert part.counts.sequences == 1
+    index = masks.index(context, overlong)
+    assert index.masks == masks.prefix
+    assert (index.counts.sequences, index.counts.skipped) == (7, 1)
+    assert {name: getattr(index.counts, name) for name in counted} == counted
 
 
 def read_masks(folder: Path, masks: list[list[int]]) -> LossMasks:

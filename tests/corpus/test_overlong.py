@@ -8,47 +8,38 @@ from hypothesis import strategies as st
 from megatron_epp.corpus.overlong import OVERLONG, Counts, apply_context
 
 
-def test_policies_on_one_corpus() -> None:
+@pytest.mark.parametrize(
+    ("context", "overlong", "counts"),
+    [
+        (0, "drop", Counts(5, 3, 15, skipped=2)),
+        (8, "drop", Counts(5, 3, 15, skipped=2)),
+        (3, "drop", Counts(5, 1, 2, skipped=2, dropped=2, lost_tokens=13)),
+        (3, "truncate", Counts(5, 3, 8, skipped=2, truncated=2, lost_tokens=7)),
+        (3, "split", Counts(5, 6, 15, skipped=2, split=2)),
+    ],
+)
+def test_counts_by_policy(context: int, overlong: str, counts: Counts) -> None:
     """Sequences of 1, 6, 0, 3 and 9 tokens."""
-    inputs = np.array([0, 5, -1, 2, 8], np.int32)
-
-    for unlimited in (0, 8):
-        whole = apply_context(inputs, unlimited, "drop")
-        assert whole.sequences.tolist() == [1, 3, 4]
-        assert whole.inputs.tolist() == [5, 2, 8]
-        assert whole.counts == Counts(sequences=5, documents=3, tokens=15, skipped=2)
-
-    cut = apply_context(inputs, 3, "truncate")
-    assert cut.inputs.tolist() == [3, 2, 3]
-    assert (cut.counts.truncated, cut.counts.lost_tokens) == (2, 7)
-
-    dropped = apply_context(inputs, 3, "drop")
-    assert dropped.sequences.tolist() == [3]
-    assert (dropped.counts.dropped, dropped.counts.lost_tokens) == (2, 13)
-
-    split = apply_context(inputs, 3, "split", first_sequence=100)
-    assert split.sequences.tolist() == [101, 101, 103, 104, 104, 104]
-    assert split.starts.tolist() == [0, 3, 0, 0, 3, 6]
-    assert split.inputs.tolist() == [3, 2, 2, 3, 3, 2]
-    assert (split.counts.split, split.counts.lost_tokens) == (2, 0)
-    assert {split.sequences.dtype, split.starts.dtype, split.inputs.dtype} == {np.dtype("int32")}
+    assert apply_context(np.array([0, 5, -1, 2, 8], np.int32), context, overlong).counts == counts
 
 
 @given(st.lists(st.integers(-1, 30), max_size=20), st.integers(1, 12), st.sampled_from(OVERLONG))
 def test_tokens_are_kept_or_counted_as_lost(inputs: list[int], context: int, overlong: str) -> None:
-    index = apply_context(np.array(inputs, np.int32), context, overlong)
+    index = apply_context(np.array(inputs, np.int32), context, overlong, first_sequence=100)
     usable = [length for length in inputs if length >= 1]
     assert index.counts.tokens + index.counts.lost_tokens == sum(usable)
     assert index.counts.skipped + len(usable) == len(inputs)
     assert all(1 <= length <= context for length in index.inputs)
     # The slow twin: one document after the other.
     expected = []
-    for length in usable:
-        if overlong == "split":
-            expected += [min(context, length - at) for at in range(0, length, context)]
-        elif length <= context or overlong == "truncate":
-            expected.append(min(context, length))
-    assert index.inputs.tolist() == expected
+    for number, length in enumerate(inputs, 100):
+        starts = range(0, length, context) if overlong == "split" else range(length > 0)
+        for start in starts:
+            if overlong != "drop" or length <= context:
+                expected.append((number, start, min(context, length - start)))
+    columns = index.sequences, index.starts, index.inputs
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
+    assert {column.dtype for column in columns} == {np.dtype("int32")}
 
 
 def test_counts_say_what_was_lost() -> None:

@@ -12,14 +12,13 @@ own way, or by chance.
 """
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from random import Random
 from threading import Semaphore, Thread, local
 from typing import Any
 
-import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -56,15 +55,6 @@ ORDERS = (
     Order("by chance", None, None, hasty=0.3),
     Order("one queue", 0.0, 0.0, one_queue=True),
 )
-# Slow: every case in the other three orders; cases of each kind meet all orders without.
-HALVES = (0, pytest.param(1, marks=pytest.mark.slow))
-
-
-def half_of[Case](cases: Sequence[Case], order: Order, half: int) -> Iterator[Case]:
-    """Cases that ``order`` meets: every second one, of the next order the others."""
-    for number, case in enumerate(cases):
-        if (number + ORDERS.index(order)) % 2 == half:
-            yield case
 
 
 class Task:

@@ -65,13 +65,6 @@ def test_a_curve_lasts_from_begin_to_end():
         assert curve[-1] == (run.seconds, 1e9)
 
 
-def test_bubbles_and_ops_fill_every_stage():
-    content = timeline_of(played(one_f_one_b(3, 5)))
-    for stage in range(3):
-        idle = sum(bubble.seconds for bubble in content.bubbles if bubble.rank == stage)
-        assert idle + content.busy[stage] == pytest.approx(content.seconds)
-
-
 def test_a_wait_without_a_producer_is_the_hosts():
     plan = one_f_one_b(1, 2)
     times = {"F0": (0.0, 1.0), "B0": (1.0, 2.0), "F1": (3.0, 4.0), "B1": (4.0, 5.0)}
