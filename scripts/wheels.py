@@ -15,9 +15,6 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
-
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = "pyproject.toml", "README.md", "LICENSE", "NOTICE", "megatron_epp"
 
@@ -59,23 +56,6 @@ def lend(names: Iterable[str], folder: Path) -> Path:
         if path.exists():
             (folder / path.name).symlink_to(path)
     return folder
-
-
-def with_what_it_needs(name: str) -> set[str]:
-    """Return distribution ``name`` of this Python with all its dependencies."""
-    found: set[str] = set()
-    waiting: list[tuple[str, frozenset[str]]] = [(name, frozenset())]
-    while waiting:
-        asker, extras = waiting.pop()
-        found.add(canonicalize_name(asker))
-        for line in metadata.distribution(asker).requires or ():
-            asked = Requirement(line)
-            wanted = asked.marker is None or any(
-                asked.marker.evaluate({"extra": extra}) for extra in ("", *extras)
-            )
-            if wanted and (asked.extras or canonicalize_name(asked.name) not in found):
-                waiting.append((asked.name, frozenset(asked.extras)))
-    return found
 
 
 def environment(folder: Path, lent: Path) -> Path:
