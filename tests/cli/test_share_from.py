@@ -4,7 +4,6 @@ import dataclasses
 import json
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -17,14 +16,14 @@ from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.ir import Step
 from tests.cli.commands import GPT, Commands
 
-documents_module = pytest.importorskip("megatron_epp.mcore.data.documents")
+pytest.importorskip("megatron_epp.mcore.data.documents")
 
-from megatron_epp.mcore.data.global_batches import GlobalBatches, build_documents  # noqa: E402
-from megatron_epp.mcore.data.shared_tokens import SharedTokens  # noqa: E402
-from tests.mcore.runs import write_documents  # noqa: E402
+from megatron_epp.mcore.data.global_batches import GlobalBatches
+from megatron_epp.mcore.data.shared_tokens import SharedTokens
+from tests.cli.training import END, SEED, documents_of
+from tests.mcore.runs import write_documents
 
-COUNT, SIZE, SEED, CONTEXT, LEAST = 60, 16, 7, 24, 3
-END = 1  # of a document, as --append-eod writes it
+COUNT, SIZE, CONTEXT, LEAST = 60, 16, 24, 3
 ROLES = ("system", "user", "assistant", "tool")
 JOB = f"{GPT} --pp 2 --effort 0 --placement even --vocab-parallel off"
 
@@ -41,20 +40,7 @@ def trees(random: Random, most: int = 9) -> list[list[int]]:
 
 def trained(prefix: Path, depths: int = 0, least: int = LEAST, **how: object) -> list[PrefixForest]:
     """Forests of training's batches 0 to 5: the last ones are of a later epoch."""
-    fields = {
-        "random_seed": SEED,
-        "tokenizer": SimpleNamespace(
-            eod=END, pad=0, eos=END, vocab_size=30_000, unique_identifiers={}
-        ),
-        "reset_position_ids": False,
-        "reset_attention_mask": False,
-        "eod_mask_loss": False,
-        "sequence_length": CONTEXT,
-        "split": "100,0,0",
-        "blend": ([str(prefix)], None),
-    }
-    config = documents_module.DocumentConfig(**fields | how)
-    documents = build_documents(config, [400, 0, 0])[0]
+    documents = documents_of([prefix], None, CONTEXT, **how)
     batches = GlobalBatches(documents, SIZE, 0)
     shared = SharedTokens(least, depths)
     return [shared.forest(documents, next(batches)) for _ in range(6)]

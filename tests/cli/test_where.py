@@ -3,7 +3,6 @@
 import json
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -13,14 +12,11 @@ from megatron_epp.ir import Step
 from megatron_epp.ir.random_plan import arbitrary_plan
 from tests.cli.commands import Commands
 
-documents_module = pytest.importorskip("megatron_epp.mcore.data.documents")
+pytest.importorskip("megatron_epp.mcore.data.documents")
 
-from megatron_epp.mcore.data.global_batches import (  # noqa: E402
-    Documents,
-    GlobalBatches,
-    build_documents,
-)
-from tests.mcore.runs import write_documents  # noqa: E402
+from megatron_epp.mcore.data.global_batches import Documents, GlobalBatches
+from tests.cli.training import documents_of
+from tests.mcore.runs import write_documents
 
 SIZES = {"a": 40, "b": 25}
 BATCH = 12
@@ -34,21 +30,7 @@ def texts_of(name: str) -> list[numpy.ndarray]:
 
 
 def drawn(prefixes: list[Path], weights: list[float] | None, **how: object) -> Documents:
-    """Training documents, as Megatron's builder gives them."""
-    common = {
-        "random_seed": 7,
-        "tokenizer": SimpleNamespace(eod=1, pad=0, eos=1, vocab_size=30_000, unique_identifiers={}),
-        "reset_position_ids": False,
-        "reset_attention_mask": False,
-        "eod_mask_loss": False,
-        "sequence_length": 32,
-        "split": "80,20,0",
-        "blend": ([str(prefix) for prefix in prefixes], weights),
-    }
-    config = documents_module.DocumentConfig(**common | how)
-    documents = build_documents(config, [400, 0, 0])[0]
-    assert documents is not None
-    return documents
+    return documents_of(prefixes, weights, 32, **{"split": "80,20,0"} | how)
 
 
 def recorded(batches: GlobalBatches, replicas: int, random: Random, file: str) -> Step:
