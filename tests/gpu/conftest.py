@@ -57,8 +57,8 @@ def alone():
 
 
 @pytest.fixture(scope="session")
-def plainly(alone):
-    """Of ``alone``, a world whose attention is plain; ``of(dtype)`` with layers in that format."""
+def in_float64(alone):
+    """A world as ``alone`` whose layers are Megatron's own in float64, with plain attention."""
     import copy
 
     import torch
@@ -66,14 +66,9 @@ def plainly(alone):
     from megatron_epp.layers.attention.reference import ReferenceKernel
     from megatron_epp.layers.attention.varlen import VarlenAttention
 
-    scale = alone.args.kv_channels**-0.5
-
-    def of(dtype):
-        args = copy.copy(alone.args)
-        if dtype != torch.bfloat16:
-            args.bf16, args.params_dtype, args.transformer_impl = False, dtype, "local"
-            args.no_persist_layer_norm, args.apply_rope_fusion = True, False
-            args.bias_swiglu_fusion = args.bias_dropout_fusion = False
-        return replace(alone, args=args, attention=VarlenAttention(ReferenceKernel(scale)))
-
-    return of
+    args = copy.copy(alone.args)
+    args.bf16, args.params_dtype, args.transformer_impl = False, torch.float64, "local"
+    args.no_persist_layer_norm, args.apply_rope_fusion = True, False
+    args.bias_swiglu_fusion = args.bias_dropout_fusion = False
+    attention = VarlenAttention(ReferenceKernel(args.kv_channels**-0.5))
+    return replace(alone, args=args, attention=attention)

@@ -27,16 +27,15 @@ ROWS = 64
 
 
 @pytest.fixture(scope="module")
-def stage(plainly) -> Any:
+def stage(in_float64) -> Any:
     """(its world, a stage of one MoE layer in float64, whose group of experts is one rank)."""
     import torch
 
     from scripts.bench.single_stage import build_stage
 
-    world = plainly(torch.float64)
-    args = copy.copy(world.args)
+    args = copy.copy(in_float64.args)
     vars(args).update(MOE)
-    world = replace(world, args=args)
+    world = replace(in_float64, args=args)
     torch.manual_seed(3)
     return world, build_stage(world, 1, False, False)
 

@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 from megatron_epp.mcore.patching import emulated_engine
-from tests.mcore.resumes import STOCK_ON_DOCUMENTS
+from tests.mcore.resumes import STOCK, STOCK_ON_DOCUMENTS
 from tests.mcore.runs import PROGRAM, Run, flags, trained
 
 pytestmark = pytest.mark.gpu
@@ -81,8 +81,7 @@ def trained_from(
 @pytest.fixture(scope="module")
 def plain(corpus) -> Run:
     """Megatron's own run."""
-    named = {"calculate_per_token_loss": True, "micro_batch_size": 1, "dataloader_type": "single"}
-    line = words(corpus, epp_cost_model=None, **named)
+    line = words(corpus, epp_cost_model=None, **STOCK)
     return trained(line, processes=1, program=STOCK_ON_DOCUMENTS)
 
 

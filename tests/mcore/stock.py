@@ -17,7 +17,6 @@ from megatron_epp.mcore.patching import cpu_host
 
 cpu_host.install_cpu_host()
 
-import numpy  # noqa: E402
 import torch  # noqa: E402
 from megatron.core.datasets.blended_megatron_dataset_builder import (  # noqa: E402
     BlendedMegatronDatasetBuilder,
@@ -27,33 +26,15 @@ from megatron.training import get_args  # noqa: E402
 from megatron.training.datasets import sft_dataset  # noqa: E402
 
 from megatron_epp.mcore.data.documents import config_from_args  # noqa: E402
-from megatron_epp.mcore.data.global_batches import Documents, build_documents  # noqa: E402
+from megatron_epp.mcore.data.global_batches import build_documents  # noqa: E402
 from megatron_epp.mcore.job import megatron_gpt  # noqa: E402
 from megatron_epp.mcore.trainer import entry  # noqa: E402
-
-
-class Samples(torch.utils.data.Dataset):
-    def __init__(self, documents: Documents):
-        self.documents = documents
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def __getitem__(self, sample: int) -> dict[str, numpy.ndarray]:
-        length = int(self.documents.lengths([sample])[0])
-        labels, loss_mask = self.documents.targets(sample, 0, length)
-        return {
-            "tokens": self.documents.inputs(sample, 0, length),
-            "labels": labels,
-            "loss_mask": loss_mask,
-            "position_ids": numpy.arange(length),
-        }
 
 
 def documents(samples, vp_stage=None):
     args = get_args()
     config = config_from_args(args, build_tokenizer(args), "truncate", args.padded_vocab_size)
-    return Samples(build_documents(config, samples)[0]), None, None
+    return build_documents(config, samples)[0].dataset, None, None
 
 
 class Lines:

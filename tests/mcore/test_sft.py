@@ -12,7 +12,7 @@ from megatron_epp.mcore.choose.choices import first_batches
 from megatron_epp.mcore.data.chat_cache import ChatFile, check_chat_flags, first_inputs
 from tests.mcore.chats import CHATS, prepare, script, turns, write_chats
 from tests.mcore.models import TRAINED_SSM
-from tests.mcore.resumes import STOCK_ON_CONVERSATIONS
+from tests.mcore.resumes import STOCK, STOCK_ON_CONVERSATIONS, require_same_numbers
 from tests.mcore.runs import PROGRAM, Run, flags, train, trained, write_corpus
 
 HYBRID = ("-m", "megatron_epp.pretrain_hybrid")
@@ -56,25 +56,15 @@ def elastic(chats: Path, model) -> Run:
     words = chat_flags(chats, sft=True, data_cache_path=cache, **model)
     run = trained(words, program=HYBRID if model else PROGRAM)
     assert "6 conversations of 6 lines" in run.output
-    assert len(run.losses) == 3
     return run
 
 
 def test_megatrons_own_sft_data_and_schedule_give_the_same_numbers(chats, model, elastic) -> None:
     stock = trained(
-        chat_flags(
-            chats,
-            epp=None,
-            epp_cost_model=None,
-            micro_batch_size=1,
-            calculate_per_token_loss=True,
-            dataloader_type="single",
-            **model,
-        ),
+        chat_flags(chats, epp=None, epp_cost_model=None, **STOCK, **model),
         program=STOCK_ON_CONVERSATIONS,
     )
-    assert elastic.losses == pytest.approx(stock.losses, rel=2e-6)
-    assert elastic.grad_norms == pytest.approx(stock.grad_norms, abs=2e-3)
+    require_same_numbers(elastic, stock, 3)
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +79,7 @@ def test_a_masked_corpus_trains_as_its_chats_wherever_words_lie(
 ) -> None:
     words = chat_flags(chats, **{"data_path": masked, "epp_vocab_parallel": "on"} | model)
     run = trained(words, program=HYBRID if model else PROGRAM)
-    assert len(run.losses) == 3 and run.losses == pytest.approx(elastic.losses, rel=2e-6)
-    assert run.grad_norms == pytest.approx(elastic.grad_norms, abs=2e-3)
+    require_same_numbers(run, elastic, 3)
 
 
 def test_documents_from_python_train_as_the_file_of_chats(
@@ -104,9 +93,7 @@ def test_documents_from_python_train_as_the_file_of_chats(
     words = chat_flags(chats, data_path=None, epp_placement=None, **model)
     items = trained(words, program=OWN_ENTRY)
     assert "--epp-placement auto: one stage a rank; a script of your own" in items.output
-    assert len(items.losses) == 3
-    assert items.losses == pytest.approx(elastic.losses, rel=2e-6)
-    assert items.grad_norms == pytest.approx(elastic.grad_norms, abs=2e-3)
+    require_same_numbers(items, elastic, 3)
 
 
 def test_first_chats_have_the_lengths_of_their_corpus(chats, masked, parse) -> None:
