@@ -96,8 +96,11 @@ def flag_rows(actions: Iterable[argparse.Action]) -> Iterator[list[str]]:
         help_text = (action.help or "") % {**vars(action), "prog": "megatron_epp"}
         help_text = re.sub(r"(?<!\w)'([^']*\*[^']*)'", r"`\1`", help_text)  # no emphasis
         meaning = as_code(help_text.replace("<", "&lt;"))
-        if (default := default_of(action)) not in ("", "`off`") and "default" not in meaning:
-            meaning += f" (default: {default})"
+        if (default := default_of(action)) not in (
+            "",
+            "`off`",
+        ) and "default" not in meaning.lower():
+            meaning = f"{meaning.removesuffix('.')}. Default: {default}."
         yield [anchor + shown, meaning]
 
 
@@ -121,12 +124,12 @@ def flags_page() -> str:
         raise ValueError(f"GROUPS lacks {odd}: expected every flag of Config in one group")
     parts = [
         f"# Training flags\n\n{NOTE}\n",
-        "Flags that `--epp` adds to Megatron-LM's `pretrain_gpt.py` and `pretrain_hybrid.py`, with "
-        "values and defaults; `--help` prints the same. See also the "
-        "[flags of the commands](commands.md) and "
-        "[which of Megatron's flags are refused or ignored](refused_flags.md). What each default "
-        "gains, simulated: "
-        "[plan defaults](../../scripts/bench/results/2026-11-27-plan-defaults.md).\n",
+        "megatron_epp adds these flags to Megatron-LM's `pretrain_gpt.py` and "
+        "`pretrain_hybrid.py`; `--help` prints the same texts. See also the "
+        "[flags of the commands](commands.md), "
+        "[Megatron's flags that are refused or ignored](refused_flags.md), and the "
+        "[simulated gain of each default](../../scripts/bench/results/2026-11-27-plan-defaults.md)."
+        "\n",
     ]
     for title, names in GROUPS.items():
         rows = bullets(flag_rows(actions[name] for name in names.split() if name in actions))
@@ -135,8 +138,8 @@ def flags_page() -> str:
     cpu, gpu = default_levers("cpu"), default_levers("h100", host_memory=True)
     parts.append(
         "## Levers\n\n"
-        "Optimizations of the `epp` planner, named by [`--epp-levers`](#epp-levers) and "
-        "`--levers`. How each works: [planner](../how/planner.md).\n\n"
+        "[`--epp-levers`](#epp-levers) and `--levers` select these optimizations of planner `epp`, "
+        "which [planner](../how/planner.md#levers) explains.\n\n"
         + table(
             ("lever", "default on CPUs", "default on GPUs", "meaning"),
             [
@@ -168,13 +171,29 @@ def option_row(action: argparse.Action) -> tuple[str, str]:
     return re.sub(r"<a .*></a>", "", flag), meaning
 
 
-def as_shared(meaning: str, shared: str) -> str:
-    """Return ``meaning`` with a long beginning that it has in common with ``shared`` left out."""
-    pairs = enumerate(zip(f"{meaning}\n", f"{shared}\0", strict=False))
+def as_there(meaning: str, other: str, link: str, least: int) -> str:
+    """Return ``meaning`` with a link for the sentences with which ``other`` begins, too."""
+    pairs = enumerate(zip(f"{meaning}\n", f"{other}\0", strict=False))
     common = next(i for i, (ours, theirs) in pairs if ours != theirs)
-    if meaning == shared or common < 60 or meaning[common : common + 1].isalnum():
-        return meaning
-    return f"as [shared](#shared-options){meaning[common:]}"
+    end = len(meaning) - 1 if common == len(meaning) else meaning.rfind(". ", 0, common + 1)
+    return meaning if meaning == other or end < least else f"As {link}{meaning[end:]}"
+
+
+def as_shared(meaning: str, shared: str) -> str:
+    return as_there(meaning, shared, "[shared](#shared-options)", 60)
+
+
+@cache
+def training_meanings() -> dict[str, str]:
+    """Meaning of every training flag, by its name without ``epp-``."""
+    rows = [option_row(action) for action in training_parser()._actions]
+    return {re.sub(r"`--epp-([\w-]*).*", r"\1", flag): meaning for flag, meaning in rows}
+
+
+def as_trained(flag: str, meaning: str) -> str:
+    name = re.sub(r"`--([\w-]+).*", r"\1", flag)
+    link = f"[`--epp-{name}`](flags.md#epp-{name}) in training"
+    return as_there(meaning, training_meanings().get(name, ""), link, 150)
 
 
 def named(commands: list[str]) -> str:
@@ -187,7 +206,7 @@ def named(commands: list[str]) -> str:
 
 def commands_page() -> str:
     megatrons = (
-        "All other flags are Megatron's and describe the model, as `--num-layers` and "
+        "All other flags are Megatron's flags for the model, such as `--num-layers` and "
         "`--hidden-size`.\n"
     )
     # By title of its group: every option, with the commands that have it in the same words.
@@ -203,10 +222,10 @@ def commands_page() -> str:
                     row.append(name)
     parts = [
         f"# Commands\n\n{NOTE}\n",
-        "`python -m megatron_epp COMMAND`, or `megatron-epp COMMAND` where the package is "
-        "installed; `COMMAND --help` prints the same. Options that several commands share are "
-        "[below](#shared-options). Flags of training are on [another page](flags.md), and so are "
-        "the [levers](flags.md#levers).\n",
+        "Run `python -m megatron_epp COMMAND`, or `megatron-epp COMMAND` if the package is "
+        "installed. `COMMAND --help` prints the same texts. Options that several commands have are "
+        "under [shared options](#shared-options). [Training flags](flags.md) describes the flags "
+        "of training and the [levers](flags.md#levers).\n",
     ]
     shared = {
         title: {row: each for row, each in rows.items() if len(each) > 1}
@@ -221,20 +240,20 @@ def commands_page() -> str:
         if name in ("certify", "profile"):
             parts.append(megatrons)
         own = [
-            (flag, as_shared(meaning, first.get(flag, "")))
+            (flag, as_trained(flag, as_shared(meaning, first.get(flag, ""))))
             for rows in groups.values()
             for (flag, meaning), each in rows.items()
             if each == [name]
         ]
         parts.append(bullets(own) or "Options: see [shared options](#shared-options).\n")
     parts.append("## Shared options\n")
-    parts.append(f"*All* are {', '.join(FLAGS)}.\n")
+    parts.append(f"*All* means {', '.join(FLAGS)}.\n")
     for title, rows in shared.items():
         if rows:
             parts.append(f"### {title[0].upper()}{title[1:]}\n")
         for commands in dict.fromkeys(map(tuple, rows.values())):
             lines = [
-                (flag, as_shared(meaning, first[flag]))
+                (flag, as_trained(flag, as_shared(meaning, first[flag])))
                 for (flag, meaning), each in rows.items()
                 if tuple(each) == commands
             ]
@@ -259,7 +278,7 @@ def refused_page() -> str:
     rows = []
     for row in TABLE:
         where = {
-            "training": "`--epp`" if row.typed else "`--epp` untyped",
+            "training": "`--epp`" if row.typed else r"`--epp`\*",
             "slices": "calls" if row.of_call else "loops",
             "no_gpu": "CPU",
         }
@@ -273,29 +292,34 @@ def refused_page() -> str:
     return "\n".join(
         [
             f"# Flags and features that are refused or have no effect\n\n{NOTE}\n",
-            "Flags of Megatron-LM that are refused, by flag. **Leave the flag out**; the last "
-            "column gives the reason, or what to use instead. A refusal is one line at start, and "
-            "exit status 2 of every rank. What runs: [support](support.md). Refused by:\n",
-            "- `--epp`: training with `--epp`. *Untyped*: a flag from a checkpoint's arguments or "
-            "a script is refused; typed on the command line, it is "
+            "This table lists flags and features of Megatron-LM that are refused. **Leave the flag "
+            "out**; the last column gives the reason, or what to use instead. If a flag is "
+            "refused, the job prints an error line at startup, and every rank exits with status 2. "
+            "[Support](support.md) lists what works. The second column means:\n",
+            "- `--epp`: training with `--epp` refuses the flag.\n"
+            "- `--epp`\\*: training refuses the flag only if a checkpoint's arguments or Python "
+            "code set it. On the command line, it is "
             "[ignored with a warning](#flags-without-effect).\n"
-            "- *loops*: `megatron_epp.attach`, in an "
-            "[external training loop](../guides/external_loops.md). *Calls*: Megatron's schedule "
-            "runs such calls of an attached model, and a line says so once.\n"
-            "- *CPU*: training on hosts without a GPU.\n",
+            "- *loops*: `megatron_epp.attach` refuses the feature in "
+            "[external training loops](../guides/external_loops.md). Use Megatron's own schedule, "
+            "without `attach`.\n"
+            "- *calls*: `attach` accepts the model, but Megatron's own schedule runs calls with "
+            "this feature, and a log line says so.\n"
+            "- *CPU*: training refuses the flag on hosts without a GPU.\n",
             "## Refused\n",
             table(("flags and feature", "refused by", "reason, or instead"), rows),
             "## Flags without effect\n",
-            "`--epp` sets these flags of Megatron-LM back to their neutral values, and rank 0 logs "
-            "one warning that names them. Results are those without the flags. What does their "
-            "job:\n",
+            "With `--epp`, these flags of Megatron-LM are reset to values without effect, and rank "
+            "0 logs one warning that names them. Results are the same as without the flags. The "
+            "list gives the replacement of each flag, or the reason:\n",
             bullets(sorted(without_effect())),
         ]
     )
 
 
 def without_leaving_out(instead: str) -> str:
-    """``instead`` less the advice to leave the flag out, which the page gives once."""
+    """``instead`` less the advice that the page gives once."""
+    instead = re.sub("(?:, or )?use Megatron's own schedule, without attach$", "", instead)
     short = re.fullmatch(r"leave (?:it|them|the flag) out(?:: (.+)| \((.+)\))?", instead)
     return (short[1] or short[2] or "") if short else instead
 
@@ -380,7 +404,8 @@ def support_page() -> str:
         for feature in section["feature"]:
             flags = feature.get("flags", "")
             external = section["external"] and "--epp" not in flags
-            runs = list(answers(flags, external)) if flags else feature["runs"]
+            asked = f"{flags} {feature.get('with', '')}"
+            runs = list(answers(asked, external)) if flags else feature["runs"]
             typed = " ".join(map(code, re.split(" (?=--)", cell(flags))))
             what = "<br>".join(filter(None, (feature["what"], feature.get("note"))))
             rows.append([what, *runs, typed])

@@ -45,22 +45,22 @@ GPT = (
 class DegreeFlags:
     """Flags of the degrees of parallelism; a missing degree is taken from the model flags."""
 
-    pp: int | None = flag(None, "pipeline stages (default: the model flags', or 2)")
-    tp: int | None = flag(None, "tensor-parallel ranks (default: flags', or 1)")
-    dp: int = flag(1, "data-parallel replicas (default: 1)")
-    cp: int | None = flag(None, "context-parallel ranks (default: flags', or 1)")
+    pp: int | None = flag(None, "Number of pipeline ranks (default: from the flags, or 2).")
+    tp: int | None = flag(None, "Tensor-parallel degree (default: from the flags, or 1).")
+    dp: int = flag(1, "Number of data-parallel replicas (default: 1).")
+    cp: int | None = flag(None, "Context-parallel degree (default: from the flags, or 1).")
     ep: int | None = flag(
         None,
-        "ranks that share a layer's experts; more than share its rows: replicas do (default: "
-        "flags'; without model flags, the small Llama with experts)",
+        "Expert-parallel degree; above tp x cp, replicas share experts (default: from the flags). "
+        "Without flags of a model, a small MoE model is certified.",
     )
     vocab_parallel: bool = flag(
-        False, "shard the LM head over the stages (--epp-vocab-parallel on)"
+        False, "Shard the LM head over the stages, as --epp-vocab-parallel on does."
     )
     placement: str | None = flag(
         None,
-        "several stages on a rank: interleaved N, v, or a file, as --epp-placement has it "
-        "(default: one)",
+        "Several stages on a rank: interleaved N, v, or a file, as for --epp-placement (default: "
+        "one stage).",
         metavar="PLACEMENT",
         nargs="+",
         action=JoinedArguments,
@@ -75,12 +75,12 @@ class DescribedModelFlags:
 
     model: str | None = flag(
         None,
-        "certify what `tune --model` prints of it: a name, a config.json of transformers, its "
-        "folder, or a cached org/name; flags that follow are added",
+        "Certify with the flags that `tune --model` prints for this model: a name, a config.json "
+        "of transformers, its folder, or a cached org/name. Flags after it are added.",
         metavar="NAME|FILE",
     )
     like: str | None = flag(
-        None, "read the config.json as if its model_type were this one", metavar="MODEL_TYPE"
+        None, "Read the config.json as if its model_type were this one.", metavar="MODEL_TYPE"
     )
 
     @staticmethod
@@ -123,30 +123,33 @@ class Trial:
 
     degrees: Degrees
     models: tuple[tuple[str, ...], ...]
-    batches: int = flag(20, "global batches (default: 20)")
-    seed: int = flag(1234, "of documents, plans and weights")
-    overlap: bool = flag(False, "reduce gradients while backward runs, sharded over the replicas")
+    batches: int = flag(20, "Number of global batches (default: 20).")
+    seed: int = flag(1234, "Seed of documents, plans and weights.")
+    overlap: bool = flag(
+        False, "Overlap gradient reduction with backward, with the distributed optimizer."
+    )
     lora_rank: int = flag(
         0,
-        "freeze the model and train low-rank adapters around its linears (default: 0, none)",
+        "Freeze the model and train low-rank adapters of this rank around its linears (default: "
+        "0, no adapters).",
         metavar="R",
     )
     timeout: float = flag(
         300.0,
-        "the longest silence of a process before all are ended (default: 300)",
+        "Time without progress of a process after which all processes are ended (default: 300).",
         metavar="SECONDS",
     )
     interfere: Path | None = None
     device: str = flag(
         "cpu",
-        "cuda: a GPU for each rank, messages over NCCL; the reference model stays on the CPU; "
-        "attention in float64 runs without fused kernels (default: cpu)",
+        "cuda: one GPU per rank, with messages over NCCL. The reference model stays on the CPU, "
+        "and attention in float64 runs without fused kernels (default: cpu).",
         choices=("cpu", "cuda"),
     )
     dtype: str = flag(
         FLOAT64,
-        "bf16: in training's format and by its kernels; the bound is then twice the reference "
-        "model's own bf16 errors (default: float64)",
+        "bf16: use the format and the kernels of training. The bound is then twice the bf16 error "
+        "of the reference model (default: float64).",
         choices=DTYPES,
     )
 

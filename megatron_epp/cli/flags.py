@@ -49,12 +49,12 @@ def file_to_write(text: str) -> str:
 
 
 MODEL_HELP = (
-    f"{', '.join(MODELS)}, a JSON file, or a config.json of transformers: the file, its folder, or "
-    "org/name in Hugging Face's cache"
+    f"Model: {', '.join(MODELS)}, a JSON file, or a config.json of transformers (the file, its "
+    "folder, or org/name in Hugging Face's cache)."
 )
 LIKE = flag(
     None,
-    "read a config.json as if its model_type were this one, of which it has the layers",
+    "Read a config.json as if its model_type were this one, which has the same layers.",
     ("MODEL_TYPE", str),
 )
 # (metavar, type function)
@@ -66,9 +66,9 @@ SWITCH = ("HOW", one_of("auto", "on", "off"))
 
 
 LENGTHS_HELP = (
-    "a text file with the inputs of one document on each line (.gz too), or of a group with common "
-    "prefixes, as in 3000+(1200,800+(900,700)), a Megatron .idx, texts or chats in .jsonl or "
-    ".parquet, or a shipped distribution: " + ", ".join(distribution_names())
+    "Lengths of documents: a text file (also .gz) with one length per line, or one group with "
+    "common prefixes, such as 3000+(1200,800+(900,700)); a Megatron .idx; texts or chats in "
+    ".jsonl or .parquet; or a shipped distribution: " + ", ".join(distribution_names()) + "."
 )
 
 
@@ -86,27 +86,27 @@ class DocumentFlags:
     )
     tokenizer: str | None = flag(
         None,
-        "a tokenizer.json, or its folder, that counts the tokens of texts and chats (default: four "
-        "bytes a token)",
+        "tokenizer.json, or its folder, to count the tokens of texts and chats (default: four "
+        "bytes per token).",
         FILE,
     )
-    context: int = flag(0, "maximum inputs of a document (default: no limit)", TOKENS)
+    context: int = flag(0, "Maximum length of a document (default: no limit).", TOKENS)
     overlong: str = shared_setting("overlong")
     global_batch_size: int | None = flag(
         None,
-        "documents in a batch, over all replicas (default: 512; one batch of a text file of at "
-        "most 16384 lengths: all, in order)",
+        "Documents per batch, over all replicas. Default: 512; for one batch of a text file with "
+        "at most 16384 lengths, all documents in order.",
         ("N", whole_number(1, MOST_DOCUMENTS)),
     )
     seed: int = flag(
         DEFAULT_SEED,
-        f"seed of the shuffle, as in training (default: {DEFAULT_SEED}, Megatron's)",
+        f"Seed of the shuffle, as in training (default: {DEFAULT_SEED}, as in Megatron).",
         NUMBER,
     )
     share_from: int | None = flag(
         None,
-        "compute prefixes of at least N equal tokens once per replica (planner epp), as training "
-        "with --epp-share-from; needs tokens: an .idx with its .bin, or --tokenizer",
+        "Compute prefixes of at least N equal tokens once per replica (planner epp), as training "
+        "does with --epp-share-from. This needs tokens: an .idx with its .bin, or --tokenizer.",
         COUNT,
     )
 
@@ -121,45 +121,45 @@ class MachineFlags:
     like: str | None = LIKE
     device: str | None = flag(
         None,
-        f"{', '.join(DEVICES)}, or a JSON file",
+        f"Device: {', '.join(DEVICES)}, or a JSON file.",
         NAMED,
     )
-    cost_model: str | None = shared_setting("cost_model", ", instead of the analytic one")
-    pp: int | None = flag(None, "pipeline stages", DEGREE)
-    cp: int | None = flag(1, "context-parallel (Ulysses) degree (default: 1)", DEGREE)
-    tp: int | None = flag(1, "tensor-parallel degree (default: 1)", COUNT)
-    dp: int | None = flag(1, "data-parallel replicas (default: 1)", COUNT)
+    cost_model: str | None = shared_setting("cost_model", " Default: the analytic cost model.")
+    pp: int | None = flag(None, "Number of pipeline ranks.", DEGREE)
+    cp: int | None = flag(1, "Context-parallel (Ulysses) degree (default: 1).", DEGREE)
+    tp: int | None = flag(1, "Tensor-parallel degree (default: 1).", COUNT)
+    dp: int | None = flag(1, "Number of data-parallel replicas (default: 1).", COUNT)
     ep: int | None = flag(
         None,
-        "devices that share a layer's experts: a divisor of tp x cp (default: as many as "
-        "divide the experts), or a multiple: replicas share them and run in lockstep",
+        "Expert-parallel degree: a divisor of tp x cp (default: the largest that divides the "
+        "experts), or a multiple, with which replicas share experts and run in lockstep.",
         COUNT,
     )
     layers: tuple[int, ...] | None = flag(
-        None, "transformer layers of every stage (default: even)", NUMBER, nargs="+"
+        None, "Transformer layers of each stage (default: even).", NUMBER, nargs="+"
     )
     placement: str | None = shared_setting(
         "placement",
-        "; --pp is the number of pipeline ranks (default: auto, or one stage a rank if --layers is "
-        "given; compare: auto is for epp, the others have one stage a rank)",
+        " Default: auto, or one stage per rank if --layers is given. In compare, auto is for epp; "
+        "the other planners have one stage per rank.",
         default=None,
     )
     vocab_parallel: str | None = shared_setting(
-        "vocab_parallel", " (compare: for epp; the others have theirs on the last stage)"
+        "vocab_parallel", " In compare, only epp shards the LM head."
     )
     layer_kinds: str | None = flag(
         None,
-        "layer kinds from first to last, such as '3*dense 58*experts', if --cost-model has several "
-        "and there is no --model",
+        "Layer kinds from the first layer to the last, such as '3*dense 58*experts', if "
+        "--cost-model has several kinds and there is no --model.",
         ("KINDS", str),
     )
     memory_budget_gib: tuple[float, ...] | None = shared_setting(
-        "memory_budget_gib", " (default: the device's own)"
+        "memory_budget_gib", " Default: the budget of the device."
     )
     zero: str | None = flag(
         None,
-        "1: weights stay on every device; 3: states are sharded and layers gathered for every "
-        "chunk, which training with --epp does not run (default: 1)",
+        "1: every device keeps its weights. 3: states are sharded, and layers are gathered for "
+        "every chunk, which training with --epp does not support (default: 1).",
         ("1|3", one_of("1", "3")),
     )
 
@@ -168,27 +168,29 @@ class MachineFlags:
 class PlansMachineFlags(MachineFlags):
     """The machine that runs an existing plan; stages and their placement are in the plan."""
 
-    NOTE: ClassVar = "Defaults: the options that `plan -o` wrote into the plan's comment."
+    NOTE: ClassVar = "The defaults are the options that `plan -o` wrote into the plan's comment."
     OMIT: ClassVar = ("pp", "placement")
 
-    cp: int | None = flag(None, "context-parallel (Ulysses) degree (default: 1)", COUNT)
-    tp: int | None = flag(None, "tensor-parallel degree (default: 1)", COUNT)
-    dp: int | None = flag(None, "replicas (default: the plan's)", COUNT)
+    cp: int | None = flag(None, "Context-parallel (Ulysses) degree (default: 1).", COUNT)
+    tp: int | None = flag(None, "Tensor-parallel degree (default: 1).", COUNT)
+    dp: int | None = flag(
+        None, "Number of data-parallel replicas (default: as in the plan).", COUNT
+    )
     layers: tuple[int, ...] | None = flag(
         None,
-        "transformer layers of every stage (default: even; a plan names its own)",
+        "Transformer layers of each stage (default: as in the plan).",
         NUMBER,
         nargs="+",
     )
     vocab_parallel: str | None = flag(
         None,
-        "require that the plan shards the LM head over the stages (on) or not (off; default: "
-        "auto, either)",
+        "on: require that the plan shards the LM head over the stages. off: require that it does "
+        "not. auto (default): accept both.",
         SWITCH,
     )
     multiple: int | None = flag(
         None,
-        "pad chunks to a multiple of this (default: as training pads the plan's documents)",
+        "Pad chunks to a multiple of this (default: as training pads the plan's documents).",
         MULTIPLE,
     )
 
@@ -199,7 +201,7 @@ class DrawnMachineFlags(PlansMachineFlags):
 
     model: str | None = flag(
         None,
-        f"{MODEL_HELP} (without: every op takes a round number of units)",
+        f"{MODEL_HELP} Without a model, every op takes a round number of units.",
         NAMED,
     )
 
@@ -207,7 +209,7 @@ class DrawnMachineFlags(PlansMachineFlags):
 class CheckedMachineFlags(PlansMachineFlags):
     """The machine of ``check``, to compare a plan with the machine's memory budget."""
 
-    NOTE: ClassVar = "With a model, also checks the plan against the memory of its devices."
+    NOTE: ClassVar = "With a model, the command also checks the plan's memory."
 
 
 @dataclass
@@ -218,14 +220,14 @@ class AssumptionFlags:
 
     topology: str | None = flag(
         None,
-        f"network of the devices: {', '.join(TOPOLOGIES)}, a JSON file, or {FLAT}: rates by a "
-        "group's size alone, wherever its ranks are (default: nodes of the device's own size)",
+        f"Network of the devices: {', '.join(TOPOLOGIES)}, a JSON file, or {FLAT} (rates depend on "
+        "the size of a group only). Default: nodes, with the device's number of devices per node.",
         NAMED,
     )
     moe_token_dispatcher_type: str | None = flag(
         None,
-        "token dispatch to experts: alltoall sends every copy (default, as in training), flex one "
-        "per node and device that needs it",
+        "Token dispatcher: alltoall sends every copy of a token (default, as in training); flex "
+        "sends one copy per node and device that needs it.",
         ("HOW", one_of(*DISPATCHERS)),
     )
 
@@ -239,7 +241,7 @@ def _planners_help() -> str:
     from megatron_epp.planner.comparison_methods import comparison_methods
 
     default = ", ".join((*COMPARED, STOCK, *comparison_methods()))
-    return f"which to compare (default: all of {default})"
+    return f"Planners to compare (default: {default})."
 
 
 @dataclass
@@ -249,12 +251,12 @@ class PlannerFlags:
     TITLE: ClassVar = "planner"
 
     planner: str | tuple[str, ...] | None = shared_setting("planner")
-    levers: str = shared_setting("levers", "; all has also what can only be simulated")
-    host_memory_gib: float | None = shared_setting("host_memory_gib", " (default: any)")
+    levers: str = shared_setting("levers")
+    host_memory_gib: float | None = shared_setting("host_memory_gib", " Default: unlimited.")
     effort: int | None = shared_setting("effort", default=None)
     multiple: int | None = flag(
         None,
-        "pad chunks to a multiple of this (default: as training on that device)",
+        "Pad chunks to a multiple of this (default: as training on the device does).",
         MULTIPLE,
     )
 
@@ -270,45 +272,45 @@ class PlannersFlags(PlannerFlags):
 class PlanFileFlags:
     """The plan file that a command reads."""
 
-    plan: str = flag(None, "a plan or step file; - for stdin", ("PLAN", str), positional=True)
+    plan: str = flag(None, "Plan or step file; - for stdin.", ("PLAN", str), positional=True)
 
 
 @dataclass
 class ReplicaFlags:
     """The replica to read from a step with several replicas."""
 
-    replica: int = flag(0, "replica to read from a step (default: 0)", NUMBER)
+    replica: int = flag(0, "Replica to read from a step (default: 0).", NUMBER)
 
 
 @dataclass
 class JsonFlags:
     """Option for JSON output."""
 
-    json: bool = flag(False, "print JSON instead of text")
+    json: bool = flag(False, "Print JSON instead of text.")
 
 
 @dataclass
 class BatchFlags:
     """The batch to plan."""
 
-    batch: int = flag(0, "number of the batch, from 0 (default: 0)", INDEX)
+    batch: int = flag(0, "Number of the batch, from 0 (default: 0).", INDEX)
 
 
 @dataclass
 class BatchesFlags:
     """The batches to compare on."""
 
-    batches: int = flag(1, "number of batches (default: 1)", ("N", whole_number(1, 100_000)))
-    first_batch: int = flag(0, "number of the first one (default: 0)", INDEX)
+    batches: int = flag(1, "Number of batches (default: 1).", ("N", whole_number(1, 100_000)))
+    first_batch: int = flag(0, "Number of the first batch (default: 0).", INDEX)
 
 
 @dataclass
 class PlanFlags:
     """Options of ``plan``: the kind of plan, and the output."""
 
-    forward_only: bool = flag(False, "a forward-only plan, for evaluation")
+    forward_only: bool = flag(False, "Make a forward-only plan, for evaluation.")
     output: str | None = flag(
-        None, "write the plan here instead of to stdout", ("PLAN", file_to_write), short="-o"
+        None, "Write the plan to this file instead of stdout.", ("PLAN", file_to_write), short="-o"
     )
 
 
@@ -318,12 +320,12 @@ class SimulateFlags:
 
     noise: float = flag(
         0.0,
-        "standard deviation of every duration, as a fraction of it (default: 0)",
+        "Standard deviation of each duration, as a fraction of the duration (default: 0).",
         ("SHARE", fraction),
     )
-    seed: int = flag(0, "seed of the noise", NUMBER)
+    seed: int = flag(0, "Seed of the noise.", NUMBER)
     output: str | None = flag(
-        None, "write the timed records here, for draw", ("RECORDS", file_to_write), short="-o"
+        None, "Write timed records for draw to this file.", ("RECORDS", file_to_write), short="-o"
     )
 
 
@@ -333,19 +335,23 @@ class DrawFlags:
 
     output: str | None = flag(
         None,
-        "x.svg, x.png, x.html, x.txt or x.json (Chrome trace, for ui.perfetto.dev); without it, "
-        "text on stdout",
+        "Output file: x.svg, x.png, x.html, x.txt or x.json (Chrome trace, for ui.perfetto.dev). "
+        "Default: text on stdout.",
         ("FILE", file_to_write),
         short="-o",
     )
     records: str | None = flag(
-        None, "timed records of a run of this plan; with a model, drawn below the prediction", FILE
+        None,
+        "Timed records of a run of this plan. With a model, they are drawn below the prediction.",
+        FILE,
     )
-    title: str | None = flag(None, "heading (default: the file's name)", ("TEXT", str))
+    title: str | None = flag(
+        None, "Title of the picture (default: the file's name).", ("TEXT", str)
+    )
     width: int | None = flag(
         None,
-        "columns of text (default: the terminal's), or pixels of a picture (default: at most "
-        "2400, for a screen; very short ops show their numbers in a wider one, or in x.html)",
+        "Width in columns of text (default: that of the terminal), or in pixels of a picture "
+        "(default: at most 2400). Wider pictures and x.html show the numbers of short ops.",
         ("N", whole_number(40, 100_000)),
     )
 
@@ -354,17 +360,19 @@ class DrawFlags:
 class WhereFlags:
     """Options of ``where``: the recorded step, the chunk, and the corpus."""
 
-    step: str = flag(None, "a file of --epp-record; - for stdin", ("STEP", str), positional=True)
-    chunk: int | None = flag(None, "number of the chunk (default: all)", NUMBER)
+    step: str = flag(
+        None, "File written by --epp-record; - for stdin.", ("STEP", str), positional=True
+    )
+    chunk: int | None = flag(None, "Number of the chunk (default: all).", NUMBER)
     data_path: tuple[str, ...] | None = flag(
         None,
-        "the corpora as in training, if they have moved: PREFIX, or WEIGHT PREFIX for each of a "
-        "blend (default: as recorded)",
+        "Corpora as in training, if they have moved: PREFIX, or WEIGHT PREFIX for each corpus of "
+        "a blend (default: as recorded).",
         ("PREFIX", str),
         nargs="+",
     )
     tokenizer: str | None = flag(
-        None, "a tokenizer.json, or its folder, to print words instead of token ids", FILE
+        None, "tokenizer.json, or its folder, to print words instead of token ids.", FILE
     )
 
 
@@ -373,7 +381,9 @@ class TunedBatchesFlags:
     """The batches of ``tune``."""
 
     batches: int = flag(
-        2, "batches that the best layouts are planned on (default: 2)", ("N", whole_number(1, 1000))
+        2,
+        "Batches for which the best layouts are planned (default: 2).",
+        ("N", whole_number(1, 1000)),
     )
 
 
@@ -385,7 +395,7 @@ class TunedDocumentFlags(DocumentFlags):
 
     lengths: str = flag(
         None,
-        f"{LENGTHS_HELP}; without it tune prints what --model says, or with --gpus what fits",
+        f"{LENGTHS_HELP} Without it, tune prints the model, or with --gpus the layouts that fit.",
         ("FILE|NAME", str),
     )
 
@@ -398,38 +408,38 @@ class TunedMachineFlags:
 
     model: str = flag(None, MODEL_HELP, NAMED, required=True)
     like: str | None = LIKE
-    device: str | None = flag(None, f"{', '.join(DEVICES)}, or a JSON file", NAMED)
+    device: str | None = flag(None, f"Device: {', '.join(DEVICES)}, or a JSON file.", NAMED)
     gpus: tuple[int, ...] | None = flag(
         None,
-        "devices of the job, in full nodes or in a part of one; several, 16,32,64, without "
-        "--lengths: what fits on each",
+        "Number of devices: full nodes, or a part of one node. Without --lengths, several numbers "
+        "such as 16,32,64 print what fits on each.",
         ("N", numbers),
     )
-    nodes: int | None = flag(None, "nodes of the job, instead of --gpus", NODES)
+    nodes: int | None = flag(None, "Number of nodes, instead of --gpus.", NODES)
     ep: int | None = flag(
         None,
-        "devices that share a layer's experts; if above tp x cp, replicas share them and run in "
-        "lockstep (default: searched)",
+        "Expert-parallel degree; above tp x cp, replicas share experts and run in lockstep "
+        "(default: searched).",
         COUNT,
     )
     devices_per_node: int | None = flag(
-        None, "devices of a node (default: the device's own, 8)", NODES
+        None, "Number of devices per node (default: as for the device, usually 8).", NODES
     )
     memory_budget_gib: tuple[float, ...] | None = shared_setting(
-        "memory_budget_gib", ", of which --pp is then the number (default: the device's own)"
+        "memory_budget_gib", " Several numbers fix --pp. Default: the budget of the device."
     )
-    tp: int | None = flag(None, "only with this tensor-parallel degree (default: any)", COUNT)
+    tp: int | None = flag(None, "Search only this tensor-parallel degree (default: any).", COUNT)
     cp: int | None = flag(
-        None, "only with this context-parallel (Ulysses) degree (default: any)", COUNT
+        None, "Search only this context-parallel (Ulysses) degree (default: any).", COUNT
     )
-    pp: int | None = flag(None, "only with this number of pipeline stages (default: any)", COUNT)
+    pp: int | None = flag(None, "Search only this number of pipeline stages (default: any).", COUNT)
     dp: int | None = flag(
-        None, "only with this number of data-parallel replicas (default: any)", COUNT
+        None, "Search only this number of data-parallel replicas (default: any).", COUNT
     )
     placement: str = flag(
         "auto",
-        "stages of every pipeline rank: even, one, or auto (default): also several for the best "
-        "layouts, where that takes at least 1%% less time",
+        "Stages of each pipeline rank: even (one), or auto (default), which also tries several for "
+        "the best layouts and uses them if they save at least 1%% of the time.",
         ("HOW", one_of("even", "auto")),
     )
     vocab_parallel: str = shared_setting("vocab_parallel")
@@ -443,10 +453,10 @@ class TunePlannerFlags:
 
     levers: str = shared_setting("levers")
     host_memory_gib: float | None = shared_setting(
-        "host_memory_gib", "; default: unknown, and nothing is offloaded"
+        "host_memory_gib", " Without it, nothing is offloaded."
     )
     effort: int | None = shared_setting("effort", default=None)
-    top: int = flag(10, "rows to print (default: 10)", ("N", whole_number(1, 1000)))
+    top: int = flag(10, "Number of rows to print (default: 10).", ("N", whole_number(1, 1000)))
 
 
 @dataclass
@@ -455,25 +465,26 @@ class TuneFlags:
 
     row: int | None = flag(
         None,
-        "the row to write, draw and simulate (default: the first that is not tight, if it is at "
-        "most 5%% slower than row 1; else row 1)",
+        "Row to write, draw and simulate. Default: the first row that is not tight, if it is at "
+        "most 5%% slower than row 1; otherwise row 1.",
         COUNT,
     )
-    parts: bool = flag(False, "print the memory of every row by part, not only of the chosen row")
-    html: str | None = flag(None, "write the survey as one self-contained HTML file", FILE)
-    script: str | None = flag(None, "write the chosen row's launch script", FILE)
+    parts: bool = flag(False, "Print the memory of every row by category.")
+    html: str | None = flag(None, "Write the results to a self-contained HTML file.", FILE)
+    script: str | None = flag(None, "Write the launch script of the chosen row.", FILE)
     hostfile: str | None = flag(
         None,
-        "write the hosts of the chosen row in the order of node ranks, in the format of "
-        "SLURM_HOSTFILE; needs a --topology with a grid of nodes",
+        "Write the hosts of the chosen row in the order of node ranks, in the format of "
+        "SLURM_HOSTFILE. This needs a --topology with a grid of nodes.",
         FILE,
     )
     grid_svg: str | None = flag(
-        None, "draw the grid of --topology: ranks, spare and failed nodes", FILE
+        None, "Draw the grid of --topology with ranks, spare nodes and failed nodes.", FILE
     )
     dry_run_corpus: int | None = flag(
         None,
-        "simulate N iterations of the corpus with the chosen row, and print their spread",
+        "Simulate N iterations of the corpus with the chosen row, and print the spread of their "
+        "times.",
         ("N", whole_number(1, 100_000)),
     )
 

@@ -12,14 +12,14 @@ from megatron_epp.ir.errors import quoted
 PROGRAM = "megatron_epp"
 COMMANDS = {
     "plan": "plan one batch of documents, and print the plan",
-    "compare": "every planner on the same batches, in a table",
-    "tune": "which layout of a job is fastest on a corpus; writes its launch script",
-    "simulate": "play a plan on a machine: seconds, bubbles and why they are there, bytes",
-    "draw": "a picture of a plan: text, SVG, PNG, HTML, Perfetto trace",
-    "check": "whether a plan computes everything once and never deadlocks",
-    "where": "the documents of a recorded chunk in the corpus: sequences, tokens, first words",
-    "profile": "measure this host or GPU and write a cost-model file",
-    "certify": "gradients of random plans against the reference model",
+    "compare": "compare all planners on the same batches",
+    "tune": "find the fastest layout for a corpus, and write its launch script",
+    "simulate": "simulate a plan: seconds, bubbles with their causes, and memory",
+    "draw": "draw a plan as text, SVG, PNG, HTML or Perfetto trace",
+    "check": "check that a plan computes everything once and does not deadlock",
+    "where": "print the documents of a recorded chunk: sequences, tokens, first words",
+    "profile": "measure this host or GPU, and write a cost-model file",
+    "certify": "compare gradients of random plans with the reference model",
 }
 # Commands that import torch and Megatron, and parse their own options.
 DOING = {"profile": "trainer.profile_command", "certify": "certify.command"}

@@ -8,9 +8,9 @@ from megatron_epp.cost.catalogue.named import unknown_name
 # Levers of `epp`, and what each lever does when it is on. Other planners have no levers.
 LEVERS = MappingProxyType(
     {
-        "wsplit": "split the backward into I and W where that saves time; W fills bubbles",
-        "offload": "copy saved activations to the host instead of recomputing (default: if known)",
-        "local": "put each short document on one context-parallel rank: no all-to-all",
+        "wsplit": "split the backward into I and W if this saves time; W fills bubbles",
+        "offload": "copy saved activations to the host instead of recomputing them",
+        "local": "compute short documents on one context-parallel rank, without all-to-all",
     }
 )
 # Former levers: what they did is always done now, or never.

@@ -15,14 +15,14 @@ class SharedSettings:
 
     planner: str = flag(
         "epp",
-        "planner: epp (default), infinipipe, seq1f1b, chunkflow, packing, 1f1b, zb-v, adaptis or "
-        "slimpipe",
+        "Planner: epp (default), infinipipe, seq1f1b, chunkflow, packing, 1f1b, zb-v, adaptis or "
+        "slimpipe.",
         ("NAME", str),
     )
     levers: str = flag(
         "default",
-        "optimizations of the epp planner: default (those of training), all, none, or names "
-        "separated by commas; default,-NAME removes one",
+        "Levers (optimizations) of planner epp: default (those of training), all, none, or names "
+        "separated by commas. default,-NAME removes one.",
         ("LIST", str),
     )
     memory_budget_gib: tuple[float, ...] | None = flag(
@@ -30,41 +30,43 @@ class SharedSettings:
     )
     host_memory_gib: float | None = flag(
         None,
-        "GiB of the host's memory for what one device offloads (lever offload)",
+        "Host memory in GiB for the activations that one device offloads (lever offload).",
         ("GIB", positive("GiB")),
     )
     cost_model: str | None = flag(
         None,
-        "cost-model file (JSON) as `python -m megatron_epp profile` writes it",
+        "Cost-model file (JSON), which `python -m megatron_epp profile` writes.",
         ("FILE", str),
     )
     effort: int | None = flag(
         None,
-        "search effort of the planner, proportional to its work; 0 takes the first good plan "
-        f"(default: by the batch: {EFFORT}, up to {MANY_EFFORT} with thousands of documents, less "
-        "if an iteration is short)",
+        "Search effort of the planner; planning time is proportional to it. 0 takes the first "
+        f"plan that the search finds. Default: {EFFORT}, but up to {MANY_EFFORT} with thousands of "
+        "documents, and less if iterations are short.",
         ("N", whole_number(0, MOST_EFFORT)),
     )
     overlong: str = flag(
         "truncate",
-        "documents longer than the context: truncate (default), drop, or split into documents of "
-        "their own",
+        "What to do with documents longer than the context: truncate them (default), drop them, "
+        "or split them into several documents.",
         ("HOW", one_of(*OVERLONG)),
     )
     placement: str = flag(
         "auto",
-        "stages of every pipeline rank: auto, the fastest on the corpus's first batches, with "
-        "their layers; even, one; interleaved N; v: two, in V shape, with embedding and LM head on "
-        "the last rank; 'place 1 0 0 1', the rank of every stage; or a file with such a line, or "
-        "with a line 'rank 0: 1 2' for each rank, and optionally 'layers ...'",
+        "Stages of each pipeline rank. auto: the placement and the layers that are fastest in a "
+        "simulation of the first batches. even: one stage. interleaved N: N stages. v: two stages "
+        "in V shape, with the embedding and the LM head on the last rank. 'place 1 0 0 1': the "
+        "rank of each stage. Otherwise a file with such a line, or with a line 'rank 0: 1 2' for "
+        "each rank, and optionally a line 'layers ...'.",
         nargs="+",
         metavar="PLACEMENT",
         action=JoinedArguments,
     )
     vocab_parallel: str = flag(
         "auto",
-        "vocabulary parallelism, the LM head sharded over the stages: on, off, or auto (default): "
-        "on where training runs it and takes at least 1%% less time on the corpus's first batches",
+        "Vocabulary parallelism, which shards the LM head over the stages: on, off, or auto "
+        "(default). auto turns it on if the job supports it and it saves at least 1%% of the "
+        "predicted time of the first batches.",
         ("HOW", one_of("auto", "on", "off")),
     )
 

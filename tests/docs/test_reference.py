@@ -29,7 +29,7 @@ def test_a_flag_that_changes_is_found() -> None:
     parser = argparse.ArgumentParser(add_help=False)
     add_flags(parser, Flags)
     assert list(write_reference.flag_rows(parser._actions)) == [
-        ['<a id="epp-new"></a>`--epp-new N`', "50% of `--epp-plan`, a|b (default: `3`)"]
+        ['<a id="epp-new"></a>`--epp-new N`', "50% of `--epp-plan`, a|b. Default: `3`."]
     ]
 
 
@@ -38,15 +38,16 @@ def test_options_of_several_commands_stand_once() -> None:
     rows = re.findall(r"^- (`-.*?`): (.*)", page, re.M)
     assert len(rows) == len(set(rows)) > 90
     after = page.split("*plan, compare, tune*:\n\n")[1].split("\n\n")[0]
-    assert "- `--global-batch-size N`: documents in a batch" in after
-    shared = (
-        "memory of a device in GiB, model states included, on each pipeline rank (default: all)"
-    )
-    longer = shared.replace(" (default: all)", ", at most 4 (default: 1)")
-    told = "as [shared](#shared-options), at most 4 (default: 1)"
-    assert write_reference.as_shared(longer, shared) == told
-    for meaning in (shared, "memory of a device", shared[:70] + "x"):
+    assert "- `--global-batch-size N`: Documents per batch" in after
+    common = "Memory of a device in GiB, which includes the states of the model."
+    shared = f"{common} Default: all of it."
+    expected = "As [shared](#shared-options). Default: none."
+    assert write_reference.as_shared(f"{common} Default: none.", shared) == expected
+    assert write_reference.as_shared(common, shared) == "As [shared](#shared-options)."
+    for meaning in (shared, "Memory of a device.", f"{common[:-1]}, too. Default: none."):
         assert write_reference.as_shared(meaning, shared) == meaning
+    placement = "- `--placement PLACEMENT ...`: As [`--epp-placement`](flags.md#epp-placement) in "
+    assert placement in page
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ FEW = (
         (
             "--distributed-backend nccl",
             "--distributed-backend nccl: this host has no CUDA GPU; leave the flag out (gloo is "
-            "taken)",
+            "used)",
         ),
         ("--no-such-flag", "unrecognized arguments: --no-such-flag"),
         (

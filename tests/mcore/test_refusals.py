@@ -108,7 +108,7 @@ STARTS: dict[str, dict[str, object]] = {
     "fp8 with scales": {**FP8, "fp8_recipe": "delayed"},
     "fp8 with scales, custom": {**FP8, "fp8_recipe": "custom"},
     "fp8 in Megatron's local": {**FP8, "transformer_impl": "local"},
-    "fp8 beyond": {**FP8, "fp8_output_proj": True},
+    "fp8 outside": {**FP8, "fp8_output_proj": True},
     "static recompute": {"recompute_granularity": "selective"},
     "offloading": {"cpu_offloading_num_layers": 2},
     "overlapped tensor": {"tp_comm_overlap": True, "sequence_parallel": True, **SPLIT},
@@ -129,11 +129,11 @@ STARTS: dict[str, dict[str, object]] = {
     "clipping": {"qk_clip": True},
     "clipping, its log": {"log_max_attention_logit": True},
     "dropout in attention": {"attention_dropout": 0.1},
-    "MLA: one product for both": {**LATENTS, "mla_down_proj_fusion": True},
-    "MLA: one product for both, latents cached": {**LATENTS, "cache_mla_latents": True},
+    "MLA: one down-projection for both": {**LATENTS, "mla_down_proj_fusion": True},
+    "MLA: one down-projection for both, latents cached": {**LATENTS, "cache_mla_latents": True},
     "DSA over context": {**SPARSE, "context_parallel_size": 2, "ranks": 2},
-    "DSA by other kernels": {**SPARSE, "dsa_kernel_backend": "tilelang"},
-    "DSA: keys chosen once": {**SPARSE, "dsa_indexer_topk_freq": 2},
+    "DSA with other kernels": {**SPARSE, "dsa_kernel_backend": "tilelang"},
+    "DSA: several layers that share": {**SPARSE, "dsa_indexer_topk_freq": 2},
     "DSA in fp8": {**SPARSE, **FP8},
     "MTP with DSA": {**SPARSE, **MTP},
     "DSA within": {**SPARSE, "window_size": "8,0"},
@@ -152,22 +152,22 @@ STARTS: dict[str, dict[str, object]] = {
         "expert_tensor_parallel_size": 1,
         "ranks": 6,
     },
-    "MoE: experts over replicas that": {**SPREAD, "moe_token_dispatcher_type": "allgather"},
-    "MoE: experts over replicas whose": {
+    "MoE: experts over several replicas with": {**SPREAD, "moe_token_dispatcher_type": "allgather"},
+    "MoE: experts over several replicas whose": {
         **SPREAD,
         "use_tp_pp_dp_mapping": True,
         "pipeline_model_parallel_size": 2,
         "ranks": 4,
     },
-    "MoE: experts over tensor": {**EXPERTS, **SPLIT},
+    "MoE: tensor parallelism without": {**EXPERTS, **SPLIT},
     "MoE: biases of experts": {
         **EXPERTS,
         **SPLIT,
         "sequence_parallel": True,
         "disable_bias_linear": None,
     },
-    "MoE: balancing over": {**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
-    "MoE: balancing over, in part": {
+    "MoE: load balancing over": {**EXPERTS, "moe_router_load_balancing_type": "global_aux_loss"},
+    "MoE: load balancing over, in part": {
         **EXPERTS,
         "moe_router_load_balancing_type": "aux_loss global_aux_loss",
         "moe_aux_loss_coeff": "0.1 0.1",
@@ -192,7 +192,7 @@ STARTS: dict[str, dict[str, object]] = {
         "ranks": 3,
     },
     "MTP with MoE in fp8": {**MTP, **EXPERTS, **FP8},
-    "MTP layers on another": {
+    "MTP layers that are not": {
         **MTP,
         "pipeline_model_parallel_layout": "Ett|ttm|L",
         "pipeline_model_parallel_size": 3,
@@ -203,7 +203,7 @@ STARTS: dict[str, dict[str, object]] = {
     "an odd number of rotary, of a part": {"kv_channels": 6, "rotary_percent": 0.5},
     "an odd number of rotary, of a width": {"hidden_size": 36},
     "several residual streams": {"enable_mhc_connections": True},
-    "logits of another type": {"output_logit_dtype": "fp32"},
+    "logits in another dtype": {"output_logit_dtype": "fp32"},
     "residual connections in float32": {"fp32_residual_connection": True, "bf16": True},
     "MTP: hidden states of several predictions": {**MTP, "mtp_hsm": True},
 }
@@ -314,15 +314,15 @@ class Wanted:
 
 # What a script can set, and the command line cannot; by the first words of the row.
 SET_BY_SCRIPTS = {
-    "MoE: experts over replicas that": {
+    "MoE: experts over several replicas with": {
         **MOE, "expert_model_parallel_size": 2, "moe_token_dispatcher_type": "allgather",
     },
     "MoE: other token dispatchers": {**MOE, "moe_token_dispatcher_type": "flex"},
     "other attention": {"experimental_attention_variant": "gdn2"},
-    "logits of another type": {"logit_dtype": "fp32"},
+    "logits in another dtype": {"logit_dtype": "fp32"},
     "several residual streams": {"enable_mhc_connections": True},
     "MTP: hidden states of several": {**MTP_SEPARATOR, "mtp_num_layers": 2, "mtp_hsm": True},
-    "MoE: balancing over": {**MOE, "moe_router_load_balancing_type": "quantile_balancing"},
+    "MoE: load balancing over": {**MOE, "moe_router_load_balancing_type": "quantile_balancing"},
 }  # fmt: skip
 FITS = (
     {},

@@ -19,8 +19,9 @@ GIB = 2**30
 MOST_DEVICES = 1_000_000
 # Shared by --epp-memory-budget-gib of training and --memory-budget-gib of the other commands.
 BUDGET_HELP = (
-    "memory budget of a device in GiB, model states included (on a CPU excluded: what chunks hold "
-    "between forward and backward); one number, or one for every pipeline rank"
+    "Memory budget of a device in GiB: one number, or one for each pipeline rank. On a GPU it "
+    "includes the model states; on a CPU it covers only what chunks hold between forward and "
+    "backward."
 )
 
 # Smallest and largest value of each number, far beyond any machine; times then stay finite.

@@ -16,7 +16,7 @@ from megatron_epp.mcore.kinds.registry import LAYER_KINDS, limits_of_kinds
 
 _FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
 _LEAVE_OUT = "leave the flag out"
-_LOOPS = "use Megatron's own schedule (no attach)"
+_LOOPS = "use Megatron's own schedule, without attach"
 _SHARD = "use --use-distributed-optimizer"
 _FLOATS = "train in --bf16 or float32"
 _POSITIONS = ("rope", "learned_absolute", "none")
@@ -95,21 +95,22 @@ TABLE: tuple[Limit, ...] = (
     Limit(
         "interleaved pipelines (--num-layers-per-virtual-pipeline-stage, "
         "--num-virtual-stages-per-pipeline-rank)",
-        "use --epp-placement auto, which takes the stages of a rank from them, or leave them out",
+        "use --epp-placement auto, which reads the number of stages per rank from these flags, or "
+        "leave them out",
         "virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage "
         "num_virtual_stages_per_pipeline_rank",
         typed=False,
     ),
     Limit(
         "hybrid context parallelism, CP by sample (--hybrid-context-parallel)",
-        "leave it out: the plan cuts long documents; --context-parallel-size N shards each chunk",
+        "leave it out: plans cut long documents, and --context-parallel-size N shards each chunk",
         "hybrid_context_parallel",
         _ranks_by_size,
         of_call=True,
     ),
     Limit(
         "fully sharded data parallelism, FSDP (--use-megatron-fsdp, --use-torch-fsdp2)",
-        "give --use-distributed-optimizer, which shards the optimizer's state",
+        "use --use-distributed-optimizer, which shards the optimizer states",
         "use_megatron_fsdp use_torch_fsdp2",
         _fully_sharded,
         {"use_megatron_fsdp": _SHARD, "use_torch_fsdp2": _SHARD},
@@ -117,7 +118,7 @@ TABLE: tuple[Limit, ...] = (
     ),
     Limit(
         "CUDA graphs (--cuda-graph-impl, --enable-cuda-graph, --external-cuda-graph)",
-        "leave them out: chunks have a new shape in every iteration",
+        "leave them out: chunks have new shapes in every iteration",
         "cuda_graph_impl enable_cuda_graph external_cuda_graph",
         _graphs,
         {"cuda_graph_impl": _LEAVE_OUT, "enable_cuda_graph": _LEAVE_OUT},
@@ -125,16 +126,16 @@ TABLE: tuple[Limit, ...] = (
         of_call=True,
     ),
     Limit(
-        "fp4 (--fp4-format): its second scale belongs to a full tensor",
+        "fp4 (--fp4-format), whose second scale belongs to a full tensor",
         "give --fp8-format with --fp8-recipe blockwise or mxfp8, or train in bf16",
         "fp4",
         {"fp4": "fp4"},
         {"fp4": _FLOATS},
     ),
     Limit(
-        "fp8 with scales of earlier tensors, whose order a plan changes (--fp8-recipe delayed, "
-        "the default, or custom)",
-        "give --fp8-recipe blockwise, mxfp8 or tensorwise",
+        "fp8 with scales of earlier tensors (--fp8-recipe delayed, the default, or custom)",
+        "give --fp8-recipe blockwise, mxfp8 or tensorwise, because plans change the order of "
+        "tensors",
         lambda args: is_set(args, "fp8") and args.fp8_recipe in ("delayed", "custom"),
     ),
     Limit(
@@ -143,13 +144,13 @@ TABLE: tuple[Limit, ...] = (
         lambda args: is_set(args, "fp8") and args.transformer_impl == "local",
     ),
     Limit(
-        "fp8 beyond linears of layers (--fp8-output-proj; fp8_dot_product_attention, "
+        "fp8 outside the linears of layers (--fp8-output-proj; fp8_dot_product_attention, "
         "fp8_multi_head_attention)",
         "leave it out",
         "fp8_dot_product_attention fp8_multi_head_attention fp8_output_proj",
     ),
     Limit(
-        "slices in fp8 in loops (--fp8-format)",
+        "fp8 in slices of external loops (--fp8-format)",
         _LOOPS,
         slices={"fp8": "fp8"},
         no_gpu={"fp8": _FLOATS},
@@ -157,7 +158,8 @@ TABLE: tuple[Limit, ...] = (
     gpu_only("fp16", _FLOATS),
     Limit(
         "static recompute (--recompute-granularity, --recompute-activations)",
-        "give --epp-memory-budget-gib: the plan says what each stage recomputes for each chunk",
+        "give --epp-memory-budget-gib: the planner chooses what each stage recomputes for each "
+        "chunk",
         "recompute_granularity",
         typed=False,
     ),
@@ -181,7 +183,7 @@ TABLE: tuple[Limit, ...] = (
     ),
     Limit(
         "overlapped tensor-parallel communication (--tp-comm-overlap)",
-        "leave it out: its buffers have one fixed shape",
+        "leave it out: its buffers have a fixed shape",
         "tp_comm_overlap",
         no_gpu={"tp_comm_overlap": _LEAVE_OUT},
         typed=False,
@@ -195,55 +197,56 @@ TABLE: tuple[Limit, ...] = (
         of_call=True,
     ),
     Limit(
-        "position embeddings other than rope, yarn, learned_absolute, none "
-        "(--position-embedding-type; in slices of loops also mrope, but not over context-parallel "
-        "ranks)",
+        "position embeddings other than rope, yarn, learned_absolute and none "
+        "(--position-embedding-type; slices of external loops also support mrope, but not over "
+        "context-parallel ranks)",
         "use one of these",
         lambda args: args.position_embedding_type not in (*_POSITIONS, "yarn"),
         _positions,
     ),
     Limit(
-        "rotary embeddings that follow a call's length (rope_type dynamic or longrope, in models "
-        "of ms-swift)",
+        "rotary embeddings that depend on the length of a call (rope_type dynamic or longrope, in "
+        "models of ms-swift)",
         _LOOPS,
         slices=_follows_length,
     ),
     Limit(
         "micro-batches of several samples (--micro-batch-size above 1)",
-        "leave --micro-batch-size out: the planner decides what is computed together",
+        "leave --micro-batch-size out: the planner forms the chunks",
         "micro_batch_size",
         typed=False,
     ),
     Limit(
         "loss averaged per micro-batch (--no-calculate-per-token-loss, with --eod-mask-loss)",
-        "leave it out: chunks of different sizes must weigh by their tokens",
+        "leave it out: chunks of different sizes must be weighted by their numbers of tokens",
         lambda args: not args.calculate_per_token_loss,
     ),
     Limit(
         "documents within a sample (--dataloader-inter-document-masking, --reset-position-ids, "
         "--reset-attention-mask)",
-        "leave them out: a document is a sample, and attends to itself alone",
+        "leave them out: each document is a sample, and its tokens attend only to it",
         "dataloader_inter_document_masking reset_position_ids reset_attention_mask",
         typed=False,
     ),
     Limit(
-        "fill-in-the-middle (--fim-data, and with it --fim-rate, --fim-spm-rate and the others)",
-        "leave it out: write the rewritten documents into the corpus before, or run without --epp",
+        "fill-in-the-middle (--fim-data, --fim-rate, --fim-spm-rate)",
+        "leave it out: write the rewritten documents to the corpus beforehand, or train without "
+        "--epp",
         "fim_data",
     ),
     Limit(
         "Megatron's own reinforcement learning (--perform-rl-step)",
-        "leave --epp out: its micro-batches come from rollouts, and no lengths are known ahead",
+        "leave --epp out: the lengths of rollouts are not known in advance",
         "perform_rl_step",
     ),
     Limit(
         "skipped iterations, saved data loaders (--iterations-to-skip; argument dataloader_save)",
-        "leave them out: the documents of an iteration follow from the samples consumed",
+        "leave them out: the consumed samples determine the documents of an iteration",
         "iterations_to_skip dataloader_save",
     ),
     Limit(
         "several validation sets (--multiple-validation-sets)",
-        "evaluate on one (--valid-data-path), with or without --full-validation",
+        "evaluate on one set (--valid-data-path), with or without --full-validation",
         "multiple_validation_sets",
     ),
     Limit(
@@ -253,7 +256,7 @@ TABLE: tuple[Limit, ...] = (
     ),
     Limit(
         "another data loader (--dataloader-type)",
-        "leave it out: documents come in Megatron's order of samples",
+        "leave it out: documents are read in Megatron's order of samples",
         "dataloader_type",
     ),
     Limit(
@@ -263,31 +266,31 @@ TABLE: tuple[Limit, ...] = (
     ),
     Limit(
         "other attention variants (--experimental-attention-variant)",
-        "use plain softmax attention, or run without --epp",
+        "use softmax attention, or train without --epp",
         _other_variants(LAYER_KINDS),
         lambda model: _unsliced(model.config),
     ),
     Limit(
         "several residual streams (mHC: --enable-mhc-connections)",
-        "leave it out: layers mix streams that chunks and messages do not have",
+        "leave it out: chunks and messages have a single residual stream",
         _streams,
         slices=True,
     ),
     Limit(
-        "logits of another type than hidden states (--output-logit-dtype)",
-        "leave it out: the loss is computed in float32 anyway",
+        "logits in another dtype than the hidden states (--output-logit-dtype)",
+        "leave it out: the loss is computed in float32 in any case",
         "logit_dtype",
         slices=True,
     ),
     Limit(
         "residual connections in float32 (--fp32-residual-connection)",
-        "leave it out: linears of the chunks' layers take rows of their weights' type",
+        "leave it out: the linears of layers expect inputs in the dtype of their weights",
         "fp32_residual_connection",
         slices=True,
     ),
     *limits_of_kinds(),
-    gpu_only("distributed_backend", "leave the flag out (gloo is taken)"),
-    gpu_only("transformer_impl", "leave the flag out (local is taken)"),
+    gpu_only("distributed_backend", "leave the flag out (gloo is used)"),
+    gpu_only("transformer_impl", "leave the flag out (local is used)"),
     gpu_only("use_flash_attn"),
     gpu_only("optimizer_cpu_offload"),
     gpu_only("use_precision_aware_optimizer", "leave the flag out (it needs Transformer Engine)"),

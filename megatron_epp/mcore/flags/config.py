@@ -81,91 +81,93 @@ class Config:
     )
     epp_memory_budget_gib: tuple[float, ...] | None = shared_setting(
         "memory_budget_gib",
-        " (default: the budget of the GPU in the catalogue, at most 0.97 of its free memory; on a "
-        "CPU 0.8 of the available memory, divided over the local ranks)",
+        " Default: on a GPU its budget in the catalogue, but at most 0.97 of the free memory; on a "
+        "CPU 0.8 of the available memory without that of planner processes, divided by the number "
+        "of local ranks.",
         type=float,
     )
     epp_memory_limit_gib: float | None = flag(
         None,
-        "On a CPU-only host: GiB at which the chunks of a rank run out of memory, to try what a "
-        "device of that size does; training continues with plans that need less (default: none).",
+        "On a CPU-only host, the size in GiB at which the chunks of a rank run out of memory, to "
+        "test how training reacts. Training continues with plans that need less (default: none).",
         metavar="GIB",
     )
     epp_host_memory_gib: float | None = shared_setting(
         "host_memory_gib",
-        ", pinned if there is a GPU (default: half of the available memory, on a CPU-only host "
-        "0.15 of it, divided over the local ranks)",
+        " On a GPU host it is pinned. Default: half of the available memory (0.15 of it on a "
+        "CPU-only host), divided by the number of local ranks.",
         type=float,
     )
     epp_attention: str = flag(
         "auto",
-        "Attention kernels on a GPU: te (Transformer Engine), torch, or auto: the first of these "
-        "that is correct on this device, which the start tests. CPUs use torch.",
+        "Attention kernels on a GPU: te (Transformer Engine), torch, or auto, which takes the "
+        "first of the two that passes a test on this device at startup. CPUs use torch.",
         choices=("auto", "te", "torch"),
     )
     epp_mla_keeps: str = flag(
         "auto",
-        "What multi-latent attention saves of a sliced document for its later slices: expanded (K "
-        "and V of all heads), latents (smaller; every later slice recomputes K and V from them), "
-        "or auto: the cheaper one for a document of --seq-length by the cost model.",
+        "What multi-latent attention caches of a document for its later slices: expanded (K and V "
+        "of all heads), latents (smaller, but every later slice recomputes K and V), or auto. auto "
+        "takes the one that the cost model predicts to be faster for a document of --seq-length.",
         choices=MLA_KEEPS,
     )
     epp_cost_model: str | None = shared_setting(
         "cost_model",
-        ", or `analytic`: from the model's shape and the device's name (default: the file next to "
-        "the loaded checkpoint, else measured at start, which takes seconds, and saved with "
-        "--save)",
+        " `analytic` computes the cost model from the model's shape and the device's name. "
+        "Default: the file next to the loaded checkpoint. If there is none, the job measures the "
+        "cost model at startup, in seconds to minutes, and saves it with --save.",
     )
     epp_effort: int | None = shared_setting("effort", type=int)
-    epp_overlong: str = shared_setting("overlong", "; the context is --seq-length")
+    epp_overlong: str = shared_setting("overlong", " The context is --seq-length.")
     epp_blend: str = flag(
         AUTO,
-        "Unit of the weights of --data-path and similar flags: tokens, as Megatron's samples of "
-        "--seq-length tokens, or documents; auto: tokens, and a resumed run keeps its unit.",
+        "Unit of the weights of --data-path and similar flags: tokens, as in Megatron, or "
+        "documents. auto means tokens, but a resumed run keeps its unit.",
         choices=(AUTO, *BLENDS),
     )
     epp_share_from: int = flag(
         0,
-        "Documents of a batch that begin with the same N or more tokens, such as a system prompt, "
-        "compute them once on each replica; losses and gradients stay the same (default: 0, off).",
+        "Compute a prefix of at least N tokens that documents of a batch share, such as a system "
+        "prompt, once per replica. Losses and gradients stay the same (default: 0, off).",
         metavar="N",
     )
     epp_record: str | None = flag(
         None,
-        "Folder for the plan and timed records of every iteration, and a table of predicted and "
-        "measured seconds.",
+        "Folder for the plan and the timed ops of every iteration, and for a table of predicted "
+        "and measured seconds.",
         metavar="DIR",
     )
     epp_placement: str = shared_setting(
         "placement",
-        ". auto (default) goes by --epp-cost-model, else the device's coefficients; flags that "
-        "place layers or make virtual stages, --epp-plan and the placement of a resumed run "
-        "precede it. Checkpoints load in any placement",
+        " auto (default) simulates with --epp-cost-model or, without it, with the coefficients of "
+        "the device. --epp-plan, the placement of a resumed run, and flags that place layers or "
+        "create virtual stages take precedence over auto. Checkpoints load in any placement.",
     )
     epp_vocab_parallel: str = shared_setting(
         "vocab_parallel",
-        " by --epp-cost-model, else the device's coefficients (on a CPU off); a resumed run keeps "
-        "its choice. Weights of checkpoints load either way",
+        " It is off on CPU-only hosts, and a resumed run keeps its choice. Checkpoints load either "
+        "way.",
     )
     epp_row_multiple: int | None = flag(
         None,
-        "Pad the rows of a chunk on each rank to a multiple of N (default: with Transformer "
-        f"Engine's layers on a GPU {GPU_ROWS}, or {FEWER_GPU_ROWS} if {GPU_ROWS} pads more than "
-        f"{MOST_PADDING:.0%}% of a batch's tokens, as other sizes run slower kernels; else 1).",
+        "Pad the rows of a chunk on each rank to a multiple of N, because other sizes run slower "
+        f"kernels. Default: {GPU_ROWS} with Transformer Engine's layers on a GPU, or "
+        f"{FEWER_GPU_ROWS} if {GPU_ROWS} would add more than {MOST_PADDING:.0%}% to a batch's "
+        "tokens; otherwise 1.",
         metavar="N",
     )
     epp_plan_ahead: bool = flag(
         True,
-        "Plan in separate processes, ahead of training (--no-epp-plan-ahead: in the trainer, which "
-        "then waits for every plan).",
+        "Plan in separate processes, ahead of training. With --no-epp-plan-ahead, the training "
+        "process plans, and waits for every plan.",
         action=argparse.BooleanOptionalAction,
     )
     epp_plan_cores: int | None = flag(
         None,
-        "Cores of each host for planner processes, divided over the replicas that are planned "
-        "there, at least one process for each; if planning takes longer than an iteration, several "
-        "processes plan one iteration each (default: half of the cores that the host's ranks leave "
-        "idle).",
+        "Number of cores of each host for planner processes. The replicas that are planned on the "
+        "host share them, with at least one process each. If planning takes longer than an "
+        "iteration, a replica uses several processes, each for a different iteration. Default: "
+        "half of the cores that the host's ranks leave idle.",
         metavar="N",
         type=int,
     )

@@ -49,25 +49,26 @@ REPLACED = (
     ReplacedFlags(
         "recompute_granularity recompute_activations recompute_method recompute_num_layers "
         "recompute_modules moe_layer_recompute distribute_saved_activations",
-        "every plan recomputes what memory asks for, per stage, chunk and layer: "
+        "the planner chooses which layers to recompute for each stage and chunk: "
         "--epp-memory-budget-gib",
     ),
     ReplacedFlags(
         "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank "
         "microbatch_group_size_per_vp_stage overlap_p2p_comm overlap_p2p_comm_warmup_flush "
         "overlap_param_gather_with_optimizer_step",
-        "--epp-placement auto takes several stages a rank from them; messages go while ops compute",
+        "--epp-placement auto reads the number of stages per rank from these flags; messages "
+        "overlap ops",
     ),
     ReplacedFlags(
         "cuda_graph_impl enable_cuda_graph external_cuda_graph cuda_graph_modules "
         "cuda_graph_scope_deprecated cuda_graph_warmup_steps",
-        "nothing is captured: chunks have new shapes in every iteration",
+        "graphs cannot be captured, because chunks have new shapes in every iteration",
     ),
     ReplacedFlags(
         "tp_comm_overlap tp_comm_overlap_cfg tp_comm_overlap_ag tp_comm_overlap_rs "
         "tp_comm_overlap_rs_dgrad tp_comm_bulk_dgrad tp_comm_bulk_wgrad tp_comm_split_ag "
         "tp_comm_split_rs tp_comm_bootstrap_backend",
-        "tensor-parallel communication goes without buffers of one fixed shape",
+        "chunks differ in shape, but the buffers of this overlap have a fixed shape",
     ),
     ReplacedFlags(
         "cpu_offloading_num_layers cpu_offloading_retain_pinned_cpu_buffers "
@@ -78,43 +79,41 @@ REPLACED = (
     ),
     ReplacedFlags(
         "micro_batch_size eval_micro_batch_size",
-        "a plan says what is computed together; --global-batch-size counts documents",
+        "the planner forms the chunks; --global-batch-size counts documents",
         neutral=lambda args: {"micro_batch_size": 1},
     ),
     ReplacedFlags(
         "calculate_per_token_loss",
-        "the loss is the mean over all tokens of the batch, which the mean of micro-batches of "
-        "equally many tokens is, too",
+        "the loss is the mean over all tokens of the batch",
         neutral=lambda args: {"calculate_per_token_loss": True},
         # With masked tokens, Megatron's micro-batches weight them differently: refused.
         same=lambda args: not args.eod_mask_loss,
     ),
     ReplacedFlags(
         "defer_embedding_wgrad_compute wgrad_deferral_limit delay_wgrad_compute",
-        "the LM head's gradients come with its forward, others where a plan puts its W ops: "
-        "--epp-levers",
+        "weight gradients of the LM head are computed in its forward, others in the plan's W ops",
     ),
     ReplacedFlags(
         "moe_shared_expert_overlap overlap_moe_expert_parallel_comm "
         "overlap_dispatch_backward_with_experts_wgrad",
-        "large chunks go to their experts in two halves of rows; one is exchanged while the other "
-        "is computed",
+        "the token exchange of one half of a large chunk overlaps the computation of the other "
+        "half",
     ),
     ReplacedFlags(
         "cp_comm_type",
-        "context-parallel ranks exchange rows for heads",
+        "context-parallel ranks exchange rows for heads (Ulysses)",
     ),
     ReplacedFlags(
         "use_flash_attn",
-        "the attention of slices: --epp-attention",
+        "--epp-attention selects the attention kernels",
     ),
     ReplacedFlags(
         "reset_position_ids reset_attention_mask dataloader_inter_document_masking",
-        "positions start at 0 in every document, and each attends to itself alone",
+        "in every document, positions start at 0, and tokens attend only to this document",
     ),
     ReplacedFlags(
         "dataloader_type",
-        "documents come in Megatron's order of samples, which single means, too",
+        "documents are read in Megatron's order of samples, as with single",
         neutral=lambda args: {"dataloader_type": "external"},
         same=lambda args: args.dataloader_type == "single",
     ),

@@ -40,12 +40,13 @@ class ProfileFlags:
 
     pp: int = flag(
         2,
-        "pipeline stages side by side, as in training (default: 2, or as many as there are GPUs)",
+        "Number of pipeline stages that run at the same time (default: 2, or as many as there are "
+        "GPUs).",
     )
-    tp: int = flag(1, "tensor-parallel degree (default: 1)")
-    cp: int = flag(1, "context-parallel degree (default: 1)")
+    tp: int = flag(1, "Tensor-parallel degree (default: 1).")
+    cp: int = flag(1, "Context-parallel degree (default: 1).")
     output: str = flag(
-        FILE_NAME, f"where to write it (default: {FILE_NAME})", metavar="FILE", short="-o"
+        FILE_NAME, f"Output file (default: {FILE_NAME}).", metavar="FILE", short="-o"
     )
 
 

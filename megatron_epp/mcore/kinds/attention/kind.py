@@ -53,8 +53,8 @@ def _odd_rotary(args: Any) -> bool:
 
 
 _ODD_ROTARY = Limit(
-    "an odd number of rotary channels of a head (--kv-channels, by default --hidden-size "
-    "over --num-attention-heads, times --rotary-percent)",
+    "an odd number of rotary channels per head (--kv-channels, by default --hidden-size over "
+    "--num-attention-heads, times --rotary-percent)",
     "give an even number",
     _odd_rotary,
 )
@@ -70,13 +70,14 @@ class AttentionKind(LayerKind):
     STACK = "attention_layer"
     LIMITS: tuple[Limit, ...] = (
         Limit(
-            "CP: heads that do not divide over context-parallel ranks, in slices of loops",
-            "choose a context-parallel degree that divides them",
+            "CP: a number of heads that the context-parallel degree does not divide, in slices of "
+            "external loops",
+            "choose a context-parallel degree that divides it",
             slices=_undivided,
         ),
         Limit(
             "clipping and logging of attention logits (--qk-clip, --log-max-attention-logit)",
-            "leave them out: the attention of slices keeps no largest logit",
+            "leave them out: the attention of slices does not compute the largest logit",
             "qk_clip log_max_attention_logit",
         ),
         Limit(
@@ -90,8 +91,7 @@ class AttentionKind(LayerKind):
     REPLACED = (
         ReplacedFlags(
             "attention_dropout",
-            "Megatron's default; attention goes without dropout, as how a document is cut must not "
-            "change its loss",
+            "Megatron's default; 0 is used, because how a document is cut must not change its loss",
             neutral=lambda args: {"attention_dropout": 0.0},
             default_too=True,
             untyped=True,

@@ -38,17 +38,17 @@ class DSAKind(MLAKind):
     LIMITS = (
         Limit(
             "DSA over context-parallel (CP) ranks (--context-parallel-size)",
-            "leave it out: slices of long documents take their place",
+            "leave it out: long documents are cut into slices instead",
             _where(lambda args: args.context_parallel_size > 1),
         ),
         Limit(
-            "DSA by other kernels (--dsa-kernel-backend tilelang, cudnn)",
-            "leave it out: slices use torch's matrix products",
+            "DSA with other kernels (--dsa-kernel-backend tilelang, cudnn)",
+            "leave it out: slices use torch matmuls",
             _where(lambda args: getattr(args, "dsa_kernel_backend", "none") != "none"),
         ),
         Limit(
-            "DSA: keys chosen once for several layers (--dsa-indexer-topk-freq above 1)",
-            "leave it out: every layer chooses its own",
+            "DSA: several layers that share selected keys (--dsa-indexer-topk-freq above 1)",
+            "leave it out: every layer selects its own keys",
             _where(lambda args: (getattr(args, "dsa_indexer_topk_freq", 1) or 1) > 1),
         ),
         Limit(
@@ -58,7 +58,8 @@ class DSAKind(MLAKind):
         ),
         Limit(
             "MTP with DSA in a GPTModel (--mtp-num-layers)",
-            "give a HybridModel's pattern, D-D-/D-: Megatron builds no such depth of a GPTModel",
+            "use a HybridModel with a pattern such as D-D-/D-: Megatron builds no such MTP layer "
+            "in a GPTModel",
             _where(
                 lambda args: (
                     getattr(args, "mtp_num_layers", None)

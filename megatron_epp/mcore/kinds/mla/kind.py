@@ -31,9 +31,10 @@ class MLAKind(AttentionKind):
     FLAGS: ClassVar = {"multi_latent_attention": False}
     LIMITS: tuple[Limit, ...] = (
         Limit(
-            "MLA: one product for both latents, cached latents (--mla-down-proj-fusion, "
+            "MLA: one down-projection for both latents, cached latents (--mla-down-proj-fusion, "
             "--cache-mla-latents)",
-            "leave them out: the first saves one launch a chunk, the second is for inference",
+            "leave them out: the first saves only one kernel launch per chunk, and the second is "
+            "for inference",
             "mla_down_proj_fusion cache_mla_latents",
         ),
     )

@@ -129,15 +129,16 @@ def _two_pools(model: Any) -> bool:
 
 MOE_LIMITS = (
     Limit(
-        "MoE: aux_loss together with seq_aux_loss, in slices of loops "
+        "MoE: aux_loss together with seq_aux_loss, in slices of external loops "
         "(--moe-router-load-balancing-type)",
-        "give one of aux_loss, seq_aux_loss and none, or use Megatron's own schedule (no attach)",
+        "give one of aux_loss, seq_aux_loss and none, or use Megatron's own schedule, without "
+        "attach",
         slices=_two_pools,
     ),
     Limit(
         "MoE: experts over parts of replicas (--expert-model-parallel-size times "
-        "--expert-tensor-parallel-size neither divides the tensor times the context ranks nor "
-        "is a multiple of them)",
+        "--expert-tensor-parallel-size neither divides the tensor- times the context-parallel "
+        "degree, nor is it a multiple of this product)",
         "give --expert-tensor-parallel-size 1 and an --expert-model-parallel-size that divides "
         "--tensor-model-parallel-size times --context-parallel-size, or is a multiple of it",
         _if_experts(
@@ -149,41 +150,41 @@ MOE_LIMITS = (
         slices=True,
     ),
     Limit(
-        "MoE: experts over replicas that exchange by gathering "
-        "(--moe-token-dispatcher-type allgather)",
+        "MoE: experts over several replicas with all-gathers (--moe-token-dispatcher-type "
+        "allgather)",
         "give --moe-token-dispatcher-type alltoall: replicas have chunks of different sizes",
         lambda args: lockstep_width(args) > 1 and args.moe_token_dispatcher_type == "allgather",
         slices=True,
         typed=False,
     ),
     Limit(
-        "MoE: experts over replicas whose ranks are not neighbours (--use-tp-pp-dp-mapping)",
+        "MoE: experts over several replicas whose ranks are not adjacent (--use-tp-pp-dp-mapping)",
         "leave it out, or give an --expert-model-parallel-size that divides "
         "--tensor-model-parallel-size times --context-parallel-size",
         lambda args: lockstep_width(args) > 1 and is_set(args, "use_tp_pp_dp_mapping"),
         slices=lambda model: lockstep_width(model.config) > 1 and _apart(),
     ),
     Limit(
-        "MoE: experts over tensor-parallel ranks that all hold the same rows",
-        "give --sequence-parallel, as Megatron asks in training",
+        "MoE: tensor parallelism without sequence parallelism",
+        "give --sequence-parallel, which Megatron requires for training",
         _if_experts(
             lambda args: args.tensor_model_parallel_size > 1 and not args.sequence_parallel
         ),
         slices=True,
     ),
     Limit(
-        "MoE: biases of experts with sharded weights (--expert-tensor-parallel-size above 1, by "
-        "default the tensor ranks)",
-        "give --expert-tensor-parallel-size 1, or --disable-bias-linear, as Megatron asks",
+        "MoE: biases of experts with sharded weights (--expert-tensor-parallel-size above 1; its "
+        "default is the tensor-parallel degree)",
+        "give --expert-tensor-parallel-size 1 or --disable-bias-linear, as Megatron requires",
         _if_experts(
             lambda args: is_set(args, "add_bias_linear") and args.expert_tensor_parallel_size > 1
         ),
         slices=True,
     ),
     Limit(
-        "MoE: balancing over the tokens of a call (--moe-router-load-balancing-type "
+        "MoE: load balancing over the tokens of a call (--moe-router-load-balancing-type "
         "global_aux_loss, quantile_balancing, sinkhorn)",
-        "give aux_loss or seq_aux_loss, which are per document here, or none and "
+        "give aux_loss or seq_aux_loss, which are computed per document, or none with "
         "--moe-router-enable-expert-bias",
         _if_experts(lambda args: not set(balancing_types(args)) <= _PER_DOCUMENT),
         slices=True,
@@ -191,27 +192,28 @@ MOE_LIMITS = (
     Limit(
         "MoE: experts of limited capacity (--moe-expert-capacity-factor, "
         "--moe-pad-expert-input-to-capacity)",
-        "leave them out: which tokens are dropped would depend on the plan; "
-        "--moe-aux-loss-coeff or --moe-router-enable-expert-bias keep experts balanced",
+        "leave them out: which tokens are dropped would depend on the plan; balance the experts "
+        "with --moe-aux-loss-coeff or --moe-router-enable-expert-bias",
         _if_experts(_drops_tokens),
         slices=True,
     ),
     Limit(
         "MoE: random routing (--moe-input-jitter-eps, --moe-router-force-load-balancing, "
         "--moe-router-force-biased)",
-        "leave it out: a recomputed layer would choose other experts",
+        "leave it out: a recomputed layer would select other experts",
         "moe_input_jitter_eps moe_router_force_load_balancing moe_router_force_biased",
         slices=True,
     ),
     Limit(
         "MoE: routing replay (--moe-enable-routing-replay)",
-        "leave it out: it replays first in, first out, and slices run backward in reverse",
+        "leave it out: it replays in the order of the forwards, but slices run backward in "
+        "reverse order",
         "moe_enable_routing_replay",
         slices=True,
     ),
     Limit(
         "MoE: other token dispatchers (--moe-token-dispatcher-type flex without deep_ep, in "
-        "another format than bf16, on one rank, or by ncclep)",
+        "another dtype than bf16, on one rank, or with ncclep)",
         "give --moe-token-dispatcher-type alltoall or allgather",
         _if_experts(_cannot_exchange),
         slices=True,
@@ -220,8 +222,8 @@ MOE_LIMITS = (
     Limit(
         "MoE: token exchange overlapped with computation (--moe-shared-expert-overlap, "
         "--overlap-moe-expert-parallel-comm, --delay-wgrad-compute)",
-        "leave them out: large chunks hide exchanges in two halves of rows (compare counts "
-        "these flags in stock)",
+        "leave them out: the token exchange of one half of a large chunk overlaps the computation "
+        "of the other half",
         "moe_shared_expert_overlap overlap_moe_expert_parallel_comm delay_wgrad_compute "
         "overlap_dispatch_backward_with_experts_wgrad",
         slices=True,
@@ -247,9 +249,8 @@ MOE_REPLACED = (
         "moe_hybridep_num_sms_preprocessing moe_hybridep_num_blocks_permute "
         "moe_hybridep_num_blocks_unpermute moe_permute_fusion_into_hybridep "
         "moe_hybridep_pad_uneven_dispatch_inputs",
-        "tokens go to their experts and back by alltoall, with as many rows from each rank as "
-        "its chunk has; flex runs in bf16 over several ranks, by deepep or hybridep, where deep_ep "
-        "can be imported",
+        "alltoall exchanges the tokens; flex needs bf16, several ranks, deepep or hybridep, and "
+        "the package deep_ep",
         neutral=lambda args: {"moe_token_dispatcher_type": "alltoall"},
         same=_exchanges_alike,
         default_too=True,

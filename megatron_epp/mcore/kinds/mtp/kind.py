@@ -38,29 +38,28 @@ class MTPKind(LayerKind):
     LIMITS: tuple[Limit, ...] = (
         Limit(
             "MTP in slices of external loops (--mtp-num-layers)",
-            "use Megatron's own schedule (no attach)",
+            "use Megatron's own schedule, without attach",
             slices={"mtp_num_layers": "multi-token prediction"},
         ),
         Limit(
             "MTP with tied embeddings over several stages (--mtp-num-layers)",
-            "give --untie-embeddings-and-output-weights: Megatron's own checkpoints fail with them",
+            "give --untie-embeddings-and-output-weights: Megatron checkpoints of such models fail",
             _tied_over_stages,
         ),
         Limit(
-            "MTP with MoE in fp8 (--mtp-num-layers, --num-experts, --fp8-format): Megatron moves "
-            "the padding mask with the tokens, so its routers count other rows there",
+            "MTP with MoE in fp8 (--mtp-num-layers, --num-experts, --fp8-format)",
             "train in bf16",
             lambda args: all(is_set(args, name) for name in _BY_EXPERTS_IN_FP8),
         ),
         Limit(
-            "MTP layers on another stage than the last, or alone there "
-            "(m in --pipeline-model-parallel-layout)",
-            "place all m between a t and the L",
+            "MTP layers that are not on the last stage, or alone there (m in "
+            "--pipeline-model-parallel-layout)",
+            "place every m after a t and before the L",
             _elsewhere,
         ),
         Limit(
             "MTP: hidden states of several predictions mixed at random (--mtp-hsm)",
-            "leave it out: each prediction begins with the one before it",
+            "leave it out: each MTP layer continues the one before it",
             "mtp_hsm",
         ),
         Limit(

@@ -97,7 +97,8 @@ class MambaKind(SSMKind):
     LIMITS = (
         Limit(
             "Mamba's scan without its fused kernel (--disable-mamba-mem-eff-path)",
-            "leave it out: Megatron does not train packed documents without it either",
+            "leave it out: without the fused kernel, Megatron does not train packed documents "
+            "either",
             lambda args: not getattr(args, "use_mamba_mem_eff_path", True),
         ),
     )
@@ -137,8 +138,9 @@ class GatedDeltaNetKind(SSMKind):
     PACKAGES: ClassVar = {"fla": "flash-linear-attention"}
     LIMITS = (
         Limit(
-            "gated delta nets over tensor-parallel ranks that all hold the same rows",
-            "give --sequence-parallel: Megatron adds up their norm's gradients with it alone",
+            "gated delta nets: tensor parallelism without sequence parallelism",
+            "give --sequence-parallel: without it, Megatron does not sum the gradients of their "
+            "norm",
             lambda args: (
                 GatedDeltaNetKind().asked(args)
                 and args.tensor_model_parallel_size > 1

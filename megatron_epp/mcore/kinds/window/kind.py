@@ -37,13 +37,15 @@ class WindowKind(LayerKind):
     FLAGS: ClassVar = {"window_size": None, "softmax_type": "vanilla"}
     LIMITS = (
         Limit(
-            "windows other than the W tokens before each, fewer than the context (--window-size)",
+            "windows other than the W tokens before a token, with W below the context "
+            "(--window-size)",
             "give --window-size W,0 with W from 1 to --seq-length less 1, or leave it out",
             _flags_window,
             slices=_slices_window,
         ),
         Limit(
-            "softmax of slices in loops other than vanilla, learnable, off-by-one (--softmax-type)",
+            "softmax types other than vanilla, learnable and off-by-one, in slices of external "
+            "loops (--softmax-type)",
             "use one of these three",
             slices=_slices_softmax,
         ),
