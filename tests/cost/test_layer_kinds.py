@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -189,28 +190,31 @@ def bare(made: Profile) -> Profile:
     )
 
 
-def of_one_layer(cost: Cost) -> dict[str, Cost]:
-    """For each kind of its layers, the cost of a model of one such layer."""
-    return {
+def layer_by_layer(both: tuple[Cost, Plan]) -> tuple:
+    """The cost without ends, its plan, table and loads; and by stage (kind, cost) of every layer
+    as a model of that layer alone."""
+    cost, plan = both
+    cost = cost.replace(profile=bare(cost.layout.profile))
+    alone = {
         kind: Cost(
             StageLayout(cost.layout.profile.of_kind(kind), (1,), 2, 4, 2, cost.layout.zero, 4),
             (1e15,),
         )
         for kind in set(cost.layout.layer_kinds)
     }
+    word = iter(cost.layout.layer_kinds)
+    stages = [[(kind, alone[kind]) for kind in islice(word, n)] for n in cost.layout.layers]
+    return cost, plan, cost.table(plan), cost.loads(plan.chunks, plan.documents), stages
 
 
 @given(mixed())
 @settings(deadline=None)
 def test_a_mixture_is_the_sum_of_its_layers(both: tuple[Cost, Plan]) -> None:
     """Grids of stages with several kinds, against one model of one layer for every layer."""
-    cost, plan = both
-    cost = cost.replace(profile=bare(cost.layout.profile))
-    table, loads = cost.table(plan), cost.loads(plan.chunks, plan.documents)
-    alone = of_one_layer(cost)
-    word, near = iter(cost.layout.layer_kinds), pytest.approx
-    for stage, layers in enumerate(cost.layout.layers):
-        mine = [alone[next(word)] for _ in range(layers)]
+    cost, plan, table, loads, stages = layer_by_layer(both)
+    near = pytest.approx
+    for stage, own in enumerate(stages):
+        layers, mine = len(own), [one for _, one in own]
         assert cost.memory.kv_bytes(loads)[stage] == near(
             sum(one.memory.kv_bytes(loads)[0] for one in mine), abs=layers
         )
@@ -244,14 +248,9 @@ def test_a_mixture_is_the_sum_of_its_layers(both: tuple[Cost, Plan]) -> None:
 @given(mixed())
 @settings(deadline=None)
 def test_peaks_of_a_mixture_one_layer_at_a_time(both: tuple[Cost, Plan]) -> None:
-    cost, plan = both
-    cost = cost.replace(profile=bare(cost.layout.profile))
-    table, loads = cost.table(plan), cost.loads(plan.chunks, plan.documents)
-    alone = of_one_layer(cost)
-    word = iter(cost.layout.layer_kinds)
-    for stage, layers in enumerate(cost.layout.layers):
-        names = [next(word) for _ in range(layers)]
-        mine = [alone[name] for name in names]
+    cost, plan, table, loads, stages = layer_by_layer(both)
+    for stage, own in enumerate(stages):
+        names, mine = zip(*own, strict=True)
         for chunk, choice in enumerate(plan.recompute[stage]):
             last = loads.document[chunk] >= 0 and loads.later[chunk] < 0
             document = max(0, loads.document[chunk])
