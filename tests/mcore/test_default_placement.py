@@ -1,4 +1,5 @@
-"""--epp-placement auto, the default: what it takes where plans do not decide, in one line."""
+"""--epp-placement and --epp-vocab-parallel auto, the default: what they take where plans do not
+decide, in one line each."""
 
 import json
 import re
@@ -32,6 +33,7 @@ MODEL = """
 """
 V = {PLACE: [1, 0, 0, 1], STAGE_LAYERS: [1, 2, 2, 1]}
 UNKNOWN = "what other stages save is not known: "
+UNSAVED = "what it saves is not known: "
 
 
 def validated(words: str = "", **changes: Any) -> Namespace:
@@ -49,49 +51,71 @@ def test_it_is_the_default() -> None:
     assert Config().epp_placement == "auto"
 
 
+OF_PLANS = "as the plans of --epp-plan have it"
+OF_CHECKPOINT = "the checkpoint's, as it resumes"
+ANEW = "chosen anew, as the checkpoint's run had another layout"
+EVEN, OF_V = "0 1, layers 3 3", "1 0 0 1, layers 2 1 1 2"
+
+
 @pytest.mark.parametrize(
-    ("changes", "place", "layers", "said"),
+    ("changes", "vocabulary", "stages", "said"),
     [
-        ({}, "0 1", "3 3", f"{UNKNOWN}no --data-path, so no lengths are known"),
-        ({"mock_data": True}, "0 1", "3 3", f"{UNKNOWN}lengths are read from the files of"),
-        ({"num_layers": 7}, "0 1", "4 3", UNKNOWN),
-        ({"items": print}, "0 1", "3 3", "no lengths are known of documents from Python"),
-        ({"pre_wrap": print}, "0 1", "3 3", UNKNOWN),
-        ({"save": "x", "ckpt_format": "zarr"}, "0 1", "3 3", "--ckpt-format zarr is for one"),
-        ({"epp_planner": "zb-v"}, "1 0 0 1", "2 2 1 1", UNKNOWN),
-        ({"epp_plan": "v.plan"}, "1 0 0 1", "2 1 1 2", "as the plans of --epp-plan have it"),
-        ({"epp_cost_model": "none.json"}, "0 1", "3 3", f"{UNKNOWN}profile file none.json: No "),
-        ({"load": "v"}, "1 0 0 1", "1 2 2 1", "the checkpoint's, as it resumes (kept next to it)"),
-        ({"load": "v", "epp_plan": "v.plan"}, "1 0 0 1", "2 1 1 2", "as the plans of"),
-        ({"load": "before"}, "0 1", "3 3", "the checkpoint's, as it resumes (its flags made it e"),
-        ({"load": "megatron"}, "0 1", "3 3", "the checkpoint's, as it resumes (its flags made it"),
-        ({"load": "v", "num_layers": 8}, "0 1", "4 4", "chosen anew, as the checkpoint's run had"),
-        ({"load": "four"}, "0 1", "3 3", "chosen anew, as the checkpoint's run had another l"),
-        ({"load": "v", "finetune": True}, "0 1", "3 3", UNKNOWN),
+        ({}, f"off; {UNSAVED}no --data-path", EVEN, f"{UNKNOWN}no --data-path, so no lengths"),
+        ({"mock_data": True}, f"off; {UNSAVED}lengths are", EVEN,
+         f"{UNKNOWN}lengths are read from"),
+        ({"num_layers": 7}, "off; ", "0 1, layers 4 3", UNKNOWN),
+        ({"items": print}, "off; no lengths are known of documents from Python", EVEN,
+         "no lengths are known of documents from Python"),
+        ({"pre_wrap": print}, "off; a script changes the model before it is wr", EVEN, UNKNOWN),
+        ({"padded_vocab_size": 129}, "off; 129 words, padded, do not divide over", EVEN, UNKNOWN),
+        ({"use_mup": True}, "off; it does not run scaled logits (--use-mup)", EVEN, UNKNOWN),
+        ({"num_experts": 4, "expert_model_parallel_size": 2}, "off; experts are sharded", EVEN,
+         UNKNOWN),
+        ({"mtp_detach_heads": True}, "off; --epp does not run MTP losses without", EVEN, UNKNOWN),
+        ({"save": "x", "ckpt_format": "zarr"}, "off; --ckpt-format zarr knows no parts of it", EVEN,
+         "--ckpt-format zarr is for one"),
+        ({"epp_planner": "zb-v"}, "off; ", "1 0 0 1, layers 2 2 1 1", UNKNOWN),
+        ({"epp_plan": "v.plan"}, f"off; {OF_PLANS}", OF_V, OF_PLANS),
+        ({"epp_plan": "cut.plan"}, f"on; {OF_PLANS}", EVEN, OF_PLANS),
+        ({"epp_cost_model": "none.json"}, "off; ", EVEN, f"{UNKNOWN}profile file none.json: No "),
+        ({"load": "v"}, f"off; {OF_CHECKPOINT}", "1 0 0 1, layers 1 2 2 1",
+         f"{OF_CHECKPOINT} (kept next to it)"),
+        ({"load": "v", "epp_plan": "v.plan"}, f"off; {OF_PLANS}", OF_V, OF_PLANS),
+        ({"load": "on"}, f"on; {OF_CHECKPOINT}", EVEN, f"{OF_CHECKPOINT} (its flags made it even"),
+        ({"load": "megatron"}, f"off; {OF_CHECKPOINT}", EVEN, f"{OF_CHECKPOINT} (its flags made"),
+        ({"load": "v", "num_layers": 8}, f"off; {OF_CHECKPOINT}", "0 1, layers 4 4", ANEW),
+        ({"load": "four"}, "off; ", EVEN, ANEW),
+        ({"load": "on", "finetune": True}, f"off; {UNSAVED}no --data-path", EVEN, UNKNOWN),
     ],
 )  # fmt: skip
 def test_what_plans_do_not_decide_is_one_line(
-    changes: dict, place: str, layers: str, said: str, tmp_path: Path, monkeypatch: Any
+    changes: dict, vocabulary: str, stages: str, said: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    plan = arbitrary_plan([30, 5], (2, 1, 1, 2), Random(0), place=(1, 0, 0, 1))
-    Path("v.plan").write_text(str(plan))
+    of_v = arbitrary_plan([30, 5], (2, 1, 1, 2), Random(0), place=(1, 0, 0, 1))
+    Path("v.plan").write_text(str(of_v))
+    cut = arbitrary_plan([30, 5], (3, 3), Random(0), vocabulary_parallel=True)
+    Path("cut.plan").write_text(str(cut))
     four = {PLACE: [0, 1, 2, 3], STAGE_LAYERS: [1, 2, 2, 1]}
-    before = {"epp_vocab_parallel": "off", "epp_blend": "tokens"}
-    for name, kept in (("v", V), ("before", before), ("megatron", None), ("four", four)):
+    on = {"epp_vocab_parallel": "on", "epp_blend": "tokens"}
+    for name, kept in (("v", V), ("on", on), ("megatron", None), ("four", four)):
         Path(name).mkdir()
         Path(name, TRACKER).write_text("3")
         if kept is not None:
             Path(name, CHOICES_FILE).write_text(json.dumps(kept))
-    args = validated(**changes)
+    # As if on a device: on a CPU the output layer is never over the stages.
+    monkeypatch.setattr("megatron_epp.planner.choose.choice.is_of_cpu", lambda profile: False)
+    args = validated(epp_vocab_parallel="auto", **changes)
     parts = SimpleNamespace(pre_wrap=changes.get("pre_wrap"), items=changes.get("items"))
-    line = choose_stages(args, parts)[-1]
-    stages = f"stages on ranks {place}, layers {layers} of the stages"
-    assert line.startswith(f"--epp-placement auto: {stages}; {said}")
-    assert "\n" not in line
+    of_vocabulary, line = choose_stages(args, parts)
+    assert of_vocabulary.startswith(f"--epp-vocab-parallel auto: {vocabulary}")
+    assert args.epp_vocab_parallel == vocabulary.split(";")[0]
+    assert line.startswith(f"--epp-placement auto: stages on ranks {stages} of the stages; {said}")
+    assert "\n" not in of_vocabulary + line
     chosen = placement_of(args)
-    assert (str(chosen), " ".join(map(str, chosen.layers))) == (place, layers)
-    assert args.epp_placement == (EVENLY if place == "0 1" else f"place {place} layers {layers}")
+    assert f"{chosen}, layers {' '.join(map(str, chosen.layers))}" == stages
+    even = stages.startswith("0 1,")
+    assert args.epp_placement == (EVENLY if even else f"place {stages.replace(',', '')}")
 
 
 @pytest.mark.parametrize(
@@ -102,8 +126,6 @@ def test_what_plans_do_not_decide_is_one_line(
         ({"epp_plan": "other.plan"}, "--epp-plan other.plan: the plan has stages on ranks 0 1, "
          "layers 1 1 of the stages; this job has 6 layers on 2 pipeline ranks"),
         ({"epp_plan": "none.plan"}, "--epp-plan none.plan"),
-        ({"load": "damaged"}, "epp-choices.json: layers [6] on ranks [1]; delete the file, and say "
-         "with --epp-placement 'place ... layers ...' what the checkpoint was made with"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_refused_in_one_line(
@@ -111,9 +133,6 @@ def test_what_is_wrong_is_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("other.plan").write_text(str(arbitrary_plan([30, 5], (1, 1), Random(0))))
-    Path("damaged").mkdir()
-    Path("damaged", TRACKER).write_text("3")
-    Path("damaged", CHOICES_FILE).write_text('{"epp_stage_layers": [6], "epp_place": [1]}')
     with pytest.raises(ValueError, match=re.escape(said)) as refusal:
         choose_stages(validated(**changes))
     assert "\n" not in str(refusal.value)
@@ -127,6 +146,7 @@ def test_what_is_wrong_is_refused_in_one_line(
         ("--pipeline-model-parallel-layout Et|t|tt|ttL", "0 1 0 1", "1 1 2 2", "--pipeline-model"),
         ("--num-virtual-stages-per-pipeline-rank 3", "0 1 0 1 0 1", "1 1 1 1 1 1", "--num-virtual"),
         ("--num-layers-per-virtual-pipeline-stage 3", "0 1", "3 3", "--num-layers-per-virtual-pi"),
+        ("--hybrid-layer-pattern *-|*|-|-*", "0 1 0 1", "2 1 1 2", "| in --hybrid-layer-patt"),
         # What describes no placement means one stage a rank.
         ("--num-layers-per-virtual-pipeline-stage 2", "0 1", "3 3", "--num-layers-per-virtual-pi"
          "peline-stage 2: 6 layers on 2 pipeline ranks; expected a divisor of 3, the layers of a"),
@@ -144,20 +164,34 @@ def test_flags_that_place_layers_precede_it(words: str, place: str, layers: str,
     assert line.startswith(f"--epp-placement auto: {where}; {why}")
 
 
-def test_a_named_placement_beside_such_flags_is_refused() -> None:
-    for flag in ("--decoder-first-pipeline-num-layers 4", "--pipeline-model-parallel-layout Et|tL"):
-        with pytest.raises(ValueError, match=r"--epp-placement v: .* says how many layers each"):
-            validated(f"{flag} --epp-placement v")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("v --decoder-first-pipeline-num-layers 4", "-placement v: .* says how many layers each"),
+        ("v --pipeline-model-parallel-layout Et|tL", "-placement v: .* says how many layers each"),
+        ("interleaved 4", "8 stages for 6 layers; .*; auto chooses among the pla"),
+        ("place 0 1 1 0", "the last stage, 3, is on rank 0; expected rank 1, from which Megatron "
+         r"takes the loss: rank 0: 0 3 \| rank 1: 1 2"),
+        ("flags", "--epp-placement flags: No such file or directory; expected even, v, interleaved "
+         r"N, auto \(which also heeds Megatron's flags of virtual stages\), or a"),
+    ],
+)  # fmt: skip
+def test_a_named_placement_that_cannot_be_is_one_line(words: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as refusal:
+        validated(f"--epp-placement {words}")
+    assert "\n" not in str(refusal.value)
+
+
+def test_two_layers_on_two_ranks_have_one_placement(monkeypatch: Any) -> None:
+    monkeypatch.setattr(choices, "first_batches", lambda args: [[64] * 8])
+    (line,) = choose_stages(validated(num_layers=2, epp_vocab_parallel="off"))
+    said = "stages on ranks 0 1, layers 1 1 of the stages; no other can run by"
+    assert line.startswith(f"--epp-placement auto: {said}")
 
 
 def test_layers_of_one_named_stage_a_rank_are_heard() -> None:
     args = validated("--epp-placement place 0 1 layers 2 4")
     assert placement_of(args).layers == (2, 4) and placement_of(args).is_even
-
-
-def test_more_stages_than_layers_are_refused_when_named() -> None:
-    with pytest.raises(ValueError, match=r"8 stages for 6 layers; .*; auto chooses among the pla"):
-        validated("--epp-placement interleaved 4")
 
 
 def test_the_choice_takes_no_more_effort_than_plans() -> None:
@@ -166,9 +200,10 @@ def test_the_choice_takes_no_more_effort_than_plans() -> None:
         assert choices.cost_and_options(args, (3, 3))[1].effort == effort
 
 
-def test_one_stage_has_nothing_to_say() -> None:
-    args = validated(pipeline_model_parallel_size=1)
-    assert choose_stages(args) == []
+def test_without_epp_or_stages_there_is_nothing_to_choose() -> None:
+    for changes in ({"epp": False}, {"pipeline_model_parallel_size": 1}):
+        args = validated(epp_vocab_parallel="auto", **changes)
+        assert choose_stages(args) == [] and args.epp_vocab_parallel == "off"
 
 
 def test_a_named_placement_is_kept_for_runs_that_resume(tmp_path: Path) -> None:

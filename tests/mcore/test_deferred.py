@@ -1,6 +1,5 @@
 """Deferred weight gradients inside Megatron: its linears, its gradient reduction, its trainer."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,18 +13,9 @@ from torch import nn
 from torch.nn import Parameter
 
 from megatron_epp.ir import BACKWARDS, Kind, Op, Plan, Step, check, parse_records
-from megatron_epp.layers.wgrad.linear import DeferredWeightGrads
 from megatron_epp.mcore.model.split_backward import Deferral, kept_in_input, report_kept
-from megatron_epp.mcore.patching import patch_points
 from tests.mcore.resumes import require_equal, tensors
 from tests.mcore.runs import flags, trained, write_corpus
-
-
-@pytest.fixture(autouse=True)
-def linears_ask() -> Iterator[None]:
-    patch_points.install((patch_points.COLUMN_LINEAR, patch_points.ROW_LINEAR))
-    yield
-    patch_points.remove((patch_points.COLUMN_LINEAR, patch_points.ROW_LINEAR))
 
 
 def megatron_linear(fused: bool = False) -> ColumnParallelLinear:
@@ -38,71 +28,15 @@ def megatron_linear(fused: bool = False) -> ColumnParallelLinear:
     return module
 
 
-def multiply(module: ColumnParallelLinear, x: torch.Tensor, weight=None) -> torch.Tensor:
-    """As ColumnParallelLinear.forward calls it."""
-    return module._forward_impl(
-        input=x,
-        weight=module.weight if weight is None else weight,
-        bias=None,
-        gradient_accumulation_fusion=False,
-        allreduce_dgrad=False,
-        sequence_parallel=False,
-        grad_output_buffer=None,
-        wgrad_deferral_limit=None,
-        tp_group=None,
-        gtp_remat_size=1,
-    )
-
-
-# ------------------------------------------------------------------ Megatron's linears
-
-
-def test_only_forwards_inside_the_context_defer():
-    module, deferred = megatron_linear(), DeferredWeightGrads()
-    x = torch.ones(2, 1, 4, requires_grad=True)
-    own = multiply(module, x).grad_fn.__class__
-    with Deferral(nn.Sequential(module)) as deferral:
-        assert multiply(module, x).grad_fn.__class__ is own
-        with deferral.into(None):
-            assert multiply(module, x).grad_fn.__class__ is own
-        with deferral.into(deferred):
-            multiply(module, x).sum().backward()
-        assert multiply(module, x).grad_fn.__class__ is own
-    assert not hasattr(module, "epp_multiply")
-    assert deferred.weights == (module.weight,)
-    assert module.weight.grad is None
-
-
-def test_a_borrowed_weight_and_a_frozen_one_stay_in_i():
-    module, deferred = megatron_linear(), DeferredWeightGrads()
-    x = torch.ones(2, 1, 4, requires_grad=True)
-    borrowed = Parameter(module.weight.detach().clone())
-    with Deferral(nn.Sequential(module)) as deferral, deferral.into(deferred):
-        multiply(module, x, borrowed).sum().backward()
-        assert borrowed.grad is not None
-        multiply(module, x.detach()).sum().backward()  # nothing before it: no gradient of input
-        assert module.weight.grad is not None
-    assert not len(deferred)
-
-
 class GroupedLinear(nn.Linear):
     __module__ = "transformer_engine.pytorch.module.grouped_linear"
 
 
-def test_linears_that_cannot_defer_compute_their_weight_gradient_in_i():
+def test_linears_that_cannot_defer_are_named():
     model = nn.Sequential(megatron_linear(), megatron_linear(fused=True), GroupedLinear(4, 4))
     assert kept_in_input(model) == ["ColumnParallelLinear", "GroupedLinear"]
     assert kept_in_input(model[:1]) == []
-    x, deferred = torch.ones(2, 1, 4, requires_grad=True), DeferredWeightGrads()
-    with Deferral(model) as deferral, deferral.into(deferred):
-        assert hasattr(model[0], "epp_multiply") and not hasattr(model[1], "epp_multiply")
-        for module in model[:2]:
-            multiply(module, x).sum().backward()
-        model[2](x).sum().backward()
-    assert deferred.weights == (model[0].weight,)
-    assert all(module.weight.grad is not None for module in model[1:])
-    deferred.accumulate_all()
-    assert torch.equal(model[0].weight.grad, model[1].weight.grad)
+    assert Deferral(model).linears == [model[0]]
 
 
 def test_the_start_names_what_stays_in_i_on_any_rank(caplog, monkeypatch):

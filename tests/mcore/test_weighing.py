@@ -141,24 +141,6 @@ def figures(expandable: bool, context: int = 131072, rules: Rules = RULES):
 
 
 @pytest.mark.parametrize("expandable", [True, False])
-def test_constants_do_not_pose_as_bytes_per_token(expandable) -> None:
-    """172 MiB of a weight's gradient over 128 tokens would be 1.3 MiB for every token."""
-    _, layer, last, again, _ = figures(expandable)
-    noise = 0.0 if expandable else 0.08  # blocks that other sizes left are used again
-    whole = layer[Kind.BACKWARD]
-    assert whole.per_token == pytest.approx(RULES.attention + RULES.keys, rel=0.03 + noise)
-    assert 0 < whole.per_op <= 1.02 * RULES.weight
-    assert layer[Kind.FORWARD].per_token == pytest.approx(RULES.passing, rel=0.01 + noise)
-    assert layer[Kind.FORWARD].per_op <= 2 * MIB
-    assert again[FULL].per_token == pytest.approx(RULES.again, rel=0.02 + noise)
-    head = last[Kind.FORWARD]
-    assert head.per_token + layer[Kind.FORWARD].per_token == pytest.approx(
-        RULES.logits, rel=0.02 + noise
-    )
-    assert head.per_op == pytest.approx(RULES.head_weight, rel=0.02 + noise)
-
-
-@pytest.mark.parametrize("expandable", [True, False])
 def test_a_contexts_keys_are_seen_behind_a_weights_gradient(expandable) -> None:
     _, layer, _, _, _ = figures(expandable)
     assert layer[Kind.BACKWARD].per_context_token == pytest.approx(RULES.keys, rel=0.02)
@@ -202,7 +184,9 @@ def test_no_op_needs_more_than_is_promised(expandable, weight) -> None:
         promised = figure.per_op + figure.per_token * min(shape.tokens, probe.head_tokens)
         whole = layer[Kind.FORWARD]
         promised += whole.per_op + whole.per_token * shape.tokens
-        assert end.forward_bytes <= promised + 12 * MIB
+        assert end.forward_bytes <= promised + slack
+        if shape.tokens <= probe.head_tokens:
+            assert promised <= 1.1 * end.forward_bytes + 16 * MIB, shape
 
 
 def test_a_chunk_between_the_borders_of_buckets_has_what_it_needs() -> None:
