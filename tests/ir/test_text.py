@@ -28,6 +28,7 @@ from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.ir.recompute import MODES, format_recompute, offload_among, parse_recompute
 from megatron_epp.ir.timed import MOST_SECONDS
 from tests.plans import EXAMPLE, any_plans, plans
+from tests.refusals import refusal
 
 finite = st.floats(0, allow_nan=False, allow_infinity=False)
 seconds = st.floats(0, MOST_SECONDS)
@@ -169,10 +170,7 @@ def test_records_go_to_text_and_back(records: list[Timed]) -> None:
     ],
 )
 def test_refusals_say_what_was_expected(parse, text: str, error: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        parse(text)
-    assert error in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert error in refusal(PlanError, parse, text)
 
 
 def _edited(old: str, new: str) -> str:
@@ -213,10 +211,7 @@ def _edited(old: str, new: str) -> str:
     ],
 )
 def test_a_bad_plan_line_is_named(text: str, error: str) -> None:
-    with pytest.raises(PlanError) as caught:
-        Plan.parse(text)
-    assert error in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert error in refusal(PlanError, Plan.parse, text)
 
 
 def test_a_replica_without_documents() -> None:
@@ -246,7 +241,4 @@ def test_a_bad_step_is_named(head: str, error: str) -> None:
         for r in range(2)
     )
     assert Step.parse("step v1\ndeal 0: 1\ndeal 1: 0\n" + body).assignments == ((1,), (0,))
-    with pytest.raises(PlanError) as caught:
-        Step.parse(head + body)
-    assert error in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert error in refusal(PlanError, Step.parse, head + body)
