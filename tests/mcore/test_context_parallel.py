@@ -9,46 +9,18 @@ import pytest
 
 from megatron_epp.__main__ import main
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.certify.trial import LLAMA, Trial, read
+from megatron_epp.certify.trial import LLAMA, Trial
 from megatron_epp.mcore.capabilities.refusals import refuse
 from megatron_epp.mcore.certify.model_flags import parsed
 from megatron_epp.mcore.choose.choices import choose_row_multiple
-from megatron_epp.mcore.data.row_shard import RowShard, chunk_multiple, row_block
+from megatron_epp.mcore.data.row_shard import chunk_multiple, row_block
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.planner.padding import gpu_row_multiple
 from tests.mcore.certified import certified
 from tests.mcore.runs import flags, train, write_corpus
-from tests.mcore.test_refusals import Wanted
+from tests.mcore.test_refusals import wanted
 
 pytestmark = pytest.mark.everything
-
-
-def test_rows_are_padded_and_every_rank_has_its_own() -> None:
-    shares = [RowShard(parts=3, part=part, splits=2) for part in range(3)]
-    assert shares[0].multiple == 6
-    assert [shares[0].padded(tokens) for tokens in (1, 6, 7)] == [6, 6, 12]
-    mine = [share.local(12) for share in shares]
-    assert mine == [slice(0, 4), slice(4, 8), slice(8, 12)]
-    assert shares[0].message(12) == 2
-    assert (RowShard().multiple, RowShard().padded(5), RowShard().local(5)) == (1, 5, slice(0, 5))
-
-
-def test_rows_are_padded_to_the_blocks_of_fp8() -> None:
-    def rows(recipe: str, **others) -> int:
-        return row_block(SimpleNamespace(
-            fp8="e4m3", fp8_recipe=recipe, sequence_parallel=False,
-            tensor_model_parallel_size=2, **others,
-        ))  # fmt: skip
-
-    assert row_block(Wanted()) == 1
-    assert (rows("blockwise"), rows("mxfp8")) == (16, 32)
-    spread = SimpleNamespace(
-        fp8="e4m3", fp8_recipe="blockwise", sequence_parallel=True, tensor_model_parallel_size=2
-    )
-    assert row_block(spread) == 128
-    share = RowShard(parts=2, part=1, splits=2, block=16)
-    assert (share.multiple, share.padded(65), share.message(128)) == (64, 128, 32)
-    assert share.local(128) == slice(64, 128)
 
 
 def test_rows_are_padded_to_what_gpus_like(monkeypatch) -> None:
@@ -95,20 +67,11 @@ def test_training_and_plan_pad_the_same_corpus_alike(
 
 def test_heads_that_do_not_divide_are_refused_by_flag() -> None:
     shape = {"num_attention_heads": 12, "num_query_groups": 6, "group_query_attention": True}
-    refuse(Wanted(context_parallel_size=3, tensor_model_parallel_size=2, **shape))
+    refuse(wanted(context_parallel_size=3, tensor_model_parallel_size=2, **shape))
     with pytest.raises(ValueError, match=r"--context-parallel-size 4: 6 attention heads"):
-        refuse(Wanted(context_parallel_size=4, tensor_model_parallel_size=2, **shape))
+        refuse(wanted(context_parallel_size=4, tensor_model_parallel_size=2, **shape))
     with pytest.raises(ValueError, match=r"--context-parallel-size 2: 3 key/value heads"):
-        refuse(Wanted(context_parallel_size=2, tensor_model_parallel_size=2, **shape))
-
-
-def test_the_certificate_takes_the_degree_from_its_flag_or_the_models() -> None:
-    assert read(["--cp", "2"]).degrees == Degrees(2, 1, 1, cp=2)
-    words = ["--context-parallel-size", "4", "--num-layers", "2"]
-    assert read(words).degrees.cp == 4
-    assert read([*words, "--cp", "2"]).degrees.ranks == 2
-    with pytest.raises(ValueError, match="--cp 0: expected at least 1"):
-        read(["--cp", "0"])
+        refuse(wanted(context_parallel_size=2, tensor_model_parallel_size=2, **shape))
 
 
 @pytest.mark.parametrize(

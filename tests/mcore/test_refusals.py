@@ -18,14 +18,13 @@ from megatron_epp.layers.recompute.wrap import EXECUTABLE, OF_EXPERTS, OF_MLA
 from megatron_epp.mcore.capabilities.refusals import (
     refuse,
     refuse_gpu_flags,
-    require_equal_stages,
 )
 from megatron_epp.mcore.capabilities.table import TABLE
 from megatron_epp.mcore.flags.config import Config, add_arguments
-from megatron_epp.mcore.job.job_cost import planner_cores
 from megatron_epp.mcore.kinds.limit import Limit, flag_of
 from megatron_epp.mcore.trainer import entry
 from tests.mcore import runs
+from tests.mcore.models import TRAINED_MLA, megatron_args
 from tests.mcore.runs import flags, train, trained
 from tests.waiting import LAST_RESORT_SECONDS
 
@@ -209,13 +208,15 @@ STARTS: dict[str, dict[str, object]] = {
 }
 # Other refusals of flags, with words of their lines.
 OTHERS: list[tuple[dict[str, object], tuple[str, ...]]] = [
-    ({**EXPERTS, "num_experts": 6, "expert_model_parallel_size": 4}, ("; expected a multiple",)),
     ({"hybrid_layer_pattern": "*-"}, ("run megatron_epp.pretrain_hybrid with these",)),
-    ({"hybrid_layer_pattern": "*-?", **HYBRID}, ("'?' is not a layer symbol",)),
-    ({"hybrid_layer_pattern": "D*-", **HYBRID}, ("(*) and latent attention (D) in one",)),
     ({"hybrid": True}, ("--hybrid-layer-pattern is missing: pretrain_hybrid trains",)),
-    ({"num_layers": 1, **TWO_STAGES}, ("layers",)),
-    ({"num_layers": 3, **TWO_STAGES}, ("--num-layers 3: not divisible by --pipeline-model-par",)),
+    (
+        {"num_layers": 3, **TWO_STAGES},
+        (
+            "--num-layers 3: not divisible by --pipeline-model-parallel-size 2; expected a mult",
+            "--decoder-last-pipeline-num-layers, or --pip",
+        ),
+    ),
 ]
 # Flags of Megatron's main, which 0.19 does not know.
 OF_MAIN = {"--enable-mhc-connections", "--output-logit-dtype", "--mtp-hsm"}
@@ -290,26 +291,10 @@ ENGINE_FP8 = {
 }
 
 
-class Wanted:
+def wanted(**changes: object) -> argparse.Namespace:
     """Flags as Megatron's parser leaves them, where a refusal is only a look at one of them."""
-
-    def __init__(self, **changes):
-        self.__dict__.update(
-            attention_dropout=0.0,
-            seq_length=4096,
-            context_parallel_size=1,
-            tensor_model_parallel_size=1,
-            sequence_parallel=False,
-            expert_model_parallel_size=1,
-            expert_tensor_parallel_size=1,
-            position_embedding_type="rope",
-            hidden_size=None,
-            num_attention_heads=None,
-            calculate_per_token_loss=True,
-            sft=False,
-            mock_data=False,
-        )
-        self.__dict__.update(changes)
+    given = {"attention_dropout": 0.0, "seq_length": 4096, "calculate_per_token_loss": True}
+    return megatron_args(**{**given, "sft": False, "mock_data": False, **changes})
 
 
 # What a script can set, and the command line cannot; by the first words of the row.
@@ -339,22 +324,22 @@ FITS = (
 
 def test_settings_of_scripts_are_refused_by_name() -> None:
     for fits in FITS:
-        refuse(Wanted(**fits))
+        refuse(wanted(**fits))
     ignored = [row for row in TABLE if isinstance(row.training, str) and not row.typed]
     asked = {row.what: {row.training.split()[0]: 4} for row in ignored} | SET_BY_SCRIPTS
     assert all(row.what in asked or callable(row.training) for row in TABLE if not row.typed)
     for words, change in asked.items():
         row = row_of(words)
         with pytest.raises(ValueError) as refusal:
-            refuse(Wanted(**change))
+            refuse(wanted(**change))
         assert str(refusal.value) == f"--epp does not run {row.what}: {row.instead}"
 
 
 def test_replicas_that_share_experts_divide_the_job() -> None:
     spread = {**MOE, "moe_token_dispatcher_type": "alltoall", "expert_model_parallel_size": 2}
-    refuse(Wanted(**spread, data_parallel_size=4))
+    refuse(wanted(**spread, data_parallel_size=4))
     with pytest.raises(ValueError) as error:
-        refuse(Wanted(**spread, data_parallel_size=3))
+        refuse(wanted(**spread, data_parallel_size=3))
     assert str(error.value) == (
         "--expert-model-parallel-size 2: with --expert-tensor-parallel-size 1 experts are sharded "
         "over 2 replicas; expected that to divide the 3 of the job"
@@ -369,7 +354,7 @@ def test_gated_delta_nets_by_both_names(variant):
     from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
 
     nets = next(kind for kind in LAYER_KINDS if isinstance(kind, GatedDeltaNetKind))
-    wanted = Wanted(
+    args = wanted(
         experimental_attention_variant=variant,
         num_layers=4,
         linear_attention_freq=2,
@@ -377,28 +362,28 @@ def test_gated_delta_nets_by_both_names(variant):
         linear_num_key_heads=2,
         multi_latent_attention=True,
     )
-    assert nets.asked(wanted) and nets.layers(wanted) == (True, False, True, False)
-    assert nets.in_layers(wanted, [True, False]) == {"linear_attention_freq": [1, 0]}
-    nets.require(wanted, 2)
+    assert nets.asked(args) and nets.layers(args) == (True, False, True, False)
+    assert nets.in_layers(args, [True, False]) == {"linear_attention_freq": [1, 0]}
+    nets.require(args, 2)
     with pytest.raises(ValueError, match="4 heads in 2 groups do not divide"):
-        nets.require(wanted, 4)
+        nets.require(args, 4)
     latents = next(kind for kind in LAYER_KINDS if isinstance(kind, MLAKind))
-    assert latents.layers(wanted) == (False, True, False, True)
-    wanted.linear_attention_freq = None
+    assert latents.layers(args) == (False, True, False, True)
+    args.linear_attention_freq = None
     with pytest.raises(ValueError, match=f"^--experimental-attention-variant {variant}: --linear"):
-        nets.layers(wanted)
+        nets.layers(args)
 
 
 def test_scales_that_are_no_powers_of_two(monkeypatch):
     monkeypatch.setenv("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1")
-    refuse(Wanted())
+    refuse(wanted())
     with pytest.raises(ValueError, match=r"^NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1: .+; unset it$"):
-        refuse(Wanted(**ENGINE_FP8))
+        refuse(wanted(**ENGINE_FP8))
 
 
 def test_a_context_without_a_token():
     with pytest.raises(ValueError, match=r"^--seq-length 0: expected .+ at least 1 token$"):
-        refuse(Wanted(seq_length=0))
+        refuse(wanted(seq_length=0))
 
 
 GPU_ONLY = {
@@ -425,9 +410,9 @@ def test_what_needs_a_gpu_is_refused_without_one():
     refuse_gpu_flags(argparse.Namespace(**cpu))
     assert {*GPU_ONLY} == {name for row in TABLE for name in row.no_gpu}
     for name, value in GPU_ONLY.items():
-        wanted = argparse.Namespace(**{**cpu, name: value})
+        args = argparse.Namespace(**{**cpu, name: value})
         with pytest.raises(ValueError, match=r"^--.+: this host has no CUDA GPU; ") as refusal:
-            refuse_gpu_flags(wanted)
+            refuse_gpu_flags(args)
         shown = flag_of(name) if value is True else f"{flag_of(name)} {value}: "
         assert str(refusal.value).startswith(shown)
 
@@ -435,30 +420,9 @@ def test_what_needs_a_gpu_is_refused_without_one():
 def test_flags_are_the_fields_of_the_configuration():
     parser = add_arguments(argparse.ArgumentParser())
     assert Config.of(parser.parse_args([])) == Config()
-    given = parser.parse_args(
-        [
-            *("--epp", "--epp-planner", "packing", "--epp-memory-budget-gib", "1.5"),
-            *("--epp-effort", "0", "--epp-overlong", "drop", "--no-epp-plan-ahead"),
-            *("--epp-plan", "x", "--epp-plan-cores", "3"),
-        ]
-    )
-    assert Config.of(given) == Config(
-        epp=True,
-        epp_planner="packing",
-        epp_memory_budget_gib=(1.5,),
-        epp_effort=0,
-        epp_overlong="drop",
-        epp_plan_ahead=False,
-        epp_plan="x",
-        epp_plan_cores=3,
-    )
-    assert planner_cores(given) == 0  # the trainer plans
-    given.epp_plan_ahead = True
-    assert planner_cores(given) == 3
-    with pytest.raises(ValueError, match=r"^--epp-plan-cores: expected from 1 to 4096 cores "):
-        Config(epp_plan_cores=0)
-    with pytest.raises(ValueError, match="--epp-memory-budget-gib -1"):
-        Config(epp_memory_budget_gib=(-1.0,))
+    words = ["--epp", "--epp-memory-budget-gib", "1.5", "--no-epp-plan-ahead", "--epp-plan", "x"]
+    expected = Config(epp=True, epp_memory_budget_gib=(1.5,), epp_plan_ahead=False, epp_plan="x")
+    assert Config.of(parser.parse_args(words)) == expected
 
 
 # ------------------------------------------------------------------ whole runs
@@ -468,17 +432,8 @@ def test_flags_are_the_fields_of_the_configuration():
 everything = pytest.mark.everything
 ONE = {"pipeline_model_parallel_size": 1, "epp": True}
 LATENTS_NEXT_TO_WINDOWS = {
-    **ONE,
-    "multi_latent_attention": True,
-    "kv_lora_rank": 12,
-    "qk_head_dim": 8,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 12,
-    "group_query_attention": None,
-    "num_query_groups": None,
-    "window_size": "16,0",
-    "epp_mla_keeps": "latents",
-}
+    **ONE, **TRAINED_MLA, "window_size": "16,0", "epp_mla_keeps": "latents",
+}  # fmt: skip
 
 
 def test_a_run_without_data_is_one_line(corpus):
@@ -493,30 +448,11 @@ def test_a_run_without_data_is_one_line(corpus):
         ({"epp_partition": "auto"}, 2, ["--epp-partition was removed; leave it out: --epp-pla"]),
         ({"vocab_size": 50, "make_vocab_size_divisible_by": 1, **ONE}, 1, ["vocab"]),
         ({"epp_planner": "pakcing", **ONE}, 1, ["pakcing", "packing"]),
-        ({"epp_planner": "pakcing", "epp_placement": None}, 2, ["pakcing", "packing"]),
         ({"epp_memory_budget_gib": 1e-6, **ONE}, 1, ["GiB"]),
     ],
 )
 def test_what_cannot_be_trained_is_one_line(corpus, changes, processes, said):
     refused(flags(corpus, **{"epp": True, **changes}), *said, processes=processes)
-
-
-def test_layers_that_do_not_divide():
-    wanted = argparse.Namespace(num_layers=3, pipeline_model_parallel_size=2)
-    said = "--num-layers 3: not divisible by --pipeline-model-parallel-size 2; expected a multiple"
-    with pytest.raises(ValueError, match=said):
-        require_equal_stages(wanted)
-    with pytest.raises(ValueError, match="--decoder-last-pipeline-num-layers, or --pip"):
-        require_equal_stages(wanted)
-    for name in ("decoder_first_pipeline_num_layers", "pipeline_model_parallel_layout"):
-        require_equal_stages(argparse.Namespace(**{**vars(wanted), name: 31}))
-
-
-@everything
-def test_a_plan_with_a_bad_line(corpus, tmp_path):
-    plan = tmp_path / "plan"
-    plan.write_text("plan v1\ndocuments 4 4\nlayers 4\nchunk 0: 0[0:4\n")
-    refused(flags(corpus, epp_plan=plan, **ONE), "line 4", "0[0:4")
 
 
 @everything
@@ -567,22 +503,20 @@ def one_chunk_each(lengths: list[int], layers: tuple[int, ...]) -> Plan:
 
 
 @everything
-def test_a_plan_for_other_documents(corpus, tmp_path):
-    plan = tmp_path / "plan"
-    plan.write_text(str(one_chunk_each([7] * 6, (4,))))
-    said = f"--epp-plan {plan}: the plan is for 7 inputs in document 0; the batch's document 0 has"
-    refused(flags(corpus, epp_plan=plan, **ONE), said)
-
-
-@everything
-def test_a_folder_of_plans_for_another_job(corpus, tmp_path):
-    step = Step.parse(str(one_chunk_each([7] * 6, (2, 2))))
-    (tmp_path / "iteration-000001.step").write_text(str(step))
-    refused(
-        flags(corpus, epp_plan=tmp_path, **ONE),
-        f"--epp-plan {tmp_path}/iteration-000001.step: the plan is for 2 stages of 2 2 layers; "
-        "this job has 1 stage of 4 layers",
-    )
+@pytest.mark.parametrize(
+    ("name", "layers", "said"),
+    [
+        ("plan", (4,), "7 inputs in document 0; the batch's document 0 has"),
+        ("iteration-000001.step", (2, 2), "2 stages of 2 2 layers; this job has 1 stage of 4 laye"),
+    ],
+)
+def test_a_plan_for_another_job(corpus, tmp_path, name, layers, said):
+    """A file, or a folder of a file for each iteration."""
+    step = Step.parse(str(one_chunk_each([7] * 6, layers)))
+    (tmp_path / name).write_text(str(step))
+    given = tmp_path / name if name == "plan" else tmp_path
+    words = flags(corpus, epp_plan=given, **ONE)
+    refused(words, f"--epp-plan {tmp_path / name}: the plan is for {said}")
 
 
 def test_ranks_that_hold_different_plans(corpus, tmp_path, monkeypatch):
@@ -635,7 +569,7 @@ def test_a_killed_rank_ends_the_job_and_its_neighbour_says_what_it_waited_for(
 
 def test_what_latents_keep_is_nothing_where_there_are_none() -> None:
     with pytest.raises(ValueError) as refusal:
-        refuse(Wanted(epp_mla_keeps="latents"))
+        refuse(wanted(epp_mla_keeps="latents"))
     assert str(refusal.value) == (
         "--epp-mla-keeps latents: the model has no multi-latent attention; leave the flag out"
     )
