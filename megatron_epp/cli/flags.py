@@ -423,7 +423,7 @@ class TunedMachineFlags:
         COUNT,
     )
     devices_per_node: int | None = flag(
-        None, "Number of devices per node (default: as for the device, usually 8).", NODES
+        None, "Number of devices per node, i.e. NVLink domain (default: as for the device).", NODES
     )
     memory_budget_gib: tuple[float, ...] | None = shared_setting(
         "memory_budget_gib", " Several numbers fix --pp. Default: the budget of the device."

@@ -133,7 +133,7 @@ def planning_load(cost: Cost, plan_seconds: float, seconds: float) -> float:
     layout = cost.layout
     if layout.network is None:
         return 0.0
-    host_devices = layout.network.node_devices
+    host_devices = layout.network.host_devices
     replicas = max(1.0, host_devices / (layout.placement.ranks * layout.tp * layout.cp))
     return plan_seconds * replicas / (seconds * host_devices * PLANNING_CORES)
 

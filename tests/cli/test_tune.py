@@ -249,6 +249,34 @@ def test_one_node_ignores_slurms_variables(two_nodes: Path) -> None:
     assert done.returncode == 0 and "--nproc-per-node 8 --standalone -m" in done.stdout
 
 
+def test_a_host_has_fewer_gpus_than_an_nvlink_domain(cli: Commands) -> None:
+    """A rack of GB200 is one node of the model, and 16 hosts of torchrun and Slurm."""
+    gb200 = f"{TUNE} --device gb200-186g --top 1 --script run.sh".replace(" --nodes 1", "")
+    rack = f"{gb200} --gpus 64 --tp 4 --cp 8 --dp 2"
+    sixteen = {**SLURM, "SLURM_NNODES": "16"}
+    for row in "12":  # with --epp, and Megatron's own
+        assert "on 1 nodes of 64 x gb200-186g in hosts of 4, " in cli.joined(f"{rack} --row {row}")
+        done = ran(variables=sixteen)
+        assert "--nproc-per-node 4 --nnodes 16 --node-rank 1 --master-addr node-7" in done.stdout
+    assert "SLURM_NNODES=1, not 16" in ran(variables={**SLURM, "SLURM_NNODES": "1"}).stderr
+    for line, launch in (
+        ("--gpus 4 --tp 4", "--nproc-per-node 4 --standalone "),
+        ("--gpus 2 --tp 2", "--nproc-per-node 2 --standalone "),
+        ("--nodes 2 --devices-per-node 4 --tp 4 --pp 2", "--nproc-per-node 4 --nnodes 2 "),
+        (
+            "--device h100-80g --nodes 2 --devices-per-node 4 --tp 4",
+            "--nproc-per-node 4 --nnodes 2 ",
+        ),
+    ):
+        cli.said(f"{gb200} {line}")
+        assert launch in ran(variables=SLURM).stdout, line
+    assert "6 devices of a node: no whole number of hosts" in cli.refused(f"{gb200} --gpus 6")
+    grid = {"name": "racks", "between": "all-to-all", "nodes": [1, 2], "hosts": ["a", "b"]}
+    Path("racks.json").write_text(json.dumps(grid))
+    told = cli.refused(f"{gb200} --nodes 2 --tp 4 --topology racks.json")
+    assert "racks.json: names nodes, each of 16 hosts of 4 gb200-186g; leave --hostfile" in told
+
+
 @pytest.mark.everything
 def test_it_says_plainly_when_no_pipeline_or_no_epp_is_best(cli: Commands) -> None:
     Path("equal").write_text("2048\n" * 8)

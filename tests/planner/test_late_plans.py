@@ -27,6 +27,12 @@ def test_planning_is_measured_by_what_a_host_has(pp: int, tp: int, replicas_of_a
     assert late_plans(unknown, 1e9, 0.5) is None
 
 
+def test_a_host_of_an_nvlink_domain_plans_for_its_own_devices() -> None:
+    """A host of GB200 has 4 of the 64 devices that NVLink joins."""
+    cost = named_cost("llama3-8b", "gb200-186g", pp=2, tp=1, dp=8, zero=1, topology="nodes")
+    assert planning_load(cost, 2.0, 0.5) == 2.0 * 2 / (0.5 * 4)
+
+
 @pytest.mark.everything
 def test_plan_and_compare_say_it_of_many_replicas(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture

@@ -182,8 +182,9 @@ def _write_and_print(
             facts["dry_run"] = [each.facts() for each in played]
         print(json.dumps(facts, indent=1))
         return
+    hosts = f" in hosts of {job.host_devices}" * (job.host_devices < job.node_devices)
     machines = (
-        f"{job.model.name} on {job.nodes} nodes of {job.node_devices} x {job.device.name}, "
+        f"{job.model.name} on {job.nodes} nodes of {job.node_devices} x {job.device.name}{hosts}, "
         f"{documents} documents a batch, {arguments.batches} batches{_padding(chosen)}"
     )
     print(tuning_lines(result, str(batches), machines, rows, mfu, parts), end="")

@@ -46,6 +46,11 @@ class TunedJob:
         """Number of devices of the job."""
         return self.nodes * self.node_devices
 
+    @property
+    def host_devices(self) -> int:
+        """Number of devices of a host, of which a node may have several."""
+        return self.device.devices_of_a_host(self.node_devices)
+
     def __str__(self) -> str:
         nodes = "" if self.nodes == 1 else f"{self.nodes} nodes of "
         return f"{nodes}{self.node_devices} x {self.device.name}"
@@ -131,8 +136,14 @@ def job_of(
     if nodes is None:
         raise UsageError("--gpus is missing; expected the number of devices (or --nodes)")
     joined = _joined(arguments, node_devices)
-    _require_grid(arguments, joined, nodes)
-    return TunedJob(arguments, model, config, the_device, nodes, node_devices, joined)
+    job = TunedJob(arguments, model, config, the_device, nodes, node_devices, joined)
+    if node_devices % job.host_devices:
+        raise UsageError(
+            f"{node_devices} devices of a node: no whole number of hosts, which have "
+            f"{job.host_devices} {the_device.name}; expected a multiple"
+        )
+    _require_grid(job)
+    return job
 
 
 def _joined(arguments: argparse.Namespace, node_devices: int) -> str | Topology:
@@ -151,8 +162,9 @@ def _joined(arguments: argparse.Namespace, node_devices: int) -> str | Topology:
     return named
 
 
-def _require_grid(arguments: argparse.Namespace, joined: str | Topology, nodes: int) -> None:
-    """Raise a UsageError if an option needs a grid, or if the grid has too few live nodes."""
+def _require_grid(job: TunedJob) -> None:
+    """Raise a UsageError if an option needs a grid of hosts, or the grid has too few live nodes."""
+    arguments, joined, nodes = job.arguments, job.joined, job.nodes
     grid = joined if isinstance(joined, Topology) and joined.nodes else None
     for name in ("hostfile", "grid_svg"):
         if grid is None and getattr(arguments, name) is not None:
@@ -162,6 +174,12 @@ def _require_grid(arguments: argparse.Namespace, joined: str | Topology, nodes: 
             )
     if grid is None:
         return
+    hosts = job.node_devices // job.host_devices
+    if hosts > 1 and (arguments.hostfile or (arguments.script and grid.hosts)):
+        raise UsageError(
+            f"--topology {arguments.topology}: names nodes, each of {hosts} hosts of "
+            f"{job.host_devices} {job.device.name}; leave --hostfile and the file's hosts out"
+        )
     if nodes > len(grid.live):
         rows, columns = grid.nodes
         raise UsageError(

@@ -111,18 +111,19 @@ def launch_script(
     comments = [f"# {printable(note)}\n" for note in notes]
     groups = _all_flags(job, choice, of_model, stock, documents, context)
     lines = (f"    {shlex.join(group)}" for group in groups)
+    nodes = job.devices // job.host_devices  # torchrun's and Slurm's
     return _HEAD.format(
         title=printable(
-            f"{model.name} on {job.nodes} x {job.node_devices} {arguments.device}: {choice.layout}"
+            f"{model.name} on {nodes} x {job.host_devices} {arguments.device}: {choice.layout}"
         ),
         name=printable(arguments.script),
-        several=_rendezvous(job.nodes, hosts),
+        several=_rendezvous(nodes, hosts),
         seconds=seconds,
         rate=rate,
         queues=_QUEUES[queues],
         connections=queues,
-        nodes=_ONE_NODE if job.nodes == 1 else _SEVERAL_NODES.format(nodes=job.nodes),
-        per_node=job.node_devices,
+        nodes=_ONE_NODE if nodes == 1 else _SEVERAL_NODES.format(nodes=nodes),
+        per_node=job.host_devices,
         flags="\n".join(lines),
         comments="".join(comments),
         entry=of_model.entry,

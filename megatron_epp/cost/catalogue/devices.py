@@ -34,6 +34,7 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "link_bytes_per_second": _RATE,
     "link_latency_seconds": (0.0, 1e3),
     "node_devices": (1, MOST_DEVICES),
+    "host_devices": (0, MOST_DEVICES),
     "host_bytes_per_second": (0.0, 1e24),
     "memory_bytes_per_second": (0.0, 1e24),
     "memory_efficiency": (0.0, 1.0),
@@ -88,6 +89,7 @@ class Device:
         link_bytes_per_second: rate of a node's link to an adjacent stage, in one direction.
         link_latency_seconds: latency of one message.
         node_devices: devices of a node, which share its link.
+        host_devices: devices of a host, if a node (an NVLink domain) has several; 0: a node is one.
         host_bytes_per_second: rate between one device and host memory in one direction, while the
             other direction is busy, too; 0: none or unknown.
         memory_bytes_per_second: rate of the device's memory; 0: unknown, so that reading K and V
@@ -122,6 +124,7 @@ class Device:
     host_forward_seconds: float = 0.0
     host_backward_seconds: float = 0.0
     peak_flops: float = 0.0
+    host_devices: int = 0
 
     def __post_init__(self):
         require_name("device name", self.name)
@@ -132,7 +135,7 @@ class Device:
         if not self.group_bytes_per_second:
             raise ValueError("group_bytes_per_second: expected a rate for one size at least")
         for name, limits in _LIMITS.items():
-            require_number(name, getattr(self, name), *limits, integer=name == "node_devices")
+            require_number(name, getattr(self, name), *limits, integer=name.endswith("_devices"))
 
     @property
     def host_seconds(self) -> dict[Kind, float]:
@@ -140,6 +143,10 @@ class Device:
         if not self.host_forward_seconds:
             return {}
         return host_seconds_of(self.host_forward_seconds, self.host_backward_seconds)
+
+    def devices_of_a_host(self, node_devices: int) -> int:
+        """Return the devices of a host in nodes of ``node_devices`` devices."""
+        return min(self.host_devices or node_devices, node_devices)
 
     @property
     def budget_bytes(self) -> float:
@@ -203,6 +210,7 @@ _FAST: dict[str, Any] = {**_TAIL, "gather_latency_seconds": _LATENCY, "memory_ef
 # `simumax-b200`, dense and MoE, that are not held out. With 0.8, their MoE steps are 11% too fast.
 # Blackwell's other rates were fitted together with the tails of kernels.
 _BLACKWELL = _FAST | {"memory_efficiency": 0.5, "tail_seconds": 0.0}
+_TRAY = _BLACKWELL | {"host_devices": 4}
 DEVICES: Mapping[str, Device] = {
     device.name: device
     for device in (
@@ -215,9 +223,7 @@ DEVICES: Mapping[str, Device] = {
         Device(
             "b200-180g", 166.0, *_B200, 8e12, _BLACKWELL_RINGS, peak_flops=2250e12, **_BLACKWELL
         ),
-        Device(
-            "gb200-186g", 172.0, *_GB200, 8e12, _BLACKWELL_RINGS, peak_flops=2450e12, **_BLACKWELL
-        ),
+        Device("gb200-186g", 172.0, *_GB200, 8e12, _BLACKWELL_RINGS, peak_flops=2450e12, **_TRAY),
         Device("l40s-48g", 44.0, *_L40S, 0.864e12, _PCIE_RINGS, peak_flops=362e12, **_FAST),
         # One core packs K and V for its kernels and accumulates their gradients. For a token of 256
         # channels this took 6 to 8 us; at this rate it is 7 us.

@@ -192,6 +192,7 @@ class Network:
     Attributes:
         topology: how devices and nodes are joined.
         node_devices: devices of a node.
+        host_devices: devices of a host.
         inside_bytes_per_second: rates of an all-to-all inside a node, by group size.
         across_bytes_per_second: measured rates of an all-to-all over whole nodes, by group size.
         ring_bytes_per_second: rates of gathers and scatters inside a node, by group size.
@@ -203,6 +204,7 @@ class Network:
 
     topology: Topology
     node_devices: int
+    host_devices: int
     inside_bytes_per_second: Mapping[int, float]
     across_bytes_per_second: Mapping[int, float]
     ring_bytes_per_second: Mapping[int, float]
@@ -230,6 +232,7 @@ class Network:
         return cls(
             topology,
             devices,
+            device.devices_of_a_host(devices),
             inside,
             across if as_measured else {},
             dict(device.tensor_bytes_per_second) or inside,
