@@ -22,7 +22,6 @@ LONG_FUNCTIONS = {
 LONG_CLASSES = {
     "DSAKind": (421, "MLAKind and LayerKind are its ancestors"),
     "DSALayer": (368, "MLALayer and its ancestors"),
-    "DSAPart": (380, "MLAPart and Part are its ancestors"),
     "ModelStage": (312, "the operations of Compute share the chunks in flight of a stage"),
     "Search": (496, "Player is its ancestor; all moves of the hill climbing share its caches"),
     "SliceStage": (563, "ModelStage is its ancestor; one stage of an external loop's model"),

@@ -23,6 +23,7 @@ from megatron_epp.cost.kinds.base import (
     MOVED_BACKWARD,
     STATE_BYTES,
     CarryOver,
+    RecomputedModule,
     Work,
 )
 from megatron_epp.cost.kinds.layer import Layer
@@ -403,9 +404,9 @@ def _saved_bytes(layer: Layer, kept: float) -> dict[str, Bytes]:
 
     def saved(mode: str) -> Bytes:
         modules = SELECTIVE.get(mode, ())
-        dropped = sum(each.channels for name in modules for each in layer.recomputed(name))
+        dropped = sum(layer.recomputed[n].channels for n in modules if n in layer.recomputed)
         per_token = kept - float(ELEMENT_BYTES * dropped)
-        return Bytes(per_token, per_token - float(ELEMENT_BYTES * layer.stored(mode)))
+        return Bytes(per_token, per_token - float(ELEMENT_BYTES * layer.stored_in(mode)))
 
     kept_before_layer = sum(part.saved for part in layer.before_layer)
     layer_input = float(ELEMENT_BYTES * (layer.model.hidden + kept_before_layer))
@@ -422,19 +423,18 @@ def _recompute_seconds(
     """
 
     def of_module(name: str) -> tuple[float, float]:
-        again = layer.recomputed(name)
-        parameters = sum(each.parameters for each in again)
-        tokens = linear * (2 * parameters / layer.flops_per_token)
-        if any(each.light for each in again):
+        again = layer.recomputed.get(name, RecomputedModule())
+        tokens = linear * (2 * again.parameters / layer.flops_per_token)
+        if again.light:
             tokens += linear * NORM_FRACTION
-        return tokens, attention if any(each.pairs for each in again) else 0.0
+        return tokens, attention if again.pairs else 0.0
 
     again = layer.active_parameters - sum(part.parameters for part in layer.before_layer)
     full = linear * (again / layer.active_parameters) + light
     seconds = {KEEP: Seconds(), FULL: Seconds(full, attention, launch)}
     for mode, modules in SELECTIVE.items():
         seconds[mode] = Seconds()
-        if any(layer.recomputed(name) for name in modules):
+        if any(name in layer.recomputed for name in modules):
             tokens, pairs = zip(*map(of_module, modules), strict=True)
             seconds[mode] = Seconds(sum(tokens), sum(pairs), launch / 4)
     return seconds

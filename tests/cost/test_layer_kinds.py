@@ -18,6 +18,7 @@ from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS, Model, model
 from megatron_epp.cost.columns import CONTEXT, WindowPairs
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.kinds.dsa import DSAPart
 from megatron_epp.cost.kinds.layer import Layer, LayerShape
 from megatron_epp.cost.kinds.mla import CONTEXT_BLOCK
 from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds, stage_kinds
@@ -438,7 +439,7 @@ def test_layers_with_a_state_by_hand() -> None:
     assert found.border_bytes == 4 * 2**20 + 60 * 2**10  # float32 state, bf16 rows
     assert found.kv_bytes_per_token == 0
     assert found.layer_seconds[Kind.FORWARD].per_pair == 0
-    delta = model("qwen3-next-80b").shapes["delta"].parts[0]
+    delta = model("qwen3-next-80b").shapes["delta"]
     assert delta.carried.state * 4 == 2 * 2**20 and delta.carried.tail * 2 == 48 * 2**10
 
 
@@ -449,7 +450,7 @@ def test_flops_by_hand() -> None:
     experts = 8 * 3 * 2048 * 768 + 2048 * 128  # and the router
     assert qwen.flops_per_token == 2 * (attention + experts + 2 * 2048)
     assert qwen.flops_per_pair == 4 * 32 * 128
-    narrow = dataclasses.replace(qwen, shape=dataclasses.replace(qwen.shape, expert_latent=512))
+    narrow = Layer.of(qwen.model, dataclasses.replace(qwen.shape, expert_latent=512))
     routed = 8 * 3 * 512 * 768 + 2048 * 128 + 2 * 2048 * 512  # both projections
     assert narrow.flops_per_token == 2 * (attention + routed + 2 * 2048)
     assert narrow.routed.exchanged == 8 * 512 and qwen.routed.exchanged == 8 * 2048
@@ -498,13 +499,13 @@ def test_what_later_slices_get() -> None:
 def test_a_choice_of_keys_is_paid_by_the_indexer_for_all_and_by_attention_for_the_chosen() -> None:
     shape = KINDS["sparse"]
     taught = dataclasses.replace(shape, taught_on_all=True)
-    (part, _), (of_all, _) = (Layer(MODEL, one).parts for one in (shape, taught))
+    part, of_all = (Layer.of(MODEL, one).parts[DSAPart] for one in (shape, taught))
     assert part.flops_per_pair == 2 * (6 * 10 + 6)
     assert of_all.flops_per_pair == part.flops_per_pair + 2 * 4 * (24 + 8)
     assert part.work[WindowPairs(9)].flops == 2 * 4 * (24 + 8 + 24)
-    latents = Layer(MODEL, KINDS["latents"]).parameters
+    latents = Layer.of(MODEL, KINDS["latents"]).parameters
     indexer = 20 * 60 + 64 * 10 + 2 * 10 + 64 * 6
-    assert Layer(MODEL, shape).parameters == latents + indexer
+    assert Layer.of(MODEL, shape).parameters == latents + indexer
     assert part.carried.channels == 24 + 8 + 10 and not part.carried.heads
 
     made = bare(PROFILE.of_kind("sparse"))

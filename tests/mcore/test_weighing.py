@@ -130,7 +130,7 @@ class MadeUpProbe:
 
 
 RULES = Rules()
-PLAIN = Layer(Model("m", 1, 64, 176, 4, 2, 16, 1000), LayerShape())
+PLAIN = Layer.of(Model("m", 1, 64, 176, 4, 2, 16, 1000), LayerShape())
 
 
 def figures(expandable: bool, context: int = 131072, rules: Rules = RULES):

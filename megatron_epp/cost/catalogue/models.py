@@ -109,8 +109,8 @@ class Model:
     def shapes(self) -> dict[str, Layer]:
         """One layer of every kind by name; kinds are in the order in which they first occur."""
         if not self.kinds:
-            return {LAYER_KIND: Layer(self, LayerShape())}
-        return {kind: Layer(self, self.kinds[kind]) for kind in dict.fromkeys(self.layer_kinds)}
+            return {LAYER_KIND: Layer.of(self, LayerShape())}
+        return {kind: Layer.of(self, self.kinds[kind]) for kind in dict.fromkeys(self.layer_kinds)}
 
     @property
     def mtp_layers_count(self) -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_epp.cost.kinds.base import CarryOver, Part, RecomputedModule, Sizes
+from megatron_epp.cost.kinds.base import CarryOver, Decoder, Part, RecomputedModule, Sizes, Sublayer
 
 
 @dataclass(frozen=True)
@@ -35,77 +35,38 @@ class AttentionPart(Part):
         """Return whether a layer of ``shape`` has attention with uncompressed K and V."""
         return shape.attention and not shape.kv_rank
 
-    @property
-    def query_hidden(self) -> int:
-        """Channels of Q over all heads."""
-        return self.model.heads * self.model.head_size
+    @classmethod
+    def of(cls, model: Decoder, shape: Any) -> Sublayer:
+        """Return the quantities of attention; a gate has as many channels as Q."""
+        query, key = model.heads * model.head_size, model.kv_heads * model.head_size
+        return attention(model, query, key, key, query, query if shape.output_gate else 0)
 
-    @property
-    def key_hidden(self) -> int:
-        """Channels of K over all heads."""
-        return self.model.kv_heads * self.model.head_size
 
-    @property
-    def value_hidden(self) -> int:
-        """Channels of V over all heads."""
-        return self.key_hidden
+def attention(
+    model: Decoder, query: int, key: int, value: int, output: int, gate: int = 0
+) -> Sublayer:
+    """Return the quantities of attention with these channels of Q, K, V and output over all heads.
 
-    @property
-    def output_hidden(self) -> int:
-        """Channels of attention's output before its projection."""
-        return self.query_hidden
-
-    @property
-    def _gate(self) -> int:
-        return self.output_hidden if self.shape.output_gate else 0  # projected with Q, K and V
-
-    @property
-    def heads_hidden(self) -> int:
-        """Channels of Q, K and V together."""
-        return self.query_hidden + self.key_hidden + self.value_hidden
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of the input and output projections and of the norm."""
-        hidden = self.model.hidden
-        return hidden * (self.heads_hidden + self._gate) + self.output_hidden * hidden + hidden
-
-    @property
-    def flops_per_pair(self) -> float:
-        """Forward flops per query-key pair: QK' and PV."""
-        return 2.0 * (self.query_hidden + self.output_hidden)
-
-    @property
-    def saved(self) -> int:
-        """Channels saved from F to B; with a gate, also the gate and the ungated output."""
-        return 2 * self.model.hidden + self.heads_hidden + self.output_hidden + 2 * self._gate
-
-    @property
-    def weight_inputs(self) -> int:
-        """Channels saved from I to W."""
-        return 2 * self.model.hidden + self.output_hidden + self.heads_hidden + self._gate
-
-    @property
-    def carried(self) -> CarryOver:
-        """K and V of every token."""
-        return CarryOver(self.key_hidden + self.value_hidden, heads=self.model.kv_heads)
-
-    def stored(self, modules: tuple[str, ...]) -> int:
-        """Return the channels of K and V, which are in the buffer of a slice's document."""
-        return self.carried.channels
-
-    @property
-    def recomputed(self) -> dict[str, RecomputedModule]:
-        """Modules that can be recomputed; flash kernels of core attention save almost nothing."""
-        norm = RecomputedModule(self.model.hidden, light=True)
-        return {"core_attn": RecomputedModule(pairs=True), "layernorm": norm}
-
-    @property
-    def exchanged(self) -> int:
-        """Channels of all-to-alls in a CP group: Q, K, V and output (eq. 3 of InfiniPipe)."""
-        return self.heads_hidden + self.output_hidden
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the hidden state is gathered within a TP group."""
-        return True
+    Args:
+        model: the model.
+        query: channels of Q.
+        key: channels of K.
+        value: channels of V.
+        output: channels of the output before its projection.
+        gate: channels of a gate, projected with Q, K and V.
+    """
+    hidden, heads = model.hidden, query + key + value
+    return Sublayer(
+        parameters=hidden * (heads + gate) + output * hidden + hidden,
+        saved=2 * hidden + heads + output + 2 * gate,  # the gate and the ungated output
+        weight_inputs=2 * hidden + output + heads + gate,
+        recomputed={
+            "core_attn": RecomputedModule(pairs=True),  # flash kernels save almost nothing
+            "layernorm": RecomputedModule(hidden, light=True),
+        },
+        carried=CarryOver(key + value, heads=model.kv_heads),
+        stored=key + value,
+        flops_per_pair=2.0 * (query + output),  # QK' and PV
+        exchanged=heads + output,  # eq. 3 of InfiniPipe
+        gathers=1,
+    )

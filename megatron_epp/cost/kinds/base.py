@@ -1,12 +1,12 @@
 """Sublayers: a mixer, which moves information between tokens, or a feed-forward sublayer.
 
-Each sublayer is a class with all quantities that the cost model needs. The defaults of the base
-class describe a sublayer without any cost. Sizes are numbers of channels per token unless stated
+Each kind of sublayer is a subclass of :class:`Part`, which returns a :class:`Sublayer` with the
+quantities that the cost model needs. Sizes are numbers of channels per token unless stated
 otherwise.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from megatron_epp.cost.columns import Column
@@ -135,6 +135,14 @@ class RecomputedModule:
     pairs: bool = False
     light: bool = False
 
+    def __add__(self, other: "RecomputedModule") -> "RecomputedModule":
+        return RecomputedModule(
+            self.channels + other.channels,
+            self.parameters + other.parameters,
+            self.pairs or other.pairs,
+            self.light or other.light,
+        )
+
 
 @dataclass(frozen=True)
 class Work:
@@ -189,8 +197,77 @@ class RoutedExperts:
     issue: float = 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sublayer:
+    """Quantities of one sublayer, or of all sublayers of a layer.
+
+    Attributes:
+        parameters: number of parameters, with those of the norm, but without those of routed
+            experts, which are sharded differently.
+        saved: channels saved from F to B, such as inputs and outputs of norms, inputs of products.
+        weight_inputs: channels saved from I to W: inputs of matrix products, and gradients of their
+            outputs.
+        recomputed: modules that backward can recompute, by Megatron's names.
+        carried: state that a slice leaves for later slices.
+        stored: ``saved`` channels that the K/V buffer of a cut document holds.
+        stored_unless: module that puts others in place of the ``stored`` channels if B recomputes
+            it; empty: none.
+        unmoved: ``saved`` channels that no kernel besides products and attention moves.
+        flops_per_pair: forward flops per query-key pair.
+        scan_flops: forward flops per token in addition to products with the sublayer's weights.
+        work: work per unit of columns other than tokens and pairs; no two sublayers of a layer have
+            the same column.
+        workspaces: workspaces while F and B run; at most one sublayer of a layer has workspaces.
+        routed: experts to which tokens are routed; at most one sublayer of a layer has experts.
+        exchanged: channels exchanged within a CP group in a forward.
+        heads: number of additional runs of the LM head for a layer with this sublayer.
+        gathers: number of sublayers around which the hidden state is gathered within a TP group.
+    """
+
+    parameters: int
+    saved: int
+    weight_inputs: int
+    recomputed: Mapping[str, RecomputedModule]
+    carried: CarryOver = CarryOver()
+    stored: int = 0
+    stored_unless: str = ""
+    unmoved: int = 0
+    flops_per_pair: float = 0.0
+    scan_flops: float = 0.0
+    work: Mapping[Column, Work] = field(default_factory=dict)
+    workspaces: Mapping[Kind, ContextWorkspace] = field(default_factory=dict)
+    routed: RoutedExperts = RoutedExperts()
+    exchanged: int = 0
+    heads: int = 0
+    gathers: int = 0
+
+    @property
+    def moved(self) -> float:
+        """Channels that kernels other than products and attention read or write in a forward."""
+        return MOVED * (self.saved - self.unmoved)
+
+    def __add__(self, other: "Sublayer") -> "Sublayer":
+        modules = dict(self.recomputed)
+        for name, module in other.recomputed.items():
+            modules[name] = modules[name] + module if name in modules else module
+        return Sublayer(
+            **{name: getattr(self, name) + getattr(other, name) for name in _SUMS},
+            recomputed=modules,
+            stored_unless=self.stored_unless or other.stored_unless,
+            work={**self.work, **other.work},
+            workspaces={**self.workspaces, **other.workspaces},
+            routed=self.routed if self.routed.copies else other.routed,
+        )
+
+
+_SUMS = (
+    *("parameters", "saved", "weight_inputs", "carried", "stored", "unmoved", "flops_per_pair"),
+    *("scan_flops", "exchanged", "heads", "gathers"),
+)
+
+
 class Part:
-    """Base class of sublayers; an instance belongs to a layer with ``shape`` of ``model``."""
+    """Base class of the kinds of sublayers."""
 
     MIXER: ClassVar[bool]  # whether it moves information between tokens
     WORD: ClassVar[str]  # its word in the name of a kind
@@ -202,84 +279,12 @@ class Part:
     CP: ClassVar[bool] = True  # whether it supports context parallelism
     BEFORE_LAYER: ClassVar[bool] = False  # whether it precedes the layer and its recompute modes
 
-    def __init__(self, model: Decoder, shape: Any):
-        self.model, self.shape = model, shape
-
     @classmethod
     def there(cls, shape: Any) -> bool:
         """Return whether a layer of ``shape`` has this sublayer."""
         raise NotImplementedError
 
-    @property
-    def parameters(self) -> int:
-        """Number of parameters, with those of the norm, but without those of routed experts."""
-        return 0
-
-    @property
-    def routed(self) -> RoutedExperts:
-        """Experts to which tokens are routed."""
-        return RoutedExperts()
-
-    @property
-    def scan_flops(self) -> float:
-        """Forward flops per token in addition to products with the sublayer's weights."""
-        return 0.0
-
-    @property
-    def flops_per_pair(self) -> float:
-        """Forward flops per query-key pair."""
-        return 0.0
-
-    @property
-    def work(self) -> Mapping[Column, Work]:
-        """Work per unit of columns other than tokens and pairs."""
-        return {}
-
-    @property
-    def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """Workspaces while F and B run, if any."""
-        return {}
-
-    @property
-    def carried(self) -> CarryOver:
-        """State that a slice leaves for later slices."""
-        return CarryOver()
-
-    @property
-    def saved(self) -> int:
-        """Channels saved from F to B, such as inputs and outputs of norms, inputs of products."""
-        return 0
-
-    @property
-    def moved(self) -> float:
-        """Channels that kernels other than products and attention read or write in a forward."""
-        return MOVED * self.saved
-
-    def stored(self, modules: tuple[str, ...]) -> int:
-        """Return how many ``saved`` channels the K/V buffer holds if B recomputes ``modules``."""
-        return 0
-
-    @property
-    def weight_inputs(self) -> int:
-        """Channels saved from I to W: inputs of matrix products, and gradients of their outputs."""
-        return 0
-
-    @property
-    def recomputed(self) -> Mapping[str, RecomputedModule]:
-        """Modules that backward can recompute, by Megatron's names."""
-        return {}
-
-    @property
-    def exchanged(self) -> int:
-        """Channels exchanged within a CP group in a forward."""
-        return 0
-
-    @property
-    def heads(self) -> int:
-        """Number of additional runs of the LM head for a layer with this sublayer."""
-        return 0
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the hidden state is gathered within a TP group around the sublayer."""
-        return False
+    @classmethod
+    def of(cls, model: Decoder, shape: Any) -> Sublayer:
+        """Return the quantities of this sublayer in a layer with ``shape`` of ``model``."""
+        raise NotImplementedError

@@ -4,18 +4,19 @@ Attention runs on latents. Queries and the single key of all heads are latents w
 Later slices need this key and the indexer's key, and do not project either of them again.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_epp.cost.columns import Column, WindowPairs
+from megatron_epp.cost.columns import WindowPairs
 from megatron_epp.cost.kinds.base import (
     ATTENTION_BACKWARD,
     ELEMENT_BYTES,
     GRADIENT_BYTES,
     CarryOver,
     ContextWorkspace,
+    Decoder,
     RecomputedModule,
+    Sublayer,
     Work,
 )
 from megatron_epp.cost.kinds.mla import MLAPart, MLASizes
@@ -80,86 +81,48 @@ class DSAPart(MLAPart):
         """Return whether a layer of ``shape`` has an indexer."""
         return shape.index_heads > 0
 
-    @property
-    def _key(self) -> int:
-        return self.shape.kv_rank + self.shape.rotary_size  # one key for all heads
-
-    @property
-    def _index_hidden(self) -> int:
-        return self.shape.index_heads * self.shape.index_size
-
-    @property
-    def _absorbed(self) -> int:
-        return self.model.heads * self._key  # queries of all heads, in the latent space
-
-    @property
-    def _attended(self) -> int:
-        return self.model.heads * self.shape.kv_rank  # outputs of all heads, in the latent space
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of MLA and of the indexer."""
-        hidden, shape = self.model.hidden, self.shape
-        query = (shape.query_rank or hidden) * self._index_hidden
-        key = hidden * shape.index_size + 2 * shape.index_size
-        return super().parameters + query + key + hidden * shape.index_heads
-
-    @property
-    def flops_per_pair(self) -> float:
-        """Forward flops of the indexer per pair; ``taught_on_all`` adds QK' for its loss."""
-        scores = self._index_hidden + self.shape.index_heads
-        return 2.0 * (scores + self._absorbed * self.shape.taught_on_all)
-
-    @property
-    def work(self) -> Mapping[Column, Work]:
-        """Work of attention per pair of a query and a key that the indexer selects for it."""
-        flops = 2.0 * (self._absorbed + self._attended)
-        chosen = WindowPairs(self.shape.chosen_keys)
-        return {chosen: Work(flops, ATTENTION_BACKWARD, attention=True)}
-
-    @property
-    def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """Bytes of context keys and of tensors, query block by keys; B adds key gradients."""
-        channels, (forward, backward) = self.carried.channels, CHOICE_TENSORS
-        block = float(GRADIENT_BYTES * CHOICE_BLOCK)  # in float32, too
-        gradients = float((ELEMENT_BYTES + GRADIENT_BYTES) * channels)
-        return {Kind.FORWARD: ContextWorkspace(float(ELEMENT_BYTES * channels), forward * block),
-                Kind.BACKWARD: ContextWorkspace(gradients, backward * block)}  # fmt: skip
-
-    @property
-    def saved(self) -> int:
-        """Channels saved from F to B; the indexer's keys count before and after their norm."""
-        shape, latents = self.shape, 2 * self._ranks + self.shape.rotary_size
-        of_queries = self.query_hidden + self._absorbed
-        outputs = self._attended + self.output_hidden
-        index = self._index_hidden + shape.index_heads + 2 * shape.index_size
-        index += _PER_NUMBER * shape.chosen_keys
-        return 2 * self.model.hidden + latents + of_queries + self._key + outputs + index
-
-    def stored(self, modules: tuple[str, ...]) -> int:
-        """Return the channels of both keys, which are in the buffer of a slice's document."""
-        return self.carried.channels
-
-    @property
-    def carried(self) -> CarryOver:
-        """The shared key and the indexer's key of every token."""
-        return CarryOver(self._key + self.shape.index_size)
-
-    @property
-    def recomputed(self) -> dict[str, RecomputedModule]:
-        """Modules that selective recomputation supports."""
-        of_queries = self.shape.query_rank or self.model.hidden
-        of_keys = self.shape.kv_rank * self.model.heads * self.model.head_size
-        dropped = self._attended + _PER_NUMBER * self.shape.chosen_keys
-        return {
-            **super().recomputed,
-            "core_attn": RecomputedModule(dropped, pairs=True),
-            "mla_up_proj": RecomputedModule(
-                self.query_hidden + self._absorbed, of_queries * self.query_hidden + of_keys
-            ),
-        }
-
-    @property
-    def exchanged(self) -> int:
-        """Always 0: DSA does not support context parallelism."""
-        return 0
+    @classmethod
+    def of(cls, model: Decoder, shape: Any) -> Sublayer:
+        """Return the quantities of MLA, with those of the indexer and of attention on latents."""
+        hidden, mla = model.hidden, super().of(model, shape)
+        key = shape.kv_rank + shape.rotary_size  # one key for all heads
+        absorbed = model.heads * key  # queries of all heads, in the latent space
+        attended = model.heads * shape.kv_rank  # outputs of all heads, in the latent space
+        query = model.heads * (model.head_size + shape.rotary_size)
+        output = model.heads * (shape.value_size or model.head_size)
+        of_index = shape.index_heads * shape.index_size
+        of_queries = shape.query_rank or hidden
+        of_keys = shape.kv_rank * model.heads * model.head_size
+        latents = 2 * (shape.query_rank + shape.kv_rank) + shape.rotary_size
+        numbers = _PER_NUMBER * shape.chosen_keys
+        # the indexer's keys before and after their norm
+        index = of_index + shape.index_heads + 2 * shape.index_size + numbers
+        index_parameters = of_queries * of_index + hidden * (shape.index_size + shape.index_heads)
+        carried = CarryOver(key + shape.index_size)  # the shared key and the indexer's
+        # Tensors of a query block by keys, in float32; B adds gradients of the context's keys.
+        forward, backward = (each * float(GRADIENT_BYTES * CHOICE_BLOCK) for each in CHOICE_TENSORS)
+        gradients = float((ELEMENT_BYTES + GRADIENT_BYTES) * carried.channels)
+        return replace(
+            mla,
+            parameters=mla.parameters + index_parameters + 2 * shape.index_size,
+            saved=2 * hidden + latents + query + absorbed + key + attended + output + index,
+            # ``taught_on_all`` adds QK' for the indexer's loss.
+            flops_per_pair=2.0 * (of_index + shape.index_heads + absorbed * shape.taught_on_all),
+            work={
+                WindowPairs(shape.chosen_keys): Work(
+                    2.0 * (absorbed + attended), ATTENTION_BACKWARD, attention=True
+                )
+            },
+            workspaces={
+                Kind.FORWARD: ContextWorkspace(float(ELEMENT_BYTES * carried.channels), forward),
+                Kind.BACKWARD: ContextWorkspace(gradients, backward),
+            },
+            carried=carried,
+            stored=carried.channels,
+            recomputed={
+                **mla.recomputed,
+                "core_attn": RecomputedModule(attended + numbers, pairs=True),
+                "mla_up_proj": RecomputedModule(query + absorbed, of_queries * query + of_keys),
+            },
+            exchanged=0,  # without context parallelism
+        )

@@ -1,29 +1,19 @@
-"""Layer: the shape that defines its kind, and the sums over its sublayers.
+"""Layer: the shape that defines its kind, and the sums of its sublayers.
 
 :data:`PARTS` is the registry of sublayers. A new layer kind needs a class in this registry, and a
 class of its sizes from which :class:`LayerShape` inherits. Nothing else in the cost model depends
 on the existing sublayers.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import reduce
+from operator import add
 from typing import Any
 
 from megatron_epp.cost.catalogue.named import from_json
-from megatron_epp.cost.columns import Column
 from megatron_epp.cost.kinds.attention import AttentionPart
-from megatron_epp.cost.kinds.base import (
-    CarryOver,
-    ContextWorkspace,
-    Decoder,
-    Part,
-    RecomputedModule,
-    RoutedExperts,
-    Work,
-    require_flags,
-    require_sizes,
-)
+from megatron_epp.cost.kinds.base import Decoder, Part, Sublayer, require_flags, require_sizes
 from megatron_epp.cost.kinds.dsa import DSAPart, DSASizes
 from megatron_epp.cost.kinds.mla import MLAPart, MLASizes
 from megatron_epp.cost.kinds.mlp import MLPPart
@@ -31,7 +21,7 @@ from megatron_epp.cost.kinds.moe import MoEPart, MoESizes
 from megatron_epp.cost.kinds.mtp import MTPPart, MTPSizes
 from megatron_epp.cost.kinds.ssm import GatedDeltaNetPart, MambaPart, SSMSizes
 from megatron_epp.cost.kinds.window import WindowSizes
-from megatron_epp.ir import SELECTIVE, Kind
+from megatron_epp.ir import SELECTIVE
 
 PARTS: tuple[type[Part], ...] = (
     MTPPart,
@@ -117,20 +107,25 @@ def kind_names(shapes: Sequence[LayerShape]) -> dict[LayerShape, str]:
     }
 
 
-@dataclass(frozen=True)  # no slots, because its sublayers are cached
-class Layer:
-    """Sizes of one layer of some kind: channels of a token, parameters, forward flops."""
+@dataclass(frozen=True, kw_only=True)
+class Layer(Sublayer):
+    """Quantities of one layer of some kind: those of all its sublayers.
+
+    Attributes:
+        model: the model.
+        shape: sizes of the layer.
+        parts: the layer's sublayers, in the order of :data:`PARTS`.
+    """
 
     model: Decoder
     shape: LayerShape
+    parts: Mapping[type[Part], Sublayer]
 
-    @cached_property
-    def parts(self) -> tuple[Part, ...]:
-        """Sublayers of the layer."""
-        return tuple(part(self.model, self.shape) for part in PARTS if part.there(self.shape))
-
-    def _sum(self, of: Callable[[Part], int]) -> int:
-        return sum(of(part) for part in self.parts)
+    @classmethod
+    def of(cls, model: Decoder, shape: LayerShape) -> "Layer":
+        """Return the layer with ``shape`` of ``model``."""
+        parts = {part: part.of(model, shape) for part in PARTS if part.there(shape)}
+        return cls(**vars(reduce(add, parts.values())), model=model, shape=shape, parts=parts)
 
     @property
     def window(self) -> int:
@@ -152,25 +147,10 @@ class Layer:
         """Constant time per chunk, relative to the constant time of a dense layer."""
         return max(part.LAUNCHES for part in self.parts)
 
-    @cached_property
-    def carried(self) -> CarryOver:
-        """State that a slice leaves for later slices."""
-        return sum((part.carried for part in self.parts), CarryOver())
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters, without those of routed experts, which are sharded differently."""
-        return self._sum(lambda part: part.parameters)
-
     @property
     def expert_parameters(self) -> int:
         """Parameters of all routed experts."""
         return self.routed.parameters
-
-    @cached_property
-    def routed(self) -> RoutedExperts:
-        """Routed experts of the layer; at most one sublayer has experts."""
-        return next((part.routed for part in self.parts if part.routed.copies), RoutedExperts())
 
     @property
     def active_parameters(self) -> int:
@@ -183,29 +163,9 @@ class Layer:
         return 2.0 * self.active_parameters + self.scan_flops
 
     @property
-    def scan_flops(self) -> float:
-        """Forward flops per token of scans, which have no weight gradient."""
-        return sum(part.scan_flops for part in self.parts)
-
-    @property
-    def flops_per_pair(self) -> float:
-        """Forward flops of attention per query-key pair."""
-        return sum(part.flops_per_pair for part in self.parts)
-
-    @cached_property
-    def work(self) -> Mapping[Column, Work]:
-        """Work per unit of each additional column; no two sublayers have the same column."""
-        return {column: work for part in self.parts for column, work in part.work.items()}
-
-    @property
     def masks_diagonal(self) -> bool:
         """Whether query-key pairs within a slice may take longer than pairs with earlier keys."""
         return self.flops_per_pair > 0 and not self.window
-
-    @property
-    def workspaces(self) -> Mapping[Kind, ContextWorkspace]:
-        """Workspaces while F and B run; at most one sublayer has workspaces."""
-        return {op: each for part in self.parts for op, each in part.workspaces.items()}
 
     @property
     def cp(self) -> bool:
@@ -215,48 +175,17 @@ class Layer:
     @property
     def moved(self) -> float:
         """Channels that kernels other than products and attention read or write in a forward."""
-        return sum(part.moved for part in self.parts)
+        return sum(each.moved for each in self.parts.values())
 
     @property
-    def saved(self) -> int:
-        """Channels saved from F to B."""
-        return self._sum(lambda part: part.saved)
-
-    @property
-    def weight_inputs(self) -> int:
-        """Channels saved from I to W."""
-        return self._sum(lambda part: part.weight_inputs)
-
-    @property
-    def before_layer(self) -> tuple[Part, ...]:
+    def before_layer(self) -> tuple[Sublayer, ...]:
         """Sublayers to which the layer's recompute modes do not apply."""
-        return tuple(part for part in self.parts if part.BEFORE_LAYER)
+        return tuple(each for part, each in self.parts.items() if part.BEFORE_LAYER)
 
-    def stored(self, mode: str) -> int:
+    def stored_in(self, mode: str) -> int:
         """Return the channels saved in recompute ``mode`` that a cut document's K/V buffer holds.
 
         They are 0 with a sliding window, because the buffer then holds copies.
         """
-        if self.shape.window:
-            return 0
-        return self._sum(lambda part: part.stored(SELECTIVE.get(mode, ())))
-
-    def recomputed(self, module: str) -> tuple[RecomputedModule, ...]:
-        """Return ``module`` of every sublayer that has this module."""
-        modules = (part.recomputed.get(module) for part in self.parts)
-        return tuple(each for each in modules if each is not None)
-
-    @property
-    def heads(self) -> int:
-        """Number of additional runs of the LM head."""
-        return self._sum(lambda part: part.heads)
-
-    @property
-    def exchanged(self) -> int:
-        """Channels exchanged within a CP group in a forward."""
-        return self._sum(lambda part: part.exchanged)
-
-    @property
-    def gathers(self) -> int:
-        """Number of sublayers around which the hidden state is gathered within a TP group."""
-        return self._sum(lambda part: part.gathers)
+        replaced = self.stored_unless in SELECTIVE.get(mode, ())
+        return 0 if self.shape.window or replaced else self.stored

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_epp.cost.kinds.base import Part, RecomputedModule, Sizes
+from megatron_epp.cost.kinds.base import Decoder, Part, RecomputedModule, Sizes, Sublayer
 
 
 @dataclass(frozen=True)
@@ -29,44 +29,27 @@ class MLPPart(Part):
         """Return whether a layer of ``shape`` has a dense MLP."""
         return shape.mlp and not shape.experts
 
-    @property
-    def dense_hidden(self) -> int:
-        """Hidden size of the MLP that processes every token."""
-        return self.shape.ffn_hidden or self.model.ffn_hidden
+    @classmethod
+    def of(cls, model: Decoder, shape: Any) -> Sublayer:
+        """Return the quantities of the dense MLP."""
+        return mlp(model, shape.ffn_hidden or model.ffn_hidden)
 
-    @property
-    def matrices(self) -> int:
-        """Number of weight matrices."""
-        return 3 if self.model.gated else 2
 
-    @property
-    def parameters(self) -> int:
-        """Parameters of the matrices and of the norm."""
-        return self.model.hidden * (self.dense_hidden * self.matrices + 1)
+def matrices(model: Decoder) -> int:
+    """Return the number of weight matrices of an MLP."""
+    return 3 if model.gated else 2
 
-    @property
-    def _inside(self) -> int:
-        """Channels that the MLP saves in addition to those of its norm."""
-        return self.dense_hidden * self.matrices
 
-    @property
-    def saved(self) -> int:
-        """Channels saved from F to B."""
-        return 2 * self.model.hidden + self._inside
-
-    @property
-    def weight_inputs(self) -> int:
-        """Channels saved from I to W."""
-        return 2 * self.model.hidden + self.dense_hidden * self.matrices
-
-    @property
-    def recomputed(self) -> dict[str, RecomputedModule]:
-        """Modules that selective recomputation supports."""
-        norm = RecomputedModule(self.model.hidden, light=True)
-        products = self.parameters - self.model.hidden + self.routed.active
-        return {"mlp": RecomputedModule(self._inside, products), "layernorm": norm}
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the hidden state is gathered within a TP group."""
-        return self.dense_hidden > 0
+def mlp(model: Decoder, width: int) -> Sublayer:
+    """Return the quantities of an MLP with the hidden size ``width`` and of its norm."""
+    hidden, inside = model.hidden, width * matrices(model)
+    return Sublayer(
+        parameters=hidden * (inside + 1),
+        saved=2 * hidden + inside,
+        weight_inputs=2 * hidden + inside,
+        recomputed={
+            "mlp": RecomputedModule(inside, hidden * inside),
+            "layernorm": RecomputedModule(hidden, light=True),
+        },
+        gathers=int(width > 0),
+    )

@@ -1,10 +1,10 @@
 """Mixture of experts (MoE) instead of the dense MLP, optionally with a shared expert."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_epp.cost.kinds.base import MOVED, RecomputedModule, RoutedExperts
-from megatron_epp.cost.kinds.mlp import MLPPart, MLPSizes
+from megatron_epp.cost.kinds.base import Decoder, RecomputedModule, RoutedExperts, Sublayer
+from megatron_epp.cost.kinds.mlp import MLPPart, MLPSizes, matrices, mlp
 
 # Grouped products of experts with this many channels take twice as long per flop as wide ones. The
 # excess falls with the square of the channels. Fitted to `vllm-experts-h200` and the step times of
@@ -66,67 +66,38 @@ class MoEPart(MLPPart):
         """Return whether a layer of ``shape`` has experts."""
         return shape.mlp and shape.experts > 0
 
-    @property
-    def dense_hidden(self) -> int:
-        """Hidden size of the shared expert, which processes every token."""
-        return self.shape.shared_hidden
-
-    @property
-    def parameters(self) -> int:
-        """Number of parameters, without those of routed experts."""
-        router_and_projections = self.shape.experts + 2 * self.shape.expert_latent
-        return super().parameters + self.model.hidden * router_and_projections
-
-    @property
-    def _width(self) -> int:
-        """Channels that are sent to an expert and back."""
-        return self.shape.expert_latent or self.model.hidden
-
-    @property
-    def _one_expert(self) -> int:
-        return self._width * self.shape.expert_hidden * self.matrices
-
-    @property
-    def routed(self) -> RoutedExperts:
-        """Routed experts; tokens are sorted by expert before them and unsorted after them."""
-        copies, narrow = self.shape.active_experts, NARROW_EXPERT / self.shape.expert_hidden
-        sent, active = copies * self._width, copies * self._one_expert
-        return RoutedExperts(
-            parameters=self.shape.experts * self._one_expert,
+    @classmethod
+    def of(cls, model: Decoder, shape: Any) -> Sublayer:
+        """Return the quantities of the experts, of the shared expert and of all around them."""
+        hidden, latent, shared = model.hidden, shape.expert_latent, mlp(model, shape.shared_hidden)
+        copies = shape.active_experts
+        width = latent or hidden  # channels sent to an expert and back
+        inner = shape.expert_hidden * matrices(model)
+        active, narrow = copies * width * inner, NARROW_EXPERT / shape.expert_hidden
+        routed = RoutedExperts(
+            parameters=shape.experts * width * inner,
             active=active,
             copies=copies,
-            weight_inputs=copies * (2 * self._width + self.shape.expert_hidden * self.matrices),
-            exchanged=sent,
-            permuted=2.0 * sent,
+            weight_inputs=copies * (2 * width + inner),
+            exchanged=copies * width,
+            permuted=2.0 * copies * width,  # sorted by expert before them, unsorted after them
             narrow_flops=2.0 * active * narrow**2,
-            issue=HOST_OF_EXPERT * self.shape.experts,
+            issue=HOST_OF_EXPERT * shape.experts,
         )
-
-    @property
-    def _inside(self) -> int:
-        """Channels that the sublayer saves in addition to those of its norm.
-
-        These are inputs and inner channels of the experts, the router's outputs, the latents that
-        experts return, and the shared expert's channels.
-        """
-        each = self._width + self.shape.expert_hidden * self.matrices
-        once = self.shape.experts + self.shape.expert_latent
-        return super()._inside + self.shape.active_experts * each + once
-
-    @property
-    def moved(self) -> float:
-        """Channels that kernels read or write, except experts' inputs, which ``routed`` counts."""
-        return MOVED * (self.saved - self.shape.active_experts * self._width)
-
-    @property
-    def weight_inputs(self) -> int:
-        """Channels saved from I to W; I computes the router's weight gradient."""
-        latent = self.shape.expert_latent
-        dense = super().weight_inputs if self.dense_hidden or latent else 0
-        return self.routed.weight_inputs + dense + 2 * latent
-
-    @property
-    def recomputed(self) -> dict[str, RecomputedModule]:
-        """Modules that selective recomputation supports."""
-        activation = self.shape.active_experts * self.shape.expert_hidden
-        return {**super().recomputed, "moe_act": RecomputedModule(activation, light=True)}
+        parameters = shared.parameters + hidden * (shape.experts + 2 * latent)
+        # Besides the shared expert's: inputs and inner channels of the experts, the router's
+        # outputs, and the latents that experts return.
+        saved = shared.saved + copies * (width + inner) + shape.experts + latent
+        all_mlp = RecomputedModule(saved - 2 * hidden, parameters - hidden + active)
+        act = RecomputedModule(copies * shape.expert_hidden, light=True)
+        # I computes the router's weight gradient.
+        dense_inputs = shared.weight_inputs if shape.shared_hidden or latent else 0
+        return replace(
+            shared,
+            parameters=parameters,
+            saved=saved,
+            weight_inputs=routed.weight_inputs + dense_inputs + 2 * latent,
+            recomputed={**shared.recomputed, "mlp": all_mlp, "moe_act": act},
+            unmoved=copies * width,  # experts' inputs, which ``routed`` counts
+            routed=routed,
+        )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megatron_epp.cost.kinds.base import Part, Sizes
+from megatron_epp.cost.kinds.base import Decoder, Part, Sizes, Sublayer
 
 
 @dataclass(frozen=True)
@@ -31,28 +31,15 @@ class MTPPart(Part):
         """Return whether a layer of ``shape`` starts an MTP layer."""
         return shape.predicts
 
-    @property
-    def parameters(self) -> int:
-        """Parameters of the projection and the norms."""
-        hidden = self.model.hidden
-        return 2 * hidden * hidden + 3 * hidden
-
-    @property
-    def saved(self) -> int:
-        """Channels saved from F to B: inputs of two norms, and of the projection."""
-        return 4 * self.model.hidden
-
-    @property
-    def weight_inputs(self) -> int:
-        """Channels saved from I to W."""
-        return 3 * self.model.hidden
-
-    @property
-    def heads(self) -> int:
-        """One additional run of the LM head."""
-        return 1
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the hidden state is gathered within a TP group."""
-        return True
+    @classmethod
+    def of(cls, model: Decoder, shape: MTPSizes) -> Sublayer:
+        """Return the quantities of the projection and the norms, and a run of the LM head."""
+        hidden = model.hidden
+        return Sublayer(
+            parameters=2 * hidden * hidden + 3 * hidden,
+            saved=4 * hidden,  # inputs of two norms, and of the projection
+            weight_inputs=3 * hidden,
+            recomputed={},
+            heads=1,
+            gathers=1,
+        )

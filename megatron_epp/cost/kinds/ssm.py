@@ -5,11 +5,10 @@ slice. The constant time per chunk is assumed to be twice that of a dense layer,
 launches of a convolution and a blocked scan.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from megatron_epp.cost.kinds.base import CarryOver, Part, RecomputedModule, Sizes
+from megatron_epp.cost.kinds.base import CarryOver, Decoder, Part, RecomputedModule, Sizes, Sublayer
 
 TAPS = 4  # width of the convolution before the scan; TAPS - 1 rows cross a boundary
 # Rows of a scan's block, within which rows interact as in attention.
@@ -40,6 +39,16 @@ class SSMSizes(Sizes):
         """Number of heads with a state."""
         return self.mamba_heads or self.delta_heads
 
+    @property
+    def state_inner(self) -> int:
+        """Channels of all heads with a state."""
+        return self.state_heads * self.state_values
+
+    @property
+    def convolved(self) -> int:
+        """Channels of the convolution: values, and B and C (Mamba) or Q and K of all groups."""
+        return self.state_inner + 2 * self.state_groups * self.state_keys
+
     def require(self) -> None:
         """Raise a ValueError if the sizes are inconsistent."""
         super().require()
@@ -62,130 +71,76 @@ class _SSMPart(Part):
     """Input projection, convolution, scan, and output projection."""
 
     MIXER, LAUNCHES = True, 2
+    PER_HEAD: ClassVar[int]  # numbers per head and token that control decay and update of the state
 
-    @property
-    def keys(self) -> int:
-        """Channels of all groups of B or of C (Mamba), or of Q or of K (gated delta net)."""
-        return self.shape.state_groups * self.shape.state_keys
-
-    @property
-    def inner(self) -> int:
-        """Channels of all heads."""
-        return self.shape.state_heads * self.shape.state_values
-
-    @property
-    def per_head(self) -> int:
-        """Numbers per head and token that control the decay and the update of the state."""
-        raise NotImplementedError
-
-    @property
-    def projected(self) -> int:
-        """Channels of the input projection: values, gates, keys and the numbers ``per_head``."""
-        return 2 * self.inner + 2 * self.keys + self.per_head * self.shape.state_heads
-
-    @property
-    def convolved(self) -> int:
-        """Channels of the convolution."""
-        return self.inner + 2 * self.keys
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of projections, convolution and norms."""
-        products = self.model.hidden * (self.projected + self.inner)
-        return products + TAPS * self.convolved + self.inner + self.model.hidden
-
-    @property
-    def carried(self) -> CarryOver:
-        """Last rows of the convolution's input, and the state."""
-        return CarryOver(
-            heads=self.shape.state_heads,
-            tail=(TAPS - 1) * self.convolved,
-            state=self.inner * self.shape.state_keys,
+    @classmethod
+    def of(cls, model: Decoder, shape: Any) -> Sublayer:
+        """Return the quantities that both kinds have, without flops of the scan."""
+        hidden, inner, convolved = model.hidden, shape.state_inner, shape.convolved
+        # values, gates, keys and the numbers of every head
+        projected = inner + convolved + cls.PER_HEAD * shape.state_heads
+        return Sublayer(
+            parameters=hidden * (projected + inner) + TAPS * convolved + inner + hidden,
+            saved=2 * hidden + projected + 3 * inner,
+            weight_inputs=2 * hidden + projected + inner,
+            # the norm of the sublayer's input, and the norm before its output projection
+            recomputed={"layernorm": RecomputedModule(hidden + inner, light=True)},
+            # the last rows of the convolution's input, and the state
+            carried=CarryOver(
+                heads=shape.state_heads,
+                tail=(TAPS - 1) * convolved,
+                state=inner * shape.state_keys,
+            ),
+            exchanged=projected + inner,
+            gathers=1,
         )
-
-    @property
-    def weight_inputs(self) -> int:
-        """Channels saved from I to W."""
-        return 2 * self.model.hidden + self.projected + self.inner
-
-    @property
-    def recomputed(self) -> Mapping[str, RecomputedModule]:
-        """Norm of the sublayer's input, and norm before its output projection."""
-        return {"layernorm": RecomputedModule(self.model.hidden + self.inner, light=True)}
-
-    @property
-    def exchanged(self) -> int:
-        """Channels exchanged within a CP group in a forward."""
-        return self.projected + self.inner
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the hidden state is gathered within a TP group."""
-        return True
 
 
 class MambaPart(_SSMPart):
     """Mamba-2; the kernel saves its input and its ungated output, and recomputes other tensors."""
 
-    WORD, ALONE = "mamba", "mamba"
+    WORD, ALONE, PER_HEAD = "mamba", "mamba", 1  # a time step
 
     @classmethod
     def there(cls, shape: Any) -> bool:
         """Return whether a layer of ``shape`` is a Mamba layer."""
         return shape.mamba_heads > 0
 
-    @property
-    def per_head(self) -> int:
-        """One number per head and token: a time step."""
-        return 1
+    @classmethod
+    def of(cls, model: Decoder, shape: Any) -> Sublayer:
+        """Return the quantities of Mamba-2.
 
-    @property
-    def saved(self) -> int:
-        """Channels saved from F to B."""
-        return 2 * self.model.hidden + self.projected + 3 * self.inner
-
-    @property
-    def scan_flops(self) -> float:
-        """Forward flops per token of the scan.
-
-        They cover products with keys and values within a block (half of its pairs), outputs from
-        the state, and updates of the state.
+        The flops of the scan cover products with keys and values within a block (half of its
+        pairs), outputs from the state, and updates of the state.
         """
-        within = BLOCK * (self.keys + self.inner)
-        return within + 4.0 * self.inner * self.shape.state_keys
+        inner, keys = shape.state_inner, shape.state_groups * shape.state_keys
+        scan_flops = BLOCK * (keys + inner) + 4.0 * inner * shape.state_keys
+        return replace(super().of(model, shape), scan_flops=scan_flops)
 
 
 class GatedDeltaNetPart(_SSMPart):
     """Gated delta net; a triangular system first makes the rows of a block independent."""
 
-    WORD, ALONE = "delta", "delta"
+    WORD, ALONE, PER_HEAD = "delta", "delta", 2  # decay and update rate
 
     @classmethod
     def there(cls, shape: Any) -> bool:
         """Return whether a layer of ``shape`` is a gated delta net."""
         return shape.delta_heads > 0
 
-    @property
-    def per_head(self) -> int:
-        """Two numbers per head and token: decay and update rate."""
-        return 2
+    @classmethod
+    def of(cls, model: Decoder, shape: Any) -> Sublayer:
+        """Return the quantities of a gated delta net.
 
-    @property
-    def saved(self) -> int:
-        """Channels saved from F to B.
-
-        They cover the projections, the convolution's output, normalised Q and K of every head, and
-        outputs before and after norm and gate.
+        Saved are the projections, the convolution's output, normalised Q and K of every head, and
+        outputs before and after norm and gate. The flops of the scan cover the terms of Mamba (here
+        with keys for each head), the triangular system, and the computation of the values that the
+        update subtracts from the state.
         """
-        of_heads = 2 * self.shape.delta_heads * self.shape.state_keys
-        return 2 * self.model.hidden + self.projected + self.convolved + of_heads + 3 * self.inner
-
-    @property
-    def scan_flops(self) -> float:
-        """Forward flops per token of the scan.
-
-        They cover the terms of Mamba (here with keys for each head), the triangular system, and the
-        computation of the values that the update subtracts from the state.
-        """
-        block, keys = BLOCK // 2, self.shape.delta_heads * self.shape.state_keys
-        return 2.0 * block * (2 * keys + self.inner) + 6.0 * self.inner * self.shape.state_keys
+        common, inner = super().of(model, shape), shape.state_inner
+        block, keys = BLOCK // 2, shape.delta_heads * shape.state_keys
+        return replace(
+            common,
+            saved=common.saved + shape.convolved + 2 * keys,
+            scan_flops=2.0 * block * (2 * keys + inner) + 6.0 * inner * shape.state_keys,
+        )
