@@ -478,9 +478,6 @@ class TuneFlags:
         "SLURM_HOSTFILE. This needs a --topology with a grid of nodes.",
         FILE,
     )
-    grid_svg: str | None = flag(
-        None, "Draw the grid of --topology with ranks, spare nodes and failed nodes.", FILE
-    )
     dry_run_corpus: int | None = flag(
         None,
         "Simulate N iterations of the corpus with the chosen row, and print the spread of their "

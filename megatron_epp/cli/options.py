@@ -35,6 +35,7 @@ REMOVED = {
         _AS_TRAINED,
     ),
     "--for": _BY_HAND,
+    "--grid-svg": "tune prints the grid; --hostfile writes its hosts by node rank",
     "--framework": _BY_HAND,
     "--devices": "give --pp and --cp; tune --gpus N finds the fastest degrees",
     "serve": "training starts its planner processes itself; for a plan in a file: plan -o FILE",

@@ -123,7 +123,7 @@ REFUSED = {
         "--nodes 1 --topology tree": "unknown topology 'tree'",
         "--nodes 1 --topology railx": "its nodes have 16 devices; give --devices-per-node 16",
         "--nodes 1 --hostfile x": "--hostfile: expected a --topology file that has nodes",
-        "--topology railx --nodes 1 --devices-per-node 16 --grid-svg x": "--grid-svg: expected",
+        "--nodes 1 --grid-svg x": "--grid-svg was removed; tune prints the grid",
         "--nodes 1 --levers magic": "unknown lever 'magic'",
         "--nodes 1 --memory-budget-gib 1": "no layout of the 8 devices works",
         "--nodes 1 --device h100-80g*2,a100-40g*2": "several devices are no longer accepted",

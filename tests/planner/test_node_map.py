@@ -112,14 +112,14 @@ def test_stages_lie_below_each_other_where_they_can() -> None:
     mapped = map_nodes(grid("all-to-all", (8, 8), (0, 0)), Layout(8, 1, 4, 6), 8)
     first, second = mapped.nodes[0], mapped.nodes[6]
     assert sum(a != b for a, b in zip(first, second, strict=True)) == 1
-    assert mapped.cells()[first] == (0, "0.0") and mapped.cells()[second] == (1, "1.0")
+    assert mapped.labels()[first] == "0.0" and mapped.labels()[second] == "1.0"
 
 
 def test_small_jobs_and_experts_of_several_replicas() -> None:
     small = map_nodes(grid("all-to-all", (2, 2), (0, 0)), Layout(2, 1, 2, 2), 8)
-    assert len(small.nodes) == 1 and small.cells()[small.nodes[0]] == (0, "0-1.0-1")
+    assert len(small.nodes) == 1 and small.labels()[small.nodes[0]] == "0-1.0-1"
     half = map_nodes(grid("all-to-all", (2, 2)), Layout(4, 1, 2, 2), 8)
-    assert [half.cells()[place][1] for place in half.nodes] == ["0.0-1", "1.0-1"]
+    assert [half.labels()[place] for place in half.nodes] == ["0.0-1", "1.0-1"]
     shared = map_nodes(grid("all-to-all", (3, 3), (0, 0)), Layout(8, 1, 1, 4), 8, ep=16)
     assert all(len({row for row, _ in block}) == 1 for block in blocks(shared, 2))
     with pytest.raises(ValueError, match="groups of 12 ranks over nodes of 8"):

@@ -22,7 +22,6 @@ from megatron_epp.cli.tune.script import launch_script, layouts_line, require_sa
 from megatron_epp.cost.catalogue.accuracy import accuracy_lines
 from megatron_epp.cost.catalogue.models import model, model_config
 from megatron_epp.cost.network.topology import Topology
-from megatron_epp.ir.errors import printable
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.tuning.node_map import NodeMap, map_nodes
 from megatron_epp.planner.tuning.parts import memory_parts
@@ -34,13 +33,12 @@ from megatron_epp.planner.tuning.survey import (
     slow_hosts,
     survey,
 )
-from megatron_epp.show.grid import grid_drawing, grid_text
-from megatron_epp.show.svg import to_svg
+from megatron_epp.show.grid import grid_text
 from megatron_epp.show.table import COLUMNS
 from megatron_epp.show.units import GIB
 
 # Options that need the search, and therefore --lengths.
-_OF_SURVEY = (*("row", "parts", "html", "script", "hostfile", "grid_svg", "dry_run_corpus"),)
+_OF_SURVEY = (*("row", "parts", "html", "script", "hostfile", "dry_run_corpus"),)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -155,11 +153,8 @@ def _write_and_print(
     """Write the files that the options name for row ``row``; print the table or its JSON."""
     arguments, documents, chosen = job.arguments, len(drawn[0]), result.choices[row - 1]
     nodes = _nodes(job, chosen)
-    if nodes is not None:
-        if arguments.hostfile is not None:
-            write_file(arguments.hostfile, "".join(f"{host}\n" for host in nodes.hosts))
-        if arguments.grid_svg is not None:
-            write_file(arguments.grid_svg, _grid_svg(nodes))
+    if nodes is not None and arguments.hostfile is not None:
+        write_file(arguments.hostfile, "".join(f"{host}\n" for host in nodes.hosts))
     rows = result.choices[: max(arguments.top, row)]
     shown = rows if arguments.parts else [chosen]
     parts = {
@@ -280,24 +275,8 @@ def _node_lines(nodes: NodeMap) -> str:
         summary += f"; {nodes.displaced} stand in for a failed one of another column"
     ranks = ", ".join(f"{rank} {host}" for rank, host in enumerate(nodes.hosts))
     order = textwrap.fill(f"hosts by node rank: {ranks}", COLUMNS, subsequent_indent="  ")
-    picture = grid_text(rows, columns, nodes.cells(), grid.failed_nodes)
+    picture = grid_text(rows, columns, nodes.labels(), grid.failed_nodes)
     return f"\n{summary}\n\n{picture}\n{order}\n"
-
-
-def _grid_svg(nodes: NodeMap) -> str:
-    """Return the grid as SVG; tooltips show the name and node rank of each node."""
-    grid, ranks = nodes.grid, {place: rank for rank, place in enumerate(nodes.nodes)}
-    every = [*grid.live, *grid.failed_nodes]
-    titles = {
-        place: f"{grid.host(place)}, node rank {ranks[place]}"
-        if place in ranks
-        else grid.host(place)
-        for place in every
-    }
-    title = printable(f"{nodes.layout} on {nodes.topology.name}")
-    rows, columns = grid.nodes
-    drawing = grid_drawing(rows, columns, nodes.cells(), grid.failed_nodes, titles, title)
-    return to_svg(drawing)
 
 
 def _node_facts(nodes: NodeMap) -> dict:

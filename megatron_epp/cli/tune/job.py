@@ -166,13 +166,12 @@ def _require_grid(job: TunedJob) -> None:
     """Raise a UsageError if an option needs a grid of hosts, or the grid has too few live nodes."""
     arguments, joined, nodes = job.arguments, job.joined, job.nodes
     grid = joined if isinstance(joined, Topology) and joined.nodes else None
-    for name in ("hostfile", "grid_svg"):
-        if grid is None and getattr(arguments, name) is not None:
-            raise UsageError(
-                f"--{name.replace('_', '-')}: expected a --topology file that has nodes, the rows "
-                "and columns of a grid"
-            )
     if grid is None:
+        if arguments.hostfile is not None:
+            raise UsageError(
+                "--hostfile: expected a --topology file that has nodes, the rows and columns of a "
+                "grid"
+            )
         return
     hosts = job.node_devices // job.host_devices
     if hosts > 1 and (arguments.hostfile or (arguments.script and grid.hosts)):

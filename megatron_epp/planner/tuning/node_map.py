@@ -146,16 +146,15 @@ class NodeMap:
         replica_of = [rank // one % self.layout.dp for rank in (first, last)]
         return stages, range(replica_of[0], replica_of[1] + 1)
 
-    def cells(self) -> dict[Place, tuple[int, str]]:
-        """Return, for every node with ranks, its first stage and its label "stages.replicas"."""
-        cells = {}
-        for node_rank, place in enumerate(self.nodes):
-            of_node = self.stages_and_replicas(node_rank)
-            label = ".".join(
-                f"{each[0]}-{each[-1]}" if len(each) > 1 else f"{each[0]}" for each in of_node
+    def labels(self) -> dict[Place, str]:
+        """Return the label "stages.replicas" of every node with ranks."""
+        return {
+            place: ".".join(
+                f"{each[0]}-{each[-1]}" if len(each) > 1 else f"{each[0]}"
+                for each in self.stages_and_replicas(node_rank)
             )
-            cells[place] = of_node[0][0], label
-        return cells
+            for node_rank, place in enumerate(self.nodes)
+        }
 
 
 def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1) -> NodeMap:
