@@ -16,27 +16,16 @@ from dataclasses import dataclass
 from math import prod
 
 
-def hamiltonian_rings(nodes: int) -> tuple[list[list[int]], list[tuple[int, int]]]:
-    """Return rings through all nodes, and pairs, that together join every two nodes exactly once.
+def matched_pairs(nodes: int) -> list[tuple[int, int]]:
+    """Return the pairs of nodes that one rail joins with both ports; none if all rails are rings.
 
-    The list of pairs is empty if ``nodes`` is odd; otherwise each node is in one pair.
+    The number of nodes is even; two nodes have no rings, and all of their rails join them.
     """
+    if nodes % 2 or nodes == 2:
+        return []
     last = nodes - 1
-    if nodes % 2:
-        zigzag = [0]
-        for step in range(1, last):
-            zigzag.append(zigzag[-1] + (step if step % 2 else -step))
-        return [[last, *((k + at) % last for at in zigzag)] for k in range(last // 2)], []
-    # Matching i joins i - j to i + j, and i to the last node; two adjacent matchings make a ring.
-    rings = []
-    for first in range(0, nodes - 2, 2):
-        ring, at = [last, first], first
-        while len(ring) < nodes:
-            at = (2 * (first + (len(ring) + 1) % 2) - at) % last
-            ring.append(at)
-        rings.append(ring)
     pairs = [((last - 1 - j) % last, (last - 1 + j) % last) for j in range(1, nodes // 2)]
-    return rings, [(last, last - 1), *pairs]
+    return [(last, last - 1), *pairs]
 
 
 @dataclass(frozen=True, slots=True)

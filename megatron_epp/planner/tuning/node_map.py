@@ -19,7 +19,7 @@ from itertools import pairwise, permutations
 
 import numpy as np
 
-from megatron_epp.cost.network.rails import hamiltonian_rings
+from megatron_epp.cost.network.rails import matched_pairs
 from megatron_epp.cost.network.topology import SWITCH, Place, Topology
 from megatron_epp.planner.tuning.layouts import Layout
 
@@ -95,8 +95,7 @@ class _Rows:
                     for link in pairwise((one, *way, other)):
                         load[link] += 1 / len(ways)
         lines = topology.dimensions(1.0)[:: -1 if self.transposed else 1]
-        pairs = [hamiltonian_rings(line.nodes)[1] if line.nodes > 2 else [] for line in lines]
-        doubled = [set(map(frozenset, each)) for each in pairs]
+        doubled = [set(map(frozenset, matched_pairs(line.nodes))) for line in lines]
 
         def rate(link: tuple[Place, Place]) -> float:
             (row, at), (to_row, to) = link
