@@ -14,7 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_epp.cli.machine import AS_TRAINED
 from megatron_epp.cost.build import named_cost
-from megatron_epp.planner import Options, PlannedReplica, plan_step
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.replicas import plan_step
+from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.show.paint import draw_comparison
 from megatron_epp.show.svg import to_svg
 from megatron_epp.show.timeline import Timeline, timeline_of

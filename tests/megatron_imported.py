@@ -30,7 +30,8 @@ from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.mcore.calibrate import probe
-from megatron_epp.planner import Options, plan_step
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.replicas import plan_step
 
 _GROUPS = argument_utils.ArgumentGroupFactory
 _read = _GROUPS._get_field_docstrings

@@ -19,9 +19,10 @@ from megatron_epp.cli.progress import Workers, bar
 from megatron_epp.cli.verdict import PAYS, verdict, why_stock
 from megatron_epp.cost.catalogue.accuracy import accuracy_lines
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import COMPARED, PACKED, PLANNERS, STOCK, Options
 from megatron_epp.planner.choose.choice import heaviest
 from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import COMPARED, PACKED, PLANNERS, STOCK
 from megatron_epp.planner.stock import Stock, stock_of
 from megatron_epp.show.table import COLUMNS, text_table
 from megatron_epp.show.units import GIB, fraction_text, seconds_text

@@ -237,8 +237,8 @@ ASSUMPTIONS = tuple(field.name for field in fields(AssumptionFlags))
 
 def _planners_help() -> str:
     # Imported late: these modules load a compiler and a solver.
-    from megatron_epp.planner import COMPARED, STOCK
     from megatron_epp.planner.comparison_methods import comparison_methods
+    from megatron_epp.planner.registry import COMPARED, STOCK
 
     default = ", ".join((*COMPARED, STOCK, *comparison_methods()))
     return f"Planners to compare (default: {default})."

@@ -12,7 +12,6 @@ from megatron_epp.cli.options import UsageError
 from megatron_epp.cli.progress import Workers, bar
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir.placement import A_PLACEMENT, Placement, read_placement
-from megatron_epp.planner import PLANNERS, Options
 from megatron_epp.planner.choose.choice import (
     PLACEMENT_NAMES,
     padded_words,
@@ -20,6 +19,8 @@ from megatron_epp.planner.choose.choice import (
     run_choice,
 )
 from megatron_epp.planner.choose.partition import layout_flags
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.safe_files import bounded_text
 
 AUTO = "auto"  # value of an option that is chosen by the corpus's lengths

@@ -8,19 +8,13 @@ import numpy as np
 from megatron_epp.corpus.shared_prefixes import Batch, lengths_of
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step
-from megatron_epp.planner import (
-    COMPARISON_METHODS,
-    PLANNERS,
-    Options,
-    PlannerResult,
-    balance_replicas,
-    plan_step,
-    planner_of,
-)
 from megatron_epp.planner.choose.slow_hosts import slow_host_line
 from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
 from megatron_epp.planner.lower_bound import lower_bound_seconds
-from megatron_epp.planner.result import PlannedReplica
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import COMPARISON_METHODS, PLANNERS, planner_of
+from megatron_epp.planner.replicas import balance_replicas, plan_step
+from megatron_epp.planner.result import PlannedReplica, PlannerResult
 from megatron_epp.planner.runner import Runner, in_turn
 
 

@@ -22,15 +22,11 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Plan, Step
-from megatron_epp.planner import (
-    PLANNERS,
-    Options,
-    PlannedReplica,
-    evaluation_step,
-    parse_levers,
-)
 from megatron_epp.planner.feasibility import late_plans
-from megatron_epp.planner.options import default_levers
+from megatron_epp.planner.options import Options, default_levers, parse_levers
+from megatron_epp.planner.registry import PLANNERS
+from megatron_epp.planner.replicas import evaluation_step
+from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.show.timeline import local_fraction, offloaded_ratio
 from megatron_epp.show.units import GIB, fraction_text, seconds_text, tokens_text
 from megatron_epp.sim.exchange import exchange, messages

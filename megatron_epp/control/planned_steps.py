@@ -185,7 +185,7 @@ class PlannedSteps:
     ) -> tuple[StepPart, str]:
         """Plan in this process instead of a planner process."""
         # Imported only where plans are made: solver and compiler take seconds to load.
-        from megatron_epp.planner import evaluation_part, plan_part
+        from megatron_epp.planner.replicas import evaluation_part, plan_part
 
         place = self.groups.replicas, self._first
         if forward_only:

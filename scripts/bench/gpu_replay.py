@@ -34,7 +34,8 @@ HEADERS = [
 def plans_of(alone: Any, cost: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the plan of the batch, by planner."""
     from megatron_epp.corpus.lengths import open_corpus
-    from megatron_epp.planner import Options, parse_levers, planner_of
+    from megatron_epp.planner.options import Options, parse_levers
+    from megatron_epp.planner.registry import planner_of
 
     corpus = open_corpus(arguments.lengths, arguments.context)
     lengths = corpus.batch(arguments.batch, arguments.documents)

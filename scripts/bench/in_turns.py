@@ -129,7 +129,7 @@ class VariantSteps:
     def __init__(self, variant_at, place, models):
         from megatron_epp.mcore.calibrate.profile_file import obtain
         from megatron_epp.mcore.job.job_cost import training_cost, training_levers
-        from megatron_epp.planner import Options
+        from megatron_epp.planner.options import Options
 
         args, config = place.args, place.config
         self.variant_at, self.groups = variant_at, place.groups
@@ -156,7 +156,7 @@ class VariantSteps:
 
     def _step(self, iteration: int, lengths: Sequence[int]):
         from megatron_epp.ir import Step
-        from megatron_epp.planner import plan_step
+        from megatron_epp.planner.replicas import plan_step
 
         variant = self.variant_at(iteration)
         if variant.planner == RANDOM:

@@ -28,7 +28,8 @@ from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import format_kinds
 from megatron_epp.ir import PlanError
-from megatron_epp.planner import ALL, PLANNERS, Options
+from megatron_epp.planner.options import ALL, Options
+from megatron_epp.planner.registry import PLANNERS
 
 DEVICE = "h100-80g"
 # Pipeline stages of eight devices (TP 8, and as many for the experts), and replicas, over which

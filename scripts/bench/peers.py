@@ -54,9 +54,11 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import KEEP, KIND_CODE, Chunk, Kind, Plan, Span, Table
-from megatron_epp.planner import PLANNERS, Options, PlannedReplica
 from megatron_epp.planner.choose.choice import placed_cost
+from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import orders_of_ranks
+from megatron_epp.planner.registry import PLANNERS
+from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.sim.play import play
 
 CELLS = tuple(

@@ -20,7 +20,7 @@ from headline import ROOT, publish
 
 sys.path.insert(0, str(ROOT))
 
-from megatron_epp.planner import Options
+from megatron_epp.planner.options import Options
 from megatron_epp.show.table import markdown
 
 # Model, device, then pp, tp, cp and the context in thousands; each plans 512 documents of `wlb`.
@@ -44,7 +44,8 @@ import hashlib, json, os, sys
 from megatron_epp.cli.machine import AS_TRAINED
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
-from megatron_epp.planner import Options, plan_step
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.replicas import plan_step
 from megatron_epp.planner.choose.choice import PLACEMENT_NAMES, run_choice
 from megatron_epp.planner.options import default_levers
 context = thousands * 1024

@@ -31,8 +31,7 @@ from megatron_epp.control.planner_process import PlannerProcess
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import StepPart
-from megatron_epp.planner import Options
-from megatron_epp.planner.options import default_levers
+from megatron_epp.planner.options import Options, default_levers
 from megatron_epp.show.table import markdown
 
 GPUS, CORES = 8, 8  # of a host; cores for planning

@@ -39,11 +39,12 @@ from megatron_epp.cost.catalogue import devices
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, PlanError
 from megatron_epp.ir.placement import EVENLY
-from megatron_epp.planner import Options, PlannedReplica, planner_of
 from megatron_epp.planner.choose import FIRST_BATCHES
 from megatron_epp.planner.choose.choice import heaviest, run_choice
 from megatron_epp.planner.choose.slow_hosts import SLOW_HOST, with_hosts
-from megatron_epp.planner.options import default_levers
+from megatron_epp.planner.options import Options, default_levers
+from megatron_epp.planner.registry import planner_of
+from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.planner.stock import stock_of
 from megatron_epp.show.table import markdown
 from megatron_epp.sim.play import play

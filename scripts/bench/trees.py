@@ -43,9 +43,9 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import OF_LAYERS, Kind, Plan
-from megatron_epp.planner import Options
 from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.planner.calls.call_plan import call_plan
+from megatron_epp.planner.options import Options
 from megatron_epp.sim.play import play
 
 K = 1024

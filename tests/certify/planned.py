@@ -31,8 +31,7 @@ class PlansOf:
         from megatron_epp.cost.build import named_cost
         from megatron_epp.cost.cost import Cost
         from megatron_epp.cost.layout import StageLayout
-        from megatron_epp.planner import Options
-        from megatron_epp.planner.options import TRAINING_LEVERS
+        from megatron_epp.planner.options import TRAINING_LEVERS, Options
         from megatron_epp.planner.replicas import plan_block
 
         profile = named_cost("llama3-8b", "h100-80g", pp=2, tp=8, logits_held=False).layout.profile

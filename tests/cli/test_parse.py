@@ -12,7 +12,7 @@ from megatron_epp.cli.plan import levers_of, options_of
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.catalogue.devices import DEVICES, device
 from megatron_epp.cost.catalogue.models import model
-from megatron_epp.planner import TRAINING_LEVERS
+from megatron_epp.planner.options import TRAINING_LEVERS
 from tests.cli.commands import GPT
 
 LLAMA = "--model llama3-8b --device h100-80g"

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from megatron_epp.ir import Step, StepPart
-from megatron_epp.planner import Options, plan_step
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.replicas import plan_step
 from tests.planner.cases import machine
 from tests.runtime.world import run
 

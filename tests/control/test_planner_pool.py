@@ -10,7 +10,7 @@ from megatron_epp.control.planner_pool import PlannerPool
 from megatron_epp.control.step_source import Planning
 from megatron_epp.control.waits import WATCHED, Waits
 from megatron_epp.ir import StepPart
-from megatron_epp.planner import Options
+from megatron_epp.planner.options import Options
 from megatron_epp.planner.process import Answer, PlannerSettings, plan_text
 from megatron_epp.runtime.groups import planning_ranks
 from tests.planner.cases import machine

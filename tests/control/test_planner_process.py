@@ -18,9 +18,10 @@ from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.ir import StepPart
-from megatron_epp.planner import ALL, Options, evaluation_part, plan_part, replicas
-from megatron_epp.planner.options import default_levers
+from megatron_epp.planner import replicas
+from megatron_epp.planner.options import ALL, Options, default_levers
 from megatron_epp.planner.process import PlannerSettings, Request, answer
+from megatron_epp.planner.replicas import evaluation_part, plan_part
 
 COST = Cost(
     StageLayout(

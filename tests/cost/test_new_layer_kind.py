@@ -26,7 +26,8 @@ from megatron_epp.cost.kinds.layer import Layer, LayerShape
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import MEASURED, Profile, Provenance
 from megatron_epp.ir import FULL, Chunk, Item, Kind, Span, check
-from megatron_epp.planner import PLANNERS, Options
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.sim.play import play
 from tests.cost.simple_device import SIMPLE
 

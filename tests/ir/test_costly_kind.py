@@ -60,7 +60,8 @@ USE = """
 from unittest.mock import Mock
 from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import Kind, Op, Plan, PlanError, check, lower
-from megatron_epp.planner import Options, planner_of
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import planner_of
 from megatron_epp.runtime.executor import Executor
 from megatron_epp.show.page import to_html
 from megatron_epp.show.text import text_gantt

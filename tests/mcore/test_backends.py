@@ -19,7 +19,7 @@ from megatron_epp.mcore.kinds.registry import heads_of, kind_defaults
 from megatron_epp.mcore.model import attention
 from megatron_epp.mcore.model.attention import attention_for, choose_mask
 from megatron_epp.mcore.patching import cpu_host
-from megatron_epp.planner import TRAINING_LEVERS
+from megatron_epp.planner.options import TRAINING_LEVERS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 LATENT = {

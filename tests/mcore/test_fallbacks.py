@@ -17,8 +17,9 @@ from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.ir import PlanError, Step
-from megatron_epp.planner import Options, plan_part, plan_step
+from megatron_epp.planner.options import Options
 from megatron_epp.planner.process import Answer
+from megatron_epp.planner.replicas import plan_part, plan_step
 from tests.mcore.runs import flags, trained
 
 pytestmark = pytest.mark.everything

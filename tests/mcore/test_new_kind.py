@@ -50,7 +50,8 @@ from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
-from megatron_epp.planner import PLANNERS, Options
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import PLANNERS
 v3 = MODELS["deepseek-v3"]
 coefficients = profile(v3, DEVICES["cpu"])
 layout = StageLayout(coefficients, even_layers(61, 2), layer_kinds=v3.layer_kinds)
@@ -156,8 +157,8 @@ def test_a_forgotten_place_is_named(tmp_path: Path, forgotten: str | None, said:
 def owed(kind: LayerKind) -> list[str]:
     """The answers that ``kind``, or its module, owes and does not give."""
     model = MODELS["llama3-8b"]
-    priced = [one for shape in SHAPES for one in Layer(model, shape).parts]
-    carries = any(type(one) is kind.PRICED and one.carried != CarryOver() for one in priced)
+    parts = [Layer.of(model, shape).parts.get(kind.PRICED) for shape in SHAPES]
+    carries = any(each is not None and each.carried != CarryOver() for each in parts)
     owes = ["sizes"] * (kind.PRICED not in (AttentionKind.PRICED, None) and not kind.ABSENT)
     missing = [name for name in owes if getattr(type(kind), name) is getattr(LayerKind, name)]
     # A framework's own layer has neither price nor letter.

@@ -20,7 +20,8 @@ from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Step
-from megatron_epp.planner import Options, plan_step
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.replicas import plan_step
 from tests.mcore.runs import VOCABULARY, Run, flags, trained, write_corpus
 
 pytestmark = pytest.mark.everything

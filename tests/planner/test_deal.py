@@ -8,16 +8,11 @@ import pytest
 
 from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import Step
-from megatron_epp.planner import (
-    ALL,
-    PLANNERS,
-    Options,
-    balance_replicas,
-    plan_part,
-    plan_step,
-    replicas,
-)
+from megatron_epp.planner import replicas
 from megatron_epp.planner.choose.choice import placed_cost
+from megatron_epp.planner.options import ALL, Options
+from megatron_epp.planner.registry import PLANNERS
+from megatron_epp.planner.replicas import balance_replicas, plan_part, plan_step
 from tests.planner.cases import machine
 
 

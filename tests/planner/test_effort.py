@@ -9,12 +9,14 @@ import pytest
 from megatron_epp.__main__ import main
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
-from megatron_epp.planner import PLANNERS, Options, plan_step, registry
+from megatron_epp.planner import registry
 from megatron_epp.planner.choose.choice import placed_cost
 from megatron_epp.planner.epp import planner, preparation
-from megatron_epp.planner.options import EFFORT, MANY_EFFORT, with_effort
+from megatron_epp.planner.options import EFFORT, MANY_EFFORT, Options, with_effort
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.recompute.uniform import ScoredDraft
+from megatron_epp.planner.registry import PLANNERS
+from megatron_epp.planner.replicas import plan_step
 
 
 @pytest.mark.parametrize(

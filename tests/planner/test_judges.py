@@ -9,11 +9,11 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from megatron_epp.ir import KEEP, Kind, Op, Plan, PlanError
-from megatron_epp.planner import PLANNERS, Options
 from megatron_epp.planner.choose.choice import placed_cost
 from megatron_epp.planner.chunks.bin_packing import longest_first
 from megatron_epp.planner.chunks.slicing import cut_at
 from megatron_epp.planner.lower_bound import lower_bound_seconds
+from megatron_epp.planner.options import Options
 from megatron_epp.planner.order import list_scheduler
 from megatron_epp.planner.order.compiled import B, I, W
 from megatron_epp.planner.order.emit import Draft, plan_of
@@ -30,6 +30,7 @@ from megatron_epp.planner.order.replay import replayed
 from megatron_epp.planner.order.warmup import group_by_group, pipelines, shrinking_in_flight
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.choices import freed_bytes, ladder
+from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.planner.replicas import balance_replicas
 from megatron_epp.sim.play import play
 from tests.planner.cases import machine, prepared

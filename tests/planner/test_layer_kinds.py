@@ -10,14 +10,15 @@ import pytest
 from megatron_epp.cost.layer_kinds import parse_kinds
 from megatron_epp.cost.profile import layer_coefficients
 from megatron_epp.ir import Kind
-from megatron_epp.planner import ALL, PLANNERS, Options
 from megatron_epp.planner.chunks.slicing import equal_points
+from megatron_epp.planner.options import ALL, Options
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.problem import every_layer, left_layers, problem_of, rates_of
 from megatron_epp.planner.order.warmup import group_by_group
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.choices import diagonal_counts, freed_bytes, full_layers
 from megatron_epp.planner.recompute.uniform import strict
+from megatron_epp.planner.registry import PLANNERS
 from tests.planner.cases import mixture, prepared
 
 

@@ -4,9 +4,10 @@ import pytest
 
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
-from megatron_epp.planner import PLANNERS, Options
 from megatron_epp.planner.epp import planner as epp
 from megatron_epp.planner.epp.search import TIE
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import PLANNERS
 from tests.cost.simple_device import OLD_H100
 
 K = 1024

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.__main__ import main
-from megatron_epp.planner import LEVERS, Options
-from megatron_epp.planner.options import default_levers
+from megatron_epp.planner.options import LEVERS, Options, default_levers
 
 pytestmark = pytest.mark.everything
 

@@ -22,12 +22,14 @@ from megatron_epp.ir import (
     check_ranks,
     slices_in,
 )
-from megatron_epp.planner import COMPARED, PLANNERS, TRAINING_LEVERS, Options, plan_step
 from megatron_epp.planner.chunks.local import rank_seconds
 from megatron_epp.planner.chunks.params import UNCUT, ChunkingParams, build_chunks
 from megatron_epp.planner.chunks.slicing import Rates
 from megatron_epp.planner.lower_bound import lower_bound_seconds
+from megatron_epp.planner.options import TRAINING_LEVERS, Options
 from megatron_epp.planner.order.problem import loads_of
+from megatron_epp.planner.registry import COMPARED, PLANNERS
+from megatron_epp.planner.replicas import plan_step
 from megatron_epp.sim.play import play
 from tests.cost.simple_device import OLD_H100
 from tests.planner.cases import LENGTHS

@@ -13,24 +13,18 @@ from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import Step, StepPart, check, check_op_templates
-from megatron_epp.planner import (
-    ALL,
-    COMPARED,
-    TRAINING_LEVERS,
-    Options,
-    evaluation_step,
-    plan_part,
-    plan_step,
-)
 from megatron_epp.planner.block_table import block_seconds
 from megatron_epp.planner.chunks.block import BlockChunking, build_block, folded
 from megatron_epp.planner.chunks.params import TAPERS, ChunkingParams, build_chunks
+from megatron_epp.planner.options import ALL, TRAINING_LEVERS, Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.emit_block import member_plans, tables_in_step
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.policies import policies, policy_of
 from megatron_epp.planner.order.problem import loads_of, problem_of, rates_of
 from megatron_epp.planner.order.warmup import shrinking_in_flight
+from megatron_epp.planner.registry import COMPARED
+from megatron_epp.planner.replicas import evaluation_step, plan_part, plan_step
 from megatron_epp.sim.in_step import in_step
 from megatron_epp.sim.play import play
 from tests.planner.cases import LENGTHS, machine, machines, mixture

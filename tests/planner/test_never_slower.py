@@ -8,9 +8,10 @@ import pytest
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import PlanError
-from megatron_epp.planner import PLANNERS, Options, plan_step
 from megatron_epp.planner.choose.choice import PLACEMENT_NAMES, placed_cost
-from megatron_epp.planner.options import TRAINING_LEVERS
+from megatron_epp.planner.options import TRAINING_LEVERS, Options
+from megatron_epp.planner.registry import PLANNERS
+from megatron_epp.planner.replicas import plan_step
 
 MODELS = {
     "llama3-8b": "h100-80g",

@@ -13,12 +13,13 @@ from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.ir import BACKWARDS, OFFLOAD, Kind, Plan
-from megatron_epp.planner import ALL, PLANNERS, Options
 from megatron_epp.planner.epp.player import STRICT
 from megatron_epp.planner.epp.search import Search
+from megatron_epp.planner.options import ALL, Options
 from megatron_epp.planner.order.problem import ScheduleProblem, problem_of, with_unrecomputed
 from megatron_epp.planner.recompute import ilp, offload
 from megatron_epp.planner.recompute.choices import diagonal_counts
+from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.planner.result import PlannedReplica
 from tests.planner.cases import LENGTHS, machine, prepared
 from tests.planner.test_planners import QUICK, planned_or_refused, proves

@@ -2,16 +2,17 @@
 
 import pytest
 
-from megatron_epp.planner import (
+from megatron_epp.planner.options import (
     ALL,
+    ALWAYS_ON,
+    GONE,
     LEVERS,
-    PLANNERS,
     TRAINING_LEVERS,
     Options,
+    default_levers,
     parse_levers,
-    planner_of,
 )
-from megatron_epp.planner.options import ALWAYS_ON, GONE, default_levers
+from megatron_epp.planner.registry import PLANNERS, planner_of
 
 
 def test_levers_are_sets_names_and_exceptions() -> None:

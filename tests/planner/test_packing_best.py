@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.overlap import EXPERTS, TENSOR, overlapped, overlaps
 from megatron_epp.ir import Kind
-from megatron_epp.planner import PLANNERS, Options
+from megatron_epp.planner.options import Options
 from megatron_epp.planner.published.schedules import packing_lengths
+from megatron_epp.planner.registry import PLANNERS
 
 K = 1024
 BEST = "packing-best"

@@ -15,7 +15,6 @@ from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind
 from megatron_epp.ir.placement import EVENLY, named_placement
-from megatron_epp.planner import Options
 from megatron_epp.planner.choose import choice
 from megatron_epp.planner.choose.choice import (
     PARTITION_PAYS,
@@ -30,6 +29,7 @@ from megatron_epp.planner.choose.partition import (
     layout_text,
     stage_layer_seconds,
 )
+from megatron_epp.planner.options import Options
 from tests.cost.simple_device import OLD_H100
 
 LENGTHS = [30000, 12000, 5000, 3000, 3000, 900, 700, 400] * 4

@@ -8,16 +8,17 @@ import pytest
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.analytic import without_states
 from megatron_epp.cost.build import named_cost
-from megatron_epp.planner import Options, planner_of
 from megatron_epp.planner.choose.choice import placed_cost
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.slicing import Spans
+from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.list_scheduler import Schedule, list_schedule
 from megatron_epp.planner.order.policies import warm_up_policy
 from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, problem_of
 from megatron_epp.planner.order.replay import replayed
 from megatron_epp.planner.published.schedules import packed, zb_v_order
+from megatron_epp.planner.registry import planner_of
 from megatron_epp.sim import engine
 from megatron_epp.sim.engine import OpArrays, Orders, run
 from megatron_epp.sim.rule_arrays import needs_for

@@ -9,7 +9,6 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind, Plan, check
 from megatron_epp.ir.placement import named_placement
-from megatron_epp.planner import Options, planner_of
 from megatron_epp.planner.choose import choice
 from megatron_epp.planner.choose.choice import (
     PLACEMENT_NAMES,
@@ -20,6 +19,8 @@ from megatron_epp.planner.choose.choice import (
     with_placement,
 )
 from megatron_epp.planner.choose.partition import expected_features, fastest_layers
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import planner_of
 from tests.cost.simple_device import OLD_H100
 
 FEW, MANY = [8000] * 4, [8000] * 240

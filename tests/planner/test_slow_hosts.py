@@ -6,8 +6,9 @@ import pytest
 
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import PLANNERS, Options
 from megatron_epp.planner.choose.slow_hosts import SLOW_HOST, slow_host_line, with_hosts
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.sim.play import play
 
 SMALL = [1500] * 16

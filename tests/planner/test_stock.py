@@ -10,10 +10,11 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.overlap import overlapped, overlaps, overlaps_experts
 from megatron_epp.ir.placement import named_placement
-from megatron_epp.planner import PLANNERS, Options, planner_of
 from megatron_epp.planner.choose.choice import with_placement
 from megatron_epp.planner.choose.partition import expected_features, fastest_layers
+from megatron_epp.planner.options import Options
 from megatron_epp.planner.published.schedules import packing_lengths
+from megatron_epp.planner.registry import PLANNERS, planner_of
 from megatron_epp.planner.stock import Stock, stock_of
 
 K = 1024

@@ -9,13 +9,12 @@ import pytest
 from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import COMPUTE, FULL, KIND_CODE, OFFLOAD, Kind, PlanError, rules_for
-from megatron_epp.planner import ALL, PLANNERS, Options
 from megatron_epp.planner.block_table import BlockLoads, tables_of
 from megatron_epp.planner.chunks.block import build_block
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
 from megatron_epp.planner.epp.search import Search
-from megatron_epp.planner.options import TRAINING_LEVERS
+from megatron_epp.planner.options import ALL, TRAINING_LEVERS, Options
 from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.emit_block import emit_block
 from megatron_epp.planner.order.list_scheduler import list_schedule
@@ -24,6 +23,7 @@ from megatron_epp.planner.order.warmup import shrinking_in_flight
 from megatron_epp.planner.published.infinipipe import planner as infinipipe
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.uniform import strict
+from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.sim.inputs import op_arrays
 
 K = 1024

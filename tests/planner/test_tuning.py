@@ -8,10 +8,11 @@ from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import Options, plan_step
 from megatron_epp.planner.choose.choice import heaviest
 from megatron_epp.planner.choose.slow_hosts import slow_host_line
+from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import PACKED, PLANNERS, STOCK
+from megatron_epp.planner.replicas import plan_step
 from megatron_epp.planner.stock import stock_of
 from megatron_epp.planner.tuning.layouts import JobRequest, Layout, divisors, layouts
 from megatron_epp.planner.tuning.survey import ELASTIC, choice_of, partitions, slow_hosts, survey

@@ -8,9 +8,10 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.models import MODELS, Model
 from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.ir import PlanError
-from megatron_epp.planner import Options, plan_step
 from megatron_epp.planner.feasibility import require_fit
+from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import PLANNERS
+from megatron_epp.planner.replicas import plan_step
 from megatron_epp.planner.tuning.capacity import capacity, longest_document
 from megatron_epp.planner.tuning.layouts import JobRequest, Layout, layouts
 from megatron_epp.planner.tuning.parts import PARTS, memory_parts, states_parts

@@ -17,9 +17,11 @@ from device_groups.costs import group_costs
 
 from megatron_epp.cost.columns import CHUNKS
 from megatron_epp.ir import PlanError
-from megatron_epp.planner import COMPARISON_METHODS, Options, comparison_methods
+from megatron_epp.planner import comparison_methods
 from megatron_epp.planner.choose.choice import placed_cost
+from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
+from megatron_epp.planner.registry import COMPARISON_METHODS
 from tests.planner.cases import LENGTHS, machine, machines
 from tests.planner.test_planners import QUICK
 

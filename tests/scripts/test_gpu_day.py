@@ -12,7 +12,8 @@ from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
-from megatron_epp.planner import PLANNERS, Options
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import PLANNERS
 from tests.engine.test_certificate import EVERY_DEGREE
 from tests.gpu.test_shared_gpu import NCCL
 from tests.mcore.runs import flags

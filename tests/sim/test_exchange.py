@@ -9,7 +9,8 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, walk
 from megatron_epp.ir.random_plan import placed
-from megatron_epp.planner import PLANNERS, Options
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.sim.exchange import exchange, messages
 from megatron_epp.sim.play import play
 

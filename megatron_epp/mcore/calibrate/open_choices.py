@@ -34,7 +34,8 @@ def cheaper(choice: OpenChoice, args: Any, layers: tuple[int, ...]) -> str:
     are the numbers of layers of the stages. If a cost-model file exists (--epp-cost-model, or next
     to the resumed checkpoint), the function returns the value with which that file was measured.
     """
-    from megatron_epp.planner import Options, planner_of
+    from megatron_epp.planner.options import Options
+    from megatron_epp.planner.registry import planner_of
 
     config = Config.of(args)
     file = config.epp_cost_model or str(Path(args.load or "") / FILE_NAME)

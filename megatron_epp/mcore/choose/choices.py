@@ -194,7 +194,7 @@ def _stage_facts(args: Any, parts: Any, open_vocabulary: bool) -> dict[str, Any]
         ``vocabulary`` (on or off), ``lines`` to print, and, if the layers are chosen, ``place`` and
         ``layers`` of the stages.
     """
-    from megatron_epp.planner import planner_of
+    from megatron_epp.planner.registry import planner_of
 
     planner_of(args.epp_planner)  # raises an error if the name is unknown, as the next line does
     training_levers(args.epp_levers)
@@ -311,8 +311,8 @@ def _fits(placement: Placement, args: Any) -> bool:
 
 def _simplest(args: Any) -> Placement:
     """Return one stage a rank, or the first placement that the planner plans; layers are even."""
-    from megatron_epp.planner import planner_of
     from megatron_epp.planner.choose.choice import PLACEMENT_NAMES
+    from megatron_epp.planner.registry import planner_of
 
     planner, ranks = planner_of(args.epp_planner), args.pipeline_model_parallel_size
     even, *placed = (named_placement(name, ranks) for name in (EVENLY, *PLACEMENT_NAMES))

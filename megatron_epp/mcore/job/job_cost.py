@@ -77,7 +77,8 @@ def make_planning(
         ValueError: The job's pipelines do not support the planner or a lever, or the file with a
             saved memory budget is damaged.
     """
-    from megatron_epp.planner import Options, planner_of
+    from megatron_epp.planner.options import Options
+    from megatron_epp.planner.registry import planner_of
 
     planner = planner_of(config.epp_planner)
     options = Options(

@@ -139,7 +139,7 @@ def _limit_fusion_warm_up(args: Any) -> list[str]:
 
 def _require_sharing(args: Any, config: Config) -> None:
     """Raise a ValueError if documents cannot share prefixes, or plans would not use them."""
-    from megatron_epp.planner import planner_of
+    from megatron_epp.planner.registry import planner_of
 
     require_shared(args, "--epp-share-from", ahead=True)
     if args.hidden_dropout:

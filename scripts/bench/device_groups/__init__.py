@@ -8,7 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from megatron_epp.cost.cost import Cost
-from megatron_epp.planner import PLANNERS, Options, PlannerResult
+from megatron_epp.planner.options import Options
+from megatron_epp.planner.registry import PLANNERS
+from megatron_epp.planner.result import PlannerResult
 
 from . import flexsp, hybrid_cp
 from .costs import best_groups
