@@ -21,7 +21,7 @@ from megatron_epp.cost.catalogue.named import from_json, pick
 from megatron_epp.cost.columns import WindowPairs
 from megatron_epp.cost.kinds.base import require_flags, require_sizes
 from megatron_epp.cost.kinds.layer import Layer, LayerShape
-from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds
+from megatron_epp.cost.layer_kinds import parse_kinds
 from megatron_epp.cost.profile import LAYER_KIND, kind_name
 from megatron_epp.ir.errors import quoted, require_name
 
@@ -171,6 +171,15 @@ class Model:
         return self.vocabulary * self.hidden
 
 
+def hub_model(config: HubConfig) -> Model:
+    """Return the model that ``config`` describes."""
+    fields_of_model = model_fields(config)
+    try:
+        return Model(**fields_of_model)
+    except ValueError as error:
+        raise ValueError(f"{config.where}: {error}") from error
+
+
 def _gpt(name: str, layers: int, hidden: int) -> Model:
     # FlexSP's and InfiniPipe's models: heads of 128, no gate. The vocabulary of 128,256 follows
     # InfiniPipe's remark that vocabularies have at least 128K entries.
@@ -178,173 +187,97 @@ def _gpt(name: str, layers: int, hidden: int) -> Model:
     return Model(name, layers, hidden, 4 * hidden, heads, heads, 128, 128_256)
 
 
-def _qwen3_moe(name: str, layers: int, hidden: int, ffn: int, heads: int, expert: int) -> Model:
-    shape = LayerShape(experts=128, active_experts=8, expert_hidden=expert)
-    return Model(name, layers, hidden, ffn, heads, 4, 128, 151_936, gated=True,
-                 kinds={"experts": shape})  # fmt: skip
-
-
-def _gpt_oss(name: str, layers: int, experts: int) -> Model:
-    """Return a model in which every second layer, from the first on, has a window of 128 keys."""
-    mixture = LayerShape(experts=experts, active_experts=4, expert_hidden=2880)
-    kinds = {"window": dataclasses.replace(mixture, window=128), "full": mixture}
-    return Model(name, layers, 2880, 2880, 64, 8, 64, 201_088, gated=True, kinds=kinds,
-                 pattern=f"{layers // 2}*(window full)")  # fmt: skip
-
-
-def _deepseek_v3() -> Model:
-    latent = LayerShape(kv_rank=512, query_rank=1536, rotary_size=64, value_size=128)
-    mixture = dataclasses.replace(
-        latent, experts=256, active_experts=8, expert_hidden=2048, shared_hidden=2048
-    )
-    return Model("deepseek-v3", 61, 7168, 18432, 128, 128, 128, 129_280, gated=True,
-                 kinds={"dense": latent, "experts": mixture},
-                 pattern="3*dense 58*experts")  # fmt: skip
-
-
-def _of_symbols(symbols: str, **kinds: str) -> str:
-    """Return the pattern of layers whose kinds are given by symbols, as in a HybridModel.
-
-    ``kinds`` contains the kind of each symbol. There, ``a`` stands for ``*`` and ``m`` for ``-``.
-    """
-    return format_kinds([kinds[symbol] for symbol in symbols.replace("*", "a").replace("-", "m")])
-
-
-def _mamba(heads: int) -> LayerShape:
-    """Return the shape of a Mamba layer of the Nemotron models."""
-    return LayerShape(
-        attention=False,
-        mlp=False,
-        mamba_heads=heads,
-        state_groups=8,
-        state_keys=128,
-        state_values=64,
-    )
-
-
-def _nemotron_h_8b() -> Model:
-    kinds = {
-        "mamba": _mamba(128),
-        "mlp": LayerShape(attention=False),
-        "attention": LayerShape(mlp=False),
+def _keys(
+    model_type: str,
+    layers: int,
+    hidden: int,
+    ffn_hidden: int,
+    heads: int,
+    kv_heads: int,
+    vocabulary: int,
+    **others: Any,
+) -> dict[str, Any]:
+    """Return the keys of a config.json; the model type has defaults (hub_families.py)."""
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn_hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        **others,
     }
-    symbols = "M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-"
-    return Model("nemotron-h-8b", 52, 4096, 21504, 32, 8, 128, 131_072, kinds=kinds,
-                 pattern=_of_symbols(symbols, M="mamba", m="mlp", a="attention"))  # fmt: skip
 
 
-def _nemotron_3(
-    name: str, hidden: int, symbols: str, mamba_heads: int, ffn: int, experts: LayerShape
-) -> Model:
-    kinds = {
-        "mamba": _mamba(mamba_heads),
-        "experts": experts,
-        "attention": LayerShape(mlp=False),
-    }
-    return Model(name, len(symbols), hidden, ffn, 32, 2, 128, 131_072, kinds=kinds,
-                 pattern=_of_symbols(symbols, M="mamba", E="experts", a="attention"))  # fmt: skip
-
-
-def _nemotron_3_nano() -> Model:
-    symbols = 5 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME"
-    experts = LayerShape(
-        attention=False, experts=128, active_experts=6, expert_hidden=1856, shared_hidden=3712
-    )
-    return _nemotron_3("nemotron-3-nano", 2688, symbols, 64, 1856, experts)
-
-
-def _nemotron_3_super() -> Model:
-    symbols = "MEMEMEM*E" + 2 * "MEMEMEM*E" + 4 * "MEMEMEMEM*E" + "MEMEMEM*E" + "MEMEMEME"
-    experts = LayerShape(
-        attention=False,
-        experts=512,
-        active_experts=22,
-        expert_hidden=2688,
-        expert_latent=1024,
-        shared_hidden=5376,
-    )
-    return _nemotron_3("nemotron-3-super", 4096, symbols, 128, 2688, experts)
-
-
-def _qwen3_next_80b() -> Model:
-    mixture = LayerShape(experts=512, active_experts=10, expert_hidden=512, shared_hidden=512)
-    delta = dataclasses.replace(
-        mixture,
-        attention=False,
-        delta_heads=32,
-        state_groups=16,
-        state_keys=128,
-        state_values=128,
-    )
-    gated = dataclasses.replace(mixture, output_gate=True)
-    return Model("qwen3-next-80b", 48, 2048, 5120, 16, 2, 256, 151_936, gated=True,
-                 kinds={"delta": delta, "attention": gated},
-                 pattern="12*(3*delta attention)")  # fmt: skip
-
-
-def _gemma3_27b() -> Model:
-    """Return the text model: five layers with a window of 1,024 keys, then one without a window."""
-    kinds = {"window": LayerShape(window=1024), "full": LayerShape()}
-    return Model("gemma3-27b", 62, 5376, 21504, 32, 16, 128, 262_144, gated=True, tied=True,
-                 kinds=kinds, pattern="10*(5*window full) 2*window")  # fmt: skip
-
-
-# Sources: for gpt-* the papers named above; for the others the makers' public configurations and
-# reports: Llama 3 (Meta, 2024), Qwen3 and Qwen3-Next (Alibaba, 2025), DeepSeek-V3 (2024), gpt-oss
-# (OpenAI's model card, 2025), Gemma 3 (Google, 2025), Nemotron-H and Nemotron 3 (NVIDIA, 2025).
-# MTP layers are left out. So are biases, sinks, norms of Q and K, and Gemma's two additional norms,
-# which are up to 0.1% of the parameters.
+_LLAMA3 = {"rope_theta": 500_000, "rms_norm_eps": 1e-5}
+_QWEN3 = {"rope_theta": 1_000_000, "rms_norm_eps": 1e-6}
+_QWEN3_MOE = {**_QWEN3, "norm_topk_prob": True, "head_dim": 128}
+_YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
+_DEEPSEEK_YARN = {**_YARN, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+_GPT_OSS = {
+    "rope_theta": 150_000,
+    "rope_scaling": {**_YARN, "factor": 32.0, "truncate": False},
+}
+# Sources: the makers' public configurations and reports: Llama 3 (Meta, 2024), Qwen3 and Qwen3-Next
+# (Alibaba, 2025), DeepSeek-V3 (2024), gpt-oss (OpenAI's model card, 2025), Gemma 3 (Google, 2025),
+# Nemotron-H and Nemotron 3 (NVIDIA, 2025). MTP layers are left out. So are biases, sinks, norms of
+# Q and K, and Gemma's two additional norms, which are up to 0.1% of the parameters.
+CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    "llama3-8b": _keys("llama", 32, 4096, 14336, 32, 8, 128_256, **_LLAMA3),
+    "llama3-70b": _keys("llama", 80, 8192, 28672, 64, 8, 128_256, **_LLAMA3),
+    "qwen3-8b": _keys("qwen3", 36, 4096, 12288, 32, 8, 151_936, **_QWEN3),
+    "qwen3-32b": _keys("qwen3", 64, 5120, 25600, 64, 8, 151_936, **_QWEN3),
+    "qwen3-30b-a3b": _keys("qwen3_moe", 48, 2048, 6144, 32, 4, 151_936, **_QWEN3_MOE),
+    "qwen3-235b-a22b": _keys(
+        "qwen3_moe", 94, 4096, 12288, 64, 4, 151_936, moe_intermediate_size=1536, **_QWEN3_MOE
+    ),
+    "deepseek-v3": _keys(
+        *("deepseek_v3", 61, 7168, 18432, 128, 128, 129_280), rope_scaling=_DEEPSEEK_YARN
+    ),
+    "gpt-oss-20b": _keys(
+        "gpt_oss", 24, 2880, 2880, 64, 8, 201_088, **_GPT_OSS, num_local_experts=32
+    ),
+    "gpt-oss-120b": _keys("gpt_oss", 36, 2880, 2880, 64, 8, 201_088, **_GPT_OSS),
+    "gemma3-27b": _keys(
+        *("gemma3_text", 62, 5376, 21504, 32, 16, 262_144),
+        head_dim=128,
+        sliding_window=1024,
+        query_pre_attn_scalar=168,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    ),
+    "nemotron-h-8b": _keys(
+        *("nemotron_h", 52, 4096, 21504, 32, 8, 131_072),
+        hybrid_override_pattern="M-M-M-M*-" + 3 * "M-M-M-M-M*-" + "M-M-M-M-M-",
+    ),
+    "nemotron-3-nano": _keys(
+        *("nemotron_h", 52, 2688, 1856, 32, 2, 131_072),
+        hybrid_override_pattern=5 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME",
+        mamba_num_heads=64,
+        n_routed_experts=128,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1856,
+        moe_shared_expert_intermediate_size=3712,
+        routed_scaling_factor=2.5,
+    ),
+    "nemotron-3-super": _keys(
+        *("nemotron_h", 88, 4096, 2688, 32, 2, 131_072),
+        hybrid_override_pattern=3 * "MEMEMEM*E" + 4 * "MEMEMEMEM*E" + "MEMEMEM*E" + "MEMEMEME",
+        n_routed_experts=512,
+        num_experts_per_tok=22,
+        moe_intermediate_size=2688,
+        moe_latent_size=1024,
+        moe_shared_expert_intermediate_size=5376,
+        routed_scaling_factor=5.0,
+    ),
+    "qwen3-next-80b": _keys("qwen3_next", 48, 2048, 5120, 16, 2, 151_936, rope_theta=10_000_000),
+}
 MODELS: Mapping[str, Model] = {
     model.name: model
     for model in (
-        _gpt("gpt-7b", 32, 4096),
-        _gpt("gpt-13b", 40, 5120),
-        _gpt("gpt-30b", 60, 6656),
-        Model("llama3-8b", 32, 4096, 14336, 32, 8, 128, 128_256, gated=True),
-        Model("llama3-70b", 80, 8192, 28672, 64, 8, 128, 128_256, gated=True),
-        Model("qwen3-8b", 36, 4096, 12288, 32, 8, 128, 151_936, gated=True),
-        Model("qwen3-32b", 64, 5120, 25600, 64, 8, 128, 151_936, gated=True),
-        _qwen3_moe("qwen3-30b-a3b", 48, 2048, 6144, 32, 768),
-        _qwen3_moe("qwen3-235b-a22b", 94, 4096, 12288, 64, 1536),
-        _deepseek_v3(),
-        _gpt_oss("gpt-oss-20b", 24, 32),
-        _gpt_oss("gpt-oss-120b", 36, 128),
-        _gemma3_27b(),
-        _nemotron_h_8b(),
-        _nemotron_3_nano(),
-        _nemotron_3_super(),
-        _qwen3_next_80b(),
+        *(_gpt("gpt-7b", 32, 4096), _gpt("gpt-13b", 40, 5120), _gpt("gpt-30b", 60, 6656)),
+        *(hub_model(catalogue_config(name, keys)) for name, keys in CONFIGS.items()),
     )
-}
-
-# Properties that shapes do not have, as keys of a config.json, from the same sources.
-_QWEN3: dict[str, Any] = {"rope_theta": 1_000_000, "rms_norm_eps": 1e-6}
-_LLAMA3 = {"model_type": "llama", "rope_theta": 500_000, "rms_norm_eps": 1e-5}
-_NEMOTRON: dict[str, Any] = {"model_type": "nemotron_h", "layer_norm_epsilon": 1e-5}
-_NEMOTRON_3 = {**_NEMOTRON, "routed_scaling_factor": 2.5, "num_experts": 128}
-_YARN = {"rope_type": "yarn", "original_max_position_embeddings": 4096}
-_DEEPSEEK_YARN = {**_YARN, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
-_GPT_OSS_YARN = {**_YARN, "factor": 32.0, "truncate": False}
-_GPT_OSS = {"model_type": "gpt_oss", "rope_theta": 150_000, "rope_scaling": _GPT_OSS_YARN}
-STYLES: Mapping[str, Mapping[str, Any]] = {
-    "llama3-8b": _LLAMA3,
-    "llama3-70b": _LLAMA3,
-    "qwen3-8b": {"model_type": "qwen3", **_QWEN3},
-    "qwen3-32b": {"model_type": "qwen3", **_QWEN3},
-    "qwen3-30b-a3b": {"model_type": "qwen3_moe", **_QWEN3, "norm_topk_prob": True},
-    "qwen3-235b-a22b": {"model_type": "qwen3_moe", **_QWEN3, "norm_topk_prob": True},
-    "deepseek-v3": {"model_type": "deepseek_v3", "rope_scaling": _DEEPSEEK_YARN},
-    "gpt-oss-20b": _GPT_OSS,
-    "gpt-oss-120b": _GPT_OSS,
-    "gemma3-27b": {
-        "model_type": "gemma3_text",
-        "query_pre_attn_scalar": 168,
-        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-    },
-    "nemotron-h-8b": _NEMOTRON,
-    "nemotron-3-nano": _NEMOTRON_3,
-    "nemotron-3-super": {**_NEMOTRON_3, "routed_scaling_factor": 5.0},
-    "qwen3-next-80b": {"model_type": "qwen3_next", "rope_theta": 10_000_000},
 }
 
 
@@ -385,22 +318,13 @@ def require_no_like(name: str, like: str | None) -> None:
         )
 
 
-def hub_model(config: HubConfig) -> Model:
-    """Return the model that ``config`` describes."""
-    fields_of_model = model_fields(config)
-    try:
-        return Model(**fields_of_model)
-    except ValueError as error:
-        raise ValueError(f"{config.where}: {error}") from error
-
-
 def model_config(name: str, like: str | None = None) -> HubConfig | None:
     """Return the model's config.json, which has properties beyond its shape.
 
     Return None if the model has no config.json, such as a model in this project's own JSON form.
     """
     if name in MODELS:
-        return catalogue_config(name, STYLES[name]) if name in STYLES else None
+        return catalogue_config(name, CONFIGS[name]) if name in CONFIGS else None
     path = find_config(name)
     if path is None:
         return None
