@@ -71,8 +71,9 @@ def model_fields(config: HubConfig) -> dict[str, Any]:
 def hub_layers(config: HubConfig) -> list[LayerShape]:
     """Return the shape of each layer, in order."""
     if config.model_type == "nemotron_h":
-        shapes = {symbol: _hybrid_shape(config, symbol) for symbol in set(hybrid_symbols(config))}
-        return [shapes[symbol] for symbol in hybrid_symbols(config)]
+        symbols = hybrid_symbols(config)
+        shapes = {symbol: _hybrid_shape(config, symbol) for symbol in dict.fromkeys(symbols)}
+        return [shapes[symbol] for symbol in symbols]
     layers = _layers(config)
     if config.model_type == "mamba2":
         inner = config.size("num_heads") * config.size("head_dim")
@@ -84,15 +85,14 @@ def hub_layers(config: HubConfig) -> list[LayerShape]:
     if config.model_type == "falcon_h1":
         names = ("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head")
         parallel = _mamba(config, *names)
-    mixers = {each: _mixer(config, each) for each in set(mixers_of_layers(config))}
-    feeds = {each: _feed_forward(config, each) for each in set(experts_mask(config))}
-    known_shapes: dict[tuple[str, bool], LayerShape] = {}
-    result = []
-    for pair in zip(mixers_of_layers(config), experts_mask(config), strict=True):
-        if pair not in known_shapes:
-            known_shapes[pair] = LayerShape(**mixers[pair[0]], **feeds[pair[1]], **parallel)
-        result.append(known_shapes[pair])
-    return result
+    pairs = list(zip(mixers_of_layers(config), experts_mask(config), strict=True))
+    known = {
+        (sees, experts): LayerShape(
+            **_mixer(config, sees), **_feed_forward(config, experts), **parallel
+        )
+        for sees, experts in dict.fromkeys(pairs)
+    }
+    return [known[pair] for pair in pairs]
 
 
 def _layers(config: HubConfig) -> int:

@@ -1,7 +1,7 @@
 """Megatron's flags of a model: sizes from the cost model, other properties from a config.json."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron_epp.cost.catalogue.hub_file import HubConfig
@@ -130,8 +130,7 @@ def _size_flags(
     else:
         groups.append(["--kv-channels", str(model.head_size)])
         if model.kv_heads != model.heads:
-            grouped = ["--group-query-attention", "--num-query-groups", str(model.kv_heads)]
-            groups.append(grouped)
+            groups.append(["--group-query-attention", "--num-query-groups", str(model.kv_heads)])
     if first.output_gate:
         groups.append(["--attention-output-gate"])
     if not model.tied:
@@ -171,8 +170,7 @@ def _latent_flags(model: Model, shape: LayerShape) -> list[list[str]]:
     if shape.query_rank:
         groups.append(["--q-lora-rank", str(shape.query_rank)])
     if shape.index_heads:
-        sizes = shape.index_heads, shape.index_size, shape.chosen_keys
-        heads, size, keys = map(str, sizes)
+        heads, size, keys = map(str, (shape.index_heads, shape.index_size, shape.chosen_keys))
         groups.append(["--experimental-attention-variant", "dsa", "--dsa-indexer-n-heads", heads])
         groups.append(["--dsa-indexer-head-dim", size, "--dsa-indexer-topk", keys])
     return groups
@@ -268,10 +266,8 @@ class _Style:
             value = self.config.value(key)
             if value is not None and value not in neutral:
                 self.unsaid.append(f"{key} {value}")
-        parts: tuple[Callable[[], list[list[str]]], ...] = (
-            self._norms, self._activation, self._biases, self._positions, self._router,
-        )  # fmt: skip
-        return [group for part in parts for group in part()]
+        groups = self._norms() + self._activation() + self._biases()
+        return groups + self._positions() + self._router()
 
     def _norms(self) -> list[list[str]]:
         family = self.config.family
@@ -323,10 +319,8 @@ class _Style:
         feed = family.mlp_bias or config.flag("mlp_bias") or everywhere
         if query and output and feed:
             return []
-        if (output or feed) and not (query and output and feed):
-            names = [
-                name for name, there in (("attention's output", output), ("MLPs", feed)) if there
-            ]
+        if output or feed:
+            names = ["attention's output"] * output + ["MLPs"] * feed
             self.unsaid.append(f"biases of {' and '.join(names)}, not of all linears")
         return [["--disable-bias-linear", *(["--add-qkv-bias"] if query else [])]]
 
@@ -335,11 +329,10 @@ class _Style:
         if kind != "rope":
             return [["--position-embedding-type", kind]]
         rope = self._rope_parameters()
-        groups = [*self._rotary_base(), self._rotary_percent()]
+        groups = [self._rotary_base(), self._rotary_percent()]
         if self.config.family.interleaved:
             groups.append(["--rotary-interleaved"])
-        groups += self._without_rope()
-        return groups + self._scaling(rope)
+        return [*groups, self._without_rope(), *self._scaling(rope)]
 
     def _rope_parameters(self) -> Mapping[str, Any]:
         """Return the RoPE scaling; if it differs by layer kind, that of the file's first kind."""
@@ -355,25 +348,24 @@ class _Style:
             self.unsaid.append(f"rope_local_base_freq {local} of windows")
         return rope
 
-    def _rotary_base(self) -> list[list[str]]:
+    def _rotary_base(self) -> list[str]:
         base = self.config.number("rope_theta", 1e4)
         if abs(round(base) - base) > 1e-6 * base:
             self.unsaid.append(f"rope_theta {base}: --rotary-base is a whole number")
-        return [["--rotary-base", str(round(base))]]
+        return ["--rotary-base", str(round(base))]
 
     def _rotary_percent(self) -> list[str]:
-        for key in ("partial_rotary_factor", "rotary_pct"):
-            if self.config.keys.get(key) is not None:
-                fraction = self.config.number(key)
-                break
+        keys = self.config.keys
+        stated = (
+            key for key in ("partial_rotary_factor", "rotary_pct") if keys.get(key) is not None
+        )
+        if (key := next(stated, None)) is None and self.config.value("rotary_dim") is not None:
+            fraction = self.config.size("rotary_dim") / self.model.head_size
         else:
-            if self.config.value("rotary_dim") is not None:
-                fraction = self.config.size("rotary_dim") / self.model.head_size
-            else:
-                fraction = self.config.number("partial_rotary_factor", 1.0)
+            fraction = self.config.number(key or "partial_rotary_factor", 1.0)
         return [] if fraction == 1 or self.latent else ["--rotary-percent", f"{fraction:g}"]
 
-    def _without_rope(self) -> list[list[str]]:
+    def _without_rope(self) -> list[str]:
         """Return the flags of layers without RoPE."""
         layers = len(self.shapes)
         mask = self.config.by_layer("no_rope_layers", layers, int) or []
@@ -383,7 +375,7 @@ class _Style:
             mask = [int(number % every != 0) for number in range(1, layers + 1)]
         if not mask or all(mask):
             return []
-        return [["--no-rope-freq", _mask_text([not each for each in mask])]]
+        return ["--no-rope-freq", _mask_text([not each for each in mask])]
 
     def _scaling(self, rope: Mapping[str, Any]) -> list[list[str]]:
         """Return the flags of a RoPE scaling; add values without a flag to ``unsaid``."""
@@ -396,44 +388,33 @@ class _Style:
             )
             return f"{value:g}"
 
+        def scales() -> list[str]:
+            mscale, of_all = number("mscale", 1.0), number("mscale_all_dim", 0.0)
+            return ["--mscale", mscale, "--mscale-all-dim", of_all]
+
+        def require(**usual: float) -> None:
+            for name, value in usual.items():
+                if rope.get(name, value) != value:
+                    self.unsaid.append(f"rope_scaling.{name} {rope[name]}")
+
         if self.latent:
             factor = number("factor") if kind == "yarn" else "1"
             groups = [["--rope-type", "yarn" if kind == "yarn" else "rope"]]
             groups.append(["--rotary-scaling-factor", factor])
             if kind == "yarn":
-                groups.append(["--mscale", number("mscale", 1.0)])
-                groups.append(["--mscale-all-dim", number("mscale_all_dim", 0.0)])
-                wanted = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
-                others = {
-                    name: rope[name]
-                    for name in wanted
-                    if rope.get(name, wanted[name]) != wanted[name]
-                }
-                self.unsaid += [f"rope_scaling.{name} {value}" for name, value in others.items()]
+                groups.append(scales())
+                require(beta_fast=32, beta_slow=1, original_max_position_embeddings=4096)
         elif kind == "llama3":
             groups = [["--use-rope-scaling", "--rope-scaling-factor", number("factor")]]
-            fixed = {"low_freq_factor": 1, "high_freq_factor": 4}
-            fixed["original_max_position_embeddings"] = 8192
-            for name, value in fixed.items():
-                if rope.get(name, value) != value:
-                    self.unsaid.append(f"rope_scaling.{name} {rope[name]}")
+            require(low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192)
         elif kind == "yarn":
-            original = number("original_max_position_embeddings")
+            original, factor = number("original_max_position_embeddings"), number("factor")
+            fast, slow = number("beta_fast", 32), number("beta_slow", 1)
             groups = [
-                ["--position-embedding-type", "yarn", "--rotary-scaling-factor", number("factor")],
+                ["--position-embedding-type", "yarn", "--rotary-scaling-factor", factor],
                 ["--yarn-original-max-position-embeddings", original],
-                [
-                    "--yarn-beta-fast",
-                    number("beta_fast", 32),
-                    "--yarn-beta-slow",
-                    number("beta_slow", 1),
-                ],
-                [
-                    "--mscale",
-                    number("mscale", 1.0),
-                    "--mscale-all-dim",
-                    number("mscale_all_dim", 0.0),
-                ],
+                ["--yarn-beta-fast", fast, "--yarn-beta-slow", slow],
+                scales(),
             ]
             if rope.get("truncate") is False:
                 groups.append(["--no-yarn-correction-range-round-to-int"])
