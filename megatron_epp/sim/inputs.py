@@ -1,16 +1,16 @@
 """Conversion of orders, seconds and bytes to arrays for the compiled simulator and planner."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
+from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import (
     BACKWARDS,
     COMPUTE,
     DOCUMENT_ITEMS,
     KIND_CODE,
-    CachedDocument,
     Effect,
     Item,
     Kind,
@@ -20,6 +20,7 @@ from megatron_epp.ir import (
     Relation,
     Rules,
     SlicePosition,
+    Slices,
     Table,
 )
 from megatron_epp.sim.engine import OpArrays, Orders
@@ -27,26 +28,6 @@ from megatron_epp.sim.rule_arrays import PAYLOAD_CODE
 
 # Kinds whose workspace depends on the recompute choice, as the activations of a chunk do.
 RECOMPUTING = (Kind.FORWARD, *BACKWARDS)
-
-
-class Ties(Protocol):
-    """Order of the slices of each document; ir.Slices and cost.Loads implement this protocol."""
-
-    @property
-    def document(self) -> Sequence[int] | np.ndarray:
-        """For each chunk, the sliced document of which it holds a slice, or -1."""
-
-    @property
-    def earlier(self) -> Sequence[int] | np.ndarray:
-        """For each chunk, the chunk with the preceding slice, or -1."""
-
-    @property
-    def later(self) -> Sequence[int] | np.ndarray:
-        """For each chunk, the chunk with the following slice of the same document, or -1."""
-
-    @property
-    def kept(self) -> Sequence[CachedDocument] | None:
-        """Documents whose K and V are cached; None: the sliced documents."""
 
 
 def orders_of(plan: Plan) -> Orders:
@@ -65,7 +46,7 @@ def orders_of(plan: Plan) -> Orders:
 
 def op_arrays(
     table: Table,
-    ties: Ties,
+    ties: Slices | Loads,
     rules: Rules,
     orders: Sequence[Sequence[Op]] | None = None,
     fixed_bytes: np.ndarray | None = None,
@@ -111,7 +92,7 @@ def op_arrays(
 
 def moved_bytes(
     table: Table,
-    ties: Ties,
+    ties: Slices | Loads,
     rules: Rules,
     orders: Sequence[Sequence[Op]] | None = None,
     recomputed: bool | None = None,
@@ -182,7 +163,7 @@ class _Owners(NamedTuple):
     last_backward: np.ndarray
 
 
-def _owners(ties: Ties, stages: int, orders: Sequence[Sequence[Op]] | None) -> _Owners:
+def _owners(ties: Slices | Loads, stages: int, orders: Sequence[Sequence[Op]] | None) -> _Owners:
     """Return the chunks that allocate and free K and V; ``orders`` is as in :func:`moved_bytes`."""
     if ties.kept is None:
         document, later = np.asarray(ties.document, np.int64), np.asarray(ties.later, np.int64)
