@@ -177,9 +177,8 @@ def _coefficients(
     layer: Layer, device: Device, kv_read: bool, token_dispatcher: str, kept_in_input: str
 ) -> LayerCoefficients:
     """Return the coefficients of one layer, from flops and bytes."""
-    deferred = _deferred(layer, device, kept_in_input)
-    linear = _product_flops(layer, device) / device.linear_flops
-    attention = layer.flops_per_pair / device.attention_flops
+    linear = _product_flops(layer, device) / device.linear_flops  # forward seconds per token
+    attention = layer.flops_per_pair / device.attention_flops  # forward seconds per pair
     # ZeRO 3 gathers a layer's weights in F and B and scatters its gradients in B.
     weights = ELEMENT_BYTES * (layer.parameters + layer.expert_parameters)
     gather = 3 * weights / device.group_bytes_per_second[min(device.group_bytes_per_second)]
@@ -187,7 +186,15 @@ def _coefficients(
     # DeepEP and HybridEP sort tokens while they send them.
     moved = layer.moved + (layer.routed.permuted if token_dispatcher == ALLTOALL else 0.0)
     light = ELEMENT_BYTES * moved / rate if rate else 0.0
-    layer_cost = _layer(layer, device, linear, attention, gather, light, deferred)
+    saved, carried = _saved_bytes(layer, float(ELEMENT_BYTES * layer.saved)), layer.carried
+    back, pairs = MOVED_BACKWARD * light, ATTENTION_BACKWARD * attention
+    # W reads the operands of its products again, which no cache holds after I. It launches neither
+    # scans nor exchanges of tokens.
+    flops, channels = _deferred(layer, device, kept_in_input)
+    weight, weight_inputs = flops / device.linear_flops, float(ELEMENT_BYTES * channels)
+    launch = device.launch_seconds * layer.launches
+    tail = device.tail_seconds if layer.launches == 1 else 0.0
+    launch_weight = device.launch_seconds if channels else 0.0
     columns = {
         column: _column_seconds(layer, work, device, attention)
         for column, work in layer.work.items()
@@ -195,22 +202,44 @@ def _coefficients(
     if read := _kv_read_seconds(layer, device) if kv_read else {}:
         own = columns.get(CONTEXT, {})
         columns[CONTEXT] = {op: own.get(op, 0.0) + seconds for op, seconds in read.items()}
-    workspaces = {
+    workspaces = {kind: Workspace() for kind in _COMPUTE} | {
         op: Workspace(per_context_token=each.per_context_token, per_op=each.per_op)
         for op, each in layer.workspaces.items()
     }
-    if workspaces:
-        workspaces[Kind.INPUT] = workspaces[Kind.BACKWARD]
+    workspaces[Kind.INPUT] = workspaces[Kind.BACKWARD]
     issue = {
         op: layer.routed.issue * seconds
         for op, seconds in device.host_seconds.items()
         if layer.routed.issue
     }
-    of_layer, of_experts = not any(deferred), bool(kept_in_input)
-    return dataclasses.replace(
-        layer_cost,
+    of_layer, of_experts = not (flops or channels), bool(kept_in_input)
+    return LayerCoefficients(
+        layer_seconds={
+            Kind.FORWARD: Seconds(linear + light, attention, launch + tail),
+            Kind.BACKWARD: Seconds(2 * linear + back, pairs, 2 * launch + tail / 2),
+            Kind.INPUT: Seconds(
+                2 * linear - weight + back, pairs, 2 * launch + tail / 2 - launch_weight
+            ),
+            Kind.WEIGHT: Seconds(weight + _read_seconds(weight_inputs, device), 0.0, launch_weight),
+        },
+        recompute_seconds=_recompute_seconds(layer, linear, attention, launch + tail, light),
+        gather_seconds=dict.fromkeys(_COMPUTE, gather / 3) | {Kind.BACKWARD: 2 * gather / 3},
+        saved_bytes=saved,
+        **carried_bytes(carried, ELEMENT_BYTES, GRADIENT_BYTES),
+        weight_input_bytes=Bytes(weight_inputs, weight_inputs),
+        workspace_bytes=workspaces,
+        recompute_workspace_bytes={mode: _difference(saved[KEEP], saved[mode]) for mode in MODES},
+        all_to_all_bytes_per_token=float(ELEMENT_BYTES * layer.exchanged),
+        # Gather and scatter of the hidden state around each sublayer that needs all of it.
+        tensor_bytes_per_token=2.0 * layer.gathers * ELEMENT_BYTES * layer.model.hidden,
+        layer_parameters=layer.parameters,
+        window=layer.window,
         column_seconds=columns,
-        workspace_bytes={**layer_cost.workspace_bytes, **workspaces},
+        kv_replicated=carried != CarryOver() and not carried.heads,
+        # To the experts and back.
+        expert_bytes_per_token=2.0 * ELEMENT_BYTES * layer.routed.exchanged,
+        expert_parameters=float(layer.expert_parameters),
+        heads=float(layer.heads),
         weight_seconds=in_input(_weight_seconds(layer.parameters, device), of_layer),
         expert_weight_seconds=in_input(
             _weight_seconds(layer.expert_parameters, device), of_experts
@@ -218,6 +247,8 @@ def _coefficients(
         host_seconds=in_input(device.host_seconds, of_layer),
         expert_host_seconds=in_input(issue, of_experts),
         expert_seconds=_expert_seconds(layer, device, of_experts),
+        tensor_gathers=2.0 * layer.gathers,
+        expert_copies=float(layer.routed.copies),
     )
 
 
@@ -288,71 +319,6 @@ def _read_seconds(bytes_: float, device: Device) -> float:
     """Return the seconds to read ``bytes_`` from the device's memory; 0 if its rate is unknown."""
     rate = (device.memory_efficiency or 1.0) * device.memory_bytes_per_second
     return bytes_ / rate if rate else 0.0
-
-
-def _layer(
-    layer: Layer,
-    device: Device,
-    linear: float,
-    attention: float,
-    gather: float,
-    light: float,
-    deferred: tuple[float, int],
-) -> LayerCoefficients:
-    """Return the coefficients of a layer.
-
-    Args:
-        layer: sizes of the layer.
-        device: rates of the device.
-        linear: forward seconds per token.
-        attention: forward seconds per query-key pair.
-        gather: seconds per chunk of ZeRO 3's gathers and scatters, in F and B together.
-        light: forward seconds per token of kernels other than products and attention.
-        deferred: flops and channels of :func:`_deferred`.
-    """
-    saved, carried = _saved_bytes(layer, float(ELEMENT_BYTES * layer.saved)), layer.carried
-    back, pairs = MOVED_BACKWARD * light, ATTENTION_BACKWARD * attention
-    # W reads the operands of its products again, which no cache holds after I. It launches neither
-    # scans nor exchanges of tokens.
-    flops, channels = deferred
-    weight, weight_inputs = flops / device.linear_flops, float(ELEMENT_BYTES * channels)
-    launch = device.launch_seconds * layer.launches
-    tail = device.tail_seconds if layer.launches == 1 else 0.0
-    launch_weight = device.launch_seconds if channels else 0.0
-    return LayerCoefficients(
-        layer_seconds={
-            Kind.FORWARD: Seconds(linear + light, attention, launch + tail),
-            Kind.BACKWARD: Seconds(2 * linear + back, pairs, 2 * launch + tail / 2),
-            Kind.INPUT: Seconds(
-                2 * linear - weight + back, pairs, 2 * launch + tail / 2 - launch_weight
-            ),
-            Kind.WEIGHT: Seconds(weight + _read_seconds(weight_inputs, device), 0.0, launch_weight),
-        },
-        recompute_seconds=_recompute_seconds(layer, linear, attention, launch + tail, light),
-        gather_seconds={
-            Kind.FORWARD: gather / 3,
-            Kind.BACKWARD: 2 * gather / 3,
-            Kind.INPUT: gather / 3,
-            Kind.WEIGHT: gather / 3,
-        },
-        saved_bytes=saved,
-        **carried_bytes(carried, ELEMENT_BYTES, GRADIENT_BYTES),
-        weight_input_bytes=Bytes(weight_inputs, weight_inputs),
-        workspace_bytes={kind: Workspace() for kind in _COMPUTE},
-        recompute_workspace_bytes={mode: _difference(saved[KEEP], saved[mode]) for mode in MODES},
-        all_to_all_bytes_per_token=float(ELEMENT_BYTES * layer.exchanged),
-        # Gather and scatter of the hidden state around each sublayer that needs all of it.
-        tensor_bytes_per_token=2.0 * layer.gathers * ELEMENT_BYTES * layer.model.hidden,
-        layer_parameters=layer.parameters,
-        window=layer.window,
-        kv_replicated=carried != CarryOver() and not carried.heads,
-        # To the experts and back.
-        expert_bytes_per_token=2.0 * ELEMENT_BYTES * layer.routed.exchanged,
-        expert_parameters=float(layer.expert_parameters),
-        heads=float(layer.heads),
-        tensor_gathers=2.0 * layer.gathers,
-        expert_copies=float(layer.routed.copies),
-    )
 
 
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
