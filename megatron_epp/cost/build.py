@@ -1,13 +1,13 @@
 """Construction of a Cost from the names of a model and a device, with a default layout."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import gcd
 from typing import Any
 
 from megatron_epp.cost.analytic import budgeted, head_block_tokens
 from megatron_epp.cost.analytic import profile as analytic_profile
-from megatron_epp.cost.catalogue.devices import GIB, Device, device
+from megatron_epp.cost.catalogue.devices import GIB, device
 from megatron_epp.cost.catalogue.models import Model, model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layout import StageLayout
@@ -104,9 +104,17 @@ def named_cost(
     ranks = 1 + max(place) if place else pp
     network: Network | None = None
     if profile is None:
+        profile = analytic_profile(the_model, the_device, **assumptions)
+        fused = not profile.last_bytes.per_token
+        if fused and profile.last_workspace_bytes[Kind.FORWARD].per_token:
+            block_tokens = float(head_block_tokens(the_model.vocabulary // tp) * cp)
+            profile = dataclasses.replace(profile, last_workspace_tokens=block_tokens)
         joined = find_topology(topology) if isinstance(topology, str) else topology
-        degrees = (tp, cp, dp, ranks)
-        profile, network = _on_device(the_model, the_device, joined, degrees, assumptions)
+        network = None if joined is None else Network.of(joined, the_device)
+        if network is not None and profile.link_seconds_per_token:
+            boundary = profile.link_seconds_per_token * the_device.link_bytes_per_second
+            rate = network.to_neighbour(tp * cp, dp, ranks)
+            profile = dataclasses.replace(profile, link_seconds_per_token=boundary / rate)
     budget = the_device.budget_bytes if memory_budget_gib is None else memory_budget_gib * GIB
     budgets = (budget,) * ranks
     kinds = tuple(layer_kinds) or the_model.layer_kinds
@@ -129,34 +137,6 @@ def named_cost(
     cost = Cost(layout, budgets)
     cost.require_states_fit()
     return cost
-
-
-def _on_device(
-    the_model: Model,
-    device: Device,
-    joined: Topology | None,
-    degrees: tuple[int, int, int, int],
-    assumptions: Mapping[str, Any],
-) -> tuple[Profile, Network | None]:
-    """Return the analytic profile of one device, and its network; ``degrees``: tp, cp, dp, pp."""
-    tp, cp, dp, pp = degrees
-    profile = analytic_profile(the_model, device, **assumptions)
-    profile = _with_blocks(profile, the_model.vocabulary // tp, cp)
-    if joined is None:
-        return profile, None
-    network = Network.of(joined, device)
-    if profile.link_seconds_per_token:
-        boundary = profile.link_seconds_per_token * device.link_bytes_per_second
-        rate = network.to_neighbour(tp * cp, dp, pp)
-        profile = dataclasses.replace(profile, link_seconds_per_token=boundary / rate)
-    return profile, network
-
-
-def _with_blocks(profile: Profile, words: int, cp: int) -> Profile:
-    """Return ``profile`` with the block size of its LM head, if it has a fused LM head."""
-    if profile.last_bytes.per_token or not profile.last_workspace_bytes[Kind.FORWARD].per_token:
-        return profile
-    return dataclasses.replace(profile, last_workspace_tokens=float(head_block_tokens(words) * cp))
 
 
 def expert_degree(ep: int | None, tp: int, cp: int, experts: int | None, dp: int = 1) -> int:
