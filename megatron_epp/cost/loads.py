@@ -292,30 +292,17 @@ def loads_of_plan(plan: Plan, ranks: int, multiple: int = 1) -> Loads:
 
     Chunks are padded to a ``multiple`` of tokens.
     """
-    return loads_in(plan.documents, plan.chunks, plan.prefixes, ranks, multiple, slices_of(plan))
+    slices = slices_of(plan)
+    return plan_loads(plan.chunks, plan.documents, slices, ranks, multiple, plan.prefixes)
 
 
-def loads_in(
-    documents: Sequence[int],
-    chunks: Sequence[Chunk],
-    prefixes: Prefixes,
-    ranks: int,
-    multiple: int = 1,
-    slices: Slices | None = None,
-) -> Loads:
-    """Return the loads of ``chunks`` of ``documents`` with ``prefixes``, as of a plan with them."""
-    slices = slices or slices_in(documents, chunks, prefixes)
-    loads = plan_loads(chunks, documents, slices, ranks, multiple)
-    if not prefixes:
-        return loads
+def _tree_loads(
+    loads: Loads, chunks: Sequence[Chunk], slices: Slices, prefixes: Prefixes
+) -> TreeLoads:
+    """Return ``loads`` of chunks whose documents have ``prefixes``."""
     offset = offsets_of(prefixes)
     begins = np.array([offset[s.document] for chunk in chunks for s in chunk.spans], np.int64)
     chunk, start, stop = loads.spans
-    before = begins * (stop - start)
-    if loads.local is None:
-        before = np.bincount(chunk, weights=before, minlength=loads.chunks)
-    else:
-        before = over_ranks(chunk, loads.local.rank, before, ranks, loads.chunks)
     boundaries = {each.document: each.boundaries for each in slices.kept}
     lone, read = np.zeros((2, loads.chunks))
     for number, content in enumerate(chunks):
@@ -323,10 +310,11 @@ def loads_in(
             lone[number] = span.tokens
             read[number] = span.tokens * (span.stop <= boundaries[span.document][-1])
     own = {each.name: getattr(loads, each.name) for each in fields(Loads)}
+    before = loads.over_chunks(begins * (stop - start))
     moved = {"pairs": loads.pairs + before, "spans": (chunk, start + begins, stop + begins)}
     return TreeLoads(
         **own | moved | {"kept": slices.kept},
-        boundaries_of=tuple(boundaries.get(d, ()) for d in range(len(documents))),
+        boundaries_of=tuple(boundaries.get(d, ()) for d in range(len(loads.lengths))),
         lone=lone,
         read=read,
     )
@@ -354,6 +342,7 @@ def plan_loads(
     slices: Slices | None = None,
     ranks: int = 1,
     multiple: int = 1,
+    prefixes: Prefixes = (),
 ) -> Loads:
     """Return the loads of ``chunks``, whose spans are tokens of ``documents``.
 
@@ -363,11 +352,12 @@ def plan_loads(
         slices: slices of the chunks; None: computed from the chunks and documents.
         ranks: context-parallel size.
         multiple: chunks are padded to a multiple of this many tokens.
+        prefixes: prefixes of the documents, as in a plan.
 
     Raises:
         PlanError: the chunks do not cover the documents.
     """
-    slices = slices_in(documents, chunks) if slices is None else slices
+    slices = slices_in(documents, chunks, prefixes) if slices is None else slices
     cut_tokens = [
         0 if document < 0 else next(s.tokens for s in chunk.spans if s.document == document)
         for chunk, document in zip(chunks, slices.document, strict=True)
@@ -386,7 +376,7 @@ def plan_loads(
         tokens = over_ranks(of, rank, stop - start, ranks, len(chunks))
         all_pairs = np.array([span.pairs for chunk in chunks for span in chunk.spans], np.float64)
         pairs = over_ranks(of, rank, all_pairs, ranks, len(chunks))
-    return Loads(
+    loads = Loads(
         tokens=padded(tokens, multiple),
         pairs=pairs,
         cut_tokens=np.array(cut_tokens, np.float64),
@@ -398,3 +388,4 @@ def plan_loads(
         spans=(of, start, stop),
         local=local,
     )
+    return _tree_loads(loads, chunks, slices, prefixes) if prefixes else loads

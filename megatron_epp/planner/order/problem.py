@@ -13,10 +13,10 @@ from megatron_epp.cost.loads import (
     Loads,
     TreeLoads,
     join_loads,
-    loads_in,
     local_of,
     over_ranks,
     padded,
+    plan_loads,
 )
 from megatron_epp.ir import BACKWARDS, KEEP, KIND_CODE, OF_HEAD, OF_LAYERS, Kind, Payload, rules_for
 from megatron_epp.planner.block_table import BlockLoads, tables_of
@@ -60,7 +60,8 @@ def loads_of(chunking: Chunking, lengths: np.ndarray, multiple: int = 1) -> Load
     """
     if isinstance(chunking, TreeChunking):
         chunks = chunking.ir_chunks(range(len(lengths)))
-        return loads_in(chunking.tree.lengths, chunks, chunking.tree.prefixes, 1, multiple)
+        of, prefixes = chunking.tree.lengths, chunking.tree.prefixes
+        return plan_loads(chunks, of, multiple=multiple, prefixes=prefixes)
     if isinstance(chunking, BlockChunking):
         members = tuple(loads_of(member, lengths, multiple) for member in chunking.members)
         groups = np.maximum(chunking.document, 0)
