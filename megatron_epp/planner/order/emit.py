@@ -6,19 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import COMPUTE, KEEP, OFFLOAD, Op, Plan, Prediction
+from megatron_epp.ir import COMPUTE, KEEP, OFFLOAD, Op, Plan
 from megatron_epp.ir.recompute import offload_among
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.slicing import Rates
 from megatron_epp.planner.chunks.tree_cutting import Tree
-from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.compiled import NOTHING
-from megatron_epp.planner.result import PlannedReplica
-from megatron_epp.sim.play import Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +106,12 @@ def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
     if draft.stages is None:
         orders = orders_of_arrays(draft.kinds, draft.chunks)
     else:
-        place, ran = cost.layout.place, ops_of_ranks(draft.kinds, draft.chunks, draft.stages)
-        orders, turns = orders_of_ranks(ran, cost.layout.stages)
+        arrays = (draft.kinds.tolist(), draft.chunks.tolist(), draft.stages.tolist())
+        ran = [
+            [op for op in zip(*row, strict=True) if op[0] != NOTHING]
+            for row in zip(*arrays, strict=True)
+        ]
+        place, (orders, turns) = cost.layout.place, orders_of_ranks(ran, cost.layout.stages)
     return Plan(
         documents=batch.documents,
         layers=cost.layout.layers,
@@ -124,47 +124,6 @@ def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
     )
 
 
-def as_planned(
-    planner: str,
-    plan: Plan,
-    draft: Draft,
-    played: Simulation,
-    bound_seconds: float,
-    cost: Cost,
-    options: Options,
-) -> PlannedReplica:
-    """Return ``plan`` with its predicted time and memory from a simulation.
-
-    Args:
-        planner: name of the planner.
-        plan: the plan.
-        draft: the same plan as arrays.
-        played: simulation of ``plan``.
-        bound_seconds: lower bound on the time of any plan.
-        cost: cost model, including the stages and parallel degrees.
-        options: planner options, such as levers and effort.
-    """
-    peaks = tuple(int(peak) for peak in played.peak_bytes)
-    seconds = float(played.seconds)
-    predicted = Prediction(seconds, tuple(peak / GIB for peak in peaks), planner)
-    return PlannedReplica(
-        planner=planner,
-        plan=dataclasses.replace(plan, predicted=predicted),
-        seconds=seconds,
-        lower_bound_seconds=bound_seconds,
-        bubble_ratio=played.bubble_ratio,
-        recompute_ratio=played.recompute_ratio,
-        comm_ratio=played.comm_ratio,
-        peak_bytes=peaks,
-        chunks=draft.chunking.count,
-        pipelines=draft.pipelines,
-        fits=all(p <= b for p, b in zip(peaks, cost.device_budget_bytes, strict=True)),
-        levers=tuple(sorted(options.levers)),
-        note=draft.note,
-        packing_tokens=draft.packing_tokens,
-    )
-
-
 def orders_of_arrays(kinds: np.ndarray, chunks: np.ndarray) -> tuple[tuple[Op, ...], ...]:
     """Return the ops of every stage, from [stages, ops] ``kinds`` (or NOTHING) and ``chunks``."""
     ops = [[Op(kind, c) for c in range(int(chunks.max()) + 1)] for kind in COMPUTE]
@@ -172,16 +131,6 @@ def orders_of_arrays(kinds: np.ndarray, chunks: np.ndarray) -> tuple[tuple[Op, .
         tuple(ops[kind][chunk] for kind, chunk in zip(*row, strict=True) if kind != NOTHING)
         for row in zip(kinds.tolist(), chunks.tolist(), strict=True)
     )
-
-
-def ops_of_ranks(
-    kinds: np.ndarray, chunks: np.ndarray, stages: np.ndarray
-) -> list[list[tuple[int, int, int]]]:
-    """Return, for every rank, (kind code, chunk, stage) of its ops, from [ranks, ops] arrays."""
-    return [
-        [ran for ran in zip(*row, strict=True) if ran[0] != NOTHING]
-        for row in zip(kinds.tolist(), chunks.tolist(), stages.tolist(), strict=True)
-    ]
 
 
 def orders_of_ranks(

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.host_memory import host_peak_bytes
 from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import OFFLOAD, Plan, Table
+from megatron_epp.ir import OFFLOAD, Plan, Prediction, Table
 from megatron_epp.planner.chunks.block import BlockChunking
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.lower_bound import block_bound_seconds
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.order.emit import Draft, SortedBatch, as_planned, plan_of
+from megatron_epp.planner.order.emit import Draft, SortedBatch, plan_of
 from megatron_epp.planner.order.problem import loads_of, with_unrecomputed
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.sim.in_step import in_step
@@ -116,5 +117,24 @@ def emit_block(
     planned = []
     for member, table in zip(members, tables_in_step(members, draft, cost), strict=True):
         played = play(member.plan, table)
-        planned.append(as_planned(planner, member.plan, draft, played, bound, cost, options))
+        peaks = played.peak_bytes
+        predicted = Prediction(played.seconds, tuple(peak / GIB for peak in peaks), planner)
+        planned.append(
+            PlannedReplica(
+                planner=planner,
+                plan=dataclasses.replace(member.plan, predicted=predicted),
+                seconds=played.seconds,
+                lower_bound_seconds=bound,
+                bubble_ratio=played.bubble_ratio,
+                recompute_ratio=played.recompute_ratio,
+                comm_ratio=played.comm_ratio,
+                peak_bytes=peaks,
+                chunks=draft.chunking.count,
+                pipelines=draft.pipelines,
+                fits=all(p <= b for p, b in zip(peaks, cost.device_budget_bytes, strict=True)),
+                levers=tuple(sorted(options.levers)),
+                note=draft.note,
+                packing_tokens=draft.packing_tokens,
+            )
+        )
     return PlannedBlock(tuple(member.assignment for member in members), tuple(planned))
