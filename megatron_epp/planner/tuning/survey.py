@@ -163,15 +163,12 @@ class Choice:
 
     def facts(self) -> dict:
         """Return the fields as a dict for JSON."""
-        hidden = ("plan", "cost", "planning_load", "stock")
+        hidden = {"plan", "cost", "planning_load", "stock"}
+        rare = ("ep", "vocabulary_parallel", "place", "packing_tokens")
+        hidden |= {
+            f.name for f in fields(self) if f.name in rare and getattr(self, f.name) == f.default
+        }
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in hidden}
-        if self.ep == 1:
-            del own["ep"]
-        if not self.vocabulary_parallel:
-            del own["vocabulary_parallel"]
-        for name in ("place", "packing_tokens"):
-            if not own[name]:
-                del own[name]
         return {
             **{name: getattr(self.layout, name) for name in ("tp", "cp", "pp", "dp")},
             **own,
@@ -261,16 +258,14 @@ def survey(
     effort = SKETCH_EFFORT if options.effort is None else min(SKETCH_EFFORT, options.effort)
     sketch = dataclasses.replace(options, effort=effort, levers=kept)
 
-    def looked_at(layout: Layout, how: Options, planners: Sequence[str]) -> tuple:
-        return layout, costs[layout], batches[0], how, planners, placement, vocabulary
-
     glances: dict[Layout, list[Choice]] = {}
     bounded: list[Layout] = []
     choices: list[Choice] = []
     least = np.inf
 
     def looks(group: Sequence[Layout], how: Options, planners: Sequence[str]) -> Iterator:
-        tasks = [looked_at(layout, how, planners) for layout in group]
+        asked = batches[0], how, planners, placement, vocabulary
+        tasks = [(layout, costs[layout], *asked) for layout in group]
         for layout, (choices_of, why) in zip(group, run(_look_at, tasks), strict=True):
             if why:
                 refused.setdefault(layout, why)
@@ -296,13 +291,12 @@ def survey(
             layout: _elastic_seconds(glanced, likely[layout]) for layout, glanced in glances.items()
         }
         groups = [*batched(sorted(near, key=near.__getitem__), AT_ONCE)]
-        number = 0
-        for group in progress(groups, len(groups), "plans"):
-            wanted = []
-            for layout in group:
-                if number < top or near[layout] <= least * GLANCE:
-                    wanted.append(layout)
-                number += 1
+        for number, group in enumerate(progress(groups, len(groups), "plans")):
+            wanted = [
+                layout
+                for at, layout in enumerate(group, number * AT_ONCE)
+                if at < top or near[layout] <= least * GLANCE
+            ]
             for layout, sketched in looks(wanted, sketch, (ELASTIC,)):
                 glances[layout] = [*glances[layout], *sketched]
             least = min(least, *(_elastic_seconds(glances[each], np.inf) for each in group))
@@ -456,10 +450,9 @@ def _best_of(choices: Sequence[Choice]) -> list[Choice]:
     best: dict[tuple, Choice] = {}
     for choice in sorted(choices, key=lambda c: c.offload):
         key = choice.layout, choice.planner
-        asked = 1.0
-        if key in best and choice.offload > best[key].offload:
-            asked -= OFFLOAD_PAYS
-        if key not in best or choice.seconds < best[key].seconds * asked:
+        other = best.get(key)
+        saves = OFFLOAD_PAYS * (other is not None and choice.offload > other.offload)
+        if other is None or choice.seconds < other.seconds * (1 - saves):
             best[key] = choice
     return list(best.values())
 
