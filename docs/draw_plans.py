@@ -17,7 +17,7 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.replicas import plan_step
 from megatron_epp.planner.result import PlannedReplica
-from megatron_epp.show.paint import draw_comparison
+from megatron_epp.show.paint import draw_timelines
 from megatron_epp.show.svg import to_svg
 from megatron_epp.show.timeline import Timeline, timeline_of
 from megatron_epp.sim.play import play
@@ -47,7 +47,7 @@ def plans() -> tuple[PlannedReplica, PlannedReplica, list[Timeline]]:
 def picture() -> str:
     """The SVG."""
     *_, (packed, planned) = plans()
-    return to_svg(draw_comparison(packed, planned, WIDTH))
+    return to_svg(draw_timelines(packed, planned, width=WIDTH))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_epp.cli import machine, recorded_settings
@@ -10,8 +10,7 @@ from megatron_epp.cli.files import read_plan, read_records, require_run_of, writ
 from megatron_epp.cli.options import UsageError
 from megatron_epp.ir import Plan
 from megatron_epp.ir.errors import quoted
-from megatron_epp.show.paint import WIDEST, draw_comparison, draw_timeline
-from megatron_epp.show.shapes import Drawing
+from megatron_epp.show.paint import WIDEST, draw_timelines
 from megatron_epp.show.text import text_gantt
 from megatron_epp.show.timeline import Timeline, timeline, timeline_of
 from megatron_epp.sim.in_step import in_step
@@ -19,6 +18,7 @@ from megatron_epp.sim.play import play
 from megatron_epp.sim.unit_table import unit_table
 
 Runs = list[Timeline]
+_SUFFIXES = (".svg", ".png", ".html", ".txt", ".json")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,12 +43,12 @@ def run(arguments: argparse.Namespace) -> int:
             f"-o {arguments.output}: the CSV of torch.distributed.pipelining was removed; the plan "
             "lists the ops of each stage"
         )
-    if suffix not in _WRITERS:
+    if suffix not in _SUFFIXES:
         raise UsageError(
             f"-o {arguments.output}: unknown ending {quoted(suffix or '(none)')}; "
-            f"expected one of {', '.join(_WRITERS)}"
+            f"expected one of {', '.join(_SUFFIXES)}"
         )
-    write_file(arguments.output, _WRITERS[suffix](runs, arguments))
+    write_file(arguments.output, _content(runs, suffix, arguments))
     print(f"wrote {arguments.output}" + (f" for {taken} (the plan's own)" if taken else ""))
     return 0
 
@@ -82,45 +82,23 @@ def _title(arguments: argparse.Namespace) -> str:
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in title)
 
 
-def _picture(runs: Runs, arguments: argparse.Namespace) -> Drawing:
-    if len(runs) == 2:
-        return draw_comparison(runs[0], runs[1], arguments.width)
-    return draw_timeline(runs[0], arguments.width)
+def _content(runs: Runs, suffix: str, arguments: argparse.Namespace) -> str | bytes:
+    """Return the content of the file; only the module of its format is imported."""
+    if suffix == ".txt":
+        return "\n".join(text_gantt(one, arguments.width or 120) for one in runs)
+    if suffix == ".html":
+        from megatron_epp.show.page import to_html
 
+        return to_html(*runs, title=_title(arguments))
+    if suffix == ".json":
+        from megatron_epp.show.trace import to_trace
 
-def _svg(runs: Runs, arguments: argparse.Namespace) -> str:
-    from megatron_epp.show.svg import to_svg
+        return to_trace(runs[-1])
+    picture = draw_timelines(*runs, width=arguments.width)
+    if suffix == ".svg":
+        from megatron_epp.show.svg import to_svg
 
-    return to_svg(_picture(runs, arguments))
-
-
-def _png(runs: Runs, arguments: argparse.Namespace) -> bytes:
+        return to_svg(picture)
     from megatron_epp.show.png import to_png
 
-    picture = _picture(runs, arguments)
     return to_png(picture, scale=1.0 if arguments.width else WIDEST / picture.width)
-
-
-def _html(runs: Runs, arguments: argparse.Namespace) -> str:
-    from megatron_epp.show.page import to_html
-
-    return to_html(*runs, title=_title(arguments))
-
-
-def _text(runs: Runs, arguments: argparse.Namespace) -> str:
-    return "\n".join(text_gantt(one, arguments.width or 120) for one in runs)
-
-
-def _json(runs: Runs, arguments: argparse.Namespace) -> str:
-    from megatron_epp.show.trace import to_trace
-
-    return to_trace(runs[-1])
-
-
-_WRITERS: dict[str, Callable[[Runs, argparse.Namespace], str | bytes]] = {
-    ".svg": _svg,
-    ".png": _png,
-    ".html": _html,
-    ".txt": _text,
-    ".json": _json,
-}

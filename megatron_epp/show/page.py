@@ -14,23 +14,24 @@ from typing import Any
 from megatron_epp.ir import (
     BACKWARDS,
     COMPUTE,
-    Kind,
     PlanError,
     Relation,
+    Timed,
     rules_of,
     slices_of,
 )
 from megatron_epp.ir.recompute import format_recompute
 from megatron_epp.show import colours
 from megatron_epp.show.colours import FAMILIES, palette
+from megatron_epp.show.paint import legend
 from megatron_epp.show.reasons import op_of
 from megatron_epp.show.timeline import (
+    Bubble,
     Timeline,
     chunk_names,
     offloaded_fraction,
     offloaded_text,
     recomputed_fraction,
-    recomputes,
 )
 from megatron_epp.show.units import tokens_text
 
@@ -99,22 +100,13 @@ def _data(runs: tuple[Timeline, ...], title: str) -> dict[str, Any]:
     plan = runs[0].plan
     names, paints, slices = chunk_names(plan), palette(plan), slices_of(plan)
     rules = rules_of(plan)
-    used = {r.op.kind for run in runs for r in (*run.records, *run.transfers)}
     return {
         "title": title,
         "colours": _COLOURS,
         "unit": runs[0].unit,
         "summary": f"{runs[0].summary}, {len(plan.documents)} "
         f"documents, {tokens_text(plan.tokens)} tokens{offloaded_text(plan)}",
-        "legend": [
-            *(((FAMILIES[kind].plain,), FAMILIES[kind].name) for kind in Kind if kind in used),
-            *([((colours.RECOMPUTE,), "recompute (share of layers)")] if recomputes(plan) else []),
-            ((colours.IDLE,), "idle"),
-            ((colours.CRITICAL,), "critical path"),
-            *([(shown, colours.SHADES)] if (shown := colours.shades(paints)) else []),
-            *([(cut, colours.ACCENTED)] if (cut := colours.accents(paints)) else []),
-            *([("dashed", "memory budget")] if runs[0].budget_bytes and runs[0].curves else []),
-        ],
+        "legend": [(marks if thick else "dashed", text) for marks, _, thick, text in legend(runs)],
         "kinds": [
             {
                 "letter": kind.value,
@@ -172,30 +164,20 @@ def _run(run: Timeline) -> dict[str, Any]:
         "peaks": list(run.peak_bytes),
         "budget": list(run.budget_bytes),
         "records": [
-            [
-                record.stage,
-                COMPUTE.index(op_of(record).kind),
-                op_of(record).chunk,
-                _short(record.start),
-                _short(record.stop),
-                record.peak_bytes,
-            ]
-            for record in run.records
+            [r.stage, COMPUTE.index(op_of(r).kind), op_of(r).chunk, *_times(r), r.peak_bytes]
+            for r in run.records
         ],
         "transfers": [
-            [
-                record.stage,
-                str(record.op),
-                FAMILIES[record.op.kind].plain,
-                _short(record.start),
-                _short(record.stop),
-            ]
-            for record in run.transfers
+            [r.stage, str(r.op), FAMILIES[r.op.kind].plain, *_times(r)] for r in run.transfers
         ],
-        "bubbles": [[b.rank, _short(b.start), _short(b.stop), b.reason] for b in run.bubbles],
+        "bubbles": [[b.rank, *_times(b), b.reason] for b in run.bubbles],
         "critical": [[stage, str(op)] for stage, op in run.critical],
         "curves": [[[_short(at), round(held)] for at, held in curve] for curve in run.curves],
     }
+
+
+def _times(of: Timed | Bubble) -> tuple[float, float]:
+    return _short(of.start), _short(of.stop)
 
 
 def _short(seconds: float) -> float:

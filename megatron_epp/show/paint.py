@@ -11,7 +11,7 @@ Names and numbers are at the left, because the right end of a wide picture may n
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron_epp.ir import Kind, Timed
@@ -24,7 +24,6 @@ from megatron_epp.show.timeline import (
     chunk_names,
     offloaded_fraction,
     offloaded_text,
-    recomputed_fraction,
     recomputes,
 )
 from megatron_epp.show.units import GIB, bytes_text, fraction_text, tokens_text
@@ -64,29 +63,22 @@ class _Axis:
         return max(1, int((self.right - self.left) / _PER_TICK))
 
 
-def draw_timeline(timeline: Timeline, width: float | None = None) -> Drawing:
-    """Return the drawing of one run: rows of ops, and memory curves if ``timeline`` has any.
+def draw_timelines(*timelines: Timeline, width: float | None = None) -> Drawing:
+    """Return the drawing of one run, or of several on one time axis, one below the other.
+
+    A run has rows of ops, and memory curves if its timeline has any.
 
     Args:
-        timeline: run to draw.
+        *timelines: runs to draw.
         width: width in pixels; default: enough for chunk numbers on 80% of bars, or ``WIDEST``.
     """
-    return _drawing([timeline], width)
-
-
-def draw_comparison(predicted: Timeline, measured: Timeline, width: float | None = None) -> Drawing:
-    """Return a drawing of two runs, one above the other, on one time axis."""
-    return _drawing([predicted, measured], width)
-
-
-def _drawing(timelines: list[Timeline], width: float | None) -> Drawing:
     if width is None:
         width = _width(timelines)
     axis = _Axis(max(t.seconds for t in timelines), _LEFT, width - _RIGHT)
     shapes: list[Shape] = []
     y = 14.0
-    legend, y = _legend(timelines, min(width, _NARROWEST), y)
-    shapes += legend
+    entries, y = _legend(timelines, min(width, _NARROWEST), y)
+    shapes += entries
     y += 8
     for timeline in timelines:
         block, y = _block(timeline, axis, width, y)
@@ -95,7 +87,7 @@ def _drawing(timelines: list[Timeline], width: float | None) -> Drawing:
     return Drawing(width, y, tuple(shapes))
 
 
-def _width(timelines: list[Timeline]) -> float:
+def _width(timelines: Sequence[Timeline]) -> float:
     per_second = sorted(
         (text_width(timeline.name(record)[1:], _LEAST) + _PADDING) / record.seconds
         for timeline in timelines
@@ -252,7 +244,7 @@ def _bar(
     yield Rect(x, y, inner, row, paints.fill(op.kind, op.chunk), title=title)
     if accent := paints.accent[op.chunk]:
         yield Rect(x, y, inner, _ACCENT, accent)
-    if recomputed_part := _recomputes(timeline, record):
+    if recomputed_part := timeline.recomputed(record):
         height = max(2.5, 0.45 * row * recomputed_part)
         yield Rect(x, y + row - height, inner, height, colours.RECOMPUTE)
     text = timeline.name(record) if full else timeline.name(record)[1:]
@@ -271,7 +263,7 @@ def hover(timeline: Timeline, names: tuple[str, ...], record: Timed) -> str:
         f"({timeline.time_text(record.seconds)})",
         f"{chunk.tokens} tokens: {names[op.chunk]}",
     ]
-    if recomputed_part := _recomputes(timeline, record):
+    if recomputed_part := timeline.recomputed(record):
         lines.append(f"recomputes in {fraction_text(recomputed_part)} of the layers")
     if recomputed_part := offloaded_fraction(timeline.plan, record.stage, op.chunk):
         lines.append(f"activations of {fraction_text(recomputed_part)} of the layers offloaded")
@@ -280,21 +272,15 @@ def hover(timeline: Timeline, names: tuple[str, ...], record: Timed) -> str:
     return "\n".join(lines)
 
 
-def _recomputes(timeline: Timeline, record: Timed) -> float:
-    if record.op.kind not in (Kind.BACKWARD, Kind.INPUT):
-        return 0.0
-    return recomputed_fraction(timeline.plan, record.stage, record.op.chunk)
-
-
 # (colours side by side, vertical offset, thickness, text) of a legend entry.
-_Entry = tuple[tuple[str, ...], float, float, str]
+Entry = tuple[tuple[str, ...], float, float, str]
 
 
-def _legend(timelines: list[Timeline], width: float, y: float) -> tuple[list[Shape], float]:
+def _legend(timelines: Sequence[Timeline], width: float, y: float) -> tuple[list[Shape], float]:
     """Return the legend of the colours and marks in use, and the y coordinate of its end."""
     shapes: list[Shape] = []
     x = 14.0
-    for marks, down, thick, text in _entries(timelines):
+    for marks, down, thick, text in legend(timelines):
         wide = 8.0 * max(2, len(marks))
         if x > 14 and x + wide + 5 + text_width(text, _SMALL) > width:
             x, y = 14.0, y + 18
@@ -312,7 +298,8 @@ def _legend(timelines: list[Timeline], width: float, y: float) -> tuple[list[Sha
     return shapes, y + 16
 
 
-def _entries(timelines: list[Timeline]) -> Iterator[_Entry]:
+def legend(timelines: Sequence[Timeline]) -> Iterator[Entry]:
+    """Yield the entries of the colours and marks in use."""
     kinds = {r.op.kind for t in timelines for r in (*t.records, *t.transfers)}
     for kind in Kind:
         if kind in kinds:

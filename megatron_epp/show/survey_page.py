@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_epp.show.page import filled
-from megatron_epp.show.paint import draw_comparison, draw_timeline
+from megatron_epp.show.paint import draw_timelines
 from megatron_epp.show.shapes import Drawing, Label, Path, Rect, Shape, text_width
 from megatron_epp.show.svg import to_svg
 from megatron_epp.show.timeline import Timeline
@@ -211,10 +211,7 @@ def _time(page: SurveyPage) -> str:
     )
     if not there:
         return f"<h2>Time line</h2><p>{html.escape(text)}</p>"
-    drawing = draw_timeline(there[0], 1400)
-    if len(there) == 2:
-        drawing = draw_comparison(there[0], there[1], 1400)
-    return _figure("Time line", f"{text}.", drawing)
+    return _figure("Time line", f"{text}.", draw_timelines(*there, width=1400))
 
 
 def _gain(page: SurveyPage) -> str:

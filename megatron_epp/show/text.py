@@ -12,7 +12,6 @@ from megatron_epp.show.timeline import (
     Timeline,
     by_rank,
     offloaded_text,
-    recomputed_fraction,
     recomputes,
 )
 from megatron_epp.show.units import fraction_text
@@ -150,10 +149,7 @@ def _legend(timeline: Timeline, rows: list[_Row]) -> list[str]:
 
 
 def _label(timeline: Timeline, record: Timed) -> str:
-    recomputes = record.op.kind in (Kind.BACKWARD, Kind.INPUT) and recomputed_fraction(
-        timeline.plan, record.stage, record.op.chunk
-    )
-    return f"{timeline.name(record)}{'*' if recomputes else ''}"
+    return f"{timeline.name(record)}{'*' * (timeline.recomputed(record) > 0)}"
 
 
 def _axis(timeline: Timeline, columns: int) -> str:

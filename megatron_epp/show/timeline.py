@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from megatron_epp.ir import (
+    BACKWARDS,
     KEEP,
     OFFLOAD,
     Op,
@@ -78,6 +79,12 @@ class Timeline:
     def name(self, record: Timed) -> str:
         """Return the name of the record's op, with its stage if a rank has several stages."""
         return self.plan.op_name(record.stage, op_of(record))
+
+    def recomputed(self, record: Timed) -> float:
+        """Return the fraction of the stage's layers that the op of ``record`` recomputes."""
+        if record.op.kind not in BACKWARDS:
+            return 0.0
+        return recomputed_fraction(self.plan, record.stage, record.op.chunk)
 
     @property
     def summary(self) -> str:
@@ -251,25 +258,22 @@ def idle(plan: Plan, records: Sequence[Timed], seconds: float) -> list[Bubble]:
     return bubbles
 
 
-def memory_curve(
-    records: Sequence[Timed], seconds: float, resident_bytes: float = 0.0
-) -> list[tuple[float, float]]:
+def memory_curve(records: Sequence[Timed], seconds: float) -> list[tuple[float, float]]:
     """Return the points (seconds, bytes) of one rank's memory curve, from the peaks of its ops.
 
     ``records`` are in execution order. During an op, the value is the op's recorded peak. Between
     two ops, it is the lower of the two peaks. That is an upper bound, because both peaks include
-    the bytes held between the ops. Before the first op and after the last op, it is
-    ``resident_bytes``.
+    the bytes held between the ops. Before the first op and after the last op, it is 0.
     """
-    points = [(0.0, resident_bytes)]
+    points = [(0.0, 0.0)]
     for before, record in zip([None, *records], records, strict=False):
         if before is not None and record.start > before.stop:
             held = min(before.peak_bytes, record.peak_bytes)
             points.append((before.stop, held))
         points.append((record.start, record.peak_bytes))
     if records:
-        points.append((records[-1].stop, resident_bytes))
-    points.append((seconds, resident_bytes))
+        points.append((records[-1].stop, 0.0))
+    points.append((seconds, 0.0))
     return points
 
 

@@ -9,10 +9,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_epp.ir import needs_of
+from megatron_epp.ir import Timed, needs_of
 from megatron_epp.show.colours import FAMILIES
 from megatron_epp.show.reasons import op_of
 from megatron_epp.show.timeline import (
+    Bubble,
     Timeline,
     chunk_names,
     offloaded_fraction,
@@ -66,31 +67,26 @@ def _ops(timeline: Timeline) -> Iterator[dict[str, Any]]:
             "critical": (record.stage, record.op) in critical,
         }
         yield {
-            **_span(rank, _OPS, timeline.name(record), record.start, record.stop),
+            **_span(rank, _OPS, timeline.name(record), record),
             "cat": FAMILIES[record.op.kind].name,
             "cname": FAMILIES[record.op.kind].trace,
             "args": args,
         }
     for record in timeline.transfers:
-        yield {
-            **_span(
-                timeline.rank_of(record), _TRANSFERS, str(record.op), record.start, record.stop
-            ),
-            "cat": FAMILIES[record.op.kind].name,
-        }
+        span = _span(timeline.rank_of(record), _TRANSFERS, str(record.op), record)
+        yield {**span, "cat": FAMILIES[record.op.kind].name}
     for bubble in timeline.bubbles:
-        name = bubble.reason or "idle"
-        yield {**_span(bubble.rank, _IDLE, name, bubble.start, bubble.stop), "cat": "idle"}
+        yield {**_span(bubble.rank, _IDLE, bubble.reason or "idle", bubble), "cat": "idle"}
 
 
-def _span(rank: int, thread: int, name: str, start: float, stop: float) -> dict[str, Any]:
+def _span(rank: int, thread: int, name: str, of: Timed | Bubble) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": name,
         "pid": rank,
         "tid": thread,
-        "ts": round(start * _MICRO, 3),
-        "dur": round((stop - start) * _MICRO, 3),
+        "ts": round(of.start * _MICRO, 3),
+        "dur": round((of.stop - of.start) * _MICRO, 3),
     }
 
 

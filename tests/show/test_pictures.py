@@ -22,7 +22,7 @@ from megatron_epp.ir import (
 )
 from megatron_epp.show.colours import FAMILIES, palette
 from megatron_epp.show.page import to_html
-from megatron_epp.show.paint import draw_comparison, draw_timeline
+from megatron_epp.show.paint import draw_timelines
 from megatron_epp.show.png import to_png
 from megatron_epp.show.shapes import Label, Rect, text_width
 from megatron_epp.show.svg import to_svg
@@ -86,7 +86,7 @@ def test_every_kind_has_a_picture(kind):
     content = everything()
     assert kind in {record.op.kind for record in (*content.records, *content.transfers)}
     family = FAMILIES[kind]
-    drawn = to_svg(draw_timeline(content))
+    drawn = to_svg(draw_timelines(content))
     assert family.plain in drawn  # the legend
     assert f"{kind.value} {family.name}" in drawn
     assert family.sign in text_gantt(content, 120)
@@ -133,7 +133,7 @@ def test_colour_is_asked_for():
 
 def test_svg_holds_every_op_at_its_time():
     run = played(split_example())
-    drawn = bars(draw_timeline(timeline_of(run, "a & b <c>", (4e9, 4e9)), 1400))
+    drawn = bars(draw_timelines(timeline_of(run, "a & b <c>", (4e9, 4e9)), width=1400))
     left = {name: x for name, x, _ in drawn}
     assert len(left) == len(run.records)
     starts = [(r.start, left[f"{r.op} on stage {r.stage}"]) for r in run.records]
@@ -147,7 +147,7 @@ def test_svg_holds_every_op_at_its_time():
 def test_long_plans_have_numbers_that_fit_if_asked_wide(stages, chunks):
     content = in_units(one_f_one_b(stages, chunks))
     numbered, bar = 0, None
-    for shape in draw_timeline(content, 12000).shapes:
+    for shape in draw_timelines(content, width=12000).shapes:
         if isinstance(shape, Rect) and " on stage " in shape.title:
             bar = shape  # and then its label, if it has one
         elif bar and isinstance(shape, Label) and bar.y < shape.y < bar.y + bar.height:
@@ -177,14 +177,14 @@ def test_pictures_fit_a_screen_unless_asked_wider(tmp_path):
 def test_a_picture_says_what_is_too_short_for_its_number():
     short = timeline_of(played(one_f_one_b(2, 300)))
     told = f"{len(short.records)} ops too short for their number: draw -o x.html"
-    assert any(text.endswith(told) for text in texts(draw_timeline(short)))
-    assert not any("too short" in text for text in texts(draw_timeline(short, 40000)))
+    assert any(text.endswith(told) for text in texts(draw_timelines(short)))
+    assert not any("too short" in text for text in texts(draw_timelines(short, width=40000)))
 
 
 def test_a_png_is_one_and_stays_within_what_viewers_show():
     content = timeline_of(played(example()))
     for asked, expected, least in ((1400, 1400, 150), (40_000, 16384, 0)):
-        data = to_png(draw_timeline(content, asked), scale=1.0)
+        data = to_png(draw_timelines(content, width=asked), scale=1.0)
         assert data[:8] == b"\x89PNG\r\n\x1a\n"
         width, height = struct.unpack(">II", data[16:24])
         assert width == expected and height > least
@@ -200,7 +200,9 @@ def test_slices_share_an_accent_and_darken():
 def test_predicted_and_measured_share_an_axis():
     fast, slow = played(example(), 0), played(example(), 1)
     longer = max(fast.seconds, slow.seconds)
-    drawing = draw_comparison(timeline_of(fast, "predicted"), timeline_of(slow, "measured"), 1400)
+    drawing = draw_timelines(
+        timeline_of(fast, "predicted"), timeline_of(slow, "measured"), width=1400
+    )
     rights = [right for *_, right in bars(drawing)]
     left, right = 196.0, 1400 - 28.0
     for run in (fast, slow):
@@ -232,7 +234,7 @@ def test_pictures_of_offloaded_layers_say_so_and_shade_no_recompute():
     content = timeline_of(played(plan))
     assert "*" not in text_gantt(content, 120).split("* recomputes")[0]
     assert ", offloaded 18.4%" in text_gantt(content, 120).splitlines()[0]
-    svg = to_svg(draw_timeline(content))
+    svg = to_svg(draw_timelines(content))
     assert "activations of 75.0% of the layers offloaded" in svg
     assert "recompute" not in svg
     html = to_html(content)
@@ -278,7 +280,7 @@ def test_the_trace_has_every_op_and_an_arrow_for_every_message():
 def test_the_legend_explains_every_mark():
     """Budget, shades, the colours of cut documents, and how high the curves are."""
     run = timeline_of(played(example()), "run", (4e9, 4e9))
-    shown = texts(draw_timeline(run))
+    shown = texts(draw_timelines(run))
     for words in (
         "memory budget",
         "pale: whole documents; darker: a later slice of a cut one",
@@ -289,7 +291,7 @@ def test_the_legend_explains_every_mark():
     highest = max(*run.peak_bytes, 4e9)
     assert scale.endswith(f"each curve from 0 to {bytes_text(highest * 1.04)}")
     assert any("  |  bubbles " in text for text in shown)
-    plain = texts(draw_timeline(timeline_of(played(one_f_one_b(2, 3)))))
+    plain = texts(draw_timelines(timeline_of(played(one_f_one_b(2, 3)))))
     assert not any("budget" in text or "cut" in text for text in plain)
     legend = [name for _, name in page_data(to_html(run))["legend"]]
     assert "memory budget" in legend and any(name.startswith("pale") for name in legend)
@@ -298,7 +300,7 @@ def test_the_legend_explains_every_mark():
 @pytest.mark.parametrize(("stages", "chunks"), [(8, 200), (16, 60)])
 def test_what_is_to_be_read_of_a_wide_plan_stands_at_the_left(stages, chunks):
     run = timeline_of(played(one_f_one_b(stages, chunks)), "wide", (40e9,) * stages)
-    drawing = draw_timeline(run)
+    drawing = draw_timelines(run)
     assert drawing.width > 1500
     labels = [shape for shape in drawing.shapes if isinstance(shape, Label)]
     for stage in range(stages):
@@ -320,7 +322,7 @@ def test_letters_without_a_number_are_explained():
 
 def test_no_character_of_a_title_breaks_the_picture():
     run = timeline_of(played(example()), "a\x01b\udcff & <c> \U0001f600 d\x1b[31m")
-    root = ElementTree.fromstring(to_svg(draw_timeline(run)))
+    root = ElementTree.fromstring(to_svg(draw_timelines(run)))
     shown = [text.text for text in root.iter(f"{SVG}text")]
     assert "a\ufffdb\ufffd & <c> \U0001f600 d\ufffd[31m" in shown
 
@@ -341,7 +343,7 @@ def test_drawing_takes_time_in_proportion_to_the_ops():
 
         sys.settrace(trace)
         try:
-            to_svg(draw_timeline(content, 1400))
+            to_svg(draw_timelines(content, width=1400))
             to_html(content)
             to_trace(content)
             text_gantt(content, 100)
