@@ -46,7 +46,12 @@ def named_layout_cost(arguments: argparse.Namespace, planner: str) -> Cost:
             raise UsageError("--pp is missing; expected the number of pipeline stages")
         pp = len(layers)
     if arguments.placement == AUTO:
-        _require_open(arguments, pp, planner)
+        if arguments.layers:
+            raise UsageError(
+                "--layers names the layers of every stage and --placement auto chooses the layers "
+                "of the stages; expected one of the two"
+            )
+        _require_pipeline("--placement auto", pp, planner)
     place: tuple[int, ...] = ()
     if arguments.placement not in (None, AUTO):
         placement = _named_placement(arguments, pp, planner)
@@ -84,7 +89,8 @@ def run_cost(
     """
     if planner not in PLANNERS or cost.layout.stages == 1:
         return cost
-    asked, open_stages = arguments.vocab_parallel, _are_stages_open(arguments)
+    asked = arguments.vocab_parallel
+    open_stages = arguments.placement == AUTO or not (arguments.placement or arguments.layers)
     why = ruled_out(cost) if asked == AUTO else None
     if why is not None:
         print(f"vocabulary parallelism: off; {why}", file=sys.stderr)
@@ -106,13 +112,6 @@ def run_cost(
     if open_stages and not layout.place and flags:
         print(f"layers in Megatron's flags: {shlex.join(flags)}", file=sys.stderr)
     return choice.cost
-
-
-def _are_stages_open(arguments: argparse.Namespace) -> bool:
-    """Return whether the stages are chosen: --placement is auto, or no option names them."""
-    if arguments.placement is None:
-        return not arguments.layers
-    return bool(arguments.placement == AUTO)
 
 
 def _named_placement(arguments: argparse.Namespace, ranks: int, planner: str) -> Placement:
@@ -143,16 +142,6 @@ def _named_placement(arguments: argparse.Namespace, ranks: int, planner: str) ->
             "one stage per layer"
         )
     return placement
-
-
-def _require_open(arguments: argparse.Namespace, ranks: int, planner: str) -> None:
-    """Raise a UsageError if --placement auto cannot choose the stages."""
-    if arguments.layers:
-        raise UsageError(
-            "--layers names the layers of every stage and --placement auto chooses the layers of "
-            "the stages; expected one of the two"
-        )
-    _require_pipeline("--placement auto", ranks, planner)
 
 
 def _require_pipeline(option: str, ranks: int, planner: str) -> None:

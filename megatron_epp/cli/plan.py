@@ -93,14 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _read(counts: Counts) -> dict[str, int]:
     """Return the field ``read`` of ``plan --json``: sequences by --overlong effect, lost tokens."""
-    return {
-        "read": counts.sequences,
-        "skipped": counts.skipped,
-        "truncated": counts.truncated,
-        "dropped": counts.dropped,
-        "split": counts.split,
-        "lost_tokens": counts.lost_tokens,
-    }
+    others = ("skipped", "truncated", "dropped", "split", "lost_tokens")
+    return {"read": counts.sequences, **{name: getattr(counts, name) for name in others}}
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
@@ -145,14 +139,14 @@ def require_sharing(arguments: argparse.Namespace, planners: Iterable[str]) -> N
 
 def levers_of(arguments: argparse.Namespace) -> frozenset[str]:
     """Return the levers of --levers; by default, those of training on the device."""
-    names = ["cpu"]  # default if no machine is named
+    name = "cpu"  # default if no machine is named
     if file := getattr(arguments, "cost_model", None):  # tune has no such option
-        names = [Profile.load(file).provenance.device]
+        name = Profile.load(file).provenance.device
     elif arguments.device:
-        names = [device(arguments.device).name]
-    known = arguments.host_memory_gib is not None
-    defaults = (default_levers(name, known) for name in names)
-    return parse_levers(arguments.levers, frozenset.intersection(*defaults))
+        name = device(arguments.device).name
+    return parse_levers(
+        arguments.levers, default_levers(name, arguments.host_memory_gib is not None)
+    )
 
 
 def _lockstep(arguments: argparse.Namespace) -> int:
@@ -211,16 +205,8 @@ def _summary(result: Outcome, batches: Batches, lengths: tuple[int, ...], cost: 
         f"{fraction_text(replica.recompute_ratio)}, communication within ops "
         f"{fraction_text(replica.comm_ratio)}",
         *overlapped,
-        *(
-            [f"offloaded   {fraction_text(offloaded)} of what layers save{host}"]
-            if offloaded
-            else []
-        ),
-        *(
-            [f"local       {fraction_text(local)} of the tokens, each on one CP rank"]
-            if local
-            else []
-        ),
+        *[f"offloaded   {fraction_text(offloaded)} of what layers save{host}"] * (offloaded > 0),
+        *[f"local       {fraction_text(local)} of the tokens, each on one CP rank"] * (local > 0),
         f"chunks      {replica.chunks}"
         + (f" in {replica.pipelines} pipelines" if replica.pipelines > 1 else ""),
         *_lockstep_lines(result),

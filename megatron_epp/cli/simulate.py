@@ -4,6 +4,7 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 
@@ -61,21 +62,12 @@ def _facts(plan: Plan, cost: Cost, played: Simulation) -> dict:
         "resident_ratios": list(resident_ratios(played)),
         "peak_bytes": list(played.peak_bytes),
         "budget_bytes": list(budgets),
-        "states_bytes": _states(plan, cost),
+        "states_bytes": list(cost.states_of_ranks),
         "idle_seconds": list(played.idle_seconds),
         "chunks": len(plan.chunks),
         "fits": all(p <= b for p, b in zip(played.peak_bytes, budgets, strict=True)),
         "bubbles": [_bubble(bubble) for bubble in played.bubbles],
-        "critical_path": [
-            {
-                "stage": step.stage,
-                "op": str(step.op),
-                "start": step.start,
-                "stop": step.stop,
-                "why": step.why,
-            }
-            for step in played.critical_path
-        ],
+        "critical_path": [{**asdict(step), "op": str(step.op)} for step in played.critical_path],
     }
     if not plan.forward_only:
         local = any(chunk.has_local for chunk in plan.chunks)
@@ -86,14 +78,6 @@ def _facts(plan: Plan, cost: Cost, played: Simulation) -> dict:
     if plan.predicted is not None:
         facts["predicted_seconds"] = plan.predicted.seconds
     return facts
-
-
-def _states(plan: Plan, cost: Cost) -> list[float]:
-    """Return the bytes of weights, gradients and optimizer states of every rank."""
-    return [
-        sum(cost.memory.states_bytes[stage] for stage in plan.stages_of(rank))
-        for rank in range(plan.ranks)
-    ]
 
 
 def _bubble(bubble: Wait | IdleTail) -> dict:
@@ -133,27 +117,19 @@ def _report(played: Simulation, cost: Cost, facts: dict) -> str:
         )
     if "predicted_seconds" in facts:
         lines.append(f"the plan says {seconds_text(facts['predicted_seconds'])}")
-    rows = [
-        [
-            plan.rank_name(rank).split()[1],
-            " + ".join(cost.layout.kinds.stage_text(stage) for stage in plan.stages_of(rank)),
-            seconds_text(idle),
-            fraction_text(idle / played.seconds if played.seconds else 0.0),
-            f"{peak / GIB:.3f}",
-            f"{budget / GIB:.3f}",
-            f"{states / GIB:.3f}",
-            "" if peak <= budget else "OVER THE BUDGET",
-        ]
-        for rank, (idle, peak, budget, states) in enumerate(
-            zip(
-                played.idle_seconds,
-                played.peak_bytes,
-                facts["budget_bytes"],
-                facts["states_bytes"],
-                strict=True,
-            )
+    rows = []
+    for rank, idle in enumerate(played.idle_seconds):
+        peak, budget, states = (facts[f"{of}_bytes"][rank] for of in ("peak", "budget", "states"))
+        rows.append(
+            [
+                plan.rank_name(rank).split()[1],
+                " + ".join(cost.layout.kinds.stage_text(stage) for stage in plan.stages_of(rank)),
+                seconds_text(idle),
+                fraction_text(idle / played.seconds if played.seconds else 0.0),
+                *(f"{bytes_ / GIB:.3f}" for bytes_ in (peak, budget, states)),
+                "" if peak <= budget else "OVER THE BUDGET",
+            ]
         )
-    ]
     headers = [unit, "layers", "idle", "idle %", "peak GiB", "budget GiB", "states GiB", ""]
     lines += [
         "",

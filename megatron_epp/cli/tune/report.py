@@ -126,12 +126,7 @@ def _row(number: int, choice: Choice, mfu: float | None) -> list[str]:
 def _layers(choice: Choice) -> str:
     if len(set(choice.layers)) == 1:
         return "even"
-    runs: list[list[int]] = []
-    for layers in choice.layers:
-        if runs and runs[-1][0] == layers:
-            runs[-1][1] += 1
-        else:
-            runs.append([layers, 1])
+    runs = ((layers, len(list(run))) for layers, run in itertools.groupby(choice.layers))
     return " ".join(f"{layers}" if times == 1 else f"{times}x{layers}" for layers, times in runs)
 
 
