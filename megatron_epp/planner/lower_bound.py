@@ -13,7 +13,6 @@ from megatron_epp.planner.chunks.chunking import Chunking
 def lower_bound_seconds(
     lengths: np.ndarray,
     cost: Cost,
-    forward_only: bool = False,
     local: bool = False,
     starts: np.ndarray | None = None,
 ) -> float:
@@ -33,7 +32,6 @@ def lower_bound_seconds(
     Args:
         lengths: document lengths of one replica.
         cost: cost model, including the stages and parallel degrees.
-        forward_only: whether there are no backwards.
         local: whether documents may run on one context-parallel rank, without exchange.
         starts: positions of the documents' first tokens, if they continue others.
     """
@@ -46,8 +44,6 @@ def lower_bound_seconds(
     forward = least_seconds_per(cost, Kind.FORWARD, local)
     ramp = np.concatenate(([0.0], np.cumsum(forward @ least + latency)[:-1]))
     head, head_weight = (cost.seconds.per(kind) @ batch_features for kind in OF_HEAD)
-    if forward_only:
-        return float((ramp + forward @ batch_features + head).max())
     back = least_seconds_per(cost, Kind.BACKWARD, local)
     halves = (least_seconds_per(cost, Kind.INPUT, local), cost.seconds.per(Kind.WEIGHT))
     gradient = np.minimum(back, halves[0])

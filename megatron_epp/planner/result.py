@@ -43,11 +43,6 @@ class PlannerResult:
     note: str = ""
     plan_seconds: float = 0.0
 
-    @property
-    def gap(self) -> float:
-        """Fraction of ``seconds`` that exceeds the lower bound."""
-        return max(0.0, 1 - self.lower_bound_seconds / self.seconds) if self.seconds else 0.0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedReplica(PlannerResult):
