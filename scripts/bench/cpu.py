@@ -51,7 +51,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headline import abreast, heading, host, write
+from headline import abreast, heading, host, markdown, write
 from in_turns import (
     AT_END,
     IN_PLACE,
@@ -568,7 +568,6 @@ def publish(
     output: str | None, hardware: str, headers: list[str], table: list[list[str]], said: list[str]
 ) -> None:
     """Print the table and the lines below it, and append them to the file ``output``."""
-    from megatron_epp.show.table import markdown
 
     show(headers, table)
     print(*said, hardware, sep="\n")

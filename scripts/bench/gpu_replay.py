@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import shapes
-from headline import heading, write
+from headline import heading, markdown, write
 
 PLANNERS = ("packing", "seq1f1b", "infinipipe", "epp")
 HEADERS = [
@@ -178,7 +178,7 @@ def main() -> None:
     records = replayed(alone, planned, layers, arguments.repeats)
     table = rows(planned, records, cost)
     keep(arguments.keep, planned, records, cost)
-    from megatron_epp.show.table import markdown, text_table
+    from megatron_epp.show.table import text_table
 
     what = (
         f"{arguments.model}, {arguments.pp} stages of {layers[0]} layers, {arguments.documents} "

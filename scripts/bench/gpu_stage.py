@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import shapes
-from headline import heading, write
+from headline import heading, markdown, write
 
 CHUNKS = (
     *("tokens", "context", "F ms", "B ms", "B full ms", "held MiB", "peak MiB"),
@@ -211,7 +211,7 @@ def main() -> None:
     alone = shapes.begin(arguments, arguments.layers, context, others)
     from single_stage import build_stage
 
-    from megatron_epp.show.table import markdown, text_table
+    from megatron_epp.show.table import text_table
 
     model = build_stage(alone, arguments.layers, True, True)
     chunks, errors = chunk_rows(alone, model, arguments)

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,6 +79,19 @@ def _multiply(dtype: str, seconds: float, start, rates) -> None:
         rows @ weight
         done += 1
     rates.put(done / (time.perf_counter() - began))
+
+
+def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as markdown, with numbers right-aligned."""
+    from megatron_epp.show.table import aligned, numeric
+
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    right = [numeric([row[column] for row in rows]) for column in range(len(headers))]
+    marks = [
+        "-" * (width - 1) + (":" if r else "-") for width, r in zip(widths, right, strict=True)
+    ]
+    lines = [[*map(aligned, cells, widths, right)] for cells in (headers, *rows)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (lines[0], marks, *lines[1:]))
 
 
 def publish(text: str, path: str | None) -> None:

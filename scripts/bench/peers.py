@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from headline import ROOT, heading, host, write
+from headline import ROOT, heading, host, markdown, write
 from pipeline_ranks import join_pipeline
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -624,7 +624,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", metavar="FILE", help="append the tables as markdown")
     arguments = parser.parse_args()
 
-    from megatron_epp.show.table import markdown, text_table
+    from megatron_epp.show.table import text_table
 
     results: list[dict] = []
     if arguments.state.exists():

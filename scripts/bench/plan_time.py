@@ -16,12 +16,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from headline import ROOT, publish
+from headline import ROOT, markdown, publish
 
 sys.path.insert(0, str(ROOT))
 
 from megatron_epp.planner.options import Options
-from megatron_epp.show.table import markdown
 
 # Model, device, then pp, tp, cp and the context in thousands; each plans 512 documents of `wlb`.
 JOBS = {

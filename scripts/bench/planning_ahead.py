@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass
 
 import psutil
-from headline import ROOT, host, publish
+from headline import ROOT, host, markdown, publish
 
 sys.path.insert(0, str(ROOT))
 
@@ -32,7 +32,6 @@ from megatron_epp.corpus.lengths import open_corpus
 from megatron_epp.cost.build import named_cost
 from megatron_epp.ir import StepPart
 from megatron_epp.planner.options import Options, default_levers
-from megatron_epp.show.table import markdown
 
 GPUS, CORES = 8, 8  # of a host; cores for planning
 SETTLED = 8  # iterations after which the number of processes has settled

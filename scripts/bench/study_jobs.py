@@ -25,7 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from headline import ROOT, publish
+from headline import ROOT, markdown, publish
 
 sys.path.insert(0, str(ROOT))
 
@@ -46,7 +46,6 @@ from megatron_epp.planner.options import Options, default_levers
 from megatron_epp.planner.registry import planner_of
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.planner.stock import stock_of
-from megatron_epp.show.table import markdown
 from megatron_epp.sim.play import play
 
 K = 1024

@@ -174,10 +174,10 @@ def main() -> int:
         sys.path.insert(0, str(given.megatron.resolve()))
     # Megatron asks which Transformer Engine there is; its layers are not built.
     os.environ.setdefault("EPP_ENGINE", "tests.engine")
-    from headline import heading, host, write
+    from headline import heading, host, markdown, write
 
     from megatron_epp.mcore.patching import cpu_host
-    from megatron_epp.show.table import markdown, text_table
+    from megatron_epp.show.table import text_table
 
     cpu_host.install_cpu_host()
     with get_context("fork").Pool(1, maxtasksperchild=1) as pool:

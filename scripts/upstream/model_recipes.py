@@ -114,9 +114,9 @@ def main() -> int:
         for name, recipe in RECIPES.items():
             print(f"{name:18} {recipe.source}")
         return 0
-    from headline import heading, host, write
+    from headline import heading, host, markdown, write
 
-    from megatron_epp.show.table import markdown, text_table
+    from megatron_epp.show.table import text_table
 
     table, failed = [], 0
     for name in args.names or RECIPES:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_epp.show.table import markdown, text_table
+from megatron_epp.show.table import text_table
 from megatron_epp.show.units import (
     bytes_text,
     fraction_text,
@@ -62,9 +62,3 @@ def test_a_plain_table():
     )
     with pytest.raises(ValueError, match="a row of 1 cells; expected 2"):
         text_table(["a", "b"], [["1"]])
-
-
-def test_a_markdown_table():
-    assert markdown(["planner", "gap"], [["epp", "0.5%"]]) == (
-        "| planner |  gap |\n| ------- | ---: |\n| epp     | 0.5% |\n"
-    )
