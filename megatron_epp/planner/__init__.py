@@ -2,7 +2,7 @@
 
     registry.PLANNERS[name](lengths, cost, options)       one replica's plan (a PlannedReplica)
     replicas.plan_step(lengths, cost, options, name, n)   one plan for each of n balanced replicas
-    evaluation.evaluation_plan(lengths, cost)             forward-only plan
+    replicas.evaluation_step(lengths, cost, options, n)   forward-only plans of n replicas
 
 A plan is a pure function of these arguments. Time, random numbers and the order of the documents do
 not affect it.

@@ -23,22 +23,14 @@ FINEST = 64
 SMALLER = 0.6
 
 
-def evaluation_plan(lengths: Sequence[int], cost: Cost) -> Plan:
-    """Return a forward-only plan with chunks of about equal time.
-
-    The plan has ops F, and H with vocabulary parallelism. No activations are saved, so memory must
-    only hold a chunk's workspace and the K/V of one sliced document at a time.
-
-    Raises:
-        PlanError: if this memory exceeds the budget.
-    """
-    return evaluation_plans(lengths, cost, Options())[1][0]
-
-
 def evaluation_plans(
     lengths: Sequence[int], cost: Cost, options: Options, most: int | None = None
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Plan, ...]]:
     """Return the documents and the forward-only plan of each replica of a lockstep group.
+
+    Plans have chunks of about equal time and the ops F, and H with vocabulary parallelism. No
+    activations are saved, so memory must only hold a chunk's workspace and the K/V of one sliced
+    document at a time.
 
     Args:
         lengths: lengths of the lockstep group's documents.

@@ -37,7 +37,7 @@ from megatron_epp.planner.chunks.chunking import assemble
 from megatron_epp.planner.chunks.slicing import cut_at
 from megatron_epp.planner.order.list_scheduler import Policy, list_schedule
 from megatron_epp.planner.order.policies import warm_up_policy
-from megatron_epp.planner.order.problem import loads_of, problem_of, rates_of
+from megatron_epp.planner.order.problem import ChunkProblems, loads_of, rates_of
 from megatron_epp.planner.order.warmup import constant, interleaved_warm_up
 from megatron_epp.planner.published.schedules import packed_chunks
 from megatron_epp.sim.exchange import alone_seconds
@@ -147,7 +147,7 @@ def _played(row: PublicRow, cost: Cost, count: int) -> tuple[float, np.ndarray]:
         chunking = packed_chunks(lengths, facts["seq"] * facts["micro"], rates_of(cost))
     loads = loads_of(chunking, lengths)
     counts = _all_layers(cost, recompute_mode(facts.get("recompute", "")), chunking.count)
-    work = problem_of(cost, chunking, loads, counts)
+    work = ChunkProblems(cost, chunking, loads).of(counts)
     played = [list_schedule(work, policy) for policy in _policies(cost, chunking.sizes)]
     resident = np.array(cost.layout.placement.of_ranks(cost.memory.states_bytes))
     if facts.get("moments") == "none":

@@ -43,8 +43,9 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import OF_LAYERS, Kind, Plan
+from megatron_epp.planner.calls.call_cost import CallDocuments
 from megatron_epp.planner.calls.call_options import CallOptions
-from megatron_epp.planner.calls.call_plan import call_plan
+from megatron_epp.planner.calls.call_plan import call_plans
 from megatron_epp.planner.options import Options
 from megatron_epp.sim.play import play
 
@@ -155,14 +156,19 @@ def with_trees(groups: Sequence[Group], cost: Cost) -> Plan:
     layers, rates = cost.layout.layers, rates_of(cost)
     lengths = [group.lengths for group in groups]
     parents = [group.parents for group in groups]
-    return call_plan(lengths, layers, rates, CallOptions(), False, parents)
+    call = CallDocuments(lengths, parents)
+    return call_plans([call], layers, rates, CallOptions(), False)[0]
 
 
 def row(name: str, groups: Sequence[Group], cost: Cost, most: int, splits: bool) -> list[str]:
     layers, rates = cost.layout.layers, rates_of(cost)
     samples = packed(groups, most)
-    stock = seconds_and_peak(call_plan(samples, layers, rates, STOCK, False), cost)
-    slices = seconds_and_peak(call_plan(samples, layers, rates, CallOptions(), False), cost)
+    stock, slices = (
+        seconds_and_peak(
+            call_plans([CallDocuments(samples)], layers, rates, options, False)[0], cost
+        )
+        for options in (STOCK, CallOptions())
+    )
     trees = seconds_and_peak(with_trees(groups, cost), cost)
     bound = bound_seconds(groups, cost)
     split = "-"

@@ -1,6 +1,7 @@
 """Batches and machines for the planners' tests."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,11 +17,13 @@ from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.profile import Seconds, layer_coefficients
-from megatron_epp.ir import Kind
+from megatron_epp.ir import Kind, Plan
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
+from megatron_epp.planner.evaluation import evaluation_plans
+from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
-from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, problem_of, rates_of
+from megatron_epp.planner.order.problem import ChunkProblems, ScheduleProblem, loads_of, rates_of
 from megatron_epp.planner.order.warmup import shrinking_in_flight
 
 GIB = 2**30
@@ -132,6 +135,11 @@ def prepared(
     batch = SortedBatch.of(lengths)
     chunking = build_chunks(params, batch.lengths, rates_of(cost), 10**9)
     loads = loads_of(chunking, batch.lengths)
-    work = problem_of(cost, chunking, loads, counts or {})
+    work = ChunkProblems(cost, chunking, loads).of(counts or {})
     limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
     return Prepared(batch, chunking, loads, work, limit)
+
+
+def evaluation_plan(lengths: Sequence[int], cost: Cost) -> Plan:
+    """The forward-only plan of one replica."""
+    return evaluation_plans(lengths, cost, Options())[1][0]

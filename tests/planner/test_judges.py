@@ -25,7 +25,7 @@ from megatron_epp.planner.order.policies import (
     policy_of,
     warm_up_policies,
 )
-from megatron_epp.planner.order.problem import problem_of, rates_of
+from megatron_epp.planner.order.problem import ChunkProblems, rates_of
 from megatron_epp.planner.order.replay import replayed
 from megatron_epp.planner.order.warmup import group_by_group, pipelines, shrinking_in_flight
 from megatron_epp.planner.recompute import ilp
@@ -238,7 +238,7 @@ def test_orders_played_again_take_what_they_took(pp, cut) -> None:
     lengths = [20_000, 9_000, 7_000] + [1_500] * 12
     batch, chunking, loads, plain, in_flight_limit = prepared(cost, lengths, 12.0)
     more = {(0, "f"): np.full((pp, chunking.count), 3.0)}
-    recomputing = problem_of(cost, chunking, loads, more)
+    recomputing = ChunkProblems(cost, chunking, loads).of(more)
     late = [late for strict in (True, False) for late in late_splits(PolicyParams(strict))]
     for style in (*policies(True, many=True), *late):
         schedule = list_schedule(plain, policy_of(style, plain, in_flight_limit))

@@ -20,7 +20,7 @@ from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.emit_block import emit_block
 from megatron_epp.planner.order.list_scheduler import Policy, Schedule, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
-from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, problem_of, rates_of
+from megatron_epp.planner.order.problem import ChunkProblems, ScheduleProblem, loads_of, rates_of
 from megatron_epp.planner.order.replay import merged
 from megatron_epp.planner.order.warmup import (
     constant,
@@ -132,7 +132,7 @@ def test_the_list_scheduler_tells_the_simulators_time(lengths, cost, seed) -> No
     grid = np.array(
         [[random.randint(0, n) for _ in range(chunking.count)] for n in cost.layout.layers], float
     )
-    work = problem_of(cost, chunking, loads, {(0, FULL): grid})
+    work = ChunkProblems(cost, chunking, loads).of({(0, FULL): grid})
     in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
     for split in (False, True):
         style = random.choice(list(policies(split, many=True)))
@@ -181,7 +181,7 @@ def test_no_backward_is_split_for_nothing(lengths, cost, price) -> None:
     for one, next_op in itertools.pairwise(together.plan.orders[0]):
         assert (one.kind, next_op.kind) != (Kind.INPUT, Kind.WEIGHT) or one.chunk != next_op.chunk
     dearer = priced(cost, -0.5)  # where B takes longer than both, they stay apart
-    work = problem_of(dearer, chunking, loads, {})
+    work = ChunkProblems(dearer, chunking, loads).of({})
     assert merged(work, schedule) is schedule
 
 

@@ -13,7 +13,7 @@ from megatron_epp.ir import Kind
 from megatron_epp.planner.chunks.slicing import equal_points
 from megatron_epp.planner.options import ALL, Options
 from megatron_epp.planner.order.list_scheduler import list_schedule
-from megatron_epp.planner.order.problem import every_layer, left_layers, problem_of, rates_of
+from megatron_epp.planner.order.problem import ChunkProblems, every_layer, left_layers, rates_of
 from megatron_epp.planner.order.warmup import group_by_group
 from megatron_epp.planner.recompute import ilp
 from megatron_epp.planner.recompute.choices import diagonal_counts, freed_bytes, full_layers
@@ -38,7 +38,7 @@ def test_recompute_by_kind_against_every_choice(seed) -> None:
     assert cost.layout.kinds.number == 2 and chunking.count <= 4
 
     def within(counts, budget) -> bool:
-        moved = problem_of(cost, chunking, loads, counts).ops.moved_bytes
+        moved = ChunkProblems(cost, chunking, loads).of(counts).ops.moved_bytes
         return bool(ilp.within(in_flight_limit, chunking.backward, moved, budget).all())
 
     free, _ = ilp._missing(
@@ -95,7 +95,7 @@ def test_a_stage_alone_with_its_kind_recomputes_it() -> None:
     _, chunking, loads, kept, in_flight_limit = prepared(cost, lengths, 12.0)
     full = every_layer("f", left_layers(cost, {}, chunking.count))
     least = list_schedule(
-        problem_of(cost, chunking, loads, full), strict(in_flight_limit)
+        ChunkProblems(cost, chunking, loads).of(full), strict(in_flight_limit)
     ).peak_bytes
     most = list_schedule(kept, strict(in_flight_limit)).peak_bytes
     budget = least + np.array([0.02, 1, 1, 1]) * (most - least)

@@ -21,7 +21,7 @@ from megatron_epp.planner.order.emit import Draft, SortedBatch
 from megatron_epp.planner.order.emit_block import member_plans, tables_in_step
 from megatron_epp.planner.order.list_scheduler import list_schedule
 from megatron_epp.planner.order.policies import policies, policy_of
-from megatron_epp.planner.order.problem import loads_of, problem_of, rates_of
+from megatron_epp.planner.order.problem import ChunkProblems, loads_of, rates_of
 from megatron_epp.planner.order.warmup import shrinking_in_flight
 from megatron_epp.planner.registry import COMPARED
 from megatron_epp.planner.replicas import evaluation_step, plan_part, plan_step
@@ -167,7 +167,7 @@ def _require_bound(lengths, cost: Cost, width: int, seed: int, split: bool) -> N
     for stage, layers in enumerate(cost.layout.kinds.counts[0]):
         grid[stage] = [random.randint(0, int(layers)) for _ in range(chunking.count)]
     counts = {(0, letter): grid}
-    work = problem_of(cost, chunking, loads, counts)
+    work = ChunkProblems(cost, chunking, loads).of(counts)
     in_flight_limit = shrinking_in_flight(chunking.sizes, cost.layout.stages)
     schedule = list_schedule(work, policy_of(style, work, in_flight_limit))
     draft = Draft(chunking, counts, schedule.kinds, schedule.chunks)

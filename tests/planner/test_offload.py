@@ -16,7 +16,7 @@ from megatron_epp.ir import BACKWARDS, OFFLOAD, Kind, Plan
 from megatron_epp.planner.epp.player import STRICT
 from megatron_epp.planner.epp.search import Search
 from megatron_epp.planner.options import ALL, Options
-from megatron_epp.planner.order.problem import ScheduleProblem, problem_of, with_unrecomputed
+from megatron_epp.planner.order.problem import ChunkProblems, ScheduleProblem, with_unrecomputed
 from megatron_epp.planner.recompute import ilp, offload
 from megatron_epp.planner.recompute.choices import diagonal_counts
 from megatron_epp.planner.registry import PLANNERS
@@ -82,7 +82,7 @@ def test_recompute_of_what_is_left_fits_wherever_all_of_it_would(seed) -> None:
     assert len(np.unique(aside)) > 1
 
     def work(again: dict[str, np.ndarray]) -> ScheduleProblem:
-        return problem_of(cost, chunking, loads, {(0, OFFLOAD): aside, **again})
+        return ChunkProblems(cost, chunking, loads).of({(0, OFFLOAD): aside, **again})
 
     def fits(work: ScheduleProblem) -> bool:
         return ilp.within(

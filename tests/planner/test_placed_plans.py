@@ -9,10 +9,10 @@ from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Plan, check
 from megatron_epp.ir.placement import read_placement
-from megatron_epp.planner.evaluation import evaluation_plan
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import planner_of
 from megatron_epp.planner.replicas import plan_step
+from tests.planner.cases import evaluation_plan
 
 LENGTHS = [Random(7).randint(200, 9000) for _ in range(24)]
 

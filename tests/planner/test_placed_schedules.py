@@ -15,7 +15,7 @@ from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.emit import SortedBatch
 from megatron_epp.planner.order.list_scheduler import Schedule, list_schedule
 from megatron_epp.planner.order.policies import warm_up_policy
-from megatron_epp.planner.order.problem import ScheduleProblem, loads_of, problem_of
+from megatron_epp.planner.order.problem import ChunkProblems, ScheduleProblem, loads_of
 from megatron_epp.planner.order.replay import replayed
 from megatron_epp.planner.published.schedules import packed, zb_v_order
 from megatron_epp.planner.registry import planner_of
@@ -174,7 +174,7 @@ def test_a_v_does_not_lose_to_zb_v_within_its_memory() -> None:
     lengths = open_corpus("wlb", 4096).batch(0, 8)
     batch = SortedBatch.of(lengths)
     chunking, _, _ = next(packed(batch, in_v, options))
-    problem = problem_of(in_v, chunking, loads_of(chunking, batch.lengths), {})
+    problem = ChunkProblems(in_v, chunking, loads_of(chunking, batch.lengths)).of({})
     theirs = replayed(problem, zb_v_order(chunking, in_v.layout.place))
     budget = (float(theirs.peak_bytes.max()),) * 2
     tight = in_v.replace(device_budget_bytes=budget)

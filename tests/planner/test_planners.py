@@ -8,12 +8,18 @@ from hypothesis import strategies as st
 
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind, Op, Plan, PlanError, check
-from megatron_epp.planner.evaluation import evaluation_plan
 from megatron_epp.planner.options import ALL, TRAINING_LEVERS, Options
 from megatron_epp.planner.registry import COMPARED, PLANNERS
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.sim.play import play
-from tests.planner.cases import LENGTHS, ROOMS_GIB, machine, machines, priced
+from tests.planner.cases import (
+    LENGTHS,
+    ROOMS_GIB,
+    evaluation_plan,
+    machine,
+    machines,
+    priced,
+)
 from tests.sim.replay import Replay
 
 QUICK = settings(

@@ -11,13 +11,13 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import BACKWARDS, Kind, check
 from megatron_epp.planner.choose.choice import VOCABULARY_PAYS, RunChoice, run_choice
 from megatron_epp.planner.chunks.params import ChunkingParams, build_chunks
-from megatron_epp.planner.evaluation import evaluation_plan
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.registry import COMPARED, PLANNERS
 from megatron_epp.planner.replicas import plan_step
 from megatron_epp.sim.play import play
 from tests.cost.simple_device import OLD_H100
+from tests.planner.cases import evaluation_plan
 
 LENGTHS = [60_000, 20_000, 9_000] + [4_000] * 12 + [900] * 20
 

@@ -14,7 +14,7 @@ import cpu_loops  # noqa: E402
 from megatron_epp.ir import KIND_CODE  # noqa: E402
 from megatron_epp.planner.calls.call_cost import features  # noqa: E402
 from megatron_epp.planner.calls.call_options import CallOptions  # noqa: E402
-from megatron_epp.planner.calls.call_plan import call_plan  # noqa: E402
+from tests.planner.calls.one_replica import call_plan  # noqa: E402
 from tests.planner.calls.test_group_order import rates  # noqa: E402
 
 pytestmark = pytest.mark.everything

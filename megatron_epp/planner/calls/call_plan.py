@@ -26,25 +26,6 @@ from megatron_epp.planner.calls.group_order import (
 )
 from megatron_epp.planner.calls.recompute import RecomputeFit
 from megatron_epp.planner.chunks.slicing import Rates
-from megatron_epp.planner.chunks.tree_cutting import Parents
-
-
-def call_plan(
-    lengths: Sequence[Sequence[int]],
-    layers: Sequence[int],
-    rates_SK3: np.ndarray,
-    options: CallOptions,
-    forward_only: bool,
-    parents: Sequence[Parents] = (),
-) -> Plan:
-    """Return :func:`call_plans` of one replica, whose micro-batches have documents of ``lengths``.
-
-    ``parents`` are those of CallDocuments.
-    """
-    (plan,) = call_plans(
-        [CallDocuments(lengths, parents)], layers, rates_SK3, options, forward_only
-    )
-    return plan
 
 
 def call_plans(

@@ -240,15 +240,3 @@ class ChunkProblems:
             headroom_bytes=self.cost.headroom_bytes,
             place=self.cost.layout.place,
         )
-
-
-def problem_of(cost: Cost, chunking: Chunking, loads: Loads, counts: Counts) -> ScheduleProblem:
-    """Return the scheduling problem of ``chunking`` for given recompute.
-
-    Args:
-        cost: cost model, including the stages and parallel degrees.
-        chunking: the chunks.
-        loads: tokens and query-key pairs of the chunks.
-        counts: [stages, chunks] number of layers by layer kind and recompute mode.
-    """
-    return ChunkProblems(cost, chunking, loads).of(counts)

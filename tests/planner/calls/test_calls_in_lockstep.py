@@ -9,7 +9,8 @@ from megatron_epp.ir import Plan, check, check_op_template
 from megatron_epp.mcore.loops.slice_stage import groups_of
 from megatron_epp.planner.calls.call_cost import CallDocuments
 from megatron_epp.planner.calls.call_options import CallOptions
-from megatron_epp.planner.calls.call_plan import call_plan, call_plans
+from megatron_epp.planner.calls.call_plan import call_plans
+from tests.planner.calls.one_replica import call_plan
 from tests.planner.calls.test_group_order import CURVED, rates
 from tests.planner.calls.test_recompute import memory, peaks
 from tests.planner.calls.test_trees import random_tree

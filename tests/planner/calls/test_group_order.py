@@ -18,7 +18,6 @@ from megatron_epp.planner.calls.call_cost import (
     token_table,
 )
 from megatron_epp.planner.calls.call_options import CallOptions, bytes_of_1f1b
-from megatron_epp.planner.calls.call_plan import call_plan
 from megatron_epp.planner.calls.group_order import (
     OrderedGroups,
     best_order,
@@ -29,6 +28,7 @@ from megatron_epp.planner.calls.group_order import (
 )
 from megatron_epp.planner.calls.stage_seconds import SELDOM, StageSeconds
 from megatron_epp.planner.order.problem import ScheduleProblem
+from tests.planner.calls.one_replica import call_plan
 
 RATES = np.array([[1.0, 0.0, 0.0], [2.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
 CURVED = np.array([[1.0, 0.01, 8.0], [2.0, 0.02, 8.0], [1.0, 0.01, 8.0], [1.0, 0.01, 8.0]])

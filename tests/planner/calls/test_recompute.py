@@ -13,7 +13,7 @@ from megatron_epp.cost.profile import Bytes, Workspace
 from megatron_epp.ir import FULL, KEEP, Chunk, Kind, Plan, PlanError, Span, check
 from megatron_epp.planner.calls.call_cost import ActivationBudget
 from megatron_epp.planner.calls.call_options import CallOptions
-from megatron_epp.planner.calls.call_plan import call_plan
+from tests.planner.calls.one_replica import call_plan
 from tests.planner.calls.test_group_order import CURVED, rates
 
 LENGTHS = [(200,), (200, 100), (4000,), (150,), (900,), (1200, 300)]

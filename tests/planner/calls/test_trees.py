@@ -9,10 +9,10 @@ import pytest
 from megatron_epp.ir import check, slices_of
 from megatron_epp.planner.calls.call_cost import CallDocuments
 from megatron_epp.planner.calls.call_options import CallOptions
-from megatron_epp.planner.calls.call_plan import call_plan
 from megatron_epp.planner.calls.cuttings import cuttings
 from megatron_epp.planner.chunks.slicing import Rates
 from megatron_epp.planner.chunks.tree_cutting import tree_seconds
+from tests.planner.calls.one_replica import call_plan
 
 RATES = Rates(1.0, 0.001, 20.0)
 # [stages, kinds, 3]: seconds per token, pair and op of F, B, I, W.
