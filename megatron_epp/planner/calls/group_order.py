@@ -21,7 +21,7 @@ from megatron_epp.planner.order.compiled import B, F
 from megatron_epp.planner.order.emit import orders_of_arrays
 from megatron_epp.planner.order.list_scheduler import Schedule, list_schedule
 from megatron_epp.planner.order.policies import PolicyParams, policies, policy_of
-from megatron_epp.planner.order.problem import ScheduleProblem
+from megatron_epp.planner.order.problem import ScheduleProblem, ops_of
 from megatron_epp.planner.order.replay import merged
 from megatron_epp.planner.order.warmup import group_by_group, shrinking_in_flight
 from megatron_epp.planner.recompute.uniform import strict
@@ -54,15 +54,10 @@ def arranged(problem: ScheduleProblem, order: Sequence[int], sizes: np.ndarray) 
     ``sizes`` contains the number of chunks of every group. The seconds and bytes of a chunk do not
     change, because dependencies between slices stay within a group.
     """
-    chunks, ops = chunks_in(order, sizes), problem.ops
     starts = starts_of(sizes[list(order)])
     return dataclasses.replace(
         problem,
-        ops=ops._replace(
-            seconds=np.ascontiguousarray(ops.seconds[..., chunks]),
-            link_seconds=np.ascontiguousarray(ops.link_seconds[..., chunks]),
-            moved_bytes=np.ascontiguousarray(ops.moved_bytes[..., chunks]),
-        ),
+        ops=ops_of(problem.ops, chunks_in(order, sizes)),
         backward_order=backward_order(starts),
         last_of_group=last_of_groups(starts),
     )

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -98,6 +99,13 @@ def _loads(chunking: Chunking, lengths: np.ndarray, multiple: int) -> Loads:
         spans=(chunking.chunk, chunking.spans.start, chunking.spans.stop),
         local=local,
     )
+
+
+def ops_of(ops: OpArrays, chunks: slice | np.ndarray) -> OpArrays:
+    """Return ``ops`` with the seconds and bytes of ``chunks`` only, in that order."""
+    names = ("seconds", "link_seconds", "moved_bytes")
+    of: dict[str, Any] = {n: np.ascontiguousarray(getattr(ops, n)[..., chunks]) for n in names}
+    return ops._replace(**of)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +224,8 @@ class ChunkProblems:
             chunks = slice(at, at + problems.loads.chunks)
             at = chunks.stop
             problems._tables, problems._fixed_bytes = tables, joined._fixed_bytes[..., chunks]
-            problems._kept = ops._replace(
-                seconds=np.ascontiguousarray(ops.seconds[..., chunks]),
-                link_seconds=np.ascontiguousarray(ops.link_seconds[..., chunks]),
-                moved_bytes=np.ascontiguousarray(ops.moved_bytes[..., chunks]),
-                earlier=np.asarray(problems.loads.earlier, np.int64),
-            )
+            earlier = np.asarray(problems.loads.earlier, np.int64)
+            problems._kept = ops_of(ops, chunks)._replace(earlier=earlier)
         return every
 
     def _ops(self, counts: Counts) -> OpArrays:
