@@ -6,10 +6,8 @@ from megatron_epp.ir.needs import NeedsOf
 from megatron_epp.ir.op import Op
 from megatron_epp.ir.plan import Plan
 
-COLUMNS, ROWS = (
-    16,
-    16,
-)  # of a grid; of a larger plan, only the surroundings of the stuck ops are drawn
+# Of a grid; of a larger plan, only the surroundings of the stuck ops are drawn.
+COLUMNS, ROWS = 16, 16
 
 
 def stuck_grid(

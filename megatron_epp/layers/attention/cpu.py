@@ -212,9 +212,7 @@ class _Seeing:
 def _contexts(state: ChunkState) -> list[tuple[slice, int, int]]:
     """Return each context once for all consecutive spans that attend to it."""
     contexts: list[tuple[slice, int, int]] = []
-    reaching: dict[
-        tuple[int, int], int
-    ] = {}  # contexts of the span before, by index in ``contexts``
+    reaching: dict[tuple[int, int], int] = {}  # indices in ``contexts``, of the span before
     for rows in state.rows:
         before, reaching = reaching, {}
         for context in rows.context:
