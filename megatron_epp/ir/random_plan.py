@@ -61,12 +61,7 @@ def arbitrary_plan(
         chunks: the chunks; empty if the function draws them.
         prefixes: the span that each document continues, or None; empty if no document has a prefix.
     """
-    packed = 0.0 if alone else 0.7
-    chunks = (
-        tuple(chunks)
-        or arbitrary_chunks(lengths, random, never_cut=alone, packed=packed)
-        or (Chunk(()),)
-    )
+    chunks = tuple(chunks) or arbitrary_chunks(lengths, random, alone=alone) or (Chunk(()),)
     bare = Plan(
         documents=tuple(lengths),
         layers=tuple(layers),
@@ -223,8 +218,7 @@ def arbitrary_chunks(
     lengths: Sequence[int],
     random: Random,
     first: int = 0,
-    never_cut: bool = False,
-    packed: float = 0.7,
+    alone: bool = False,
 ) -> tuple[Chunk, ...]:
     """Return random chunks of documents.
 
@@ -232,14 +226,13 @@ def arbitrary_chunks(
         lengths: tokens of each document.
         random: source of random numbers.
         first: number of the first document.
-        never_cut: whether all documents stay uncut.
-        packed: probability that an uncut document joins an existing chunk of fewer than four spans,
-            if there is one.
+        alone: whether every document is a chunk of its own. Otherwise an uncut document may join a
+            chunk of fewer than four spans.
     """
     chunks: list[list[Span]] = []
-    uncut = []
+    uncut, packed = [], 0.0 if alone else 0.7
     for document, length in enumerate(lengths, first):
-        cuts_it = not never_cut and length >= 8 and random.random() < 0.5
+        cuts_it = not alone and length >= 8 and random.random() < 0.5
         pieces = random.randint(2, 5) if cuts_it else 1
         cuts = sorted(random.sample(range(1, length), min(pieces, length) - 1))
         boundaries = [0, *cuts, length]
