@@ -7,7 +7,7 @@ pairs and 1, which every layer has, and additional columns of some layer kinds
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -219,6 +219,10 @@ class StageLayout:
         for count, row in zip(self.kinds.counts[1:], rows[1:], strict=True):
             total = total + np.outer(count, row)
         return total
+
+    def sums(self, numbers: Iterable[float]) -> np.ndarray:
+        """Return the sum of ``numbers``, one per kind, over the layers of each stage: [stages]."""
+        return self.over_stages([np.array([number]) for number in numbers])[:, 0]
 
     def most_over_stages(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         """Return the maximum of ``rows`` [kinds, n] over the kinds of each stage: [stages, n]."""

@@ -62,10 +62,9 @@ class ChunkMemory:
         expert-parallel ranks.
         """
         layout = self.layout
-        of_layers = [np.array([each.layer_parameters]) for each in layout.coefficients]
-        of_experts = [np.array([each.expert_parameters]) for each in layout.coefficients]
-        parameters = layout.over_stages(of_layers)[:, 0] + self.ends.parameters()
-        return parameters / layout.tp, layout.over_stages(of_experts)[:, 0] / layout.ep
+        of_layers = layout.sums(each.layer_parameters for each in layout.coefficients)
+        of_experts = layout.sums(each.expert_parameters for each in layout.coefficients)
+        return (of_layers + self.ends.parameters()) / layout.tp, of_experts / layout.ep
 
     # --- from F to B, and from I to W ------------------------------------------------------------
 

@@ -137,11 +137,11 @@ class OpSeconds:
     @cached_property
     def hidden_per_token(self) -> Mapping[Kind, np.ndarray]:
         """Seconds per token that halves hide: [stages] by kind of op."""
-        return self._of_halves(hidden_seconds)
+        return self._per_stage(hidden_seconds)
 
     @cached_property
     def _repeated(self) -> Mapping[Kind, np.ndarray]:
-        return self._of_halves(repeated_seconds)
+        return self._per_stage(repeated_seconds)
 
     @cached_property
     def _host_again(self) -> Mapping[Kind, np.ndarray]:
@@ -150,16 +150,14 @@ class OpSeconds:
         def again(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> float:
             return (HOST_OF_HALVES - 1) * bool(of.expert_parameters) * _host(layout, of, kind)
 
-        return self._of_halves(again)
+        return self._per_stage(again)
 
-    def _of_halves(
+    def _per_stage(
         self, seconds: Callable[[StageLayout, LayerCoefficients, Kind], float]
-    ) -> Mapping[Kind, np.ndarray]:
+    ) -> dict[Kind, np.ndarray]:
         layout = self.layout
         return {
-            kind: layout.over_stages(
-                [np.array([seconds(layout, each, kind)]) for each in layout.coefficients]
-            )[:, 0]
+            kind: layout.sums(seconds(layout, each, kind) for each in layout.coefficients)
             for kind in OF_LAYERS
         }
 
@@ -178,13 +176,7 @@ class OpSeconds:
     @cached_property
     def host(self) -> Mapping[Kind, np.ndarray]:
         """Seconds of the host to issue an op, without recompute: [stages] by kind."""
-        none = np.zeros(self.layout.stages)
-        return dict.fromkeys(Kind, none) | {
-            kind: self.layout.over_stages(
-                [np.array([_host(self.layout, each, kind)]) for each in self.layout.coefficients]
-            )[:, 0]
-            for kind in OF_LAYERS
-        }
+        return dict.fromkeys(Kind, np.zeros(self.layout.stages)) | self._per_stage(_host)
 
     def exposed_recompute(
         self, counts: Counts, recompute: np.ndarray, device: np.ndarray, host: np.ndarray
@@ -321,8 +313,7 @@ def _unexchanged(per_token: np.ndarray, loads: Loads) -> np.ndarray | float:
 
 def _all_to_all(layout: StageLayout) -> np.ndarray:
     """Return [stages]: seconds per token to exchange rows for heads in the stage's forward."""
-    rows = [np.array([all_to_all_seconds(layout, each)]) for each in layout.coefficients]
-    return layout.over_stages(rows)[:, 0]
+    return layout.sums(all_to_all_seconds(layout, each) for each in layout.coefficients)
 
 
 def _host(layout: StageLayout, of: LayerCoefficients, kind: Kind) -> float:
