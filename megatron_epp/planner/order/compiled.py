@@ -115,6 +115,7 @@ class Problem(NamedTuple):
         rank_of: int64, rank of every stage.
         by_rank: stages sorted by rank.
         placed: whether any stage s may be on a rank other than s.
+        head: whether ops H and G exist.
     """
 
     seconds: np.ndarray
@@ -127,20 +128,7 @@ class Problem(NamedTuple):
     rank_of: np.ndarray
     by_rank: np.ndarray
     placed: bool
-
-
-class PolicyArrays(NamedTuple):
-    """Scheduling policy (list_scheduler.Policy) as arrays; ``head``: whether ops H and G exist."""
-
-    least: np.ndarray
-    first: np.ndarray
-    most: np.ndarray
-    split: bool
     head: bool
-    held_seconds: float
-    patience: float
-    deep: bool
-    unsplit: int
 
 
 RANK = np.dtype(
@@ -225,7 +213,7 @@ def _initial(problem, limits):
     moves, rank_of, by_rank = problem.moves, problem.rank_of, problem.by_rank
     count, ranks = moves.shape[3], np.zeros(len(problem.budget), dtype=RANK)
     stages = np.zeros(len(rank_of), dtype=STAGE)
-    rise = _rise(moves, limits.split, limits.head)
+    rise = _rise(moves, limits.split, problem.head)
     for j in range(len(stages)):
         s = by_rank[j]
         stages[s].rise = rise[s]
@@ -233,13 +221,13 @@ def _initial(problem, limits):
         if rank.all_ops == 0:
             rank.first_stage = j
         rank.end_stage = j + 1
-        rank.all_ops += ((3 if limits.split else 2) + (2 if limits.head else 0)) * count
-        if limits.head:
+        rank.all_ops += ((3 if limits.split else 2) + (2 if problem.head else 0)) * count
+        if problem.head:
             for c in range(count):
                 rank.head_reserve = max(rank.head_reserve, moves[H, 1, s, c], moves[G, 0, s, c])
     arrival = np.full((4, len(stages), count), np.inf)
     arrival[ACTIVATION, 0, :] = 0.0
-    if not limits.head:
+    if not problem.head:
         arrival[GRADIENT, len(stages) - 1, :] = 0.0
     wake, link_free = np.zeros(len(ranks)), np.zeros((len(ranks), len(ranks)))
     return State(ranks, stages, wake, arrival, link_free)
@@ -271,7 +259,7 @@ def _drain_peak(problem, limits, stage, chunk, back, backwards):
         held -= moves[kind, 1, stage, c]
         if kind == I:
             held += moves[W, 0, stage, c] - moves[W, 1, stage, c]
-        if limits.head:
+        if problem.head:
             held += moves[G, 0, stage, c] - moves[G, 1, stage, c]
     return peak
 
@@ -283,7 +271,7 @@ def _candidates(problem, limits, state, r, now):
     rank, count, counted = state.ranks[r], moves.shape[3], limits.least.shape[1]
     forward, backward, weight, head_weight = -1, -1, -1, -1
     memory_blocks, b_lacks_memory, next_input = False, False, np.inf
-    if limits.head:
+    if problem.head:
         for j in range(rank.first_stage, rank.end_stage):
             s = problem.by_rank[j]
             h = state.stages[s].heads
@@ -299,7 +287,7 @@ def _candidates(problem, limits, state, r, now):
         if f < count and rank.forwards < limits.most[r, b_done]:
             # Memory must suffice for the F and for the backwards that drain memory afterwards.
             held = rank.held + moves[F, 0, s, f]
-            if limits.head:
+            if problem.head:
                 held += rank.head_bytes + moves[H, 0, s, f] - moves[H, 1, s, f] + rank.head_reserve
             base = held - moves[F, 1, s, f] - rank.deferred_bytes
             if held <= budget and (
@@ -325,7 +313,7 @@ def _candidates(problem, limits, state, r, now):
                     backward = s
         if limits.split and weight < 0 and stage.weights < b:
             weight = s
-        if limits.head and head_weight < 0 and stage.head_weights < b:
+        if problem.head and head_weight < 0 and stage.head_weights < b:
             head_weight = s
     return Candidates(
         forward, backward, weight, -1, head_weight, memory_blocks, b_lacks_memory, next_input
@@ -390,7 +378,7 @@ def _run(kind, s, problem, limits, state, now):
         c = stage.forwards
         stage.forwards += 1
         rank.forwards += 1
-        if limits.head:
+        if problem.head:
             rank.head_bytes += moves[H, 0, s, c] - moves[H, 1, s, c]
     elif kind == H:
         c = stage.heads
@@ -410,7 +398,7 @@ def _run(kind, s, problem, limits, state, now):
         c = order[stage.backwards]
         stage.backwards += 1
         rank.backwards += 1
-        if limits.head:
+        if problem.head:
             rank.deferred_seconds += seconds[G, s, c]
             rank.deferred_bytes += moves[G, 1, s, c] - moves[G, 0, s, c]
         if kind == I:
@@ -435,7 +423,7 @@ def _run(kind, s, problem, limits, state, now):
 def _send(kind, s, c, done, problem, limits, state):
     """Send an op's output to the op that needs it; return the rank that may now start earlier."""
     r = problem.rank_of[s]
-    payload, row, to = _message(kind, s, len(state.stages), limits.head)
+    payload, row, to = _message(kind, s, len(state.stages), problem.head)
     if to < 0:
         return r
     receiver = problem.rank_of[to]
@@ -456,7 +444,8 @@ def _send(kind, s, c, done, problem, limits, state):
 def schedule_with(problem, limits):
     """Schedule all ops; return the fields of list_scheduler.Schedule except ``over_bytes``.
 
-    The time of the iteration is infinite if the schedule cannot be completed.
+    ``limits`` is a list_scheduler.Policy. The time of the iteration is infinite if the schedule
+    cannot be completed.
     """
     rank_of, state = problem.rank_of, _initial(problem, limits)
     ranks, wake = state.ranks, state.wake

@@ -13,12 +13,12 @@ G fills gaps like a W, and has priority in the same cases.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_epp.planner.order.compiled import (
     G,
-    PolicyArrays,
     Problem,
     replay_of,
     schedule_with,
@@ -32,8 +32,7 @@ HELD_HEADS = 4
 HEAD_PATIENCE = 0.6
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(NamedTuple):
     """Preferences of each rank; numbers of forwards and backwards are totals of its stages.
 
     A policy with least = first = most is strict. With unsplit backwards, it fixes the order of ops:
@@ -103,10 +102,9 @@ def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
             over = max(0.0, float((peaks - work.headroom_bytes).max()))
             stages = np.zeros((len(kinds), 0), np.int32)
             return Schedule(seconds, peaks, over, kinds, chunks, stages, start, stop)
-    held_seconds, patience = policy.held_seconds, policy.patience
     if work.vocabulary_parallel and not policy.split:
         held_seconds = HELD_HEADS * float(work.ops.seconds[G].mean())
-        patience = HEAD_PATIENCE
+        policy = policy._replace(held_seconds=held_seconds, patience=HEAD_PATIENCE)
     rank_of = np.array(work.place or range(work.stages), np.int64)
     problem = Problem(
         work.ops.seconds,
@@ -119,18 +117,8 @@ def list_schedule(work: ScheduleProblem, policy: Policy) -> Schedule:
         rank_of,
         np.argsort(rank_of, kind="stable"),
         bool(work.place),
-    )
-    limits = PolicyArrays(
-        policy.least,
-        policy.first,
-        policy.most,
-        policy.split,
         work.vocabulary_parallel,
-        held_seconds,
-        patience,
-        policy.deep,
-        policy.unsplit,
     )
-    seconds, peaks, *ops = schedule_with(problem, limits)
+    seconds, peaks, *ops = schedule_with(problem, policy)
     over = max(0.0, float((peaks - work.headroom_bytes).max()))
     return Schedule(seconds, peaks, over, *ops)
