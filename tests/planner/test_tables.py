@@ -129,9 +129,9 @@ def test_infinipipe_is_given_up_where_it_cannot_win() -> None:
         batch = SortedBatch.of(open_corpus("wlb", 96 * K).batch(number, documents))
         options = Options(context=96 * K)
         drafted = infinipipe.draft(batch, cost, options)
-        assert infinipipe.draft_below(batch, cost, options, drafted.seconds / 2) is None
+        assert infinipipe.draft(batch, cost, options, drafted.seconds / 2) is None
         for times in (1.001, 1.1):
-            found = infinipipe.draft_below(batch, cost, options, drafted.seconds * times)
+            found = infinipipe.draft(batch, cost, options, drafted.seconds * times)
             assert found is not None and found.seconds == drafted.seconds
 
 

@@ -70,7 +70,7 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     candidates = list(searched)
     if not cost.layout.place and batch.tree is None:
         fitting = [scored.seconds for scored in candidates if scored.over_bytes <= 0]
-        theirs = infinipipe.draft_below(batch, cost, options, min(fitting, default=np.inf))
+        theirs = infinipipe.draft(batch, cost, options, min(fitting, default=np.inf))
         candidates += [] if theirs is None else [theirs]
     for other in _others(cost, options) if batch.tree is None else ():
         fitting = [scored.seconds for scored in candidates if scored.over_bytes <= 0]

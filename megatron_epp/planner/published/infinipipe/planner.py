@@ -66,23 +66,10 @@ class GroupedChunking:
     note: str
 
 
-def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
-    """Return InfiniPipe's draft (plan as arrays).
-
-    Args:
-        batch: the documents, sorted by length.
-        cost: cost model, including the stages and parallel degrees.
-        options: planner options, such as levers and effort.
-    """
-    drafted = draft_below(batch, cost, options, np.inf)
-    assert drafted is not None, "every plan is of interest"
-    return drafted
-
-
-def draft_below(
-    batch: SortedBatch, cost: Cost, options: Options, below: float
+def draft(
+    batch: SortedBatch, cost: Cost, options: Options, below: float = np.inf
 ) -> ScoredDraft | None:
-    """Return the result of :func:`draft`, or None if it cannot take less than ``below`` seconds.
+    """Return InfiniPipe's draft (plan as arrays), or None if it cannot take less than ``below``.
 
     Integer programs are solved only if some chunking has a lower bound less than ``below``. The
     chosen chunking is simulated only if its own lower bound is less than ``below``, too.
