@@ -8,9 +8,9 @@ of activations on the whole model, so 1 / p on a stage.
 import numpy as np
 import pytest
 
-from megatron_epp.ir import COMPUTE, Chunk, Item, Kind, Op, Payload, Plan, Span, Table
+from megatron_epp.ir import Chunk, Item, Kind, Op, Plan, Span
 from megatron_epp.sim.play import Simulation, play
-from tests.sim.test_play import one_f_one_b
+from tests.sim.test_play import even_table, one_f_one_b
 
 CASES = [(p, m) for p in (2, 3, 4, 8) for m in (8, 11)]  # m >= p
 # One micro-batch forward and backward, in units that slices divide without a remainder.
@@ -28,30 +28,14 @@ def plan_of(stages: int, documents: int, slices: int, orders: list[list[Op]]) ->
 
 def played(plan: Plan, slices: int) -> Simulation:
     """On chunks of equal time; messages take none."""
-    stages, chunks = plan.stages, len(plan.chunks)
-    ones, none = np.ones((stages, chunks)), np.zeros((stages, chunks))
-    documents = np.ones((stages, len(plan.documents)))
-    cut = slices > 1
-    seconds = {Kind.FORWARD: F, Kind.BACKWARD: B, Kind.INPUT: B / 2, Kind.WEIGHT: B / 2}
-    return play(
-        plan,
-        Table(
-            seconds={kind: each / slices * ones for kind, each in seconds.items()},
-            recompute_seconds=none,
-            comm_seconds=dict.fromkeys(COMPUTE, none),
-            link_seconds=dict.fromkeys(Payload, none[1:]),
-            link_latency_seconds=0.0,
-            held_bytes={
-                Item.ACTIVATIONS: HELD / stages / slices * ones,
-                # W's inputs: what a stage held for the chunk, until its W has run.
-                Item.WEIGHT_INPUTS: HELD / stages / slices * ones,
-                Item.KV: (HELD / stages if cut else 0) * documents,
-                Item.KV_GRADIENTS: 0 * documents,
-            },
-            workspace_bytes=dict.fromkeys(COMPUTE, none),
-            resident_bytes=[0.0] * stages,
-        ),
-    )
+    held = HELD / plan.stages * np.ones((plan.stages, len(plan.chunks)))
+    documents = HELD / plan.stages * np.ones((plan.stages, len(plan.documents)))
+    table = even_table(plan, F / slices, B / slices)
+    table.held_bytes[Item.ACTIVATIONS] = held / slices
+    # W's inputs: what a stage held for the chunk, until its W has run.
+    table.held_bytes[Item.WEIGHT_INPUTS] = held / slices
+    table.held_bytes[Item.KV] = documents * (slices > 1)
+    return play(plan, table)
 
 
 def zero_bubble(stages: int, documents: int) -> Plan:

@@ -46,17 +46,6 @@ def test_infinipipe_is_for_one_stage_a_rank() -> None:
         planner_of("infinipipe")(LENGTHS, machine("v"), Options())
 
 
-@pytest.mark.everything
-def test_a_fifth_of_the_room_costs_time_and_is_kept() -> None:
-    ample = planner_of("epp")(LENGTHS, machine("v"), Options(context=16384, effort=1))
-    states = max(machine("v").layout.placement.of_ranks(machine("v").memory.states_bytes))
-    room = max(ample.peak_bytes) - states
-    tight = machine("v", budget_gib=(states + room / 5) / GIB)
-    found = planner_of("epp")(LENGTHS, tight, Options(context=16384, effort=1))
-    assert found.fits and found.seconds > ample.seconds
-    assert max(found.peak_bytes) <= tight.device_budget_bytes[0]
-
-
 def test_replicas_and_evaluation() -> None:
     cost = machine("v").replace(dp=2)
     made = plan_step(LENGTHS, cost, Options(context=16384, effort=1), replicas=2)
