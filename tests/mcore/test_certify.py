@@ -60,12 +60,7 @@ EVERY_DEGREE = {
 @pytest.mark.parametrize("name", EVERY_DEGREE)
 def test_random_plans_compute_what_the_plain_model_computes(name) -> None:
     trial = EVERY_DEGREE[name]
-    _, judged = certified(trial)
-    assert sum(batch.coverage.split for batch in judged) > 0
-    assert sum(batch.coverage.hybrid for batch in judged) > 0
-    assert sum(batch.coverage.packed for batch in judged) > 0
-    assert sum(batch.coverage.recomputed for batch in judged) > 0
-    assert sum(batch.coverage.offloaded for batch in judged) > 0
+    _, judged = certified(trial, "split", "hybrid", "packed", "recomputed", "offloaded")
     # What computes no loss has no gradient, and still sends, receives and reduces.
     assert sum(batch.coverage.untargeted.slices for batch in judged) > 0
     if trial.degrees.dp > 1:
@@ -117,7 +112,7 @@ def test_without_model_flags_it_certifies_two_models(capsys) -> None:
     ("arguments", "says"),
     [
         ("--batches 0", "--batches 0: expected at least 1"),
-        ("--pp 0", "--pp 0: expected at least 1"),
+        ("--cp 0", "--cp 0: expected at least 1"),
         (
             "--pp 40 --tp 2",
             "PP 40, TP 2, DP 1: 80 processes of this host; expected at most 64, as a small layout "
@@ -159,8 +154,10 @@ def test_every_flag_of_its_own_is_known_before_megatron_is() -> None:
 def test_degrees_come_from_the_model_flags_too() -> None:
     assert read([]).degrees == Degrees(2, 1, 1)
     flags = "--pipeline-model-parallel-size 4 --tensor-model-parallel-size 2 --num-layers 8"
-    assert read(flags.split()).degrees == Degrees(4, 2, 1)
-    assert read([*flags.split(), "--pp", "2", "--dp", "3"]).degrees == Degrees(2, 2, 3)
+    flags += " --context-parallel-size 4"
+    assert read(flags.split()).degrees == Degrees(4, 2, 1, cp=4)
+    few = "--pp 2 --dp 3 --cp 2"
+    assert read([*flags.split(), *few.split()]).degrees == Degrees(2, 2, 3, cp=2)
     assert read(flags.split()).models == (tuple(flags.split()),)
 
 

@@ -28,14 +28,12 @@ GPT_OSS = (
 SPREAD = " --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 
 
-# Slow: more batches of the same models.
-@pytest.mark.parametrize("batches", [4, pytest.param(7, marks=pytest.mark.slow)])
-def test_random_plans_compute_what_the_plain_model_computes(batches: int) -> None:
+def test_random_plans_compute_what_the_plain_model_computes() -> None:
     """Experts spread over the ranks that share rows; groups of experts, a bias, shared experts and
     a dense layer in between; windows and sinks. Two stages of two ranks."""
     models = tuple((model + SPREAD).split() for model in (QWEN3, DEEPSEEK, GPT_OSS))
-    trial = Trial(Degrees(pp=2, tp=2, dp=1), tuple(map(tuple, models)), batches, overlap=True)
-    lines, judged = certified(trial)
+    trial = Trial(Degrees(pp=2, tp=2, dp=1), tuple(map(tuple, models)), batches=4, overlap=True)
+    lines, judged = certified(trial, "split", "packed", "selective", "halved")
     described = [line for line in lines if line.startswith("PP 2")]
     for said, line in zip(
         (
@@ -47,13 +45,9 @@ def test_random_plans_compute_what_the_plain_model_computes(batches: int) -> Non
         strict=True,
     ):
         assert said in line
-    assert sum(batch.coverage.split for batch in judged) > 0
-    assert sum(batch.coverage.packed for batch in judged) > 0
-    assert sum(batch.coverage.selective for batch in judged) > 0
-    assert sum(batch.coverage.halved for batch in judged) > 0
     exchanges = {"expert exchange", "expert gradient reduction", "tokens of documents per expert"}
     assert all(exchanges <= set(batch.coverage.collectives) for batch in judged)
-    biased = [number % 3 == 1 for number in range(batches)]  # models have the batches in turn
+    biased = [number % 3 == 1 for number in range(4)]  # models have the batches in turn
     judged.sort(key=lambda batch: batch.number)
     assert [batch.coverage.collectives["expert bias"] > 0 for batch in judged] == biased
 

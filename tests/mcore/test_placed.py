@@ -1,6 +1,6 @@
-"""Several stages on a rank: what the plain model computes, whatever the placement."""
+"""Several stages on a rank: what the plain model computes, whatever the placement. What cannot be
+placed, and flags of virtual stages: test_default_placement.py."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,19 +12,14 @@ import pytest
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import GPT, LLAMA, Trial, read
 from megatron_epp.ir import Kind, Message, Op, Plan, Step, Transfer, parse_records
-from megatron_epp.mcore.certify.model_flags import parsed
-from megatron_epp.mcore.choose.kept import CHOICES_FILE
-from megatron_epp.mcore.flags.replaced import TAKEN
 from megatron_epp.mcore.model.stage import reduce_in_turn
-from megatron_epp.mcore.placing.placeholder import placeholder
-from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
 from megatron_epp.sim.play import play
 from tests.certify.planned import PlansOf
 from tests.certify.trial import CheckedTrial, read_checked
 from tests.mcore.certified import certified
 from tests.mcore.models import TRAINED_MOE, TRAINED_SSM
-from tests.mcore.resumes import OPTIMIZER, STOCK_ON_DOCUMENTS, Job
-from tests.mcore.runs import PROGRAM, flags, train, trained, write_corpus
+from tests.mcore.resumes import OPTIMIZER, STOCK, STOCK_ON_DOCUMENTS, Job
+from tests.mcore.runs import PROGRAM, flags, trained, write_corpus
 from tests.mcore.test_refusals import refused
 from tests.plans import random_table
 
@@ -44,10 +39,9 @@ def test_both_ends_on_one_rank_with_replicas() -> None:
     is tied to it; gradients are reduced in buckets while ops run, where every plan has an order of
     its own."""
     models = model(LLAMA, 4, "v"), model(GPT, 4, "v")
-    lines, judged = certified(Trial(Degrees(pp=2, tp=1, dp=2), models, batches=6, overlap=True))
+    trial = Trial(Degrees(pp=2, tp=1, dp=2), models, batches=6, overlap=True)
+    lines, judged = certified(trial, "split", "hybrid", "packed", "halved", "offloaded")
     assert sum("stages on ranks 1 0 0 1" in line for line in lines) == 2
-    for kind in ("split", "hybrid", "packed", "halved", "offloaded"):
-        assert sum(getattr(batch.coverage, kind) for batch in judged) > 0
     for batch in judged:  # from rank 1 to 0 and on to itself and back: two links each way
         assert batch.coverage.messages == 4 * batch.coverage.chunks
 
@@ -68,11 +62,9 @@ def test_plans_of_published_methods_compute_the_same(planner: str, placement: st
     trial = CheckedTrial(
         Degrees(2, 1, 1), (model(LLAMA, 4, placement),), batches=3, planner=planner
     )
-    _, judged = certified(trial)
-    kept = "halved" if planner == "zb-v" else "split"
-    assert sum(getattr(batch.coverage, kept) for batch in judged) > 0
-    other = "split" if planner == "zb-v" else "halved"
-    assert sum(getattr(batch.coverage, other) for batch in judged) == 0
+    kept, other = ("halved", "split") if planner == "zb-v" else ("split", "halved")
+    _, judged = certified(trial, kept)
+    assert not any(getattr(batch.coverage, other) for batch in judged)
 
 
 def test_certificates_that_cannot_be_are_refused() -> None:
@@ -90,33 +82,6 @@ def test_the_command_line_names_placements() -> None:
     assert all(words[-2:] == ("--epp-placement", "interleaved 2") for words in trial.models)
     assert all(words[words.index("--num-layers") + 1] == "8" for words in trial.models)
     assert trial.degrees == Degrees(2, 1, 2)
-
-
-@dataclass
-class Stage:
-    """Notes behind which other a stage's reductions start."""
-
-    after: Any = field(default=None)
-
-    def reduce_after(self, other: Any) -> None:
-        self.after = other
-
-
-@pytest.mark.parametrize(
-    ("ran", "after"),
-    [
-        ("F0 F3 B3 B0", {0: None, 3: None}),
-        ("F0 F3 I3 B0 W3", {0: 3, 3: None}),  # the last stage's W comes last
-        ("F0 F2 F4 I4 I2 W2 B0 W4", {0: 4, 2: 4, 4: None}),
-        ("F0 F2 F4 I4 W4 I2 B0 W2", {0: 2, 2: None, 4: None}),
-    ],
-)
-def test_reductions_start_in_the_order_of_stages(ran: str, after: dict[int, int | None]) -> None:
-    """Each letter and stage of chunk 0."""
-    stages: dict[int, Any] = {stage: Stage() for stage in after}
-    reduce_in_turn(stages, [(int(op[1:]), Op.parse(f"{op[0]}0")) for op in ran.split()])
-    waits = {stage: None if of is None else stages[of] for stage, of in after.items()}
-    assert all(one.after is waits[stage] for stage, one in stages.items())
 
 
 def require_recorded_in_simulated_order(folder: Path, iteration: int, place: tuple) -> None:
@@ -179,8 +144,7 @@ def test_checkpoints_go_from_placement_to_placement_and_to_megatron(tmp_path: Pa
         ),
         1,
     ):
-        how: dict[str, object] = {"micro_batch_size": 1, "calculate_per_token_loss": True,
-                                  "dataloader_type": "single"}  # fmt: skip
+        how: dict[str, object] = dict(STOCK)
         if placement is not None:
             how = {**free, "epp_placement": placement, "epp_record": tmp_path / f"{number}"}
         if number > 1:
@@ -213,8 +177,7 @@ def test_what_is_measured_at_its_start_computes_whole_documents(
     corpus = write_corpus(tmp_path / "corpus", [65] * 30)
     way = {"seq_length": 64, "max_position_embeddings": 64, "train_iters": 5,
            "lr_decay_style": "constant", **more}  # fmt: skip
-    one = {"processes": 1, "pipeline_model_parallel_size": 1, "micro_batch_size": 1,
-           "calculate_per_token_loss": True, "dataloader_type": "single"}  # fmt: skip
+    one = {**STOCK, "processes": 1, "pipeline_model_parallel_size": 1}
     if placement == "interleaved 3":
         one["make_vocab_size_divisible_by"] = 384  # words count, those that only fill up, too
     stock = Job(corpus, way, STOCK_ON_DOCUMENTS)
@@ -241,6 +204,33 @@ def test_what_is_measured_at_its_start_computes_whole_documents(
     assert [*begun.grad_norms, *resumed.grad_norms] == pytest.approx(whole.grad_norms, abs=2e-3)
 
 
+@dataclass
+class Stage:
+    """Notes behind which other a stage's reductions start."""
+
+    after: Any = field(default=None)
+
+    def reduce_after(self, other: Any) -> None:
+        self.after = other
+
+
+@pytest.mark.parametrize(
+    ("ran", "after"),
+    [
+        ("F0 F3 B3 B0", {0: None, 3: None}),
+        ("F0 F3 I3 B0 W3", {0: 3, 3: None}),  # the last stage's W comes last
+        ("F0 F2 F4 I4 I2 W2 B0 W4", {0: 4, 2: 4, 4: None}),
+        ("F0 F2 F4 I4 W4 I2 B0 W2", {0: 2, 2: None, 4: None}),
+    ],
+)
+def test_reductions_start_in_the_order_of_stages(ran: str, after: dict[int, int | None]) -> None:
+    """Each letter and stage of chunk 0."""
+    stages: dict[int, Any] = {stage: Stage() for stage in after}
+    reduce_in_turn(stages, [(int(op[1:]), Op.parse(f"{op[0]}0")) for op in ran.split()])
+    waits = {stage: None if of is None else stages[of] for stage, of in after.items()}
+    assert all(one.after is waits[stage] for stage, one in stages.items())
+
+
 def test_optimizer_states_of_other_stages_are_refused(tmp_path: Path) -> None:
     """Saved by rank, of stages of the same sizes that lie otherwise: of them Megatron sees nothing.
     Saved by parameter they load (above)."""
@@ -263,88 +253,3 @@ def test_optimizer_states_of_other_stages_are_refused(tmp_path: Path) -> None:
     )
     fresh = trained(flags(corpus, **how, epp_placement="place 0 0 1 1", no_load_optim=True))
     assert len(fresh.losses) == 1
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        ({"epp-placement": "place 0 1 1 0"}, "the last stage, 3, is on rank 0; expected rank 1, "
-         "from which Megatron takes the loss: rank 0: 0 3 | rank 1: 1 2"),
-        ({"epp-placement": "flags"}, "--epp-placement flags: No such file or directory; expected e"
-         "ven, v, interleaved N, auto (which also heeds Megatron's flags of virtual stages), or a"),
-        ({"epp-placement": "interleaved 9"}, "18 stages for 4 layers"),
-        ({"epp-placement": "v", "decoder-first-pipeline-num-layers": 1}, "says how many layers"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_placed_is_refused_in_one_line(
-    more: dict, said: str, tmp_path: Path
-) -> None:
-    words = flags(tmp_path / "corpus", epp=True, **more)
-    with pytest.raises(ValueError) as caught:
-        placeholder(parsed([word for word in words if word != "--epp"], 2))
-    assert said in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("more", "place", "layers"),
-    [
-        ({"num-virtual-stages-per-pipeline-rank": 2}, [0, 1, 0, 1], [1, 1, 1, 1]),
-        ({"num-layers-per-virtual-pipeline-stage": 1}, [0, 1, 0, 1], [1, 1, 1, 1]),
-        ({"num-layers-per-virtual-pipeline-stage": 2}, None, None),  # one stage a rank
-        ({"num-layers": 5, "pipeline-model-parallel-layout": "Et|tt|t|tL"}, [0, 1, 0, 1],
-         [1, 2, 1, 1]),
-        ({"pipeline-model-parallel-layout": "Et|tttL"}, None, None),
-        ({"hybrid-layer-pattern": "*-|*|-|-"}, [0, 1, 0, 1], [2, 1, 1, 1]),
-        ({}, None, None),
-    ],
-)  # fmt: skip
-def test_megatrons_flags_of_virtual_stages_mean_a_placement(
-    more: dict, place: list | None, layers: list | None, tmp_path: Path
-) -> None:
-    """By default; with a named placement they are in the one warning."""
-    for asked in (True, False):
-        given = {"epp-placement": "auto"} if asked else {}
-        words = flags(tmp_path / "corpus", epp=True, **given, **more)
-        args = parsed([word for word in words if word != "--epp"], 2)
-        values = placeholder(args)
-        assert values.get(PLACE) == (place if asked else None)
-        assert values.get(STAGE_LAYERS) == (layers if asked else None)
-        named = any("virtual" in line or "segments" in line for line in getattr(args, TAKEN))
-        virtual = bool(more) and "Et|tttL" not in more.values()
-        assert named == (virtual and not asked)
-
-
-def test_words_are_padded_for_all_stages(tmp_path: Path) -> None:
-    more = {"epp-placement": "interleaved 3", "num-layers": 6, "epp-vocab-parallel": "on"}
-    words = flags(tmp_path / "corpus", **more)
-    args = parsed(words, 2)
-    assert placeholder(args)["make_vocab_size_divisible_by"] == 3 * 128
-    args.epp_vocab_parallel = "off"
-    assert "make_vocab_size_divisible_by" not in placeholder(args)
-
-
-def test_a_placement_is_chosen_by_lengths_and_kept(tmp_path: Path) -> None:
-    """Packed, four micro-batches: two stages on a rank fill and drain the pipeline sooner. The run
-    that goes on takes the checkpoint's. Two layers make no four stages, which is said."""
-    corpus = write_corpus(tmp_path / "corpus", [129] * 64)
-    way = {"epp": True, "epp-planner": "packing", "epp-placement": None, "seq-length": 128,
-           "override-opt-param-scheduler": True, "lr-decay-style": "constant"}  # fmt: skip
-    kept = tmp_path / "kept"
-    first = trained(
-        flags(corpus, **way, global_batch_size=4, train_iters=2, save=kept, save_interval=2)
-    )
-    said = next(line for line in first.output.splitlines() if "--epp-placement auto" in line)
-    assert "stages on ranks" in said and "% less time" in said and "(simulated)" in said
-    place = json.loads((kept / CHOICES_FILE).read_text())[PLACE]
-    assert (
-        len(place) == 4
-        and f"ranks {' '.join(map(str, place))}, layers 1 1 1 1 of the stages;" in said
-    )
-    again = train(flags(corpus, **way, global_batch_size=4, train_iters=3, load=kept))
-    assert again.status == 0 and len(again.losses) == 1, again.output
-    assert f"stages on ranks {' '.join(map(str, place))}" in again.output
-    assert "the checkpoint's, as it resumes" in again.output
-    two = train(flags(corpus, **way, num_layers=2, train_iters=1))
-    assert two.status == 0 and len(two.losses) == 1, two.output
-    assert "--epp-placement auto: stages on ranks 0 1, layers 1 1 of the stages;" in two.output
-    assert "layers 1 1 of the stages; no other can run by" in two.output

@@ -3,10 +3,7 @@
 A few cells of scripts/failures.py, without torchrun.
 """
 
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -70,52 +67,3 @@ def test_which_exceptions_are_lost_ranks(monkeypatch) -> None:
                 lost = job_exit.lost_rank(raised)
             assert (lost is not None) == (started and error in kinds)
             assert lost is None or f"another rank is lost: {error}" in str(lost)
-
-
-def test_strikes_are_taken_in_their_order(tmp_path, monkeypatch) -> None:
-    listed = [Strike("kill", "rank", "iteration", 4), Strike("stop", "agent", "restart")]
-    environ = strikes.environment(listed, tmp_path) | {"RANK": "1", "WORLD_SIZE": "2"}
-    assert [Strike.read(str(strike)) for strike in listed] == listed
-    (tmp_path / "rank-0").write_text("10 11")
-    sent: list[tuple[int, int]] = []
-    monkeypatch.setattr(strikes, "_send", lambda *both: sent.append(both))
-    for moment, iteration in (("restart", 0), ("iteration", 3), ("save", 4)):
-        strikes.strike_if_due(moment, iteration, environ)
-    strikes.strike_if_due("iteration", 4, {**environ, "RANK": "0"})
-    assert not sent
-    for moment, iteration in (("iteration", 4), ("iteration", 4), ("restart", 0), ("restart", 0)):
-        strikes.strike_if_due(moment, iteration, environ)
-    assert sent == [(os.getpid(), signal.SIGKILL), (os.getppid(), signal.SIGSTOP)]
-
-
-CUT_OFF = """
-import socket
-from tests.attack import strikes
-server = socket.create_server(("127.0.0.1", 0))
-peer, own = socket.create_connection(server.getsockname()), server.accept()[0]
-pair = socket.socketpair()
-strikes.listen()
-NUMBER = getattr(strikes, HOW)
-CUT_OFF
-own.settimeout(0.2)
-try:
-    peer.sendall(b"x")
-    print("heard", own.recv(1))
-except OSError as error:
-    print(type(error).__name__)
-pair[0].sendall(b"y")
-print(pair[1].recv(1))
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "seen"), [("CLOSE", "BrokenPipeError"), ("SILENCE", "TimeoutError"), ("HOW", "heard")]
-)
-def test_a_process_that_is_cut_off(how: str, seen: str) -> None:
-    """Connections to the network end, or what is sent over them never arrives; no others."""
-    cut_off = "" if how == "HOW" else "strikes.cut_off(NUMBER)"
-    program = CUT_OFF.replace("CUT_OFF", cut_off).replace("HOW", repr(how))
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines() == [seen + " b'x'" * (how == "HOW"), "b'y'"]

@@ -6,7 +6,6 @@ from megatron_epp.certify.batches import RandomBatch, modes_drawn
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import LLAMA
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
-from tests.certify.backend import main
 from tests.certify.frame import CheckedFrame
 from tests.certify.trial import CheckedTrial
 from tests.mcore.certified import certified, models
@@ -41,38 +40,6 @@ def shows(way: str, drawn: RandomBatch) -> bool:
     return bool(parents)
 
 
-JOBS = {
-    "stages and replicas": (Degrees(pp=2, tp=1, dp=2), f"{LLAMA} --num-layers 4", 4),
-    "ranks of a stage": (
-        Degrees(pp=1, tp=2, dp=1),
-        f"{LLAMA} --num-layers 2 --sequence-parallel",
-        3,
-    ),
-    "states": (
-        Degrees(pp=1, tp=1, dp=1),
-        f"{LLAMA} --mamba-num-heads 32 --mamba-num-groups 8 --hybrid-layer-pattern=MG*",
-        3,
-    ),
-    "four stages": (Degrees(pp=4, tp=1, dp=1), f"{LLAMA} --num-layers 4", 3),
-    "MTP in V placement": (
-        Degrees(pp=2, tp=1, dp=1),
-        f"{LLAMA} --num-layers 4 {MTP} --epp-placement v",
-        2,
-    ),
-    "vocabulary parallelism": (
-        Degrees(pp=2, tp=1, dp=1),
-        f"{LLAMA} --num-layers 4 --epp-vocab-parallel on",
-        2,
-    ),
-    "MLA on context-parallel ranks": (
-        Degrees(pp=1, tp=1, dp=1, cp=2),
-        f"{V3} --num-layers 2",
-        2,
-    ),
-    "windows": (Degrees(pp=1, tp=1, dp=1), f"{LLAMA} --num-layers 2 {WINDOWS}", 2),
-}
-
-
 BOTH = ("aux_loss", "seq_aux_loss")
 
 
@@ -83,57 +50,39 @@ def experts(degrees: Degrees, *balanced: str, ep: int = 1, **others) -> CheckedT
     return CheckedTrial(degrees, models(*lines), len(lines), trees=True, **others)
 
 
-def test_rows_that_samples_of_a_loop_share_count_for_each() -> None:
-    """Two ranks share rows and experts. The first tier's certificate of prefixes and experts."""
-    _, found = certified(experts(Degrees(1, 2, 1), *BOTH, ep=2, loop=True, seed=4))
-    assert sum(batch.coverage.branches for batch in found) > 10
+def trees(degrees: Degrees, flags: str, batches: int, **others) -> CheckedTrial:
+    return CheckedTrial(degrees, models(flags), batches, trees=True, **others)
 
 
-OF_EXPERTS = {
-    "plans": experts(Degrees(2, 1, 2), *BOTH),
-    "plans, ranks share experts": experts(Degrees(2, 2, 1), *BOTH, ep=2),
-    "plans, ranks share a document": experts(Degrees(1, 1, 1, cp=2), *BOTH, ep=2),
-    "loops": experts(Degrees(2, 1, 1), *BOTH[:1] * 2, *BOTH[1:] * 2, loop=True, seed=4),
+FOUR = f"{LLAMA} --num-layers 4"
+SSM = f"{LLAMA} --mamba-num-heads 32 --mamba-num-groups 8 --hybrid-layer-pattern=MG*"
+PLANS = {
+    "stages and replicas": trees(Degrees(2, 1, 2), FOUR, 4),
+    "ranks of a stage": trees(Degrees(1, 2, 1), f"{LLAMA} --num-layers 2 --sequence-parallel", 3),
+    "states": trees(Degrees(1, 1, 1), SSM, 3),
+    "four stages": trees(Degrees(4, 1, 1), FOUR, 3),
+    "MTP in V placement": trees(Degrees(2, 1, 1), f"{FOUR} {MTP} --epp-placement v", 2),
+    "vocabulary parallelism": trees(Degrees(2, 1, 1), f"{FOUR} --epp-vocab-parallel on", 2),
+    "MLA on context-parallel ranks": trees(Degrees(1, 1, 1, cp=2), f"{V3} --num-layers 2", 2),
+    "windows": trees(Degrees(1, 1, 1), f"{LLAMA} --num-layers 2 {WINDOWS}", 2),
+}
+# Rows that samples share count in the routers' losses of each.
+TRIALS = {
+    **PLANS,
+    "loops": trees(Degrees(4, 1, 1), FOUR, 4, loop=True),
+    "experts": experts(Degrees(2, 1, 2), *BOTH),
+    "ranks share experts": experts(Degrees(2, 2, 1), *BOTH, ep=2),
+    "ranks share a document": experts(Degrees(1, 1, 1, cp=2), *BOTH, ep=2),
+    "loops, experts": experts(Degrees(2, 1, 1), *BOTH[:1] * 2, *BOTH[1:] * 2, loop=True, seed=4),
     "loops, ranks share experts": experts(Degrees(2, 1, 1, cp=2), *BOTH, ep=2, loop=True, seed=4),
+    "first": experts(Degrees(1, 2, 1), *BOTH, ep=2, loop=True, seed=4),
 }
 
 
-@everything
-@pytest.mark.parametrize("name", OF_EXPERTS)
-def test_shared_rows_count_for_every_sample(name: str) -> None:
-    _, found = certified(OF_EXPERTS[name])
-    assert sum(batch.coverage.branches for batch in found) > 4
-
-
-@everything
-@pytest.mark.parametrize("name", JOBS)
-def test_random_trees_compute_what_copies_compute(name: str) -> None:
-    degrees, flags, batches = JOBS[name]
-    _, found = certified(CheckedTrial(degrees, (tuple(flags.split()),), batches, trees=True))
-    assert sum(batch.coverage.branches for batch in found) > 5
-    assert sum(batch.coverage.beside for batch in found) > 0
-
-
-@everything
-def test_loops_find_what_their_samples_share() -> None:
-    trial = CheckedTrial(
-        Degrees(pp=4, tp=1, dp=1), (tuple(f"{LLAMA} --num-layers 4".split()),), 4, loop=True,
-        trees=True,
-    )  # fmt: skip
-    _, found = certified(trial)
-    assert sum(batch.coverage.branches for batch in found) > 5
-
-
-@everything
+# The first tier has a loop whose two ranks share rows and experts.
 @pytest.mark.parametrize(
-    "flags, said",
-    [
-        (
-            "--loop --loop-model encoder",
-            "--trees: an encoder sees documents whole, so they share nothing; leave out --loop-mod",
-        ),
-    ],
-)  # fmt: skip
-def test_what_trees_do_not_run_with_is_said(flags: str, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        main(["--trees", "--pp", "1", *flags.split()])
+    "name", [pytest.param(name, marks=[everything] * (name != "first")) for name in TRIALS]
+)
+def test_random_trees_compute_what_copies_compute(name: str) -> None:
+    _, found = certified(TRIALS[name], *(("beside",) if name in PLANS else ()))
+    assert sum(batch.coverage.branches for batch in found) > 4
