@@ -150,12 +150,12 @@ def test_a_resumed_run_is_the_same_bit_for_bit(corpus, three, tmp_path) -> None:
     require_equal(mine, theirs)
 
 
-def test_no_memory_in_one_replica_repeats_the_iteration_for_all(corpus, three) -> None:
-    """Both ranks find none at the same place of iteration 2; the losses are those of the run that
-    had enough."""
-    _, free = three
+def test_no_memory_in_one_replica_repeats_the_iteration_for_all(corpus, three, tmp_path) -> None:
+    """Both ranks find none at the same place of iteration 2; losses and biases are those of the run
+    that had enough."""
+    folder, free = three
     program = (str(Path(__file__).parent / "hungry.py"), "together")
-    changes = {**SPREAD, "save_interval": None, "exit_interval": 2}
+    changes = {**SPREAD, "save": tmp_path / "hit", "exit_interval": 2}
     hit = trained(flags(corpus, epp=True, **changes), program=program)
     assert "repeated with less memory" in hit.output
     assert hit.output.count("out of memory (none for the scores)") == 2
@@ -163,6 +163,12 @@ def test_no_memory_in_one_replica_repeats_the_iteration_for_all(corpus, three) -
     assert hit.losses == pytest.approx(free.losses[:2], rel=1e-5)
     z_loss = logged("z_loss", free.output)[:2]
     assert logged("z_loss", hit.output) == pytest.approx(z_loss, rel=1e-5)
+    one, other = (
+        tensors(saved / "iter_0000002", tmp_path / f"{number}.pt")
+        for number, saved in enumerate((folder, tmp_path / "hit"))
+    )
+    biases = [name for name in one if name.endswith("expert_bias")]
+    assert biases and all(one[name].equal(other[name]) for name in biases)
 
 
 def test_a_limit_of_one_replica_is_that_of_its_block(corpus, three) -> None:

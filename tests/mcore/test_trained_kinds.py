@@ -2,24 +2,21 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
-import torch
 
 from tests.mcore.models import TRAINED_EXPERTS, TRAINED_MLA, TRAINED_MOE, TRAINED_SSM
 from tests.mcore.resumes import (
     LENGTHS,
     Six,
     after_three,
-    logged,
     require_megatrons_own_numbers,
     require_three_more_alike,
     six_of,
     tensors,
     to_megatron_and_back,
 )
-from tests.mcore.runs import PROGRAM, flags, trained
+from tests.mcore.runs import PROGRAM
 
 everything = pytest.mark.everything
 HYBRID_PROGRAM = ("-m", "megatron_epp.pretrain_hybrid")
@@ -125,45 +122,3 @@ def test_equal_documents_give_megatrons_own_numbers(name: str, tmp_path) -> None
     kind = KINDS[name]
     model = {**kind.model, "pipeline_model_parallel_size": 1, **kind.alone}
     require_megatrons_own_numbers(tmp_path, model, kind.program, others=kind.losses)
-
-
-@everything
-@pytest.mark.slow
-@pytest.mark.parametrize("six", ["experts, windows and sinks"], indirect=True)
-def test_a_cost_model_is_measured_with_experts(six) -> None:
-    """The calibration runs routers and leaves nothing in them; it knows no borders of slices."""
-    run = six.job.train(epp=True, epp_cost_model=None, train_iters=1)
-    assert run.losses == pytest.approx(six.run.losses[:1], rel=1e-5)
-    (ours,), (theirs, *_) = (logged("z_loss", one.output) for one in (run, six.run))
-    assert ours == pytest.approx(theirs, rel=1e-5)
-
-
-@everything
-def test_an_iteration_that_is_repeated_moves_the_bias_once(corpus, tmp_path) -> None:
-    """One rank finds no memory in iteration 2, once: losses and biases are those of a run in which
-    nothing failed."""
-    shared = {
-        **TRAINED_EXPERTS,
-        "pipeline_model_parallel_size": 1,
-        "context_parallel_size": 2,
-        "expert_model_parallel_size": 2,
-        "expert_tensor_parallel_size": 1,
-        "save_interval": 3,
-    }
-    words = flags(corpus, epp=True, save=tmp_path / "free", **shared)
-    free = trained(words)
-    program = (str(Path(__file__).parent / "hungry.py"), "together")
-    hit = trained(flags(corpus, epp=True, save=tmp_path / "hit", **shared), program=program)
-    assert "repeated with less memory" in hit.output
-    assert hit.losses == pytest.approx(free.losses, rel=1e-5)
-    one, other = (
-        tensors(tmp_path / which / "iter_0000003", tmp_path / f"{which}.pt")
-        for which in ("free", "hit")
-    )
-    biases = [name for name in one if name.endswith("expert_bias")]
-    assert biases
-    for name in biases:
-        assert torch.equal(one[name], other[name]), name
-    for run in (free, hit):
-        assert len(logged("z_loss", run.output)) == 3
-    assert logged("z_loss", hit.output) == pytest.approx(logged("z_loss", free.output), rel=1e-5)
