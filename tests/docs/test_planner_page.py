@@ -111,6 +111,6 @@ def test_epp_says_which_schedule_was_faster_than_its_search(row, monkeypatch) ->
     slow = epp._searched(BATCH, cost, OPTIONS)[:1]
     slow = [dataclasses.replace(slow[0], seconds=1e9)]
     monkeypatch.setattr(epp, "_searched", lambda *_: slow)
-    monkeypatch.setattr(epp.infinipipe, "draft_below", lambda *_: None)
+    monkeypatch.setattr(epp.infinipipe, "draft", lambda *_: None)
     monkeypatch.setattr(epp, "_others", lambda *_: [row.draft])
     assert epp.draft(BATCH, cost, OPTIONS).draft.note.startswith(f"schedule {row.name}, ")
