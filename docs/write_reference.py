@@ -274,13 +274,16 @@ def flags_and_feature(what: str) -> tuple[list[str], str]:
 
 def refused_page() -> str:
     from megatron_epp.mcore.capabilities.table import TABLE
+    from megatron_epp.mcore.flags.replaced import REPLACED
+    from megatron_epp.mcore.kinds.registry import replaced_by_kinds
 
+    reset = {name for row in (*REPLACED, *replaced_by_kinds()) for name in row.names.split()}
     rows = []
     for row in TABLE:
         where = {
             "training": "`--epp`" if row.typed else r"`--epp`\*",
             "slices": "calls" if row.of_call else "loops",
-            "no_gpu": "CPU",
+            "no_gpu": "CPU" if reset.isdisjoint(row.no_gpu) else r"CPU\*",
         }
         places = ", ".join(text for column, text in where.items() if getattr(row, column))
         flags, feature = flags_and_feature(row.what)
@@ -305,7 +308,8 @@ def refused_page() -> str:
             "without `attach`.\n"
             "- *calls*: `attach` accepts the model, but Megatron's own schedule runs calls with "
             "this feature, and a log line says so.\n"
-            "- *CPU*: training refuses the flag on hosts without a GPU.\n",
+            "- *CPU*: training refuses the flag on hosts without a GPU; *CPU*\\*: only without "
+            "`--epp`, which ignores the flag with a warning.\n",
             "## Refused\n",
             table(("flags and feature", "refused by", "reason, or instead"), rows),
             "## Flags without effect\n",

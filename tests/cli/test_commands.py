@@ -243,7 +243,8 @@ def test_compare_lists_what_it_promises(cli: Commands) -> None:
 
 def test_compare_begins_with_what_matters_and_explains_its_columns(cli: Commands) -> None:
     common = "--lengths wlb --context 32768 --global-batch-size 24 --pp 4 --batches 2 --effort 0"
-    text = cli.said(f"compare {common} {GPT}")
+    planners = "epp stock infinipipe seq1f1b 1f1b packing chunkflow slimpipe"
+    text = cli.said(f"compare {common} {MACHINE} --planner {planners}")
     first = " ".join(text.split("\n\n")[0].split())
     assert re.fullmatch(
         r"Verdict: (use --epp|leave --epp out|either)[,;] .*\(.*, packed to .*\).*\. "
@@ -272,8 +273,22 @@ def test_compare_says_that_nothing_fits_and_where_epp_does_not_pay(cli: Commands
         "pipeline plans, which flexsp does not make."
     )
     Path("one").write_text("64\n")  # on one stage: nothing to cut or to balance
-    text = cli.said(f"compare --lengths one --pp 1 {GPT} --planner epp stock")
+    job = f"compare --lengths one --pp 1 {MACHINE} --planner epp stock"
+    text = cli.said(job)
     assert text.startswith("Verdict: either; --epp and stock (no pipeline, packed to 64 tokens")
+    text = cli.said(f"{job} --zero 3")  # which no training with --epp runs
+    assert text.startswith("Verdict: none, because --epp trains with ZeRO 1 only.")
+    assert text.count("Verdict") == 1 and ": use --epp" not in text
+
+
+@pytest.mark.parametrize("flag", ["--vocab-parallel on", "--share-from 64"])
+def test_replicas_that_share_experts_plan_nothing_that_training_refuses(
+    cli: Commands, flag: str
+) -> None:
+    machine = "--model qwen3-30b-a3b --device h100-80g --pp 2 --dp 4 --ep 4"
+    for command in ("plan", "compare"):
+        told = cli.refused(f"{command} --lengths wlb {machine} {flag}")
+        assert f"{flag.removesuffix(' 64')}: as in training, not with replicas that share" in told
 
 
 # ------------------------------------------------------------------ check

@@ -459,7 +459,8 @@ def _best_of(choices: Sequence[Choice]) -> list[Choice]:
 
 def _cuts(cost: Cost, planner: str, vocabulary: str) -> tuple[bool, ...]:
     """Return the values of vocabulary parallelism (off: False, on: True) to try."""
-    if cost.layout.stages == 1 or planner != ELASTIC or vocabulary == "off":
+    one_stage, lockstep = cost.layout.stages == 1, cost.layout.lockstep > 1
+    if one_stage or lockstep or planner != ELASTIC or vocabulary == "off":
         return (False,)
     if vocabulary == "on":
         return (True,)
