@@ -67,6 +67,10 @@ class Frame:
         """Assign ``documents`` to random replicas, at least one to each replica."""
         return assignments_of(documents, self.replicas, random, 1)
 
+    def tree(self, lengths: Sequence[int], random: Random) -> Mapping[str, Any]:
+        """Return the ``chunks`` and ``prefixes`` of documents, {} if they continue no others."""
+        return {}
+
     def plan(
         self,
         replica: int,
@@ -223,6 +227,7 @@ def _plans(
             first=first,
             replicas=frame.replicas,
             place=frame.place,
+            trees=[frame.tree(each, random) for each in assigned[first : first + frame.lockstep]],
         )
     )
 

@@ -5,10 +5,11 @@ and order chunks and recompute layers in every allowed way. An executor that run
 correctly can therefore be expected to run the plans of any planner.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 from megatron_epp.ir import (
     FULL,
@@ -22,6 +23,7 @@ from megatron_epp.ir import (
     Span,
     needs_of,
     rules_for,
+    slices_in,
 )
 from megatron_epp.ir.recompute import MLP_RECOMPUTED
 
@@ -102,6 +104,7 @@ def arbitrary_block(
     replicas: int | None = None,
     vocabulary_parallel: bool = False,
     place: Sequence[int] = (),
+    trees: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[Plan, ...]:
     """Return random plans of a lockstep group: one op template, but different chunks.
 
@@ -120,8 +123,15 @@ def arbitrary_block(
         replicas: data-parallel size; default: the size of the group.
         vocabulary_parallel: whether the LM head is sharded over the stages (ops H and G).
         place: rank of each stage; empty if stage i is on rank i.
+        trees: for each replica, ``chunks`` and ``prefixes`` as in :func:`arbitrary_plan`, if any.
     """
-    drawn = [_in_order(arbitrary_chunks(each, random)) for each in lengths]
+    trees = trees or [{} for _ in lengths]
+    drawn = [
+        _parents_first(each, **tree)
+        if "chunks" in tree
+        else _in_order(arbitrary_chunks(each, random))
+        for each, tree in zip(lengths, trees, strict=True)
+    ]
     count = max(1, max(map(len, drawn)) + random.randint(0, 1))
     names = random.sample(range(count), count)
     replicas = len(lengths) if replicas is None else replicas
@@ -154,6 +164,7 @@ def arbitrary_block(
                 orders,
                 first + number,
                 replicas,
+                prefixes=tuple(trees[number].get("prefixes", ())),
             )
         )
     rules = rules_for(vocabulary_parallel)
@@ -212,6 +223,18 @@ def _in_order(chunks: Sequence[Chunk]) -> list[Chunk]:
         for place, chunk in zip(places, slices, strict=True):
             ordered[place] = chunk
     return ordered
+
+
+def _parents_first(
+    lengths: Sequence[int], chunks: Sequence[Chunk], prefixes: Prefixes
+) -> list[Chunk]:
+    """Reorder ``chunks`` so that each comes after the one that it continues."""
+    earlier = slices_in(lengths, chunks, prefixes).earlier
+
+    def depth(chunk: int) -> int:
+        return 0 if chunk < 0 else 1 + depth(earlier[chunk])
+
+    return [chunks[chunk] for chunk in sorted(range(len(chunks)), key=depth)]
 
 
 def arbitrary_chunks(

@@ -10,14 +10,15 @@ gradients count only for the largest document, while any backward of the group r
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from megatron_epp.cost.chunk_tables import ChunkTables
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.layer_kinds import Counts
-from megatron_epp.cost.loads import Loads
-from megatron_epp.ir import DOCUMENT_ITEMS, OF_LAYERS, Item, Kind, Table
+from megatron_epp.cost.loads import Loads, TreeLoads
+from megatron_epp.ir import DOCUMENT_ITEMS, OF_LAYERS, CachedDocument, Item, Kind, Table
 from megatron_epp.sim.in_step import in_step
 
 
@@ -30,6 +31,46 @@ class BlockLoads(Loads):
     """
 
     members: tuple[Loads, ...]
+
+
+@dataclass(frozen=True)  # no slots, because results are cached
+class TreeBlockLoads(BlockLoads, TreeLoads):
+    """Loads of a block whose replicas have documents that continue others.
+
+    A cached document of the block begins with a chunk in which documents of its replicas begin, and
+    is read by the readers of all of these.
+    """
+
+    @classmethod
+    def of(cls, members: Sequence[Loads], earlier: np.ndarray) -> "TreeBlockLoads":
+        """Return the loads of ``members``, whose chunk c runs after chunk ``earlier[c]``."""
+        readers: dict[int, set[int]] = {}  # by first chunk
+        for each in (document for member in members for document in member.kept or ()):
+            readers.setdefault(each.first, set()).update(each.readers)
+        kept = [
+            CachedDocument(n, at, tuple(sorted(readers[at])), ()) for n, at in enumerate(readers)
+        ]
+        document = np.full(len(earlier), -1, np.int64)
+        document[[*readers]] = range(len(kept))
+        names = ("tokens", "pairs", "cut_tokens", "lone", "read")
+        most: dict[str, Any] = {
+            name: np.max([getattr(each, name) for each in members], axis=0) for name in names
+        }
+        busiest = np.argmax([each.pairs for each in members], axis=0)
+        spans = [np.array(each.spans) for each in members]
+        shown = [of[:, busiest[of[0]] == who] for who, of in enumerate(spans)]
+        chunk, start, stop = np.concatenate(shown, axis=1)
+        return cls(
+            **most,
+            document=document,
+            earlier=earlier,
+            later=np.full(len(earlier), -1, np.int64),
+            lengths=np.zeros(len(kept)),
+            spans=(chunk, start, stop),
+            kept=kept,
+            boundaries_of=((),) * len(kept),
+            members=tuple(members),
+        )
 
 
 class BlockTables:
@@ -90,14 +131,18 @@ def _of_groups(item: Item, of_members: Sequence[np.ndarray], loads: BlockLoads) 
     """Return the bytes of each group's documents on the replica with the most: [stages, groups].
 
     K/V bytes of a replica's documents in a group are added up. K/V gradients count only for the
-    largest document, because the documents run their backwards one after the other.
+    largest document, because the documents run their backwards one after the other, unless they
+    continue each other.
     """
     most = np.zeros((of_members[0].shape[0], len(loads.lengths)))
     for held, member in zip(of_members, loads.members, strict=True):
-        cut = np.flatnonzero((member.document >= 0) & (member.earlier < 0))
-        group, documents = loads.document[cut], member.document[cut]
+        first = np.flatnonzero((member.document >= 0) & (member.earlier < 0))
+        documents = member.document[first]
+        if loads.kept is not None:
+            cached = [(each.first, each.document) for each in member.kept or ()]
+            first, documents = np.array(cached, np.int64).reshape(-1, 2).T
         group_most = np.zeros_like(most.T)
-        add = np.add if item is Item.KV else np.maximum
-        add.at(group_most, group, held[:, documents].T)
+        add = np.add if item is Item.KV or loads.kept is not None else np.maximum
+        add.at(group_most, loads.document[first], held[:, documents].T)
         most = np.maximum(most, group_most.T)
     return most

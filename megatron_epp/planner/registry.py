@@ -29,6 +29,7 @@ from megatron_epp.planner.published.infinipipe import planner as infinipipe
 from megatron_epp.planner.published.schedules import Place, any_place
 from megatron_epp.planner.recompute.uniform import ScoredDraft
 from megatron_epp.planner.result import PlannedReplica
+from megatron_epp.planner.tree_division import divided_trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,30 +93,30 @@ class Planner:
     def plan_forest(self, forest: PrefixForest, cost: Cost, options: Options) -> PlannedBlock:
         """Plan the sequences of ``forest``, as :meth:`plan_block`; shared tokens run once.
 
-        If the result would be slower, or if this planner or replicas in lockstep do not share
-        tokens, sequences are planned without sharing.
+        Replicas in lockstep share tokens each for itself. If the result would be slower, or if this
+        planner does not share tokens, sequences are planned without sharing.
 
         Raises:
             PlanError: if a sequence alone does not fit in memory.
             ValueError: if the planner does not support the placement.
         """
         apart = partial(self.plan_block, forest.lengths, cost, options)
-        if not (forest.shares and self.takes_prefixes) or options.lockstep > 1:
+        if not (forest.shares and self.takes_prefixes):
             return apart()
-        rates = rates_of(cost)
-        nodes = [node.tokens for node in forest.nodes]
-        tree = tree_seconds(nodes, [node.parent for node in forest.nodes], rates)
-        shared = self._planned(SortedBatch.of_tree(tree), forest.lengths, cost, options)
-        (planned,) = shared.planned
-        every = tuple(range(len(forest.last)))
-        shared = PlannedBlock((every,), shared.planned, (forest.last,))
+        rates, width = rates_of(cost), options.lockstep
+        held = divided_trees(forest, rates, width)
+        forests = [forest] if width == 1 else [forest.of(each) for each in held]
+        trees = [
+            tree_seconds([n.tokens for n in each.nodes], [n.parent for n in each.nodes], rates)
+            for each in forests
+        ]
+        shared = self._planned(SortedBatch.of_trees(trees), forest.lengths, cost, options)
+        shared = PlannedBlock(held, shared.planned, tuple(each.last for each in forests))
         lengths = np.array(forest.lengths)
-        if planned.fits and planned.seconds <= lower_bound_seconds(lengths, cost, local=True):
+        bound = lower_bound_seconds(lengths, cost, local=True) / width
+        if shared.rank <= (False, bound):
             return shared
-        other = apart()
-        (alone,) = other.planned
-        faster = (not alone.fits, alone.seconds) < (not planned.fits, planned.seconds)
-        return other if faster else shared
+        return min(shared, apart(), key=lambda each: each.rank)
 
     def _planned(
         self, batch: SortedBatch, lengths: Sequence[int], cost: Cost, options: Options

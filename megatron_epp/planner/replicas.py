@@ -6,6 +6,7 @@ import heapq
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -132,7 +133,7 @@ def plan_step(
 
     Args:
         batch: document lengths of the global batch; or documents with shared prefixes, which a
-            replica computes once if planner and replicas can share them and time is saved.
+            replica computes once if the planner can share them and time is saved.
         cost: cost model, including the stages and parallel degrees.
         options: planner options, such as levers and effort.
         planner: name of the planner.
@@ -226,10 +227,11 @@ def divide_documents(
     width, lengths = options.lockstep, lengths_of(batch)
     if replicas % width:
         raise ValueError(f"lockstep {width}: expected a divisor of the {replicas} replicas")
-    single = width == 1 and replicas <= len(lengths)
-    computes_once = planner and planner_of(planner).takes_prefixes
-    if isinstance(batch, PrefixForest) and batch.shares and single and computes_once:
-        return divided_trees(batch, rates_of(cost), replicas)
+    computes_once = planner and planner_of(planner).takes_prefixes and replicas <= len(lengths)
+    if isinstance(batch, PrefixForest) and batch.shares and computes_once:
+        held = divided_trees(batch, rates_of(cost), replicas)
+        groups = (held[first : first + width] for first in range(0, replicas, width))
+        return tuple(tuple(sorted(chain(*group))) for group in groups)
     seconds = _document_seconds(lengths, cost, options, replicas // width, planner)
     return balance_blocks(lengths, cost, replicas // width, width, None, seconds)
 
@@ -370,7 +372,7 @@ def _planned(
     assigned = divide_documents(batch, cost, options, replicas, planner)
     blocks = planned(assigned)
     if any(block.ends for block in blocks):
-        bound = lower_bound_seconds(np.array(lengths_of(batch)), cost, local=True) / units
+        bound = lower_bound_seconds(np.array(lengths_of(batch)), cost, local=True) / replicas
         if _slowest(blocks) <= (False, bound) or not _balanced_twice(units, options):
             return assigned, blocks
         unshared = _planned(lengths_of(batch), cost, options, replicas, planner, run)
@@ -464,7 +466,5 @@ def _evaluation_parts(
 
 
 def _slowest(blocks: Sequence[PlannedBlock]) -> tuple[bool, float]:
-    planned = [replica_plan for block in blocks for replica_plan in block.planned]
-    return not all(replica_plan.fits for replica_plan in planned), max(
-        replica_plan.seconds for replica_plan in planned
-    )
+    ranks = [block.rank for block in blocks]
+    return any(unfit for unfit, _ in ranks), max(seconds for _, seconds in ranks)

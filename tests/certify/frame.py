@@ -97,6 +97,10 @@ class CheckedFrame(Frame):
         """Assign ``documents`` to random replicas."""
         return assignments_of(documents, self.replicas, random, 0 if self.documents else 1)
 
+    def tree(self, lengths: Sequence[int], random: Random) -> Mapping[str, Any]:
+        """Return random prefixes of documents and their chunks, with ``trees``."""
+        return arbitrary_tree(lengths, random, CONTEXT - 1, whole=True) if self.trees else {}
+
     def plan(
         self,
         replica: int,
@@ -109,8 +113,7 @@ class CheckedFrame(Frame):
         """Return a plan of ``replica`` for its documents; for the arguments see ``Frame``."""
         if self.make_plan is not None:
             return replace(self.make_plan(lengths), replica=replica, replicas=self.replicas)
-        if self.trees:
-            drawn = arbitrary_tree(lengths, random, CONTEXT - 1, whole=True)
+        drawn = {**drawn, **self.tree(lengths, random)}
         return Frame.plan(self, replica, lengths, random, fraction, alone, **drawn)
 
 

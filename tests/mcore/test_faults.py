@@ -204,8 +204,8 @@ INJECTIONS = {
         test_trees.shows,
     ),
     "shared_experts": Injection(
-        test_trees.experts(Degrees(1, 1, 1), "seq_aux_loss"),
-        test_trees.FRAME,
+        test_trees.experts(Degrees(1, 1, 2), "seq_aux_loss", ep=2),
+        replace(test_trees.FRAME, replicas=2, lockstep=2),
         test_trees.shows,
     ),
     # Two replicas reduce their gradients in buckets while ops run: a G, a B or a W may be the last.

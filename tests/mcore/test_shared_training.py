@@ -7,6 +7,8 @@ import pytest
 
 from megatron_epp.ir import Step
 from tests.mcore.chats import CHATS, prepare, turns, write_chats
+from tests.mcore.models import TRAINED_MOE
+from tests.mcore.resumes import logged, tensors
 from tests.mcore.runs import DOUBLE, Run, exact_losses, flags, train, trained
 
 TOOLS = "Use the tools: search, read, write and run; ask where a word is not clear."
@@ -14,6 +16,16 @@ AGENTS = [
     turns(f"Task {number}", "I read it. " * (1 + number % 4), system=TOOLS) for number in range(10)
 ]
 LEAST = 16
+
+
+# Ranks of two replicas share the experts of a layer.
+EXPERTS = {
+    **TRAINED_MOE,
+    "pipeline_model_parallel_size": 2,
+    "expert_model_parallel_size": 2,
+    "expert_tensor_parallel_size": 1,
+    "moe_router_bias_update_rate": 0.1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +75,33 @@ def test_shared_prompts_are_computed_once_and_train_alike(chats: Path, shared: R
         re.findall(r"epp iteration \d+: (\d+) tokens", one.output) for one in (shared, whole)
     ]
     assert tokens_of[0] == tokens_of[1] != []
+
+
+@pytest.mark.everything
+def test_experts_over_replicas_train_alike(chats: Path, tmp_path: Path) -> None:
+    """Losses of routers, too; the optimizer's states and the experts' bias of the checkpoint."""
+    runs, states = [], []
+    for least in (LEAST, 0):
+        folder = tmp_path / f"from {least}"
+        how = {**EXPERTS, "save": folder, "save_interval": 2, "epp_record": folder / "steps"}
+        words = run(chats, epp_share_from=least, train_iters=2, global_batch_size=16, **how)
+        runs.append(trained(words, 4, DOUBLE))
+        states.append(tensors(folder / "iter_0000002", tmp_path / f"{least}.pt"))
+    shared, whole = runs
+    assert exact_losses(shared) == pytest.approx(exact_losses(whole), rel=1e-12)
+    for name in ("z_loss", "seq_load_balancing_loss"):  # printed with seven digits
+        assert logged(name, shared.output) == logged(name, whole.output) != []
+    steps = [Step.parse(path.read_text()) for path in sorted(tmp_path.glob("from 16/steps/*.step"))]
+    assert len(steps) == 2 and all(step.lockstep == 2 for step in steps)
+    assert all(any(any(plan.prefixes) for plan in step.plans) for step in steps)
+    mine, theirs = states
+    assert mine.keys() == theirs.keys() and all(
+        any(what in name for name in mine) for what in ("expert_bias", "exp_avg_sq")
+    )
+    for name in mine:
+        if mine[name].is_floating_point():
+            error = (mine[name] - theirs[name]).norm()
+            assert error <= 1e-12 * theirs[name].norm(), name
 
 
 @pytest.mark.everything

@@ -17,9 +17,13 @@ FRAME = CheckedFrame(61, (2,), replicas=1, modes=modes_drawn(EXECUTABLE), trees=
 
 
 def shows(way: str, drawn: RandomBatch) -> bool:
-    """Whether the fault must show (test_faults.py): several documents continue one; they continue
-    one that continues another; any does."""
-    (plan,) = drawn.step.plans
+    """Whether the fault must show (test_faults.py) on a replica."""
+    return any(_shows(way, drawn, replica) for replica in range(drawn.step.replicas))
+
+
+def _shows(way: str, drawn: RandomBatch, replica: int) -> bool:
+    """Several documents continue one; they continue one that continues another; any does."""
+    plan = drawn.step.plans[replica]
     parents = [prefix.document for prefix in plan.prefixes if prefix is not None]
     if way == "lose a branch":
         return any(parents.count(parent) > 1 for parent in parents)
@@ -30,7 +34,7 @@ def shows(way: str, drawn: RandomBatch) -> bool:
     weights = [
         [drawn.loss_masks[sample][plan.offset(d) :][:length] for sample in samples]
         for d, (samples, length) in enumerate(
-            zip(drawn.step.part(0).samples_of(0), plan.documents, strict=True)
+            zip(drawn.step.part(replica).samples_of(replica), plan.documents, strict=True)
         )
     ]
     if way == "count one document":
@@ -72,6 +76,7 @@ TRIALS = {
     "loops": trees(Degrees(4, 1, 1), FOUR, 4, loop=True),
     "experts": experts(Degrees(2, 1, 2), *BOTH),
     "ranks share experts": experts(Degrees(2, 2, 1), *BOTH, ep=2),
+    "replicas share experts": experts(Degrees(2, 1, 2), *BOTH, ep=2),
     "ranks share a document": experts(Degrees(1, 1, 1, cp=2), *BOTH, ep=2),
     "loops, experts": experts(Degrees(2, 1, 1), *BOTH[:1] * 2, *BOTH[1:] * 2, loop=True, seed=4),
     "loops, ranks share experts": experts(Degrees(2, 1, 1, cp=2), *BOTH, ep=2, loop=True, seed=4),

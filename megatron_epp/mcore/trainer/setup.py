@@ -18,11 +18,7 @@ from megatron_epp.mcore.job.job_cost import host_budget_bytes
 from megatron_epp.mcore.job.read_flags import rank
 from megatron_epp.mcore.job.resumed_schedule import note_samples
 from megatron_epp.mcore.job.saved_stages import require_same_stages, saved_state
-from megatron_epp.mcore.kinds.registry import (
-    draws_by_default_generator,
-    lockstep_of,
-    require_shared,
-)
+from megatron_epp.mcore.kinds.registry import draws_by_default_generator, require_shared
 from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.model.layer_spec import fix_layer_spec
 from megatron_epp.mcore.model.quantisation import warn_of_scales
@@ -151,11 +147,6 @@ def _require_sharing(args: Any, config: Config) -> None:
         raise ValueError(
             f"--epp-share-from: --epp-planner {config.epp_planner} computes documents whole; give "
             "--epp-planner epp"
-        )
-    if config.epp_plan is None and lockstep_of(args) > 1:
-        raise ValueError(
-            f"--epp-share-from: experts are sharded over {lockstep_of(args)} replicas, whose plans "
-            "do not share prefixes; give a smaller --expert-model-parallel-size, or leave it out"
         )
 
 

@@ -41,7 +41,7 @@ from megatron_epp.ir import (
     Span,
     Table,
 )
-from megatron_epp.planner.block_table import BlockLoads, tables_of
+from megatron_epp.planner.block_table import BlockLoads, TreeBlockLoads, tables_of
 from megatron_epp.planner.chunks.block import BlockChunking, block_of
 from megatron_epp.planner.chunks.chunking import Chunking, starts_of
 from megatron_epp.planner.chunks.slicing import Rates, Spans
@@ -269,10 +269,8 @@ class CallChunks:
         if not any(self.prefixes):
             return loads
         members = tuple(loads_of_plan(plan, 1) for plan in self.plans((1,)))
-        if not isinstance(loads, BlockLoads):
-            return members[0]
-        pairs = np.max([member.pairs for member in members], axis=0)
-        return dataclasses.replace(loads, pairs=pairs, members=members)
+        blocks = isinstance(loads, BlockLoads)
+        return TreeBlockLoads.of(members, loads.earlier) if blocks else members[0]
 
     def plans(self, layers: Sequence[int]) -> tuple[Plan, ...]:
         """Return a plan of the chunks of each replica, without orders of ops.

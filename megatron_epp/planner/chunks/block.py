@@ -16,6 +16,8 @@ seconds so far, also next to slices.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Self
 
 import numpy as np
@@ -32,9 +34,48 @@ class BlockChunking(Chunking):
 
     Chunk k of all members runs at the same time. Its array entries are those of the slowest
     member, but token counts are maxima. In ``document``, a group of several chunks is one document.
+    All members have the same groups, and the same order of backwards.
     """
 
     members: tuple[Chunking, ...]
+
+    @classmethod
+    def of(cls, members: Sequence[Chunking], rates: Rates) -> "BlockChunking":
+        """Build the chunks from those of the replicas, which have the same groups."""
+        taken = np.stack(
+            [
+                rates.chunk_spans_seconds(each.spans, each.chunk, each.tokens, each.pairs)
+                for each in members
+            ]
+        )
+        slowest, starts = taken.argmax(axis=0), members[0].starts
+        shown = [slowest[each.chunk] == who for who, each in enumerate(members)]
+        sizes = np.diff(starts)
+        return cls(
+            reduce(add, [each.spans[of] for each, of in zip(members, shown, strict=True)]),
+            np.concatenate([each.chunk[of] for each, of in zip(members, shown, strict=True)]),
+            starts,
+            np.stack([each.tokens for each in members]).max(axis=0),
+            np.stack([each.pairs for each in members])[slowest, np.arange(len(slowest))],
+            np.where(sizes > 1, np.arange(len(sizes)), -1).repeat(sizes),
+            np.stack([each.slice_tokens for each in members]).max(axis=0),
+            tuple(members),
+        )
+
+    @property
+    def last_of_group(self) -> np.ndarray:
+        """For every chunk, the last chunk whose forward precedes its backward."""
+        return self.members[0].last_of_group
+
+    @property
+    def backward(self) -> np.ndarray:
+        """Chunks in the order of their backwards."""
+        return self.members[0].backward
+
+    @property
+    def widths(self) -> np.ndarray:
+        """Most chunks of every group that are in flight at a backward of 1F1B."""
+        return self.members[0].widths
 
     @property
     def contents(self) -> tuple[bytes, ...]:
@@ -242,33 +283,12 @@ def block_of(
     """
     member = _none_empty(spans, member, width)
     starts, position = _without_gaps(starts, position)
-    count = int(starts[-1])
-    sizes = np.diff(starts)
-    group = np.repeat(np.arange(len(sizes)), sizes)
     is_cut = np.bincount(spans.document)[spans.document] > 1
-    members = tuple(
+    members = [
         Chunking.of_spans(spans[of_member], position[of_member], starts, is_cut[of_member])
         for of_member in (member == who for who in range(width))
-    )
-    taken = np.stack(
-        [
-            rates.chunk_spans_seconds(each.spans, each.chunk, each.tokens, each.pairs)
-            for each in members
-        ]
-    )
-    slowest = taken.argmax(axis=0)
-    at = np.arange(count)
-    shown = member == slowest[position]
-    return BlockChunking(
-        spans[shown],
-        position[shown],
-        starts,
-        np.stack([each.tokens for each in members]).max(axis=0),
-        np.stack([each.pairs for each in members])[slowest, at],
-        np.where(sizes[group] > 1, group, -1),
-        np.stack([each.slice_tokens for each in members]).max(axis=0),
-        members,
-    )
+    ]
+    return BlockChunking.of(members, rates)
 
 
 def _none_empty(spans: Spans, member: np.ndarray, width: int) -> np.ndarray:

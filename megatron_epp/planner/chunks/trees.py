@@ -36,6 +36,21 @@ class TreeChunking(Chunking):
     continued: np.ndarray = field(kw_only=True)
     tree: Tree = field(kw_only=True)
 
+    @classmethod
+    def of_tree(
+        cls, tree: Tree, spans: Spans, chunk: np.ndarray, starts: np.ndarray, continued: np.ndarray
+    ) -> "TreeChunking":
+        """Build chunks from all spans of the documents of ``tree``."""
+        cut = np.bincount(spans.document)[spans.document] > 1
+        own = Chunking.of_spans(spans, chunk, starts, cut)
+        before = np.array(tree.offsets)[spans.document] * spans.tokens
+        return cls(
+            **{each.name: getattr(own, each.name) for each in fields(Chunking)}
+            | {"pairs": own.pairs + np.bincount(own.chunk, before, own.count).astype(np.int64)},
+            continued=continued,
+            tree=tree,
+        )
+
     @property
     def last_of_group(self) -> np.ndarray:
         """For every chunk, the last chunk that continues it, directly or through others."""
@@ -72,17 +87,17 @@ class TreeChunking(Chunking):
 
 
 def build_trees(
-    params: ChunkingParams, tree: Tree, most_tokens: int, multiple: int = 1
+    params: ChunkingParams, tree: Tree, target: float, most_tokens: int, multiple: int = 1
 ) -> TreeChunking:
     """Build chunks of about equal time from documents that continue others.
 
     Args:
         params: parameters of the chunks.
         tree: the documents.
+        target: seconds of a chunk that is at neither end.
         most_tokens: maximum number of tokens of a chunk.
         multiple: number of tokens; slice boundaries are multiples of it.
     """
-    target = tree.total / params.chunks
     contents: list[list[Span]] = []
     continued: list[int] = []
     firsts = []
@@ -92,42 +107,48 @@ def build_trees(
         firsts.append(len(contents))
         continued += (each + len(contents) if each >= 0 else -1 for each in links)
         contents += some
-    children: dict[int, list[int]] = {}
-    below = [1] * len(contents)  # chunks of the subtree of each chunk
-    for chunk in reversed(range(len(contents))):
-        if (before := continued[chunk]) >= 0:
-            below[before] += below[chunk]
-    for chunk, before in enumerate(continued):
-        children.setdefault(before, []).append(chunk)
     seconds = [sum(map(tree.span_seconds, spans)) for spans in contents]
-    order: list[int] = []  # pre-order; packs before long branches
-    sizes, works = [], []
-    for root in children[-1]:
-        open_ones, first = [root], len(order)
-        while open_ones:
-            order.append(chunk := open_ones.pop())
-            open_ones += sorted(children.get(chunk, []), key=lambda c: -below[c])
-        sizes.append(len(order) - first)
-        works.append(sum(seconds[chunk] for chunk in order[first:]))
+    groups = pre_order(continued)
+    order = [chunk for group in groups for chunk in group]
+    works = [sum(seconds[chunk] for chunk in group) for group in groups]
     new = {chunk: at for at, chunk in enumerate(order)} | {-1: -1}
     spans, at = (
         [span for chunk in order for span in contents[chunk]],
         [new[chunk] for chunk in order for _ in contents[chunk]],
     )
-    of_spans = Spans(*np.array(spans, dtype=np.int64).T)
-    cut = np.bincount(of_spans.document)[of_spans.document] > 1
-    own = Chunking.of_spans(of_spans, np.array(at), starts_of(np.array(sizes)), cut)
-    before = np.array(tree.offsets)[of_spans.document] * of_spans.tokens
-    chunking = TreeChunking(
-        **{each.name: getattr(own, each.name) for each in fields(Chunking)}
-        | {"pairs": own.pairs + np.bincount(own.chunk, before, own.count).astype(np.int64)},
-        continued=np.array([new[continued[chunk]] for chunk in order]),
-        tree=tree,
+    chunking = TreeChunking.of_tree(
+        tree,
+        Spans(*np.array(spans, dtype=np.int64).T),
+        np.array(at),
+        starts_of(np.array([*map(len, groups)])),
+        np.array([new[continued[chunk]] for chunk in order]),
     )
     # Small groups at both ends; of the others, the longest first.
-    part = np.searchsorted(firsts, children[-1], side="right")
+    part = np.searchsorted(firsts, [group[0] for group in groups], side="right")
     sign = 1 if params.reverse else -1
     return chunking.arranged(np.lexsort((sign * np.array(works), part)))
+
+
+def pre_order(continued: Sequence[int]) -> list[list[int]]:
+    """Return the chunks of every tree in pre-order, packs before long branches.
+
+    A chunk comes after the one that it continues, ``continued[chunk]``; -1: it begins a tree.
+    """
+    children: dict[int, list[int]] = {}
+    below = [1] * len(continued)  # chunks of the subtree of each chunk
+    for chunk in reversed(range(len(continued))):
+        if (before := continued[chunk]) >= 0:
+            below[before] += below[chunk]
+    for chunk, before in enumerate(continued):
+        children.setdefault(before, []).append(chunk)
+    groups: list[list[int]] = []
+    for root in children[-1]:
+        open_ones = [root]
+        groups.append([])
+        while open_ones:
+            groups[-1].append(chunk := open_ones.pop())
+            open_ones += sorted(children.get(chunk, []), key=lambda c: -below[c])
+    return groups
 
 
 def _parts(params: ChunkingParams, tree: Tree) -> Iterator[tuple[list[int], float]]:

@@ -68,11 +68,11 @@ def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
     _report_expected(cost, options)
     searched = _searched(batch, cost, options)
     candidates = list(searched)
-    if not cost.layout.place and batch.tree is None:
+    if not cost.layout.place and not batch.trees:
         fitting = [scored.seconds for scored in candidates if scored.over_bytes <= 0]
         theirs = infinipipe.draft(batch, cost, options, min(fitting, default=np.inf))
         candidates += [] if theirs is None else [theirs]
-    for other in _others(cost, options) if batch.tree is None else ():
+    for other in _others(cost, options) if not batch.trees else ():
         fitting = [scored.seconds for scored in candidates if scored.over_bytes <= 0]
         drafted = other(batch, cost, options, min(fitting, default=np.inf))
         if drafted is not None:
@@ -121,7 +121,7 @@ def _searched(batch: SortedBatch, cost: Cost, options: Options) -> list[ScoredDr
     every document are searched too. This second search ends at a set of levers whose best plan
     takes FAR_SLOWER times as long as the best plan of the first set.
     """
-    if batch.tree is not None:  # documents with prefixes are sharded over all ranks
+    if batch.trees:  # documents with prefixes are sharded over all ranks
         options = dataclasses.replace(options, levers=options.levers - {"local"})
     tables = SharedChunkings("wsplit" in options.levers)
     sharded_only = dataclasses.replace(options, levers=options.levers - {"local"})

@@ -14,7 +14,7 @@ from megatron_epp.planner.chunks.block import build_block
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.params import TAPERS, UNCUT, ChunkingParams, build_chunks
 from megatron_epp.planner.chunks.slicing import ideal_chunks, remembered
-from megatron_epp.planner.chunks.trees import build_trees
+from megatron_epp.planner.chunks.tree_block import build_tree_block
 from megatron_epp.planner.epp.player import Candidate, Player
 from megatron_epp.planner.epp.preparation import PreparedChunking, PreparedChunkings
 from megatron_epp.planner.epp.uniform_search import uniform_recompute
@@ -136,9 +136,9 @@ class Search(Player):
             if params in self.known or params in self.shared or params in self.built:
                 continue
             arguments = params, lengths, self.rates, self.most, self.cost.multiple
-            if self.batch.tree is not None:
-                chunkings[params] = build_trees(
-                    params, self.batch.tree, self.most, self.cost.multiple
+            if self.batch.trees:
+                chunkings[params] = build_tree_block(
+                    params, self.batch.trees, self.most, self.cost.multiple
                 )
             elif self.options.lockstep == 1:
                 chunkings[params] = build_chunks(*arguments, layout.cp, self.cutter)
@@ -225,7 +225,7 @@ class Search(Player):
         ramped = self.total * RAMP_MEAN / chunks > self.rates.host_seconds
         if not (self.cost.layout.vocabulary_parallel and ramped):
             yield ChunkingParams(chunks, local=self.local)
-            if self.batch.tree is not None:
+            if self.batch.trees:
                 yield ChunkingParams(chunks, front=2, back=1)
             return
         for start in (
@@ -251,7 +251,7 @@ class Search(Player):
     def _best_neighbour(self, params: ChunkingParams, effort_left: float) -> ChunkingParams | None:
         best, best_rank = None, self.known[params].rank
         tight = bool(self.known[params].prepared.counts)
-        around = list(neighbours(params, tight=tight, packs=self.batch.tree is None))
+        around = list(neighbours(params, tight=tight, packs=not self.batch.trees))
         self.build(around)
         for neighbour in around:
             if self.effort.left <= effort_left * (1 - CLIMB_FRACTION):

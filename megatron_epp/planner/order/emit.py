@@ -25,30 +25,31 @@ class SortedBatch:
         lengths: lengths in tokens, in descending order.
         names: for every sorted document, its index in the caller's order.
         documents: lengths in tokens, in the caller's order.
-        tree: documents that continue others, in the caller's order, which ``lengths`` then have,
-            too; None if no document continues another.
+        trees: for each replica of a lockstep group, its documents, some of which continue others.
+            ``lengths`` then have the caller's order, too. () if no document continues another.
     """
 
     lengths: np.ndarray
     names: tuple[int, ...]
     documents: tuple[int, ...]
-    tree: Tree | None = None
+    trees: tuple[Tree, ...] = ()
 
     @classmethod
-    def of_tree(cls, tree: Tree) -> "SortedBatch":
-        """Return the batch of the documents of ``tree``."""
-        names = tuple(range(len(tree.lengths)))
-        return cls(np.array(tree.lengths, np.int64), names, tree.lengths, tree)
+    def of_trees(cls, trees: Sequence[Tree]) -> "SortedBatch":
+        """Return the batch of the documents of ``trees``, of one replica after the other."""
+        documents = tuple(length for tree in trees for length in tree.lengths)
+        names = tuple(range(len(documents)))
+        return cls(np.array(documents, np.int64), names, documents, tuple(trees))
 
     @property
     def starts(self) -> np.ndarray | None:
         """Position of the first token of each document; None if all begin at 0."""
-        return None if self.tree is None else np.array(self.tree.offsets)
+        return np.array([at for tree in self.trees for at in tree.offsets]) if self.trees else None
 
     def work_seconds(self, rates: Rates) -> float:
         """Return the seconds of all documents on an average stage."""
-        if self.tree is not None:
-            return self.tree.total
+        if self.trees:
+            return sum(tree.total for tree in self.trees)
         return float(rates.document_seconds(self.lengths).sum())
 
     @classmethod
@@ -120,7 +121,7 @@ def plan_of(batch: SortedBatch, draft: Draft, cost: Cost) -> Plan:
         orders=orders,
         place=place,
         turns=turns,
-        prefixes=() if batch.tree is None else batch.tree.prefixes,
+        prefixes=tuple(prefix for tree in batch.trees for prefix in tree.prefixes),
     )
 
 

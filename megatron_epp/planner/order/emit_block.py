@@ -39,6 +39,11 @@ class PlannedBlock:
     planned: tuple[PlannedReplica, ...]
     ends: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Sort key: whether a plan does not fit, then seconds."""
+        return not all(each.fits for each in self.planned), self.planned[0].seconds
+
 
 @dataclass(frozen=True, slots=True)
 class MemberPlan:
@@ -59,7 +64,10 @@ def member_plans(batch: SortedBatch, draft: Draft, cost: Cost) -> tuple[MemberPl
     """
     chunking = draft.chunking
     members = chunking.members if isinstance(chunking, BlockChunking) else (chunking,)
-    return tuple(_member_plan(batch, draft, member, cost) for member in members)
+    batches = [SortedBatch.of_trees([tree]) for tree in batch.trees] or [batch] * len(members)
+    return tuple(
+        _member_plan(of, draft, member, cost) for of, member in zip(batches, members, strict=True)
+    )
 
 
 def most_host_bytes(batch: SortedBatch, draft: Draft, cost: Cost) -> float:
@@ -84,7 +92,7 @@ def _member_plan(batch: SortedBatch, draft: Draft, member: Chunking, cost: Cost)
     # -1: document of another replica, which is not used.
     names = tuple(local.get(document, -1) for document in batch.names)
     documents = tuple(batch.documents[document] for document in assignment)
-    member_batch = SortedBatch(batch.lengths, names, documents, batch.tree)
+    member_batch = SortedBatch(batch.lengths, names, documents, batch.trees)
     plan = plan_of(member_batch, dataclasses.replace(draft, chunking=member), cost)
     return MemberPlan(
         assignment, plan, member_batch.named(loads_of(member, batch.lengths, cost.multiple))

@@ -20,7 +20,7 @@ from megatron_epp.cost.loads import (
     plan_loads,
 )
 from megatron_epp.ir import BACKWARDS, KEEP, KIND_CODE, OF_HEAD, OF_LAYERS, Kind, Payload, rules_for
-from megatron_epp.planner.block_table import BlockLoads, tables_of
+from megatron_epp.planner.block_table import BlockLoads, TreeBlockLoads, tables_of
 from megatron_epp.planner.chunks.block import BlockChunking
 from megatron_epp.planner.chunks.chunking import Chunking
 from megatron_epp.planner.chunks.slicing import Rates
@@ -60,11 +60,13 @@ def loads_of(chunking: Chunking, lengths: np.ndarray, multiple: int = 1) -> Load
     result also contains the loads of each replica (planner.block_table).
     """
     if isinstance(chunking, TreeChunking):
-        chunks = chunking.ir_chunks(range(len(lengths)))
         of, prefixes = chunking.tree.lengths, chunking.tree.prefixes
+        chunks = chunking.ir_chunks(range(len(of)))
         return plan_loads(chunks, of, multiple=multiple, prefixes=prefixes)
     if isinstance(chunking, BlockChunking):
         members = tuple(loads_of(member, lengths, multiple) for member in chunking.members)
+        if isinstance(leader := chunking.members[0], TreeChunking):
+            return TreeBlockLoads.of(members, leader.continued)
         groups = np.maximum(chunking.document, 0)
         cut = np.where(chunking.document >= 0, chunking.slice_tokens, 0)
         of_groups = np.bincount(groups, weights=cut, minlength=chunking.groups)
