@@ -64,6 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     cold = _warm_up(costs, first, options, arguments.dp)
     if _EPP in names and batches.has_prefixes:
         names.insert(names.index(_EPP) + 1, _APART)
+        costs[_APART] = costs[_EPP]
+        if batches.corpus.groups:
+            costs[_APART] = run_cost(arguments, cost, batches, options, _EPP, apart=True)
     outcomes: list[Outcome] = []
     failed: dict[str, str] = {}
     stock: Stock | None = None
@@ -77,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     def planned_as(name: str, number: int) -> tuple[Cost, Options, str]:
         if name == _APART:
-            return costs[_EPP], options, _EPP
+            return costs[_APART], options, _EPP
         if name != STOCK or stock is None:
             return costs[name], options, name
         tokens = stock.batches[number - arguments.first_batch].tokens

@@ -78,7 +78,12 @@ class Batches:
     @property
     def first(self) -> list[tuple[int, ...]]:
         """First batches of the corpus: training chooses the layout from the same batches."""
-        return [self[number] for number in range(1 if self.size is None else FIRST_BATCHES)]
+        return [tuple(lengths_of(batch)) for batch in self.first_drawn]
+
+    @property
+    def first_drawn(self) -> list[Batch]:
+        """As :attr:`first`; groups of a text file have their prefixes. No tokens are read."""
+        return [self._drawn(n) for n in range(1 if self.size is None else FIRST_BATCHES)]
 
     def __str__(self) -> str:
         size = len(self.corpus) if self.size is None else self.size

@@ -72,7 +72,12 @@ def named_layout_cost(arguments: argparse.Namespace, planner: str) -> Cost:
 
 
 def run_cost(
-    arguments: argparse.Namespace, cost: Cost, batches: Batches, options: Options, planner: str
+    arguments: argparse.Namespace,
+    cost: Cost,
+    batches: Batches,
+    options: Options,
+    planner: str,
+    apart: bool = False,
 ) -> Cost:
     """Return the cost model of a run, and print on stderr what is chosen for it.
 
@@ -86,6 +91,7 @@ def run_cost(
         batches: batches of the corpus.
         options: options of the planner.
         planner: name of the planner.
+        apart: whether to choose for plans in which documents share no prefixes.
     """
     if planner not in PLANNERS or cost.layout.stages == 1:
         return cost
@@ -100,16 +106,17 @@ def run_cost(
     words = model_of(arguments).vocabulary if arguments.model else 0
     with Workers() as workers:
         choice = run_choice(
-            *(cost, batches.first, options, planner),
+            *(cost, batches.first if apart else batches.first_drawn, options, planner),
             placements=PLACEMENT_NAMES if open_stages else (),
             vocabularies=[False, True] if both else [asked == "on"],
             words=padded_words(words, cost.layout.tp),
             run=lambda function, tasks: bar(workers(function, tasks), len(tasks), "stages"),
         )
-    print(f"stages: {choice.way}; {choice.comparison} (simulated)", file=sys.stderr)
+    without = " without shared prefixes" * apart
+    print(f"stages{without}: {choice.way}; {choice.comparison} (simulated)", file=sys.stderr)
     layout = choice.cost.layout
     flags = layout_flags(layout.layers, layout.pinned_layers - 1)
-    if open_stages and not layout.place and flags:
+    if open_stages and not layout.place and flags and not apart:
         print(f"layers in Megatron's flags: {shlex.join(flags)}", file=sys.stderr)
     return choice.cost
 

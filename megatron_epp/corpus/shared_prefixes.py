@@ -222,6 +222,17 @@ def lengths_of(batch: Batch) -> Sequence[int]:
     return batch.lengths if isinstance(batch, PrefixForest) else batch
 
 
+def computed_spans(batch: Batch) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return the numbers of tokens that are computed together, and their positions.
+
+    They are those of the nodes of a forest, or of whole documents; None: all positions are 0.
+    """
+    if not isinstance(batch, PrefixForest):
+        return np.array(batch), None
+    spans = np.array([(node.tokens, node.start) for node in batch.nodes])
+    return spans[:, 0], spans[:, 1]
+
+
 def shared_prefixes(sequences: Sequence[np.ndarray], least: int = LEAST) -> PrefixForest:
     """Return the forest of ``sequences``, in time proportional to their tokens.
 

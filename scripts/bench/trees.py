@@ -19,9 +19,10 @@ of every group's answers and both compute the question. The column has the secon
 replica, as a fraction of those of a replica that runs every second group completely.
 
 ``--planned``: planner epp plans one iteration of a replica for each seed, with and without shared
-prefixes, as ``compare`` does, within the memory budget of the device. The gain is the seconds
-without over the seconds with them; with the bound in place of the latter, it is what the bound
-allows.
+prefixes, as ``compare`` does, within the memory budget of the device: placement, layers and
+vocabulary parallelism are chosen for each of the two. The gain is the seconds without over the
+seconds with them; with the bound in place of the latter, it is what the bound allows.
+``--as-trained``: with the commands' assumptions of costs, and chunks padded as in training.
 """
 
 import argparse
@@ -37,16 +38,20 @@ from headline import ROOT, publish
 
 sys.path.insert(0, str(ROOT))
 
+from megatron_epp.cli.machine import AS_TRAINED
 from megatron_epp.cli.outcome import outcome
 from megatron_epp.corpus.shared_prefixes import PrefixForest, SharedSpan
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.devices import GIB
+from megatron_epp.cost.catalogue.models import model
 from megatron_epp.cost.cost import Cost
-from megatron_epp.ir import OF_LAYERS, Kind, Plan
+from megatron_epp.ir import OF_HEAD, OF_LAYERS, Kind, Plan
 from megatron_epp.planner.calls.call_cost import CallDocuments
 from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.planner.calls.call_plan import call_plans
+from megatron_epp.planner.choose.choice import PLACEMENT_NAMES, padded_words, run_choice
 from megatron_epp.planner.options import Options
+from megatron_epp.planner.padding import gpu_row_multiple
 from megatron_epp.sim.play import play
 
 K = 1024
@@ -56,7 +61,7 @@ HEAD = ("calls of", "tokens", "once", "stock", "slices", "trees", "bound", "tree
         "gain of trees", "that the bound allows", "peak: stock", "slices", "trees",
         "split")  # fmt: skip
 
-PLANNED = ("batch", "seed", "without sharing, s", "with sharing, s", "gain", "bound")
+PLANNED = ("batch", "seed", "without sharing, s", "with sharing, s", "gain", "bound", "stages")
 
 
 @dataclass(frozen=True)
@@ -148,8 +153,9 @@ def bound_seconds(groups: Sequence[Group], cost: Cost) -> float:
             ends.append(begin + length)
             tokens += length
             pairs += length * (length + 1) / 2 + begin * length
-    per = cost.seconds.per(Kind.FORWARD) + cost.seconds.per(Kind.BACKWARD)
-    return float((per[:, :2] @ np.array([tokens, pairs])).max())
+    per = sum(cost.seconds.per(kind) for kind in (Kind.FORWARD, Kind.BACKWARD, *OF_HEAD))
+    of_stages = per[:, :2] @ np.array([tokens, pairs])
+    return max(cost.layout.placement.of_ranks(of_stages.tolist()))
 
 
 def with_trees(groups: Sequence[Group], cost: Cost) -> Plan:
@@ -191,21 +197,33 @@ def row(name: str, groups: Sequence[Group], cost: Cost, most: int, splits: bool)
     ]
 
 
-def planned(name: str, by_seed: dict[int, list[Group]], cost: Cost) -> list[list[str]]:
-    """Return a line for each seed, and one of medians: name, seed, seconds, gains."""
-    rows = []
+def planned(
+    name: str, by_seed: dict[int, list[Group]], cost: Cost, words: int, pads: bool
+) -> list[list[str]]:
+    """Return a line for each seed, and one of medians: name, seed, seconds, gains, stages."""
+    rows, ways = [], []
     for seed, groups in by_seed.items():
         forest = PrefixForest.joined(group.forest for group in groups)
-        options = Options(context=max(forest.lengths))
-        shared, apart = (
-            outcome(0, documents, cost, options, "epp", 1) for documents in (forest, forest.lengths)
+        options, layout = Options(context=max(forest.lengths)), cost.layout
+        ranks = layout.tp * layout.cp
+        if pads:
+            of_rank = gpu_row_multiple([forest.lengths], layout.placement.ranks, 1, ranks)
+            cost = cost.replace(multiple=of_rank * ranks)
+        how = {"placements": PLACEMENT_NAMES, "vocabularies": [False, True], "words": words}
+        apart, shared = (
+            run_choice(cost, [documents], options, "epp", **how)
+            for documents in (forest.lengths, forest)
         )
-        assert shared.fits and apart.fits, "both plans fit the memory budget"
-        gains = [apart.seconds / each for each in (shared.seconds, bound_seconds(groups, cost))]
-        rows.append([seed, apart.seconds, shared.seconds, *gains])
+        alone = outcome(0, forest.lengths, apart.cost, options, "epp", 1)
+        once = outcome(0, forest, shared.cost, options, "epp", 1)
+        assert alone.fits and once.fits, "both plans fit the memory budget"
+        bound = bound_seconds(groups, shared.cost)
+        gains = [alone.seconds / each for each in (once.seconds, bound)]
+        rows.append([seed, alone.seconds, once.seconds, *gains])
+        ways.append(f"{apart.way} / {shared.way}")
     medians = ["median", *map(statistics.median, list(zip(*rows, strict=True))[1:])]
-    return [[name, str(first), *(f"{each:.2f}" for each in rest)]
-            for first, *rest in [*rows, medians]]  # fmt: skip
+    return [[name, str(first), *(f"{each:.2f}" for each in rest), way]
+            for (first, *rest), way in zip([*rows, medians], [*ways, ""], strict=True)]  # fmt: skip
 
 
 def kinds_of(args: argparse.Namespace, seed: int) -> list[tuple[str, list[Group], bool]]:
@@ -235,20 +253,24 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, metavar="K", help="of a micro-batch")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--planned", type=int, nargs="+", metavar="SEED", help="see above")
+    parser.add_argument("--as-trained", action="store_true", help="see above")
     parser.add_argument("-o", "--output", metavar="FILE", help="append the table as markdown")
     args = parser.parse_args()
     sizes = {"tp": args.tp, "cp": args.cp, "ep": args.ep}
-    cost = named_cost(args.model, DEVICE, pp=args.stages, **sizes)
+    assumed = AS_TRAINED if args.as_trained else {}
+    cost = named_cost(args.model, DEVICE, pp=args.stages, **sizes, **assumed)
     layout = " ".join(f"{name} {size}" for name, size in sizes.items() if (size or 1) > 1)
     head = PLANNED if args.planned else HEAD
     text = io.StringIO()
+    costs = ", costs as trained" * args.as_trained
     print(f"### {args.model}, pp {args.stages} {layout}, {args.groups} groups a call and "
-          f"replica, {DEVICE}; all simulated\n", file=text)  # fmt: skip
+          f"replica, {DEVICE}{costs}; all simulated\n", file=text)  # fmt: skip
     print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}", file=text)
     if args.planned:
+        words = padded_words(model(args.model).vocabulary, args.tp)
         for of_seeds in zip(*(kinds_of(args, seed) for seed in args.planned), strict=True):
             by_seed = {seed: each[1] for seed, each in zip(args.planned, of_seeds, strict=True)}
-            for line in planned(of_seeds[0][0], by_seed, cost):
+            for line in planned(of_seeds[0][0], by_seed, cost, words, args.as_trained):
                 print(f"| {' | '.join(line)} |", file=text)
         publish(f"{text.getvalue()}\n", args.output)
         return

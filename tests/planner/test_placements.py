@@ -1,10 +1,12 @@
 """Where a placement pays: chosen with the layers of its stages; published methods as plans."""
 
 import dataclasses
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
+from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind, Plan, check
@@ -20,7 +22,7 @@ from megatron_epp.planner.choose.choice import (
 )
 from megatron_epp.planner.choose.partition import expected_features, fastest_layers
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.registry import planner_of
+from megatron_epp.planner.registry import PLANNERS, planner_of
 from tests.cost.simple_device import OLD_H100
 
 FEW, MANY = [8000] * 4, [8000] * 240
@@ -71,6 +73,32 @@ def test_the_choice_is_the_fastest_of_all_candidates_planned_alone() -> None:
         for each in (cost, cost.replace(layers=layers)):
             seconds.append(sketched_seconds(each, [documents], how, "epp"))
     assert found.seconds[found.way] <= min(filter(None, seconds)) * (1 + PLACEMENT_PAYS)
+
+
+def test_documents_with_shared_prefixes_are_planned_as_such() -> None:
+    """Computed once they are few, computed whole they are many."""
+    groups = [PrefixForest.parsed(f"16384+({','.join(['700'] * 16)})")] * 4
+    forest = PrefixForest.joined(each for each in groups if each is not None)
+    how = Options(context=max(forest.lengths), effort=0)
+    two, together = machine().replace(dp=2), replace(how, lockstep=2)
+    found, whole, halves, apart, of_lengths = (
+        run_choice(cost, [batch], options, "epp", placements=("v",))
+        for cost, batch, options in (
+            (machine(), forest, how),
+            (machine(), forest.lengths, how),
+            (two, forest, how),
+            (two, forest, together),
+            (two, forest.lengths, together),
+        )
+    )
+    default = next(iter(found.seconds))
+    assert found.way.placement == "v" and found.gain > PLACEMENT_PAYS
+    assert whole.gain < found.gain and whole.seconds[default] > 5 * found.seconds[default]
+    for way, cost in ((default, machine()), (found.way, found.cost)):
+        planned = PLANNERS["epp"].plan_forest(forest, cost, how).planned[0]
+        assert found.seconds[way] == planned.seconds
+    assert apart.seconds == of_lengths.seconds, "replicas in lockstep share nothing"
+    assert halves.seconds[default] == pytest.approx(found.seconds[default] / 2, rel=0.15)
 
 
 @pytest.mark.parametrize("name", ["v", "interleaved 4"])

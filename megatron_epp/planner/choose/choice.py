@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron_epp.corpus.shared_prefixes import Batch, PrefixForest, computed_spans, lengths_of
 from megatron_epp.cost.analytic import is_of_cpu
 from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.cost import Cost
@@ -28,6 +29,7 @@ from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.registry import PLANNERS
 from megatron_epp.planner.replicas import balance_blocks
 from megatron_epp.planner.runner import Runner, in_turn
+from megatron_epp.planner.tree_division import divided_trees, node_seconds
 
 PLACEMENT_NAMES = ("v", "interleaved 2", "interleaved 3", "interleaved 4")
 SKETCH_EFFORT = 1  # effort of the plans that decide between finalists
@@ -118,7 +120,7 @@ class RunChoice:
 
 def sketched_seconds(
     cost: Cost,
-    batches: Sequence[Sequence[int]],
+    batches: Sequence[Batch],
     options: Options,
     planner: str,
     effort: int = SKETCH_EFFORT,
@@ -127,7 +129,7 @@ def sketched_seconds(
 
     Args:
         cost: cost model, including the stages and parallel degrees.
-        batches: lengths of the documents of one replica (or lockstep group) in each batch.
+        batches: documents of one replica (or lockstep group) in each batch.
         options: planner options, such as levers and effort.
         planner: name of the planner.
         effort: maximum effort of the planner's search.
@@ -136,10 +138,13 @@ def sketched_seconds(
         options,
         effort=effort if options.effort is None else min(options.effort, effort),
     )
-    total = 0.0
-    for lengths in batches:
+    total, row = 0.0, PLANNERS[planner]
+    for batch in batches:
         try:
-            planned = PLANNERS[planner].plan_block(lengths, cost, sketch).planned
+            if isinstance(batch, PrefixForest):
+                planned = row.plan_forest(batch, cost, sketch).planned
+            else:
+                planned = row.plan_block(batch, cost, sketch).planned
         except ValueError:
             return None
         if not all(each.fits for each in planned):
@@ -158,9 +163,19 @@ def heaviest(lengths: Sequence[int], cost: Cost, lockstep: int = 1) -> list[int]
     return max(of_replicas, key=lambda held: float(rates.document_seconds(np.array(held)).sum()))
 
 
+def _held(batch: Batch, cost: Cost, options: Options, planner: str) -> Batch:
+    """Return the documents of the replica (or lockstep group) with the most work."""
+    computes_once = PLANNERS[planner].takes_prefixes and options.lockstep == 1
+    if not (computes_once and isinstance(batch, PrefixForest)):
+        return heaviest(lengths_of(batch), cost, options.lockstep)
+    rates = rates_of(cost)
+    parts = map(batch.of, divided_trees(batch, rates, cost.layout.dp))
+    return max(parts, key=lambda part: sum(node_seconds(part, rates)))
+
+
 def run_choice(
     cost: Cost,
-    batches: Sequence[Sequence[int]],
+    batches: Sequence[Batch],
     options: Options,
     planner: str,
     *,
@@ -180,7 +195,8 @@ def run_choice(
     Args:
         cost: cost model of the default stages and layers, one stage per rank unless ``placements``
             is empty.
-        batches: document lengths of each global batch of the job.
+        batches: document lengths of each global batch of the job, or documents with shared
+            prefixes, which the planner computes once if it can.
         options: planner options, such as levers and effort.
         planner: name of the planner.
         placements: names of the placements to try besides the stages of ``cost``, each with the
@@ -192,14 +208,14 @@ def run_choice(
             tensor-parallel ranks; 0 if unknown.
         run: function that maps a function over tasks, for example in worker processes.
     """
-    held = [heaviest(lengths, cost, options.lockstep) for lengths in batches]
+    held = [_held(batch, cost, options, planner) for batch in batches]
     candidates = _candidates(cost, held, planner, placements, vocabularies, words)
     return _Chooser(held, options, planner, assumes_host_time(cost), run).choice(dict(candidates))
 
 
 def _candidates(
     cost: Cost,
-    batches: Sequence[Sequence[int]],
+    batches: Sequence[Batch],
     planner: str,
     placements: Sequence[str],
     vocabularies: Sequence[bool],
@@ -231,7 +247,7 @@ class _Chooser:
 
     def __init__(
         self,
-        held: list[list[int]],
+        held: list[Batch],
         options: Options,
         planner: str,
         assumes_host: bool,
@@ -275,10 +291,11 @@ class _Chooser:
         With several stages per rank, the second value of vocabulary parallelism is tried only with
         the FINALISTS placements that are fastest with the first.
         """
-        longest_first = np.sort(self.held[0])[::-1]
+        tokens, starts = computed_spans(self.held[0])
         local = "local" in self.options.levers
         bounds = {
-            way: lower_bound_seconds(longest_first, cost, local=local) / self.options.lockstep
+            way: lower_bound_seconds(tokens, cost, local=local, starts=starts)
+            / self.options.lockstep
             for way, cost in self.costs.items()
             if with_layers(cost, way.layers) is not None
         }
@@ -313,7 +330,7 @@ class _Chooser:
         new = [way for way in dict.fromkeys(ways) if way not in known]
         costs = [self.costs[way] if host == 1 else with_hosts(self.costs[way], host) for way in new]
         tasks = [
-            (cost, [lengths], self.options, self.planner) for cost in costs for lengths in self.held
+            (cost, [batch], self.options, self.planner) for cost in costs for batch in self.held
         ]
         seconds = self.run(sketched_seconds, tasks)
         for way in new:

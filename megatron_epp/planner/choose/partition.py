@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from megatron_epp.corpus.shared_prefixes import Batch, computed_spans
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind
 
@@ -40,10 +41,11 @@ def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
     return seconds + np.outer(cost.layout.slowness - 1, computed)
 
 
-def expected_features(cost: Cost, batches: Sequence[Sequence[int]]) -> np.ndarray:
+def expected_features(cost: Cost, batches: Sequence[Batch]) -> np.ndarray:
     """Return the features [features] of ``cost`` (tokens, pairs, ...): mean over ``batches``."""
     chunks = float(LIKELY_CHUNKS * cost.layout.stages)
-    every = [cost.layout.columns.batch_features(np.array(lengths), chunks) for lengths in batches]
+    spans = map(computed_spans, batches)
+    every = [cost.layout.columns.batch_features(own, chunks, starts) for own, starts in spans]
     return np.mean(every, axis=0)
 
 
