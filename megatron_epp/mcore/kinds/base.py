@@ -51,10 +51,7 @@ class ChosenBy:
 
 
 class LayerKind:
-    """Properties of a layer kind, such as attention or MoE, as functions of Megatron's args.
-
-    By default, the methods describe a kind that changes nothing.
-    """
+    """Properties of a layer kind by Megatron's args; the default kind changes nothing."""
 
     PRICED: type[Part] | None = None  # class in cost/kinds; None: kind changes another kind's cost
     NAME: str = ""  # name of a layer that consists of this kind
@@ -76,10 +73,7 @@ class LayerKind:
     # -------------------------------------------------------------- the model
 
     def layers(self, args: Any) -> tuple[bool, ...]:
-        """Return the mask of the layers of this kind: one bool per layer of the decoder.
-
-        By default, these are the layers with the kind's symbols, or all layers of a GPTModel.
-        """
+        """Return the mask of this kind's decoder layers: by default, those with its symbols."""
         return layers_with(args, self.SYMBOLS or self.SYMBOL)
 
     def sizes(self, args: Any) -> dict[str, Any]:
@@ -128,6 +122,10 @@ class LayerKind:
 
     def unshared(self, holder: Any, ahead: bool) -> str:
         """Return what in this kind rules out shared prefixes, or ""; see ``require_shared``."""
+        return ""
+
+    def left_out_of_loops(self, config: Any) -> str:
+        """Return what slices of external loops do not do for this kind, or ""."""
         return ""
 
     def replays(self, config: Any) -> bool:

@@ -25,6 +25,7 @@ from megatron_epp.layers.attention.varlen import on_device
 from megatron_epp.mcore.capabilities.table import limit_for
 from megatron_epp.mcore.data.chunk_params import ChunkParams
 from megatron_epp.mcore.kinds.modules import kinds_of_layer
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS
 from megatron_epp.mcore.loops.adapter import Adapter
 from megatron_epp.mcore.loops.model_front import ChunkInputs, ReachedError, language_part
 from megatron_epp.mcore.model.attention import (
@@ -90,7 +91,8 @@ class AttachedModel:
 
     def __str__(self) -> str:
         where = f"{type(self.adapter).__name__} on a {type(self.part).__name__}"
-        return f"slices, megatron-core {installed_version()}, {where}"
+        left_out = "".join(kind.left_out_of_loops(self._config) for kind in LAYER_KINDS)
+        return f"slices, megatron-core {installed_version()}, {where}{left_out}"
 
     @property
     def has_front(self) -> bool:

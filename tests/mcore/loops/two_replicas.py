@@ -120,6 +120,7 @@ def main() -> None:
         expected = trained(model, batches, forward_step)
         ran: list = []
         made = megatron_epp.attach(model, Samples(loss), observe=ran.append)
+        answers["attached"] = str(made)
         answers["equal"] = difference(trained(model, batches, forward_step), expected)
         answers["plan"] = str(ran[-1].plan)
         made.slicing = False

@@ -11,6 +11,7 @@ from megatron_epp.mcore.kinds.moe.limits import (
     MOE_REPLACED,
     balancing_types,
     expert_ranks,
+    halves_chunks,
     has_experts,
     lockstep_width,
 )
@@ -114,6 +115,11 @@ class MoEKind(LayerKind):
     @override
     def active(self, config: Any) -> int:
         return (getattr(config, "moe_router_topk", None) or 1) if has_experts(config) else 1
+
+    @override
+    def left_out_of_loops(self, config: Any) -> str:
+        whole = has_experts(config) and halves_chunks(config)
+        return "; experts compute chunks whole, not in halves" * whole
 
     @override
     def replays(self, config: Any) -> bool:

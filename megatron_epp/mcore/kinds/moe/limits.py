@@ -64,7 +64,7 @@ def obstacle_to_halves(args: Any) -> str | None:
     obstacles = {
         f"token dispatcher {dispatcher}": dispatcher != "alltoall",
         "expert tensor parallelism": expert_ranks(args) > args.expert_model_parallel_size,
-        "row counts padded for fp8 or fp4": args.moe_router_padding_for_quantization,
+        "row counts padded for fp8 or fp4": is_set(args, "moe_router_padding_for_quantization"),
     }
     return next((reason for reason, applies in obstacles.items() if applies), None)
 
