@@ -12,9 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from megatron_epp.control.drift import Drift
 from megatron_epp.control.files import BestEffort, write_atomically
@@ -25,7 +22,7 @@ from megatron_epp.cost.fitting.refit import LEAST, refit
 from megatron_epp.cost.fitting.residuals import Residual, residuals
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import KEEP, OF_LAYERS, OFFLOAD, Kind, Plan, Timed
-from megatron_epp.runtime.consensus import broadcast_result, broadcast_text
+from megatron_epp.runtime.consensus import broadcast_result, broadcast_text, gathered
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
@@ -138,8 +135,7 @@ class CostMonitor:
             return None
         group = self.groups.control
         samples = list(self._samples) if self.groups.leads else []
-        every: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-        dist.gather_object(samples, every, group=group, group_dst=0)
+        every = gathered(samples, group)
         text = ""
         if every is not None:
             text = self._better(iteration, cost, [row for rows in every for row in rows])

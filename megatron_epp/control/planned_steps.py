@@ -19,7 +19,7 @@ from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import PlanError, Step, StepPart
-from megatron_epp.runtime.consensus import agree, broadcast_text
+from megatron_epp.runtime.consensus import agree, broadcast_result, gathered
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
@@ -237,9 +237,7 @@ class PlannedSteps:
         """Gather on rank 0 the replicas that used the fallback, and record them. Collective."""
         control = self.groups.control
         own = (self._place, self._fell_back) if self._fell_back else None
-        every: list[Any] | None = [None] * control.size() if control.rank() == 0 else None
-        dist.gather_object(own, every, group=control, group_dst=0)
-        for place, reason in filter(None, every or ()):
+        for place, reason in filter(None, gathered(own, control) or ()):
             self.fallbacks.add(iteration, FALLBACK, reason, place)
 
     def _require_fit(self, step: StepPart) -> None:
@@ -301,12 +299,12 @@ def shared(
     Raises:
         ValueError: ``plan`` raised a ValueError on rank ``source``; all ranks raise this error.
     """
-    sourced, text, error = None, None, None
-    if group.rank() == source:
-        try:
-            sourced = plan()
-            text = sourced.text
-        except ValueError as refusal:
-            error = str(refusal)
-    text = broadcast_text(text, error, group, source)
+    sourced: SourcedStep | None = None
+
+    def planned() -> str:
+        nonlocal sourced
+        sourced = plan()
+        return sourced.text
+
+    text = broadcast_result(planned, group, source)
     return SourcedStep(parse(text), text) if sourced is None else sourced

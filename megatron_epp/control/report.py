@@ -27,6 +27,7 @@ from megatron_epp.ir import (
     format_records,
     parse_records,
 )
+from megatron_epp.runtime.consensus import gathered
 from megatron_epp.runtime.executor import Failure
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.safe_files import replace_file
@@ -306,16 +307,14 @@ def gather_records(
 
     The other ranks return None.
     """
-    group = groups.control
     text = str(part) if groups.plans else ""  # sent once for each lockstep group
-    message = (groups.replica, format_records(records), text) if groups.leads else ("", "", text)
-    every: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-    dist.gather_object(message, every, group=group, group_dst=0)
+    local = format_records(records) if groups.leads else ""
+    every = gathered((groups.replica, local, text), groups.control)
     if every is None:
         return None
-    gathered: dict[int, list[Timed]] = {}
+    of_replicas: dict[int, list[Timed]] = {}
     for replica, timed, _ in every:
         if timed:
-            gathered.setdefault(replica, []).extend(parse_records(timed))
+            of_replicas.setdefault(replica, []).extend(parse_records(timed))
     parts = sorted((StepPart.parse(text) for *_, text in every if text), key=lambda p: p.first)
-    return Step.of_parts(parts), gathered
+    return Step.of_parts(parts), of_replicas

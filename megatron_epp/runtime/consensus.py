@@ -11,15 +11,11 @@ import torch.distributed as dist
 
 from megatron_epp.ir import PlanError
 
-_FAILED = 1
-
 
 def broadcast_text(
     text: str | None, error: str | None, group: dist.ProcessGroup, source: int = 0
 ) -> str:
     """Broadcast ``text``, or ``error``, from rank ``source`` of a gloo group.
-
-    Issues two broadcasts on the host: a header of 16 bytes, then the text.
 
     Args:
         text: text that ``source`` sends; ignored on other ranks.
@@ -33,38 +29,29 @@ def broadcast_text(
     Raises:
         PlanError: on every rank, if ``source`` sends an error.
     """
-    payload = (error if error is not None else text or "").encode()
-    header = torch.zeros(16, dtype=torch.uint8)
-    if group.rank() == source:
-        header = torch.tensor(
-            list(struct.pack("<qq", 0 if error is None else _FAILED, len(payload))),
-            dtype=torch.uint8,
-        )
-    dist.broadcast(header, group=group, group_src=source)
-    failed, size = struct.unpack("<qq", bytes(header.tolist()))
-    body = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)
-    if group.rank() != source:
-        body = torch.empty(max(size, 1), dtype=torch.uint8)
-    dist.broadcast(body, group=group, group_src=source)
-    received = body.numpy().tobytes()[:size].decode()
-    if failed:
-        raise PlanError(received)
+    answer = [(text or "", error)]
+    dist.broadcast_object_list(answer, group=group, group_src=source)
+    received, refused = answer[0]
+    if refused is not None:
+        raise PlanError(refused)
     return received
 
 
-def broadcast_result(make: Callable[[], str | None], group: dist.ProcessGroup) -> str:
-    """Call ``make`` on rank 0 of ``group``, and broadcast the text that it returns. Collective.
+def broadcast_result(
+    make: Callable[[], str | None], group: dist.ProcessGroup, source: int = 0
+) -> str:
+    """Call ``make`` on rank ``source`` of ``group``, and broadcast its text. Collective.
 
     Raises:
         PlanError: on all ranks, if ``make`` raises a ValueError.
     """
     text = error = None
-    if group.rank() == 0:
+    if group.rank() == source:
         try:
             text = make()
         except ValueError as refusal:
             error = str(refusal)
-    return broadcast_text(text, error, group)
+    return broadcast_text(text, error, group, source)
 
 
 def agree(
@@ -87,9 +74,8 @@ def agree(
     Raises:
         PlanError: on every rank, if two ranks hold different texts.
     """
-    bounds = digest_bounds(text)
-    if not same_digests(largest(bounds, group)):
-        _raise_difference(text, what, group, expected)
+    if not same_digests(largest(digest_bounds(text), group)):
+        require_same({what: f"digest {digest(text.encode()).hex()[:16]}"}, group, expected)
 
 
 def largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
@@ -117,16 +103,6 @@ def same_digests(bounds: Sequence[float]) -> bool:
     return all(most == -least for most, least in zip(bounds[:half], bounds[half:], strict=True))
 
 
-def _raise_difference(text: str, what: str, group: dist.ProcessGroup, expected: str) -> None:
-    digests = [row[0].hex() for row in gather([digest(text.encode())], group)]
-    odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if odd:
-        raise PlanError(
-            f"{what}: ranks {' '.join(map(str, odd))} hold digest {digests[odd[0]][:12]}, rank 0 "
-            f"holds {digests[0][:12]}; expected {expected}"
-        )
-
-
 def require_same(facts: Mapping[str, str], group: dist.ProcessGroup, expected: str) -> None:
     """All-gather and compare the ``facts`` that ranks of ``group`` see. Collective, on the host.
 
@@ -136,10 +112,9 @@ def require_same(facts: Mapping[str, str], group: dist.ProcessGroup, expected: s
         expected: the error message's text after "expected".
 
     Raises:
-        ValueError: on every rank, if two ranks see different facts.
+        PlanError: on every rank, if two ranks see different facts.
     """
-    every: list[Any] = [None] * group.size()
-    dist.all_gather_object(every, (socket.gethostname(), dict(facts)), group=group)
+    every = all_gathered((socket.gethostname(), dict(facts)), group)
     first_host, first = every[0]
     for where in dict.fromkeys(key for _, seen in every for key in seen):
         odd = [n for n, (_, seen) in enumerate(every) if seen.get(where) != first.get(where)]
@@ -148,10 +123,24 @@ def require_same(facts: Mapping[str, str], group: dist.ProcessGroup, expected: s
             ranks = f"rank{'s' * (len(odd) > 1)} {' '.join(map(str, odd[:8]))}"
             ranks += " ..." * (len(odd) > 8)
             here, there = seen.get(where, "nothing"), first.get(where, "nothing")
-            raise ValueError(
+            raise PlanError(
                 f"{where}: {ranks} on {host}: {here}; rank 0 on {first_host}: {there}; expected "
                 f"{expected}"
             )
+
+
+def all_gathered[T](value: T, group: dist.ProcessGroup) -> list[T]:
+    """Return every rank's picklable ``value`` on all ranks of ``group``. Collective."""
+    every: list[Any] = [None] * group.size()
+    dist.all_gather_object(every, value, group=group)
+    return every
+
+
+def gathered[T](value: T, group: dist.ProcessGroup) -> list[T] | None:
+    """Return every rank's picklable ``value`` on rank 0 of ``group``, else None. Collective."""
+    every: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(value, every, group=group, group_dst=0)
+    return every
 
 
 def digest(*data: Buffer) -> bytes:
@@ -160,15 +149,3 @@ def digest(*data: Buffer) -> bytes:
     for one in data:
         hasher.update(one)
     return hasher.digest()
-
-
-def gather(digests: Sequence[bytes], group: dist.ProcessGroup) -> list[list[bytes]]:
-    """All-gather digests over ``group``, and return them: [ranks][digests]. Collective.
-
-    Every rank passes the same number of digests, at least one.
-    """
-    local = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
-    every = torch.empty(group.size() * local.numel(), dtype=torch.uint8)
-    dist.all_gather_into_tensor(every, local, group=group)
-    rows = every.view(group.size(), len(digests), -1).numpy()
-    return [[one.tobytes() for one in row] for row in rows]

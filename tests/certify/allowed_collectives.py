@@ -53,9 +53,7 @@ SCHEDULE = (
     AllowedCollective(
         "plan digest",
         "epp_control|epp_block",
-        callers_of(
-            "megatron_epp.runtime.consensus.largest", "megatron_epp.runtime.consensus.gather"
-        ),
+        callers_of("megatron_epp.runtime.consensus.largest"),
         "no rank runs a plan that another does not run; whether one refuses its plan",
     ),
     AllowedCollective(
@@ -74,7 +72,7 @@ SCHEDULE = (
     AllowedCollective(
         "records",
         "epp_control",
-        callers_of("megatron_epp.control.report.gather_records"),
+        callers_of("megatron_epp.runtime.consensus.gathered"),
         "every timed op, with --epp-record only",
     ),
     AllowedCollective(

@@ -53,11 +53,11 @@ def test_what_every_rank_hears(tmp_path) -> None:
     assert one["refused"] == "PlanError: no plan for you"
     assert one["shared again"] == "next"
     assert one["agreed"] is None and one["agreed again"] is None
-    assert one["one differs"].startswith("PlanError: iteration 2: ranks 2 hold digest ")
-    assert "expected the same plan everywhere" in one["one differs"]
-    assert one["two differ"].startswith("PlanError: iteration 3: ranks 1 2 hold digest ")
-    assert one["same"] is None
     host = socket.gethostname()
+    assert one["one differs"].startswith(f"PlanError: iteration 2: rank 2 on {host}: digest ")
+    assert "expected the same plan everywhere" in one["one differs"]
+    assert one["two differ"].startswith(f"PlanError: iteration 3: ranks 1 2 on {host}: digest ")
+    assert one["same"] is None
     assert one["one sees another"] == (
         f"load: rank 2 on {host}: no checkpoint; rank 0 on {host}: iteration 7; expected one folder"
     )

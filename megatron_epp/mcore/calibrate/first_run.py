@@ -6,15 +6,15 @@ compile at the same time. The run also reports kernels that the device cannot ru
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
-
-import torch.distributed as dist
 
 from megatron_epp.ir import KEEP
 from megatron_epp.mcore.calibrate.probe import Probe, Shape, undisturbed
 from megatron_epp.mcore.calibrate.profile_file import probe_of
 from megatron_epp.mcore.kinds.modules import kinds_of_layer
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
+from megatron_epp.runtime.consensus import all_gathered
 from megatron_epp.runtime.memory_meter import out_of_memory
 
 ROWS = 1024  # rows of the chunk, or half the longest document if that is less
@@ -39,9 +39,7 @@ def run_every_kind(args: Any, models: Sequence[Any], groups: Any, rows: Any) -> 
     for model in models:
         with undisturbed(model):
             problems += _problems(probe_of(args, model, rows), seen)
-    every: list[list[str]] = [[] for _ in range(groups.control.size())]
-    dist.all_gather_object(every, problems, group=groups.control)
-    for problem in (one for of_rank in every for one in of_rank):
+    for problem in chain.from_iterable(all_gathered(problems, groups.control)):
         raise ValueError(f"{problem}; expected kernels that run on this device")
 
 

@@ -28,7 +28,7 @@ from megatron_epp.ir import FULL, KEEP, Kind, Payload
 from megatron_epp.mcore.calibrate.clocks import IssueClock
 from megatron_epp.mcore.calibrate.host_rate import host_rate
 from megatron_epp.mcore.calibrate.probe import Measurement, Probe, Shape
-from megatron_epp.runtime.consensus import broadcast_result
+from megatron_epp.runtime.consensus import all_gathered, broadcast_result
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.link import receive_now, send_now
 
@@ -218,9 +218,7 @@ def calibrate(
         if first:
             _measure_links(company, groups, readings)
             readings.host_rate = host_rate(company, groups)
-        every: list = [None] * groups.control.size()
-        dist.all_gather_object(every, readings, group=groups.control)
-        of_kinds[kind] = every
+        of_kinds[kind] = all_gathered(readings, groups.control)
 
     def fitted() -> str:
         try:

@@ -55,7 +55,7 @@ from megatron_epp.corpus.loss_mask import LossMasks, examine_masks, index_of_spl
 from megatron_epp.corpus.overlong import Counts, DocumentIndex, require_policy
 from megatron_epp.corpus.recorded_batch import RecordedCorpus
 from megatron_epp.mcore.data.data_flags import Blend, blends_of
-from megatron_epp.runtime.consensus import agree, digest, gather
+from megatron_epp.runtime.consensus import digest, require_same
 
 logger = logging.getLogger(__name__)
 
@@ -460,31 +460,16 @@ def require_same_documents(config: DocumentConfig, group: torch.distributed.Proc
     Raises:
         ValueError: Ranks have different corpora or document lengths; the message names the ranks.
     """
-    agree(
-        repr([(prefix, split.name) for prefix, split in config.indices]),
-        "--data-path",
-        group,
-        "the same corpora on every node",
-    )
-    if not config.indices:
-        return
-    digests = [
-        digest(
-            repr(index.masks is not None).encode(),
-            *map(numpy.ascontiguousarray, (index.sequences, index.starts, index.inputs)),
+    facts = {"--data-path": repr([(prefix, split.name) for prefix, split in config.indices])}
+    for (prefix, split), index in config.indices.items():
+        masked = repr(index.masks is not None).encode()
+        lengths = map(numpy.ascontiguousarray, (index.sequences, index.starts, index.inputs))
+        facts[f"{prefix}: the documents for {split.name}"] = (
+            f"{index.counts.documents} with lengths of digest {digest(masked, *lengths).hex()[:16]}"
         )
-        for index in config.indices.values()
-    ]
-    every = gather(digests, group)
-    for number, ((prefix, split), index) in enumerate(config.indices.items()):
-        odd = [rank for rank, row in enumerate(every) if row[number] != every[0][number]]
-        if odd:
-            raise ValueError(
-                f"{prefix}: the documents for {split.name} have other lengths on ranks "
-                f"{' '.join(map(str, odd))} than on rank 0 (here {index.counts.documents}); "
-                f"expected the same lengths everywhere: copy one {prefix}.bin and .idx (and their "
-                "masks) to every node"
-            )
+    require_same(
+        facts, group, "the same on every node: copy one .bin and .idx (and their masks) to each"
+    )
 
 
 def _shares(

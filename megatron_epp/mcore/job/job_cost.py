@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 import torch
-import torch.distributed as dist
 
 from megatron_epp.control.fallbacks import Fallbacks
 from megatron_epp.control.files import write_atomically
@@ -38,7 +37,7 @@ from megatron_epp.mcore.model.quantisation import weight_bytes
 from megatron_epp.mcore.model.shape import model_shape
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.requested import place_of
-from megatron_epp.runtime.consensus import broadcast_text
+from megatron_epp.runtime.consensus import all_gathered, broadcast_text
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.safe_files import bounded_text
 
@@ -105,9 +104,7 @@ def make_planning(
     unlike: tuple[float, ...] = ()
     if config.epp_memory_budget_gib is None:
         own = (groups.pipeline_rank, device_name(), cost.device_budget_bytes[0])
-        every: list = [None] * groups.control.size()
-        dist.all_gather_object(every, own, group=groups.control)
-        unlike = unlike_budgets(every)
+        unlike = unlike_budgets(all_gathered(own, groups.control))
     folders = [folder for folder in (args.save, config.epp_record) if folder]
     host = HOST_PLANNED * host_budget_bytes(config)
     budgets, error, fallbacks = None, None, Fallbacks(())

@@ -13,6 +13,7 @@ from megatron.core import parallel_state as mpu
 from megatron_epp.ir import Payload
 from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS, lockstep_of
+from megatron_epp.runtime.consensus import all_gathered
 from megatron_epp.runtime.groups import Groups, planning_ranks
 from megatron_epp.runtime.link import connect
 from megatron_epp.runtime.rebuilt import speaking
@@ -98,8 +99,7 @@ def block_group(
         The group; the planning rank, as an index in the group; and the number of planning ranks
         on this host, but at least 1.
     """
-    every: list[Any] = [None] * control.size()
-    dist.all_gather_object(every, (socket.gethostname(), number), group=control)
+    every = all_gathered((socket.gethostname(), number), control)
     hosts, blocks = [host for host, _ in every], [block for _, block in every]
     planners = planning_ranks(hosts, blocks)
     here = sum(hosts[rank] == hosts[control.rank()] for rank in planners.values())

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_epp.runtime.consensus import all_gathered
 from megatron_epp.runtime.program_runner import ProgramRunner
 
 
@@ -67,8 +68,7 @@ def exchange[T](programs: ProgramRunner, phase: str, make: Callable[[], T]) -> l
     except Exception as error:
         own, raised = LoopFailed(f"rank {rank}: {type(error).__name__}: {error}"), error
     programs.current_op.enter(phase)
-    every: list[Any] = [None] * control.size()
-    dist.all_gather_object(every, own, group=control)
+    every = all_gathered(own, control)
     earlier = every[: control.rank()]
     if isinstance(own, LoopFailed) and not any(isinstance(one, LoopRefusal) for one in earlier):
         assert raised is not None, "this rank failed"

@@ -32,6 +32,7 @@ from torch.nn import Parameter
 from megatron_epp.layers.wgrad.linear import DeferredWeightGrads, Linear, deferred_linear
 from megatron_epp.layers.wgrad.te_linear import can_defer, deferred_forward
 from megatron_epp.mcore.patching import patch_points
+from megatron_epp.runtime.consensus import all_gathered
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +60,7 @@ def kept_in_input(model: nn.Module) -> list[str]:
 
 def report_kept(models: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
     """Log on rank 0 the linears of any rank whose weight gradients stay in I. Collective."""
-    every: list[list[str]] = [[] for _ in range(group.size())]
-    own = [name for model in models for name in kept_in_input(model)]
-    dist.all_gather_object(every, own, group=group)
+    every = all_gathered([name for model in models for name in kept_in_input(model)], group)
     if (names := sorted(set(chain.from_iterable(every)))) and group.rank() == 0:
         logger.info("split backward: I computes the weight gradients of %s", ", ".join(names))
 

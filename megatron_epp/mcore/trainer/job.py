@@ -48,7 +48,7 @@ from megatron_epp.mcore.trainer.host_facts import require_same_facts
 from megatron_epp.mcore.trainer.job_data import JobData
 from megatron_epp.mcore.trainer.sigterm import report_when_terminated
 from megatron_epp.mcore.trainer.stage_runner import StageRunner
-from megatron_epp.runtime.consensus import broadcast_result, require_same
+from megatron_epp.runtime.consensus import all_gathered, broadcast_result, require_same
 from megatron_epp.runtime.executor import CurrentOp
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.memory_meter import AllocatorMeter, SavedBytesMeter
@@ -144,20 +144,15 @@ class Job:
         Raises:
             ValueError: Ranks have chosen different values of --epp-vocab-parallel.
         """
-        count = stages_of(self.args)
-        local = torch.zeros(count + 1, dtype=torch.int64)
-        local[-1] = refusals.vocabulary_parallel(self.args)
-        for stage, model in stages.items():
-            local[stage] = len(layers_of(model))
-        flat = torch.empty(len(local) * groups.control.size(), dtype=local.dtype)
-        dist.all_gather_into_tensor(flat, local, group=groups.control)
-        of_ranks = flat.view(-1, count + 1)
-        if len(of_ranks[:, -1].unique()) > 1:
+        local = {stage: len(layers_of(model)) for stage, model in stages.items()}
+        every = all_gathered((local, refusals.vocabulary_parallel(self.args)), groups.control)
+        if len({parallel for _, parallel in every}) > 1:
             raise ValueError(
                 "--epp-vocab-parallel auto: ranks have chosen differently, from other files or "
                 "other devices; give on or off"
             )
-        return tuple(of_ranks[list(groups.pipeline_ranks), :-1].sum(0).tolist())
+        layers = {stage: count for of_rank, _ in every for stage, count in of_rank.items()}
+        return tuple(layers[stage] for stage in range(stages_of(self.args)))
 
     def _install_in_models(
         self,

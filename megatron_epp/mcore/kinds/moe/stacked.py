@@ -38,6 +38,7 @@ from megatron_epp.layers.moe.weight_stack import (
     row_ends,
     set_stack,
 )
+from megatron_epp.runtime.consensus import all_gathered
 
 logger = logging.getLogger(__name__)
 
@@ -62,10 +63,7 @@ def stack_experts(models: Sequence[Any], group: dist.ProcessGroup | None) -> Non
     """
     layers = [(model, layer) for model in models for layer in _grouped_layers(model)]
     reasons = sorted({reason for _, layer in layers if (reason := _obstacle(layer)) is not None})
-    every = [reasons]
-    if group is not None:
-        every = [[] for _ in range(group.size())]
-        dist.all_gather_object(every, reasons, group=group)
+    every = [reasons] if group is None else all_gathered(reasons, group)
     if reasons := sorted({reason for of_rank in every for reason in of_rank}):
         if group is None or group.rank() == 0:
             logger.info("experts: a product for each, because of %s", "; ".join(reasons))
