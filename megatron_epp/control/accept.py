@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_epp.control.step_source import (
-    AdaptiveSource,
     Following,
     Planning,
     SharingLengths,
@@ -147,10 +146,7 @@ class AcceptedSteps:
         if verdict:
             broadcast_text(None, reason, control, first)
         assert sourced is not None, "a rank without a step is a verdict"
-        accepted = _accepted(sourced, groups.replica, sum(lengths), values[DIGEST_NUMBERS:])
-        if accepted.planning.fell_back and isinstance(self.steps, AdaptiveSource):
-            self.steps.keep_fallbacks(iteration)
-        return accepted
+        return _accepted(sourced, groups.replica, sum(lengths), values[DIGEST_NUMBERS:])
 
 
 def _part(step: Step | StepPart, replica: int) -> StepPart:
@@ -175,7 +171,7 @@ def _facts(sourced: SourcedStep | None, groups: Groups) -> list[float]:
     """
     ranks = len(groups.pipeline_ranks)
     if sourced is None:
-        return [0.0] * (5 + ranks)
+        return [0.0] * (4 + ranks)
     planning, step = sourced.planning, sourced.step
     part = _part(step, groups.replica)
     predictions = [plan.predicted for plan in part.plans if plan.predicted is not None]
@@ -184,7 +180,6 @@ def _facts(sourced: SourcedStep | None, groups: Groups) -> list[float]:
         planning.waited_seconds,
         float(planning.ahead),
         float(planning.discarded),
-        float(bool(planning.fell_back)),
         max((one.seconds for one in predictions), default=0.0),
         *((max(peak) * GIB for peak in peaks) if predictions else [0.0] * ranks),
     ]
@@ -193,13 +188,13 @@ def _facts(sourced: SourcedStep | None, groups: Groups) -> list[float]:
 def _accepted(
     sourced: SourcedStep, replica: int, tokens: int, facts: Sequence[float]
 ) -> AcceptedStep:
-    waited, ahead, discarded, fell_back, seconds, *peaks = facts
+    waited, ahead, discarded, seconds, *peaks = facts
     return AcceptedStep(
         _part(sourced.step, replica),
         tokens,
         seconds,
         tuple(peaks) if seconds else (),
-        Planning(waited, int(ahead), int(discarded), "a planner failed" * bool(fell_back)),
+        Planning(waited, int(ahead), int(discarded)),
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_epp.control.fallbacks import Fallbacks
 from megatron_epp.control.files import BestEffort
 from megatron_epp.control.memory_budget import BUDGET_FILE, MemoryBudget
 from megatron_epp.control.planner_pool import PlannerPool
@@ -19,7 +18,7 @@ from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import PlanError, Step, StepPart
-from megatron_epp.runtime.consensus import agree, broadcast_result, gathered
+from megatron_epp.runtime.consensus import agree, broadcast_result
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
@@ -33,8 +32,7 @@ class PlannedSteps:
 
     The assignment of documents to replicas follows from the lengths and the cost model, so it is
     equal on all hosts. Replicas in lockstep are planned together, by one rank. If a planner process
-    fails, the fallback planner plans that iteration for the same replicas. The fallback is logged,
-    and recorded for a resumed run.
+    fails, the fallback planner plans that iteration for the same replicas, and the log says so.
 
     Args:
         cost: cost model of the job.
@@ -43,7 +41,6 @@ class PlannedSteps:
         groups: process groups of the job.
         processes: maximum number of planner processes on this rank, each of which plans a different
             iteration; 0 plans in this process.
-        fallbacks: fallbacks of this run and of the run that it resumes.
         folders: folders in which the memory budget is saved.
 
     Attributes:
@@ -57,17 +54,15 @@ class PlannedSteps:
         planner: str,
         groups: Groups,
         processes: int,
-        fallbacks: Fallbacks | None = None,
         folders: Sequence[str] = (),
     ):
         self.cost, self.options, self.planner, self.groups = cost, options, planner, groups
-        self.fallbacks, self.folders = fallbacks or Fallbacks(()), tuple(folders)
+        self.folders = tuple(folders)
         states, ep = cost.states_of_ranks, float(cost.layout.ep)
         self.budget = MemoryBudget(cost.device_budget_bytes, states, ep)
         self._evaluation_tokens: int | None = None
         self._try = BestEffort()
         self._reported = 0
-        self._fell_back = ""
         self.pool: PlannerPool | None = None
         if processes and groups.plans:
             self.pool = PlannerPool(self._process, processes)
@@ -76,12 +71,6 @@ class PlannedSteps:
     def _first(self) -> int:
         """First replica of the lockstep group, whose replicas are planned together."""
         return self.groups.replica - self.groups.replica % self.options.lockstep
-
-    @property
-    def _place(self) -> tuple[int, int] | None:
-        """First replica and number of replicas of the group; None: all are planned together."""
-        replicas = self.groups.replicas
-        return None if replicas == self.options.lockstep else (self._first, replicas)
 
     def _process(self) -> PlannerProcess:
         replicas = self.groups.replicas
@@ -142,7 +131,6 @@ class PlannedSteps:
             planning = self._planning(time.perf_counter() - began)
             return SourcedStep(part, text)
 
-        self._fell_back = ""
         sourced = shared(plan, group, self.groups.planner, StepPart.parse)
         if self.groups.block is not None:  # otherwise all ranks compare the text (accept.py)
             agree(sourced.text, f"iteration {iteration}, replica {self.groups.replica}", group)
@@ -151,9 +139,9 @@ class PlannedSteps:
     def _planning(self, waited_seconds: float) -> Planning:
         pool, reported = self.pool, self._reported
         if pool is None:
-            return Planning(waited_seconds, fell_back=self._fell_back)
+            return Planning(waited_seconds)
         self._reported = pool.discarded
-        return Planning(waited_seconds, pool.ahead, pool.discarded - reported, self._fell_back)
+        return Planning(waited_seconds, pool.ahead, pool.discarded - reported)
 
     def _plan(
         self, iteration: int, lengths: Sequence[int], forward_only: bool
@@ -161,24 +149,18 @@ class PlannedSteps:
         """Plan the part of this lockstep group; return it and its text. One rank calls this."""
         if forward_only and self._evaluation_tokens is not None:
             return self._planned_here(lengths, self.planner, True)
-        planner = self.planner
-        before = None if forward_only else self.fallbacks.of(iteration, self._place)
-        if before is not None:
-            planner = before
-            logger.warning("%s: planned by %s, as before the resume", self._at(iteration), planner)
-        elif self.pool is not None:
+        if self.pool is not None:
             try:
                 return self._asked(self.pool, iteration, lengths, forward_only)
             except PlannerFailed as failure:
                 if not forward_only:
                     return self._stand_in(self.pool, iteration, lengths, failure)
-                # Evaluations need no recorded fallback: any plan gives the same loss.
                 logger.warning("an evaluation: the planner failed (%s)", failure)
-        return self._planned_here(lengths, planner, forward_only)
+        return self._planned_here(lengths, self.planner, forward_only)
 
     def _at(self, iteration: int) -> str:
-        replica = "" if self._place is None else f", replica {self._first}"
-        return f"iteration {iteration}{replica}"
+        together = self.groups.replicas == self.options.lockstep
+        return f"iteration {iteration}" + ("" if together else f", replica {self._first}")
 
     def _planned_here(
         self, lengths: Sequence[int], planner: str, forward_only: bool
@@ -215,7 +197,7 @@ class PlannedSteps:
     def _stand_in(
         self, pool: PlannerPool, iteration: int, lengths: Sequence[int], failure: PlannerFailed
     ) -> tuple[StepPart, str]:
-        """Use and record the fallback planner; if its plan does not fit, ask the planner again."""
+        """Use the fallback planner; if its plan does not fit, ask the planner again."""
         message = f"{self._at(iteration)}: the planner failed ({failure})"
         try:
             part, text = self._planned_here(lengths, FALLBACK, False)
@@ -229,16 +211,7 @@ class PlannedSteps:
                     f"{message}, and again ({again}); by {FALLBACK}: {excess}"
                 ) from again
         logger.warning("%s; using %s", message, FALLBACK)
-        self._fell_back = str(failure)
-        self.fallbacks.add(iteration, FALLBACK, self._fell_back, self._place)
         return part, text
-
-    def keep_fallbacks(self, iteration: int) -> None:
-        """Gather on rank 0 the replicas that used the fallback, and record them. Collective."""
-        control = self.groups.control
-        own = (self._place, self._fell_back) if self._fell_back else None
-        for place, reason in filter(None, gathered(own, control) or ()):
-            self.fallbacks.add(iteration, FALLBACK, reason, place)
 
     def _require_fit(self, step: StepPart) -> None:
         """Raise a PlanError if a rank's predicted peak exceeds the memory budget of that rank."""

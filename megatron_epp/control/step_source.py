@@ -43,13 +43,11 @@ class Planning:
         waited_seconds: time that training waited for the plan.
         ahead: number of iterations planned ahead.
         discarded: number of plans made ahead that were discarded since the previous iteration.
-        fell_back: reason for the use of the fallback planner; empty if it was not used.
     """
 
     waited_seconds: float = 0.0
     ahead: int = 0
     discarded: int = 0
-    fell_back: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +113,3 @@ class AdaptiveSource(PredictingSource, Protocol):
 
     def took(self, seconds: float) -> None:
         """Set the duration of the last iteration, from which time-outs are derived."""
-
-    def keep_fallbacks(self, iteration: int) -> None:
-        """Record the replicas that the fallback planner planned in ``iteration``. Collective."""

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_epp.control.cost_monitor import CostMonitor
-from megatron_epp.control.fallbacks import FALLBACKS_FILE as FALLBACKS
-from megatron_epp.control.fallbacks import Fallbacks
 from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import Model
@@ -35,16 +33,6 @@ def test_a_copy_that_cannot_be_made_ends_nothing(tmp_path, caplog) -> None:
     assert monitor._kept(str(tmp_path)) == {9: TEXT}
     (record,) = caplog.records
     assert "an earlier refit" in record.getMessage()
-
-
-def test_fallbacks_that_cannot_be_kept_end_nothing(tmp_path, caplog) -> None:
-    ours = Fallbacks([str(tmp_path)])
-    (tmp_path / FALLBACKS).mkdir()
-    ours.add(3, "packing", "died")
-    ours.add(4, "packing", "died")
-    assert ours.of(4) == "packing"
-    assert len(caplog.records) == 1
-    assert "which iterations were planned by a fallback" in caplog.records[0].getMessage()
 
 
 @pytest.mark.parametrize(

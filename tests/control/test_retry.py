@@ -39,8 +39,6 @@ class Learning(GivenOnly):
 
     def took(self, seconds) -> None: ...
 
-    def keep_fallbacks(self, iteration) -> None: ...
-
 
 def test_a_capability_is_a_type() -> None:
     assert isinstance(Learning(), AdaptiveSource)

@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import torch
 
-from megatron_epp.control.fallbacks import Fallbacks
 from megatron_epp.control.files import write_atomically
 from megatron_epp.control.planned_steps import PlannedSteps
 from megatron_epp.control.planner_pool import PROCESS_BYTES, default_cores
@@ -37,7 +36,7 @@ from megatron_epp.mcore.model.quantisation import weight_bytes
 from megatron_epp.mcore.model.shape import model_shape
 from megatron_epp.mcore.patching import cpu_host
 from megatron_epp.mcore.placing.requested import place_of
-from megatron_epp.runtime.consensus import all_gathered, broadcast_text
+from megatron_epp.runtime.consensus import all_gathered, broadcast_result
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.safe_files import bounded_text
 
@@ -107,32 +106,31 @@ def make_planning(
         unlike = unlike_budgets(all_gathered(own, groups.control))
     folders = [folder for folder in (args.save, config.epp_record) if folder]
     host = HOST_PLANNED * host_budget_bytes(config)
-    budgets, error, fallbacks = None, None, Fallbacks(())
-    if groups.control.rank() == 0:
+
+    def budgets() -> str:
+        devices, of_host = unlike or cost.device_budget_bytes, host
         try:
-            devices = unlike or cost.device_budget_bytes
             if config.epp_memory_budget_gib is None:
                 devices = saved_budgets(args, cost.layout.placement.ranks) or devices
                 if args.save:
                     write_atomically(Path(args.save) / DEFAULT_BUDGETS, json.dumps(devices))
             if "offload" in options.levers and config.epp_host_memory_gib is None:
-                (host,) = _bytes_in_file(args, DEFAULT_HOST_BUDGET) or (host,)
+                (of_host,) = _bytes_in_file(args, DEFAULT_HOST_BUDGET) or (host,)
                 if args.save:
-                    write_atomically(Path(args.save) / DEFAULT_HOST_BUDGET, json.dumps([host]))
-            fallbacks = Fallbacks(folders, None if args.finetune else args.load)
-            budgets = json.dumps([devices, host, fallbacks.text])
-        except ValueError as refusal:
-            error = str(refusal)
+                    write_atomically(Path(args.save) / DEFAULT_HOST_BUDGET, json.dumps([of_host]))
         except OSError as failure:
-            error = f"{failure.filename}: {failure.strerror}; name a folder that can be written"
-    devices, host, lines = json.loads(broadcast_text(budgets, error, groups.control))
-    fallbacks.read(lines)
+            raise ValueError(
+                f"{failure.filename}: {failure.strerror}; name a folder that can be written"
+            ) from failure
+        return json.dumps([devices, of_host])
+
+    devices, host_bytes = json.loads(broadcast_result(budgets, groups.control))
     cost = cost.replace(device_budget_bytes=tuple(devices))
     if "offload" in options.levers:
-        cost = cost.replace(host_budget_bytes=host)
+        cost = cost.replace(host_budget_bytes=host_bytes)
     cores = planner_cores(config)
     processes = cores and max(1, cores // groups.planners_here)
-    return PlannedSteps(cost, options, config.epp_planner, groups, processes, fallbacks, folders)
+    return PlannedSteps(cost, options, config.epp_planner, groups, processes, folders)
 
 
 def training_levers(text: str) -> frozenset[str]:
