@@ -28,6 +28,7 @@ from megatron_epp.ir import (
 from megatron_epp.ir.errors import first_line
 from megatron_epp.runtime.clock import CudaClock, HostClock
 from megatron_epp.runtime.kv_store import StageStores, Store
+from megatron_epp.runtime.link import Links
 from megatron_epp.runtime.malloc_trim import HostHeap
 from megatron_epp.runtime.memory_meter import Meter, free_cached_memory, out_of_memory
 from megatron_epp.runtime.stage_peers import Peers
@@ -77,34 +78,6 @@ class Compute(Protocol):
         """Free all tensors saved for later ops, because these ops will not run."""
 
 
-class LinkEnds(Protocol):
-    """Interface to a rank's messages: :class:`~megatron_epp.runtime.link.Links` in training."""
-
-    sent: int
-    received: int
-
-    def post(self, message: Message) -> None:
-        """Start to receive ``message`` without waiting for it."""
-
-    def receive(self, message: Message) -> Tensor:
-        """Return the tensor of a posted message."""
-
-    def send(self, message: Message, tensor: Tensor) -> None:
-        """Start to send ``tensor`` as ``message``."""
-
-    def zeros(self, message: Message) -> Tensor:
-        """Return zeros of the message's shape, to send after a failure."""
-
-    def oldest_sending(self) -> Message | None:
-        """Return the oldest message whose send is not complete; None if all are complete."""
-
-    def oldest_arriving(self) -> Message | None:
-        """Return the oldest message that the device still waits to receive, or None."""
-
-    def finish(self) -> None:
-        """Wait until all messages have been sent."""
-
-
 class OutOfMemory(RuntimeError):
     """Error: a rank ran out of memory in an op that several ranks compute together."""
 
@@ -142,7 +115,7 @@ class CurrentOp:
     iteration: int = 0
     what: Op | Transfer | str = BEFORE
     since: float = field(default_factory=time.monotonic)
-    links: LinkEnds | None = None
+    links: Links | None = None
     stage: int | None = None
 
     def enter(self, what: Op | Transfer | str, stage: int | None = None):
@@ -221,7 +194,7 @@ class Executor:
         self,
         program: Program,
         compute: Compute | Mapping[int, Compute],
-        links: LinkEnds,
+        links: Links,
         store: Store | StageStores,
         clock: HostClock | CudaClock,
         meter: Meter,

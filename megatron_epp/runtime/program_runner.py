@@ -7,7 +7,7 @@ import torch
 
 from megatron_epp.ir import Message, Program, Timed
 from megatron_epp.runtime.clock import CudaClock, HostClock
-from megatron_epp.runtime.executor import Compute, CurrentOp, Executor, Failure, LinkEnds
+from megatron_epp.runtime.executor import Compute, CurrentOp, Executor, Failure
 from megatron_epp.runtime.groups import Groups
 from megatron_epp.runtime.kv_store import StageStores, Store
 from megatron_epp.runtime.link import Links
@@ -40,7 +40,7 @@ class ProgramRunner:
         self.clock = CudaClock() if on_gpu else HostClock()
         self.heap = None if on_gpu else HostHeap()
 
-    def links(self, shape: Callable[[Message], Sequence[int]], dtype: torch.dtype) -> LinkEnds:
+    def links(self, shape: Callable[[Message], Sequence[int]], dtype: torch.dtype) -> Links:
         """Return new links of this rank for one program.
 
         Args:
@@ -57,7 +57,7 @@ class ProgramRunner:
         program: Program,
         compute: Compute | Mapping[int, Compute],
         store: Store | StageStores,
-        links: LinkEnds,
+        links: Links,
         meter: Meter,
     ) -> tuple[tuple[Timed, ...], Failure | None]:
         """Run a program once on a new executor.
