@@ -15,8 +15,13 @@ from megatron_epp.runtime.kv_store import StageStores, Store
 class NoMeter:
     """Meter that measures nothing."""
 
-    peak_bytes = now = 0
+    peak_bytes = 0
     limit_bytes = math.inf
+
+    @property
+    def now(self) -> int:
+        """Bytes held: 0."""
+        return 0
 
     def watch(self, store: Store | StageStores) -> AbstractContextManager:
         """Return a context that does nothing."""
@@ -70,7 +75,7 @@ def has_no_storage(tensor: Tensor) -> bool:
     return hasattr(tensor, "prepare_for_saving")
 
 
-class SavedBytesMeter:
+class SavedBytesMeter(NoMeter):
     """Meter that counts each storage saved by autograd once, while a saved tensor refers to it.
 
     It is for CPU-only hosts, where the C library's allocator reports nothing. Cache buffers count;
@@ -168,15 +173,13 @@ def active_bytes(figure: str) -> int:
     return torch.cuda.memory_stats_as_nested_dict()["active_bytes"]["all"][figure]
 
 
-class AllocatorMeter:
+class AllocatorMeter(NoMeter):
     """Meter by the CUDA caching allocator, relative to the bytes in use when watching began.
 
     With ``every_op``, :meth:`op_peak` returns each op's peak, for records. The allocator's peak is
     then reset with every op, so Megatron's memory report covers the last op only. Otherwise
     :meth:`op_peak` returns the peak since watching began.
     """
-
-    limit_bytes = math.inf  # the device's own limit
 
     def __init__(self, every_op: bool = False):
         self.every_op = every_op
@@ -195,9 +198,6 @@ class AllocatorMeter:
         """Bytes in use above the baseline."""
         return active_bytes("current") - self._base
 
-    def check(self):
-        """Do nothing, because the allocator itself raises when memory runs out."""
-
     def op_peak(self) -> int:
         """Return the peak bytes above the baseline, in the last op (``every_op``) or all ops."""
         peak = active_bytes("peak") - self._base
@@ -206,13 +206,5 @@ class AllocatorMeter:
         self.peak_bytes = max(self.peak_bytes, peak)
         return peak
 
-    def hold(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` itself as the token, because the allocator counts its bytes."""
-        return tensor
 
-    def held(self, tensor: Tensor) -> Tensor:
-        """Return the tensor of a token that :meth:`hold` returned."""
-        return tensor
-
-
-Meter = NoMeter | SavedBytesMeter | AllocatorMeter
+Meter = NoMeter  # the class from which all meters are derived
