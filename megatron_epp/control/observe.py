@@ -7,6 +7,7 @@ from collections.abc import Callable
 from megatron_epp.control.accept import AcceptedStep
 from megatron_epp.control.cost_monitor import CostMonitor
 from megatron_epp.control.files import BestEffort
+from megatron_epp.control.planned_steps import PlannedSteps
 from megatron_epp.control.report import (
     IterationReport,
     RankReport,
@@ -16,7 +17,7 @@ from megatron_epp.control.report import (
 )
 from megatron_epp.control.retry import Attempt
 from megatron_epp.control.routed_memory import routed_bytes
-from megatron_epp.control.step_source import AdaptiveSource, PredictingSource, StepSource
+from megatron_epp.control.step_source import PredictingSource, StepSource
 from megatron_epp.control.waits import Waits
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Timed
@@ -75,7 +76,7 @@ class Observer:
         if self._resumed:
             return
         self._resumed = True
-        if not isinstance(self.steps, AdaptiveSource):
+        if not isinstance(self.steps, PlannedSteps):
             return
         profile = self.monitor.resume(self.loaded_from, iteration)
         if profile is not None:
@@ -139,7 +140,7 @@ class Observer:
             "what TensorBoard and Weights & Biases draw of elastic pipelines",
             lambda: self.telemetry(iteration, step, report),
         )
-        if isinstance(self.steps, AdaptiveSource):
+        if isinstance(self.steps, PlannedSteps):
             self.steps.took(report.seconds)
             self._learn(iteration, self.steps, step, report)
             profile = self.monitor.refit(iteration, self.steps.cost)
@@ -167,7 +168,7 @@ class Observer:
         return tuple(peak - held for peak, held in zip(predicted, states, strict=True))
 
     def _learn(
-        self, iteration: int, steps: AdaptiveSource, step: AcceptedStep, report: IterationReport
+        self, iteration: int, steps: PlannedSteps, step: AcceptedStep, report: IterationReport
     ) -> None:
         """Reduce the memory of later plans if a measured peak exceeded its prediction."""
         if not step.predicted_peak_bytes:

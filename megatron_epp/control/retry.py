@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from itertools import count
 
 from megatron_epp.control.accept import AcceptedStep
+from megatron_epp.control.planned_steps import PlannedSteps
 from megatron_epp.control.report import IterationReport, RankReport
-from megatron_epp.control.step_source import AdaptiveSource, StepSource
+from megatron_epp.control.step_source import StepSource
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.ir import PlanError, Timed
 from megatron_epp.runtime.groups import Groups
@@ -35,7 +36,7 @@ class Attempt:
 class Retry:
     """Runner that repeats iterations that run out of memory, with smaller plans.
 
-    This requires a source of steps that can plan again (AdaptiveSource).
+    This requires a source of steps that can plan again (PlannedSteps).
     """
 
     def __init__(self, steps: StepSource, groups: Groups):
@@ -79,7 +80,7 @@ class Retry:
     def _plan_with_less(self, iteration: int, failures: Sequence[RankReport], tried: int) -> None:
         """Lower the memory budgets of the ranks that failed."""
         at = f"iteration {iteration}"
-        if not isinstance(self.steps, AdaptiveSource):
+        if not isinstance(self.steps, PlannedSteps):
             raise _no_other_plan(at, failures[0])
         # One failure per pipeline rank: the device that held most shows how much memory there is.
         worst: dict[int, RankReport] = {}
@@ -110,7 +111,7 @@ class Retry:
         Evaluations save nothing for a backward, so the memory budget of training does not change.
         """
         at = f"the evaluation after iteration {iteration}"
-        if not isinstance(self.steps, AdaptiveSource):
+        if not isinstance(self.steps, PlannedSteps):
             raise _no_other_plan(at, failures[0])
         failed = min(failures, key=lambda one: one.failed_tokens)
         tokens = failed.failed_tokens

@@ -1,13 +1,11 @@
-"""Protocols of step sources: recorded, predicting and adaptive sources."""
+"""Sources of steps: their protocols, what they return, and what a planner gets."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from megatron_epp.control.memory_budget import MemoryBudget
 from megatron_epp.corpus.shared_prefixes import Batch, PrefixForest
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.profile import Profile
 from megatron_epp.ir import Step, StepPart
 
 # following(n) returns the document lengths of the batch n iterations later; None if there is none.
@@ -92,24 +90,3 @@ class PredictingSource(StepSource, Protocol):
     @property
     def cost(self) -> Cost:
         """Cost model that predicts the ops."""
-
-
-@runtime_checkable
-class AdaptiveSource(PredictingSource, Protocol):
-    """Source that plans during training, with a memory budget and cost model that can change."""
-
-    @property
-    def budget(self) -> MemoryBudget:
-        """Memory budget of the plans; call :meth:`narrow` after changing it."""
-
-    def narrow(self) -> None:
-        """Save the changed budget, and plan later iterations within this budget."""
-
-    def shrink_evaluation(self, tokens: int) -> None:
-        """Limit the chunks of later evaluations to ``tokens`` tokens."""
-
-    def adopt(self, profile: Profile) -> None:
-        """Plan later iterations with the cost model of ``profile``."""
-
-    def took(self, seconds: float) -> None:
-        """Set the duration of the last iteration, from which time-outs are derived."""

@@ -7,9 +7,9 @@ import pytest
 
 from megatron_epp.control.accept import AcceptedStep
 from megatron_epp.control.memory_budget import MemoryBudget
+from megatron_epp.control.planned_steps import PlannedSteps
 from megatron_epp.control.report import IterationReport, RankReport
 from megatron_epp.control.retry import MOST_REPETITIONS, Attempt, Retry
-from megatron_epp.control.step_source import AdaptiveSource, PredictingSource
 from megatron_epp.ir import Kind, Op, PlanError, StageOp, Step, Timed
 from megatron_epp.ir.random_plan import arbitrary_block, arbitrary_plan
 from megatron_epp.runtime.executor import Failure
@@ -23,27 +23,13 @@ class GivenOnly:
     def look_ahead(self, iteration, following) -> None: ...
 
 
-class Learning(GivenOnly):
-    cost = None
-
+class Learning(PlannedSteps):
     def __init__(self) -> None:
         self.budget = MemoryBudget((1000.0, 1000.0), (100.0, 100.0))
         self.narrowed = 0
 
     def narrow(self) -> None:
         self.narrowed += 1
-
-    def shrink_evaluation(self, tokens) -> None: ...
-
-    def adopt(self, profile) -> None: ...
-
-    def took(self, seconds) -> None: ...
-
-
-def test_a_capability_is_a_type() -> None:
-    assert isinstance(Learning(), AdaptiveSource)
-    assert not isinstance(GivenOnly(), PredictingSource)
-    assert not isinstance(GivenOnly(), AdaptiveSource)
 
 
 def test_an_empty_chunk_fails_with_the_one_beside_it() -> None:
