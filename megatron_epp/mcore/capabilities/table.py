@@ -230,8 +230,7 @@ TABLE: tuple[Limit, ...] = (
     ),
     Limit(
         "fill-in-the-middle (--fim-data, --fim-rate, --fim-spm-rate)",
-        "leave it out: write the rewritten documents to the corpus beforehand, or train without "
-        "--epp",
+        "leave it out: write the rewritten documents to the corpus beforehand",
         "fim_data",
     ),
     Limit(

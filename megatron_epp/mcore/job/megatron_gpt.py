@@ -32,7 +32,6 @@ from megatron.core.utils import (
 )
 from megatron.training import get_args, get_timers, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.datasets.fim_dataset import GPTFIMDataset, GPTFIMDatasetConfig
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import is_first_or_last_pipeline_stage
@@ -286,9 +285,7 @@ def _examine_corpus(args: argparse.Namespace) -> None:
 def _kind_of_dataset(args: argparse.Namespace) -> type:
     if args.sft:
         return SFTDataset
-    if args.mock_data:
-        return MockGPTDataset
-    return GPTFIMDataset if args.fim_data else GPTDataset
+    return MockGPTDataset if args.mock_data else GPTDataset
 
 
 def _reads_data(vp_stage: int | None = None) -> bool:
@@ -337,20 +334,7 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         "fast_cache_load": args.dataloader_fast_cache_load,
         "defer_npy_index_mmap": args.dataloader_defer_npy_index_mmap,
     }
-    if not args.fim_data:
-        return GPTDatasetConfig(**fields)
-    return GPTFIMDatasetConfig(
-        **fields,
-        fim_rate=args.fim_rate,
-        fim_spm_rate=args.fim_spm_rate,
-        fim_extra_tokens={
-            name: getattr(args, f"fim_{name}_token")
-            for name in ("prefix", "middle", "suffix", "pad", "eod")
-        },
-        fim_split_sample=args.fim_split_sample,
-        fim_fragment_rate=args.fim_fragment_rate,
-        fim_no_prefix=args.fim_no_prefix,
-    )
+    return GPTDatasetConfig(**fields)
 
 
 # ------------------------------------------------------------------ placement
@@ -375,13 +359,14 @@ def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
 
 
 def refuse_unsupported(args: argparse.Namespace) -> None:
-    """Refuse a feature of Megatron-LM's script that this module does not support.
+    """Refuse features of Megatron-LM's script that this module does not support.
 
     Raises:
-        ValueError: --logits-load-dir is given.
+        ValueError: --logits-load-dir or --fim-data is given.
     """
-    if args.logits_load_dir is not None:
-        raise ValueError(
-            "--logits-load-dir: distillation from cached logits is not supported here; "
-            "use Megatron-LM's own script for it"
-        )
+    asked = {
+        "--logits-load-dir: distillation from cached logits": args.logits_load_dir is not None,
+        "--fim-data: fill-in-the-middle": args.fim_data and not args.epp,  # else by the table
+    }
+    for what in (what for what, is_asked in asked.items() if is_asked):
+        raise ValueError(f"{what} is not supported here; use Megatron-LM's own script for it")
