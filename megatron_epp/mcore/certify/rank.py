@@ -129,7 +129,6 @@ class Rank:
         hooks = replace(
             self.hooks,
             make_steps=lambda place, models: self.steps,
-            choose=lambda choice, args, layers: choice.values[-1],
             choose_paths=mix_paths,
         )
         job = Job(self.args, Config.of(self.args), hooks)

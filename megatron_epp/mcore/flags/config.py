@@ -107,8 +107,8 @@ class Config:
     epp_mla_keeps: str = flag(
         "auto",
         "What multi-latent attention caches of a document for its later slices: expanded (K and V "
-        "of all heads), latents (smaller, but every later slice recomputes K and V), or auto. auto "
-        "takes the one that the cost model predicts to be faster for a document of --seq-length.",
+        "of all heads), latents (smaller, but every later slice recomputes K and V), or auto: "
+        "latents if the attention kernels accept them, which those of GPUs do not.",
         choices=MLA_KEEPS,
     )
     epp_cost_model: str | None = shared_setting(

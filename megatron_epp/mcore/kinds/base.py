@@ -9,7 +9,7 @@ change nothing, or raise NotImplementedError. Two other classes belong to a kind
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from megatron_epp.cost.cost import Cost
-    from megatron_epp.cost.profile import LayerCoefficients
     from megatron_epp.layers.attention.layer_attention import Attention, Heads
     from megatron_epp.layers.recompute.outputs import DroppedOutputs
 
@@ -152,7 +151,7 @@ class OpenChoice(Protocol):
 
     Attributes:
         flag: Name of the field of args.
-        values: Possible values of the flag.
+        values: Possible values of the flag; AUTO means the last one that is not excluded.
     """
 
     flag: str
@@ -160,9 +159,6 @@ class OpenChoice(Protocol):
 
     def excluded(self, model: Any, attention: Attention) -> dict[str, str]:
         """Return {value: reason} of the values that this rank's ``model`` does not support."""
-
-    def measured_with(self, coefficients: Iterable[LayerCoefficients]) -> str:
-        """Return the flag's value with which ``coefficients`` were measured."""
 
     def settle(self, attention: Attention, value: str) -> None:
         """Configure ``attention`` for the flag's final ``value``."""

@@ -14,7 +14,6 @@ from megatron_epp.control.recorded_steps import RecordedSteps
 from megatron_epp.control.step_source import StepSource
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
-from megatron_epp.mcore.calibrate.open_choices import Chooser, cheaper
 from megatron_epp.mcore.calibrate.path_seconds import path_seconds
 from megatron_epp.mcore.calibrate.profile_file import obtain
 from megatron_epp.mcore.choose.faster import report_faster_placement
@@ -121,7 +120,6 @@ class TrainerHooks:
         summary: Function that returns the log line of an iteration.
         choose_paths: Function (context, this rank's stage modules) that chooses among the paths
             that can compute a layer.
-        choose: Function (flag that is ``auto``, args, layers of every stage) -> value to use.
         attention_for: Function (value of --epp-attention, configuration, device) -> attention.
         install_in_model: Function (model, context, attention) that patches the model to compute
             chunks.
@@ -138,7 +136,6 @@ class TrainerHooks:
     )
     summary: Summary = summary_line
     choose_paths: Callable[[JobContext, Sequence[Any]], None] = choose_paths
-    choose: Chooser = cheaper
     attention_for: Callable[[str, Any, torch.device], Attention] = attention_for
     install_in_model: Callable[[Any, int, Attention], None] = install_in_model
     make_stage: Callable[..., ModelStage] = ModelStage

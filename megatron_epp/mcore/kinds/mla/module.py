@@ -22,7 +22,6 @@ H heads of this rank, R channels of the latent of K and V, L channels of the lat
 channels, D = qk_head_dim + P, V channels of a value.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, override
 
@@ -38,7 +37,6 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 
-from megatron_epp.cost.profile import LayerCoefficients
 from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.layer_attention import Attention
 from megatron_epp.layers.attention.local import attend_parts, attention_parts, sharded_rows
@@ -344,10 +342,6 @@ class LatentCacheChoice:
         """Return {LATENTS: reason} if ``model`` cannot cache latents; else an empty dict."""
         reason = why_expanded(model, attention)
         return {} if reason is None else {LATENTS: reason}
-
-    def measured_with(self, coefficients: Iterable[LayerCoefficients]) -> str:
-        """Return ``LATENTS`` if each rank caches all state of a measured layer; else EXPANDED."""
-        return LATENTS if any(each.kv_replicated for each in coefficients) else EXPANDED
 
     def settle(self, attention: Any, value: str) -> None:
         """Set ``attention.stores_latent`` to whether ``value`` is LATENTS."""
