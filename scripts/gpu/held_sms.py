@@ -42,9 +42,10 @@ extern "C" __global__ void hold(volatile int* over) {
 def measure(wanted: argparse.Namespace) -> None:
     import torch
 
-    from megatron_epp.mcore.patching import cpu_host
+    from megatron_epp.mcore.patching import cpu_host, emulated_engine
 
-    cpu_host.install_where_wanted()
+    if emulated_engine.is_wanted():
+        cpu_host.install_cpu_host()
     margin = int(os.environ.get("NVTE_EXT_MARGIN_SM", "0"))
     if margin:
         torch._C._set_sm_carveout_experimental(margin)

@@ -46,6 +46,12 @@ TRAINING = (
     "--save-interval 1000 --tokenizer-type NullTokenizer --vocab-size 255"
 ).split()
 
+CPU_FLAGS = (  # what cpu_host.cpu_defaults sets, for Megatron's own script
+    "--distributed-backend gloo --transformer-impl local --no-persist-layer-norm "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-gelu-fusion "
+    "--no-bias-swiglu-fusion --no-bias-dropout-fusion --no-rope-fusion --num-workers 0"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -130,7 +136,7 @@ def run_side(side: str, upstream: str, place: str, flags: list[str]) -> None:
     from megatron_epp.mcore.patching import cpu_host, patch_points
 
     if cpu_host.install_cpu_host():
-        flags = [*flags, *cpu_host.cpu_flags()]
+        flags = [*flags, *CPU_FLAGS.split()]
     patch_points.install(patch_points.ALWAYS_PATCH_POINTS)
     from megatron.training import training
 

@@ -118,15 +118,6 @@ def install_cpu_host() -> bool:
     return True
 
 
-def install_where_wanted() -> None:
-    """Install the replacements if the environment names an emulation of the GPU kernels.
-
-    Scripts that otherwise choose a device themselves call this function.
-    """
-    if emulated_engine.is_wanted():
-        install_cpu_host()
-
-
 def _refuse_unseen_gpus() -> None:
     """Refuse to run on the CPU if there are GPUs that torch cannot use.
 
@@ -167,33 +158,22 @@ def cpu_defaults() -> dict[str, Any]:
     The user need not type these flags. A flag that contradicts them is refused
     (capabilities/table.py).
     """
-    return {destination: value for destination, (value, _) in _defaults().items()}
+    left_out = _OF_ENGINE if emulated_engine.is_wanted() else ()
+    return {name: value for name, value in _CPU_DEFAULTS.items() if name not in left_out}
 
 
-def cpu_flags() -> list[str]:
-    """Return :func:`cpu_defaults` as flags, for Megatron's own scripts on a CPU-only host."""
-    return [word for _, flag in _defaults().values() for word in flag.split()]
-
-
-def _defaults() -> dict[str, tuple[Any, str]]:
-    if not emulated_engine.is_wanted():
-        return _CPU_DEFAULTS
-    return {name: value for name, value in _CPU_DEFAULTS.items() if name not in _OF_ENGINE}
-
-
-# destination: (value, flag)
-_CPU_DEFAULTS: dict[str, tuple[Any, str]] = {
-    "distributed_backend": ("gloo", "--distributed-backend gloo"),
-    "transformer_impl": ("local", "--transformer-impl local"),
-    "no_persist_layer_norm": (True, "--no-persist-layer-norm"),
-    "gradient_accumulation_fusion": (False, "--no-gradient-accumulation-fusion"),
-    "masked_softmax_fusion": (False, "--no-masked-softmax-fusion"),
-    "bias_gelu_fusion": (False, "--no-bias-gelu-fusion"),
-    "bias_swiglu_fusion": (False, "--no-bias-swiglu-fusion"),
-    "bias_dropout_fusion": (False, "--no-bias-dropout-fusion"),
-    "apply_rope_fusion": (False, "--no-rope-fusion"),
+_CPU_DEFAULTS: dict[str, Any] = {
+    "distributed_backend": "gloo",
+    "transformer_impl": "local",
+    "no_persist_layer_norm": True,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_gelu_fusion": False,
+    "bias_swiglu_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
     # With small batches on two cores, a worker process per loader costs more than it saves.
-    "num_workers": (0, "--num-workers 0"),
+    "num_workers": 0,
 }
 
 # Defaults that do not apply to Transformer Engine's layers.
