@@ -23,11 +23,6 @@ WITHOUT = {"EPP_ENGINE": "", "EPP_ENGINE_DEVICE": "", "CUDA_VISIBLE_DEVICES": ""
             {"EPP_ENGINE": "tests.engine", "EPP_ENGINE_DEVICE": "a100"},
             "EPP_ENGINE_DEVICE=a100: expected one of h100, b200",
         ),
-        (
-            {"EPP_TE_ON_CPU": "b200"},
-            "EPP_TE_ON_CPU was removed: in a checkout, set EPP_ENGINE=tests.engine and "
-            "EPP_ENGINE_DEVICE=b200",
-        ),
     ],
 )
 def test_what_cannot_be_used_is_one_line(monkeypatch, variables, says) -> None:

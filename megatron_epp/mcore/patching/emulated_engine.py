@@ -23,7 +23,6 @@ DEVICE_VARIABLE = "EPP_ENGINE_DEVICE"
 DEVICE = "h100"  # the default
 OF_CHECKOUT = "tests.engine"
 PACKAGES = ("transformer_engine", "transformer_engine_torch")
-_REMOVED = "EPP_TE_ON_CPU"
 # Missing if the package was installed from a wheel.
 _FILE = Path(__file__).parents[3].joinpath(*OF_CHECKOUT.split("."), "__init__.py")
 
@@ -44,13 +43,8 @@ def start() -> None:
 
     Raises:
         ValueError: The module cannot be imported or is not an emulation, it does not know the
-            device, Transformer Engine's Python is missing, or a removed variable is set.
+            device, or Transformer Engine's Python is missing.
     """
-    if removed := os.environ.get(_REMOVED):
-        raise ValueError(
-            f"{_REMOVED} was removed: in a checkout, set {VARIABLE}={OF_CHECKOUT} and "
-            f"{DEVICE_VARIABLE}={removed}"
-        )
     if not is_wanted():
         return
     name = os.environ[VARIABLE]
