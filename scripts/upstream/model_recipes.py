@@ -77,14 +77,15 @@ def outcome_of(recipe: Recipe, pp: int, batches: int) -> Outcome:
 
 
 def _certified(words: list[str], pp: int, batches: int) -> Outcome:
+    from megatron_epp.certify.command import certify
     from megatron_epp.certify.degrees import Degrees
     from megatron_epp.certify.processes import ChildLost
     from megatron_epp.certify.trial import Trial
-    from megatron_epp.mcore.certify.command import certify_training
+    from megatron_epp.mcore.certify.backend import MEGATRON
 
     lines: list[str] = []
     try:
-        judged = certify_training(Trial(Degrees(pp, 1, 1), (tuple(words),), batches), lines.append)
+        judged = certify(MEGATRON, Trial(Degrees(pp, 1, 1), (tuple(words),), batches), lines.append)
     except (ValueError, ChildLost) as refusal:
         return Outcome(False, str(refusal).splitlines()[0])
     worst = max(max(batch.loss_error, batch.gradient_error) for batch in judged)

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.batches import Frame, RandomBatch, modes_drawn
-from megatron_epp.certify.command import OWN_BOUND, BatchVerdict
+from megatron_epp.certify.command import OWN_BOUND, BatchVerdict, certify
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.trial import BF16, GPT, LLAMA, Trial
 from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
-from megatron_epp.mcore.certify.backend import choose_engine
-from megatron_epp.mcore.certify.command import certify_training
+from megatron_epp.mcore.certify.backend import MEGATRON, choose_engine
 from megatron_epp.mcore.kinds.window.certificate import WINDOW
 from megatron_epp.mcore.patching.emulated_engine import (
     DEVICE_VARIABLE,
@@ -273,7 +272,7 @@ def test_its_layers_in_float64_are_refused_on_gpus() -> None:
 
 def test_adapters_around_its_linears_are_refused() -> None:
     with pytest.raises(ValueError, match="--lora-rank: adapters are put around Megatron's local"):
-        certify_training(Trial(Degrees(1, 1, 1), models(DENSE), batches=1, lora_rank=4))
+        certify(MEGATRON, Trial(Degrees(1, 1, 1), models(DENSE), batches=1, lora_rank=4))
 
 
 # ------------------------------------------------------------------ faults

@@ -14,13 +14,14 @@ import torch
 
 from megatron_epp.certify import command as certify_module
 from megatron_epp.certify import processes
-from megatron_epp.certify.command import verdict
+from megatron_epp.certify.command import certify, verdict
 from megatron_epp.certify.degrees import Degrees
 from megatron_epp.certify.processes import ChildLost, Children
 from megatron_epp.certify.protocol import ModelSetup
 from megatron_epp.certify.trial import GPT, LLAMA, Trial, certify_parser, read
 from megatron_epp.cli.megatron_flags import require_known
-from megatron_epp.mcore.certify.command import certify_training, main
+from megatron_epp.mcore.certify.backend import MEGATRON
+from megatron_epp.mcore.certify.command import main
 from megatron_epp.show.table import COLUMNS
 from tests.mcore.certified import certified, models
 from tests.programs import ROOT, python
@@ -89,7 +90,7 @@ def test_adapters_without_a_graph_to_hang_on_are_noticed() -> None:
         lora_rank=4,
         interfere=Path(__file__).with_name("without_graph.py"),
     )
-    judged = certify_training(trial)
+    judged = certify(MEGATRON, trial)
     assert not all(batch.passed for batch in judged), verdict(judged)
 
 
@@ -196,7 +197,7 @@ def test_a_gpu_that_is_not_there_is_refused_by_name() -> None:
     assert read(["--device", "cuda"]).device == "cuda"
     llama = models(f"{LLAMA} --num-layers 2")
     with pytest.raises(ValueError, match=r"--device cuda: every rank needs a GPU.* has 0"):
-        certify_training(Trial(Degrees(1, 1, 1), llama, batches=1, device="cuda"))
+        certify(MEGATRON, Trial(Degrees(1, 1, 1), llama, batches=1, device="cuda"))
 
 
 def test_a_rank_that_dies_ends_the_certificate(tmp_path) -> None:
@@ -214,7 +215,7 @@ def test_a_rank_that_dies_ends_the_certificate(tmp_path) -> None:
     trial = Trial(Degrees(2, 1, 1), models(f"{LLAMA} --num-layers 4"), batches=3, interfere=deadly)
     lines: list[str] = []
     with pytest.raises(ChildLost, match="rank 1 ended with status -9"):
-        certify_training(trial, lines.append)
+        certify(MEGATRON, trial, lines.append)
     assert lines[-1].split()[0] == "0"  # the batch before was judged
     mine = psutil.Process()
     servers = mine.children()
@@ -276,7 +277,7 @@ def test_a_silent_rank_is_named_with_the_op_it_is_in(tmp_path, monkeypatch) -> N
     monkeypatch.setattr(processes, "GRACE_SECONDS", LAST_RESORT_SECONDS)
     trial = Trial(Degrees(2, 1, 1), models(f"{LLAMA} --num-layers 4"), 1, interfere=sleepy)
     with pytest.raises(ChildLost) as error:
-        certify_training(trial)
+        certify(MEGATRON, trial)
     first, *words = str(error.value).splitlines()
     assert first == "rank 0, rank 1: no answer to 'compute' in 3 s"
     assert any("rank 0 terminated: pipeline rank 0" in line for line in words), words

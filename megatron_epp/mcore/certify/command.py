@@ -1,10 +1,8 @@
 """``python -m megatron_epp certify`` for Megatron's trainer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megatron_epp.certify import command
-from megatron_epp.certify.command import BatchVerdict
-from megatron_epp.certify.trial import Trial
 from megatron_epp.mcore.certify.backend import MEGATRON
 from megatron_epp.mcore.patching import releases
 
@@ -27,10 +25,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"--megatron {version} tries slices of training loops with it"
         )
     return command.main(MEGATRON, arguments)
-
-
-def certify_training(
-    trial: Trial, show: Callable[[str], None] = lambda line: None
-) -> list[BatchVerdict]:
-    """Run the batches of ``trial``; return the result of each comparison (certify/command.py)."""
-    return command.certify(MEGATRON, trial, show)

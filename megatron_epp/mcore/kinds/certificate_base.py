@@ -64,13 +64,6 @@ class LayerCertificate:
     def make_double(self, args: Any) -> None:
         """Patch computations that Megatron casts to float32, so that they run in float64."""
 
-    def adds_losses(self, holder: Any) -> bool:
-        """Return whether layers add losses that depend on all documents of one forward.
-
-        ``holder`` is either Megatron's args or the model's configuration.
-        """
-        return False
-
     def weigh_losses(self, scale: Tensor) -> None:
         """Set ``scale`` as the factor of the losses that layers of this kind add."""
 

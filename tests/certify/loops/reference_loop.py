@@ -18,6 +18,7 @@ from megatron_epp.mcore.capabilities.refusals import vocabulary_parallel
 from megatron_epp.mcore.certify.model_flags import parsed
 from megatron_epp.mcore.certify.reference import Gradients, Sums, off, token_losses
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
+from megatron_epp.mcore.kinds.moe.limits import balancing_types, has_experts
 from tests.certify.loops.loop_results import LoopReference
 from tests.certify.loops.micro_batches import (
     DrawnMicroBatches,
@@ -152,7 +153,7 @@ def _losses(model: Any, batch: MicroBatch) -> Tensor:
     """
     config = get_model_config(model)
     samples, rows = batch["tokens"].shape
-    if any(kind.adds_losses(config) for kind in LAYER_CERTIFICATES):
+    if has_experts(config) and (config.moe_z_loss_coeff or {*balancing_types(config)} - {"none"}):
         places, mask = batch["position_ids"], batch["attention_mask"]
         padding_BS = places >= torch.tensor(batch["lengths"])[:, None]
         full_BS: Tensor = model(

@@ -60,10 +60,6 @@ class DSACertificate(MLACertificate):
         dsa.AT_ONCE = dsa.GPU_AT_ONCE = AT_ONCE
 
     @override
-    def adds_losses(self, holder: Any) -> bool:
-        return indexer_learns(holder)
-
-    @override
     def weigh_losses(self, scale: Any) -> None:
         DSAIndexerLossAutoScaler.set_loss_scale(scale)
 

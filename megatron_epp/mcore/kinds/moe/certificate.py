@@ -124,11 +124,6 @@ class MoECertificate(LayerCertificate):
             norm_as_engines(layer)
 
     @override
-    def adds_losses(self, holder: Any) -> bool:
-        balanced = {*balancing_types(holder)} - {"none"}
-        return has_experts(holder) and bool(holder.moe_z_loss_coeff or balanced)
-
-    @override
     def weigh_losses(self, scale: Any) -> None:
         MoEAuxLossAutoScaler.set_loss_scale(scale)
 
