@@ -1,6 +1,6 @@
 """Gradients of random plans against the reference model: ``python -m megatron_epp certify``.
 
-A :class:`BatchSource` draws batches, and ranks run them with random plans. The parent process
+A ``Frame`` draws batches, and ranks run them with random plans. The parent process
 compares the ranks' results with those of the reference model.
 """
 
@@ -9,13 +9,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from textwrap import fill
 
+from megatron_epp.certify.batches import Frame, StepCoverage
 from megatron_epp.certify.compare import WorstGradient, worst_gradient
 from megatron_epp.certify.processes import ChildLost, Children
 from megatron_epp.certify.protocol import (
     REFERENCE,
     Backend,
-    BatchSource,
-    Coverage,
     InputRefusal,
     ModelSetup,
     RankResult,
@@ -60,7 +59,7 @@ class BatchVerdict:
     """
 
     number: int
-    coverage: Coverage
+    coverage: StepCoverage
     loss_error: float = float("inf")
     gradient_error: float = float("inf")
     parameter: str = ""
@@ -172,7 +171,7 @@ def _required[T](answers: Mapping[int, T | InputRefusal | RequestFailure]) -> li
     return results
 
 
-def _batch(children: Children, number: int, frame: BatchSource, trial: Trial) -> BatchVerdict:
+def _batch(children: Children, number: int, frame: Frame, trial: Trial) -> BatchVerdict:
     answers = children.ask(children.roles, "compute", number)
     drawn = frame.draw(trial.seed, number)
     failures = [answer.reason for answer in answers.values() if isinstance(answer, RequestFailure)]

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import numpy
 
@@ -93,50 +93,13 @@ class RequestFailure:
     traceback: str
 
 
-class Coverage(Protocol):
-    """Numbers of chunks, ops and other items that a batch contains.
-
-    Attributes:
-        ERROR: name of the table column that has :meth:`Reference.loss_error`.
-        HELD: text that names the other checks, which a passed certificate prints.
-    """
-
-    ERROR: ClassVar[str]
-    HELD: ClassVar[str]
-
-    @property
-    def cells(self) -> Mapping[str, object]:
-        """Values of a table row, by column name."""
-        ...
-
-    @staticmethod
-    def summary(every: Any) -> list[str]:
-        """Return the summary lines over all batches."""
-        ...
-
-
-class BatchSource(Protocol):
-    """Source of random batches, such as a ``Frame`` (batches.py)."""
-
-    def draw(self, seed: int, number: int) -> Any:
-        """Return batch ``number``, which is the same in every process."""
-        ...
-
-    def coverage(self, drawn: Any, computed: Sequence[Any]) -> Coverage:
-        """Return the numbers of chunks and other items in a batch.
-
-        ``computed`` are the results of all ranks, or () if a rank failed.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
     """Data from which the ranks build their models; the reference model's process sends it.
 
     Attributes:
         args: Megatron's arguments, pickled; the parent process forwards them without unpickling.
-        frame: source of the batches, a :class:`BatchSource`.
+        frame: source of the batches, such as a ``Frame`` (batches.py).
         weights: weights by key.
         description: description of the model, and a line on flags without effect.
     """
