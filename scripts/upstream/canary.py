@@ -8,11 +8,11 @@
 
 The script downloads each wheel without its dependencies, and imports nothing from it. The project
 relies on Megatron's functions at patch points, every name of Megatron that the package uses, its
-flags and the fields of its configuration (which show new features), and the functions that
-adapters of frameworks name (RELIES_ON in megatron_epp/frameworks/). The script compares each of
-them, without comments and docstrings, with its fingerprint in the last version that was read
-(fingerprints.json). For changed code, it also downloads the wheel of that version, to show what
-changed. A framework without wheels is compared only if --checkout names a checkout.
+flags and the fields of its configuration (which show new features), and the functions of
+frameworks that fingerprints.json names. The script compares each of them, without comments and
+docstrings, with its fingerprint in the last version that was read (fingerprints.json; null for a
+name that is new there). For changed code, it also downloads the wheel of that version, to show
+what changed. A framework without wheels is compared only if --checkout names a checkout.
 
 After a person has read the changes, and has adapted the adapter or refused the feature, --accept
 NAME stores the new fingerprints.
@@ -26,9 +26,7 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
-import importlib
 import json
-import pkgutil
 import re
 import subprocess
 import sys
@@ -36,7 +34,6 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,8 +41,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "upstream")]
 
 from checkout import Checkout, Sources, used_names
 
-from megatron_epp import frameworks
-from megatron_epp.mcore.capabilities import table
 from megatron_epp.mcore.patching.patch_points import ALL_PATCH_POINTS
 
 READ = Path(__file__).with_name("fingerprints.json")
@@ -60,6 +55,12 @@ FRAMEWORKS = {
     "NeMo-RL": "nemo_rl",
 }  # fmt: skip
 NAMES = (MEGATRON, *FRAMEWORKS)
+# Classes of Megatron whose new fields may be features that the table of features does not name.
+SETTINGS = (
+    "megatron.core.model_parallel_config.ModelParallelConfig",
+    "megatron.core.transformer.transformer_config.MLATransformerConfig",
+    "megatron.core.transformer.transformer_config.TransformerConfig",
+)
 DEFINED, GONE = "defined", "gone"  # of what is neither function nor class; of what is not there
 
 
@@ -74,24 +75,11 @@ class Looked:
 # ------------------------------------------------------------------ what is relied on
 
 
-@cache
-def named_by_frameworks() -> tuple[str, ...]:
-    """Return all names in RELIES_ON of the adapters of frameworks."""
-    names: list[str] = []
-    for module in pkgutil.walk_packages(frameworks.__path__, f"{frameworks.__name__}."):
-        names += getattr(importlib.import_module(module.name), "RELIES_ON", ())
-    return tuple(sorted(names))
-
-
-def relied_on(name: str, sources: Sources) -> list[str]:
-    """Return the dotted names in ``name``, one of NAMES, on which this project relies."""
-    if name == MEGATRON:
-        points = [name for one in ALL_PATCH_POINTS for name in (one.target, *one.relies_on)]
-        flags = sources.functions("megatron.training.arguments", "_add_")
-        settings = [*table.RELIES_ON, *flags]
-        return sorted({*points, *settings, *used_names(ROOT / "megatron_epp", sources)})
-    prefix = f"{FRAMEWORKS[name]}."
-    return [dotted for dotted in named_by_frameworks() if dotted.startswith(prefix)]
+def relied_on_of_megatron(sources: Sources) -> list[str]:
+    """Return the dotted names of Megatron on which this project relies."""
+    points = [name for one in ALL_PATCH_POINTS for name in (one.target, *one.relies_on)]
+    flags = sources.functions("megatron.training.arguments", "_add_")
+    return sorted({*points, *SETTINGS, *flags, *used_names(ROOT / "megatron_epp", sources)})
 
 
 def fingerprint(sources: Sources, dotted: str) -> str:
@@ -260,10 +248,14 @@ class Canary:
             return unpacked(found_in(self.wheels, WHEELS[name], None), place)
         return unpacked(wheel_of(WHEELS[name], None, place), place / "sources")
 
-    def moved(self, name: str, looked: Looked) -> Iterator[str]:
-        """Yield a line for each name whose code differs from the version that was read."""
+    def fingerprints(self, name: str, sources: Sources) -> dict[str, str]:
+        """Return the fingerprints in ``sources`` of the names on which this project relies."""
+        named = relied_on_of_megatron(sources) if name == MEGATRON else self.read[name]["names"]
+        return {dotted: fingerprint(sources, dotted) for dotted in named}
+
+    def moved(self, name: str, looked: Looked, found: Mapping[str, str]) -> Iterator[str]:
+        """Yield a line for each name in ``found`` that differs from the version that was read."""
         read = self.read[name]["names"]
-        found = {one: fingerprint(looked.sources, one) for one in relied_on(name, looked.sources)}
         unlike = {one: now for one, now in found.items() if now != read.get(one)}
         if (
             self.read[name]["version"] == looked.version
@@ -333,13 +325,12 @@ def _row(canary: Canary, name: str, accepted: dict | None) -> int:
         if looked is None:
             print(f"{row} no wheel: clone it for --checkout {name}=PATH")
             return 0
-        names = relied_on(name, looked.sources)
-        lines = list(canary.moved(name, looked))
-        now = {dotted: fingerprint(looked.sources, dotted) for dotted in names}
+        now = canary.fingerprints(name, looked.sources)
+        lines = list(canary.moved(name, looked, now))
     except (ValueError, OSError) as error:
         print(f"{row} {error}")
         return 2
-    print(f"{row} newest: {looked.version:12} {len(lines)} of {len(names)} moved")
+    print(f"{row} newest: {looked.version:12} {len(lines)} of {len(now)} moved")
     for line in lines:
         print(f"    {line}")
     if accepted is None:

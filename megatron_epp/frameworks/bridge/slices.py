@@ -13,10 +13,6 @@ from megatron_epp.mcore.loops.adapters.samples import Samples
 from megatron_epp.mcore.loops.install import install_where_none
 
 KEYS = "tokens", "labels", "loss_mask", "position_ids"
-RELIES_ON = (
-    "megatron.bridge.training.callbacks.Callback",
-    "megatron.bridge.training.losses.masked_next_token_loss",
-)
 
 
 def slices_callback(**options: Any) -> Any:

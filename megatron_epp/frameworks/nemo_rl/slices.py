@@ -18,12 +18,6 @@ from megatron_epp.mcore.loops.adapters.token_samples import TokenSamples, log_pr
 from megatron_epp.mcore.model.attention import this_device
 
 _LOSS, _LOG_PROBS = "LossPostProcessor", "LogprobsPostProcessor"
-RELIES_ON = (
-    f"nemo_rl.models.megatron.train.{_LOSS}",
-    f"nemo_rl.models.megatron.train.{_LOG_PROBS}",
-    "nemo_rl.models.megatron.train.forward_with_post_processing_fn",
-    "nemo_rl.models.megatron.train.megatron_forward_backward",
-)
 
 
 class NemoSamples(TokenSamples):

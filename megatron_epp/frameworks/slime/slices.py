@@ -28,15 +28,6 @@ from megatron_epp.mcore.loops.adapters.token_samples import (
 from megatron_epp.mcore.loops.attached import attached
 
 _MAKES_LOG_PROBS = "calculate_log_probs_and_entropy"
-_UTILS = "slime.backends.megatron_utils"
-RELIES_ON = (
-    f"{_UTILS}.loss.{_MAKES_LOG_PROBS}",
-    f"{_UTILS}.loss.get_log_probs_and_entropy",
-    f"{_UTILS}.loss.get_values",
-    f"{_UTILS}.loss.loss_function",
-    f"{_UTILS}.model.forward_only",
-    f"{_UTILS}.model.train_one_step",
-)
 
 
 class SlimeSamples(TokenSamples):

@@ -21,11 +21,6 @@ from megatron_epp.mcore.loops.adapters.token_samples import on_this_device, zigz
 from megatron_epp.mcore.loops.microbatch_iterators import SingleValue
 
 _STEP = "MegatronTrainer.forward_step"  # the trainer of pre-training and supervised fine-tuning
-RELIES_ON = (
-    "swift.megatron.trainers.base.BaseMegatronTrainer.train_step",
-    f"swift.megatron.trainers.trainer.{_STEP}",
-    "swift.megatron.trainers.trainer.MegatronTrainer.loss_func",
-)
 _TEXT = frozenset(
     [
         *("input_ids", "labels", "loss_scale", "position_ids", "text_position_ids"),

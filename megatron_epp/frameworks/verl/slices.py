@@ -24,13 +24,6 @@ from megatron_epp.mcore.loops.adapters.token_samples import (
 from megatron_epp.mcore.model.attention import this_device
 
 VENDOR = "megatron_epp"  # value of VERL_ENGINE_VENDOR
-_ENGINE = "verl.workers.engine.megatron.transformer_impl.MegatronEngine"
-RELIES_ON = (
-    "verl.workers.engine.base.EngineRegistry",
-    f"{_ENGINE}.initialize",
-    f"{_ENGINE}WithLMHead.forward_step",
-    f"{_ENGINE}WithLMHead.postprocess_micro_batch_func",
-)
 
 
 class VerlSamples(TokenSamples):

@@ -20,13 +20,6 @@ _LOOPS = "use Megatron's own schedule, without attach"
 _SHARD = "use --use-distributed-optimizer"
 _FLOATS = "train in --bf16 or float32"
 _POSITIONS = ("rope", "learned_absolute", "none")
-# Classes of Megatron whose new fields may be features without a row in the table;
-# scripts/upstream/canary.py prints new fields.
-RELIES_ON = (
-    "megatron.core.model_parallel_config.ModelParallelConfig",
-    "megatron.core.transformer.transformer_config.MLATransformerConfig",
-    "megatron.core.transformer.transformer_config.TransformerConfig",
-)
 
 
 def _positions(model: Any) -> str | None:
