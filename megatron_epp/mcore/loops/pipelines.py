@@ -10,7 +10,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
-from megatron.core.utils import unwrap_model
 
 from megatron_epp.ir import Plan, check, check_op_template
 from megatron_epp.mcore.job.emergency_exit import end_now
@@ -90,9 +89,7 @@ class ModelPipeline:
         """Record of this rank's current op or phase, which the watcher reports."""
         return self.programs.current_op
 
-    def options(
-        self, call: LoopCall, wanted: CallOptions, tokens: Sequence[Sequence[int]]
-    ) -> CallOptions:
+    def options(self, call: LoopCall, tokens: Sequence[Sequence[int]]) -> CallOptions:
         """Return the options for planning ``call``, and update ``had_bytes``.
 
         All ranks that plan the call compute equal options. In validation calls, plans do not
@@ -100,7 +97,6 @@ class ModelPipeline:
 
         Args:
             call: The call.
-            wanted: Options in the settings; the result allows no further changes.
             tokens: Number of tokens of each replica's micro-batches.
         """
         if not call.forward_only and self.stages > 1:
@@ -109,8 +105,8 @@ class ModelPipeline:
         if call.first_val_step is not None and call.forward_only:
             return CallOptions(False, False)
         return CallOptions(
-            reorder=wanted.reorder and not any(p.replays(call.config) for p in LAYER_KINDS),
-            split=wanted.split and self.split_refused is None,
+            reorder=not any(p.replays(call.config) for p in LAYER_KINDS),
+            split=self.split_refused is None,
             token_bytes=self.token_bytes,
             had_bytes=self.had_bytes if not call.forward_only else 0.0,
         )
@@ -233,7 +229,7 @@ class Pipelines:
         def own_stage() -> tuple[int, tuple[int, int], np.ndarray, str | None]:
             sizes = _layers_and_vocabulary(call.one_model)
             rates = guessed_rates(call.config, *sizes, active)
-            return rank, sizes, rates, self._split_refused(call.one_model)
+            return rank, sizes, rates, _split_refused(call.one_model)
 
         every = exchange(programs, SETUP, own_stage)
         by_rank = {place: (sizes, rates) for place, sizes, rates, _ in reversed(every)}
@@ -279,26 +275,23 @@ class Pipelines:
             self._programs[lockstep] = group, programs, communicators
         return programs
 
-    def _split_refused(self, model: Any) -> str | None:
-        """Return the reason why ``model`` cannot split backwards; None if it can."""
-        if not self.settings.options.split:
-            return "not wanted"
-        if has_engines(model):
-            return "the split backward of Transformer Engine's linears was timed in no loop"
-        if kept := kept_in_input(model):
-            return f"{' and '.join(kept)} fuse gradient accumulation"
-        try:
-            patch_points.install([patch_points.COLUMN_LINEAR, patch_points.ROW_LINEAR])
-        except ValueError as refusal:
-            return str(refusal)
-        return None
+
+def _split_refused(model: Any) -> str | None:
+    """Return the reason why ``model`` cannot split backwards; None if it can."""
+    if has_engines(model):
+        return "the split backward of Transformer Engine's linears was timed in no loop"
+    if kept := kept_in_input(model):
+        return f"{' and '.join(kept)} fuse gradient accumulation"
+    try:
+        patch_points.install([patch_points.COLUMN_LINEAR, patch_points.ROW_LINEAR])
+    except ValueError as refusal:
+        return str(refusal)
+    return None
 
 
-def _layers_and_vocabulary(wrapped: Any) -> tuple[int, int]:
+def _layers_and_vocabulary(model: Any) -> tuple[int, int]:
     """Return the number of layers and of vocabulary rows of a stage; 0 rows without LM head."""
-    (model,) = unwrap_model([wrapped])
-    sliced = attached(model)
-    model = model if sliced is None else sliced.part
-    decoder = getattr(model, "decoder", None)
-    layers = len(getattr(decoder, "layers", ()) or ())
-    return layers, getattr(model, "vocab_size", 0) if getattr(model, "post_process", False) else 0
+    state = attached(model)
+    assert state is not None, "the schedule plans calls of attached models only"
+    part = state.part
+    return len(part.decoder.layers), part.vocab_size if part.post_process else 0

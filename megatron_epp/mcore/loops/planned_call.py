@@ -126,7 +126,7 @@ class PlannedCall:
         )
         make, layers, rates = self.settings.make_plans, pipeline.layers, pipeline.rates_SK3
         tokens = [[sum(of) for of in one.lengths] for one in calls]
-        options = pipeline.options(call, self.settings.options, tokens)
+        options = pipeline.options(call, tokens)
         options = replace(options, cut=model.slicing, memory=model.memory)
         key = (calls, call.forward_only, options, rates.tobytes())
         return pipeline.planned(key, lambda: make(calls, layers, rates, options, call.forward_only))

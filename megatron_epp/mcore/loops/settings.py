@@ -1,12 +1,11 @@
 """Settings of the schedule of an external training loop, and the record of a call."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from megatron_epp.ir import Plan, Timed
-from megatron_epp.planner.calls.call_options import CallOptions
 from megatron_epp.runtime.memory_meter import Meter, NoMeter
 
 TIMEOUT = timedelta(minutes=10)
@@ -38,7 +37,6 @@ def _plans(*arguments: Any) -> tuple[Plan, ...]:
 class Settings:
     """Settings of the schedule; see :func:`megatron_epp.attach`."""
 
-    options: CallOptions = field(default_factory=CallOptions)
     timeout: timedelta = TIMEOUT
     observe: Callable[[CallRecord], None] | None = None
     make_meter: Callable[[Any], Meter] = lambda model: NoMeter()

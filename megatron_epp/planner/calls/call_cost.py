@@ -55,7 +55,6 @@ SPLIT_COST = 1.04  # time of I and W together relative to B, until they are meas
 # linears.
 WEIGHT_INPUT_FRACTION = 0.6
 OP_TOKENS = 32  # constant cost of an op in tokens, until it is measured
-_UNKNOWN_HIDDEN = 1024  # hidden size if the model's configuration has none
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -144,22 +143,16 @@ def _profile(config: Any, vocabulary: int, active: int = 1) -> Profile:
 
     The ``active`` feed-forward modules that process a token count as one dense MLP.
     """
-
-    def known(name: str, default: int) -> int:
-        return getattr(config, name, None) or default
-
-    hidden = known("hidden_size", _UNKNOWN_HIDDEN)
-    heads = known("num_attention_heads", 1)
     model = Model(
         name="loop",
-        layers=known("num_layers", 1),
-        hidden=hidden,
-        ffn_hidden=active * known("ffn_hidden_size", 4 * hidden),
-        heads=heads,
-        kv_heads=known("num_query_groups", heads),
-        head_size=known("kv_channels", max(1, hidden // heads)),
+        layers=config.num_layers,
+        hidden=config.hidden_size,
+        ffn_hidden=active * config.ffn_hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_query_groups,
+        head_size=config.kv_channels,
         vocabulary=max(1, vocabulary),
-        gated=bool(known("gated_linear_unit", 0)),
+        gated=config.gated_linear_unit,
     )
     costed = profile(
         model, device("cpu"), head_seconds=vocabulary > 0, link_seconds=False, kv_read=False

@@ -52,7 +52,7 @@ from megatron_epp.mcore.loops.loop_schedule import PIPELINE
 from megatron_epp.mcore.loops.settings import Settings
 from megatron_epp.mcore.loops.slice_stage import SliceStage
 from megatron_epp.planner.calls.call_cost import ActivationBudget
-from megatron_epp.planner.calls.call_options import CallOptions
+from megatron_epp.planner.calls.call_plan import call_plans
 from tests.certify.loops.micro_batches import arbitrary_sliced_plans
 from tests.mcore.loops.rebuilt_groups import ReloadableWorld
 
@@ -329,9 +329,13 @@ def left_padded() -> list[dict]:
     return made
 
 
+def plans_of_whole_backwards(calls, layers, rates, options, forward_only):
+    return call_plans(calls, layers, rates, replace(options, split=False), forward_only)
+
+
 def drawn_plans(calls, layers, rates, options, forward_only):
     modes, random = KEEP + FULL, Random(0)
-    return arbitrary_sliced_plans(calls, layers, random, options.split, forward_only, modes)
+    return arbitrary_sliced_plans(calls, layers, random, False, forward_only, modes)
 
 
 def made_anew(model, world: ReloadableWorld, expected: Trained, ran: list) -> list:
@@ -355,7 +359,7 @@ def main() -> None:
         plainly = trained(model, BATCHES, forward_step)
         padded = trained(model, left_padded(), own_adapter.forward_step)
         ran: list = []
-        settings = Settings(options=CallOptions(split=False), observe=ran.append)
+        settings = Settings(make_plans=plans_of_whole_backwards, observe=ran.append)
         with Installation(settings) as unattached:
             answers["not attached"] = contract(model)[0] == answers["stock"], len(ran)
             stocks = unattached.schedule.stock

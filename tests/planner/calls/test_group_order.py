@@ -214,8 +214,19 @@ def learnt(stage: StageSeconds, letter: str) -> float:
     return 1e3 * float((stage.rates[KIND_CODE[Kind(letter)]] @ SIZES).sum()) / sum(TOKENS)
 
 
+CONFIG = SimpleNamespace(
+    num_layers=8,
+    hidden_size=64,
+    ffn_hidden_size=256,
+    num_attention_heads=1,
+    num_query_groups=1,
+    kv_channels=64,
+    gated_linear_unit=False,
+)
+
+
 def test_seconds_are_learnt_from_calls() -> None:
-    stage = StageSeconds(guessed_rates(object(), 2, 0))
+    stage = StageSeconds(guessed_rates(CONFIG, 2, 0))
     stage.saw(SIZES, records(F=9.0, B=9.0))  # the first call: much is done for the first time
     stage.saw(SIZES, records(F=1.0))
     assert not stage.measured  # of one kind alone nothing follows
@@ -229,7 +240,7 @@ def test_seconds_are_learnt_from_calls() -> None:
 
 
 def test_rates_that_are_off_are_fitted_at_once() -> None:
-    stage = StageSeconds(guessed_rates(object(), 2, 0))
+    stage = StageSeconds(guessed_rates(CONFIG, 2, 0))
     for _ in range(4):
         stage.saw(SIZES, records(F=1.0, B=2.0))
     rates = stage.rates
@@ -243,7 +254,7 @@ def test_rates_that_are_off_are_fitted_at_once() -> None:
 def test_what_halves_take_says_nothing_of_whole_backwards() -> None:
     """Whole backwards, long not run, take what they took, as far as forwards have not changed: an
     order of halves that take longer is otherwise never given up."""
-    stage = StageSeconds(guessed_rates(object(), 2, 0))
+    stage = StageSeconds(guessed_rates(CONFIG, 2, 0))
     for _ in range(2):
         stage.saw(SIZES, records(F=1.0, B=2.0))
     for _ in range(SELDOM):
@@ -296,8 +307,7 @@ def test_more_memory_is_never_predicted_worse() -> None:
 
 def test_logits_count_where_they_are_held() -> None:
     """The last stage holds fewer tokens, since each has its logits there besides its layers."""
-    config = SimpleNamespace(num_layers=8, hidden_size=64, ffn_hidden_size=256)
-    body, last = guessed_token_bytes(config, [(4, 0), (4, 1000)])
+    body, last = guessed_token_bytes(CONFIG, [(4, 0), (4, 1000)])
     assert last > 1.3 * body
     tokens = [100] * 8
     plan = unsliced_plan(tokens, (4, 4), rates(2), CallOptions(token_bytes=(body, last)), False)
