@@ -17,10 +17,11 @@ from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.ir import Plan, PlanError, Step, StepPart, check, check_op_templates, check_ranks
 from megatron_epp.runtime.consensus import (
     DIGEST_NUMBERS,
-    agree,
     broadcast_text,
+    digest,
     digest_bounds,
     largest,
+    require_same,
     same_digests,
 )
 from megatron_epp.runtime.executor import CurrentOp
@@ -30,6 +31,9 @@ logger = logging.getLogger(__name__)
 
 # Verdict of a rank on its step: valid, not runnable by this job, or missing.
 _FINE, _REFUSED, _MISSING = 0, 1, 2
+_ONE_PLAN = (
+    "the same plan everywhere (same --epp-plan file, same lengths, same flags on every node)"
+)
 _RANKS = 2**32  # more ranks than any job has: one number encodes a verdict and a rank
 
 
@@ -142,7 +146,8 @@ class AcceptedSteps:
         verdict, rank = divmod(int(worst), _RANKS)
         first = _RANKS - 1 - rank
         if verdict < _MISSING and not same_digests(values[:DIGEST_NUMBERS]):
-            agree(text, f"iteration {iteration}", control)
+            seen = {f"iteration {iteration}": f"digest {digest(text.encode()).hex()[:16]}"}
+            require_same(seen, control, _ONE_PLAN)
         if verdict:
             broadcast_text(None, reason, control, first)
         assert sourced is not None, "a rank without a step is a verdict"

@@ -2,12 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
-
-import torch.distributed as dist
 
 from megatron_epp.control.files import BestEffort
 from megatron_epp.control.memory_budget import BUDGET_FILE, MemoryBudget
@@ -17,8 +15,8 @@ from megatron_epp.control.step_source import Following, Planning, SourcedStep, p
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.profile import Profile
-from megatron_epp.ir import PlanError, Step, StepPart
-from megatron_epp.runtime.consensus import agree, broadcast_result
+from megatron_epp.ir import PlanError, StepPart
+from megatron_epp.runtime.consensus import broadcast_result
 from megatron_epp.runtime.groups import Groups
 
 logger = logging.getLogger(__name__)
@@ -120,21 +118,19 @@ class PlannedSteps:
             PlanError: the documents cannot be planned, or no plan fits the memory budget. All ranks
                 of the group raise this error.
         """
-        group = self.groups.planned_together
         planning = Planning()
+        planned_here: StepPart | None = None
 
-        def plan() -> SourcedStep:
-            nonlocal planning
+        def plan() -> str:
+            nonlocal planning, planned_here
             began = time.perf_counter()
-            part, text = self._plan(iteration, lengths, forward_only)
-            self._require_fit(part)
+            planned_here, text = self._plan(iteration, lengths, forward_only)
+            self._require_fit(planned_here)
             planning = self._planning(time.perf_counter() - began)
-            return SourcedStep(part, text)
+            return text
 
-        sourced = shared(plan, group, self.groups.planner, StepPart.parse)
-        if self.groups.block is not None:  # otherwise all ranks compare the text (accept.py)
-            agree(sourced.text, f"iteration {iteration}, replica {self.groups.replica}", group)
-        return replace(sourced, planning=planning)
+        text = broadcast_result(plan, self.groups.planned_together, self.groups.planner)
+        return SourcedStep(planned_here or StepPart.parse(text), text, planning=planning)
 
     def _planning(self, waited_seconds: float) -> Planning:
         pool, reported = self.pool, self._reported
@@ -251,33 +247,3 @@ class PlannedSteps:
             except ValueError:  # the iteration itself raises it, on all ranks
                 return
             self.pool.ask(iteration + later, documents)
-
-
-def shared(
-    plan: Callable[[], SourcedStep],
-    group: dist.ProcessGroup,
-    source: int = 0,
-    parse: Callable[[str], Step | StepPart] = Step.parse,
-) -> SourcedStep:
-    """Plan on rank ``source`` of ``group`` and return the step on every rank. Collective.
-
-    The planning rank broadcasts the step's text, which every other rank parses once.
-
-    Args:
-        plan: function that makes the step; only rank ``source`` calls it.
-        group: process group of the ranks that need the step.
-        source: rank of ``group`` that plans.
-        parse: function that parses the text.
-
-    Raises:
-        ValueError: ``plan`` raised a ValueError on rank ``source``; all ranks raise this error.
-    """
-    sourced: SourcedStep | None = None
-
-    def planned() -> str:
-        nonlocal sourced
-        sourced = plan()
-        return sourced.text
-
-    text = broadcast_result(planned, group, source)
-    return SourcedStep(parse(text), text) if sourced is None else sourced

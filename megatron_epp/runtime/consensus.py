@@ -54,30 +54,6 @@ def broadcast_result(
     return broadcast_text(text, error, group, source)
 
 
-def agree(
-    text: str,
-    what: str,
-    group: dist.ProcessGroup,
-    expected: str = "the same plan everywhere (same --epp-plan file, same lengths, same flags on "
-    "every node)",
-) -> None:
-    """Compare digests of ``text`` over all ranks of ``group``. Collective.
-
-    The message size does not depend on the number of ranks, unless texts differ.
-
-    Args:
-        text: the text of this rank.
-        what: name of the text in the error message.
-        group: a CPU group.
-        expected: the error message's text after "expected".
-
-    Raises:
-        PlanError: on every rank, if two ranks hold different texts.
-    """
-    if not same_digests(largest(digest_bounds(text), group)):
-        require_same({what: f"digest {digest(text.encode()).hex()[:16]}"}, group, expected)
-
-
 def largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
     """All-reduce ``values`` to their element-wise maximum over a CPU ``group``. Collective."""
     every = torch.tensor(values, dtype=torch.float64)

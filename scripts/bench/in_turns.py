@@ -143,16 +143,18 @@ class VariantSteps:
         )
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool):
-        from megatron_epp.control.planned_steps import shared
         from megatron_epp.control.step_source import SourcedStep
         from megatron_epp.cost.host_memory import host_peak_bytes
+        from megatron_epp.ir import Step
+        from megatron_epp.runtime.consensus import broadcast_result
 
-        def plan() -> SourcedStep:
+        def plan() -> str:
             step = self._step(iteration, lengths)
             VariantSteps.host = host_peak_bytes(self.cost, step.plans[0])
-            return SourcedStep(step, str(step))
+            return str(step)
 
-        return shared(plan, self.groups.control)
+        text = broadcast_result(plan, self.groups.control)
+        return SourcedStep(Step.parse(text), text)
 
     def _step(self, iteration: int, lengths: Sequence[int]):
         from megatron_epp.ir import Step
