@@ -32,8 +32,8 @@ ROUTING_STEP = 0.05  # granularity of the routing factor, as each change discard
 LEAST_SHRINK = 0.5  # lower bound of a single cut, because no cut is ever undone
 
 _EVENT = re.compile(
-    r"iteration (\d{1,15}) stage (\d{1,15}) budget_bytes (\d{1,18}) correction (\d{1,9}\.\d{6}) "
-    r"(?:routing (\d{1,9}\.\d{6}) )?(.+)"
+    r"iteration (\d{1,15}) pipeline rank (\d{1,15}) budget_bytes (\d{1,18}) "
+    r"correction (\d{1,9}\.\d{6}) (?:routing (\d{1,9}\.\d{6}) )?(.+)"
 )
 
 
@@ -67,23 +67,15 @@ class Event:
     routing: float = 1.0
 
     def __str__(self) -> str:
-        return self._text("pipeline rank")
-
-    @property
-    def line(self) -> str:
-        """Line of the budget file, in which a pipeline rank is called a stage."""
-        return self._text("stage")
-
-    def _text(self, rank: str) -> str:
         return (
-            f"iteration {self.iteration} {rank} {self.rank} budget_bytes {self.budget_bytes} "
-            f"correction {self.correction:.6f} "
+            f"iteration {self.iteration} pipeline rank {self.rank} budget_bytes "
+            f"{self.budget_bytes} correction {self.correction:.6f} "
             f"{f'routing {self.routing:.6f} ' if self.routing != 1 else ''}{self.reason}"
         )
 
     @classmethod
     def parse(cls, line: str) -> "Event":
-        """Parse a :attr:`line` of the file.
+        """Parse the text of an event.
 
         Raises:
             ValueError: the line is not a budget event.
@@ -92,7 +84,7 @@ class Event:
         if match is None:
             raise ValueError(
                 f"{quoted(line)} is not a budget event; expected "
-                "'iteration N stage N budget_bytes N correction X.XXXXXX REASON'"
+                "'iteration N pipeline rank N budget_bytes N correction X.XXXXXX REASON'"
             )
         iteration, rank, budget_bytes = map(int, match.group(1, 2, 3))
         correction, routing = float(match[4]), float(match[5] or 1)
@@ -236,8 +228,8 @@ class MemoryBudget:
 
     def save(self, folder: str) -> None:
         """Write all events to the budget file in ``folder``."""
-        events = (event.line for event in (*self.events, *self._recorded))
-        lines = (f"stages {len(self.device_bytes)}", *events)
+        events = map(str, (*self.events, *self._recorded))
+        lines = (f"pipeline ranks {len(self.device_bytes)}", *events)
         write_atomically(Path(folder) / BUDGET_FILE, "".join(f"{line}\n" for line in lines))
 
     def load(self, folder: str, iteration: int) -> None:
@@ -253,7 +245,7 @@ class MemoryBudget:
             return
         text = bounded_text(path, "what training learnt about memory", "replace")
         head, *lines = text.splitlines() or [""]
-        if head != f"stages {len(self.device_bytes)}":
+        if head != f"pipeline ranks {len(self.device_bytes)}":
             return  # the number of pipeline ranks differs, so the events do not apply
         for number, line in enumerate(lines, 2):
             try:

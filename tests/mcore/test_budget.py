@@ -24,8 +24,9 @@ def test_a_failure_leaves_less_than_was_held_and_takes_a_tenth_of_the_room() -> 
     ours = budget()
     event = ours.failed(7, 1, 400, "F3, 0.4 GiB held")
     assert ours.device_bytes == (1000.0, 380.0)
-    assert event.line == (
-        "iteration 7 stage 1 budget_bytes 380 correction 1.000000 out of memory at F3, 0.4 GiB held"
+    assert str(event) == (
+        "iteration 7 pipeline rank 1 budget_bytes 380 correction 1.000000 out of memory at F3, "
+        "0.4 GiB held"
     )
 
 
@@ -149,7 +150,7 @@ def test_what_experts_hold_is_learnt_before_memory_is_short(tmp_path) -> None:
     (event,) = ours.measured(4, (500.0, 300.0), (400, 360), lambda: [150.0, 200.0])
     assert (event.iteration, event.rank, event.routing) == (5, 1, 1.3)
     assert event.correction == 1 and ours.planned_bytes == ours.device_bytes
-    assert Event.parse(event.line) == event and "routing 1.300000 experts of a device" in str(event)
+    assert Event.parse(str(event)) == event and "routing 1.300000 experts of a device" in str(event)
     # Planned for that, the same excess says nothing new.
     assert ours.measured(5, (530.0, 360.0), (430, 360), nobody_asks) == []
     # All tokens on one device explain 4 times as much and no more: the rest is the prediction's.
@@ -169,7 +170,7 @@ def test_what_experts_hold_is_learnt_before_memory_is_short(tmp_path) -> None:
 
 def test_a_damaged_file_is_named_with_its_line(tmp_path) -> None:
     (tmp_path / BUDGET_FILE).write_text(
-        "stages 2\niteration 1 stage 0 budget_bytes 5 correction 1.000000 why\nno\n"
+        "pipeline ranks 2\niteration 1 pipeline rank 0 budget_bytes 5 correction 1.000000 why\nno\n"
     )
     with pytest.raises(ValueError, match=rf"{BUDGET_FILE}, line 3: 'no' .* delete the file: "):
         budget().load(str(tmp_path), 9)
