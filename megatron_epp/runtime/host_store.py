@@ -241,10 +241,17 @@ class OffloadedLayer:
         return storage.blocks, flat.split([block.numel() for block in storage.blocks])
 
 
-class _Taken:
-    """Host memory in use in bytes, and its peak since an iteration began."""
+class HostMemory:
+    """Host memory of a rank for offloaded layers, which the stores of its stages share.
 
-    def __init__(self, limit_bytes: float):
+    Attributes:
+        limit_bytes: limit of the memory in use, in bytes. A layer that does not fit stays on the
+            device.
+        bytes: memory in use, in bytes.
+        peak_bytes: peak of the memory in use since an iteration began, in bytes.
+    """
+
+    def __init__(self, limit_bytes: float = math.inf):
         self.limit_bytes = limit_bytes
         self.bytes = self.peak_bytes = 0
 
@@ -256,9 +263,8 @@ class HostStore:
         device: device of the layers.
         meter: meter of the bytes held on the device.
         parameters: tensors that are never offloaded.
-        limit_bytes: limit of the host memory in use. A layer that does not fit stays on the device;
-            the first time, a warning is logged.
-        beside: store of another stage of the rank, with which this store shares the limit; or None.
+        memory: host memory of the rank; None: unlimited memory of this stage alone. If it is full,
+            a warning is logged the first time.
     """
 
     def __init__(
@@ -266,11 +272,10 @@ class HostStore:
         device: torch.device,
         meter: Meter | None = None,
         parameters: Iterable[Tensor] = (),
-        limit_bytes: float = math.inf,
-        beside: "HostStore | None" = None,
+        memory: HostMemory | None = None,
     ):
         self.device = device
-        self._taken: _Taken = _Taken(limit_bytes) if beside is None else beside._taken
+        self.memory = HostMemory() if memory is None else memory
         self.meter: Meter = NoMeter() if meter is None else meter
         self._parameters = {p.untyped_storage()._cdata for p in parameters}
         self._copies: Any = None
@@ -278,21 +283,6 @@ class HostStore:
         self._offloaded: dict[int, list[OffloadedLayer]] = {}
         self._leaving: deque[OffloadedLayer] = deque()
         self._reported = False
-
-    @property
-    def limit_bytes(self) -> float:
-        """Limit of the host memory in use, in bytes."""
-        return self._taken.limit_bytes
-
-    @property
-    def bytes(self) -> int:
-        """Host memory in use, in bytes."""
-        return self._taken.bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """Peak of the host memory in use since ``begin``, in bytes."""
-        return self._taken.peak_bytes
 
     def __len__(self) -> int:
         return len(self._offloaded)
@@ -309,8 +299,8 @@ class HostStore:
         return tensor.untyped_storage()._cdata in self._parameters
 
     def begin(self) -> None:
-        """Reset ``peak_bytes`` at the start of an iteration."""
-        self._taken.peak_bytes = self._taken.bytes
+        """Reset the memory's peak at the start of an iteration."""
+        self.memory.peak_bytes = self.memory.bytes
 
     @contextmanager
     def layer(self, chunk: int, shared: Callable[[Tensor], bool]) -> Iterator[None]:
@@ -359,8 +349,9 @@ class HostStore:
         """
         sizes = list(_sizes(nbytes))
         taken = sum(sizes)
-        if self.bytes + taken > self.limit_bytes:
-            self._say_full(taken, f"{self.limit_bytes / 2**30:.4g} GiB may be taken")
+        memory = self.memory
+        if memory.bytes + taken > memory.limit_bytes:
+            self._say_full(taken, f"{memory.limit_bytes / 2**30:.4g} GiB may be taken")
             return None
         try:
             tensors = [
@@ -370,13 +361,13 @@ class HostStore:
         except (MemoryError, RuntimeError) as error:
             self._say_full(taken, first_line(error))
             return None
-        self._taken.bytes += taken
-        self._taken.peak_bytes = max(self.peak_bytes, self.bytes)
+        memory.bytes += taken
+        memory.peak_bytes = max(memory.peak_bytes, memory.bytes)
         return tensors
 
     def free(self, offloaded: OffloadedLayer, nbytes: int) -> None:
         """Subtract ``nbytes`` from the host memory in use, and remove ``offloaded``."""
-        self._taken.bytes -= nbytes
+        self.memory.bytes -= nbytes
         of_chunk = self._offloaded[offloaded.chunk]
         of_chunk.remove(offloaded)
         if not of_chunk:
@@ -388,7 +379,7 @@ class HostStore:
                 "no memory on the host for %.1f MiB that a layer saved, %.1f MiB are taken (%s): "
                 "it stays on the device; see --epp-host-memory-gib. Said once",
                 nbytes / 2**20,
-                self.bytes / 2**20,
+                self.memory.bytes / 2**20,
                 why,
             )
         self._reported = True

@@ -117,9 +117,9 @@ def execute(case: Case, order: Order, runtime: Runtime = Runtime()) -> list[list
             if order.name == "late" and len(begun) == 1 and links.received and not links.staged:
                 assert links.oldest_arriving() is not None, "the device waits, and nobody says so"
 
-        hosts, computes = [], {}
+        memory, hosts, computes = runtime.host_store.HostMemory(), [], {}
         for stage in plan.stages_of(place):
-            hosts.append(runtime.host_store.HostStore(CUDA, beside=hosts[-1] if hosts else None))
+            hosts.append(runtime.host_store.HostStore(CUDA, memory=memory))
             letters = drawn_letters(stage, case.seed)
             computes[stage] = Stage(plan, stage, CUDA, hosts[-1], letters, together, at)
         timer = runtime.clock.CudaClock()
@@ -131,7 +131,7 @@ def execute(case: Case, order: Order, runtime: Runtime = Runtime()) -> list[list
             programs[rank], compute, links, Store({}), timer, NoMeter(), CurrentOp(place)
         ).run()
         assert all(record.start <= record.stop for record in records)
-        assert not any(len(host) or host.bytes for host in hosts)
+        assert not any(map(len, hosts)) and not memory.bytes
         for tensor in (one for compute in computes.values() for one in compute.handed):
             tensor.detach().fill_(float("nan"))  # every message has left
         return {

@@ -9,6 +9,7 @@ from torch import Tensor
 from megatron_epp.runtime.host_store import (
     LEAST_BLOCK,
     LEAST_BYTES,
+    HostMemory,
     HostStore,
     OffloadedLayer,
 )
@@ -75,7 +76,7 @@ def gradient(letters: str, host: HostStore) -> Tensor:
     for chunk, y in ((1, second), (0, first)):
         host.prefetch(chunk)
         y.square().sum().backward()
-    assert len(host) == host.bytes == 0
+    assert len(host) == host.memory.bytes == 0
     assert x.grad is not None
     return x.grad
 
@@ -96,7 +97,7 @@ def test_two_layers_at_most_are_on_the_device() -> None:
         y = forward(host, 0, "oooo", x, lambda: held.append(meter.now))
         assert [now / SAVED for now in held] == [1, 2, 2, 2]
         assert meter.now == 0
-        assert host.bytes == host.peak_bytes == 4 * SAVED
+        assert host.memory.bytes == host.memory.peak_bytes == 4 * SAVED
         held.clear()
         for hooked in _nodes(y):
             hooked.register_prehook(lambda *gradients: held.append(meter.now))
@@ -106,7 +107,7 @@ def test_two_layers_at_most_are_on_the_device() -> None:
         # Before each layer's turn: what is behind it is gone, itself on its way.
         assert [now / SAVED for now in held] == [1, 1, 1, 1]
         assert meter.op_peak() == 2 * SAVED
-        assert meter.now == host.bytes == 0
+        assert meter.now == host.memory.bytes == 0
 
 
 def _nodes(y: Tensor):
@@ -179,9 +180,9 @@ def _layer_in_force() -> OffloadedLayer:
 
 def test_where_the_host_has_no_room_a_layer_stays(caplog) -> None:
     kept = gradient("kkk", store())
-    host = store(limit_bytes=SAVED + LEAST_BLOCK)  # of the first layer alone
+    host = store(memory=HostMemory(SAVED + LEAST_BLOCK))  # of the first layer alone
     assert torch.equal(gradient("oko", host), kept)
-    assert host.peak_bytes == SAVED
+    assert host.memory.peak_bytes == SAVED
     (said,) = caplog.messages
     assert "no memory on the host for 0.1 MiB that a layer saved" in said
     assert "--epp-host-memory-gib" in said
@@ -197,7 +198,7 @@ def test_where_the_host_gives_no_memory_a_layer_stays(monkeypatch, caplog) -> No
     with monkeypatch.context() as patched:
         patched.setattr(torch, "empty", none_left)
         assert torch.equal(gradient("oko", host), kept)
-    assert host.peak_bytes == 0
+    assert host.memory.peak_bytes == 0
     (said,) = caplog.messages
     assert "0.0 MiB are taken (MemoryError)" in said
 
@@ -207,7 +208,7 @@ def test_a_layer_of_small_tensors_stays_and_is_none_the_less_finished() -> None:
     host = store(Late())
     x = torch.ones(4, requires_grad=True)
     forward(host, 0, "oo", x).sum().backward()
-    assert len(host) == host.peak_bytes == 0
+    assert len(host) == host.memory.peak_bytes == 0
     mixed, y = inputs(), None
     with host.layer(1, nobodys):
         y = mixed.tanh()
@@ -216,7 +217,7 @@ def test_a_layer_of_small_tensors_stays_and_is_none_the_less_finished() -> None:
     host.wait()
     host.prefetch(1)
     z.sum().backward()
-    assert len(host) == host.bytes == 0 < host.peak_bytes
+    assert len(host) == host.memory.bytes == 0 < host.memory.peak_bytes
 
 
 def test_what_was_abandoned_is_forgotten() -> None:
@@ -231,7 +232,7 @@ def test_what_was_abandoned_is_forgotten() -> None:
             raise MemoryError
         host.prefetch(0)
         host.clear()
-        assert len(host) == host.bytes == 0
+        assert len(host) == host.memory.bytes == 0
         del y, z
         gc.collect()
         assert meter.now == 0

@@ -29,7 +29,7 @@ from megatron_epp.mcore.model.stage import (
     sum_reports,
 )
 from megatron_epp.runtime.executor import Failure
-from megatron_epp.runtime.host_store import HostStore
+from megatron_epp.runtime.host_store import HostMemory, HostStore
 from megatron_epp.runtime.kv_store import StageStores
 from megatron_epp.runtime.memory_meter import Meter
 from megatron_epp.runtime.program_runner import ProgramRunner
@@ -134,10 +134,9 @@ class StageRunner:
         # Step 5: create the runner of every stage of this rank, with its tokens, K/V store, host
         # store and LM head.
         computes: dict[int, ModelStage] = {}
-        host: HostStore | None = None
+        memory = HostMemory(self.host_bytes)
         with ExitStack() as stack:
             for number, (stage, model) in enumerate(zip(self.stages, models, strict=True)):
-                host = HostStore(device, self.meter, model.parameters(), self.host_bytes, host)
                 builder = ChunkBatchBuilder(
                     plan,
                     slices,
@@ -158,7 +157,7 @@ class StageRunner:
                     plan,
                     store_for(plan, slices, self.stores_last_slice),
                     self.fused_head,
-                    host,
+                    HostStore(device, self.meter, model.parameters(), memory),
                     head_for(model, plan, stage, shapes, self.meter),
                 )
                 reserve_exchange(stage_object, block, self.row_shard)
@@ -170,10 +169,9 @@ class StageRunner:
             links = self.programs.links(shapes, dtype)
             records, failure = self.programs.run(program, computes, store, links, self.meter)
         # Step 8: sum the tokens and reports of the stages.
-        assert host is not None, "a rank has at least one stage"
         tokens = sum((compute.tokens for compute in computes.values()), 0)
         reports = [one for compute in computes.values() for one in sum_reports(compute.reports)]
-        return StageRun(plan, records, reports, tokens, failure, host.peak_bytes)
+        return StageRun(plan, records, reports, tokens, failure, memory.peak_bytes)
 
     def flop_boundaries(self, plan: Plan) -> Tensor:
         """Return cumulative lengths that have the tokens and attention pairs of ``plan``.
