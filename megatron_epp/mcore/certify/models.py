@@ -129,7 +129,6 @@ def elastic_models(
     args: Namespace,
     install: Callable[[Any], None],
     lora_rank: int = 0,
-    around: Callable[[Any], Any] | None = None,
 ) -> list[Any]:
     """Return this rank's stage modules, wrapped in DDP and configured as in Megatron's ``train``.
 
@@ -140,15 +139,12 @@ def elastic_models(
         install: Function that adds the job's hooks to the model configuration. These hooks run
             after the hooks that add adapters.
         lora_rank: Rank of the LoRA adapters; 0 for no adapters.
-        around: Function that converts or wraps Megatron's model to test another class.
     """
     description = described(args)
     fix_layer_spec(description)
     description.pre_wrap_hooks.append(partial(_make_double, args))
     if lora_rank:
         description.pre_wrap_hooks.append(lambda models: [adapt(one, lora_rank) for one in models])
-    if around is not None:
-        description.pre_wrap_hooks.append(lambda models: [around(one) for one in models])
     install(description)
     place_parts(description, args)
     models = description.get_builder_cls()(description).build_distributed_models(

@@ -77,12 +77,14 @@ class LoopRank(WatchedRank):
     def build(self) -> list[Any]:
         self.ran: list[CallRecord] = []
         kind, frame = self.trial.loop_model, self.frame
-        models = elastic_models(
-            self.args,
-            lambda description: None,
-            self.trial.lora_rank,
-            None if kind is None else AROUND[kind],
-        )
+
+        def wrap(description: Any) -> None:
+            if kind is not None:
+                description.pre_wrap_hooks.append(
+                    lambda models: [AROUND[kind](one) for one in models]
+                )
+
+        models = elastic_models(self.args, wrap, self.trial.lora_rank)
         get_model_config(models[0]).variable_seq_lengths = True
         Installation(Settings(make_plans=self._plans, observe=self.ran.append))
         adapter = PixelSamples(loop_loss) if frame.pixels else Samples(loop_loss)
