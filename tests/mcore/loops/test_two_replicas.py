@@ -12,7 +12,7 @@ RANKS = 4
 
 def test_slices_compute_what_megatrons_schedule_does(answers) -> None:
     for answer in answers:
-        assert answer["attached"].endswith("; experts compute chunks whole, not in halves")
+        assert answer["attached"].endswith("; experts do not compute chunks in halves")
         assert answer["equal"] < 1e-12 and answer["whole"] < 1e-12
     plans = tuple(Plan.parse(answer["plan"]) for answer in answers[:2])
     check_op_template(plans)

@@ -118,8 +118,8 @@ class MoEKind(LayerKind):
 
     @override
     def left_out_of_loops(self, config: Any) -> str:
-        whole = has_experts(config) and halves_chunks(config)
-        return "; experts compute chunks whole, not in halves" * whole
+        unsplit = has_experts(config) and halves_chunks(config)
+        return "; experts do not compute chunks in halves" * unsplit
 
     @override
     def replays(self, config: Any) -> bool:
