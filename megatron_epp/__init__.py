@@ -7,7 +7,7 @@ __version__ = "0.1.0"  # pyproject.toml and the test of CITATION.cff read it her
 
 
 def add_arguments(parser: Any) -> Any:
-    """Add the ``--epp`` flags to Megatron's parser, as an ``extra_args_provider``.
+    """Add the ``--epp`` flags to Megatron's ``parser`` and return it (an ``extra_args_provider``).
 
     Example::
 
@@ -106,8 +106,9 @@ def log_probs(
         Both are differentiable. On other stages, the model's output.
 
     Raises:
-        ValueError: if labels are not [B, S], or the LM head has a bias or adapters, or the
-            model has multi-token prediction.
+        ValueError: on the last stage, labels are None or not [B, S], the temperature is not
+            positive or does not expand to [B, S], the LM head has a bias or adapters, or the model
+            has multi-token prediction.
 
     Example::
 
@@ -200,9 +201,9 @@ def attach(
             estimated from the model's shape. Plans then choose the recomputed layers of every stage
             and chunk, in place of the model's own recompute of whole layers. None: the model's own
             recompute applies, and the limit is the number of tokens that Megatron's 1F1B holds.
-        share_from: least number of equal tokens and labels with which documents of a micro-batch
-            begin for this prefix to be computed once, such as the prompt of several answers; 0
-            disables sharing.
+        share_from: minimum length in tokens of a prefix that documents of a micro-batch share, such
+            as the prompt of several answers. Such a prefix, with equal tokens and labels, is
+            computed once. 0 disables sharing.
         timeout: ``datetime.timedelta`` for which a rank waits for another rank; default 10 minutes.
         observe: function that is called after every call of the schedule, with the call's plan,
             records and memory peak (mcore/loops/settings.py). This and ``timeout`` apply to all

@@ -64,7 +64,8 @@ class PlannerPool:
     def ahead(self) -> int:
         """Number of iterations to plan ahead, each in its own process.
 
-        Enough that training does not wait for the slowest recent plan, but at most ``most``.
+        The number is large enough that training does not wait for a plan as slow as the slowest
+        recent one. It is at most ``most``, and 1 until a plan and an iteration have been timed.
         """
         if not (self._planning and self._iterations):
             return 1

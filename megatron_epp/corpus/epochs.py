@@ -21,7 +21,9 @@ def epoch_order(documents: int, seed: int, epoch: int) -> np.ndarray:
 
 
 class Epochs:
-    """Epochs of a corpus.
+    """Order of a corpus's documents: an endless sequence of epochs.
+
+    Every epoch is a random permutation of the documents. Recently used epochs are cached.
 
     Args:
         documents: number of documents of an epoch.

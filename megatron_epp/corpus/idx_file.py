@@ -65,9 +65,12 @@ class CorpusFiles:
 def examine(prefix: str) -> CorpusFiles:
     """Read the index of a corpus and check it against the size of its ``.bin``; do not read tokens.
 
+    Args:
+        prefix: path of the corpus without ``.idx`` or ``.bin``.
+
     Raises:
-        ValueError: a file is missing, the ``.idx`` is not an index, all sequences are empty, or the
-            two files do not match.
+        ValueError: a file is missing; the ``.idx`` is not an index, is damaged, or has another
+            version or token type; all sequences are empty; or the two files do not match.
     """
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
     if not index.is_file():

@@ -340,9 +340,9 @@ def without_states(measured: Profile) -> Profile:
 
 
 def budgeted(profile: Profile) -> Profile:
-    """Return ``profile`` with the bytes that the memory budget of training covers.
+    """Return ``profile`` without the bytes that the memory budget of training does not count.
 
-    On a GPU the budget covers all bytes; on a CPU it covers the bytes of chunks only.
+    On a GPU the budget counts all bytes. On a CPU it does not count the model states.
     """
     return without_states(profile) if is_of_cpu(profile) else profile
 

@@ -17,8 +17,8 @@ class Chunk:
     - Split: one slice of a long document.
     - Hybrid: one slice of a long document and whole short documents.
 
-    A document appears at most once in a chunk. A chunk may have no spans (``-`` in text); every
-    stage runs its ops, too. A replica gets such empty chunks if it has no documents, or if replicas
+    A document appears at most once in a chunk. A chunk may be empty (``-`` in text); every stage
+    still runs the chunk's ops. A replica gets empty chunks if it has no documents, or if replicas
     that run in lockstep with it (ir.step) have more chunks.
 
     With context parallelism a chunk has the same number of rows on each rank: the rank's shards of

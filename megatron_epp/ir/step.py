@@ -231,11 +231,11 @@ class StepPart:
         return _lengths(self.plan_of(replica), self.ends_of(replica))
 
     def samples_of(self, replica: int) -> Numbers:
-        """Return, for each document of the plan of ``replica``, the batch's documents that hold it.
+        """Return which documents of the batch contain each document of the plan of ``replica``.
 
-        They have the order of :meth:`documents_of`. Tokens of the plan's document are read from the
-        first. Without shared tokens, document d of the plan is held by ``documents_of(replica)[d]``
-        alone.
+        They have the order of :meth:`documents_of`; tokens of the plan's document are read from the
+        first of them. Without shared tokens, only ``documents_of(replica)[d]`` contains document d
+        of the plan.
 
         Raises:
             PlanError: a document of the plan continues a part of another, whose tokens are then of

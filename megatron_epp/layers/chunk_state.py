@@ -114,13 +114,16 @@ class ChunkState:
 
 
 def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = ALL_RANKS) -> tuple[Rows, ...]:
-    """Return the rows of a chunk's spans that are on one rank, or sharded over all ranks.
+    """Return the rows of those spans of a chunk that one rank computes alone, or that are sharded.
+
+    Rows are counted from 0 over the returned spans, before any sharding.
 
     Args:
         plan: the plan.
         slices: slices of the plan.
         chunk: number of the chunk.
-        rank: context-parallel rank; ALL_RANKS for sharded spans.
+        rank: context-parallel rank that computes the spans alone; ALL_RANKS for the spans that are
+            sharded over all context-parallel ranks.
     """
     rows, start = [], 0
     boundaries = slices.boundaries

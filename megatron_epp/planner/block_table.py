@@ -37,8 +37,8 @@ class BlockLoads(Loads):
 class TreeBlockLoads(BlockLoads, TreeLoads):
     """Loads of a block whose replicas have documents that continue others.
 
-    A cached document of the block begins with a chunk in which documents of its replicas begin, and
-    is read by the readers of all of these.
+    A cached document of the block begins in the chunk in which cached documents of its replicas
+    begin. Its readers are the readers of all these documents.
     """
 
     @classmethod

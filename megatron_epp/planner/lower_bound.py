@@ -89,7 +89,7 @@ def block_bound_seconds(
     Some replica has at least the mean work, and some replica has the longest document.
 
     Args:
-        lengths: document lengths in descending order.
+        lengths: [documents] document lengths in tokens, in descending order.
         cost: cost model, including the stages and parallel degrees.
         width: number of replicas.
         local: whether documents may run on one context-parallel rank; only for a single replica.

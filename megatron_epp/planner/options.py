@@ -88,7 +88,7 @@ def with_effort(options: Options, documents: int, seconds: float) -> Options:
 def default_levers(device: str, host_memory: bool = False) -> frozenset[str]:
     """Return the levers that training uses by default on the named ``device``.
 
-    ``host_memory``: whether the host memory for offloading is known.
+    ``host_memory`` is whether the host memory for offloading is known.
     """
     on_cpu = device.partition(":")[0] == "cpu"  # "cpu", or "cpu: its processor"
     return TRAINING_LEVERS | ({"offload"} if host_memory and not on_cpu else frozenset())

@@ -93,8 +93,9 @@ class Planner:
     def plan_forest(self, forest: PrefixForest, cost: Cost, options: Options) -> PlannedBlock:
         """Plan the sequences of ``forest``, as :meth:`plan_block`; shared tokens run once.
 
-        Replicas in lockstep share tokens each for itself. If the result would be slower, or if this
-        planner does not share tokens, sequences are planned without sharing.
+        Every replica of a lockstep group computes once what its own sequences share. If the result
+        would be slower, or if this planner does not share tokens, sequences are planned without
+        sharing.
 
         Raises:
             PlanError: if a sequence alone does not fit in memory.

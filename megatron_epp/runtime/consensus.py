@@ -80,7 +80,7 @@ def same_digests(bounds: Sequence[float]) -> bool:
 
 
 def require_same(facts: Mapping[str, str], group: dist.ProcessGroup, expected: str) -> None:
-    """All-gather and compare the ``facts`` that ranks of ``group`` see. Collective, on the host.
+    """Compare the ``facts`` that ranks of ``group`` see. Collective, on the host.
 
     Args:
         facts: for each flag or folder, a text that describes its state on this rank.

@@ -119,7 +119,7 @@ class Store:
     def context(
         self, layer: int, document: int, stop: int, start: int = 0
     ) -> tuple[Tensor, Tensor]:
-        """Return views of the cached K and V of tokens [start, stop).
+        """Return views [stop - start, groups, head size] of the cached K and V of a document.
 
         Args:
             layer: number of the layer.
@@ -145,8 +145,8 @@ class Store:
             layer: number of the layer.
             document: number of the document.
             start: first row.
-            key_grad_PGD: gradients of the keys.
-            value_grad_PGD: gradients of the values.
+            key_grad_PGD: gradients of the keys [P, groups, head size].
+            value_grad_PGD: gradients of the values [P, groups, head size].
         """
         kept = self._kept[layer, document]
         if kept.key_grad_CGD is None:
@@ -160,13 +160,16 @@ class Store:
         kept.value_grad_CGD[rows] += value_grad_PGD
 
     def add_gradient(self, layer: int, document: int, key_grad_PGD: Tensor, value_grad_PGD: Tensor):
-        """Add the gradients of K and V of a document's first P tokens, from a later slice.
+        """Add the gradients, from a later slice, of the K and V of a document's first P tokens.
+
+        The last slice calls first, with P equal to ``context_tokens[document]``. If other documents
+        continue the document, calls may come in any order.
 
         Args:
             layer: number of the layer.
             document: number of the document.
-            key_grad_PGD: gradients of the keys.
-            value_grad_PGD: gradients of the values.
+            key_grad_PGD: gradients of the keys [P, groups, head size].
+            value_grad_PGD: gradients of the values [P, groups, head size].
         """
         kept, is_last_slice = self._kept[layer, document], False
         if kept.key_grad_CGD is None:
@@ -190,6 +193,8 @@ class Store:
 
     def gradient(self, layer: int, document: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return views of the accumulated gradients of the K and V of tokens [start, stop).
+
+        Each has the shape [stop - start, groups, head size].
 
         Args:
             layer: number of the layer.

@@ -14,8 +14,8 @@ from megatron_epp.ir import Message, Payload
 def message_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Return the device of the buffers with which ``group`` transfers tensors of ``device``.
 
-    gloo sends only host memory. gloo is thus slow for GPU tensors, but allows several ranks to
-    share a GPU, which NCCL refuses.
+    gloo sends and receives tensors in host memory only. It is therefore slow for GPU tensors, but
+    allows several ranks to share a GPU, which NCCL refuses.
     """
     if device.type != "cpu" and group._get_backend(device).name() == "gloo":
         return torch.device("cpu")

@@ -30,7 +30,7 @@ class NemoSamples(TokenSamples):
         super().__init__(_tokens_of)
 
     def sliced(self, forward_step: Callable[..., Any], model: Any) -> Callable[..., Any]:
-        """Return the forward step of slices.
+        """Return the forward step that computes slices in place of the loop's ``forward_step``.
 
         Raises:
             ValueError: The forward step is not NeMo-RL's, or slices do not support its settings.

@@ -73,7 +73,7 @@ def before_train_step(
 ) -> None:
     """Patch the model to compute slices (slime's --custom-megatron-before-train-step-hook-path).
 
-    The first call patches; later calls change nothing. slime calls this hook with these arguments:
+    The first call patches the model; later calls change nothing. slime passes all arguments.
 
     Args:
         args: slime's arguments.

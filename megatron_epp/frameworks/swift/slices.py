@@ -41,14 +41,14 @@ class SwiftPacks:
     def rows(
         self, micro_batch: Any, document: int, start: int, stop: int
     ) -> Mapping[str, Tensor | None]:
-        """Return tokens [start, stop) of a document and their labels: [1, t] each."""
+        """Return tokens [start, stop) of a document and their labels: [1, stop - start] each."""
         packed = _with_boundaries(micro_batch)
         first, _ = documents_of(packed)[document]
         rows = slice(None), slice(first + start, first + stop)
         return parts_of(packed, ("input_ids", "labels"), rows)
 
     def sliced(self, forward_step: Callable[..., Any], model: Any) -> Callable[..., Any]:
-        """Return the forward step of slices.
+        """Return the forward step that computes slices in place of the loop's ``forward_step``.
 
         Raises:
             ValueError: The forward step is not MegatronTrainer's, or slices do not support the

@@ -72,7 +72,7 @@ class VerlSamples(TokenSamples):
         return {**tensors, "temperature": divisor}
 
     def sliced(self, forward_step: Callable[..., Any], model: Any) -> Callable[..., Any]:
-        """Return the forward step of slices.
+        """Return the forward step that computes slices in place of the loop's ``forward_step``.
 
         Raises:
             ValueError: The forward step is not verl's, or slices do not support its settings.

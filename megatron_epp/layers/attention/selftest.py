@@ -131,7 +131,7 @@ def errors(
 
     Args:
         kernel: the kernel.
-        lengths: (queries, keys) of the documents.
+        lengths: (number of queries, number of keys) of every document.
         heads: number of query heads.
         groups: number of key heads.
         sizes: (head size of queries and keys, head size of values).

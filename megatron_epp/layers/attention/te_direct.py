@@ -114,7 +114,12 @@ def _same(recorded: Any, expected: Any) -> bool:
 def alike(call: Operands, backward: bool) -> tuple[Any, ...]:
     """Return a dictionary key; the module chooses the same kernel for calls with equal keys.
 
-    Such calls have the same dtype. Their numbers of documents, and their longest lengths, round up
-    to the same powers of two.
+    Such calls have the same dtype. Their numbers of documents, and their longest query and key
+    lengths, round up to the same powers of two. In both calls or in neither, the longest query and
+    key lengths are equal.
+
+    Args:
+        call: the call.
+        backward: whether a backward follows.
     """
     return call.q_THD.dtype, backward, call.cu_seqlens.powers

@@ -39,7 +39,8 @@ def wrap_layer(
         index: number of the layer in the stage.
         state_of: function that returns the chunk's state from the keyword arguments.
         checkpoint: function that runs another function and saves only its input.
-        dropped: registry of the layer's dropped outputs; every forward sets its ``modules``.
+        dropped: registry of the outputs that the layer drops in forward and recomputes in backward.
+            A forward with a selective recompute mode sets its ``modules``.
     """
 
     @wraps(forward)

@@ -132,7 +132,7 @@ def elastic_models(
 ) -> list[Any]:
     """Return this rank's stage modules, wrapped in DDP and configured as in Megatron's ``train``.
 
-    See Megatron's training/training.py:3530.
+    See ``train`` in megatron/training/training.py (about line 3530 in Megatron 0.19.2).
 
     Args:
         args: Megatron's args.

@@ -31,7 +31,7 @@ class ReplacedFlags:
         by: Text for the warning, which says what replaces the flags.
         neutral: Function (args) -> values without effect, by name. A name that is not in the
             result is reset to the parser's default.
-        same: Function that returns whether results are equal without the flags. If not, the parser
+        same: Function (args) -> whether results are equal without the flags. If not, the parser
             keeps the flags, and the table of unsupported features refuses them.
         default_too: Whether the parser's default values are also reset, with a warning.
         untyped: Whether the parser resets the flags only if the user has not typed them.

@@ -227,7 +227,9 @@ def _holds_mtp(args: argparse.Namespace, vp_stage: int | None) -> bool:
 def datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
     """Return the training, validation and test sets.
 
-    ``samples`` are the minimum numbers of samples of the three sets.
+    ``samples`` are the minimum numbers of samples of the three sets; None means one epoch.
+    ``vp_stage`` is the virtual pipeline stage for which the sets are built; None without virtual
+    stages.
 
     Raises:
         ValueError: A corpus file is missing or damaged, or the job evaluates without data.

@@ -117,8 +117,9 @@ def block_group(
 def layer_groups(holder: Any) -> list[dist.ProcessGroup]:
     """Return this rank's groups in which layers communicate.
 
-    ``holder`` describes the model: Megatron's args, a configuration, or None. The model's layer
-    kinds may add groups.
+    ``holder`` is Megatron's args or a model configuration, from which the layer kinds decide which
+    groups to add, such as expert-parallel groups. With None, only the tensor- and context-parallel
+    groups are returned.
     """
     groups = [mpu.get_tensor_model_parallel_group(), mpu.get_context_parallel_group()]
     return groups + [group for part in LAYER_KINDS for group in part.layer_groups(holder)]

@@ -25,9 +25,10 @@ _EMULATED = ("fp8", "transformer_impl")  # what a CPU emulates with Transformer 
 class Limit:
     """Feature that training with --epp, slices of external loops or CPU-only hosts do not support.
 
-    A test is either the names of settings, separated by blanks, one of which must be set, or a
-    function. The function may also return the reason of the refusal; by default, the reason is
-    made of ``what`` and ``instead``.
+    A test is either a string of setting names separated by spaces, or a function. The string is
+    true if any of the settings is set. The function returns whether the feature is used, or the
+    reason for the refusal as a string. By default, the reason is built from ``what`` and
+    ``instead``.
 
     Attributes:
         what: Description of the feature, with its flags.
@@ -35,11 +36,13 @@ class Limit:
         training: Test of args; --epp refuses the flags.
         slices: Test of the model of an external training loop, which ``attach`` then refuses; with
             ``of_call``, test of a call of the loop, which Megatron's own schedule then runs.
-            Instead of names, {setting of the configuration: its description}. True applies
-            the test ``training`` to the model's configuration.
+            A dict {setting of the configuration: description} refuses the first setting that is
+            set, and gives its description as the reason. True applies the test ``training`` to the
+            model's configuration. None refuses nothing.
         no_gpu: {setting of args: what to do instead}; CPU-only hosts refuse these settings.
-        typed: Whether --epp refuses the flags if the user has typed them. If false, typed flags are
-            removed with a warning (replaced.py), and refused only if they were set in another way.
+        typed: Whether --epp refuses the flags on the command line. If False, flags on the command
+            line are reset with a warning (replaced.py); flags that a checkpoint or a script sets
+            are refused.
         of_call: Whether ``slices`` is a test of each call of a loop.
     """
 

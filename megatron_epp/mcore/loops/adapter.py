@@ -231,7 +231,7 @@ def forest_of(
         micro_batch: The micro-batch.
         number: Number of the micro-batch, used in messages.
         most: Maximum number of tokens of a document.
-        least: Minimum number of tokens of a shared prefix; 0 disables sharing. Without effect if
+        least: Minimum number of tokens of a shared prefix; 0 disables sharing. It has no effect if
             the adapter has a function ``prefixes``.
 
     Raises:

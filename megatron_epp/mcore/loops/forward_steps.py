@@ -22,9 +22,9 @@ from megatron_epp.runtime.memory_meter import out_of_memory
 class ForwardSteps:
     """Runs of the loop's forward step on the chunks of a plan.
 
-    If replicas run in lockstep, the others wait in the experts of each op. If the loop's own code
-    fails before or after the layers, this class therefore goes on without that code. ``error`` is
-    then the first error, and all outputs are invalid.
+    If replicas run in lockstep, each waits for the others in the expert layers of every op. If the
+    loop's own code fails before or after the layers, this class therefore runs the layers without
+    that code. ``error`` is then the first error, and all outputs are invalid.
 
     Args:
         call: The call.
@@ -71,7 +71,7 @@ class ForwardSteps:
         Args:
             chunk: Number of the chunk.
             params: Parameters of the chunk for the layers.
-            later: Whether the loss of the chunk's micro-batch follows a later chunk.
+            later: Whether the loss of the chunk's micro-batch is computed after a later chunk.
         """
         front, attached = None, self.attached
         attached.output = output = None

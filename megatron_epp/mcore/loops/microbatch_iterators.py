@@ -33,8 +33,9 @@ class MicroBatches:
     def item(self, number: int) -> Any:
         """Return micro-batch ``number``, which stays cached until :meth:`let_go`.
 
-        All micro-batches up to ``number`` are drawn from the source and cached. For a source with
-        an offset, nothing is drawn. The result then reads the source at the micro-batch's offset.
+        All micro-batches up to ``number`` are drawn from the source and cached. If the source has
+        an attribute ``offset``, nothing is drawn: the result reads the source at the offset of the
+        micro-batch.
 
         Raises:
             ValueError: The source ends before this micro-batch.
@@ -59,7 +60,7 @@ class MicroBatches:
     def finish(self) -> None:
         """Advance ``source.offset`` past the call's micro-batches, as Megatron's schedule would.
 
-        A source without an offset does not change.
+        A source without an attribute ``offset`` does not change.
         """
         if draws_by_offset(self.source):
             self.source.offset = self._place(self.count)

@@ -142,11 +142,12 @@ class ModelPipeline:
         return self.plans[key]
 
     def slowest(self, every: Sequence[tuple[int, np.ndarray]], sizes_3C: np.ndarray) -> np.ndarray:
-        """Return the rates of every stage, [stages, op kinds, 3], of its slowest rank in the call.
+        """Return the rates [stages, op kinds, 3] of the slowest rank of every stage in the call.
 
         Args:
-            every: (pipeline rank, rates) of all ranks that planned the call together.
-            sizes_3C: Tokens, query-key pairs and 1 for every chunk of the call.
+            every: (pipeline rank, rates [op kinds, 3]) of all ranks that planned the call together.
+                Rates are seconds per token, per query-key pair and per op.
+            sizes_3C: [3, chunks] tokens, query-key pairs and 1 of every chunk of the call.
         """
         totals_3 = sizes_3C.sum(axis=1)
         of_stages = [[rates for rank, rates in every if rank == s] for s in range(self.stages)]
@@ -178,7 +179,8 @@ class Pipelines:
             ranks: Number of pipeline ranks.
 
         Raises:
-            LoopRefusal: A rank cannot set up its stage; as do the others of :func:`exchange`.
+            LoopRefusal: A rank cannot set up its stage.
+            LoopFailed: Another rank failed while it set up its stage (:func:`exchange`).
         """
         alone = ranks == 1 and lockstep_of(call.config) == 1
         group = None if alone else mpu.get_pipeline_model_parallel_group()
@@ -194,7 +196,9 @@ class Pipelines:
         return pipeline
 
     def agreed(self, call: LoopCall, reason: str | None) -> str | None:
-        """Return the first reason of a replica in lockstep why Megatron runs the call. Collective.
+        """Return the reason why Megatron's schedule must run the call on all replicas in lockstep.
+
+        It is the first reason that a rank gives, or None if a plan can run the call. Collective.
 
         Args:
             call: The call.

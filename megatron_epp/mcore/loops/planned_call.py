@@ -41,7 +41,12 @@ class PlannedCall:
     def result(self) -> list[Any]:
         """Run the call and return Megatron's forward_data_store.
 
-        In training, gradients are finalised. Raises LoopRefusal, LoopFailed, or the loop's errors.
+        In training, gradients are finalised.
+
+        Raises:
+            LoopRefusal: No schedule can run the call.
+            LoopFailed: Another rank failed; the loop's own errors are raised on the ranks that have
+                them.
         """
         call, config = self.call, self.call.config
         replicas = self._read()

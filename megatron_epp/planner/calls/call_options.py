@@ -61,10 +61,11 @@ class CallOptions:
 def bytes_of_1f1b(
     tokens: Sequence[int], stages: int, token_bytes: Sequence[float] = ()
 ) -> np.ndarray:
-    """Return the maximum memory of each stage in Megatron's 1F1B, in the caller's order [stages].
+    """Return the maximum memory [stages] of Megatron's 1F1B, which keeps the caller's order.
 
     Stage s of n stages holds at most n - s micro-batches. The result is the largest sum of n - s
-    consecutive micro-batches, in tokens, or in bytes if ``token_bytes`` [stages] is given.
+    consecutive entries of ``tokens`` (one per micro-batch). It is in tokens, or in bytes if
+    ``token_bytes`` [stages] is given.
     """
     ends = np.concatenate(([0], np.cumsum(tokens)))
     widths = [min(stages - stage, len(tokens)) for stage in range(stages)]

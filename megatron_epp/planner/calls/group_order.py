@@ -109,7 +109,7 @@ def best_order(
 
     Args:
         problem: the scheduling problem in the caller's order.
-        sizes: number of chunks of every group (micro-batch).
+        sizes: [groups] number of chunks of every group (micro-batch).
         split: whether backwards may be split into I and W.
         reorder: whether groups may run in another order.
         ops: number of ops that the search may simulate.
@@ -139,7 +139,7 @@ class GroupSearch:
 
     Args:
         problem: the scheduling problem in the caller's order.
-        sizes: number of chunks of every group (micro-batch).
+        sizes: [groups] number of chunks of every group (micro-batch).
         left: number of ops that may still be simulated.
     """
 

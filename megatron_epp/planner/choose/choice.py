@@ -56,7 +56,7 @@ class Way:
         return self.unlike(None)
 
     def unlike(self, other: "Way | None") -> str:
-        """Return a description of the fields that differ from ``other``; None: of all fields."""
+        """Describe the fields that differ from ``other``, or all fields if ``other`` is None."""
         parts = []
         if other is None or self.placement != other.placement:
             parts.append("one stage a rank" if self.placement == EVENLY else self.placement)
@@ -199,9 +199,9 @@ def run_choice(
             prefixes, which the planner computes once if it can.
         options: planner options, such as levers and effort.
         planner: name of the planner.
-        placements: names of the placements to try besides the stages of ``cost``, each with the
-            layers that ``cost`` or an even division has, and with layers that balance the ranks'
-            time; empty: the stages and layers of ``cost`` stay.
+        placements: names of the placements to try besides the stages of ``cost``. Each is tried
+            with the layers of ``cost`` or an even division, and with layers that balance the ranks'
+            time. If empty, the stages and layers of ``cost`` do not change.
         vocabularies: whether to try the LM head on the last stage (False), sharded over all stages
             (True), or both.
         words: padded size of the vocabulary, which a sharded LM head divides over all stages and

@@ -42,7 +42,7 @@ def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
 
 
 def expected_features(cost: Cost, batches: Sequence[Batch]) -> np.ndarray:
-    """Return the features [features] of ``cost`` (tokens, pairs, ...): mean over ``batches``."""
+    """Return the features [columns] of ``cost`` (tokens, pairs, ...): mean over ``batches``."""
     chunks = float(LIKELY_CHUNKS * cost.layout.stages)
     spans = map(computed_spans, batches)
     every = [cost.layout.columns.batch_features(own, chunks, starts) for own, starts in spans]

@@ -33,7 +33,7 @@ def with_hosts(cost: Cost, factor: float) -> Cost:
 def slow_host_line(
     planned: Sequence[PlannedReplica], cost: Cost, options: Options, planner: str
 ) -> str | None:
-    """Return a line on what plans lose on hosts SLOW_HOST times as slow as assumed.
+    """Return a line that says how much time plans lose on hosts SLOW_HOST times as slow as assumed.
 
     The loss is relative to a plan made for such hosts. The result is None if the loss is at most
     TELLING_LOSS, or if the host time is measured.

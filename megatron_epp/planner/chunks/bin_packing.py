@@ -13,7 +13,7 @@ from megatron_epp.sim.jit import njit
 def alg1(
     cuts: Cuts, rates: Rates, target_seconds: float, most_tokens: float
 ) -> tuple[np.ndarray, int]:
-    """Return the bucket of every tail and every short document, and the number of buckets.
+    """Return the bucket of every tail, then of every short document, and the number of buckets.
 
     Source: InfiniPipe's Alg. 1, lines 3 to 13, in its section on the sequence processor. Tail t
     opens bucket t. Short documents, longest first, then go to the bucket with the smallest time per
@@ -23,7 +23,7 @@ def alg1(
     Args:
         cuts: tails (last slices of sliced documents) and short documents.
         rates: seconds per token, query-key pair and chunk.
-        target_seconds: time limit T_t of a bucket.
+        target_seconds: time limit T_t of a bucket, in seconds.
         most_tokens: token limit T_m of a bucket.
     """
     tail_seconds = rates.span_seconds(cuts.tails)
@@ -82,7 +82,7 @@ def longest_first(
     most_tokens: float,
     loaded_seconds: np.ndarray | None = None,
 ) -> tuple[np.ndarray, int]:
-    """Return the bin of every tail and every short document, and the number of bins.
+    """Return the bin of every tail, then of every short document, and the number of bins.
 
     Tail t opens bin t. Then each short document goes to the bin with the least seconds so far.
 
@@ -92,7 +92,8 @@ def longest_first(
         bins: wanted number of bins, at least one per tail. If a document fits in no bin, a bin is
             added. Bins that stay empty are removed.
         most_tokens: maximum number of tokens of a bin.
-        loaded_seconds: initial seconds of the last bins, so that these get fewer documents.
+        loaded_seconds: initial seconds of the last bins, so that these get fewer documents; None:
+            all bins are empty at first.
     """
     start = np.zeros(max(bins, len(cuts.tails)))
     if loaded_seconds is not None and len(loaded_seconds):

@@ -32,8 +32,8 @@ from megatron_epp.sim.jit import njit
 class BlockChunking(Chunking):
     """Chunks of a lockstep group of replicas; ``members`` are the chunkings of its replicas.
 
-    Chunk k of all members runs at the same time. Its array entries are those of the slowest
-    member, but token counts are maxima. In ``document``, a group of several chunks is one document.
+    Chunk k of all members runs at the same time. The arrays have the entries of the slowest member,
+    except that token counts are maxima. In ``document``, a group of several chunks is one document.
     All members have the same groups, and the same order of backwards.
     """
 

@@ -19,10 +19,10 @@ class Chunking:
 
     Attributes:
         spans: spans of documents in all chunks.
-        chunk: index of the chunk of every span.
-        starts: group g consists of the chunks starts[g] to starts[g + 1] - 1.
-        tokens: tokens of every chunk.
-        pairs: query-key pairs of every chunk.
+        chunk: [spans] index of the chunk of every span.
+        starts: [groups + 1]; group g consists of the chunks starts[g] to starts[g + 1] - 1.
+        tokens: [chunks] tokens of every chunk.
+        pairs: [chunks] query-key pairs of every chunk.
         document: for every chunk, the sliced document of which the chunk holds a slice, or -1.
         slice_tokens: for every chunk, the number of tokens of this slice, or 0.
         rank: for every span, the context-parallel rank that computes the span alone, or ALL_RANKS.
@@ -48,9 +48,9 @@ class Chunking:
 
         Args:
             spans: spans of documents in all chunks.
-            chunk: index of the chunk of every span.
-            starts: group g consists of the chunks starts[g] to starts[g + 1] - 1.
-            cut: whether each span is a slice of a sliced document.
+            chunk: [spans] index of the chunk of every span.
+            starts: [groups + 1]; group g consists of the chunks starts[g] to starts[g + 1] - 1.
+            cut: [spans] whether each span is a slice of a sliced document.
         """
         count = int(starts[-1])
         document = np.full(count, -1, dtype=np.int64)

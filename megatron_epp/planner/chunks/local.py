@@ -40,7 +40,7 @@ def first_local(
     A single-rank document is one that a context-parallel rank computes alone.
 
     Args:
-        lengths: document lengths in descending order.
+        lengths: [documents] document lengths in tokens, in descending order.
         chunks: number of chunks.
         fraction: maximum time of a single-rank document, as a fraction of a chunk's time.
         rates: seconds per token, query-key pair and chunk.
@@ -73,12 +73,12 @@ def local_chunks(
     One context-parallel rank computes each of the documents from index ``first`` on.
 
     Args:
-        lengths: document lengths in descending order.
+        lengths: [documents] document lengths in tokens, in descending order.
         first: index of the first document that one rank computes.
         target_seconds: time of a chunk.
         cut: time of a slice as a fraction of a chunk's time.
         missing: for each of the last packs, the fraction of a chunk's time that it lacks.
-        extra_bins: packs more than the number that even filling requires; may be negative.
+        extra_bins: number of packs beyond those that even filling requires; may be negative.
         rates: seconds per token, query-key pair and chunk.
         most_tokens: maximum number of tokens of a chunk.
         multiple: number of tokens; slice boundaries are multiples of it.

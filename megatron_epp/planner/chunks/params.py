@@ -32,7 +32,7 @@ class ChunkingParams:
     Attributes:
         chunks: approximate number of chunks.
         cut: time of a slice as a fraction of a chunk's time.
-        extra_bins: packs more than the number that even filling requires; may be negative.
+        extra_bins: number of packs beyond those that even filling requires; may be negative.
         front: TAPERS[front] contains the sizes of the small packs at the start.
         back: TAPERS[back] contains the sizes of the small packs at the end.
         reverse: whether the shortest documents come first.
@@ -104,7 +104,7 @@ def build_chunks(
 
     Args:
         params: parameters of the chunks.
-        lengths: document lengths in descending order.
+        lengths: [documents] document lengths in tokens, in descending order.
         rates: seconds per token, query-key pair and chunk.
         most_tokens: maximum number of tokens of a chunk.
         multiple: number of tokens; slice boundaries are multiples of it.

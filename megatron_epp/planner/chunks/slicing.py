@@ -67,9 +67,9 @@ class Rates:
 
         Args:
             spans: spans of documents in all chunks.
-            chunk: index of the chunk of every span.
-            tokens: tokens of every chunk.
-            pairs: query-key pairs of every chunk.
+            chunk: [spans] index of the chunk of every span.
+            tokens: [chunks] tokens of every chunk.
+            pairs: [chunks] query-key pairs of every chunk.
         """
         taken = self.seconds(tokens, pairs)
         if not (self.window_seconds or self.column_seconds):
@@ -190,7 +190,7 @@ def cut_at(lengths: np.ndarray, points: np.ndarray) -> Cuts:
     Source: InfiniPipe's Alg. 1, line 2.
 
     Args:
-        lengths: document lengths in descending order.
+        lengths: [documents] document lengths in tokens, in descending order.
         points: ascending positions from 0 to at least the longest length.
     """
     return _cuts(lengths, [points[points < length] for length in lengths[lengths > points[1]]])
@@ -205,7 +205,7 @@ def cut_each(
     nearest to the target. More slices are used if a slice would exceed ``most_tokens``.
 
     Args:
-        lengths: document lengths in descending order.
+        lengths: [documents] document lengths in tokens, in descending order.
         target_seconds: time of a slice.
         rates: seconds per token, query-key pair and chunk.
         most_tokens: maximum number of tokens of a slice.

@@ -109,11 +109,11 @@ class Problem(NamedTuple):
         link_seconds: [payloads, links, chunks] seconds of every message.
         latency: latency of a link in seconds.
         moves: [kinds, 2, stages, chunks] bytes that every op allocates and frees.
-        backward_order: chunks in the order of their backwards.
-        last_of_group: for each chunk, the last chunk of its group (sliced document or pack).
-        budget: memory budget of every rank in bytes.
-        rank_of: int64, rank of every stage.
-        by_rank: stages sorted by rank.
+        backward_order: [chunks] chunks in the order of their backwards.
+        last_of_group: [chunks] last chunk of every chunk's group (sliced document or pack).
+        budget: [ranks] memory budget in bytes.
+        rank_of: [stages] int64, rank of every stage.
+        by_rank: [stages] stages sorted by rank.
         placed: whether any stage s may be on a rank other than s.
         head: whether ops H and G exist.
     """
@@ -442,10 +442,10 @@ def _send(kind, s, c, done, problem, limits, state):
 
 @njit()
 def schedule_with(problem, limits):
-    """Schedule all ops; return the fields of list_scheduler.Schedule except ``over_bytes``.
+    """Schedule all ops of ``problem`` (Problem) under ``limits`` (list_scheduler.Policy).
 
-    ``limits`` is a list_scheduler.Policy. The time of the iteration is infinite if the schedule
-    cannot be completed.
+    Return a tuple of the fields of list_scheduler.Schedule, in order, without ``over_bytes``. The
+    time of the iteration is infinite if the schedule cannot be completed.
     """
     rank_of, state = problem.rank_of, _initial(problem, limits)
     ranks, wake = state.ranks, state.wake

@@ -25,8 +25,9 @@ class SortedBatch:
         lengths: lengths in tokens, in descending order.
         names: for every sorted document, its index in the caller's order.
         documents: lengths in tokens, in the caller's order.
-        trees: for each replica of a lockstep group, its documents, some of which continue others.
-            ``lengths`` then have the caller's order, too. () if no document continues another.
+        trees: for each replica of a lockstep group, its documents, some of which continue others;
+            () if no document continues another. Unless empty, ``lengths`` are in the caller's
+            order, too.
     """
 
     lengths: np.ndarray

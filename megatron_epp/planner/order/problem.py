@@ -116,8 +116,8 @@ class ScheduleProblem:
 
     Attributes:
         ops: seconds and bytes of every op, in the simulator's format.
-        backward_order: chunks in the order of their backwards.
-        last_of_group: for each chunk, the last chunk of its group (sliced document or pack).
+        backward_order: [chunks] chunks in the order of their backwards.
+        last_of_group: [chunks] last chunk of every chunk's group (sliced document or pack).
         headroom_bytes: [ranks] memory budget of a device minus its model states.
         place: rank of every stage; () if stage i is on rank i.
     """

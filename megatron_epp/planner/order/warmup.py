@@ -56,7 +56,7 @@ def filling_forwards(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
     stage of later ranks.
 
     Args:
-        sizes: number of chunks of every group (sliced document or pack).
+        sizes: [groups] number of chunks of every group (sliced document or pack).
         place: rank of every stage.
     """
     own = np.bincount(place)

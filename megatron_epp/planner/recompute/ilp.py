@@ -56,8 +56,9 @@ def memory_rows(
 
     Args:
         least: [stages, chunks] number of forwards before each backward (planner.order.warmup).
-        backward_order: chunks in the order of their backwards.
-        moves: bytes that F and B allocate and free without recompute (OpArrays.moved_bytes).
+        backward_order: [chunks] chunks in the order of their backwards.
+        moves: [kinds, 2, stages, chunks] bytes that F and B allocate and free without recompute
+            (OpArrays.moved_bytes).
         freed: [steps, stages, chunks] bytes that a step to the next recompute mode frees per layer.
         budget: [stages] bytes available besides the model states.
         wanted: [stages, chunks] whether backward k of a stage may get a row; default: all may.
@@ -190,8 +191,9 @@ def solve_order(
     Args:
         solver: the solver.
         least: [stages, chunks] number of forwards before each backward (planner.order.warmup).
-        backward_order: chunks in the order of their backwards.
-        moves: bytes that F and B allocate and free without recompute (OpArrays.moved_bytes).
+        backward_order: [chunks] chunks in the order of their backwards.
+        moves: [kinds, 2, stages, chunks] bytes that F and B allocate and free without recompute
+            (OpArrays.moved_bytes).
         freed: [steps, stages, chunks] bytes that a step to the next recompute mode frees per layer.
         budget: [stages] bytes available besides the model states.
         most: [columns] maximum number of layers per step and slot.

@@ -38,8 +38,8 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
 class HostHeadroom:
     """Limit of host memory for each stage's offloaded layers, in bytes.
 
-    ``at_once``: whether the offloaded layers of all chunks must fit at the same time, so that every
-    order of ops fits.
+    ``at_once`` is whether the offloaded layers of all chunks must fit at the same time, so that
+    every order of ops fits.
     """
 
     budget_bytes: float = math.inf
@@ -54,7 +54,7 @@ class HostHeadroom:
             aside: [stages, chunks] number of layers to offload.
             layer_bytes: [chunks] bytes of one layer.
             least: [stages, chunks] number of forwards before each backward (planner.order.warmup).
-            backward: chunks in the order of their backwards.
+            backward: [chunks] chunks in the order of their backwards.
         """
         if math.isinf(self.budget_bytes):
             return aside
@@ -94,7 +94,7 @@ def layers_offloaded(
         loads: tokens and query-key pairs of the chunks.
         host: limit of the host memory for each stage's offloaded layers.
         least: [stages, chunks] number of forwards before each backward (planner.order.warmup).
-        backward: chunks in the order of their backwards.
+        backward: [chunks] chunks in the order of their backwards.
     """
     hidden = hidden_layers(cost, loads)
     parts = len(hidden)

@@ -27,6 +27,8 @@ _TOKENS = ("input_ids", "tokens")
 class PackedDocuments(Samples):
     """Adapter for packed documents.
 
+    In shapes, T is the number of rows of a packed micro-batch, including padding.
+
     Attributes:
         loss_of: The loop's loss function. It is called with the micro-batch and the outputs
             [1, T, ...], in which the outputs of padding are 0.

@@ -27,11 +27,12 @@ class Samples:
 
     The entry "lengths" of a micro-batch contains the length of each sample. Without this entry, a
     sample ends at its last token that the loss mask includes. Without a loss mask, every sample has
-    S tokens.
+    all S tokens of the padded tensors [B, S].
 
     Attributes:
-        loss_of: The loop's loss function of a micro-batch and the outputs [B, S, ...]; by default
-            :func:`masked_sum`.
+        loss_of: Function (micro-batch, outputs [B, S, ...]) that returns what the loop's loss
+            function returns. It is called with ``non_loss_data=True``, too, if the loop collects
+            results other than losses. Default: :func:`masked_sum`.
         keys: Names of the entries that forward steps draw; missing entries are skipped.
         loss_keys: Names of entries that may differ in a shared prefix: only the loss reads them.
     """

@@ -88,9 +88,10 @@ class RecomputeIlps:
         return np.inf if layers is None else self.layer_seconds * float(layers.sum())
 
     def counts(self, cuts: Sequence[int], headroom_bytes: np.ndarray) -> Counts | None:
-        """Return the recompute counts; ``cuts``: first groups of the second and later pipelines.
+        """Return the recompute counts; None if the pipelines do not fit in ``headroom_bytes``.
 
-        Return None if the pipelines do not fit in ``headroom_bytes``.
+        ``cuts`` contains the first groups of the second and later pipelines. ``headroom_bytes``
+        [stages] are the bytes available besides the model states.
         """
         chunking, stages = self.chunking, self.cost.layout.stages
         grid = np.zeros((stages, chunking.count))
@@ -120,7 +121,8 @@ def group(
 
     Returns:
         The groups at which another pipeline begins, and the seconds of all warm-ups and recompute.
-        None if nothing fits in memory; may also be None if nothing takes less than ``below``.
+        The result is None if nothing fits in memory, and may be None if nothing takes less than
+        ``below``.
     """
     sizes = ilps.chunking.sizes
     boundaries = [0, *(np.flatnonzero(np.diff(sizes)) + 1).tolist(), len(sizes)]
