@@ -42,7 +42,7 @@ class Batches:
 
     Attributes:
         corpus: the corpus.
-        size: documents in a batch; None: all documents in file order are the only batch.
+        size: number of documents in a batch; None: the only batch is all documents in file order.
         seed: seed of the order.
         share_from: minimum number of equal tokens of a shared prefix; None: tokens are not read.
         depths: number of MTP layers.
@@ -82,7 +82,10 @@ class Batches:
 
     @property
     def first_drawn(self) -> list[Batch]:
-        """As :attr:`first`; groups of a text file have their prefixes. No tokens are read."""
+        """First batches, as :attr:`first`, with the prefixes of groups of a text file.
+
+        No tokens are read.
+        """
         return [self._drawn(n) for n in range(1 if self.size is None else FIRST_BATCHES)]
 
     def __str__(self) -> str:

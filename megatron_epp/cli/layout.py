@@ -29,8 +29,8 @@ AUTO = "auto"  # value of an option that is chosen by the corpus's lengths
 def named_layout_cost(arguments: argparse.Namespace, planner: str) -> Cost:
     """Return the cost model of the layout that the options name.
 
-    What the options leave open is as simple as possible: one stage a rank, even layers, the output
-    layer on the last stage. Chunks are not padded.
+    By default, every rank has one stage, the layers are divided evenly, and the output layer is on
+    the last stage. Chunks are not padded.
 
     Args:
         arguments: options of the command.

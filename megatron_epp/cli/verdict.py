@@ -28,7 +28,7 @@ def verdict(epp: float | None, stock: float | None, which: str, why: str) -> str
 
 
 def why_stock(overlap: str, stages: int) -> str:
-    """Return why stock is faster: it hides more communication, no pipeline, or its schedule.
+    """Return the reason why stock is faster: hidden communication, no pipeline, or its schedule.
 
     Args:
         overlap: description of the communication that stock hides; "" if none.

@@ -79,7 +79,8 @@ class StepSource(Protocol):
     def look_ahead(self, iteration: int, following: Following) -> None:
         """Begin to plan later iterations while ``iteration`` runs.
 
-        ``following(n)`` returns the document lengths of the batch n iterations later, or None.
+        ``following(n)`` returns the document lengths of the batch n iterations later, or None if
+        there is no such batch.
         """
 
 

@@ -171,10 +171,10 @@ class TokenOrder:
 class DocumentOrder:
     """Order in which Megatron's own blended dataset draws, for weights of documents.
 
-    The next document is of the corpus that is furthest below its weight.
+    The next document comes from the corpus that is furthest below its weight.
 
     Args:
-        weights: weight of each corpus, with sum 1.
+        weights: weights of the corpora, which sum to 1.
     """
 
     def __init__(self, weights: Sequence[float]):

@@ -95,9 +95,10 @@ class Corpus:
         return tuple(self.inputs.tolist())
 
     def documents(self, index: int, size: int | None, seed: int = DEFAULT_SEED) -> Batch:
-        """Return batch ``index`` as :meth:`batch`, with groups; ``size`` None: all documents.
+        """Return batch ``index`` as :meth:`batch` does, or all documents if ``size`` is None.
 
-        With groups, a batch is as many groups as have ``size`` documents or more.
+        If the corpus has groups, a batch consists of as many groups as are needed for ``size``
+        documents.
         """
         if self.groups:
             return self._groups_of(index, size or len(self.inputs), seed, size is None)
@@ -106,11 +107,11 @@ class Corpus:
     def sharing(
         self, index: int, size: int | None, seed: int, least: int, depths: int
     ) -> PrefixForest:
-        """Return batch ``index`` as :meth:`documents`, with prefixes that are equal tokens.
+        """Return batch ``index`` as :meth:`documents` does, with the prefixes of equal tokens.
 
         Args:
             index: number of the batch.
-            size: documents in a batch; None: all documents.
+            size: number of documents in a batch; None: all documents.
             seed: seed of the order.
             least: minimum number of tokens of a shared prefix.
             depths: number of MTP layers.
@@ -170,7 +171,7 @@ def open_corpus(
 
     Args:
         text: path of a file, or name of a distribution.
-        context: most input tokens of a document; 0: no limit.
+        context: maximum input tokens of a document; 0: no limit.
         overlong: policy for longer documents: truncate, drop, or split into documents of their own.
         tokenizer: tokenizer.json or its folder, which counts the tokens of texts and chats.
         progress: progress bar for counting texts; see text_lengths.
@@ -338,7 +339,7 @@ def distribution_names() -> tuple[str, ...]:
 
 
 def named_lengths(name: str) -> tuple[str, np.ndarray]:
-    """Return source and lengths of a shipped distribution: ``NAMED_DOCUMENTS`` lengths, ascending.
+    """Return the source of a shipped distribution, and ``NAMED_DOCUMENTS`` lengths, ascending.
 
     ``distributions.json`` contains quantiles: (fraction of documents, largest length of these in
     tokens). The logarithm of the length is interpolated linearly between quantiles.

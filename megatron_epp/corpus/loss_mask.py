@@ -92,7 +92,7 @@ class LossMasks:
         """Return the documents that policy ``overlong`` makes of these sequences (overlong.py).
 
         Args:
-            context: most input tokens of a document; 0: no limit.
+            context: maximum input tokens of a document; 0: no limit.
             overlong: policy for longer documents.
             first_sequence: number of the first sequence.
             count: number of sequences; None: all sequences from ``first_sequence`` on.
@@ -170,7 +170,7 @@ def index_of_split(
     Args:
         lengths: [sequences] tokens of every sequence of the corpus.
         split: (first sequence, end) of the split.
-        context: most input tokens of a document; 0: no limit.
+        context: maximum input tokens of a document; 0: no limit.
         overlong: policy for longer documents.
         masks: loss masks of the corpus. With masks, a document ends at its last target.
     """

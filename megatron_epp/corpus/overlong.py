@@ -102,7 +102,7 @@ def apply_context(
 
     Args:
         inputs: [sequences] int, input tokens of each sequence; sequences with 0 are skipped.
-        context: most input tokens of a document; 0: no limit.
+        context: maximum input tokens of a document; 0: no limit.
         overlong: policy for longer documents: truncate, drop, or split into documents of their own.
         first_sequence: number that the first sequence of ``inputs`` has in its file.
     """

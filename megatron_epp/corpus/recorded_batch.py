@@ -38,7 +38,7 @@ class RecordedCorpus:
         stop: end of the training split.
         sequences: number of sequences of the corpus.
         tokens: number of tokens of the corpus.
-        weight: weight in the blend, of which the sum is 1.
+        weight: weight in the blend; the weights of all corpora sum to 1.
         prefix: path without suffix.
     """
 
@@ -57,7 +57,7 @@ class RecordedBatch:
     Attributes:
         sample: number of the batch's first sample.
         seed: seed of the order.
-        context: most input tokens of a document.
+        context: maximum input tokens of a document.
         overlong: policy for longer documents (overlong.py).
         blend: unit of the weights, tokens or documents (blend.py).
         corpora: corpora of the blend.

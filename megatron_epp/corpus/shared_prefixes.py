@@ -61,7 +61,7 @@ class PrefixForest:
 
     @classmethod
     def parsed(cls, text: str) -> "PrefixForest | None":
-        """Return the forest of a group such as ``3000+(1200,800+(900,700))``, or None.
+        """Return the forest of a group such as ``3000+(1200,800+(900,700))``; None for other text.
 
         A number before ``+(`` is a prefix of all sequences within the parentheses; any other number
         ends a sequence.
@@ -223,9 +223,10 @@ def lengths_of(batch: Batch) -> Sequence[int]:
 
 
 def computed_spans(batch: Batch) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the numbers of tokens that are computed together, and their positions.
+    """Return the number of tokens of each span that is computed once, and its first position.
 
-    They are those of the nodes of a forest, or of whole documents; None: all positions are 0.
+    The spans are the nodes of a forest, or whole documents. The second result is None if all spans
+    begin at position 0. Both arrays are [spans].
     """
     if not isinstance(batch, PrefixForest):
         return np.array(batch), None
@@ -240,7 +241,7 @@ def shared_prefixes(sequences: Sequence[np.ndarray], least: int = LEAST) -> Pref
         sequences: arrays of shape [tokens, ...] with at least one token. Sequences share
             leading tokens with equal rows. If a token's output depends on its label, the label must
             be part of the row.
-        least: least tokens of a shared prefix; shorter common prefixes are not shared.
+        least: minimum number of tokens of a shared prefix; shorter prefixes are not shared.
 
     Raises:
         ValueError: a sequence is empty, or ``least`` is below 1.

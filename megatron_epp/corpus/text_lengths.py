@@ -68,8 +68,9 @@ def text_lengths(
 def text_tokens(path: Path, tokenizer: str, chosen: Sequence[int]) -> dict[int, np.ndarray]:
     """Return the tokens of some documents, by their numbers in the result of :func:`text_lengths`.
 
-    Negative numbers stand for what is counted without its text, as in ChatML: start, role and end
-    of line before a message, end after it. One more ends the document, so [inputs + 1] int64.
+    Each array is [inputs + 1] int64. Negative numbers stand for tokens that are counted without
+    their text, as in ChatML: the start, the role and the line end before a message, and the end
+    after it. One more such token ends the document.
     """
     numbers = sorted({*chosen})
     _, rows = _rows(path, numbers)

@@ -31,8 +31,8 @@ def token_prefixes(
 
     Args:
         lengths: number of inputs of each document.
-        read: function from a document, ``stop`` and ``end`` to its inputs [0, stop) and its labels
-            [0, end), which are at most all of the document.
+        read: function (document, stop, end) -> (inputs [0, stop), labels [0, end)) of the document.
+            Neither ``stop`` nor ``end`` exceeds the document's number of inputs.
         least: minimum number of tokens of a shared prefix.
         depths: number of MTP layers.
     """

@@ -47,7 +47,7 @@ def gains(hidden: float, repeated: float, host: float, per_token: float, per_chu
         repeated: seconds per chunk that halves add.
         host: seconds of the host to issue the layer for a whole chunk.
         per_token: seconds per token of the layer on the device, for a whole chunk.
-        per_chunk: its seconds per chunk.
+        per_chunk: seconds per chunk of the layer on the device.
     """
     if not hidden:
         return math.inf

@@ -25,7 +25,7 @@ class LocalSpans:
     """Spans that single context-parallel ranks compute alone, and their tokens in each chunk.
 
     Attributes:
-        rank: rank of every span; ALL_RANKS if the span is sharded over all ranks.
+        rank: [spans] rank of every span; ALL_RANKS if the span is sharded over all ranks.
         ranks: context-parallel size.
         tokens: [C], tokens of each chunk that need no CP all-to-all: ``ranks`` times the largest
             number of tokens that a rank computes alone.
@@ -42,9 +42,9 @@ def local_of(
     """Return the spans that ranks compute alone; None if all spans are sharded over the ranks.
 
     Args:
-        chunk: chunk of each span.
-        rank: rank of each span; ALL_RANKS if the span is sharded.
-        tokens: tokens of each span.
+        chunk: [spans] chunk of each span.
+        rank: [spans] rank of each span; ALL_RANKS if the span is sharded.
+        tokens: [spans] tokens of each span.
         ranks: context-parallel size.
         chunks: number of chunks.
     """
@@ -63,9 +63,9 @@ def over_ranks(
     of single-rank spans on one rank.
 
     Args:
-        chunk: chunk of each span.
-        rank: rank of each span; ALL_RANKS if the span is sharded.
-        amount: quantity of each span.
+        chunk: [spans] chunk of each span.
+        rank: [spans] rank of each span; ALL_RANKS if the span is sharded.
+        amount: [spans] quantity of each span.
         ranks: context-parallel size.
         chunks: number of chunks.
     """

@@ -91,8 +91,8 @@ def attend_chosen(
     also computes the gradients of the loss with respect to the indexer's tensors.
 
     Args:
-        q_THD: queries.
-        key_T1D: keys, shared by all heads.
+        q_THD: [queries, heads, head size] queries.
+        key_T1D: [rows, 1, head size] keys, shared by all heads.
         index: the indexer's tensors.
         state: state of the chunk.
         layer: number of the layer in the stage.

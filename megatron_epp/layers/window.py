@@ -32,9 +32,9 @@ def attend_window(
     """Return output [T, H, D] and log-sum-exp [H, T] over the window's keys.
 
     Args:
-        q_THD: queries.
-        k_TGD: keys.
-        v_TGD: values.
+        q_THD: [queries, heads, head size] queries.
+        k_TGD: [rows, groups, head size] keys.
+        v_TGD: [rows, groups, head size] values.
         context: k and v [P, G, D] of the rows directly before the queries.
         before: W, the number of tokens before a query that the query sees.
         scale: scale of the logits.
@@ -56,13 +56,13 @@ def attend_window_backward(
     """Return the gradients of q, k, v, and of the context's k and v.
 
     Args:
-        grad_THD: gradient of the output.
-        q_THD: queries.
-        k_TGD: keys.
-        v_TGD: values.
+        grad_THD: [queries, heads, head size] gradient of the output.
+        q_THD: [queries, heads, head size] queries.
+        k_TGD: [rows, groups, head size] keys.
+        v_TGD: [rows, groups, head size] values.
         context: k and v [P, G, D] of the rows directly before the queries.
-        out_THD: output of the forward.
-        lse_HT: log-sum-exp of the forward.
+        out_THD: [queries, heads, head size] output of the forward.
+        lse_HT: [heads, queries] log-sum-exp of the forward.
         before: W, the number of tokens before a query that the query sees.
         scale: scale of the logits.
     """

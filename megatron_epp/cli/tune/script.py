@@ -202,9 +202,10 @@ def require_sayable(model: Model, config: HubConfig | None) -> None:
 
 
 def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
-    """Return the flags of the parallel sizes, and of the stages unless a HybridModel's pattern has.
+    """Return the flags of the parallel sizes and of the stages.
 
-    Stages of --epp are said by --epp-placement, or by Megatron's own flags if there is one a rank.
+    The pattern of a HybridModel has the stages, so they need no flags. With --epp, --epp-placement
+    sets the stages, or Megatron's own flags if every rank has one stage.
     """
     layout = choice.layout
     flags = [["--tensor-model-parallel-size", str(layout.tp)]]

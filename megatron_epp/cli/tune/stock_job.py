@@ -22,13 +22,13 @@ CLOSE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class StockJob:
-    """A job of Megatron's own.
+    """A job with one of Megatron's own schedules.
 
     Attributes:
         tokens: tokens of a sample.
         samples: samples of a global batch.
         seconds: predicted time of an iteration.
-        flags: its flags besides those of model, layout and optimizer, in groups that share a line.
+        flags: flags besides those of model, layout and optimizer, in groups that share a line.
         note: sentences on how samples differ from the documents of the row.
     """
 
@@ -80,7 +80,7 @@ def stock_job(job: TunedJob, choice: Choice, of_model: ModelFlags) -> StockJob:
 
 
 def connections(job: TunedJob, choice: Choice) -> int:
-    """Return CUDA_DEVICE_MAX_CONNECTIONS of a row.
+    """Return the value of CUDA_DEVICE_MAX_CONNECTIONS for a row.
 
     Before Blackwell, Megatron's own schedules need one hardware queue with tensor or context
     parallelism: their overlap depends on the order of issue.

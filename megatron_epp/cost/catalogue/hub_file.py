@@ -98,7 +98,7 @@ class HubConfig:
 
         Args:
             key: name of the key.
-            rule: value if neither the file nor the family defines it.
+            rule: value if neither the file nor the family defines it; None: the key is required.
             least: lower bound.
             most: upper bound.
 

@@ -19,7 +19,8 @@ from math import prod
 def matched_pairs(nodes: int) -> list[tuple[int, int]]:
     """Return the pairs of nodes that one rail joins with both ports; none if all rails are rings.
 
-    The number of nodes is even; two nodes have no rings, and all of their rails join them.
+    There are such pairs if the number of nodes is even and above 2. Two nodes have no rings: all of
+    their rails join them.
     """
     if nodes % 2 or nodes == 2:
         return []
@@ -30,7 +31,7 @@ def matched_pairs(nodes: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """Nodes of a row or column, of which rings of a Hamiltonian decomposition join every pair.
+    """Nodes of a row or column; rings of a Hamiltonian decomposition join every pair of nodes.
 
     Attributes:
         nodes: number of nodes that are joined.
@@ -58,7 +59,7 @@ class Dimension:
 
     @property
     def shift_bytes_per_second(self) -> float:
-        """A node's bytes per second if all nodes send to the node some places after them.
+        """Bytes per second of a node if every node sends to the node a fixed distance after it.
 
         A node has n - 1 links. One leads directly to the receiver. Bytes on the others take two
         hops, at half the rate, so the total is the rate of n / 2 links.
@@ -110,7 +111,7 @@ def all_to_all_rate(dimensions: Sequence[Dimension], members: Sequence[int]) -> 
 
 
 def ring_rate(dimensions: Sequence[Dimension], members: Sequence[int]) -> float:
-    """Return the bus bandwidth of a node in gathers and scatters over the group.
+    """Return the bus bandwidth of a node (bytes per second) in gathers and scatters over a group.
 
     With two dimensions of n and m members, one part of the bytes is exchanged in the first
     dimension, then 1 / n of it in the second. The other part is exchanged in the opposite order.

@@ -317,7 +317,7 @@ class Network:
         return seconds
 
     def ring(self, size: int, stride: int = 1) -> float:
-        """Return a device's bus bandwidth in gathers and scatters.
+        """Return a device's bus bandwidth (bytes per second) in gathers and scatters.
 
         Bus bandwidth is counted as in nccl-tests: bytes * (size - 1) / size over seconds. A ring
         over several nodes enters and leaves a node once, for all members on the node.

@@ -18,12 +18,13 @@ def attend(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, causal: bool, scale: flo
     """Return output [T, H, V] and log-sum-exp [H, T] (float32; float64 for float64).
 
     Args:
-        q_THD: queries.
-        k_SGD: keys.
-        v_SGV: values.
+        q_THD: [queries, heads, head size] queries.
+        k_SGD: [keys, groups, head size] keys.
+        v_SGV: [keys, groups, value size] values.
         causal: whether to apply a causal mask; requires T = S.
         scale: scale of the logits.
-        mask_TS: mask that is added to the scores; it must not mask a row completely.
+        mask_TS: [queries, keys] mask that is added to the scores; it must not mask a complete row.
+            None: no mask besides ``causal``.
     """
     tokens, heads, _ = q_THD.shape
     size, q_THD, k_SGD, v_SGV = _of_one_size(q_THD, k_SGD, v_SGV)
@@ -45,15 +46,15 @@ def attend_backward(
     ``lse_HT``, so the gradient of q is the sum of the results for all parts.
 
     Args:
-        grad_THV: gradient of the output.
-        q_THD: queries.
-        k_SGD: keys.
-        v_SGV: values.
-        out_THV: output over all keys.
-        lse_HT: log-sum-exp over all keys.
+        grad_THV: [queries, heads, value size] gradient of the output.
+        q_THD: [queries, heads, head size] queries.
+        k_SGD: [keys, groups, head size] keys.
+        v_SGV: [keys, groups, value size] values.
+        out_THV: [queries, heads, value size] output over all keys.
+        lse_HT: [heads, queries] log-sum-exp over all keys.
         causal: whether to apply a causal mask; requires T = S.
         scale: scale of the logits.
-        mask_TS: mask that is added to the scores, as in :func:`attend`.
+        mask_TS: [queries, keys] mask that is added to the scores, as in :func:`attend`.
     """
     heads, groups = q_THD.shape[1], k_SGD.shape[1]
     sizes = q_THD.shape[2], k_SGD.shape[2], v_SGV.shape[2]

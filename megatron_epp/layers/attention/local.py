@@ -41,9 +41,9 @@ def attention_parts(
 
     Args:
         ulysses: the all-to-all.
-        q_tHD: queries of this rank's rows.
-        k_tGD: keys of this rank's rows.
-        v_tGD: values of this rank's rows.
+        q_tHD: [rows, heads, head size] queries of this rank's rows.
+        k_tGD: [rows, groups, head size] keys of this rank's rows.
+        v_tGD: [rows, groups, head size] values of this rank's rows.
         state: state of the chunk.
     """
     qkv = q_tHD, k_tGD, v_tGD

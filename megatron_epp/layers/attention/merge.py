@@ -17,10 +17,10 @@ def merged(
     """Return output [T, H, D] and log-sum-exp [H, T] over both sets of keys.
 
     Args:
-        out_THD: output over the first set.
-        lse_HT: log-sum-exp over the first set.
-        other_THD: output over the second set.
-        other_HT: log-sum-exp over the second set.
+        out_THD: [queries, heads, head size] output over the first set.
+        lse_HT: [heads, queries] log-sum-exp over the first set.
+        other_THD: [queries, heads, head size] output over the second set.
+        other_HT: [heads, queries] log-sum-exp over the second set.
     """
     total_HT = torch.logaddexp(lse_HT, other_HT)
     local_TH1 = (lse_HT - total_HT).exp_().transpose(0, 1)[..., None]
@@ -43,10 +43,10 @@ def sinks_gradient(grad_THD: Tensor, out_THD: Tensor, lse_HT: Tensor, sinks_H: T
     -p[t] (out[t] . grad[t]), where p[t] is the sink's softmax probability.
 
     Args:
-        grad_THD: gradient of the output.
-        out_THD: output, with sinks.
-        lse_HT: log-sum-exp, with sinks.
-        sinks_H: logits of the sinks.
+        grad_THD: [queries, heads, head size] gradient of the output.
+        out_THD: [queries, heads, head size] output, with sinks.
+        lse_HT: [heads, queries] log-sum-exp, with sinks.
+        sinks_H: [heads] logits of the sinks.
     """
     weights_HT = (sinks_H.to(lse_HT.dtype)[:, None] - lse_HT).exp_()
     gains_TH = torch.einsum("thd,thd->th", grad_THD.to(lse_HT.dtype), out_THD.to(lse_HT.dtype))

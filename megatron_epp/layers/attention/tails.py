@@ -126,9 +126,9 @@ class SliceTails:
         place. After the backward of a document's first slice, the cached tails are freed.
 
         Args:
-            own_tGD: gradients of the slice's k and v.
-            front_PGD: gradients of the context's k and v, which are stored for earlier slices; None
-                without context.
+            own_tGD: [rows, groups, head size] gradients of the slice's k and v.
+            front_PGD: [context rows, groups, head size] gradients of the context's k and v, which
+                are stored for earlier slices; None without context.
         """
         span = self.rows.span
         if self.rows.cut and not self.rows.last:

@@ -105,11 +105,11 @@ class Operands:
     """Operands of one call, all contiguous.
 
     Attributes:
-        q_THD: queries.
-        k_SGD: keys.
-        v_SGD: values.
+        q_THD: [queries, heads, head size] queries.
+        k_SGD: [keys, groups, head size] keys.
+        v_SGD: [keys, groups, value size] values.
         cu_seqlens: lengths of the documents.
-        sinks_H: logits of the heads' sinks; None if the layer has none.
+        sinks_H: [heads] logits of the heads' sinks; None if the layer has none.
     """
 
     q_THD: Tensor
@@ -338,7 +338,7 @@ class _Call:
         state: state of the chunk.
         layer: number of the layer in the stage.
         pieces: pieces of the chunk.
-        sinks_H: logits of the heads' sinks, detached; None without sinks.
+        sinks_H: [heads] logits of the heads' sinks, detached; None without sinks.
         keeps: whether the kernel's state is kept for the backward.
     """
 

@@ -37,8 +37,8 @@ def fused_backward(
     accumulates the gradients of the weights that ``losses`` uses.
 
     Args:
-        hidden_t1H: hidden states of this rank's rows.
-        weights_1T: weight of every token's loss in the total loss.
+        hidden_t1H: [local rows, 1, hidden size] hidden states of this rank's rows.
+        weights_1T: [1, rows] weight of every token's loss in the total loss.
         losses: function of (hidden states [n, 1, H], slice of these rows); returns losses [1, n].
         block: number of rows whose logits are alive at a time.
         gather: function that all-gathers rows [t, 1, H] to [T, 1, H]; None if t = T.

@@ -40,11 +40,12 @@ def block_log_probs(
     forward and backward. In backward, every rank must pass equal gradients, those of the full loss.
 
     Args:
-        hidden_tH: hidden states of this rank's rows.
-        weight_VH: parameter that gets the gradients; its data are ``words.weight_VH``.
-        labels_T: labels of the rows of all ranks of the group.
+        hidden_tH: [local rows, hidden size] hidden states of this rank's rows.
+        weight_VH: [vocabulary rows, hidden size] parameter that gets the gradients; its data are
+            ``words.weight_VH``.
+        labels_T: [rows] labels of the rows of all ranks of the group.
         words: this rank's vocabulary rows.
-        temperature_T: divisor of each row's logits; None for 1.
+        temperature_T: [rows] divisor of each row's logits; None for 1.
         entropy: whether to compute entropies; otherwise they are zeros.
     """
     log_probs_T, entropy_T = _LogProbs.apply(

@@ -35,7 +35,7 @@ class OutputWeightShard:
     """Rows [first, first + V) of the LM head's weight, one per vocabulary entry.
 
     Attributes:
-        weight_VH: the rows of the weight.
+        weight_VH: [vocabulary rows, hidden size] the rows of the weight.
         first: vocabulary index of the first row.
         block: number of chunk rows whose logits are alive at a time.
         group: tensor-parallel ranks, over which the vocabulary is sharded; None for a single rank.
@@ -118,7 +118,7 @@ class Statistics:
     """Softmax statistics of chunk rows over the vocabulary rows that have been processed so far.
 
     Attributes:
-        lse_t: log-sum-exp of the logits of these vocabulary rows.
+        lse_t: [local rows] log-sum-exp of the logits of these vocabulary rows.
         logit_t: logit of the label; 0 if these vocabulary rows do not include the label.
         rows: weight rows that the gradient needs; None if no gradient is computed.
     """
@@ -181,8 +181,8 @@ def statistics(
     The statistics cover the vocabulary rows of all ranks of ``words.group`` (tensor parallelism).
 
     Args:
-        hidden_tH: hidden states of this rank's rows.
-        labels_T: labels of the rows of all ranks of the group.
+        hidden_tH: [local rows, hidden size] hidden states of this rank's rows.
+        labels_T: [rows] labels of the rows of all ranks of the group.
         words: this rank's vocabulary rows.
         gradient: whether to compute the weight rows for the gradient.
     """
@@ -235,10 +235,10 @@ def weight_gradients(
     If rows are sharded, hidden states and statistics are first all-gathered over the group.
 
     Args:
-        hidden_tH: hidden states of this rank's rows.
-        labels_T: labels of the rows of all ranks of the group.
-        weights_T: weights of these rows' losses.
-        lse_t: log-sum-exp over all vocabulary rows.
+        hidden_tH: [local rows, hidden size] hidden states of this rank's rows.
+        labels_T: [rows] labels of the rows of all ranks of the group.
+        weights_T: [rows] weights of these rows' losses.
+        lse_t: [local rows] log-sum-exp over all vocabulary rows.
         words: this rank's vocabulary rows.
     """
     weight_VH = words.weight_VH

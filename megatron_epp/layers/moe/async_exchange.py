@@ -23,7 +23,7 @@ class AsyncExchange:
     Args:
         group: Ranks that exchange rows.
         sent: Number of rows that this rank sends to each rank of the group.
-        received: Number of rows that it receives from each.
+        received: Number of rows that this rank receives from each rank of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, sent: Sequence[int], received: Sequence[int]):

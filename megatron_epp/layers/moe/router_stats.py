@@ -72,7 +72,7 @@ class Pools:
     Attributes:
         paths: for each sample, the spans of the plan's documents that make it up.
         of: index of the pool of every sample.
-        shares: for each pool, factor on its auxiliary losses; another factor is its token count.
+        shares: for each pool, factor on its auxiliary losses, in addition to its token count.
         token_fractions: for each pool, factor on the z-losses of its tokens.
     """
 
@@ -191,7 +191,7 @@ class RouterStats:
         backward that needs the counts of a pool all-reduces them.
 
         Args:
-            logits_tE: logits.
+            logits_tE: [local rows, experts] logits.
             scored: function from logits to the chosen experts [t, E] and the scores [t, E].
             layer: number of the layer in the stage.
             state: state of the chunk.
@@ -283,7 +283,7 @@ class RouterStats:
         the first run of a chunk, the z-loss is added to the log.
 
         Args:
-            logits_tE: logits.
+            logits_tE: [local rows, experts] logits.
             layer: number of the layer in the stage.
             state: state of the chunk.
             first: whether this is the layer's first run of the chunk.

@@ -30,6 +30,8 @@ _ATTRIBUTE = "epp_stack"  # of a linear with a stack
 class WeightStack:
     """Weights of one linear of all experts, and their gradients, each as one tensor [E, N, K].
 
+    Shapes: E experts, N output channels, K input channels.
+
     Autograd does not reach the weights: the backward adds to their ``main_grad``. The backward of
     :func:`reported` then calls ``report`` with them, in place of one hook for each of them.
 

@@ -46,7 +46,7 @@ def scan_by_heads(
     """Return the outputs [t, H, P] of ``scan`` for this rank's rows.
 
     Args:
-        rows_tC: rows of this rank.
+        rows_tC: [local rows, channels] rows of this rank.
         sections: sections into which the channels of the rows are divided.
         state: state of the chunk.
         ulysses: the all-to-all; None without context parallelism.

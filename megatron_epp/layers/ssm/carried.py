@@ -202,8 +202,8 @@ class CarriedStates:
     def after(self, number: int, rows_LC: Tensor) -> None:
         """Save the last (kernel width - 1) input rows of a convolution, for the next call.
 
-        ``number`` is the number of this call. ``rows_LC`` includes the rows of :meth:`front`. If no
-        slice follows the call, nothing is recorded.
+        ``number`` is the number of this call. ``rows_LC`` [rows, channels] includes the rows of
+        :meth:`front`. If no slice follows the call, nothing is recorded.
         """
         call, wanted = self.calls[number], self.taps - 1
         if call.after is None:

@@ -39,12 +39,12 @@ def selective_scan(
     (2024), listing 1.
 
     Args:
-        x_LHP: inputs.
-        dt_LH: step sizes.
-        A_H: decay rates.
-        B_LGN: input projections.
-        C_LGN: output projections.
-        state_HPN: initial state; None for zeros.
+        x_LHP: [rows, heads, head size] inputs.
+        dt_LH: [rows, heads] step sizes.
+        A_H: [heads] decay rates.
+        B_LGN: [rows, groups, state size] input projections.
+        C_LGN: [rows, groups, state size] output projections.
+        state_HPN: [heads, head size, state size] initial state; None for zeros.
     """
     return _with_rest(
         lambda parts, state: _selective_blocks(parts, A_H, state),
@@ -94,13 +94,13 @@ def gated_delta_rule(
     section 3.3.
 
     Args:
-        q_LHK: queries.
-        k_LHK: keys.
-        v_LHP: values.
-        g_LH1: log decay per head.
-        beta_LH: write strengths.
+        q_LHK: [rows, heads, key size] queries.
+        k_LHK: [rows, heads, key size] keys.
+        v_LHP: [rows, heads, value size] values.
+        g_LH1: [rows, heads, 1] log decay per head.
+        beta_LH: [rows, heads] write strengths.
         scale: factor on the outputs.
-        state_HKP: initial state; None for zeros.
+        state_HKP: [heads, key size, value size] initial state; None for zeros.
     """
     return _with_rest(
         lambda parts, state: _delta_blocks(parts, scale, state),

@@ -27,7 +27,7 @@ class Linear:
     """Sharding of a linear layer over its tensor-parallel group.
 
     Attributes:
-        weight_NK: this rank's weight.
+        weight_NK: [output channels, input channels] this rank's weight.
         group: tensor-parallel group.
         gathers: whether the forward all-gathers the input and the backward reduce-scatters the
             input's gradient (sequence parallelism).
@@ -80,7 +80,8 @@ class DeferredWeightGrads:
     def hold(self, root: Tensor, weight: Parameter, bias: Parameter | None = None):
         """Store an autograd root whose backward computes the gradients of ``weight`` and ``bias``.
 
-        ``bias`` is None if autograd computes the bias gradient in I. Calls ``noticed``.
+        ``bias`` is None if autograd computes the bias gradient in I. The method calls ``noticed``
+        with the weight.
         """
         self._roots.setdefault(weight, []).append(root)
         if bias is not None:
@@ -118,8 +119,9 @@ def deferred_linear(
     """Compute ``linear`` on an input; the backward defers the weight gradient.
 
     Args:
-        input_tK: input, which must require a gradient, so that the backward runs.
-        bias_N: bias, or None.
+        input_tK: [local rows, ..., input channels] input, which must require a gradient, so that
+            the backward runs.
+        bias_N: [output channels] bias, or None.
         linear: the layer.
         deferred: object that stores the input and the output's gradient until W.
 

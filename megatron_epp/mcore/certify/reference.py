@@ -199,9 +199,9 @@ def token_losses(
 
     Args:
         model: The model.
-        tokens_1T: Tokens of the document.
-        labels_1T: Labels of the document.
-        mask_T: Loss mask of the document, which MTP losses use.
+        tokens_1T: [1, tokens] Tokens of the document.
+        labels_1T: [1, tokens] Labels of the document.
+        mask_T: [tokens] Loss mask of the document, which MTP losses use.
         rows: Multiple to which the document is padded, in tokens.
         **besides: More arguments of the model's forward.
     """

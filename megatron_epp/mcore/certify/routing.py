@@ -41,10 +41,10 @@ class RoutingNotes:
         }
 
     def note_mtp(self, mask_T: numpy.ndarray) -> None:
-        """Add the MTP losses of a document, which Megatron has just logged as means, as sums.
+        """Add a document's MTP losses as sums; Megatron has just logged them as means.
 
         Args:
-            mask_T: Loss mask of the document.
+            mask_T: [tokens] Loss mask of the document.
         """
         for depth, mean in enumerate(MTPLossLoggingHelper.tracker.get("loss_values", ()), 1):
             name, targets = f"mtp_{depth} loss", mask_T[depth:].sum(dtype=numpy.float64)

@@ -158,8 +158,8 @@ def choose_blend(args: Any) -> str | None:
 def choose_stages(args: Any, parts: Any = None) -> list[str]:
     """Choose vocabulary parallelism, layers and ranks of the stages where their flags are ``auto``.
 
-    What is open is chosen together, by the simulated times of plans, on rank 0. A run that resumes
-    uses its checkpoint's choices: weights load with any, but optimizer states not in every format.
+    Rank 0 chooses all of these together, by the simulated times of plans. A run that resumes uses
+    its checkpoint's choices, because optimizer states of some formats cannot be loaded with others.
     The function sets --epp-vocab-parallel. If it chooses layers, it also sets --epp-placement, and
     --pipeline-model-parallel-layout or the | in a HybridModel's pattern.
 

@@ -46,7 +46,7 @@ class ChatTokenizer(Protocol):
     def tokenize_conversation(
         self, conversation: list[Message], return_target: bool, add_generation_prompt: bool
     ) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return two arrays: the tokens of a conversation, and the labels (-100: no target)."""
+        """Return two arrays [n]: the tokens of a conversation, and the labels (-100: no target)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,8 @@ class DocumentSource(TokenSource, Protocol):
     def header(self, sample: int) -> str:
         """Return the comment lines before the recorded step whose first sample is ``sample``.
 
-        They say from where its documents were drawn (corpus/recorded_batch.py); empty if from no
-        corpus.
+        They say from which corpora its documents were drawn (corpus/recorded_batch.py). The text is
+        empty if the documents are of no corpus.
         """
 
 
@@ -316,7 +316,7 @@ class FullPasses(GlobalBatches):
 class TokenBlend(BlendedDataset):
     """Megatron's blended dataset, in which each corpus's number of tokens follows its weight.
 
-    It holds no index of its samples, which Megatron's own holds (10 bytes a sample).
+    Unlike Megatron's own class, it holds no index of its samples (10 bytes per sample).
     """
 
     def _build_indices(self) -> tuple[None, None]:

@@ -48,7 +48,7 @@ class Predictions:
 
 
 class TargetRows:
-    """Labels and loss weights for t = ``count`` rows of this rank, by :meth:`add` per span.
+    """Labels and loss weights of t = ``count`` rows of this rank; :meth:`add` sets those of a span.
 
     Rows of a shared prefix belong to several documents; their weights are the documents' sum.
 

@@ -34,7 +34,7 @@ type PathSeconds = Callable[[Any, int, Sequence[Callable[[], None]], int], list[
 
 @dataclass(frozen=True, slots=True)
 class ChosenBy:
-    """What kinds choose the paths of their layers by.
+    """Information by which layer kinds choose the paths of their layers.
 
     Attributes:
         args: Megatron's arguments.

@@ -92,7 +92,7 @@ def stacks_experts(args: Any) -> bool:
 
 
 def priced_flags(args: Any) -> dict[str, Any]:
-    """Return arguments of ``cost.analytic.profile``, by name: the flags of layer kinds it takes."""
+    """Return the flags of layer kinds that ``cost.analytic.profile`` takes: argument -> value."""
     return {name: getattr(args, name) for kind in LAYER_KINDS for name in kind.PRICED_FLAGS}
 
 

@@ -93,10 +93,10 @@ class VocabularyShard(nn.Module):
         """Accumulate the weight gradient of a chunk (op G); run hooks of the weight once.
 
         Args:
-            hidden_tH: Hidden states of this rank's rows.
-            labels_T: Labels of the chunk.
-            weights_T: Weight of every token's loss.
-            lse_t: Log-sum-exp of the logits over the vocabulary, for this rank's rows.
+            hidden_tH: [local rows, hidden size] Hidden states of this rank's rows.
+            labels_T: [rows] Labels of the chunk.
+            weights_T: [rows] Weight of every token's loss.
+            lse_t: [local rows] Log-sum-exp of the logits over the vocabulary, for this rank's rows.
         """
         before: Tensor | None = None
         parts = weight_gradients(hidden_tH, labels_T, weights_T, lse_t, self.words)
@@ -162,7 +162,7 @@ def sharded_vocabulary(
 
     Args:
         key: Key of the table in checkpoints.
-        weight_VH: Rows of the shard.
+        weight_VH: [vocabulary rows, hidden size] Rows of the shard.
         index: Index of the shard.
         shards: Number of shards.
         metadata: Megatron's metadata of the checkpoint.

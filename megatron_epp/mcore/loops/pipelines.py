@@ -48,7 +48,8 @@ class ModelPipeline:
         programs: Runner of this rank's programs, with the process groups of this package.
         rank: Pipeline rank of this process, which is also the index of its stage.
         layers: Number of layers of every stage.
-        rates_SK3: Coefficients of every stage's seconds (planner/calls/stage_seconds.py).
+        rates_SK3: [stages, op kinds, 3] Seconds per token, per query-key pair and per op
+            (planner/calls/stage_seconds.py).
         seconds: Measurements of this rank's stage.
         token_bytes: Estimated bytes of a token's activations from forward to backward, for each
             stage; only the ratios between stages are meaningful.

@@ -57,7 +57,7 @@ def chunk_loss(
     Args:
         loss_mask_1T: Weights of the tokens' losses in the sum.
         token_losses_1T: Losses of the tokens.
-        mtp_mask_DT: 1 for each MTP label with a loss; None without MTP.
+        mtp_mask_DT: [MTP layers, tokens] 1 for each MTP label with a loss; None without MTP.
     """
     assert loss_mask_1T is not None, "the last stage has one"
     dtype = torch.promote_types(token_losses_1T.dtype, torch.float32)

@@ -122,7 +122,7 @@ def recordings(
 ) -> Iterator[WarmUpCall]:
     """Yield a call for all arguments that may be recorded; the parameters are those of `calls`.
 
-    Packs hold at least ROWS tokens a document on average.
+    Packs hold at least ROWS tokens per document on average.
     """
     sizes = [size for size in (2 * ROWS << n for n in range(32)) if size < 2 * context]
     for count in (1 << n for n in range(PACKED[-1].bit_length())):

@@ -176,8 +176,8 @@ class StageRunner:
     def flop_boundaries(self, plan: Plan) -> Tensor:
         """Return cumulative lengths that have the tokens and attention pairs of ``plan``.
 
-        These are the lengths of its documents: [documents + 1]. In place of L tokens after a prefix
-        of P there are two lengths of the same sums: L of lengths, (P + L)^2 - P^2 of their squares.
+        These are the lengths of its documents: [documents + 1]. For L tokens after a prefix of P
+        tokens there are two lengths, whose sum is L and whose squares sum to (P + L)^2 - P^2.
 
         Without documents, return [0, 0], which describes one empty document. All ranks must take
         part in Megatron's sum of FLOPs, and an empty document adds 0 to it.

@@ -155,7 +155,7 @@ class DSALayer(MLALayer):
         packed_seq_params: Any = None,
         **others: Any,
     ) -> Tensor:
-        """Return [T, H V]; the indexer reads ``others``: layer input ``x`` and Q latent ``qr``."""
+        """Return the output [T, H V]; the indexer reads the layer input ``x`` and latent ``qr``."""
         state: ChunkState | None = getattr(packed_seq_params, "state", None)
         if state is None:
             inputs = query_THD, key_T1D, value, attention_mask

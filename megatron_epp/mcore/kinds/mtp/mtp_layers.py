@@ -91,9 +91,10 @@ def enter(
     Args:
         depth: The MTP module.
         model: The model of the last stage.
-        hidden_t1H: Hidden states of the decoder, or of the MTP module before this module.
-        tokens_t: Tokens whose embeddings the module reads.
-        positions_t: Positions of the rows.
+        hidden_t1H: [local rows, 1, hidden size] Hidden states of the decoder, or of the MTP module
+            before this module.
+        tokens_t: [local rows] Tokens whose embeddings the module reads.
+        positions_t: [local rows] Positions of the rows.
     """
     embedding = embedded(model, tokens_t, positions_t)
     return depth.module._concat_embeddings(hidden_t1H, embedding)

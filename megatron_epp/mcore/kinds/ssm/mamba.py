@@ -84,7 +84,7 @@ class MambaScan:
         """Return the outputs [T, H, P] of the rows; read and store states at slice boundaries.
 
         Args:
-            rows_TC: Rows after the input projection.
+            rows_TC: [rows, channels] Rows after the input projection.
             state: State of the chunk.
             of_my_heads: Whether the rows contain only the heads of this context-parallel rank.
         """
