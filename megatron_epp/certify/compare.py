@@ -76,7 +76,7 @@ def worst_gradient(
 
     Args:
         parts: gradients of the ranks.
-        reference: gradients of the reference model.
+        reference: gradients of the reference model, by key.
         own: gradients of the reference model in the certified dtype, or without fp8. None: errors
             are relative to ``reference``.
         rounded: whether the gradients are those of fp8 weights.

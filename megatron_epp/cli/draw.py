@@ -29,6 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
     Example::
 
         status = run(parse(["draw", "p.plan", "-o", "p.html"]))  # parse of cli.options
+
+    Raises:
+        UsageError: if the suffix of --output is unknown.
+        PlanError: if the plan cannot run.
     """
     plan, settings_text, block = read_plan(arguments.plan, arguments.replica)
     taken = recorded_settings.fill_in(arguments, settings_text)

@@ -339,7 +339,7 @@ def distribution_names() -> tuple[str, ...]:
 
 
 def named_lengths(name: str) -> tuple[str, np.ndarray]:
-    """Return the source of a shipped distribution, and ``NAMED_DOCUMENTS`` lengths, ascending.
+    """Return the source and the lengths [``NAMED_DOCUMENTS``], ascending, of a distribution.
 
     ``distributions.json`` contains quantiles: (fraction of documents, largest length of these in
     tokens). The logarithm of the length is interpolated linearly between quantiles.

@@ -22,6 +22,9 @@ def even_layers(layers: int, stages: int) -> tuple[int, ...]:
 
     If there is a remainder, the first stages get one more layer each, because the last stage has
     the LM head.
+
+    Raises:
+        ValueError: ``stages`` is not between 1 and ``layers``.
     """
     if not 1 <= stages <= layers:
         raise ValueError(f"pp {stages}: expected 1 to {layers}, the layers of the model")

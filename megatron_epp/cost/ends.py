@@ -163,7 +163,8 @@ class HeadOnAllStages(Ends):
     def head_comm_seconds(self) -> Mapping[Kind, np.ndarray]:
         """Return the seconds of one gather of the hidden state in a TP group, for each of H and G.
 
-        Every rank of the group needs the full hidden state for its vocabulary rows.
+        The shape is [stages, columns]. Every rank of the group needs the full hidden state for its
+        vocabulary rows.
         """
         gathered = np.zeros((self.layout.stages, self.layout.columns.width))
         one = tensor_seconds(self.layout, self.layout.hidden_bytes.per_token)

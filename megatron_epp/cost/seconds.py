@@ -189,7 +189,7 @@ class OpSeconds:
             counts: [stages, chunks], number of layers by (kind, recompute mode).
             recompute: [stages, chunks], seconds of the recompute on the device.
             device: [stages, chunks], seconds of B on the device (:meth:`device`).
-            host: seconds of the host to issue B (:meth:`host_of`).
+            host: [stages, chunks or 1], seconds of the host to issue B (:meth:`host_of`).
         """
         if not host.any():
             return recompute

@@ -30,10 +30,10 @@ def lower_bound_seconds(
     take no time.
 
     Args:
-        lengths: document lengths of one replica.
+        lengths: [documents] document lengths of one replica, in tokens.
         cost: cost model, including the stages and parallel degrees.
         local: whether documents may run on one context-parallel rank, without exchange.
-        starts: positions of the documents' first tokens, if they continue others.
+        starts: [documents] positions of the first tokens if documents continue others; None: 0.
     """
     place = cost.layout.place
     batch_features = cost.layout.columns.batch_features(lengths, 1.0, starts)
@@ -93,7 +93,7 @@ def block_bound_seconds(
         cost: cost model, including the stages and parallel degrees.
         width: number of replicas.
         local: whether documents may run on one context-parallel rank; only for a single replica.
-        starts: positions of the documents' first tokens, if they continue others.
+        starts: [documents] positions of the first tokens if documents continue others; None: 0.
     """
     batch_bound = lower_bound_seconds(lengths, cost, local=local, starts=starts)
     if width == 1:

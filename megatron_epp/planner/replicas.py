@@ -54,8 +54,8 @@ def balance_replicas(
         overhead: for every replica, the seconds of its plan that are not work of its documents.
         least: minimum number of documents of a replica. The longest documents are first assigned
             round-robin, until every replica has this number.
-        seconds: seconds of work of every document; default: the work if documents are sharded over
-            all context-parallel ranks.
+        seconds: [documents] seconds of work of every document; default: the work if documents are
+            sharded over all context-parallel ranks.
         most: maximum number of documents of a replica; None for no limit.
 
     Returns:
@@ -112,7 +112,8 @@ def balance_blocks(
         blocks: number of blocks.
         lockstep: number of replicas of a block.
         overhead: for every block, the seconds of its plan that are not work of its documents.
-        seconds: seconds of work of every document.
+        seconds: [documents] seconds of work of every document; None as in
+            :func:`balance_replicas`.
     """
     least = lockstep if len(lengths) >= blocks * lockstep else 0
     return balance_replicas(lengths, cost, blocks, overhead, least, seconds)
@@ -223,6 +224,10 @@ def divide_documents(
         options: planner options, including the number of replicas per lockstep group.
         replicas: number of replicas.
         planner: name of the planner; "" for evaluation.
+
+    Raises:
+        ValueError: the size of a lockstep group does not divide ``replicas``, or there are too few
+            documents.
     """
     width, lengths = options.lockstep, lengths_of(batch)
     if replicas % width:

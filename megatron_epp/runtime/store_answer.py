@@ -15,6 +15,9 @@ def answer_within[T](seconds: float, ask: Callable[[], T], otherwise: T) -> T:
         seconds: limit, in seconds.
         ask: function that calls the store.
         otherwise: result if the store does not answer.
+
+    Raises:
+        Exception: the error that ``ask`` raised.
     """
     answers: list[T] = []
     errors: list[BaseException] = []

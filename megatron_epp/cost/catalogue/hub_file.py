@@ -174,6 +174,9 @@ def find_config(name: str) -> Path | None:
     """Return the path of the JSON file that ``name`` means; None if there is no such file.
 
     ``name`` is a file, a folder with a config.json, or ``org/name`` in Hugging Face's cache.
+
+    Raises:
+        ValueError: ``name`` is a folder without a config.json.
     """
     if not name or "\0" in name:
         return None

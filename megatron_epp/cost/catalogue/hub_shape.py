@@ -122,7 +122,11 @@ def _dense_hidden(config: HubConfig) -> int:
 
 
 def mixers_of_layers(config: HubConfig) -> list[str]:
-    """Return the type of every layer's mixer: FULL, WINDOW or LINEAR attention."""
+    """Return the type of every layer's mixer: FULL, WINDOW or LINEAR attention.
+
+    Raises:
+        ValueError: the file has an unknown layer type, or a key is missing or wrong.
+    """
     layers = _layers(config)
     named = config.by_layer("layer_types", layers, str)
     if named is not None:

@@ -155,7 +155,7 @@ class Kernel(Protocol):
         """
 
     def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
-        """Return the gradients of q, k and v, and of the sinks if there are any.
+        """Return the gradients of q, k and v, and of the sinks if there are any, in their shapes.
 
         ``kept`` is the state that :meth:`forward` returned.
         """

@@ -161,7 +161,7 @@ class WeightRows:
     label_tH: Tensor
 
     def gradient(self, weights_t: Tensor) -> Tensor:
-        """Return the gradient of the hidden states, if all vocabulary rows are merged.
+        """Return the gradient [t, H] of the hidden states, if all vocabulary rows are merged.
 
         ``weights_t`` are the weights of the losses.
         """
@@ -253,7 +253,7 @@ def weight_gradients(
 
 
 def log_of_sums(lse_T: Tensor, words: OutputWeightShard) -> Tensor:
-    """All-reduce ``lse_T`` to the log-sum-exp over the vocabulary rows of all ranks. Collective."""
+    """All-reduce ``lse_T`` [rows] to the log-sum-exp over all vocabulary rows. Collective."""
     most_T = lse_T.clone()
     dist.all_reduce(most_T, dist.ReduceOp.MAX, group=words.group)
     sum_T = torch.exp(lse_T - most_T)

@@ -186,7 +186,10 @@ class CarriedStates:
         return self._taken[number][1]
 
     def initial(self, number: int) -> Tensor | None:
-        """Return the initial state of call ``number``; None for zeros. Call ``front`` before."""
+        """Return the initial state of call ``number``; None for zeros. Call ``front`` before.
+
+        The state has the shape that the layer's kernel returns.
+        """
         call = self.calls[number]
         if call.before is None:
             return None
@@ -242,7 +245,7 @@ class CarriedStates:
         return self.calls[number].after is not None
 
     def boundaries(self, number: int, front: int, device: torch.device) -> Tensor | None:
-        """Return the cumulative lengths of the sequences of call ``number``: int64.
+        """Return the cumulative lengths of the sequences of call ``number``: [sequences + 1] int64.
 
         The first sequence includes the ``front`` rows before the call. The tensor is cached for all
         layers of the chunk. The result is None if every sequence is a call (``alone``).

@@ -228,7 +228,7 @@ class DocumentDataset(MegatronDataset):
         return read.astype(numpy.int64)
 
     def loss_mask(self, inputs: numpy.ndarray, labels: numpy.ndarray) -> numpy.ndarray:
-        """Return the loss mask of ``labels`` as float32, by the rules of GPTDataset.
+        """Return the loss mask [n] of ``labels`` [n] as float32, by the rules of GPTDataset.
 
         The mask is 0 where the label is the tokenizer's padding token. With --eod-mask-loss, the
         mask is also 0 where the *input* is the end-of-document token, because the label is then a

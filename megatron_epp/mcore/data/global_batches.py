@@ -109,7 +109,7 @@ class Documents:
         return [weight / sum(weights) for weight in weights]
 
     def locate(self, samples: Sequence[int] | numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return two int64 arrays: the corpus index of each sample, and its item in that corpus.
+        """Return two int64 arrays [n]: corpus index of each sample, and its item in that corpus.
 
         Raises:
             ValueError: A sample number is negative, or too large for the dataset.

@@ -150,6 +150,9 @@ def refusals_as_value_errors() -> Iterator[None]:
     """Convert exceptions that Megatron raises while it reads flags to ValueErrors with a reason.
 
     Many of Megatron's checks are asserts without a message. The reason is then the source line.
+
+    Raises:
+        ValueError: Megatron refuses the flags inside the ``with`` block.
     """
     try:
         yield

@@ -51,7 +51,9 @@ class PositionedRotary(nn.Module):
         return self.context
 
     def forward(self, length: int, *args: Any, **others: Any) -> Tensor | tuple[Tensor, float]:
-        """Return the table rows of the stored positions, with the factor of YaRN if it is used.
+        """Return the table rows [t, 1, 1, channels] of the stored positions.
+
+        With YaRN, the result is a pair: these rows, and YaRN's factor.
 
         If no positions are stored, return the full table if ``computed`` is set, and otherwise the
         result of Megatron's rotary embedding.

@@ -55,8 +55,8 @@ def chunk_loss(
     a tiny number is added to the token count, which changes only a count of 0.
 
     Args:
-        loss_mask_1T: Weights of the tokens' losses in the sum.
-        token_losses_1T: Losses of the tokens.
+        loss_mask_1T: [1, tokens] Weights of the tokens' losses in the sum.
+        token_losses_1T: [1, tokens] Losses of the tokens.
         mtp_mask_DT: [MTP layers, tokens] 1 for each MTP label with a loss; None without MTP.
     """
     assert loss_mask_1T is not None, "the last stage has one"

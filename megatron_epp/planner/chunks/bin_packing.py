@@ -92,8 +92,8 @@ def longest_first(
         bins: wanted number of bins, at least one per tail. If a document fits in no bin, a bin is
             added. Bins that stay empty are removed.
         most_tokens: maximum number of tokens of a bin.
-        loaded_seconds: initial seconds of the last bins, so that these get fewer documents; None:
-            all bins are empty at first.
+        loaded_seconds: [small packs] initial seconds of the last bins, so that these get fewer
+            documents; None: all bins are empty at first.
     """
     start = np.zeros(max(bins, len(cuts.tails)))
     if loaded_seconds is not None and len(loaded_seconds):

@@ -139,7 +139,7 @@ def build_block(
 
     Args:
         params: parameters of the chunks; numbers of chunks and packs are per replica.
-        lengths: lengths of all replicas' documents, in descending order.
+        lengths: [documents] lengths of all replicas' documents in tokens, in descending order.
         rates: seconds per token, query-key pair and chunk.
         most_tokens: maximum number of tokens of a chunk.
         multiple: number of tokens; slice boundaries are multiples of it.

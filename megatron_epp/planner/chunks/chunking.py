@@ -73,7 +73,7 @@ class Chunking:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Number of chunks of every group: N_split for a sliced document, 1 for a pack."""
+        """[groups]: chunks of every group: N_split for a sliced document, 1 for a pack."""
         return self.starts[1:] - self.starts[:-1]
 
     @property
@@ -149,7 +149,7 @@ def last_of_groups(starts: np.ndarray) -> np.ndarray:
 
 
 def backward_order(starts: np.ndarray) -> np.ndarray:
-    """Return the chunks in the order of their backwards: each group in reverse."""
+    """Return the chunks in the order of their backwards, each group in reverse: [chunks]."""
     first_and_last = starts[1:] + starts[:-1] - 1  # sum of a group's first and last chunk
     return first_and_last.repeat(starts[1:] - starts[:-1]) - np.arange(int(starts[-1]))
 
@@ -159,7 +159,8 @@ def assemble(cuts: Cuts, bucket: np.ndarray, buckets: int, rates: Rates) -> Chun
 
     Args:
         cuts: slices, tails (last slices) and short documents.
-        bucket: bucket of every tail, then of every short document; tail t is in bucket t.
+        bucket: [tails + short documents] bucket of every tail, then of every short document; tail t
+            is in bucket t.
         buckets: number of buckets.
         rates: seconds per token, query-key pair and chunk.
     """

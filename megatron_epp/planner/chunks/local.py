@@ -77,7 +77,7 @@ def local_chunks(
         first: index of the first document that one rank computes.
         target_seconds: time of a chunk.
         cut: time of a slice as a fraction of a chunk's time.
-        missing: for each of the last packs, the fraction of a chunk's time that it lacks.
+        missing: [last packs] fraction of a chunk's time that each of the last packs lacks.
         extra_bins: number of packs beyond those that even filling requires; may be negative.
         rates: seconds per token, query-key pair and chunk.
         most_tokens: maximum number of tokens of a chunk.

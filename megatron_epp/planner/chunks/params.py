@@ -63,7 +63,7 @@ class ChunkingParams:
 
     @property
     def missing(self) -> np.ndarray:
-        """Fraction of a full pack that each small pack lacks: first packs, then last packs."""
+        """[small packs]: fraction of a full pack that each lacks, first packs, then last packs."""
         return np.array([1 - fraction for fraction in self.ramp_fractions + TAPERS[self.back]])
 
     def __str__(self) -> str:

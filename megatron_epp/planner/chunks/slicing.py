@@ -122,7 +122,7 @@ def _root(half: float, linear: float, seconds: np.ndarray) -> np.ndarray:
 
 
 def equal_points(length: int, slices: int, rates: Rates, multiple: int = 1) -> np.ndarray:
-    """Return slices + 1 positions that bound slices of equal time, from 0 to ``length``.
+    """Return the positions [slices + 1] that bound slices of equal time, from 0 to ``length``.
 
     Inner boundaries are multiples of ``multiple``, so that only one slice per document, the last
     one, is padded. If the document is too short, it has fewer slices.
@@ -191,7 +191,7 @@ def cut_at(lengths: np.ndarray, points: np.ndarray) -> Cuts:
 
     Args:
         lengths: [documents] document lengths in tokens, in descending order.
-        points: ascending positions from 0 to at least the longest length.
+        points: [slices + 1] ascending positions from 0 to at least the longest length.
     """
     return _cuts(lengths, [points[points < length] for length in lengths[lengths > points[1]]])
 

@@ -62,7 +62,7 @@ class TreeChunking(Chunking):
 
     @property
     def backward(self) -> np.ndarray:
-        """Chunks in the order of their backwards: each after those that continue it."""
+        """[chunks]: chunks in the order of their backwards, each after those that continue it."""
         order: list[int] = []
         path: list[int] = []
         for chunk, before in enumerate(self.continued.tolist()):

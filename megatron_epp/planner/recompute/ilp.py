@@ -158,7 +158,7 @@ def _rows(least, backward_order, slot_of, moves, freed, budget, wanted):
 def within(
     least: np.ndarray, backward_order: np.ndarray, moves: np.ndarray, budget: np.ndarray
 ) -> np.ndarray:
-    """Return for each stage whether the order of F and B that ``least`` defines fits in memory.
+    """Return [stages]: whether the order of F and B that ``least`` defines fits in memory.
 
     Arguments are those of :func:`memory_rows`.
     """

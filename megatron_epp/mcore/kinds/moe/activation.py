@@ -77,7 +77,7 @@ def activation(expert: MLP, inside: Tensor, bias: Tensor | None, scale: Tensor) 
     Args:
         expert: One of Megatron's local experts.
         inside: Output [t, inner] of the expert's first linear.
-        bias: Bias of the first linear.
+        bias: Bias [inner] of the first linear; None without bias.
         scale: Routing weight [t] of the rows.
     """
     between = copy.copy(expert)
