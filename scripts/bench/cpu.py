@@ -27,10 +27,11 @@ Ways to run one job, --rounds times in changing order, with a cost model that `p
 Ratios are seconds of the first way over the row's, for the same batch, measured and predicted:
 
     vocab       a heavy LM head: on the last stage, vocabulary parallelism
-    placements  heavy LM head, uneven layers: packing at each batch's best length on layers 6 2,
-                one stage on a rank, two (V, interleaved), and --epp-placement auto
+    placements  heavy LM head, uneven layers: packing at each batch's best length on layers 6 2 and
+                in Megatron's interleaved schedule, one stage on a rank, two (V, interleaved), and
+                --epp-placement auto
     chats       a system prompt of 2K tokens before answers of 0.2K to 2K (2.5 times the tokens that
-                differ): documents whole, and --epp-share-from 512
+                differ): packing as above, documents whole, and --epp-share-from 512
     slow-rank   libraries of rank --rank use SSE 4.2 or AVX2 alone: taken for alike, as measured,
                 and as measured with stages by time
 
@@ -306,6 +307,11 @@ WARM_UP = 1
 _CHOSEN = re.compile(r"--epp-placement auto: (.*)")
 Ways = Mapping[str, Sequence[str]]
 ONE_STAGE, AUTO = ("--epp-placement", "even"), ("--epp-placement", "auto")
+# Megatron's interleaved schedule, with the best pack length of each batch.
+STOCK_INTERLEAVED = (
+    *("--epp-planner", "packing-best", "--epp-placement", "interleaved 2"),
+    *("--epp-vocab-parallel", "off"),
+)
 WAYS: dict[str, Ways] = {
     "vocab": {
         "LM head on the last stage": ("--epp-vocab-parallel", "off", *ONE_STAGE),
@@ -317,12 +323,18 @@ WAYS: dict[str, Ways] = {
             *("--decoder-first-pipeline-num-layers", "6"),
             *("--decoder-last-pipeline-num-layers", "2"),
         ),
+        "packing, interleaved 2": STOCK_INTERLEAVED,
         "one stage a rank": ONE_STAGE,
         "v": ("--epp-placement", "v"),
         "interleaved 2": ("--epp-placement", "interleaved 2"),
         "auto": AUTO,
     },
-    "chats": {"whole documents": (), "--epp-share-from 512": ("--epp-share-from", "512")},
+    "chats": {
+        "packing at its best length": ("--epp-planner", "packing-best"),
+        "packing, interleaved 2": STOCK_INTERLEAVED,
+        "whole documents": AUTO,
+        "--epp-share-from 512": (*AUTO, "--epp-share-from", "512"),
+    },
 }
 # The last quarter of the layers has full attention.
 UNEVEN = ("--window-size", "127,0", "--window-attn-skip-freq", "[1,1,1,1,1,1,0,0]")
@@ -459,6 +471,9 @@ def compare_ways(arguments: argparse.Namespace, corpus: Path, folder: Path) -> N
         costs = measured_costs(words, place)
         words += ["--epp-planner", arguments.planner, *costs, "--epp-placement", "even"]
         ways = slow_ways(Path(costs[-1]), said) if slow else WAYS[arguments.case]
+        if unknown := set(arguments.ways or ()) - set(ways):
+            raise SystemExit(f"--ways {min(unknown)!r}: expected some of {', '.join(ways)}")
+        ways = {way: ways[way] for way in arguments.ways or ways}
         rounds = []
         for number in range(arguments.rounds):
             # In changing order: a host's slow changes fall on all ways.
@@ -608,6 +623,7 @@ def parse() -> argparse.Namespace:
         parser.add_argument("--stock", action="store_true", help="Megatron's own schedule, at 4K")
     else:
         parser.add_argument("--rounds", type=int, default=2, help="runs each way")
+        parser.add_argument("--ways", nargs="+", metavar="WAY", help="only these, by their names")
         parser.add_argument("--planner", default="epp", help="epp, packing, adaptis, ...")
         words, hidden = {"slow-rank": (128, 512), "chats": (128, 128)}.get(named.case, (16384, 256))
         parser.add_argument("--words", type=int, default=words, help="the vocabulary, padded")

@@ -15,9 +15,10 @@ turn, on the same samples and weights:
 The bound is the time of the busiest stage if every distinct token is computed once, without waits
 and other costs. It uses the seconds per token and per query-key pair of stock's forwards and
 backwards. Predicted are the seconds of trees' plan, from the rates that earlier calls measured; the
-next column is the median of measured / predicted, call by call. Seconds are those of whole calls on
-the slowest rank, including planning: the median of the repeats. Peaks are the bytes that autograd
-saves plus cached K and V, the maximum over stages. Every call must have stock's loss and gradients.
+next columns are medians of measured / predicted, call by call, of trees and of slices: what both
+share is the host's. Seconds are those of whole calls on the slowest rank, including planning: the
+median of the repeats. Peaks are the bytes that autograd saves plus cached K and V, the maximum over
+stages. Every call must have stock's loss and gradients.
 """
 
 import argparse
@@ -40,7 +41,7 @@ VARIANTS = ("stock", "slices", "trees")
 SHARE_FROM = 64
 WARM_UP = 3  # calls of one group: the first is not measured, by the second the third is planned
 HEAD = ("calls of", "tokens", "once", "stock", "slices", "trees", "predicted",
-        "trees / predicted", "bound", "bound / trees",
+        "trees / predicted", "slices / theirs", "bound", "bound / trees",
         "gain of trees", "that the bound allows", "peak MiB: stock", "slices", "trees")  # fmt: skip
 
 
@@ -166,7 +167,10 @@ def row(name: str, groups: Sequence[Group], results: Sequence[dict]) -> list[str
         f"{once[0]:.0f}",
         *(f"{seconds[v]:.2f} s" for v in VARIANTS),
         f"{statistics.median(r['predicted'] for r in of['trees']):.2f} s",
-        f"{statistics.median(r['seconds'] / r['predicted'] for r in of['trees']):.2f}",
+        *(
+            f"{statistics.median(r['seconds'] / r['predicted'] for r in of[v]):.2f}"
+            for v in ("trees", "slices")
+        ),
         f"{bound:.2f} s",
         f"{bound / seconds['trees']:.2f}",
         f"{seconds['slices'] / seconds['trees']:.2f}",

@@ -3,7 +3,8 @@
     bound    lower bound of each layout: no layer partition and no schedule is faster
     glance   first feasible plan of one batch, most promising layouts first. For n wanted results,
              layouts whose bound exceeds the n-th best time so far are left out
-    sketch   plans of that batch with little effort, for layouts whose first plan is nearly best
+    sketch   plans of that batch with little effort, for layouts whose first plan is nearly best,
+             with the layers and the LM head of that plan
     finals   the best sketches, planned on all batches with the full effort. Other layouts rank
              after them, with the seconds of their first batch scaled to all batches
 
@@ -265,7 +266,9 @@ def survey(
 
     def looks(group: Sequence[Layout], how: Options, planners: Sequence[str]) -> Iterator:
         asked = batches[0], how, planners, placement, vocabulary
-        tasks = [(layout, costs[layout], *asked) for layout in group]
+        tasks = [
+            (layout, costs[layout], *asked, _elastic(glances.get(layout, ()))) for layout in group
+        ]
         for layout, (choices_of, why) in zip(group, run(_look_at, tasks), strict=True):
             if why:
                 refused.setdefault(layout, why)
@@ -319,14 +322,21 @@ def _look_at(
     planners: Sequence[str],
     by_time: bool,
     vocabulary: str,
+    glanced: Choice | None,
 ) -> tuple[list[Choice], str]:
-    """Return one layout's choices for one batch, and the first reason why a plan cannot run."""
+    """Return one layout's choices for one batch, and the first reason why a plan cannot run.
+
+    The layers and the vocabulary parallelism are those of ``glanced``, if that is not None.
+    """
     choices: list[Choice] = []
     why = ""
     for planner in planners:
-        for cut in _cuts(cost, planner, vocabulary):
+        cuts = (glanced.vocabulary_parallel,) if glanced else _cuts(cost, planner, vocabulary)
+        for cut in cuts:
             open_layers = by_time and planner == ELASTIC  # stock chooses its layers itself
             ways = partitions(cost.with_vocabulary(cut), lengths, open_layers)
+            if glanced:
+                ways = [glanced.layers]
             for layers in reversed(ways):  # balanced by time first; even layers if those do not fit
                 try:
                     chosen = layout, cost, layers, [lengths], options, planner
@@ -337,11 +347,16 @@ def _look_at(
     return choices, why
 
 
-def _elastic_seconds(choices: Sequence[Choice], otherwise: float) -> float:
+def _elastic(choices: Iterable[Choice]) -> Choice | None:
+    """Return the fastest ``epp`` choice, or None if there is none."""
+    elastic = (choice for choice in choices if choice.planner == ELASTIC)
+    return min(elastic, key=lambda choice: choice.seconds, default=None)
+
+
+def _elastic_seconds(choices: Iterable[Choice], otherwise: float) -> float:
     """Return the time of the fastest ``epp`` choice, or ``otherwise`` if there is none."""
-    return min(
-        (choice.seconds for choice in choices if choice.planner == ELASTIC), default=otherwise
-    )
+    fastest = _elastic(choices)
+    return fastest.seconds if fastest else otherwise
 
 
 def _order(choice: Choice) -> tuple:
@@ -394,15 +409,15 @@ def _with_full_effort(
 ) -> list[Choice]:
     """Return ``choice`` and its variants, planned on all batches.
 
-    The stages of planner `epp` are those of :func:`~.choice.run_choice` with the arguments ``how``;
-    stock chooses its own. Offloading is tried if recompute takes more than the fraction ``TIGHT``
-    of the time.
+    The stages of planner `epp` are those of :func:`~.choice.run_choice` for the first batch, with
+    the arguments ``how``; stock chooses its own. Offloading is tried if recompute takes more than
+    the fraction ``TIGHT`` of the time.
     """
     if choice.planner != ELASTIC:
         variants = [choice]
     else:
         together = dataclasses.replace(options, lockstep=cost.layout.lockstep)
-        chosen = run_choice(cost, batches, together, ELASTIC, **how).cost.layout
+        chosen = run_choice(cost, batches[:1], together, ELASTIC, **how).cost.layout
         variants = [
             dataclasses.replace(
                 choice,
