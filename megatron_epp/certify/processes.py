@@ -120,7 +120,7 @@ def start_context(
 
     The fork server imports ``preloaded`` once, because importing Megatron takes seconds in each
     process. Processes are spawned on systems other than Linux, where forking a process with torch
-    is not safe, and on GPUs, because each process needs its own CUDA context.
+    is not safe, and on GPUs (``device`` "cuda"), because each process needs its own CUDA context.
     """
     if sys.platform != "linux" or device == "cuda":
         return multiprocessing.get_context("spawn")

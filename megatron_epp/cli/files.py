@@ -52,7 +52,7 @@ def read_text(path: str, what: str) -> str:
 
 
 def read_plans(path: str) -> tuple[tuple[Plan, ...], Step | None]:
-    """Return the plans of all replicas in the file, and the step.
+    """Return the plans of all replicas in the file at ``path`` (``-``: stdin), and the step.
 
     The step is None if the file contains a single plan instead of a step.
     """
@@ -70,7 +70,7 @@ def _plans(text: str, path: str) -> tuple[tuple[Plan, ...], Step | None]:
 
 
 def read_plan(path: str, replica: int) -> tuple[Plan, str | None, tuple[Plan, ...]]:
-    """Read one replica's plan, and check that it can run.
+    """Read the plan of ``replica`` from the file at ``path``, and check that it can run.
 
     Returns:
         The plan, the machine options with which the plan was made (None if unknown), and all plans

@@ -114,6 +114,11 @@ class PlannedSteps:
 
         Collective over the ranks of the lockstep group. Without lockstep, this group is a replica.
 
+        Args:
+            iteration: number of the iteration.
+            lengths: tokens of each document of the global batch.
+            forward_only: whether the step is an evaluation.
+
         Raises:
             PlanError: the documents cannot be planned, or no plan fits the memory budget. All ranks
                 of the group raise this error.

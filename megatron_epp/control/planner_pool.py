@@ -81,7 +81,8 @@ class PlannerPool:
     def ask(self, iteration: int, lengths: Batch, forward_only: bool = False) -> str:
         """Request a plan unless the same request is pending, and return the request's name.
 
-        If all processes are busy, another process may be started.
+        If all processes are busy, another process may be started. With ``forward_only``, the plan
+        is for an evaluation.
         """
         name = _request_name(iteration, lengths, forward_only)
         if name in self._requests:
@@ -98,7 +99,7 @@ class PlannerPool:
         """Wait for the plan of the iteration that training runs now, and return the answer.
 
         If the plan was not requested before, this method requests it. Requests for earlier
-        iterations are discarded.
+        iterations are discarded. With ``forward_only``, the plan is for an evaluation.
 
         Raises:
             PlannerRefused: the planner cannot plan these documents.

@@ -29,6 +29,8 @@ class RecordedSteps:
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
         """Return the recorded step of ``iteration``; if --epp-plan is a file, return its only step.
 
+        ``lengths`` and ``forward_only`` are not used.
+
         Raises:
             ValueError: the file is not a text file.
             PlanError: the folder has no step of the iteration, or the text is not a valid step.

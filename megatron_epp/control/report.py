@@ -216,6 +216,7 @@ def gather_report(own_report: RankReport, leads: bool, group: dist.ProcessGroup)
     """Gather the reports of all pipeline ranks on every rank, in one all-gather on the CPU.
 
     ``leads`` is whether this rank reports for its pipeline rank; other ranks report only failures.
+    ``group`` is a CPU group of all ranks.
     """
     row = torch.tensor([float(leads), *own_report.row()], dtype=torch.float64)
     rows = torch.empty(group.size() * row.numel(), dtype=torch.float64)
@@ -303,9 +304,9 @@ class Recorder:
 def gather_records(
     part: StepPart, records: tuple[Timed, ...], groups: Groups
 ) -> tuple[Step, dict[int, list[Timed]]] | None:
-    """Gather the full step and every replica's records on rank 0. Collective.
+    """Gather the full step and every replica's records on rank 0. Collective over all ranks.
 
-    The other ranks return None.
+    ``part`` and ``records`` are those of this rank. The other ranks return None.
     """
     text = str(part) if groups.plans else ""  # sent once for each lockstep group
     local = format_records(records) if groups.leads else ""

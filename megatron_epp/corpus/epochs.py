@@ -10,7 +10,7 @@ import numpy as np
 
 
 def epoch_order(documents: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the permutation of one epoch: [documents] int32.
+    """Return the permutation of ``epoch``, drawn from ``seed`` and ``epoch``: [documents] int32.
 
     The generator is RandomState, because numpy guarantees its random stream. The stream of a
     numpy Generator may change between versions.

@@ -98,7 +98,7 @@ class Corpus:
         """Return batch ``index`` as :meth:`batch` does, or all documents if ``size`` is None.
 
         If the corpus has groups, a batch consists of as many groups as are needed for ``size``
-        documents.
+        documents. ``seed`` is the seed of the order.
         """
         if self.groups:
             return self._groups_of(index, size or len(self.inputs), seed, size is None)
@@ -122,7 +122,9 @@ class Corpus:
         return self.document_tokens.forest(chosen, least, depths)
 
     def batch(self, index: int, size: int, seed: int = DEFAULT_SEED) -> tuple[int, ...]:
-        """Return the document lengths of batch ``index``, as training with ``seed`` draws it.
+        """Return the lengths of the ``size`` documents of batch ``index``, as training draws it.
+
+        ``seed`` is the seed of the order.
 
         Raises:
             ValueError: an argument is out of range.

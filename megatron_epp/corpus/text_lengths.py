@@ -68,9 +68,10 @@ def text_lengths(
 def text_tokens(path: Path, tokenizer: str, chosen: Sequence[int]) -> dict[int, np.ndarray]:
     """Return the tokens of some documents, by their numbers in the result of :func:`text_lengths`.
 
-    Each array is [inputs + 1] int64. Negative numbers stand for tokens that are counted without
-    their text, as in ChatML: the start, the role and the line end before a message, and the end
-    after it. One more such token ends the document.
+    ``chosen`` are the numbers of the documents, and ``tokenizer`` is a ``tokenizer.json`` or its
+    folder. Each array is [inputs + 1] int64. Negative numbers stand for tokens that are counted
+    without their text, as in ChatML: the start, the role and the line end before a message, and the
+    end after it. One more such token ends the document.
     """
     numbers = sorted({*chosen})
     _, rows = _rows(path, numbers)

@@ -74,6 +74,8 @@ def receive(pipe: Connection, put: Callable[[Any], None]) -> threading.Thread:
 def plan_text(settings: PlannerSettings, batch: Batch, forward_only: bool) -> str:
     """Return the text of the step part for the settings' lockstep group.
 
+    With ``forward_only``, the plans are for an evaluation.
+
     Raises:
         ValueError: if the documents cannot be planned.
     """

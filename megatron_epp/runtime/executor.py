@@ -49,14 +49,14 @@ class Compute(Protocol):
     """
 
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
-        """Run F on ``received``, the previous stage's output, which is None on the first stage.
+        """Run F of ``chunk`` on ``received``, the previous stage's output; None on the first stage.
 
         Returns:
             The output to send; None on the last stage without vocabulary parallelism.
         """
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        """Run B on ``gradient``, the gradient of the stage's output (None on the last stage).
+        """Run B of ``chunk`` on ``gradient``, that of the stage's output; None on the last stage.
 
         Returns:
             The gradient of the stage's input; None on the first stage.

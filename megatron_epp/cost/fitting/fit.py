@@ -394,7 +394,7 @@ def _fit_held(template: Profile, every: Sequence[Sample], quality: dict[str, Qua
 
 
 def line_above(points: Sequence[tuple[float, float]], goes_on: bool = False) -> tuple[float, float]:
-    """Return (slope, constant), each at least 0, of a line with no point (x, y) above it.
+    """Return (slope, constant), each at least 0, of a line with none of ``points`` (x, y) above it.
 
     The line bounds memory peaks. A peak is the maximum over several moments. Every moment needs
     constant bytes and bytes proportional to x. The peak as a function of x is therefore convex: its

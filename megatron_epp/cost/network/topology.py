@@ -320,7 +320,8 @@ class Network:
         """Return a device's bus bandwidth (bytes per second) in gathers and scatters.
 
         Bus bandwidth is counted as in nccl-tests: bytes * (size - 1) / size over seconds. A ring
-        over several nodes enters and leaves a node once, for all members on the node.
+        over several nodes enters and leaves a node once, for all members on the node. The group has
+        ``size`` members; ``stride`` is the distance between the ranks of neighbouring members.
         """
         here, nodes = self.placed(size, stride)
         inside = at_most(self.ring_bytes_per_second, size)

@@ -46,7 +46,8 @@ class Ulysses:
     def to_heads(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor) -> tuple[Tensor, ...]:
         """Exchange this rank's rows of q, k and v for all rows of this rank's heads (all-to-all).
 
-        Return q [T, H/N, D], and k and v [T, max(1, G/N), D].
+        The arguments have t rows, H query heads and G key heads of size D. With N ranks, return q
+        [T, H/N, D], and k and v [T, max(1, G/N), D], where T is the number of rows of all ranks.
         """
         return self.each_to_heads((q_tHD, k_tGD, v_tGD))
 

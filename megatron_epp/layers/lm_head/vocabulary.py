@@ -97,7 +97,9 @@ class OutputWeightShard:
     ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Yield the rows of every block, their logits, their labels' indices, and a mask.
 
-        Logits are [t, V] in the statistics' dtype. Indices are relative to ``first``. The mask is
+        ``hidden_TH`` are the hidden states, ``labels_T`` the labels of the rows, and
+        ``temperature_T`` the divisors of their logits (None for 1). Logits are [t, V] in the
+        statistics' dtype, for t rows of a block. Indices are relative to ``first``. The mask is
         true where the label is among this rank's vocabulary rows; elsewhere the index is 0. The
         caller must delete the logits before the next block.
         """
@@ -281,7 +283,7 @@ def row_blocks(total: int, size: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Layout of a message; counts of ``wide`` tensors [rows, hidden], ``narrow`` statistics [rows].
+    """Layout of a message of ``wide`` tensors [rows, hidden] and ``narrow`` statistics [rows].
 
     Wide tensors have dtype ``dtype``. The bits of a statistic are stored in elements of ``dtype``.
     """

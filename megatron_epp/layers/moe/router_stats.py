@@ -72,7 +72,8 @@ class Pools:
     Attributes:
         paths: for each sample, the spans of the plan's documents that make it up.
         of: index of the pool of every sample.
-        shares: for each pool, factor on its auxiliary losses, in addition to its token count.
+        shares: for each pool, factor on its auxiliary losses, which are also multiplied by its
+            token count.
         token_fractions: for each pool, factor on the z-losses of its tokens.
     """
 

@@ -117,7 +117,8 @@ class DeviceClock:
     def start(self, rested: bool = True) -> CudaClock:
         """Start timing after the device has worked, or has been spinning, for some milliseconds.
 
-        Meanwhile, the host issues the kernels to time.
+        Meanwhile, the host issues the kernels to time. If the device may have ``rested``, the work
+        before the timed ops runs ``repeats`` times, else once.
         """
         self._now()
         for _ in range(self._repeats if rested else 1):

@@ -125,9 +125,9 @@ def busy_repeats(probe: Probe, layer: Layer, shape: Shape) -> int:
 def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
     """Return the chunks and recompute modes to measure.
 
-    The chunks are multiples of a base size of tokens. It is the largest power of 2 from 64 to
-    8192, at most ``context``, for which all measurements take at most ``flops`` floating-point
-    operations.
+    The chunks are multiples of a base size in tokens. The base size is the largest power of 2 from
+    64 to 8192, at most ``context``, for which all measurements of ``layer`` take at most ``flops``
+    floating-point operations.
     """
 
     def scaled(base: int) -> list[tuple[Shape, str]]:

@@ -41,7 +41,8 @@ def rows_at_once(words: int, on_gpu: bool, stages: int = 1) -> int:
     """Return the number of rows (tokens) whose logits are computed at a time.
 
     ``words`` is the number of vocabulary rows of this rank. With vocabulary parallelism, this rank
-    has 1 / ``stages`` of the vocabulary rows of a tensor-parallel rank.
+    has 1 / ``stages`` of the vocabulary rows of a tensor-parallel rank. ``on_gpu`` is whether the
+    logits are on a GPU.
     """
     if on_gpu:
         return head_block_tokens(words)

@@ -59,7 +59,10 @@ def kept_in_input(model: nn.Module) -> list[str]:
 
 
 def report_kept(models: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
-    """Log on rank 0 the linears of any rank whose weight gradients stay in I. Collective."""
+    """Log on rank 0 the linears of any rank whose weight gradients stay in I. Collective.
+
+    ``models`` are this rank's stage modules, and ``group`` contains all ranks.
+    """
     every = all_gathered([name for model in models for name in kept_in_input(model)], group)
     if (names := sorted(set(chain.from_iterable(every)))) and group.rank() == 0:
         logger.info("split backward: I computes the weight gradients of %s", ", ".join(names))

@@ -304,10 +304,14 @@ class Job:
     def datasets(self, samples: Sequence[int]) -> tuple[GlobalBatches | None, ...]:
         """Build the documents; return the global batches of training, validation and test.
 
-        Collective. The batches begin after the samples that the resumed run has consumed.
+        Collective over the job. The batches begin after the samples that the resumed run has
+        consumed. The result is None for a split without documents.
 
         Args:
             samples: Number of documents for training, validation and test.
+
+        Raises:
+            ValueError: See :meth:`JobData.global_batches`.
         """
         group, shared = self.place.groups.control, self._shared
         training, *others = self._data.global_batches(samples, group)

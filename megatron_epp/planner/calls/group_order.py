@@ -209,7 +209,8 @@ def orders_worth_playing(problem: ScheduleProblem, sizes: np.ndarray) -> Iterato
 def forward_order(seconds_SC: np.ndarray) -> tuple[int, ...]:
     """Return the fastest of several chunk orders of a forward-only pass, the same for all stages.
 
-    Such a pipeline is a flow shop: the first and the last chunks determine its idle time.
+    ``seconds_SC`` [stages, chunks] are the seconds of the forwards. Such a pipeline is a flow shop:
+    the first and the last chunks determine its idle time.
     """
     rising = [int(c) for c in np.argsort(seconds_SC.sum(0), kind="stable")]
     as_called = tuple(range(seconds_SC.shape[1]))

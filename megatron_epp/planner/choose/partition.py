@@ -52,7 +52,8 @@ def expected_features(cost: Cost, batches: Sequence[Batch]) -> np.ndarray:
 def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
     """Return the number of layers per stage that minimises the slowest stage's time.
 
-    Ties are broken by the least sum of squared stage seconds, which also balances the other stages.
+    ``features`` [columns] are those of :func:`expected_features`. Ties are broken by the least sum
+    of squared stage seconds, which also balances the other stages.
     Every stage has a layer. With several stages per rank, the slowest rank's time is minimised
     (:func:`_fastest_on_ranks`). Return None if the model states fit in no partition.
     """

@@ -56,6 +56,7 @@ def rates_of(cost: Cost) -> Rates:
 def loads_of(chunking: Chunking, lengths: np.ndarray, multiple: int = 1) -> Loads:
     """Return the tokens, pairs and slices of each chunk of ``chunking``, for the cost model.
 
+    ``lengths`` [documents] are in tokens, in the order of the documents' numbers in ``chunking``.
     Tokens include padding to ``multiple``, but pairs do not. For a lockstep group of replicas, the
     result also contains the loads of each replica (planner.block_table).
     """

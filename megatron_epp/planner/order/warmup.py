@@ -83,7 +83,7 @@ def group_by_group(sizes: np.ndarray, stages: int) -> np.ndarray:
     """Return the least number [stages, chunks] of forwards before each backward.
 
     The number follows from dependencies: all forwards of a group (sliced document or pack) must
-    precede the group's backwards.
+    precede the group's backwards. ``sizes`` [groups] contains the number of chunks of every group.
     """
     ends = np.repeat(np.cumsum(sizes), sizes)
     return np.repeat(ends[None], stages, axis=0)

@@ -236,7 +236,8 @@ def sizes(context: int, multiple: int) -> Iterator[int]:
 def packed_chunks(lengths: np.ndarray, context: int, rates: Rates) -> Chunking:
     """Return chunks of at most ``context`` tokens, with unsliced documents packed first-fit.
 
-    If the longest document has more tokens than ``context``, its length is the limit.
+    If the longest document has more tokens than ``context``, its length is the limit. ``lengths``
+    [documents] are in tokens, in descending order.
     """
     longest = int(lengths[0])
     uncut = cut_at(lengths, np.array([0, longest]))
@@ -248,6 +249,7 @@ def fixed_chunks(lengths: np.ndarray, size: int, rates: Rates) -> Chunking:
     """Return chunks of ``size`` tokens: slices of long documents, and packs of the rest.
 
     A pack holds short documents and at most one tail (the last slice of a long document).
+    ``lengths`` [documents] are in tokens, in descending order.
     """
     points = np.arange(0, int(lengths[0]) + size, size)
     cuts = cut_at(lengths, points)

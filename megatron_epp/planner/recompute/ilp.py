@@ -341,7 +341,7 @@ def _enough(rows: MemoryRows, layers: np.ndarray) -> bool:
 def reduce_diagonals(
     choose: Callable[..., np.ndarray], layers: np.ndarray, backward_order: np.ndarray
 ) -> np.ndarray:
-    """Return, per slot, ``choose`` (e.g. nanmax) of ``layers`` [stages, chunks] on its diagonal."""
+    """Return [slots]: ``choose`` (such as nanmax) of ``layers`` [stages, chunks] on a diagonal."""
     stages, count = layers.shape
     on = np.full((stages, count + stages - 1), np.nan)
     for stage in range(stages):

@@ -24,7 +24,7 @@ PARTS = (*STATES, *dict.fromkeys(_OF_ITEM.values()))
 
 
 def states_parts(cost: Cost) -> list[dict[str, float]]:
-    """Return, for every stage, the bytes of weights, gradients and optimizer states on a device.
+    """Return the bytes of weights, gradients and optimizer states on a device, by name, per stage.
 
     ZeRO 1 is assumed. All bytes are 0 on CPUs, whose memory budget excludes model states.
     """

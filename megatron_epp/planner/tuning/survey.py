@@ -618,7 +618,7 @@ def choice_of(
 def replanned(
     choice: Choice, even: Cost, batches: Sequence[Sequence[int]], options: Options
 ) -> Choice:
-    """Return ``choice`` planned for other batches or options: its layout, layers and planner.
+    """Plan other batches or options with the layout, layers and planner of ``choice``.
 
     Whether layers are offloaded is that of ``choice``, not of ``options``. ``even`` is the cost
     model as in :func:`choice_of`.

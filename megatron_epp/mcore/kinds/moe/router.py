@@ -85,7 +85,7 @@ class ChunkRouter:
         """Return ``logits_tE``, whose backward adds the gradients of all router losses.
 
         This method replaces ``apply_z_loss``. The first run of a chunk also updates the router
-        statistics.
+        statistics. ``padding_mask`` must be None for chunks.
         """
         if self._is_outside:
             return self._z_loss(logits_tE, **_if_masked(padding_mask))
@@ -219,7 +219,8 @@ def pools_of(
     """Return the pools: sets of samples over which the load of experts is balanced together.
 
     With these pools, the losses equal Megatron's losses of whole micro-batches without padding.
-    ``paths`` are the spans of every sample; ``micro_batches`` are numbers of consecutive samples.
+    ``paths`` are the spans of every sample. ``micro_batches`` are the numbers of consecutive
+    samples of the micro-batches. ``rules`` are the settings of the load balancing.
 
         aux_loss       one pool per micro-batch
         seq_aux_loss   one pool per sample; as in Megatron, all samples of a micro-batch have

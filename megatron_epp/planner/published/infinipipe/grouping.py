@@ -59,8 +59,8 @@ class RecomputeIlps:
             integer: whether to solve the integer program instead of its relaxation.
 
         Returns:
-            Number of recomputed layers per slot (diagonal of stages and chunks). None if the
-            pipeline does not fit in memory.
+            [slots] number of recomputed layers of every slot (diagonal of stages and chunks). None
+            if the pipeline does not fit in memory.
         """
         chunking, cost = self.chunking, self.cost
         begin, end = chunking.starts[first], chunking.starts[stop]
