@@ -159,7 +159,9 @@ def divide(
         The indices of every replica's samples in ascending order, at least one per replica.
 
     Raises:
-        ValueError: the samples cannot be divided; the message gives the reason in one line.
+        ValueError: a length is below 1, there are fewer samples than replicas, ``same_count`` is
+            set and the samples are not a multiple of the replicas, ``prefixes`` are not those of
+            the samples, or ``model``, ``device`` or ``profile`` is unknown or invalid.
 
     Example::
 

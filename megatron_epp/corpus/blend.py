@@ -114,7 +114,7 @@ class TokenOrder:
         self._blocks: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays: the corpus of each sample, and its index in the corpus.
+        """Return two int64 arrays [n]: the corpus of each sample, and its index in that corpus.
 
         Args:
             samples: places in the order, from 0: [n].
@@ -181,7 +181,7 @@ class DocumentOrder:
         self._weights = list(weights)
 
     def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays: the corpus of each sample, and its index in the corpus.
+        """Return two int64 arrays [n]: the corpus of each sample, and its index in that corpus.
 
         Time is linear in the largest sample.
 

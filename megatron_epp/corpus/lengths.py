@@ -107,7 +107,7 @@ class Corpus:
     def sharing(
         self, index: int, size: int | None, seed: int, least: int, depths: int
     ) -> PrefixForest:
-        """Return batch ``index`` as :meth:`documents` does, with the prefixes of equal tokens.
+        """Return batch ``index`` of :meth:`documents`, with prefixes where documents share tokens.
 
         Args:
             index: number of the batch.

@@ -60,7 +60,7 @@ def gather_latency(layout: StageLayout, of: LayerCoefficients) -> float:
 
 
 def uncovered_seconds(layout: StageLayout, of: LayerCoefficients) -> tuple[float, float]:
-    """Return the seconds per token, and latency, of the collectives that B hides and I exposes.
+    """Return (seconds per token, latency in seconds) of collectives that B hides and I exposes.
 
     In each sublayer, B hides one gather or scatter in a TP group next to the product of a weight
     gradient, which I does not compute.

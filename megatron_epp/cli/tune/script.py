@@ -95,7 +95,7 @@ def launch_script(
         hosts: host names in the order of node ranks; () if they are unknown.
 
     Raises:
-        ValueError: if ``choice`` is a row of stock that Megatron cannot run.
+        ValueError: if ``choice`` uses Megatron's own schedule, and Megatron cannot run it.
     """
     model, config, arguments = job.model, job.config, job.arguments
     of_model, stock = _parts(job, choice)

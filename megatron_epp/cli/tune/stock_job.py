@@ -40,7 +40,7 @@ class StockJob:
 
 
 def stock_job(job: TunedJob, choice: Choice, of_model: ModelFlags) -> StockJob:
-    """Return the job nearest to ``choice``, a row of stock.
+    """Return the job nearest to ``choice``, a row with one of Megatron's own schedules (stock).
 
     Args:
         job: devices and model.

@@ -57,7 +57,7 @@ def unknown_name(what: str, name: str, known: Iterable[str], *others: str) -> st
 
 
 def read_json(what: str, path: str) -> Any:
-    """Return the value in the JSON file at ``path``.
+    """Return the value in the JSON file at ``path``; ``what`` names its kind in errors.
 
     Raises:
         ValueError: the file cannot be read; the message is one line.

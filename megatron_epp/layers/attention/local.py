@@ -36,8 +36,9 @@ def attention_parts(
     """Exchange rows of Q, K and V of the sharded documents for heads, by an all-to-all.
 
     The first three results are Q, K and V of the sharded documents, with all rows and this rank's
-    heads. The next three are Q, K and V of the documents that this rank computes alone, with all
-    heads. If the chunk has only one of the two kinds of documents, there are three results.
+    heads: [all rows, heads / ranks, head size]. The next three are Q, K and V of the documents that
+    this rank computes alone, with all heads: [own rows, heads, head size]. If the chunk has only
+    one of the two kinds of documents, there are three results.
 
     Args:
         ulysses: the all-to-all.

@@ -28,7 +28,7 @@ from megatron_epp.runtime.kv_store import Store
 class Tails:
     """Cached rows of a document with slice ``boundaries``, for a window of ``before`` tokens.
 
-    ``boundaries`` are the ends of all slices but the last; None caches all rows.
+    ``boundaries`` are the ends of all slices but the last; if they are None, all rows are cached.
     """
 
     before: int

@@ -157,7 +157,8 @@ class Kernel(Protocol):
     def backward(self, grad_THD: Tensor, call: Operands, kept: Any) -> tuple[Tensor, ...]:
         """Return the gradients of q, k and v, and of the sinks if there are any, in their shapes.
 
-        ``kept`` is the state that :meth:`forward` returned.
+        ``grad_THD`` [queries, heads, value size] is the gradient of the output, and ``kept`` the
+        state that :meth:`forward` returned.
         """
 
 

@@ -113,8 +113,7 @@ def row_ends(counts_E: Tensor) -> Tensor:
 def distance(tensors: Sequence[Tensor]) -> int | None:
     """Return the number of elements from the start of each tensor to that of the tensor before it.
 
-    The result is None if the tensors do not lie in one storage at equal distances, the last tensor
-    first.
+    The result is None unless the tensors lie in one storage in reverse order, at equal distances.
     """
     first = tensors[0]
     storage = first.untyped_storage().data_ptr()

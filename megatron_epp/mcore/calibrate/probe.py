@@ -163,8 +163,8 @@ class Probe:
     def after_work(self, shape: Shape, repeats: int = 1) -> "Probe":
         """Return a copy that times ops on a GPU as busy as in training; it measures no bytes.
 
-        Before the timed ops, the GPU runs a layer on a chunk of ``shape``, before a forward
-        ``repeats`` times.
+        Before the timed ops, the GPU runs a layer on a chunk of ``shape``: ``repeats`` times before
+        a forward, else once.
         """
         if self.device.type == "cpu" or not layers_of(self.model):
             return self

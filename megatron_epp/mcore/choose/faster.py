@@ -20,7 +20,7 @@ RESTART_PAYS = 0.03  # fraction of the time that a reported placement saves
 
 
 def report_faster_placement(args: Any, profile: Profile) -> None:
-    """Log a line on a placement that saves RESTART_PAYS of the time by ``profile``, if any.
+    """Log a line if a placement saves the fraction RESTART_PAYS of the time by ``profile``.
 
     The function plans the first batch with little effort. It does nothing if lengths are unknown.
     """
@@ -31,8 +31,8 @@ def report_faster_placement(args: Any, profile: Profile) -> None:
 def faster_placement(args: Any, profile: Profile) -> str | None:
     """Return a line on the fastest placement by ``profile``, with the flag that selects it.
 
-    The result is None if no placement saves RESTART_PAYS of the time, if lengths are unknown, or if
-    checkpoints are for one placement.
+    The result is None if no placement saves the fraction RESTART_PAYS of the time, if lengths are
+    unknown, or if checkpoints can only be loaded with their own placement.
     """
     one_format = getattr(args, "ckpt_format", "torch_dist") != "torch_dist"
     if args.pipeline_model_parallel_size == 1 or one_format:

@@ -177,7 +177,7 @@ def kept_in_input(args: Any) -> str:
 
 
 def on_these_ranks(args: Any, profile: Profile) -> Profile:
-    """Return ``profile`` without the slowness of ranks if it is of another number of ranks.
+    """Return ``profile`` without the slowness of ranks if their number differs from this job's.
 
     With --epp-cost-model and without --epp-layouts, the function keeps the slowness, so that the
     layout raises an error.

@@ -78,8 +78,8 @@ def note_samples(args: Any, common: Mapping[str, Any]) -> None:
 def prepare_schedule(scheduler: Any, state_dict: dict[str, Any]) -> None:
     """Set the weight decay of a scheduler, and the counters of a job that counted samples.
 
-    Megatron's scheduler computes the weight decay of the next iteration before it reads the
-    checkpoint's, which --use-checkpoint-opt-param-scheduler demands.
+    With --use-checkpoint-opt-param-scheduler, the weight decay of the checkpoint applies. However,
+    Megatron's scheduler computes that of the next iteration before it reads the checkpoint's.
 
     Args:
         scheduler: Megatron's scheduler, which is about to load ``state_dict``.

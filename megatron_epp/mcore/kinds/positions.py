@@ -21,8 +21,8 @@ class PositionedRotary(nn.Module):
         rotary: Megatron's rotary embedding.
         context: Number of rows of the table.
         fused: Whether a fused kernel applies the embedding.
-        computed: The current chunk. The loop sets it before a model's forward, which may not call
-            :meth:`get_rotary_seq_len`. :meth:`forward` then returns the full table, and
+        computed: The current chunk. The loop sets it before a model's forward, because some models
+            do not call :meth:`get_rotary_seq_len`. :meth:`forward` then returns the full table, and
             :meth:`replaced` selects the chunk's rows before the layers read them.
     """
 

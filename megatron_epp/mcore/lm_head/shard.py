@@ -84,6 +84,8 @@ class VocabularyShard(nn.Module):
         """Return the statistics of the logits over this shard's vocabulary rows.
 
         With ``gradient``, they include the softmax-weighted mean row and label row of the weight.
+        ``hidden_tH`` are the hidden states of this rank's rows, ``labels_T`` all labels of the
+        chunk.
         """
         return statistics(hidden_tH, labels_T, self.words, gradient)
 

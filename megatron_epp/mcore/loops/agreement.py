@@ -39,9 +39,8 @@ class Arrivals:
 def exchange[T](programs: ProgramRunner, phase: str, make: Callable[[], T]) -> list[T]:
     """Call ``make`` on every rank of the replica; return the results in rank order. Collective.
 
-    Replicas that run in lockstep count as one.
-
-    No rank blocks if ``make`` raises on some ranks only.
+    Replicas that run in lockstep count as one replica. No rank blocks if ``make`` raises on some
+    ranks only.
 
     Args:
         programs: The runner of this rank's programs, with the groups of the replica.
@@ -54,7 +53,7 @@ def exchange[T](programs: ProgramRunner, phase: str, make: Callable[[], T]) -> l
         LoopFailed: ``make`` raised another exception on another rank; the message is from the
             first such rank.
         Exception: Any other exception that ``make`` raised on this rank, unless an earlier rank
-            raised a ValueError: its wrong rows may be the cause.
+            raised a ValueError, because wrong rows of that rank may be the cause.
     """
     if programs.groups is None:
         return [make()]

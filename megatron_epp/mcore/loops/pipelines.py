@@ -120,7 +120,7 @@ class ModelPipeline:
 
         Raises:
             LoopRefusal: ``make`` raised a ValueError, or a plan is invalid.
-            LoopFailed: ``make`` raised another exception, which rank 0 raises.
+            LoopFailed: ``make`` raised another exception; rank 0 raises that exception itself.
         """
 
         def checked() -> tuple[Plan, ...] | None:

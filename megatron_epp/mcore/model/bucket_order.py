@@ -63,7 +63,7 @@ class ReadyOrder:
         """Record the order of gradients in this context, in which the stage's last B or I runs.
 
         During the context, the parameters have hooks that call :meth:`note`. Stacks of experts,
-        whose weights autograd does not reach, call it in place of their report to DDP.
+        whose weights autograd does not reach, call :meth:`note` instead of reporting to DDP.
         """
         handles = [p.register_post_accumulate_grad_hook(self.note) for p in self._parameters]
         reports = [stack.report for stack in self._stacks]

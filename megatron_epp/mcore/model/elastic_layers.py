@@ -104,7 +104,8 @@ def fuse_weight_gradients(model: nn.Module) -> None:
     """Make Transformer Engine's linears accumulate weight gradients into ``main_grad`` directly.
 
     The GEMM adds the gradients, so no bf16 gradient is written or stored. Megatron builds the
-    linears without fusion, because its flag also applies to the output layer, which needs apex.
+    linears without this fusion, because its flag for the fusion also applies to the output layer,
+    whose fusion needs apex.
     """
     _set_in_modules(model, "fuse_wgrad_accumulation", True)
 

@@ -64,7 +64,7 @@ class ActivationBudget:
     Attributes:
         budget_bytes: bytes per device.
         profile: cost coefficients of the model.
-        scale: bytes per element of the model's parameters / bytes per element in the profile.
+        scale: ratio of the bytes per element of the model's parameters to those in the profile.
         tp: number of tensor-parallel ranks of a stage.
     """
 

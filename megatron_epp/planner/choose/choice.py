@@ -184,7 +184,10 @@ def run_choice(
     words: int = 0,
     run: Runner = in_turn,
 ) -> RunChoice:
-    """Return the candidate with the fastest plans of ``batches`` that pays.
+    """Return the fastest candidate for ``batches`` that pays, or the default if none pays.
+
+    A candidate pays if it saves at least a certain fraction of the default's time (PARTITION_PAYS,
+    PLACEMENT_PAYS, VOCABULARY_PAYS).
 
     Only the replica (or lockstep group) with the most work in each batch is planned. Candidates are
     first planned for the first batch with little effort. The default and the fastest candidates

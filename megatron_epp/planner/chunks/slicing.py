@@ -233,7 +233,7 @@ Cutter = Callable[[np.ndarray, float, Rates, int, int], Cuts]
 def remembered(cutter: Cutter = cut_each) -> Cutter:
     """Return ``cutter`` with a cache, which distinguishes calls by document count and target.
 
-    Every call must therefore pass the longest documents of the same batch, however many.
+    All calls must therefore pass the longest documents of the same batch; their number may differ.
     """
     known: dict[tuple[int, float], Cuts] = {}
 

@@ -204,8 +204,9 @@ class Survey:
     def default(self) -> int:
         """Index of the default choice.
 
-        This is the first choice that is not tight, if it takes at most ``HEADROOM_COSTS`` more time
-        than the first choice of all; else the first of all.
+        This is the first choice whose memory is not tight (:attr:`Choice.tight`), if its time
+        exceeds that of the first choice by at most the fraction ``HEADROOM_COSTS``; else the first
+        choice.
         """
         most = self.choices[0].seconds * (1 + HEADROOM_COSTS)
         roomy = (at for at, each in enumerate(self.choices) if not each.tight)
