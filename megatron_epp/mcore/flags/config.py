@@ -82,8 +82,8 @@ class Config:
     epp_memory_budget_gib: tuple[float, ...] | None = shared_setting(
         "memory_budget_gib",
         " Default: on a GPU its budget in the catalogue, but at most 0.97 of the free memory; on a "
-        "CPU 0.8 of the available memory without that of planner processes, divided by the number "
-        "of local ranks.",
+        "CPU 0.8 of the memory that is available after 400 MiB are subtracted for each planner "
+        "process, divided by the number of local ranks.",
         type=float,
     )
     epp_memory_limit_gib: float | None = flag(
@@ -141,12 +141,13 @@ class Config:
         "placement",
         " auto (default) simulates with --epp-cost-model or, without it, with the coefficients of "
         "the device. --epp-plan, the placement of a resumed run, and flags that place layers or "
-        "create virtual stages take precedence over auto. Checkpoints load in any placement.",
+        "create virtual stages take precedence over auto. Checkpoints saved with "
+        "--dist-ckpt-optim-fully-reshardable load in any placement.",
     )
     epp_vocab_parallel: str = shared_setting(
         "vocab_parallel",
-        " It is off on CPU-only hosts, and a resumed run keeps its choice. Checkpoints load either "
-        "way.",
+        " It is off on CPU-only hosts, and a resumed run keeps its choice. Checkpoints "
+        "saved with --dist-ckpt-optim-fully-reshardable load either way.",
     )
     epp_row_multiple: int | None = flag(
         None,
