@@ -13,6 +13,9 @@ MOST_BYTES = 256 << 20  # of a file; a plan of a hundred thousand chunks has a f
 class RecordedSteps:
     """Source of the recorded steps of ``--epp-plan``, which every rank reads.
 
+    Args:
+        path: file with one step for all iterations, or folder with a file for every iteration.
+
     Raises:
         ValueError: the file or folder does not exist, or the file is not a text file.
         PlanError: the text is not a valid step.

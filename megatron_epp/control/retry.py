@@ -36,7 +36,7 @@ class Attempt:
 class Retry:
     """Runner that repeats iterations that run out of memory, with smaller plans.
 
-    This requires a source of steps that can plan again (PlannedSteps).
+    The class requires a source of steps that can plan again (PlannedSteps).
     """
 
     def __init__(self, steps: StepSource, groups: Groups):

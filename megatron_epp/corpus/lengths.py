@@ -265,7 +265,7 @@ def read_lengths(path: Path, context: int = 0) -> tuple[np.ndarray, tuple[Prefix
 
     Args:
         path: the file.
-        context: most tokens of a document of a group, with its prefixes; 0: no limit.
+        context: maximum number of tokens of a document of a group, with its prefixes; 0: no limit.
 
     Returns:
         [documents] int64 lengths, and the group of every line; () if no line has a prefix.

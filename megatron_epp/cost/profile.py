@@ -190,7 +190,7 @@ class LayerCoefficients:
         expert_host_seconds: by kind of op, seconds of the host to issue the products of all experts
             of a layer, in addition to host_seconds; sharded by EP.
         expert_seconds: by kind of op, seconds per token of the products of routed experts, a part
-            of layer_seconds. Exchanges with experts may run beside them (cost/halves.py).
+            of layer_seconds. Exchanges with experts may overlap with them (cost/halves.py).
         tensor_gathers: number of gathers and scatters in a forward within a TP group; backward has
             as many.
         expert_copies: number of experts that a token is routed to.

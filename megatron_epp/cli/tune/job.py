@@ -48,7 +48,7 @@ class TunedJob:
 
     @property
     def host_devices(self) -> int:
-        """Number of devices of a host, of which a node may have several."""
+        """Number of devices of a host; a node may have several hosts."""
         return self.device.devices_of_a_host(self.node_devices)
 
     def __str__(self) -> str:

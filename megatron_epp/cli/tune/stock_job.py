@@ -90,7 +90,7 @@ def connections(job: TunedJob, choice: Choice) -> int:
 
 
 def length_multiple(layout: Layout) -> int:
-    """Return the number of which Megatron wants a multiple as --seq-length."""
+    """Return the number that must divide Megatron's --seq-length."""
     return layout.tp * layout.cp * (2 if layout.cp > 1 else 1)
 
 

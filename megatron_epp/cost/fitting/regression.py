@@ -18,6 +18,8 @@ class Quality:
     """Relative errors |predicted / measured - 1| on ``tested`` held-out rows.
 
     If there are too few rows to hold any out, ``tested`` is 0 and the errors are on fitted rows.
+    ``rows`` is the number of all rows. ``median``, ``p90`` and ``worst`` are the median, the 90th
+    percentile and the maximum of the errors.
     """
 
     rows: int

@@ -210,8 +210,8 @@ class Sublayer:
         recomputed: modules that backward can recompute, by Megatron's names.
         carried: state that a slice leaves for later slices.
         stored: ``saved`` channels that the K/V buffer of a cut document holds.
-        stored_unless: module that puts others in place of the ``stored`` channels if B recomputes
-            it; empty: none.
+        stored_unless: module that, if B recomputes it, replaces the ``stored`` channels by others;
+            empty: none.
         unmoved: ``saved`` channels that no kernel besides products and attention moves.
         flops_per_pair: forward flops per query-key pair.
         scan_flops: forward flops per token in addition to products with the sublayer's weights.

@@ -156,7 +156,8 @@ class Statistics:
 class WeightRows:
     """Softmax-weighted mean of the weight rows so far, and the label's weight row.
 
-    The label's weight row is 0 if the label is not among the vocabulary rows so far.
+    Both are [local rows, hidden size]. The label's weight row is 0 if the label is not among the
+    vocabulary rows so far.
     """
 
     mean_tH: Tensor

@@ -33,7 +33,7 @@ class WeightStack:
     Shapes: E experts, N output channels, K input channels.
 
     Autograd does not reach the weights: the backward adds to their ``main_grad``. The backward of
-    :func:`reported` then calls ``report`` with them, in place of one hook for each of them.
+    :func:`reported` then calls ``report`` with them, instead of running a hook for each of them.
 
     Args:
         weights: Weights of the experts, from the first to the last expert, which lie as

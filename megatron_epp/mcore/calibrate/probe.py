@@ -121,7 +121,8 @@ class Probe:
 
     ``row_shard`` selects the rows of a chunk on this rank. ``head_tokens`` is the block size of the
     fused LM head in tokens, or None without it. Positions restart at 0 after ``context`` tokens.
-    Layers run from index ``at`` on. Gradients accumulate, as in training; the caller clears them.
+    Layers run from index ``at`` on. ``forward_step`` runs the model, as in training; ``device`` is
+    the device of the model. Gradients accumulate, as in training; the caller clears them.
     """
 
     def __init__(

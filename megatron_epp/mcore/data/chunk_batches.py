@@ -74,8 +74,8 @@ class ChunkBatchBuilder:
     Args:
         plan: The plan.
         slices: Slices of the plan's documents.
-        samples: For every document of the plan, the samples that hold it, in one of which its
-            tokens are read. Without shared prefixes, one sample, which is the document.
+        samples: For every document of the plan, the samples that contain it. Its tokens are read
+            from one of these. Without shared prefixes, there is one sample, which is the document.
         ends: Document of the plan in which each of the replica's samples ends.
         documents: Source of the tokens.
         stage: Index of the stage.

@@ -67,7 +67,8 @@ _LATER_FILES = 256  # sockets, libraries, checkpoints
 class DocumentConfig(GPTDatasetConfig):
     """Megatron's dataset configuration with additional fields for documents.
 
-    ``sequence_length`` is the context, the largest number of inputs of a document.
+    ``sequence_length`` is the context, the largest number of inputs of a document. The additional
+    fields are described at their definitions.
 
     Raises:
         ValueError: ``overlong``, ``blend_by`` or ``sequence_length`` is invalid.

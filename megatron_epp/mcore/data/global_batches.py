@@ -54,7 +54,7 @@ class DocumentSource(TokenSource, Protocol):
         """Return the comment lines before the recorded step whose first sample is ``sample``.
 
         They say from which corpora its documents were drawn (corpus/recorded_batch.py). The text is
-        empty if the documents are of no corpus.
+        empty if the documents belong to no corpus.
         """
 
 

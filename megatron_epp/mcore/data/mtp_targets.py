@@ -50,7 +50,8 @@ class Predictions:
 class TargetRows:
     """Labels and loss weights of t = ``count`` rows of this rank; :meth:`add` sets those of a span.
 
-    Rows of a shared prefix belong to several documents; their weights are the documents' sum.
+    The number of labels per row is 1 + D, for the D MTP modules of ``predictions``. Rows of a
+    shared prefix belong to several documents; their weights are the documents' sum.
 
     Attributes:
         labels: [1 + D, t] int64.

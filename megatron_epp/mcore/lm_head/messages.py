@@ -12,9 +12,10 @@ from megatron_epp.layers.lm_head.vocabulary import Packing
 class MessageShapes:
     """Shapes of the messages of ``plan``.
 
-    ``rows(chunk)`` returns the number of rows of a chunk that this rank sends. With vocabulary
-    parallelism, a message with a gradient also contains the log-sum-exp over the vocabulary of
-    every row. There are also messages of H, which contain:
+    ``rows(chunk)`` returns the number of rows of a chunk that this rank sends. ``hidden`` is the
+    hidden size, and ``dtype`` the dtype of the messages. With vocabulary parallelism, a message
+    with a gradient also contains the log-sum-exp over the vocabulary of every row. There are also
+    messages of H, which contain:
 
         to stage 0            the last stage's hidden states
         to stages between     these hidden states, mean and label rows of the weight, two statistics

@@ -38,7 +38,16 @@ class VocabularyShard(nn.Module):
     H runs in the forward of this module, so that the pre-forward hook of overlapped parameter
     gathering runs for the weight. ``weight`` is a parameter of this module. On stage 0 with tied
     embeddings, ``weight`` is None, and the shard is the first rows of the embedding ``of``.
-    ``place`` contains the pipeline rank of every stage.
+
+    Args:
+        weight_VH: [vocabulary rows, hidden size] rows of this shard; None with tied embeddings on
+            stage 0.
+        index: Index of the shard.
+        shards: Number of shards: stages times tensor-parallel ranks.
+        tp: Tensor-parallel group.
+        scattered: Whether sequence parallelism shards the hidden states over ``tp``.
+        of: Weight of the embedding on stage 0 with tied embeddings; else None.
+        place: Pipeline rank of every stage; empty if stage i is on rank i.
     """
 
     def __init__(

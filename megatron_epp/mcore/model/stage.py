@@ -46,7 +46,9 @@ class ModelStage:
 
     In the last op that computes gradients, DDP's hooks start the overlapped reduction. The loss is
     multiplied by the optimizer's loss scale. With ``fused_head``, the last stage's F also runs the
-    LM head's backward. ``host`` stores tensors of offloaded layers. ``head`` runs H and G.
+    LM head's backward. ``builder`` builds the inputs of the chunks, which ``forward_step`` passes
+    to the model. ``store`` is the K/V cache of the stage. ``host`` stores tensors of offloaded
+    layers. ``head`` runs H and G.
     """
 
     def __init__(

@@ -36,6 +36,7 @@ When = Literal["always", "cpu host", "epp"]
 class PatchPoint:
     """One attribute of Megatron that is replaced.
 
+    ``target`` is the dotted name of the attribute, and ``when`` says in which jobs it is replaced.
     ``replacement`` is a function from the original to its replacement. ``relies_on`` names
     functions that use the target and are not replaced; the replacement depends on how they use it.
     The fingerprint covers the sources of target and ``relies_on``; releases.py lists it for every

@@ -43,6 +43,11 @@ def consumed_in_phase(args: Any) -> int:
 class JobData:
     """Documents of training, validation and test.
 
+    Args:
+        overlong: Policy for overlong documents: truncate, drop or split.
+        hooks: Components of the trainer, which may replace the corpora.
+        blend_by: Unit of a blend's weights: tokens or documents.
+
     Attributes:
         chats: Path prefix of the converted corpus of each chat file, by chat file.
         truncated_documents: Number of training documents that were truncated to the context.

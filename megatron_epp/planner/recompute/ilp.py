@@ -25,8 +25,9 @@ class MemoryRows:
     """Constraints freed @ layers >= missing_bytes, with one row per backward that lacks memory.
 
     Row r consists of the entries starts[r] to starts[r + 1] - 1 of ``slot`` (columns) and ``freed``
-    (bytes per layer). A step changes a layer to a recompute mode that frees more bytes. Column
-    step * slots + slot is the number of layers of a slot that take the step.
+    (bytes per layer). A step changes a layer to a recompute mode that frees more bytes. There are
+    ``steps`` steps and ``slots`` slots. Column step * slots + slot is the number of layers of a
+    slot that take the step.
     """
 
     slots: int

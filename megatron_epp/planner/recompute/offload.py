@@ -36,7 +36,7 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class HostHeadroom:
-    """Limit of host memory for each stage's offloaded layers, in bytes.
+    """Limit ``budget_bytes`` of host memory for each stage's offloaded layers.
 
     ``at_once`` is whether the offloaded layers of all chunks must fit at the same time, so that
     every order of ops fits.

@@ -63,7 +63,7 @@ def _is_halved(layer: MoELayer, state: ChunkState | None) -> bool:
 def in_halves(layer: MoELayer, dropped: DroppedOutputs, hidden_t1H: Tensor) -> Tensor:
     """Return the output [t, 1, H] of ``layer``; experts process the rows in two halves.
 
-    Shared experts run last, beside the last exchange, although ``dropped`` expects them before the
+    Shared experts run last, during the last exchange, although ``dropped`` expects them before the
     router.
     """
     handle = dropped.take(hidden_t1H, last=False)
