@@ -178,7 +178,7 @@ class CostMonitor:
         """Load the refits of the run in ``folder``; return the one that applies at ``iteration``.
 
         Return None if none applies. :meth:`refit` later returns the refits that apply from later
-        iterations on. All refits are copied to this run's folders. Collective.
+        iterations on. All refits are copied to this run's folders. Collective over the job.
         """
         if not (folder and self.may_refit):
             return None

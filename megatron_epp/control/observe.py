@@ -114,7 +114,7 @@ class Observer:
     def after(self, iteration: int, done: Attempt, header: Callable[[], str]) -> None:
         """Log and record a finished training iteration, and update memory budgets and cost model.
 
-        Collective.
+        Collective over the job.
 
         Args:
             iteration: number of the iteration.

@@ -54,7 +54,7 @@ class Retry:
 
         After a failed attempt in training, the memory budgets of the failed ranks are lowered.
         After a failed evaluation, the chunks of evaluations become smaller. Rank 0 logs the change,
-        and ``undo`` runs. Collective.
+        and ``undo`` runs. Collective over the job.
 
         Args:
             iteration: number of the iteration.

@@ -242,7 +242,7 @@ def _text_reader(path: Path, tokenizer: str, sequences: Sequence[int]) -> Sequen
 
 
 def index_inputs(path: Path, files: CorpusFiles) -> np.ndarray:
-    """Return the input tokens of every sequence of a Megatron ``.idx``: [sequences] int64.
+    """Return the number of input tokens of every sequence of an ``.idx``: [sequences] int64.
 
     A value below 1 means no input tokens. The ``.bin`` does not need to exist.
 

@@ -39,7 +39,7 @@ Document = tuple[list[str], list[str]]  # its texts, and the roles of a chat's m
 def text_lengths(
     path: Path, tokenizer: str | None = None, progress: Progress | None = None
 ) -> tuple[str, np.ndarray]:
-    """Return how tokens were counted, and the input tokens of documents: [documents] int64.
+    """Return how tokens were counted, and each document's number of inputs: [documents] int64.
 
     Args:
         path: ``.jsonl`` or ``.parquet`` file.

@@ -19,8 +19,8 @@ def stuck_grid(
 ) -> str:
     """Return a drawing, as text, of the orders of ranks that are stuck after ``at[rank]`` ops.
 
-    Every op that ran takes one step, as late as the rank's next op and the ops that need it allow.
-    The ops at which the ranks are stuck share a column and are marked by ``>``.
+    Every op that ran takes one column. It is drawn as late as the rank's next op and the ops that
+    need it allow. The ops at which the ranks are stuck share a column and are marked by ``>``.
 
     Args:
         plan: plan of the orders.

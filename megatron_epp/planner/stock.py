@@ -55,7 +55,7 @@ class Packed:
 
     Attributes:
         seconds: predicted time of an iteration.
-        tokens: length to which documents are packed.
+        tokens: length to which documents are packed, in tokens.
         recomputed: number of layers of every stage that are recomputed.
     """
 

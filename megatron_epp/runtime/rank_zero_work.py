@@ -17,7 +17,7 @@ def done_by_rank_zero(
     group: dist.ProcessGroup,
     beat_seconds: float = BEAT_SECONDS,
 ) -> str:
-    """Run ``work(beat)`` on rank 0, and return its result on every rank. Collective.
+    """Run ``work(beat)`` on rank 0 of ``group``; return its result on every rank. Collective.
 
     ``beat()`` sends a heartbeat to the other ranks, and ``work`` must call it often. A rank fails
     if it receives no heartbeat within the group's timeout.

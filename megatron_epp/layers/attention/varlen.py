@@ -183,7 +183,8 @@ def pieces_of(
 ) -> tuple[Piece, ...]:
     """Return the kernel calls of a chunk in layers with a window of ``before`` tokens.
 
-    The result is computed in the first layer with this window, and cached for later layers.
+    ``before`` is None without a window. The result is computed in the first layer with this window,
+    and cached for later layers.
     """
     return state.once(f"pieces {before}", lambda: _pieces(state.rows, device, before))
 

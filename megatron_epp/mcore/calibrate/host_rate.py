@@ -15,7 +15,7 @@ COPIES = 5
 
 
 def host_rate(probe: Probe, groups: Groups) -> float:
-    """Return the bytes per second that this rank copies in one direction. Collective.
+    """Return the bytes per second that this rank copies in one direction. Collective over the job.
 
     On a GPU, copies run in both directions at the same time. The function allocates host memory
     once, as offloading does, and does not time the allocation.

@@ -160,7 +160,7 @@ def calibrate(
     split_backward: bool,
     kinds: Sequence[Sequence[str]] = (),
 ) -> Profile:
-    """Measure and fit a profile. Collective.
+    """Measure and fit a profile. Collective over the job.
 
     The measurement accumulates gradients in the model and draws random numbers. Call the function
     in the context ``probe.undisturbed``, which restores both.

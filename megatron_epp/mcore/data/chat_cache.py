@@ -77,7 +77,9 @@ class ChatFile:
 
 @lru_cache(maxsize=8)
 def first_inputs(chats: ChatFile, count: int) -> numpy.ndarray:
-    """Return the inputs of the documents of the first ``count`` conversations: [documents] int64.
+    """Return the number of inputs of each document of the first ``count`` conversations.
+
+    The shape is [documents], and the dtype int64.
 
     Raises:
         ValueError: Flags are invalid, or a line is not a conversation.

@@ -33,7 +33,7 @@ def install() -> None:
 
 
 def match_groups(optimizer: Any, state_dict: Mapping[Any, Any]) -> None:
-    """Make the rates of an optimizer's parameter groups and of the saved groups equal.
+    """Make the learning rates and weight decays of parameter groups and of saved groups equal.
 
     With --override-opt-param-scheduler, the saved groups get the flags' rates, and with
     --use-checkpoint-opt-param-scheduler the optimizer's groups get the saved rates.

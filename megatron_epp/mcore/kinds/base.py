@@ -209,14 +209,14 @@ class KindModule:
         raise NotImplementedError
 
     def install_in_wrapped(self, models: Sequence[Any], group: ProcessGroup | None) -> None:
-        """Patch this rank's stage modules after Megatron has wrapped them. Collective.
+        """Patch this rank's stage modules after Megatron has wrapped them. Collective over the job.
 
         Megatron has not yet built the optimizer. ``group`` contains all ranks of the job; None
         means a single rank.
         """
 
     def choose_paths(self, models: Sequence[Any], chosen_by: ChosenBy) -> str:
-        """Choose among the paths that can compute layers of this kind. Collective.
+        """Choose among the paths that can compute layers of this kind. Collective over the job.
 
         ``models`` are this rank's stage modules, wrapped. The method returns the line to log on
         rank 0; "" if there is no choice.

@@ -129,8 +129,8 @@ def require_shared(holder: Any, what: str, ahead: bool = False) -> None:
     Args:
         holder: Megatron's args or configuration.
         what: Name of the feature that shares prefixes; the message begins with it.
-        ahead: Whether documents also have equal tokens after their prefix, as many as MTP layers
-            predict for its rows.
+        ahead: Whether documents also share the tokens after their prefix that MTP layers predict
+            from rows of the prefix.
     """
     refused = ", ".join(filter(None, (part.unshared(holder, ahead) for part in LAYER_KINDS)))
     if refused:

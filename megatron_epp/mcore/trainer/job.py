@@ -98,7 +98,7 @@ class Job:
     # -------------------------------------------------------------- before the model is wrapped
 
     def attach(self, models: list[Any]) -> list[Any]:
-        """Patch the model to compute chunks (Megatron's pre-wrap hook). Collective.
+        """Patch the model to compute chunks (Megatron's pre-wrap hook). Collective over the job.
 
         The method also creates process groups, locks the job's folders, converts chat files, starts
         the watcher, and sets :attr:`place`.
@@ -128,14 +128,14 @@ class Job:
         return models
 
     def _warm_up(self, config: Any, device: torch.device, groups: Groups) -> Attention:
-        """Return the model's attention, after a warm-up of its kernels. Collective."""
+        """Return the model's attention, after a warm-up of its kernels. Collective over the job."""
         attention = self.hooks.attention_for(self.config.epp_attention, config, device)
         choose_mask(attention, config, device, groups.control)
         warm_up_layers(attention, config, self.args.seq_length, device)
         return attention
 
     def _layers_of_stages(self, stages: Mapping[int, Any], groups: Groups) -> tuple[int, ...]:
-        """Return the number of layers of every stage of the pipeline. Collective.
+        """Return the number of layers of every stage of the pipeline. Collective over the job.
 
         Args:
             stages: The stage modules of this rank, by stage.
@@ -206,7 +206,7 @@ class Job:
     # -------------------------------------------------------------- after the model is wrapped
 
     def prepare(self, models: list[Any]) -> list[Any]:
-        """Create :attr:`schedule` (Megatron's post-wrap hook). Collective.
+        """Create :attr:`schedule` (Megatron's post-wrap hook). Collective over the job.
 
         The wrapped model has its final number format, so the cost model can be measured.
 

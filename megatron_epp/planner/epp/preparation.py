@@ -94,6 +94,9 @@ class Preparation:
     """Preparation of chunkings for one batch on one machine, with the levers of ``options``.
 
     Args:
+        batch: the documents, sorted by length.
+        cost: cost model, including the stages and parallel degrees.
+        options: planner options, such as levers and effort.
         halves: whether to compute seconds and bytes of I and W, too.
         host: limit of host memory for offloading; None: the host budget of ``cost``.
     """

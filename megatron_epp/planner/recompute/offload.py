@@ -19,9 +19,9 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
     """Return the maximum number of layers whose copies completely overlap with F, B and I.
 
     The result maps (layer kind, OFFLOAD) to a number [stages, chunks]. Layers of the first kind are
-    chosen first; any order would do, because every byte takes equally long to copy. If a
-    chunk offloads only one or two layers, these are on the device while its ops run
-    (ir.IN_FLIGHT), and on the host otherwise.
+    chosen first; any order would do, because every byte takes equally long to copy. If a chunk
+    offloads only one or two layers, these are on the device while its ops run (ir.IN_FLIGHT), and
+    on the host otherwise.
     """
     kinds = (Kind.FORWARD, *BACKWARDS)
     seconds = np.min([cost.seconds.of(kind, loads) for kind in kinds], axis=0)

@@ -29,8 +29,8 @@ class Layout:
 class JobRequest:
     """Parallel degrees that the user fixed; None: the degree is free.
 
-    If ``ep`` is fixed, :func:`layouts` only yields layouts with ``ep`` 0, for which its caller uses
-    the fixed value.
+    If ``ep`` is fixed, :func:`layouts` yields only layouts with ``ep`` 0. Its caller then uses the
+    fixed value in place of 0.
     """
 
     tp: int | None = None

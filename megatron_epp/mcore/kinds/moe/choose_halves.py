@@ -17,7 +17,7 @@ MARGIN = 4
 
 
 def choose_halves(models: Sequence[Any], chosen_by: ChosenBy) -> str:
-    """Choose which chunks of ``models`` run in halves; return what to log. Collective.
+    """Choose which chunks of ``models`` run in halves; return what to log. Collective over the job.
 
     The number of tokens follows from the analytic cost model, so that a resumed job has the same.
     On GPUs, each rank times its first layer of experts both ways; if the slowest rank takes longer
