@@ -12,7 +12,7 @@ from megatron_epp.ir.errors import quoted
 PROGRAM = "megatron_epp"
 COMMANDS = {
     "plan": "plan one batch of documents, and print the plan",
-    "compare": "compare all planners on the same batches",
+    "compare": "compare planners on the same batches",
     "tune": "find the fastest layout for a corpus, and write its launch script",
     "simulate": "simulate a plan: seconds, bubbles with their causes, and memory",
     "draw": "draw a plan as text, SVG, PNG, HTML or Perfetto trace",
