@@ -88,7 +88,7 @@ def examine(prefix: str) -> CorpusFiles:
 
 
 def read_index(index: Path) -> CorpusFiles:
-    """Read and check an index, and the size of the ``.bin`` next to it if there is one.
+    """Read and check the ``.idx`` file ``index``, and the size of its ``.bin`` if there is one.
 
     Time is linear in the size of the index; at most one block of the index is in memory.
 

@@ -148,8 +148,8 @@ class Step:
     def parse(cls, text: str) -> "Step":
         """Return the step that ``text`` describes; a single plan's text is a step of one replica.
 
-        Every document of a single plan is one of the batch, except those that others continue from
-        the end.
+        Every document of a single plan is a document of the batch, unless other documents continue
+        it from its end. It is then only a prefix of these.
 
         Raises:
             PlanError: the text is not a valid step; the message names the line or the replica.

@@ -15,7 +15,7 @@ from megatron_epp.ir import PlanError
 def broadcast_text(
     text: str | None, error: str | None, group: dist.ProcessGroup, source: int = 0
 ) -> str:
-    """Broadcast ``text``, or ``error``, from rank ``source`` of a gloo group.
+    """Broadcast ``text``, or ``error``, from rank ``source`` of a gloo group. Collective.
 
     Args:
         text: text that ``source`` sends; ignored on other ranks.

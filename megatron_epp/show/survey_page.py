@@ -29,7 +29,7 @@ for (const button of document.querySelectorAll("button[data-copy]")) {
 
 @dataclass(frozen=True, slots=True)
 class GainPoint:
-    """Gain of plans: iteration time with packed whole documents / iteration time with the plan.
+    """Gain of plans: ratio of the iteration time with packed whole documents to that with the plan.
 
     Attributes:
         context: maximum number of tokens of a document.

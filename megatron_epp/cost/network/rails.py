@@ -45,7 +45,7 @@ class Dimension:
 
     @property
     def pair_bytes_per_second(self) -> float:
-        """Rate of the direct link between two nodes.
+        """Rate of the direct link between two nodes in bytes per second.
 
         Rails that do not complete a further Hamiltonian decomposition are idle.
         """

@@ -40,7 +40,7 @@ class KernelCalls:
     sinks: tuple[tuple[int, ...], torch.dtype] | None = None
 
     def others(self, recorded: list[dict[str, Any]], call: Operands) -> dict[str, Any] | None:
-        """Return the arguments of the one call in ``recorded``, without :func:`own_arguments`.
+        """Return the arguments of the only call in ``recorded``, without :func:`own_arguments`.
 
         If a direct call would not be equivalent, set :attr:`refused` and return None.
         """

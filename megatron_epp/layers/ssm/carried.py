@@ -261,9 +261,10 @@ class CarriedStates:
         return boundaries
 
     def sequences(self, number: int, front: int, device: torch.device) -> Tensor | None:
-        """Return the sequence index of each row of call ``number``: int32 [1, L].
+        """Return the sequence index of each of the L rows of call ``number``: int32 [1, L].
 
-        The result is None if there is only one sequence.
+        The first sequence includes the ``front`` rows before the call. The result is None if there
+        is only one sequence.
         """
         if len(self.calls[number].lengths) == 1:
             return None

@@ -63,7 +63,7 @@ class Rates:
     def chunk_spans_seconds(
         self, spans: "Spans", chunk: np.ndarray, tokens: np.ndarray, pairs: np.ndarray
     ) -> np.ndarray:
-        """Return the seconds of each chunk, without ``chunk_seconds``.
+        """Return the seconds [chunks] of each chunk, without ``chunk_seconds``.
 
         Args:
             spans: spans of documents in all chunks.
