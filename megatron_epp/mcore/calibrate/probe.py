@@ -121,8 +121,8 @@ class Probe:
 
     ``row_shard`` selects the rows of a chunk on this rank. ``head_tokens`` is the block size of the
     fused LM head in tokens, or None without it. Positions restart at 0 after ``context`` tokens.
-    Layers run from index ``at`` on. ``forward_step`` runs the model, as in training; ``device`` is
-    the device of the model. Gradients accumulate, as in training; the caller clears them.
+    ``forward_step`` runs the model on ``device``; layers run from index ``at`` on. Gradients
+    accumulate, as in training; the caller clears them.
     """
 
     def __init__(
@@ -164,8 +164,7 @@ class Probe:
     def after_work(self, shape: Shape, repeats: int = 1) -> "Probe":
         """Return a copy that times ops on a GPU as busy as in training; it measures no bytes.
 
-        Before the timed ops, the GPU runs a layer on a chunk of ``shape``: ``repeats`` times before
-        a forward, else once.
+        First, the GPU runs a layer on a chunk of ``shape``: before a forward ``repeats`` times.
         """
         if self.device.type == "cpu" or not layers_of(self.model):
             return self
