@@ -108,13 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not outcomes:
         raise ValueError("; ".join(f"{name}: {why}" for name, why in failed.items()))
     if arguments.json:
-        facts = [each.facts() for each in outcomes]
-        for each in facts:
-            if stock is not None and each["planner"] == STOCK:
-                each["stock"] = stock.facts()
-        print(json.dumps(facts, indent=1))
-        for name, why in failed.items():
-            print(f"{name}: {why}", file=sys.stderr)
+        _print_json(outcomes, stock, failed)
         return status
     verdicts = _verdict(outcomes, stock, failed)
     if verdicts and cost.layout.zero != 1:
@@ -159,6 +153,18 @@ def run(arguments: argparse.Namespace) -> int:
     for line in accuracy_lines(cost):
         _say(line)
     return status
+
+
+def _print_json(
+    outcomes: Sequence[Outcome], stock: Stock | None, failed: Mapping[str, str]
+) -> None:
+    facts = [each.facts() for each in outcomes]
+    for each in facts:
+        if stock is not None and each["planner"] == STOCK:
+            each["stock"] = stock.facts()
+    print(json.dumps(facts, indent=1))
+    for name, why in failed.items():
+        print(f"{name}: {why}", file=sys.stderr)
 
 
 def _kinds(cost: Cost) -> str:

@@ -52,10 +52,13 @@ class TreeBlockLoads(BlockLoads, TreeLoads):
         ]
         document = np.full(len(earlier), -1, np.int64)
         document[[*readers]] = range(len(kept))
-        names = ("tokens", "pairs", "cut_tokens", "lone", "read")
         most: dict[str, Any] = {
-            name: np.max([getattr(each, name) for each in members], axis=0) for name in names
+            name: np.max([getattr(each, name) for each in members], axis=0)
+            for name in ("tokens", "pairs", "cut_tokens")
         }
+        for name, stores_last_slice in (("read", False), ("lone", True)):
+            cached = [each.cached_tokens(stores_last_slice) for each in members]
+            most[name] = np.max(cached, axis=0)
         busiest = np.argmax([each.pairs for each in members], axis=0)
         spans = [np.array(each.spans) for each in members]
         shown = [of[:, busiest[of[0]] == who] for who, of in enumerate(spans)]

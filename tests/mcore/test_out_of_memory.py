@@ -55,7 +55,7 @@ def test_a_limit_that_nobody_knew_of_is_survived(corpus, measured, tmp_path) -> 
         r"pipeline rank (\d), stage \1, iteration \d+: was in [FB]\d+ .*: out of memory", hit.output
     )
     kept = (tmp_path / "hit" / BUDGET_FILE).read_text()
-    assert all(line.replace("pipeline rank", "stage") in kept for line in repeated)
+    assert all(line in kept for line in repeated)
     budgets = dict(re.findall(r"stage (\d) budget_bytes (\d+)", kept))
     assert budgets["0"] == budgets["1"]
 

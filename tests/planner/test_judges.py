@@ -265,14 +265,14 @@ def test_first_backwards_of_a_late_split_are_whole(placement) -> None:
     backwards = chunking.count * len(place) // 2
     for policy, _ in list(warm_up_policies(place, chunking.sizes, (False,))):
         unsplit = list_schedule(work, policy)
-        split = dataclasses.replace(policy, split=True, unsplit=backwards)
+        split = policy._replace(split=True, unsplit=backwards)
         late, width = list_schedule(work, split), unsplit.kinds.shape[1]
         assert late.seconds == unsplit.seconds
         assert (late.peak_bytes == unsplit.peak_bytes).all()
         assert (late.kinds[:, :width] == unsplit.kinds).all()
         assert (late.start[:, :width] == unsplit.start).all()
         for whole in (0, 5, backwards - 1):
-            kinds = list_schedule(work, dataclasses.replace(split, unsplit=whole)).kinds
+            kinds = list_schedule(work, split._replace(unsplit=whole)).kinds
             for row in kinds:
                 of_backwards = row[(row == B) | (row == I)]
                 assert of_backwards.tolist() == [B] * whole + [I] * (backwards - whole)

@@ -39,7 +39,7 @@ _LOOP_COLLECTIVES = (
     AllowedCollective(
         "call",
         CONTROL,
-        r"megatron_epp\.mcore\.loops\.agreement\.exchange",
+        r"megatron_epp\.runtime\.consensus\.all_gathered",
         "what every rank of the replica has read, the plan that one of them made, and whether all "
         "have a stage, before the ops; what became of the call, after them",
     ),

@@ -185,7 +185,7 @@ def bad_attaches() -> list:
                 with_settings(context_parallel_size=4),
             ),
             (
-                "slices do not compute MoE: balancing over the tokens of a call",
+                "slices do not compute MoE: load balancing over the tokens of a call",
                 with_settings(**sinkhorn),
             ),
         )
