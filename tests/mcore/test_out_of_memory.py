@@ -56,7 +56,7 @@ def test_a_limit_that_nobody_knew_of_is_survived(corpus, measured, tmp_path) -> 
     )
     kept = (tmp_path / "hit" / BUDGET_FILE).read_text()
     assert all(line in kept for line in repeated)
-    budgets = dict(re.findall(r"stage (\d) budget_bytes (\d+)", kept))
+    budgets = dict(re.findall(r"pipeline rank (\d) budget_bytes (\d+)", kept))
     assert budgets["0"] == budgets["1"]
 
     limit["epp_memory_budget_gib"] = int(budgets["0"]) / GIB

@@ -89,7 +89,7 @@ FAULTS: Faults = {
     "lay one layer aside at a time": fault(
         HostStore,
         "allocate",
-        lambda allocate, store, nbytes: None if store.bytes else allocate(store, nbytes),
+        lambda allocate, store, nbytes: None if store.memory.bytes else allocate(store, nbytes),
     ),
     # Every row's label counts as the next row's should.
     "shift masks": in_batches(shift_masks),
