@@ -314,8 +314,7 @@ def refused_page() -> str:
             table(("flags and feature", "refused by", "reason, or instead"), rows),
             "## Flags without effect\n",
             "With `--epp`, these flags of Megatron-LM are reset to values without effect, and rank "
-            "0 logs one warning that names them. Results are the same as without the flags. The "
-            "list gives the replacement of each flag, or the reason:\n",
+            "0 logs one warning that names them. Results are the same as without the flags:\n",
             bullets(sorted(without_effect())),
         ]
     )

@@ -327,7 +327,7 @@ class StepCoverage:
         offloaded: number of offloaded layers, which do not count as recomputed.
         layers: number of layers, summed over chunks and stages.
         halved: number of backwards that are split into I and W.
-        window: largest number of chunks in flight on a rank.
+        window: largest number of (stage, chunk) pairs in flight on a rank.
         empty: number of chunks without a document.
         idle: number of replicas without a document.
         local: number of documents that a single context-parallel rank computes.
@@ -415,7 +415,7 @@ class StepCoverage:
         return [
             f"chunks: {total('packed')} packed, {total('split')} split, {total('hybrid')} hybrid"
             f"{empty}{local}; up to {max(one.window for one in every)} in flight on a "
-            f"stage; {total('recomputed')} of {total('layers')} layers recomputed, "
+            f"rank; {total('recomputed')} of {total('layers')} layers recomputed, "
             f"{total('selective')} in part, {total('offloaded')} offloaded; "
             f"{total('halved')} backwards in two halves",
             f"without any target: {total('slices', 'untargeted')} slices, "

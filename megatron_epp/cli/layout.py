@@ -37,7 +37,9 @@ def named_layout_cost(arguments: argparse.Namespace, planner: str) -> Cost:
         planner: name of the planner.
 
     Raises:
-        UsageError: if an option has no effect, or two options decide the same setting.
+        UsageError: if an option is missing or has no effect, or two options decide the same
+            setting.
+        ValueError: if the model states do not fit.
     """
     layers = tuple(arguments.layers) if arguments.layers else None
     pp = arguments.pp

@@ -27,8 +27,8 @@ class LocalSpans:
     Attributes:
         rank: [spans] rank of every span; ALL_RANKS if the span is sharded over all ranks.
         ranks: context-parallel size.
-        tokens: [C], tokens of each chunk that need no CP all-to-all: ``ranks`` times the largest
-            number of tokens that a rank computes alone.
+        tokens: [C], equivalent tokens of each chunk that need no CP all-to-all: ``ranks`` times the
+            tokens that the busiest rank computes alone.
     """
 
     rank: np.ndarray

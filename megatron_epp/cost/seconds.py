@@ -166,7 +166,8 @@ class OpSeconds:
     def host_of(self, kind: Kind, loads: Loads) -> np.ndarray:
         """Return the seconds of the host to issue an op, without recompute: [stages, chunks].
 
-        If no chunk is halved, the second dimension is 1.
+        The second dimension is 1 for H and G, and if experts process chunks of all sizes as a whole
+        instead of in two halves (cost/halves.py).
         """
         host = self.host[kind][:, None]
         if kind in OF_HEAD or (halved := self._halved(loads)) is None:

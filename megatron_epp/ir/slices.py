@@ -89,8 +89,8 @@ def slices_in(documents: Sequence[int], chunks: Sequence[Chunk], prefixes: Prefi
     Raises:
         PlanError: a token is computed twice or never; a chunk holds slices of two cut documents; a
             prefix ends inside a span; a single context-parallel rank computes a document with a
-            prefix, or the document that it continues; or a chunk continues several chunks or
-            itself.
+            prefix, or the document that it continues; a document stands before its prefix in a
+            chunk; or a chunk continues several chunks or itself.
     """
     places: list[list[tuple[Span, int]]] = [[] for _ in documents]
     for index, chunk in enumerate(chunks):

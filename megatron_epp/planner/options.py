@@ -49,6 +49,10 @@ class Options:
             (:func:`with_effort`).
         lockstep: number of replicas of a lockstep group, which share experts and an op template
             (ir.program.op_template); 1: every replica is planned individually.
+
+    Raises:
+        ValueError: if ``context`` or ``effort`` is negative, ``lockstep`` is less than 1, or a
+            lever is unknown.
     """
 
     context: int = 0

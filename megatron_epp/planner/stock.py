@@ -145,11 +145,14 @@ class MegatronSetup:
 
 
 def candidates(cost: Cost, batches: Sequence[Sequence[int]]) -> Iterator[MegatronSetup]:
-    """Yield Megatron's ways to run a job, before any batch is packed.
+    """Yield the placements, layers per stage and overlaps with which Megatron can run a job.
+
+    No batch is packed.
 
     Args:
         cost: cost model of the job; its placement and vocabulary parallelism do not matter.
-        batches: document lengths of one replica in each batch, which balance layers by time.
+        batches: document lengths of one replica in each batch; the layers are balanced for their
+            mean load.
     """
     ranks = cost.layout.placement.ranks
     its = cost.with_vocabulary(False).replace(stacked_experts=False)

@@ -38,7 +38,7 @@ def test_every_flag_of_megatrons_parser_is_known() -> None:
         ("--window-attn-skip-freq ([1]", "argument --window-attn-skip-freq: invalid"),
         ("--no-rope-freq [1,", "argument --no-rope-freq: invalid"),
         ("--window-size x", "argument --window-size: invalid tuple_type value: 'x'"),
-        ("--window-size 7", "give --window-size W,0 with W from 1 to --seq-length less 1"),
+        ("--window-size 7", "give --window-size W,0 with W of at least 1 and below --seq-length"),
         ("--pipeline-model-parallel-layout Ett|tL", "3 layers; expected --num-layers, 4"),
         ("--lr 1e-3 --min-lr 1", "Megatron refuses the flags (--min-lr, --lr) at arguments.py:"),
     ],

@@ -202,7 +202,7 @@ STARTS: dict[str, dict[str, object]] = {
     "an odd number of rotary, of a part": {"kv_channels": 6, "rotary_percent": 0.5},
     "an odd number of rotary, of a width": {"hidden_size": 36},
     "several residual streams": {"enable_mhc_connections": True},
-    "logits in another dtype": {"output_logit_dtype": "fp32"},
+    "logits in a dtype other": {"output_logit_dtype": "fp32"},
     "residual connections in float32": {"fp32_residual_connection": True, "bf16": True},
     "MTP: hidden states of several predictions": {**MTP, "mtp_hsm": True},
 }
@@ -304,7 +304,7 @@ SET_BY_SCRIPTS = {
     },
     "MoE: other token dispatchers": {**MOE, "moe_token_dispatcher_type": "flex"},
     "other attention": {"experimental_attention_variant": "gdn2"},
-    "logits in another dtype": {"logit_dtype": "fp32"},
+    "logits in a dtype other": {"logit_dtype": "fp32"},
     "several residual streams": {"enable_mhc_connections": True},
     "MTP: hidden states of several": {**MTP_SEPARATOR, "mtp_num_layers": 2, "mtp_hsm": True},
     "MoE: load balancing over": {**MOE, "moe_router_load_balancing_type": "quantile_balancing"},

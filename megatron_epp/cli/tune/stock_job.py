@@ -40,11 +40,11 @@ class StockJob:
 
 
 def stock_job(job: TunedJob, choice: Choice, of_model: ModelFlags) -> StockJob:
-    """Return the job nearest to ``choice``, a row with one of Megatron's own schedules (stock).
+    """Return the Megatron job that is nearest to ``choice``.
 
     Args:
         job: devices and model.
-        choice: the row.
+        choice: row of the table of ``tune`` that uses one of Megatron's own schedules (stock).
         of_model: Megatron's flags of the model.
 
     Raises:

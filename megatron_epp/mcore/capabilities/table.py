@@ -269,7 +269,7 @@ TABLE: tuple[Limit, ...] = (
         slices=True,
     ),
     Limit(
-        "logits in another dtype than the hidden states (--output-logit-dtype)",
+        "logits in a dtype other than that of the hidden states (--output-logit-dtype)",
         "leave it out: the loss is computed in float32 in any case",
         "logit_dtype",
         slices=True,

@@ -36,7 +36,10 @@ def resumes(args: Any) -> bool:
 
 
 def keep_choices(args: Any, models: list[Any]) -> list[Any]:
-    """Write the choices to the folder of --save and return ``models`` (Megatron's pre-wrap hook).
+    """Write the choices to a file in the folder of --save, and return ``models``.
+
+    The choices are placement, layers per stage, vocabulary parallelism, blend unit and, if it is
+    set, the layout. The function is Megatron's pre-wrap hook; --save must be set.
 
     Raises:
         OSError: The folder cannot be written.

@@ -49,7 +49,7 @@ REPLACED = (
     ReplacedFlags(
         "recompute_granularity recompute_activations recompute_method recompute_num_layers "
         "recompute_modules moe_layer_recompute distribute_saved_activations",
-        "the planner chooses which layers to recompute for each stage and chunk: "
+        "the planner chooses which layers to recompute for each stage and chunk, within "
         "--epp-memory-budget-gib",
     ),
     ReplacedFlags(
@@ -75,7 +75,8 @@ REPLACED = (
         "fine_grained_activation_offloading offload_modules min_offloaded_tensor_size "
         "delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks "
         "activation_offload_fraction fine_grained_offloading_max_inflight_offloads",
-        "plans recompute, or offload with the lever offload: --epp-memory-budget-gib",
+        "plans recompute layers, or offload them with lever offload, as --epp-memory-budget-gib "
+        "requires",
     ),
     ReplacedFlags(
         "micro_batch_size eval_micro_batch_size",
@@ -113,7 +114,7 @@ REPLACED = (
     ),
     ReplacedFlags(
         "dataloader_type",
-        "documents are read in Megatron's order of samples, as with single",
+        "documents are read in the order of single in any case; other values are refused",
         neutral=lambda args: {"dataloader_type": "external"},
         same=lambda args: args.dataloader_type == "single",
     ),

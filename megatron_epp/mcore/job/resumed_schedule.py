@@ -43,7 +43,8 @@ def match_groups(optimizer: Any, state_dict: Mapping[Any, Any]) -> None:
         state_dict: State of its only optimizer, or state of each optimizer by number.
 
     Raises:
-        ValueError: Rates differ and neither flag is given, or the groups have other weights.
+        ValueError: Rates differ and neither flag is given, or the saved parameter groups are not
+            those of this run.
     """
     args = get_args()
     parts = optimizer.chained_optimizers

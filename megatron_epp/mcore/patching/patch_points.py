@@ -125,7 +125,8 @@ def is_installed(patch_point: PatchPoint) -> bool:
 def is_patched(patch_point: PatchPoint, source: Callable[[str], str] | None = None) -> bool:
     """Return whether the target's source contains the marker of this patch (patches/).
 
-    ``source`` returns the source of a dotted name; by default, of the function in this process.
+    ``source`` maps a dotted name to source code; by default, it reads the code of the function in
+    this process.
     """
     return f"megatron_epp patch: {patch_point.name}" in (source or _source)(patch_point.target)
 
@@ -133,7 +134,8 @@ def is_patched(patch_point: PatchPoint, source: Callable[[str], str] | None = No
 def fingerprint_of(patch_point: PatchPoint, source: Callable[[str], str] | None = None) -> str:
     """Return sixteen hexadecimal digits: a hash of the sources of the target and ``relies_on``.
 
-    ``source`` returns the source of a dotted name; by default, of the function in this process.
+    ``source`` maps a dotted name to source code; by default, it reads the code of the function in
+    this process.
     """
     read = source or _source
     text = "\n".join(read(name) for name in (patch_point.target, *patch_point.relies_on))

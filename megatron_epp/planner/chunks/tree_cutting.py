@@ -36,7 +36,8 @@ class Tree:
         lengths: number of tokens of each document, without its prefix.
         parents: index of the document that each document continues, or -1.
         rates: seconds per token, query-key pair and chunk.
-        offsets: position of each document's first token, counted from the start of its prefix.
+        offsets: number of tokens of all ancestors of each document, which is the position of its
+            first token.
         own: seconds of each document without its prefix.
         below: seconds of each document and all its descendants.
     """

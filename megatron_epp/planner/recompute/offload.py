@@ -36,8 +36,9 @@ def hidden_layers(cost: Cost, loads: Loads) -> dict[Choice, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class HostHeadroom:
-    """Limit ``budget_bytes`` of host memory for each stage's offloaded layers.
+    """Limit ``budget_bytes`` of host memory for the offloaded layers of one rank.
 
+    Where a rank has several stages or layer kinds, :func:`layers_offloaded` divides the limit.
     ``at_once`` is whether the offloaded layers of all chunks must fit at the same time, so that
     every order of ops fits.
     """
@@ -71,10 +72,11 @@ class HostHeadroom:
         return fits
 
     def narrower(self, peak_bytes: float, budget_bytes: float) -> "HostHeadroom":
-        """Return a smaller limit, after a plan with ``peak_bytes`` exceeded ``budget_bytes``.
+        """Return a stricter limit, after a plan with ``peak_bytes`` exceeded ``budget_bytes``.
 
         A plan may run more forwards than the in-flight limit assumes. The first call reduces the
-        limit in proportion to the excess. After that, all chunks must fit at the same time.
+        limit in proportion to the excess. The second call restores the full ``budget_bytes``, but
+        requires that all chunks fit at the same time; do not call it a third time.
         """
         if self.budget_bytes == budget_bytes:
             return HostHeadroom(0.98 * budget_bytes * budget_bytes / peak_bytes)
@@ -92,7 +94,7 @@ def layers_offloaded(
     Args:
         cost: cost model, including the stages and parallel degrees.
         loads: tokens and query-key pairs of the chunks.
-        host: limit of the host memory for each stage's offloaded layers.
+        host: limit of the host memory for the offloaded layers of one rank.
         least: [stages, chunks] number of forwards before each backward (planner.order.warmup).
         backward: [chunks] chunks in the order of their backwards.
     """

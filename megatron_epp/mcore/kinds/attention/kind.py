@@ -91,7 +91,8 @@ class AttentionKind(LayerKind):
     REPLACED = (
         ReplacedFlags(
             "attention_dropout",
-            "Megatron's default; 0 is used, because how a document is cut must not change its loss",
+            "if not given, 0 replaces Megatron's default, because how a document is cut must not "
+            "change its loss",
             neutral=lambda args: {"attention_dropout": 0.0},
             default_too=True,
             untyped=True,

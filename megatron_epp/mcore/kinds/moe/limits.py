@@ -137,10 +137,8 @@ MOE_LIMITS = (
     ),
     Limit(
         "MoE: experts over parts of replicas (--expert-model-parallel-size times "
-        "--expert-tensor-parallel-size neither divides the tensor- times the context-parallel "
-        "degree, nor is it a multiple of this product)",
-        "give --expert-tensor-parallel-size 1 and an --expert-model-parallel-size that divides "
-        "--tensor-model-parallel-size times --context-parallel-size, or is a multiple of it",
+        "--expert-tensor-parallel-size must divide TP times CP, or be a multiple of it)",
+        "give --expert-tensor-parallel-size 1 and another --expert-model-parallel-size",
         _if_experts(
             lambda args: (
                 expert_ranks(args) % dense_ranks(args) != 0
@@ -213,7 +211,7 @@ MOE_LIMITS = (
     ),
     Limit(
         "MoE: other token dispatchers (--moe-token-dispatcher-type flex without deep_ep, in "
-        "another dtype than bf16, on one rank, or with ncclep)",
+        "a dtype other than bf16, on one rank, or with ncclep)",
         "give --moe-token-dispatcher-type alltoall or allgather",
         _if_experts(_cannot_exchange),
         slices=True,
@@ -249,8 +247,8 @@ MOE_REPLACED = (
         "moe_hybridep_num_sms_preprocessing moe_hybridep_num_blocks_permute "
         "moe_hybridep_num_blocks_unpermute moe_permute_fusion_into_hybridep "
         "moe_hybridep_pad_uneven_dispatch_inputs",
-        "alltoall exchanges the tokens; flex needs bf16, several ranks, deepep or hybridep, and "
-        "the package deep_ep",
+        "if flex cannot run (not bf16, one rank, neither deepep nor hybridep, no deep_ep), or for "
+        "allgather over several replicas, alltoall exchanges the tokens",
         neutral=lambda args: {"moe_token_dispatcher_type": "alltoall"},
         same=_exchanges_alike,
         default_too=True,

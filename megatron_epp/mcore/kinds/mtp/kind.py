@@ -52,8 +52,8 @@ class MTPKind(LayerKind):
             lambda args: all(is_set(args, name) for name in _BY_EXPERTS_IN_FP8),
         ),
         Limit(
-            "MTP layers that are not on the last stage, or alone there (m in "
-            "--pipeline-model-parallel-layout)",
+            "MTP layers that are not on the last stage, or on a last stage without decoder layers "
+            "(m in --pipeline-model-parallel-layout)",
             "place every m after a t and before the L",
             _elsewhere,
         ),

@@ -37,9 +37,8 @@ class WindowKind(LayerKind):
     FLAGS: ClassVar = {"window_size": None, "softmax_type": "vanilla"}
     LIMITS = (
         Limit(
-            "windows other than the W tokens before a token, with W below the context "
-            "(--window-size)",
-            "give --window-size W,0 with W from 1 to --seq-length less 1, or leave it out",
+            "windows other than W,0, or with W of at least the context (--window-size)",
+            "give --window-size W,0 with W of at least 1 and below --seq-length, or leave it out",
             _flags_window,
             slices=_slices_window,
         ),
