@@ -307,6 +307,7 @@ REASONS: Mapping[str, str] = {
     "no sequence parallelism, which planned jobs have",
 }
 
+_KINDS = {"gather": "gathers", "product": "GEMMs", "experts": "GEMMs of experts"}
 _NAMES = {
     "seconds": "s",
     "tflops": "TFLOP/s",
@@ -402,7 +403,7 @@ def summary(scores: Scores) -> list[str]:
     """Return the lines of the table of errors by kind."""
     rows = public.measurements()
     lines = [
-        "| | comparable rows | median | worst | held out | median | worst |",
+        "| kind | comparable rows | median | worst | held out | median | worst |",
         "|---|---|---|---|---|---|---|",
     ]
     parts = [(kind, kind, False) for kind in dict.fromkeys(row.kind for row in rows)]
@@ -417,7 +418,7 @@ def summary(scores: Scores) -> list[str]:
                 cells += [str(len(found)), f"{median:.1%}", f"{worst:.1%}"]
             else:
                 cells += ["0", "", ""]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {_KINDS.get(name, name)} | {' | '.join(cells)} |")
     return lines
 
 
