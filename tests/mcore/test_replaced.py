@@ -179,7 +179,7 @@ def test_dropout_in_attention_is_megatrons_default_alone(parsed, parse) -> None:
     args = parse("--epp")
     said = replaced.warning(args)
     assert args.attention_dropout == 0 and said is not None
-    assert "--attention-dropout 0.1 (Megatron's default; " in said
+    assert "--attention-dropout 0.1 (if not given, 0 replaces Megatron's default, " in said
     assert parse().attention_dropout == 0.1
 
 
