@@ -335,9 +335,10 @@ def _look_at(
         cuts = (glanced.vocabulary_parallel,) if glanced else _cuts(cost, planner, vocabulary)
         for cut in cuts:
             open_layers = by_time and planner == ELASTIC  # stock chooses its layers itself
-            ways = partitions(cost.with_vocabulary(cut), lengths, open_layers)
             if glanced:
                 ways = [glanced.layers]
+            else:
+                ways = partitions(cost.with_vocabulary(cut), lengths, open_layers)
             for layers in reversed(ways):  # balanced by time first; even layers if those do not fit
                 try:
                     chosen = layout, cost, layers, [lengths], options, planner
