@@ -95,9 +95,10 @@ def test_recorded_chunks_are_found_in_the_corpus(six, corpus, capsys):
         assert next(found, None) is None
 
 
-# Clocks, rates, places in memory, and warnings of what was measured: a slow rank, a late plan.
+# Clocks, rates, places in memory, and lines about what was measured: a slow rank, a late plan.
 MEASURED = (
-    r"WARNING:megatron_epp.*|0x\w+|[-\d]+ [\d:]+\.\d+|\d+ tokens/s|\d+ ms|[+-]?\d+\.\d+(?![\dE])"
+    r"(?:WARNING:megatron_epp|INFO:\S+:iteration \d+: [\d.]+ s of waiting|INFO:\S+cost_monitor:).*"
+    r"|0x\w+|[-\d]+ [\d:]+\.\d+|\d+ tokens/s|\d+ ms|[+-]?\d+\.\d+(?![\dE])"
 )
 
 
