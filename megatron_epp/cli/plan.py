@@ -110,11 +110,10 @@ def options_of(arguments: argparse.Namespace) -> Options:
             "default,offload, all or, on a GPU, default"
         )
     lockstep = _lockstep(arguments)
-    if lockstep > 1 and (arguments.vocab_parallel == "on" or arguments.share_from is not None):
-        flag = "--share-from" if arguments.share_from is not None else "--vocab-parallel on"
+    if lockstep > 1 and arguments.vocab_parallel == "on":
         raise UsageError(
-            f"{flag}: as in training, not with replicas that share experts; leave it out, or give "
-            "an --ep that divides --tp times --cp"
+            "--vocab-parallel on: as in training, not with replicas that share experts; leave it "
+            "out, or give an --ep that divides --tp times --cp"
         )
     if "local" in map(str.strip, arguments.levers.split(",")):
         if lockstep > 1:

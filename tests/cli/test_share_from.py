@@ -9,11 +9,15 @@ import numpy
 import pytest
 
 from megatron_epp.cli.documents import Batches, open_batches
+from megatron_epp.cli.layout import named_layout_cost
+from megatron_epp.cli.machine import with_padding
 from megatron_epp.cli.options import parse
+from megatron_epp.cli.plan import options_of
 from megatron_epp.corpus import text_lengths
 from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.ir import Step
+from megatron_epp.planner.replicas import plan_step
 from tests.cli.commands import GPT, Commands
 
 pytest.importorskip("megatron_epp.mcore.data.documents")
@@ -210,6 +214,27 @@ def test_compare_shows_epp_with_and_without(cli: Commands, agents: Path, words: 
     assert 2 * found["epp"] < found["epp apart"]
     joined = cli.joined(line)
     assert f"{found['epp apart'] / found['epp']:.2f} times as fast as epp apart" in joined
+
+
+def test_replicas_that_share_experts_plan_the_forest_of_training(
+    cli: Commands, agents: Path
+) -> None:
+    """Its first batch, planned for a lockstep group; and compare shows that plan."""
+    job = "--model gpt-oss-20b --device b200-180g --pp 2 --dp 2 --ep 2 --effort 0 --placement even"
+    job += f" --lengths agents.idx --share-from 9 --context 8192 --seed {SEED}"
+    documents = documents_of([agents], None, 8192)
+    forest = SharedTokens(9).forest(documents, next(GlobalBatches(documents, ANSWERS, 0)))
+    arguments = parse(["plan", *job.split()])
+    cost = named_layout_cost(arguments, "epp")
+    cost = with_padding(cost, arguments, [forest.lengths], 2)
+    options = options_of(arguments)
+    assert options.lockstep == 2
+    expected = plan_step(forest, cost, options, "epp", 2)
+    assert all(any(plan.prefixes) for plan in expected.step.plans)
+    facts = cli.facts(f"plan {job} --global-batch-size {ANSWERS}")
+    assert facts["plan"] == str(expected.step)
+    compared = seconds(cli, f"compare {job} --global-batch-size {ANSWERS} --planner epp")
+    assert compared["epp"] == facts["seconds"] < compared["epp apart"]
 
 
 # ------------------------------------------------------------------ bad input
