@@ -111,9 +111,8 @@ def run(arguments: argparse.Namespace) -> int:
         _print_json(outcomes, stock, failed)
         return status
     verdicts = _verdict(outcomes, stock, failed)
-    if verdicts and cost.layout.zero != 1:
-        verdicts = [_OTHER_ZERO]
-    for sentence in (*verdicts, _best(names, outcomes, len(numbers))):
+    best = _best(names, outcomes, len(numbers))
+    for sentence in [_OTHER_ZERO] if verdicts and cost.layout.zero != 1 else (*verdicts, best):
         _say(sentence)
     print()
     _say(f"lengths  {batches}")
