@@ -4,6 +4,6 @@
     replicas.plan_step(lengths, cost, options, name, n)   one plan for each of n balanced replicas
     replicas.evaluation_step(lengths, cost, options, n)   forward-only plans of n replicas
 
-A plan is a pure function of these arguments. Time, random numbers and the order of the documents do
-not affect it.
+A plan is a pure function of these arguments: time and random numbers do not affect it. Another
+order of the documents only changes their indices in the plan.
 """

@@ -1,7 +1,7 @@
 """Division of samples over replicas by predicted time, for external training loops.
 
-Attention grows with the square of the length, so time is not proportional to length. This module
-does not import torch.
+The time of attention grows with the square of the length, so the time of a sample is not
+proportional to its length. This module does not import torch.
 """
 
 import math

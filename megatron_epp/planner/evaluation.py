@@ -26,20 +26,24 @@ SMALLER = 0.6
 def evaluation_plans(
     lengths: Sequence[int], cost: Cost, options: Options, most: int | None = None
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Plan, ...]]:
-    """Return the documents and the forward-only plan of each replica of a lockstep group.
+    """Assign documents to the replicas of a lockstep group, and plan an evaluation of each replica.
 
     Plans have chunks of about equal time and the ops F, and H with vocabulary parallelism. No
     activations are saved, so memory must only hold a chunk's workspace and the K/V of one sliced
     document at a time.
 
     Args:
-        lengths: lengths of the lockstep group's documents.
+        lengths: lengths of the lockstep group's documents in tokens, at least one per replica.
         cost: cost model, including the stages and parallel degrees.
-        options: planner options, such as levers and effort.
+        options: planner options; only ``lockstep`` matters.
         most: maximum number of tokens of a chunk; None if only memory limits it.
+
+    Returns:
+        For each replica, the indices of its documents; and the plan of each replica.
 
     Raises:
         PlanError: if a document's K/V and workspace do not fit, even in the smallest slices.
+        ValueError: if there are no documents, or a length is less than 1.
     """
     batch = SortedBatch.of(lengths)
     longest = int(batch.lengths[0])

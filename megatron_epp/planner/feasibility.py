@@ -1,4 +1,4 @@
-"""Check that each document fits in memory at all, with errors and warnings for the user."""
+"""Check that documents fit in memory and that planning is fast enough, with texts for users."""
 
 from collections.abc import Sequence
 
@@ -63,9 +63,9 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
 
 
 def most_tokens(cost: Cost) -> int:
-    """Return the number of tokens up to which a chunk of unsliced documents fits every rank.
+    """Return the maximum number of tokens, at least 1, of a chunk of uncut documents in memory.
 
-    The chunk's backward recomputes all layers.
+    The chunk fits on every rank if its backward recomputes all layers.
     """
     # Subtract the workspace that does not depend on the chunk's size.
     headroom = cost.headroom_bytes - np.array(
@@ -76,14 +76,14 @@ def most_tokens(cost: Cost) -> int:
 
 
 def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
-    """Raise an error if the longest document cannot be trained with any plan.
+    """Raise an error if the longest document does not fit in memory with any plan.
 
-    All slices of a document are in flight between its last forward and its first backward, so finer
-    slices do not help. Even if all layers are recomputed, every slice holds the inputs, K and V of
-    its layers.
+    All slices of a document are in flight between its last forward and its first backward. Even if
+    all layers are recomputed, every slice holds the inputs, K and V of its layers, so finer slices
+    only need less workspace.
 
     Raises:
-        PlanError: if the document does not fit. The message names the document and the stage.
+        PlanError: if the longest of ``documents`` (lengths in tokens) does not fit.
     """
     longest = max(range(len(documents)), key=lambda d: documents[d])
     tokens = documents[longest]
@@ -100,10 +100,9 @@ def require_fit(cost: Cost, documents: tuple[int, ...]) -> None:
 
 
 def overlong_for_replica(cost: Cost, lengths: Sequence[int], replicas: int) -> str | None:
-    """Return a warning if one document takes much longer than a replica's mean work, else None.
+    """Return a warning if a document takes more than LONGER times a replica's mean work, else None.
 
-    Another assignment of documents does not help, because one replica must compute the long
-    document. More devices per replica can help.
+    ``lengths`` are the document lengths of the global batch in tokens.
     """
     seconds = rates_of(cost).document_seconds(np.asarray(lengths, np.int64))
     times = float(seconds.max() * replicas / seconds.sum())
@@ -126,7 +125,8 @@ def planning_load(cost: Cost, plan_seconds: float, seconds: float) -> float:
     If the load is above 1, training waits for its plans.
 
     Args:
-        cost: cost model of a replica; the load is 0 if the number of devices per host is unknown.
+        cost: cost model of a replica; the load is 0 if its network, and so the number of devices
+            per host, is unknown.
         plan_seconds: core seconds of planning one replica.
         seconds: seconds of one iteration.
     """

@@ -16,14 +16,14 @@ def lower_bound_seconds(
     local: bool = False,
     starts: np.ndarray | None = None,
 ) -> float:
-    """Return a lower bound on the time of any plan of the batch.
+    """Return a lower bound, in seconds, on the time of any plan of the batch.
 
     The bound is the work of the busiest stage, plus the time before its first input and after its
     last gradient. Every stage computes every token and pair once, including communication inside
     ops, and spends the constant time of at least one chunk. Before a stage can start, a chunk of at
-    least one token must pass through the previous stages. At the end, a gradient must pass back
-    through them. Each stage has one bound for split and one for unsplit backwards; the smaller one
-    counts. No stage waits for a W, so a W can run while the last gradient passes back.
+    least one token must pass through the previous stages. At the end, its gradient must pass back
+    through them. A stage's bound is the smaller one of those for split and for unsplit backwards.
+    No stage waits for a W, so a W can run while the last gradient passes back.
 
     With vocabulary parallelism, H runs before the last B of its stage, and no stage waits for a G.
     A rank with several stages does the work of all its stages. Messages between stages of one rank
@@ -32,7 +32,7 @@ def lower_bound_seconds(
     Args:
         lengths: [documents] document lengths of one replica, in tokens.
         cost: cost model, including the stages and parallel degrees.
-        local: whether documents may run on one context-parallel rank, without exchange.
+        local: whether documents may run on one context-parallel rank, without all-to-all.
         starts: [documents] positions of the first tokens if documents continue others; None: 0.
     """
     place = cost.layout.place
@@ -68,7 +68,11 @@ def lower_bound_seconds(
 
 
 def least_seconds_per(cost: Cost, kind: Kind, local: bool) -> np.ndarray:
-    """Return seconds per token, pair, etc. [stages, features]; without all-to-all if ``local``."""
+    """Return the least seconds of an op kind per unit of each column: [stages, columns].
+
+    Columns are tokens, query-key pairs and others (:mod:`megatron_epp.cost.columns`). If ``local``,
+    the seconds do not include all-to-all between context-parallel ranks.
+    """
     per = cost.seconds.per(kind).copy()
     if cost.seconds.halved_from < np.inf:
         per[:, TOKENS] -= cost.seconds.hidden_per_token[kind]
@@ -84,15 +88,17 @@ def block_bound_seconds(
     local: bool = False,
     starts: np.ndarray | None = None,
 ) -> float:
-    """Return a lower bound on the time of ``width`` replicas, for any assignment of documents.
+    """Return a lower bound, in seconds, on the time of ``width`` replicas in lockstep.
 
-    Some replica has at least the mean work, and some replica has the longest document.
+    The bound holds for any assignment of documents: some replica has at least the mean work, and
+    some replica has the longest document.
 
     Args:
         lengths: [documents] document lengths in tokens, in descending order.
         cost: cost model, including the stages and parallel degrees.
         width: number of replicas.
-        local: whether documents may run on one context-parallel rank; only for a single replica.
+        local: whether documents may run on one context-parallel rank, without all-to-all; has an
+            effect only if ``width`` is 1.
         starts: [documents] positions of the first tokens if documents continue others; None: 0.
     """
     batch_bound = lower_bound_seconds(lengths, cost, local=local, starts=starts)

@@ -45,8 +45,8 @@ class Options:
         context: maximum number of tokens of a document, and pack size of planner `packing`; 0:
             length of the longest document.
         levers: names of the LEVERS that planner `epp` may use.
-        effort: amount of search; 0: take the first good plan; None: depends on the batch
-            (:func:`with_effort`).
+        effort: amount of search; 0: take the first plan found, unless memory is tight; None:
+            depends on the batch (:func:`with_effort`).
         lockstep: number of replicas of a lockstep group, which share experts and an op template
             (ir.program.op_template); 1: every replica is planned individually.
 
@@ -79,7 +79,7 @@ def with_effort(options: Options, documents: int, seconds: float) -> Options:
     """Return ``options`` with an effort that depends on the batch, unless ``effort`` is set.
 
     Args:
-        options: planner options, such as levers and effort.
+        options: planner options.
         documents: number of documents of a replica.
         seconds: seconds of a replica's work on an average rank.
     """
@@ -101,10 +101,11 @@ def default_levers(device: str, host_memory: bool = False) -> frozenset[str]:
 def parse_levers(text: str, default: frozenset[str] = TRAINING_LEVERS) -> frozenset[str]:
     """Return the levers that ``text`` lists: default, all, none or names, separated by commas.
 
-    ``-name`` removes a lever: ``all,-wsplit`` means all levers except `wsplit`.
+    ``-name`` removes a lever: ``all,-wsplit`` means all levers except `wsplit`. If ``text`` begins
+    with ``-``, levers are removed from ``default``.
 
     Raises:
-        ValueError: if a name is unknown.
+        ValueError: if ``text`` lists nothing, or a name is unknown.
     """
     sets = {"default": default, "all": ALL, "none": frozenset[str]()}
     words = [word.strip() for word in text.split(",") if word.strip()]

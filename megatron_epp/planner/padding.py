@@ -1,4 +1,4 @@
-"""Padding of chunks' rows on GPUs."""
+"""Padding of the rows (tokens) of chunks on GPUs."""
 
 from collections.abc import Sequence
 
@@ -13,15 +13,16 @@ CHUNKS_PER_STAGE = 4  # typical for plans of a pipeline
 def gpu_row_multiple(
     batches: Sequence[Sequence[int]], stages: int, replicas: int, ranks: int
 ) -> int:
-    """Return the row multiple, to which a rank rounds up its rows of a chunk on GPUs.
+    """Return the multiple to which a GPU pads the number of its rows of each chunk.
 
-    On average, this padding adds half of the multiple to a rank's rows.
+    A row is the hidden state of one token. On average, this padding adds half of the multiple to
+    the rows of a GPU.
 
     Args:
-        batches: document lengths of some batches; () if unknown.
-        stages: number of stages.
+        batches: document lengths of some global batches, in tokens; () if unknown.
+        stages: number of pipeline ranks.
         replicas: number of replicas.
-        ranks: number of ranks of a stage over which the rows of a chunk are sharded.
+        ranks: number of GPUs of a stage over which the rows of a chunk are sharded.
     """
     if not batches:  # the lengths are unknown
         return GPU_ROWS

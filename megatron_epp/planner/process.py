@@ -77,7 +77,7 @@ def plan_text(settings: PlannerSettings, batch: Batch, forward_only: bool) -> st
     With ``forward_only``, the plans are for an evaluation.
 
     Raises:
-        ValueError: if the documents cannot be planned.
+        ValueError: if the planner is unknown, or the documents cannot be planned.
     """
     # Imported late: solver and compiler take seconds to load.
     from megatron_epp.planner.replicas import evaluation_part, plan_part

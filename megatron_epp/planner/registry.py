@@ -38,12 +38,12 @@ class Planner:
 
     Attributes:
         name: name of the planner, such as "epp" or "packing".
-        draft: function that returns the plan of a batch as arrays. It returns None only if the
-            caller sets a time limit.
+        draft: function that returns the plan of a batch as arrays.
         compared: whether ``compare`` shows the planner by default.
         takes: function that returns whether the planner supports a placement of stages on ranks.
         placements: description of the supported placements, for error messages.
-        searches: whether the planner searches for a plan that fits, so that none is an error.
+        searches: whether the planner searches for a plan that fits in memory. For other planners, a
+            plan that does not fit is a result, not an error.
         takes_prefixes: whether the planner computes shared prefixes once.
 
     Example::
@@ -82,20 +82,21 @@ class Planner:
             )
 
     def plan_block(self, lengths: Sequence[int], cost: Cost, options: Options) -> PlannedBlock:
-        """Assign documents to a lockstep group of ``options.lockstep`` replicas, and plan each.
+        """Assign documents to the ``options.lockstep`` replicas of a lockstep group, and plan them.
 
         Raises:
             PlanError: if a document alone does not fit in memory.
-            ValueError: if the planner does not support the placement.
+            ValueError: if the planner does not support the placement, there are no documents, or a
+                length is less than 1.
         """
         return self._planned(SortedBatch.of(lengths), lengths, cost, options)
 
     def plan_forest(self, forest: PrefixForest, cost: Cost, options: Options) -> PlannedBlock:
-        """Plan the sequences of ``forest``, as :meth:`plan_block`; shared tokens run once.
+        """Plan the sequences of ``forest`` as :meth:`plan_block` does, but compute prefixes once.
 
-        Every replica of a lockstep group computes once what its own sequences share. If the result
-        would be slower, or if this planner does not share tokens, sequences are planned without
-        sharing.
+        Every replica of a lockstep group computes the shared prefixes of its own sequences once. If
+        the result would be slower, or if this planner does not support shared prefixes, sequences
+        are planned without sharing.
 
         Raises:
             PlanError: if a sequence alone does not fit in memory.
@@ -172,7 +173,7 @@ def planner_of(name: str) -> Planner:
     """Return the planner called ``name``.
 
     Raises:
-        ValueError: if the name is unknown, or if it is a baseline without a pipeline plan.
+        ValueError: if the name is unknown, or is that of a baseline without a pipeline plan.
     """
     if name == "packing-overlap":
         raise ValueError(f"planner {name!r} is part of {STOCK!r} now, the baseline of compare")

@@ -48,21 +48,23 @@ def balance_replicas(
     """Assign documents to replicas: longest first, each to the replica with the least work so far.
 
     Args:
-        lengths: document lengths of the batch.
+        lengths: document lengths of the batch in tokens.
         cost: cost model, including the stages and parallel degrees.
         replicas: number of replicas.
-        overhead: for every replica, the seconds of its plan that are not work of its documents.
+        overhead: for every replica, the seconds of its plan that are not work of its documents;
+            None: 0.
         least: minimum number of documents of a replica. The longest documents are first assigned
             round-robin, until every replica has this number.
         seconds: [documents] seconds of work of every document; default: the work if documents are
             sharded over all context-parallel ranks.
-        most: maximum number of documents of a replica; None for no limit.
+        most: maximum number of documents of a replica, at least ``len(lengths) / replicas``; None
+            for no limit.
 
     Returns:
         For every replica, the indices of its documents, in the order of the batch.
 
     Raises:
-        ValueError: if there are too few documents.
+        ValueError: if there are fewer than ``least`` documents for every replica.
     """
     documents = len(lengths)
     if not min(1, least) <= replicas * least <= documents:
@@ -107,13 +109,17 @@ def balance_blocks(
     replicas.
 
     Args:
-        lengths: document lengths of the batch.
+        lengths: document lengths of the batch in tokens.
         cost: cost model, including the stages and parallel degrees.
         blocks: number of blocks.
         lockstep: number of replicas of a block.
-        overhead: for every block, the seconds of its plan that are not work of its documents.
+        overhead: for every block, the seconds of its plan that are not work of its documents;
+            None: 0.
         seconds: [documents] seconds of work of every document; None as in
             :func:`balance_replicas`.
+
+    Returns:
+        For every block, the indices of its documents, in the order of the batch.
     """
     least = lockstep if len(lengths) >= blocks * lockstep else 0
     return balance_replicas(lengths, cost, blocks, overhead, least, seconds)
@@ -133,8 +139,8 @@ def plan_step(
     lockstep groups. Within a group, chunks that run at the same time should take equally long.
 
     Args:
-        batch: document lengths of the global batch; or documents with shared prefixes, which a
-            replica computes once if the planner can share them and time is saved.
+        batch: document lengths of the global batch in tokens, or documents with shared prefixes. A
+            replica computes a shared prefix once if the planner supports this and it saves time.
         cost: cost model, including the stages and parallel degrees.
         options: planner options, such as levers and effort.
         planner: name of the planner.
@@ -142,8 +148,10 @@ def plan_step(
         run: function that maps a function over tasks, for example in worker processes.
 
     Raises:
-        PlanError: if the planner finds no plan that fits in memory.
-        ValueError: if the documents cannot be divided or planned.
+        PlanError: if a document alone does not fit in memory, or planner `epp` finds no plan that
+            fits.
+        ValueError: if the planner is unknown or does not support the placement, lockstep groups do
+            not divide ``replicas``, there are no documents, or a length is less than 1.
     """
     began = time.perf_counter()
     assigned, blocks = _planned(batch, cost, options, replicas, planner, run)
@@ -186,6 +194,10 @@ def plan_part(
         replica: index of the replica.
         stands_in_for: name of the planner of the other replicas, if this replica uses ``planner``
             instead; it determines the division of documents. None: ``planner``.
+
+    Raises:
+        PlanError: as :func:`plan_step`.
+        ValueError: as :func:`plan_step`.
     """
     block = replica // options.lockstep
     others, units = stands_in_for or planner, replicas // options.lockstep
@@ -219,15 +231,14 @@ def divide_documents(
     division. For few replicas, :func:`_planned` refines the division.
 
     Args:
-        batch: document lengths of the global batch, or documents with shared prefixes.
+        batch: document lengths of the global batch in tokens, or documents with shared prefixes.
         cost: cost model, including the stages and parallel degrees.
         options: planner options, including the number of replicas per lockstep group.
         replicas: number of replicas.
         planner: name of the planner; "" for evaluation.
 
     Raises:
-        ValueError: the size of a lockstep group does not divide ``replicas``, or there are too few
-            documents.
+        ValueError: if lockstep groups do not divide ``replicas``, or the planner is unknown.
     """
     width, lengths = options.lockstep, lengths_of(batch)
     if replicas % width:
@@ -294,9 +305,15 @@ def plan_block(planner: str, batch: Batch, cost: Cost, options: Options) -> Plan
 
     Args:
         planner: name of the planner.
-        batch: document lengths of the replica or group, or documents with shared prefixes.
+        batch: document lengths of the replica or group in tokens, or documents with shared
+            prefixes.
         cost: cost model, including the stages and parallel degrees.
         options: planner options, such as levers and effort.
+
+    Raises:
+        PlanError: if a document alone does not fit in memory.
+        ValueError: if the planner is unknown or does not support the placement, or a length is less
+            than 1.
     """
     if options.effort is not None:
         effort = min(options.effort * options.lockstep, MOST_EFFORT)
@@ -420,11 +437,16 @@ def evaluation_step(
     """Return a forward-only step: documents and a forward-only plan for every replica.
 
     Args:
-        lengths: document lengths of the global batch.
+        lengths: document lengths of the global batch in tokens.
         cost: cost model, including the stages and parallel degrees.
-        options: planner options, including the number of replicas per lockstep group.
+        options: planner options; only ``lockstep`` matters.
         replicas: number of replicas.
         most: maximum number of tokens of a chunk; None if only memory limits it.
+
+    Raises:
+        PlanError: if a document does not fit in memory, even in the smallest slices.
+        ValueError: if lockstep groups do not divide ``replicas``, there are no documents, or a
+            length is less than 1.
     """
     every = range(replicas // options.lockstep)
     return Step.of_parts(_evaluation_parts(lengths, cost, options, replicas, every, most))
@@ -440,13 +462,7 @@ def evaluation_part(
 ) -> StepPart:
     """Return the part of :func:`evaluation_step`'s result for the lockstep group of ``replica``.
 
-    Args:
-        lengths: document lengths of the global batch.
-        cost: cost model, including the stages and parallel degrees.
-        options: planner options, including the number of replicas per lockstep group.
-        replicas: number of replicas.
-        replica: index of the replica.
-        most: maximum number of tokens of a chunk; None if only memory limits it.
+    ``replica`` is an index. Other arguments and errors are those of :func:`evaluation_step`.
     """
     block = replica // options.lockstep
     (part,) = _evaluation_parts(lengths, cost, options, replicas, (block,), most)

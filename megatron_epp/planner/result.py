@@ -11,21 +11,21 @@ class PlannerResult:
 
     Attributes:
         planner: name of the planner.
-        seconds: predicted time of the iteration.
-        lower_bound_seconds: lower bound on this time, for these lengths and layers per stage.
+        seconds: predicted seconds of the iteration.
+        lower_bound_seconds: lower bound on ``seconds``, for these lengths and layers per stage.
         bubble_ratio: idle time of all ranks / (ranks x seconds).
         recompute_ratio: recompute time of all ranks / (ranks x seconds).
         comm_ratio: exposed communication of all ranks / (ranks x seconds).
-        peak_bytes: peak bytes on the device: per stage, per rank if ranks have several stages, or
-            per group and micro-batch if there is no pipeline.
+        peak_bytes: peak bytes on a device of each pipeline rank; without a pipeline, of each group
+            of devices and micro-batch.
         fits: whether the peaks are within the budgets.
         chunks: number of chunks.
         pipelines: number of pipelines that run one after another; 0 without a pipeline.
         levers: levers that the planner was allowed to use.
         packing_tokens: length to which unsliced documents are packed; 0 if documents are not
             packed.
-        note: description of how the plan was found: slice count, bins, order.
-        plan_seconds: wall time of planning, for reports only; 0 until the registry sets it.
+        note: description of the chunks, of recompute and of the order of ops.
+        plan_seconds: wall seconds of planning one replica, for reports only; 0 if not measured.
     """
 
     planner: str

@@ -3,22 +3,22 @@
 Stock packs whole documents. :func:`stock_of` plans the batches with each of Megatron's ways to run
 them, and returns the fastest that fits in memory:
 
-- one stage a rank, or 2, 3 or 4 interleaved stages a rank;
-- layers divided evenly or balanced by time (``--pipeline-model-parallel-layout`` says both);
-- no recompute, or uniform recompute of the fewest layers that fit (``--recompute-num-layers``);
-- on one or two stages a rank, also with Megatron's overlap of exchanges (:mod:`cost.overlap
-  <megatron_epp.cost.overlap>`).
+- one stage per rank, or 2, 3 or 4 interleaved stages per rank;
+- layers divided evenly or balanced by time (both with ``--pipeline-model-parallel-layout``);
+- no recompute, or uniform recompute of as few layers as memory allows (``--recompute-num-layers``);
+- with one or two stages per rank, also with Megatron's overlap of communication
+  (:mod:`cost.overlap <megatron_epp.cost.overlap>`).
 
-Left out is what Megatron-LM 0.19 refuses:
+Stock does not use what Megatron-LM 0.19 refuses:
 
 - interleaved stages with fewer micro-batches than ranks (``core/pipeline_parallel/schedules.py``).
-  Other numbers run with ``--microbatch-group-size-per-virtual-pipeline-stage``;
-- the overlap of experts' exchanges on several ranks with one stage each, or with recompute
+  All larger numbers run with ``--microbatch-group-size-per-virtual-pipeline-stage``;
+- the overlap of experts' all-to-all on several ranks with one stage each, or with recompute
   (``core/transformer/transformer_config.py``).
 
-A job keeps its placement and its layers. Every batch is packed to its own best length, which no job
-of Megatron does: stock is a lower bound of the seconds of such jobs. ``Stock.static`` is the
-nearest job that Megatron runs, with one length and one recompute for all batches.
+All batches have the same placement and layers. Every batch is packed to its own best length, which
+Megatron cannot do, so no job of Megatron is faster than stock. ``Stock.static`` is the nearest job
+that Megatron runs, with one length and one number of recomputed layers for all batches.
 """
 
 import dataclasses
@@ -54,9 +54,9 @@ class Packed:
     """Packing of one batch, or of all batches.
 
     Attributes:
-        seconds: predicted time of an iteration.
+        seconds: predicted seconds of an iteration.
         tokens: length to which documents are packed, in tokens.
-        recomputed: number of layers of every stage that are recomputed.
+        recomputed: number of layers that every stage recomputes.
     """
 
     seconds: float
@@ -73,8 +73,9 @@ class Stock:
         overlap: description of the communication that Megatron overlaps; "" if none.
         cost: cost model with this placement, its layers and its overlap.
         batches: packing of every batch, each at its best length.
-        static: packing of the job that keeps one length and one recompute for all batches;
-            ``seconds`` is the mean over the batches. None if no such job runs.
+        static: packing of the job with one length and one number of recomputed layers for all
+            batches; its ``seconds`` are the mean over the batches. None if no such job fits in
+            memory.
     """
 
     placement: str
@@ -112,7 +113,7 @@ def _range(values: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class MegatronSetup:
-    """One of Megatron's ways to run a job; attributes as in :class:`Stock`."""
+    """Stages, layers and overlap with which Megatron can run a job; fields as in :class:`Stock`."""
 
     placement: str
     overlap: str
@@ -124,11 +125,12 @@ class MegatronSetup:
         return bool(self.overlap) and not overlaps_experts(self.cost)
 
     def schedule(self, tokens: int | None = None, recomputed: int = 0) -> Published:
-        """Return the schedule, as a row of the published schedules.
+        """Return the schedule in the form of the published schedules.
 
         Args:
-            tokens: length to which documents are packed; None: the best length of the batch.
-            recomputed: minimum number of layers of every stage that are recomputed.
+            tokens: length in tokens to which documents are packed; None: the best length of the
+                batch, or the context if :attr:`one_length`.
+            recomputed: minimum number of layers that every stage recomputes.
         """
         least = 1 if self.placement == EVENLY else self.cost.layout.placement.ranks
 
@@ -151,8 +153,8 @@ def candidates(cost: Cost, batches: Sequence[Sequence[int]]) -> Iterator[Megatro
 
     Args:
         cost: cost model of the job; its placement and vocabulary parallelism do not matter.
-        batches: document lengths of one replica in each batch; the layers are balanced for their
-            mean load.
+        batches: document lengths of one replica in each batch, in tokens; the layers are balanced
+            for their mean load.
     """
     ranks = cost.layout.placement.ranks
     its = cost.with_vocabulary(False).replace(stacked_experts=False)
@@ -187,13 +189,15 @@ def stock_of(
     """Return the fastest of Megatron's own schedules.
 
     Args:
-        batches: document lengths of one replica, or of one lockstep group, in each batch.
+        batches: document lengths in tokens of one replica, or of one lockstep group, in each batch.
         cost: cost model of the job.
         options: planner options; only ``context`` and ``lockstep`` matter.
-        progress: function that wraps an iterable in a progress bar.
+        progress: function that wraps a list in a progress bar, given the number of items and a
+            title; None for no bar.
 
     Raises:
-        ValueError: if none fits the memory budget.
+        ValueError: if no schedule fits the memory budget, a batch has no documents, or a length is
+            less than 1.
     """
     each = [SortedBatch.of(lengths) for lengths in batches]
     tried = list(candidates(cost, batches))

@@ -19,16 +19,17 @@ def divided_trees(
     """Return the indices of the samples of every replica: at least 1, at most ``most``.
 
     A replica computes a prefix once for all of its samples that share the prefix. Samples with the
-    same root form a group. Bisection finds the smallest time limit for which a division exists. For
-    a given limit, groups are assigned longest first, each to the replica with the least seconds so
-    far. If a group would exceed the limit, its remaining samples go to another replica, which
-    computes the prefix again.
+    same root node in ``forest`` form a group. For a given time limit, groups are assigned longest
+    first, each to the replica with the least seconds so far. If a group would exceed the limit, its
+    remaining samples go to another replica, which computes the prefix again. Bisection finds
+    nearly the smallest limit for which all samples can be assigned.
 
     Args:
         forest: samples and their shared prefixes.
         rates: seconds per token, query-key pair and chunk.
-        replicas: number of replicas.
-        most: maximum number of samples of a replica; None for no limit.
+        replicas: number of replicas, at most that of samples.
+        most: maximum number of samples of a replica, at least that of samples divided by
+            ``replicas``; None for no limit.
     """
     dealing = _Dealing(forest, node_seconds(forest, rates), replicas, most)
     division = dealing.within(math.inf)

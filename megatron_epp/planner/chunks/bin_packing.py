@@ -1,7 +1,7 @@
-"""Packing of tails and short documents into buckets: Alg. 1, longest first, or first fit.
+"""Packing of tails and short documents into chunks: Alg. 1, longest first, or first fit.
 
-Alg. 1 is that of InfiniPipe. A tail is the last slice of a sliced document. With each of the
-methods, a bucket (a chunk) holds at most one tail.
+Alg. 1 is that of the InfiniPipe paper. A tail is the last slice of a sliced document. Every chunk
+(called bin or bucket here) holds at most one tail.
 """
 
 import numpy as np
@@ -16,9 +16,10 @@ def alg1(
     """Return the bucket of every tail, then of every short document, and the number of buckets.
 
     Source: InfiniPipe's Alg. 1, lines 3 to 13, in its section on the sequence processor. Tail t
-    opens bucket t. Short documents, longest first, then go to the bucket with the smallest time per
-    token, among those within both limits. If no bucket has enough tokens left, a new one is opened.
-    If only the time limit prevents a choice, this limit is raised.
+    opens bucket t. Then each short document, longest first, goes to the bucket with the smallest
+    time per token among those that stay within both limits. If the document would exceed the token
+    limit of every bucket, it opens a new one. If only the time limit excludes all buckets, the time
+    limit is raised.
 
     Args:
         cuts: tails (last slices of sliced documents) and short documents.
@@ -84,7 +85,8 @@ def longest_first(
 ) -> tuple[np.ndarray, int]:
     """Return the bin of every tail, then of every short document, and the number of bins.
 
-    Tail t opens bin t. Then each short document goes to the bin with the least seconds so far.
+    Tail t opens bin t. Then each short document, longest first, goes to the bin with the least
+    seconds so far, among those that stay within ``most_tokens``.
 
     Args:
         cuts: tails (last slices of sliced documents) and short documents.
@@ -92,8 +94,8 @@ def longest_first(
         bins: wanted number of bins, at least one per tail. If a document fits in no bin, a bin is
             added. Bins that stay empty are removed.
         most_tokens: maximum number of tokens of a bin.
-        loaded_seconds: [small packs] initial seconds of the last bins, so that these get fewer
-            documents; None: all bins are empty at first.
+        loaded_seconds: [n] initial seconds of the last n bins, so that these get fewer documents;
+            None: all bins begin with 0 seconds.
     """
     start = np.zeros(max(bins, len(cuts.tails)))
     if loaded_seconds is not None and len(loaded_seconds):

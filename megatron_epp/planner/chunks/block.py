@@ -9,9 +9,9 @@ groups (the positions between two bars). A group's forwards run from left to rig
 from right to left. The group has one position per slice of its longest document. Another replica
 may run several shorter sliced documents in these positions, one after the other.
 
-A position takes as long as the slowest replica's chunk, so documents are assigned to balance the
-replicas' chunks. Short documents go, longest first, to the replica and position with the least
-seconds so far, also next to slices.
+A position takes as long as the slowest replica's chunk, so documents are assigned such that the
+chunks of a position take about equally long. Each short document, longest first, goes to the
+replica and position with the least seconds so far; chunks with slices also get short documents.
 """
 
 from collections.abc import Sequence
@@ -32,9 +32,10 @@ from megatron_epp.sim.jit import njit
 class BlockChunking(Chunking):
     """Chunks of a lockstep group of replicas; ``members`` are the chunkings of its replicas.
 
-    Chunk k of all members runs at the same time. The arrays have the entries of the slowest member,
-    except that token counts are maxima. In ``document``, a group of several chunks is one document.
-    All members have the same groups, and the same order of backwards.
+    Chunk k of all members runs at the same time. In the arrays, its entries are those of the member
+    whose chunk k is the slowest, but ``tokens`` and ``slice_tokens`` are maxima over the members.
+    ``document`` is the index of the chunk's group, or -1 if the group has only one chunk. All
+    members have the same groups, and the same order of backwards.
     """
 
     members: tuple[Chunking, ...]
@@ -139,7 +140,8 @@ def build_block(
 
     Args:
         params: parameters of the chunks; numbers of chunks and packs are per replica.
-        lengths: [documents] lengths of all replicas' documents in tokens, in descending order.
+        lengths: [documents] lengths of all replicas' documents in tokens, in descending order; at
+            least one document per replica.
         rates: seconds per token, query-key pair and chunk.
         most_tokens: maximum number of tokens of a chunk.
         multiple: number of tokens; slice boundaries are multiples of it.
@@ -278,8 +280,8 @@ def block_of(
 ) -> BlockChunking:
     """Return the lockstep group's chunking from spans of all replicas' documents.
 
-    Span s is in chunk ``position[s]`` of replica ``member[s]``. ``starts`` contains the first chunk
-    of each group of chunks.
+    Span s is in chunk ``position[s]`` of replica ``member[s]``, one of ``width`` replicas.
+    ``starts`` [groups + 1] contains the first chunk of each group, then the number of chunks.
     """
     member = _none_empty(spans, member, width)
     starts, position = _without_gaps(starts, position)

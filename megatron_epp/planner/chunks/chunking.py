@@ -23,10 +23,10 @@ class Chunking:
         starts: [groups + 1]; group g consists of the chunks starts[g] to starts[g + 1] - 1.
         tokens: [chunks] tokens of every chunk.
         pairs: [chunks] query-key pairs of every chunk.
-        document: for every chunk, the sliced document of which the chunk holds a slice, or -1.
-        slice_tokens: for every chunk, the number of tokens of this slice, or 0.
-        rank: for every span, the context-parallel rank that computes the span alone, or ALL_RANKS.
-            None: all spans are sharded over all ranks.
+        document: [chunks] sliced document of which the chunk holds a slice, or -1.
+        slice_tokens: [chunks] number of tokens of this slice, or 0.
+        rank: [spans] context-parallel rank that computes the span alone, or ALL_RANKS. None: all
+            spans are sharded over all ranks.
         ranks: number of context-parallel ranks.
     """
 
@@ -73,7 +73,7 @@ class Chunking:
 
     @property
     def sizes(self) -> np.ndarray:
-        """[groups]: chunks of every group: N_split for a sliced document, 1 for a pack."""
+        """Number of chunks of every group, [groups]; 1 for a pack."""
         return self.starts[1:] - self.starts[:-1]
 
     @property

@@ -3,11 +3,11 @@
     rank 0   tail of a document     | e e e g g   |      a a a a a . |      the tail: on all ranks;
     rank 1   tail of a document     | f f f h h h |      b b c c d d |      a to h: on one rank
 
-If one rank can compute a document within about a chunk's time, it does so alone. These documents
-go, longest first, to the chunk and rank with the least seconds so far. Longer documents are sliced
-and sharded over all ranks. All ranks of a chunk are padded to the rows of the fullest rank, and the
-chunk takes as long as its slowest rank. In packs without sharded documents, the sets of documents
-per rank are therefore sorted by rows: a chunk combines sets with similar numbers of rows.
+If one rank can compute a document within about a chunk's time, it does so alone. Each of these
+documents, longest first, goes to the chunk and rank with the least seconds so far. Longer documents
+are sharded over all ranks, and may be sliced. All ranks of a chunk are padded (.) to the tokens of
+the fullest rank, and the chunk takes as long as its slowest rank. Packs without sharded documents
+therefore exchange ranks until all ranks of a chunk have similar numbers of tokens.
 """
 
 import dataclasses
@@ -37,7 +37,8 @@ def first_local(
 ) -> tuple[int, float]:
     """Return the index of the longest single-rank document, and the seconds of a chunk.
 
-    A single-rank document is one that a context-parallel rank computes alone.
+    A single-rank document is one that a context-parallel rank computes alone. If there is none, the
+    index is the number of documents.
 
     Args:
         lengths: [documents] document lengths in tokens, in descending order.
@@ -68,14 +69,14 @@ def local_chunks(
     ranks: int,
     cutter: Cutter = cut_each,
 ) -> tuple[Chunking, int]:
-    """Return chunks of about ``target_seconds`` and the number of sliced documents.
+    """Return chunks of about ``target_seconds``, and the number of sliced documents.
 
-    One context-parallel rank computes each of the documents from index ``first`` on.
+    The documents from index ``first`` on are single-rank documents.
 
     Args:
         lengths: [documents] document lengths in tokens, in descending order.
-        first: index of the first document that one rank computes.
-        target_seconds: time of a chunk.
+        first: index of the first single-rank document.
+        target_seconds: seconds of a chunk.
         cut: time of a slice as a fraction of a chunk's time.
         missing: [last packs] fraction of a chunk's time that each of the last packs lacks.
         extra_bins: number of packs beyond those that even filling requires; may be negative.

@@ -31,17 +31,19 @@ class ChunkingParams:
 
     Attributes:
         chunks: approximate number of chunks.
-        cut: time of a slice as a fraction of a chunk's time.
+        cut: time of a slice as a fraction of a chunk's time; UNCUT: a document is sliced only if it
+            is too long for one chunk.
         extra_bins: number of packs beyond those that even filling requires; may be negative.
-        front: TAPERS[front] contains the sizes of the small packs at the start.
-        back: TAPERS[back] contains the sizes of the small packs at the end.
-        reverse: whether the shortest documents come first.
-        bare: whether to recompute only as much as one document in flight at a time requires. Other
-            forwards then wait for memory.
+        front: index into TAPERS, which contains the sizes of the small packs at the start. For
+            documents with shared prefixes, an index into trees.ENDS.
+        back: the same for the small packs at the end.
+        reverse: whether chunks of short documents run first.
+        bare: whether to recompute only as much as is required if one document at a time is in
+            flight. Forwards of further documents then wait for memory.
         local: maximum time of a document that one context-parallel rank computes alone, as a
             fraction of a chunk's time (:mod:`.local`); 0: all documents are sharded.
-        ramp: number of packs at the start whose sizes grow by a constant factor, instead of
-            ``front``; 0: ``front`` applies.
+        ramp: number of packs at the start whose sizes grow by a constant factor, in place of those
+            of ``front``; 0: ``front`` applies.
     """
 
     chunks: float

@@ -19,18 +19,20 @@ class Rates:
 
         seconds = token_seconds * tokens + pair_seconds * pairs + chunk_seconds
 
-    plus the terms of ``window_seconds`` and ``column_seconds``, if layers have windows or columns.
+    plus, for some layers, seconds of sliding-window attention and of other columns.
 
     Attributes:
         token_seconds: seconds per token.
         pair_seconds: seconds per query-key pair.
         chunk_seconds: seconds per chunk.
-        window_seconds: (size of a sliding window, seconds per pair within it), narrowest first.
-        column_seconds: (column, seconds per unit); a column is another quantity of the cost model.
+        window_seconds: for each sliding window, its size in tokens and the seconds per query-key
+            pair within it; narrowest first.
+        column_seconds: for each other quantity that takes time (:mod:`megatron_epp.cost.columns`),
+            its column and the seconds per unit.
         exchange_seconds: part of ``token_seconds`` for all-to-all between context-parallel ranks.
             A document that one rank computes alone does not need this part.
-        host_ops: a pair each for F and B: the op's fraction of a chunk's seconds, and the host's
-            seconds to issue the op; () if the host time is not modelled.
+        host_ops: for F, then for B: the op's fraction of a chunk's seconds, and the host's seconds
+            to issue the op; () if the host time is not modeled.
     """
 
     token_seconds: float
@@ -43,13 +45,13 @@ class Rates:
 
     @property
     def host_seconds(self) -> float:
-        """Least seconds of a chunk whose ops all take at least the host's time to issue them."""
+        """Least seconds of a chunk whose ops all take as long as the host needs to issue them."""
         return max((host / fraction for fraction, host in self.host_ops), default=0.0)
 
     def seconds(self, tokens, pairs):
-        """Return the seconds of ``tokens`` and query-key ``pairs``, numbers or arrays.
+        """Return the seconds of ``tokens`` and query-key ``pairs``, which are numbers or arrays.
 
-        ``chunk_seconds`` and the terms of windows and columns are not included.
+        The result does not include ``chunk_seconds``, windows and columns.
         """
         return self.token_seconds * tokens + self.pair_seconds * pairs
 
@@ -122,16 +124,16 @@ def _root(half: float, linear: float, seconds: np.ndarray) -> np.ndarray:
 
 
 def equal_points(length: int, slices: int, rates: Rates, multiple: int = 1) -> np.ndarray:
-    """Return the positions [slices + 1] that bound slices of equal time, from 0 to ``length``.
+    """Return the boundaries [slices + 1] of slices of equal time, from 0 to ``length``.
 
-    Inner boundaries are multiples of ``multiple``, so that only one slice per document, the last
-    one, is padded. If the document is too short, it has fewer slices.
+    If the document is too short, there are fewer slices. ``rates.column_seconds`` are ignored.
 
     Args:
         length: tokens of the document.
         slices: number of slices.
         rates: seconds per token, query-key pair and chunk.
-        multiple: divisor of the inner boundaries.
+        multiple: number of tokens; inner boundaries are multiples of it, so that at most the last
+            slice is padded.
     """
     total = rates.window_document_seconds(np.array([length], np.float64))[0]
     inner = rates.reach(total * np.arange(1, slices) / slices)
@@ -199,17 +201,17 @@ def cut_at(lengths: np.ndarray, points: np.ndarray) -> Cuts:
 def cut_each(
     lengths: np.ndarray, target_seconds: float, rates: Rates, most_tokens: int, multiple: int = 1
 ) -> Cuts:
-    """Slice every document longer than about ``target_seconds`` into slices of equal time.
+    """Slice each document by its own boundaries into slices of equal time.
 
-    Each document has its own boundaries. The number of slices is chosen so that a slice's time is
-    nearest to the target. More slices are used if a slice would exceed ``most_tokens``.
+    A document has as many slices as its time divided by ``target_seconds``, rounded, or more if a
+    slice would exceed ``most_tokens``. With one slice, it stays uncut.
 
     Args:
         lengths: [documents] document lengths in tokens, in descending order.
-        target_seconds: time of a slice.
+        target_seconds: seconds of a slice.
         rates: seconds per token, query-key pair and chunk.
         most_tokens: maximum number of tokens of a slice.
-        multiple: divisor of the inner boundaries.
+        multiple: number of tokens; inner boundaries are multiples of it.
     """
     seconds = rates.document_seconds(lengths)
     inner = []
@@ -233,7 +235,8 @@ Cutter = Callable[[np.ndarray, float, Rates, int, int], Cuts]
 def remembered(cutter: Cutter = cut_each) -> Cutter:
     """Return ``cutter`` with a cache, which distinguishes calls by document count and target.
 
-    All calls must therefore pass the longest documents of the same batch; their number may differ.
+    All calls must therefore have the same other arguments. The documents must be the longest ones
+    of one batch; their number may differ.
     """
     known: dict[tuple[int, float], Cuts] = {}
 
@@ -274,11 +277,16 @@ MOST_CHUNKS_PER_STAGE_OF_MANY = 6
 
 
 def ideal_chunks(total_seconds: float, rates: Rates, stages: int) -> float:
-    """Return the number of equal chunks, up to a limit, that minimises the iteration's time.
+    """Return the number of equal chunks, up to a limit, that minimizes the iteration's time.
 
-    n chunks cost n * chunk_seconds plus (stages - 1) * total_seconds / n for warm-up and cool-down.
-    If the host time is modelled, several n are tried. The time is then that of n + stages - 1 equal
-    chunks. Each op takes at least its host time, which more chunks do not shorten.
+    n chunks add n * chunk_seconds, plus (stages - 1) * total_seconds / n for warm-up and cool-down.
+    If ``rates.host_ops`` are known, several n are tried. Their time is that of n + stages - 1 equal
+    chunks, in which each op takes at least the host's seconds to issue it.
+
+    Args:
+        total_seconds: seconds of a replica's documents on an average stage.
+        rates: seconds per token, query-key pair and chunk.
+        stages: number of stages.
     """
     most = min(
         MOST_CHUNKS_PER_STAGE * stages,

@@ -4,11 +4,11 @@
     replica 1   q  r  d  e  .        d and e continue q; r begins another tree; .: an empty chunk
     backwards   a  b  c  p1 p0       of positions, valid on both replicas
 
-A position is the index of a chunk. Positions continue each other as the chunks of the replica with
-the most chunks. A chunk of another replica takes a free position below that of the chunk that it
-continues, so that what runs backward before the one position does so before the other, too. It
-takes the position that adds the least seconds, since a position takes as long as the slowest
-replica's chunk.
+A position is the index of a chunk. The positions form trees, first those of the replica with the
+most chunks. A chunk of another replica takes a free position in the subtree of the position of the
+chunk that it continues, so that the order of backwards is valid for this replica, too. Of these
+positions, it takes the one that adds the least seconds, since a position takes as long as the
+slowest replica's chunk. If a new position adds less, the chunk takes that.
 """
 
 from collections.abc import Sequence

@@ -5,11 +5,11 @@
       |---- 2 --- 4
       `---- 3
 
-Document d continues document parents[d], its prefix. A prefix is computed once, so its time
-counts once. A chunk continues at most one other chunk. A subtree that fits into a chunk is not
-divided: such subtrees are packed evenly into the chunk of their prefix, as far as it has capacity,
-and into chunks that continue it. A short prefix of a larger subtree goes to the chunk that it
-continues, so that long answers to several turns of a conversation are packed together.
+Document d continues document parents[d], its prefix; -: it has none. A prefix is computed once, so
+its time counts once. A chunk continues at most one other chunk. A subtree that fits into a chunk is
+not divided: such subtrees are packed evenly into the chunk of their prefix, as far as it has
+capacity, and into chunks that continue it. A short prefix of a larger subtree goes to the chunk
+that it continues, so that long answers to several turns of a conversation are packed together.
 """
 
 from collections.abc import Sequence
@@ -99,8 +99,9 @@ class Tree:
             slice_target: seconds of a slice.
             least: minimum number of tokens of a slice.
             most_tokens: maximum number of tokens of a chunk.
-            multiple: divisor of the inner boundaries of slices, counted from the document's start.
-            roots: documents to cut, with all that continue them; default: all.
+            multiple: number of tokens; inner boundaries of slices, counted from the first token of
+                the document, are multiples of it.
+            roots: documents to cut together with all documents that continue them; default: all.
         """
         children: dict[int, list[int]] = {}
         for document, parent in enumerate(self.parents):

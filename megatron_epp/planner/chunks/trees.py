@@ -3,9 +3,9 @@
     forwards    p0 p1 a b | q0 c d          p0 p1: slices of a prefix; a, b: packs that continue it
     backwards   a b p1 p0 | c d q0
 
-The chunks of documents with a common root are a group. A chunk runs its forward after the chunk
-that it continues, and its backward after the chunks that continue it. The backward of a pack needs
-no forward of another pack, so few packs are in flight.
+The chunks of documents with a common root are a group. The forward of a chunk runs after that of
+the chunk that it continues, and its backward after those of the chunks that continue it. The
+backward of a pack needs no forward of another pack, so few packs are in flight.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,7 +53,7 @@ class TreeChunking(Chunking):
 
     @property
     def last_of_group(self) -> np.ndarray:
-        """For every chunk, the last chunk that continues it, directly or through others."""
+        """For every chunk, the last chunk of its subtree: of itself and what continues it."""
         last = np.arange(self.count)
         for chunk in range(self.count - 1, -1, -1):
             if (before := self.continued[chunk]) >= 0:
@@ -94,7 +94,7 @@ def build_trees(
     Args:
         params: parameters of the chunks.
         tree: the documents.
-        target: seconds of a chunk that is at neither end.
+        target: seconds of a chunk. Chunks of the first and last trees may be smaller.
         most_tokens: maximum number of tokens of a chunk.
         multiple: number of tokens; slice boundaries are multiples of it.
     """
@@ -130,9 +130,9 @@ def build_trees(
 
 
 def pre_order(continued: Sequence[int]) -> list[list[int]]:
-    """Return the chunks of every tree in pre-order, packs before long branches.
+    """Return the chunks of every tree in pre-order, small subtrees before large ones.
 
-    A chunk comes after the one that it continues, ``continued[chunk]``; -1: it begins a tree.
+    Chunk c continues chunk ``continued[c]``, and comes after it; -1: it is the root of a tree.
     """
     children: dict[int, list[int]] = {}
     below = [1] * len(continued)  # chunks of the subtree of each chunk

@@ -45,8 +45,9 @@ FAR_SLOWER = 1.01
 class SharedChunkings(defaultdict[tuple[bool, HostHeadroom], PreparedChunkings]):
     """Prepared chunkings of one batch, shared by searches with different levers.
 
-    Keys are (offloading, host memory). ``split``: whether any search splits backwards. ``unsplit``:
-    for each set of levers, the best candidate of the searches that split none.
+    Keys are pairs: whether layers may be offloaded, and the limit of host memory. ``split`` is
+    whether any search splits backwards. ``unsplit`` maps sets of levers without `wsplit` to the
+    best candidate found with them.
     """
 
     def __init__(self, split: bool):
@@ -61,7 +62,7 @@ class SharedChunkings(defaultdict[tuple[bool, HostHeadroom], PreparedChunkings])
 
 
 def draft(batch: SortedBatch, cost: Cost, options: Options) -> ScoredDraft:
-    """Return the fastest plan of the batch that the search finds within the memory budget.
+    """Return the fastest plan, as arrays, that the search finds within the memory budget.
 
     If no plan fits, return the plan that exceeds the budget least.
     """
@@ -153,10 +154,10 @@ def _by_set(
 
 
 def can_be_local(cost: Cost, options: Options) -> bool:
-    """Return whether it can save time to compute a document on one context-parallel rank.
+    """Return whether single-rank documents (of one context-parallel rank) can save time.
 
-    The result is False without the lever `local`, and for replicas in lockstep, which shard all
-    documents.
+    The result is False without the lever `local`, for replicas in lockstep, which shard all
+    documents, and if the layers have no all-to-all between context-parallel ranks.
     """
     if "local" not in options.levers or options.lockstep > 1:
         return False
@@ -218,11 +219,11 @@ def _own(batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkin
 
 
 def least_memory(search: Search, fastest: Candidate) -> Candidate:
-    """Return the plan of lowest peak memory, at most 1 + ``TIE`` times as slow as ``fastest``.
+    """Return the plan of lowest peak memory that takes at most 1 + ``TIE`` times as long.
 
-    If ``fastest`` does not fit, return ``fastest``. Candidates are all plans that ``search`` has
-    simulated. Bisection then finds the smallest budget within which the best candidate's chunks
-    and policy give a plan that is at most as slow.
+    The time is relative to ``fastest``. If ``fastest`` does not fit in memory, it is returned. The
+    plan is first chosen among the candidates that ``search`` knows. Bisection then finds a smaller
+    memory budget within which the same chunks and policy give a plan that is fast enough.
     """
     if fastest.over_bytes > 0:
         return fastest

@@ -47,7 +47,8 @@ OPS_PER_EFFORT = 1_500_000
 class Effort:
     """Number of ops that a search may still simulate.
 
-    Other work is converted to ops. The effort does not depend on time, so plans are reproducible.
+    Other work of the search counts as a number of ops. No time is measured, so plans are
+    reproducible.
     """
 
     def __init__(self, effort: int):
@@ -71,7 +72,7 @@ class PreparedChunking:
     Attributes:
         chunking: the chunks.
         loads: tokens and query-key pairs of the chunks.
-        counts: [stages, chunks] number of layers by layer kind and recompute mode.
+        counts: number of layers [stages, chunks] by (layer kind, recompute mode).
         problems: scheduling problems of the chunks, for any ``counts``.
         work: the scheduling problem for ``counts``.
         min_in_flight: [stages, chunks] least number of forwards before each backward
@@ -91,14 +92,14 @@ PreparedChunkings = dict[ChunkingParams, tuple[PreparedChunking, float]]
 
 
 class Preparation:
-    """Preparation of chunkings for one batch on one machine, with the levers of ``options``.
+    """Preparation of chunkings for one batch and one cost model, with the levers of ``options``.
 
     Args:
         batch: the documents, sorted by length.
         cost: cost model, including the stages and parallel degrees.
         options: planner options, such as levers and effort.
         halves: whether to compute seconds and bytes of I and W, too.
-        host: limit of host memory for offloading; None: the host budget of ``cost``.
+        host: limit of host memory for offloaded layers; None: the host budget of ``cost``.
     """
 
     def __init__(
@@ -145,16 +146,17 @@ class Preparation:
         hopeless: Callable[[PreparedChunking], bool] = lambda kept: False,
         problems: ChunkProblems | None = None,
     ) -> PreparedChunking | None:
-        """Prepare a chunking with the least recompute that lets its in-flight limit fit in memory.
+        """Return the chunking with the least recompute with which 1F1B fits in memory.
 
-        If no recompute suffices, the limit is one document at a time. If that does not suffice
-        either, all layers are recomputed.
+        If no recompute suffices, only one document at a time is assumed to be in flight. If that
+        does not suffice either, all layers are recomputed.
 
         Args:
             chunking: the chunks.
-            bare: whether to start with the limit of one document at a time.
-            hopeless: function of the chunking without recompute. It returns True if no plan can be
-                good enough; the result is then None.
+            bare: whether to assume from the start that one document at a time is in flight.
+            hopeless: function of the chunking without recompute, called if this does not fit,
+                layers may not be offloaded and ranks have one stage. It returns True if no plan can
+                be good enough; the result is then None.
             problems: scheduling problems of the chunking, if they exist already.
         """
         problems = problems or self.problems([chunking])[0]

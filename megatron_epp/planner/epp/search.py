@@ -49,10 +49,10 @@ LOCAL = 1.0  # initial ``ChunkingParams.local``
 
 
 class Search(Player):
-    """Search for the best plan of one batch on one machine.
+    """Search for the best plan of one batch; arguments as in :class:`Preparation`.
 
-    ``shared`` contains chunkings of an earlier search with the same batch, machine and levers
-    (except `wsplit`). The search spends their effort again, so sharing changes no result.
+    ``shared`` contains chunkings of an earlier search with the same arguments, except that the
+    lever `wsplit` may differ. The search spends their effort again, so sharing changes no result.
     """
 
     def __init__(
@@ -281,7 +281,7 @@ def neighbours(
     Args:
         params: the parameters to start from.
         tight: whether the plan of ``params`` recomputes any layer.
-        packs: whether to vary the number of packs, which documents with prefixes determine.
+        packs: whether to vary the number of packs; False for documents with shared prefixes.
     """
 
     def changed(**fields: Any) -> ChunkingParams:
@@ -325,8 +325,9 @@ def trimmed[T](
 ) -> T:
     """Return the best candidate found by reducing the recompute of ``best``.
 
-    First, all recompute counts are scaled. Then the counts of one diagonal of stages and chunks at
-    a time are reduced, in descending order of recomputed layers.
+    First, all recompute counts are scaled. Then the counts on one diagonal (backwards that run at
+    the same time on different stages) after the other are reduced, those with the most layers
+    first.
 
     Args:
         best: candidate to start from.

@@ -23,9 +23,9 @@ def uniform_recompute(
     """Yield variants of ``best`` and ``others`` with uniform recompute.
 
     All stages and chunks recompute the same number of layers. Offloaded layers are not recomputed.
-    The number is the least with which a candidate fits in memory: once for its in-flight limit,
-    once for its own order of ops. Smaller numbers are tried too; forwards may then wait for memory.
-    The iterator ends when no effort is left.
+    The number is the least with which the candidate's chunks fit in memory, in 1F1B order and in
+    the candidate's own order. Smaller numbers are tried too; forwards may then wait for memory. The
+    iterator ends early if no effort is left.
     """
     for candidate in (best, *others):
         steps = "".join(modes[1:] for modes in ladders(player.cost, candidate.prepared.loads))

@@ -110,8 +110,8 @@ class Problem(NamedTuple):
         latency: latency of a link in seconds.
         moves: [kinds, 2, stages, chunks] bytes that every op allocates and frees.
         backward_order: [chunks] chunks in the order of their backwards.
-        last_of_group: [chunks] last chunk of every chunk's group (sliced document or pack).
-        budget: [ranks] memory budget in bytes.
+        last_of_group: [chunks] last chunk whose forward must precede each chunk's backward.
+        budget: [ranks] bytes available besides the model states; infinite if memory delays no op.
         rank_of: [stages] int64, rank of every stage.
         by_rank: [stages] stages sorted by rank.
         placed: whether any stage s may be on a rank other than s.
@@ -168,12 +168,12 @@ class State(NamedTuple):
     """Ranks, stages and messages while a schedule is computed.
 
     Attributes:
-        ranks: state of every rank, a record of dtype RANK.
-        stages: state of every stage, a record of dtype STAGE.
-        wake: [ranks] time at which a rank looks for its next op.
-        arrival: [inputs, stages, chunks] time at which an input arrives. Inputs are ACTIVATION,
-            GRADIENT, HEAD, and FORWARD_DONE (end of the stage's own F).
-        link_free: [ranks, ranks] time until which a link is busy.
+        ranks: [ranks] records of dtype RANK.
+        stages: [stages] records of dtype STAGE.
+        wake: [ranks] seconds at which a rank chooses its next op; infinite if it has none.
+        arrival: [inputs, stages, chunks] seconds at which an input arrives; infinite if unknown.
+            Inputs are ACTIVATION, GRADIENT, HEAD, and FORWARD_DONE (end of the stage's own F).
+        link_free: [ranks, ranks] seconds until which the link between two ranks is busy.
     """
 
     ranks: np.ndarray
@@ -194,7 +194,8 @@ class Candidates(NamedTuple):
         head_weight: stage of a G.
         memory_blocks: whether an F has its input but lacks memory.
         b_lacks_memory: whether a B or I lacks memory, even if its input has not arrived.
-        next_input: earliest known arrival of an input that the rank waits for.
+        next_input: earliest known arrival, in seconds, of an input that the rank waits for;
+            infinite if there is none.
     """
 
     forward: int
@@ -498,8 +499,8 @@ def schedule_with(problem, limits):
 def strict_orders(limit, backward_order, last_of_group):
     """Return the op kinds and the chunks, both [stages, ops], of the orders that ``limit`` fixes.
 
-    Backward k of stage s follows limit[s, k] forwards. The third value is False if a backward
-    precedes a forward that it requires.
+    Backward k of stage s follows limit[s, k] forwards. The third value is False, and the arrays are
+    incomplete, if a backward would precede a forward that it requires.
     """
     stages, count = limit.shape
     kinds = np.empty((stages, 2 * count), dtype=np.int8)
@@ -519,9 +520,11 @@ def strict_orders(limit, backward_order, last_of_group):
 
 @njit()
 def replay_of(seconds, link_seconds, latency, moves, kinds, chunks):
-    """Simulate given orders (replay.replayed); return seconds, peak bytes, start and stop times.
+    """Simulate given orders of ops, with one stage per rank; see replay.replayed.
 
-    The orders must satisfy the dependencies within each stage, so ops wait only for messages.
+    Return the seconds of the iteration (infinite if the orders deadlock), peak bytes [stages]
+    without model states, and start and stop times [stages, ops] in seconds. The orders must satisfy
+    the dependencies within each stage, so that ops wait only for messages.
 
     Args:
         seconds: [kinds, stages, chunks] seconds of every op.

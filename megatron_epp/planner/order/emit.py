@@ -26,7 +26,7 @@ class SortedBatch:
         names: for every sorted document, its index in the caller's order.
         documents: lengths in tokens, in the caller's order.
         trees: for each replica of a lockstep group, its documents, some of which continue others;
-            () if no document continues another. Unless empty, ``lengths`` are in the caller's
+            () if no document continues another. If there are trees, ``lengths`` are in the caller's
             order, too.
     """
 
@@ -80,8 +80,8 @@ class Draft:
 
     Attributes:
         chunking: the chunks.
-        counts: [stages, chunks] number of layers with each recompute mode. All other layers save
-            their activations.
+        counts: number of layers [stages, chunks] by (layer kind, recompute mode). All other layers
+            save their activations.
         kinds: [stages, ops] op kinds in order, as codes (ir.KIND_CODE) or NOTHING.
         chunks: [stages, ops] chunks of these ops.
         pipelines: number of pipelines that run one after another.

@@ -1,7 +1,7 @@
-"""Simulated plans for a block (lockstep group of replicas), from one draft.
+"""Simulated plans for a block (lockstep group of replicas), from one draft (plan as arrays).
 
-The plans of a block share the order and the recompute, but each plan has its own documents. All
-pipeline planners emit plans through this module; a single replica is a block of width 1.
+The plans of a block have the same order of ops and the same recompute, but different documents. All
+planners use this module; a single replica is a block of width 1.
 """
 
 import dataclasses
@@ -32,7 +32,8 @@ class PlannedBlock:
     Attributes:
         assignments: for every replica, the indices of its documents in the batch.
         planned: plan of every replica.
-        ends: documents of the plans in which the batch's documents end, as in ``ir.Step``.
+        ends: for every replica, the documents of its plan in which the documents of the batch end
+            (:class:`megatron_epp.ir.Step`); () if no document has a prefix.
     """
 
     assignments: tuple[tuple[int, ...], ...]
@@ -71,7 +72,7 @@ def member_plans(batch: SortedBatch, draft: Draft, cost: Cost) -> tuple[MemberPl
 
 
 def most_host_bytes(batch: SortedBatch, draft: Draft, cost: Cost) -> float:
-    """Return the peak of a rank's offloaded bytes in host memory, over all replicas of the group.
+    """Return the peak bytes that a device offloads: the most over ranks and replicas, or 0.
 
     The arguments are those of :func:`member_plans`.
     """
@@ -110,7 +111,7 @@ def emit_block(
 ) -> PlannedBlock:
     """Return the plans of a lockstep group with their predicted times and memory.
 
-    The compiled simulation verifies the same rules as ``ir.check``.
+    The simulation also checks the plans by the rules of ``ir.check``.
 
     Args:
         planner: name of the planner.

@@ -5,7 +5,7 @@ chooses between three ops: the next F, the next B (or I), and the oldest waiting
 stages of a rank can run an F, the rank takes the last of these stages, or the first one if
 ``Policy.deep`` is False. For B, H, W and G it takes the first stage that can run the op. Each op
 allocates and frees bytes of its rank by the rule table. An F waits if it would leave too little
-memory for the rank's backwards.
+memory for the rank's backwards. If no rank can run an op within its memory, an F exceeds it.
 
 With vocabulary parallelism, an H runs as soon as its rank is free and its input has arrived. The H
 of the same chunk on later stages wait for this H, and the last stage's B waits for all of them. A
@@ -43,7 +43,7 @@ class Policy(NamedTuple):
         least: [ranks, k] number of forwards that must precede backward k of the rank.
         first: [ranks, k] after k backwards, F precedes B until this number of forwards has run.
         most: [ranks, k] after k backwards, the rank may run at most this number of forwards.
-        split: whether to run I and W instead of B, except for ``unsplit`` backwards of each rank.
+        split: whether to run I and W instead of B, except in a rank's first ``unsplit`` backwards.
         held_seconds: W and G get priority if more than these seconds of W and G wait on the rank.
         patience: a W or G fills a gap only if at most this fraction of its time would extend
             beyond the rank's next input.
@@ -63,15 +63,15 @@ class Policy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Ops of each rank and their times; rows of ranks with fewer ops are padded at the end.
+    """Ops of each rank, in order, and their times.
 
     Attributes:
-        seconds: time of the iteration.
+        seconds: seconds of the iteration; infinite if the ops cannot all run.
         peak_bytes: [ranks] peak bytes without model states.
         over_bytes: maximum over the ranks of the bytes above the budget, at least 0.
-        kinds: [ranks, ops] codes of kinds (ir.KIND_CODE).
-        chunks: [ranks, ops] chunks.
-        stages: [ranks, ops] stages; shape [ranks, 0] if stage i is on rank i.
+        kinds: [ranks, ops] op kinds as codes (ir.KIND_CODE); -1: no op.
+        chunks: [ranks, ops] chunks of the ops.
+        stages: [ranks, ops] stages of the ops; shape [ranks, 0] if stage i is on rank i.
         start: [ranks, ops] start times in seconds.
         stop: [ranks, ops] end times in seconds.
     """

@@ -26,7 +26,7 @@ class PolicyParams:
     """Parameters of a policy that apply to any chunking.
 
     Attributes:
-        strict: whether to keep the in-flight limit; otherwise only memory limits the forwards.
+        strict: whether the in-flight limit holds; otherwise only memory limits the forwards.
         split: whether to run I and W instead of B.
         held: maximum time of a rank's waiting W and G, in mean times of one W plus one G.
         patience: see :class:`Policy`.
@@ -132,12 +132,13 @@ def late_splits(policy: PolicyParams) -> Iterator[PolicyParams]:
 
 
 def policy_of(style: PolicyParams, work: ScheduleProblem, limit: np.ndarray) -> Policy:
-    """Return the policy with the parameters ``style`` for a certain chunking.
+    """Return the policy with the parameters ``style`` for the chunks of ``work``.
 
     Args:
         style: parameters of the policy.
-        work: scheduling problem of the chunking.
-        limit: [stages, chunks] in-flight limit, or [ranks, backwards] if ranks have several stages.
+        work: scheduling problem of the chunks.
+        limit: [stages, chunks] number of forwards before each backward (planner.order.warmup), or
+            [ranks, backwards] if ranks have several stages.
     """
     held = 0.0
     if style.held:
@@ -180,8 +181,8 @@ def warm_up_policies(
 ) -> Iterator[tuple[Policy, str]]:
     """Yield policies with shorter and longer warm-ups, each with a description.
 
-    ``sizes`` contains the number of chunks of every group (sliced document or pack). ``splits``
-    lists the values of Policy.split to try.
+    ``place`` contains the rank of every stage, and ``sizes`` [groups] the number of chunks of every
+    group (sliced document or pack). ``splits`` lists the values of Policy.split to try.
     """
     own, fill = np.bincount(place), filling_forwards(sizes, place)
     for factor in WARMER:

@@ -57,8 +57,8 @@ def loads_of(chunking: Chunking, lengths: np.ndarray, multiple: int = 1) -> Load
     """Return the tokens, pairs and slices of each chunk of ``chunking``, for the cost model.
 
     ``lengths`` [documents] are in tokens, in the order of the documents' numbers in ``chunking``.
-    Tokens include padding to ``multiple``, but pairs do not. For a lockstep group of replicas, the
-    result also contains the loads of each replica (planner.block_table).
+    Tokens include padding to a multiple of ``multiple``, but pairs do not. For a lockstep group of
+    replicas, the result also contains the loads of each replica (planner.block_table).
     """
     if isinstance(chunking, TreeChunking):
         of, prefixes = chunking.tree.lengths, chunking.tree.prefixes
@@ -118,7 +118,7 @@ class ScheduleProblem:
     Attributes:
         ops: seconds and bytes of every op, in the simulator's format.
         backward_order: [chunks] chunks in the order of their backwards.
-        last_of_group: [chunks] last chunk of every chunk's group (sliced document or pack).
+        last_of_group: [chunks] last chunk whose forward must precede each chunk's backward.
         headroom_bytes: [ranks] memory budget of a device minus its model states.
         place: rank of every stage; () if stage i is on rank i.
     """
@@ -146,9 +146,9 @@ class ScheduleProblem:
 
     @property
     def of_in_flight(self) -> tuple[np.ndarray, np.ndarray]:
-        """``moved_bytes`` and ``headroom_bytes`` for methods that only simulate F and B.
+        """``ops.moved_bytes`` and ``headroom_bytes`` for methods that only simulate F and B.
 
-        Bytes held from H to G count as if held from F to B. The maximum memory that an H or G
+        Bytes held from H to G are counted as if held from F to B. The most memory that an H or G
         requires while it runs is subtracted from the headroom.
         """
         moves = self.ops.moved_bytes
@@ -209,13 +209,13 @@ class ChunkProblems:
         loads: Sequence[Loads],
         split: bool = True,
     ) -> "list[ChunkProblems]":
-        """Build the problems of several chunkings together, which takes little longer than one.
+        """Build the problems of several chunkings together, in little more time than one.
 
         Args:
             cost: cost model, including the stages and parallel degrees.
             chunkings: chunks of every problem.
             loads: tokens and query-key pairs of the chunks of every chunking.
-            split: whether to compute I and W.
+            split: whether to compute I and W, which only split backwards use.
         """
         every = [cls(cost, *each, split) for each in zip(chunkings, loads, strict=True)]
         if len(every) == 1 or any(isinstance(each, BlockLoads | TreeLoads) for each in loads):

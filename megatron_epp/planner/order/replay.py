@@ -1,12 +1,12 @@
 """Replay: simulation of a given order of ops with new times and bytes.
 
-After every change of recompute, list scheduling may return another order, but the earlier order is
+After a change of recompute, list scheduling may return another order, but the earlier order is
 sometimes better for the new times.
 
 The simulator's loop (sim.engine) computes the same results and more, but takes three to eight times
-as long (4 to 32 stages), and a search replays thousands of orders.
-Tests require both loops to return exactly equal times (tests/planner/test_judges.py). Ranks with
-several stages use the simulator's loop.
+as long (4 to 32 stages), and a search replays thousands of orders. Tests require both loops to
+return exactly equal times (tests/planner/test_judges.py). If ranks have several stages, orders are
+replayed by the simulator's loop.
 """
 
 import dataclasses
@@ -42,8 +42,8 @@ def replayed(work: ScheduleProblem, schedule: Schedule) -> Schedule:
 def merged(work: ScheduleProblem, schedule: Schedule) -> Schedule:
     """Return ``schedule`` with B in place of adjacent I and W wherever this delays no other op.
 
-    B takes less time than I and W, and leaves no bytes for a W. But an I sends its gradient before
-    its W runs, so the stage before must not need the gradient before B ends.
+    B takes no more time than I and W, and holds no bytes until a W. But I sends its gradient before
+    W runs, so B replaces them only if its gradient also arrives before the previous stage needs it.
     """
     kinds, chunks, seconds = schedule.kinds, schedule.chunks, work.ops.seconds
     stages = schedule.stages if work.place else np.indices(kinds.shape)[0]

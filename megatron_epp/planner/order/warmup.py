@@ -1,8 +1,8 @@
 """In-flight limit of 1F1B: the number of forwards that a stage runs before each of its backwards.
 
-On a stage with d stages after it, k + d + N forwards precede backward k = 0, 1, ... N is the number
-of chunks of the pipeline's longest document (InfiniPipe eq. 7). These numbers are d more than on
-the last stage, so the limit of the last stage determines the limits of all stages.
+On a stage with d stages after it, k + d + N forwards precede backward k (counted from 0), where N
+is the largest number of slices of a document of the pipeline (InfiniPipe eq. 7). These numbers are
+d more than on the last stage, so those of the last stage determine all.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ import numpy as np
 def constant(sizes: np.ndarray, stages: int) -> np.ndarray:
     """Return the number [stages, chunks] of forwards before each backward of one pipeline.
 
-    ``sizes`` contains the number of chunks of every group (sliced document or pack), in order. The
-    number of forwards in flight stays constant.
+    ``sizes`` [groups] contains the number of chunks of every group (sliced document or pack), in
+    order. The number of chunks in flight stays constant.
     """
     count = int(sizes.sum())
     return _staged(np.arange(count) + int(sizes.max()), count, stages)
@@ -23,8 +23,9 @@ def constant(sizes: np.ndarray, stages: int) -> np.ndarray:
 def pipelines(sizes: np.ndarray, cuts: list[int], stages: int) -> np.ndarray:
     """Return the number [stages, chunks] of forwards before each backward of several pipelines.
 
-    Pipelines run one after another. Every pipeline has its own in-flight limit. ``sizes`` contains
-    the number of chunks of every group, and ``cuts`` the groups at which a new pipeline begins.
+    Pipelines run one after another, each with its own in-flight limit. ``sizes`` [groups] contains
+    the number of chunks of every group (sliced document or pack), and ``cuts`` the groups at which
+    a new pipeline begins.
     """
     rows, before = [], 0
     for part in np.split(sizes, cuts):
@@ -40,7 +41,11 @@ def shrinking_in_flight(
 
     The in-flight limit depends on the longest remaining document. If documents are sorted longest
     first, the last stage's limit falls to 1 after the sliced documents, and memory falls with it.
-    ``widths`` contains the chunks of every group that are in flight, if fewer than ``sizes``.
+
+    Args:
+        sizes: [groups] number of chunks of every group (sliced document or pack), in order.
+        stages: number of stages.
+        widths: [groups] maximum number of each group's chunks in flight; default: ``sizes``.
     """
     count = int(sizes.sum())
     widths = sizes if widths is None else widths
@@ -50,10 +55,10 @@ def shrinking_in_flight(
 
 
 def filling_forwards(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
-    """Return the number [ranks] of forwards of a warm-up if ranks have several stages.
+    """Return the number [ranks] of warm-up forwards if ranks have several stages.
 
-    It is the number of forwards of the largest group on all stages of the rank, plus two for every
-    stage of later ranks.
+    On each rank, these are the forwards of the largest group on all stages of the rank, plus two
+    for every stage of later ranks.
 
     Args:
         sizes: [groups] number of chunks of every group (sliced document or pack).
@@ -66,9 +71,10 @@ def filling_forwards(sizes: np.ndarray, place: Sequence[int]) -> np.ndarray:
 
 
 def placed_window(sizes: np.ndarray, place: Sequence[int], widths: np.ndarray) -> np.ndarray:
-    """Return a rank's number of forwards (all stages) before each backward: [ranks, backwards].
+    """Return the number [ranks, backwards] of a rank's forwards before each of its backwards.
 
-    Arguments are those of :func:`filling_forwards` and :func:`shrinking_in_flight`.
+    Forwards and backwards of all stages of the rank count. Arguments are those of
+    :func:`filling_forwards` and :func:`shrinking_in_flight`.
     """
     backward = np.arange(int(sizes.sum()) * int(np.bincount(place).max()))
     return backward[None] + filling_forwards(widths, place)[:, None]

@@ -94,7 +94,7 @@ def diagonal_counts(
     """Return the cheapest recompute that fits in memory with an in-flight limit, else None.
 
     Args:
-        solver: solver of the integer program.
+        solver: solver of the program.
         cost: cost model, including the stages and parallel degrees.
         loads: tokens and query-key pairs of the chunks.
         kept: the scheduling problem without recompute.
@@ -104,6 +104,9 @@ def diagonal_counts(
         headroom_bytes: [stages] bytes available besides the model states; default: as in ``kept``.
         layers: per layer kind, [stages, chunks] number of layers that are not offloaded; default:
             all layers.
+
+    Returns:
+        The number of layers [stages, chunks] by (layer kind, recompute mode), or None.
     """
     moves, headroom = kept.of_in_flight
     headroom = headroom if headroom_bytes is None else headroom_bytes

@@ -24,10 +24,10 @@ MIP_NODES = 400
 class MemoryRows:
     """Constraints freed @ layers >= missing_bytes, with one row per backward that lacks memory.
 
-    Row r consists of the entries starts[r] to starts[r + 1] - 1 of ``slot`` (columns) and ``freed``
-    (bytes per layer). A step changes a layer to a recompute mode that frees more bytes. There are
-    ``steps`` steps and ``slots`` slots. Column step * slots + slot is the number of layers of a
-    slot that take the step.
+    Row r consists of the entries starts[r] to starts[r + 1] - 1 of ``slot`` (indices of columns)
+    and ``freed`` (bytes per layer). A step changes a layer to a recompute mode that frees more
+    bytes. There are ``steps`` steps and ``slots`` slots (diagonals through the stages). Column
+    step * slots + slot is the number of layers of a slot that take the step.
     """
 
     slots: int
@@ -202,8 +202,8 @@ def solve_order(
         integer: whether to solve the integer program (2% gap) or its relaxation, rounded up.
 
     Returns:
-        The number of layers, or None if the order does not fit even with ``most`` layers. After
-        ROW_ROUNDS attempts, the order may still exceed the memory of a stage.
+        The number of layers, or None if the order does not fit even with ``most`` layers. For
+        large programs, solved in ROW_ROUNDS rounds, the order may still exceed the budget.
     """
     steps, stages, count = freed.shape
     slots = count + stages - 1
@@ -263,7 +263,7 @@ class Solver:
         weights: np.ndarray | None,
         integer: bool,
     ) -> np.ndarray:
-        """Return the optimal value of each column; an empty array if there is no solution.
+        """Return the value of each column in the best solution; an empty array if there is none.
 
         Args:
             rows: the constraints.

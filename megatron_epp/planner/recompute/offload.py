@@ -53,7 +53,7 @@ class HostHeadroom:
 
         Args:
             aside: [stages, chunks] number of layers to offload.
-            layer_bytes: [chunks] bytes of one layer.
+            layer_bytes: [chunks] bytes that one offloaded layer holds.
             least: [stages, chunks] number of forwards before each backward (planner.order.warmup).
             backward: [chunks] chunks in the order of their backwards.
         """

@@ -22,7 +22,7 @@ class ScoredDraft:
     """A draft (plan as arrays) and its simulated time.
 
     Attributes:
-        seconds: simulated time of the iteration.
+        seconds: simulated seconds of the iteration.
         over_bytes: maximum over the ranks of bytes above the budget; 0 if the draft fits.
         draft: the plan as arrays.
     """
@@ -38,9 +38,10 @@ class ScoredDraft:
 
 
 def better(best: ScoredDraft | None, bound_seconds: float, below: float) -> bool:
-    """Return whether a plan with lower bound ``bound_seconds`` may be faster than ``best``.
+    """Return whether a plan with lower bound ``bound_seconds`` may be better than ``best``.
 
-    The result is also False if the bound is not less than ``below`` seconds.
+    ``best`` may be None or not fit in memory; any plan may then be better. The result is False if
+    the bound is not less than ``below`` seconds.
     """
     return bound_seconds < below and (
         best is None or best.over_bytes > 0 or bound_seconds < best.seconds
@@ -88,7 +89,7 @@ def scored_draft(
 
     Args:
         chunking: the chunks.
-        counts: [stages, chunks] number of layers by layer kind and recompute mode.
+        counts: number of layers [stages, chunks] by (layer kind, recompute mode).
         schedule: the schedule.
         cost: cost model, including the stages and parallel degrees.
         parts: descriptions of the chunks and of recompute; empty strings are left out.
@@ -110,13 +111,14 @@ def uniform_draft(
     """Return the best draft of several policies, with the least uniform recompute that fits.
 
     The same number of layers is recomputed in every stage and chunk. If nothing fits, all layers
-    are recomputed, and the draft has positive ``over_bytes``.
+    have the last of ``modes``, and the draft has positive ``over_bytes``.
 
     Args:
         problems: scheduling problems of the chunking.
         policies: policies or orders to try.
         note: description of the chunking.
-        modes: recompute modes; the first mode with which the draft fits is used.
+        modes: recompute modes; the first mode with which the draft fits is used. If empty, exactly
+            ``least`` layers of every stage are recomputed.
         least: minimum number of layers of every stage that are recomputed.
     """
     cost, chunking = problems.cost, problems.chunking
