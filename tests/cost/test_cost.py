@@ -13,14 +13,12 @@ from megatron_epp.cost.build import even_layers, named_cost
 from megatron_epp.cost.catalogue.devices import DEVICES, GIB
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
-from megatron_epp.cost.layer_kinds import stage_kinds
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.profile import LAYER_KIND, LayerCoefficients
 from megatron_epp.ir import FULL, KEEP, OF_LAYERS, Chunk, Item, Kind, Plan, Span
-from megatron_epp.sim.play import play
 from tests.cost.simple_device import SIMPLE
-from tests.plans import evaluation, plans
+from tests.plans import plans
 
 F, B, I, W = OF_LAYERS  # noqa: E741
 GPT = ("gpt-7b", "gpt-13b", "gpt-30b")
@@ -288,78 +286,6 @@ def test_a_table_is_a_sum_over_layers(cost: Cost, plan: Plan) -> None:
             held += made.last_bytes(chunk.tokens, cut_tokens) * (stage == plan.stages - 1)
             activations = table.held_bytes[Item.ACTIVATIONS][stage][c]
             assert activations == pytest.approx(held / spread, rel=1e-9, abs=1.01)
-
-
-@given(costs(), plans())
-def test_the_peak_of_a_backward(cost: Cost, plan: Plan) -> None:
-    """One layer at a time: while it runs, what it recomputes lives beside what it held. Offloaded
-    layers hold nothing, but two of them are there all along; they count first."""
-    cost = on_layers(cost, plan)
-    made, spread = cost.layout.profile, cost.layout.tp * cost.layout.cp
-    load, table = cost.loads(plan.chunks, plan.documents), cost.table(plan)
-    for stage in range(plan.stages):
-        for c, chunk in enumerate(plan.chunks):
-            kept, gradients = load.cached_tokens(made.stores_last_slice)[c], 0.0
-            if load.document[c] >= 0 and load.later[c] < 0:
-                context = plan.documents[load.document[c]] - load.cut_tokens[c]
-                gradients = made.kv_gradient_bytes_per_token * context / spread
-            held = peak = 0.0
-            if stage == plan.stages - 1:
-                held -= made.last_bytes(chunk.tokens, kept) / spread
-            offloaded = plan.recompute[stage][c].count("o")
-            held += offloaded * gradients
-            peak = max(peak, held)
-            for letter in reversed(plan.recompute[stage][c].replace("o", "")):
-                again = made.recompute_workspace_bytes[letter](chunk.tokens, kept) / spread
-                peak = max(peak, held + (again if letter != KEEP else 0))
-                held += gradients - made.saved_bytes[letter](chunk.tokens, kept) / spread
-                peak = max(peak, held)
-            peak += min(2, offloaded) * made.saved_bytes[KEEP](chunk.tokens, kept) / spread
-            peak -= plan.layers[stage] * gradients
-            peak += made.workspace_bytes[B](chunk.tokens, kept) / spread
-            if stage == plan.stages - 1:
-                peak += made.last_workspace_bytes[B](chunk.tokens, kept) / spread
-            assert table.workspace_bytes[B][stage][c] == pytest.approx(
-                peak, rel=1e-9, abs=3.01 if offloaded else 2.01
-            )
-
-
-@given(costs(), plans())
-def test_ledgers_end_at_zero(cost: Cost, plan: Plan) -> None:
-    """Bytes are whole, so sums are exact: nothing is left, whatever was made."""
-    cost = on_layers(cost, plan)
-    for each in (plan, evaluation(plan)):
-        table = cost.table(each)
-        for grid in (*table.held_bytes.values(), *table.workspace_bytes.values()):
-            assert (np.asarray(grid) == np.rint(grid)).all()
-        played = play(each, table)
-        assert played.left_bytes == (0.0,) * plan.stages
-        assert min(played.peak_bytes) >= 0
-        assert 0 <= played.bubble_ratio < 1
-        assert 0 <= played.recompute_ratio + played.comm_ratio <= 1
-
-
-@given(plans())
-def test_letters_are_counted(plan: Plan) -> None:
-    counts = stage_kinds(["layer"], [0] * sum(plan.layers), plan.layers).of_plan(plan)
-    assert (sum(counts.values()) == np.array(plan.layers)[:, None]).all()
-    for (_, letter), grid in counts.items():
-        expected = [[choice.count(letter) for choice in stage] for stage in plan.recompute]
-        assert grid.tolist() == expected
-
-
-@given(plans())
-def test_loads(plan: Plan) -> None:
-    cost = Cost(StageLayout(profile(MODELS["gpt-7b"], DEVICES["a100-80g"]), (1,)), (1e12,))
-    load = cost.loads(plan.chunks, plan.documents)
-    assert load.tokens.tolist() == [chunk.tokens for chunk in plan.chunks]
-    assert load.pairs.sum() == sum(n * (n + 1) / 2 for n in plan.documents)
-    for c, chunk in enumerate(plan.chunks):
-        slices = [s for s in chunk.spans if s.tokens < plan.documents[s.document]]
-        assert load.cut_tokens[c] == sum(s.tokens for s in slices)
-        assert load.document[c] == (slices[0].document if slices else -1)
-        if load.earlier[c] >= 0:
-            assert load.later[load.earlier[c]] == c
 
 
 def test_the_profiles_own_layout_scales() -> None:

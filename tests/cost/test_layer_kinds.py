@@ -25,11 +25,12 @@ from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds, stage_kinds
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import pairs_before
 from megatron_epp.cost.profile import Bytes, Profile, Seconds, Workspace, layer_coefficients
-from megatron_epp.ir import OF_LAYERS, Chunk, Item, Kind, Plan, Span
+from megatron_epp.ir import FULL, OF_LAYERS, Chunk, Item, Kind, Plan, Span
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.planner.recompute.choices import ladder
 from megatron_epp.sim.play import play
 from tests.cost.simple_device import SIMPLE
+from tests.plans import evaluation
 from tests.refusals import refusal
 
 KINDS = {
@@ -192,14 +193,15 @@ def bare(made: Profile) -> Profile:
     )
 
 
-def layer_by_layer(both: tuple[Cost, Plan]) -> tuple:
-    """The cost without ends, its plan, table and loads; and by stage (kind, cost) of every layer
-    as a model of that layer alone."""
+def layer_by_layer(both: tuple[Cost, Plan], ends: bool = False) -> tuple:
+    """The cost, without ends but for ``ends``, its plan, table and loads; and by stage (kind, cost)
+    of every layer as a model of that layer alone."""
     cost, plan = both
-    cost = cost.replace(profile=bare(cost.layout.profile))
+    profile = bare(cost.layout.profile)
+    cost = cost if ends else cost.replace(profile=profile)
     alone = {
         kind: Cost(
-            StageLayout(cost.layout.profile.of_kind(kind), (1,), 2, 4, 2, cost.layout.zero, 4),
+            StageLayout(profile.of_kind(kind), (1,), 2, 4, 2, cost.layout.zero, 4),
             (1e15,),
         )
         for kind in set(cost.layout.layer_kinds)
@@ -250,9 +252,13 @@ def test_a_mixture_is_the_sum_of_its_layers(both: tuple[Cost, Plan]) -> None:
 @given(mixed())
 @settings(deadline=None)
 def test_peaks_of_a_mixture_one_layer_at_a_time(both: tuple[Cost, Plan]) -> None:
-    cost, plan, table, loads, stages = layer_by_layer(both)
+    """While a layer runs, what it recomputes lives beside what it held, and the last stage frees
+    what its end holds first; offloaded layers hold nothing, but two of them are there all along."""
+    cost, plan, table, loads, stages = layer_by_layer(both, ends=True)
+    made_up = cost.layout.profile
     for stage, own in enumerate(stages):
         names, mine = zip(*own, strict=True)
+        end = 1 / 8 if stage == plan.stages - 1 else 0.0
         for chunk, choice in enumerate(plan.recompute[stage]):
             last = loads.document[chunk] >= 0 and loads.later[chunk] < 0
             document = max(0, loads.document[chunk])
@@ -273,7 +279,9 @@ def test_peaks_of_a_mixture_one_layer_at_a_time(both: tuple[Cost, Plan]) -> None
                 )
                 if letter == "o"
             ]
-            held, peak = 0.0, -np.inf
+            rows = loads.tokens[chunk], loads.cached_tokens(made_up.stores_last_slice)[chunk]
+            begins = offloaded[0] if offloaded else mine[-1]
+            held, peak = -end * made_up.last_bytes(*rows), works(begins)
             for one in offloaded:
                 held += made(one)
                 peak = max(peak, held + works(one))
@@ -287,6 +295,7 @@ def test_peaks_of_a_mixture_one_layer_at_a_time(both: tuple[Cost, Plan]) -> None
                 held += made(one) - one.memory.saved_bytes((0, letter), loads)[chunk]
                 peak = max(peak, held + works(one))
             peak -= sum(map(made, mine))
+            peak += end * made_up.last_workspace_bytes[Kind.BACKWARD](*rows)
             aside = 0.0
             if offloaded:
                 largest = max(one.memory.saved_bytes((0, "k"), loads)[chunk] for one in offloaded)
@@ -300,6 +309,7 @@ def test_peaks_of_a_mixture_one_layer_at_a_time(both: tuple[Cost, Plan]) -> None
                 )[0, chunk]
                 for one, letter in zip(mine, choice, strict=True)
             )
+            forward += end * made_up.last_workspace_bytes[Kind.FORWARD](*rows)
             assert table.workspace_bytes[Kind.FORWARD][stage][chunk] == pytest.approx(
                 forward + aside, abs=2
             )
@@ -335,11 +345,18 @@ def test_counts_by_kind_say_what_the_plan_says(both: tuple[Cost, Plan]) -> None:
 
 @given(mixed())
 @settings(deadline=None)
-def test_ledgers_of_mixtures_end_at_zero(both: tuple[Cost, Plan]) -> None:
+def test_ledgers_end_at_zero(both: tuple[Cost, Plan]) -> None:
+    """Bytes are whole, so sums are exact: nothing is left, whatever was made."""
     cost, plan = both
-    played = play(plan, cost.table(plan))
-    assert played.left_bytes == (0.0,) * plan.stages
-    assert min(played.peak_bytes) >= 0
+    for each in (plan, evaluation(plan)):
+        table = cost.table(each)
+        for grid in (*table.held_bytes.values(), *table.workspace_bytes.values()):
+            assert (np.asarray(grid) == np.rint(grid)).all()
+        played = play(each, table)
+        assert played.left_bytes == (0.0,) * plan.stages
+        assert min(played.peak_bytes) >= 0
+        assert 0 <= played.bubble_ratio < 1
+        assert 0 <= played.recompute_ratio + played.comm_ratio <= 1
 
 
 # --- what a cost refuses --------------------------------------------------------------------------
@@ -437,6 +454,7 @@ def test_layers_with_a_state_by_hand() -> None:
     assert mamba.flops_per_token == 2 * mamba.parameters + scan and mamba.flops_per_pair == 0
     found = profile(MODELS["nemotron-h-8b"], DEVICES["h100-80g"]).kinds["mamba"]
     assert found.border_bytes == 4 * 2**20 + 60 * 2**10  # float32 state, bf16 rows
+    assert found.border_gradient_bytes == 4 * 2**20 + 120 * 2**10  # all of it float32
     assert found.kv_bytes_per_token == 0
     assert found.layer_seconds[Kind.FORWARD].per_pair == 0
     delta = model("qwen3-next-80b").shapes["delta"]
@@ -516,6 +534,14 @@ def test_a_choice_of_keys_is_paid_by_the_indexer_for_all_and_by_attention_for_th
         for rows, seconds in ((range(1, 31), found[0]), ([*range(31, 71), *range(1, 6)], found[1])):
             chosen = made.column_seconds[WindowPairs(9)][kind] * sum(min(row, 9) for row in rows)
             assert seconds == pytest.approx(of(len(rows), sum(rows)) + chosen)
+    again = cost.seconds.recompute((0, FULL), cost.loads(chunks, (70, 5)))
+    assert again == pytest.approx(cost.seconds.of(Kind.FORWARD, cost.loads(chunks, (70, 5)))[0])
+    # A column that no layer has is no column of the cost; one that a layer has counts in bounds.
+    assert cost.layout.columns.extra == (WindowPairs(9),)
+    none = Cost(StageLayout(PROFILE.of_kind("dense"), (1,)), (1e15,))
+    assert none.layout.columns.extra == ()
+    bound = cost.layout.columns.batch_features(np.array([4, 20]), 2.0)
+    assert bound.tolist()[2:] == [2.0, 4 * 5 / 2 + 9 * 10 / 2 + 9 * 11]
 
 
 def test_layers_with_half_of_it() -> None:

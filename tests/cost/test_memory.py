@@ -25,6 +25,7 @@ def loads(*chunks: str, documents: tuple[int, ...]):
 def test_the_context_is_all_but_the_last_slice() -> None:
     load = loads("0[0:5]", "0[5:9]", "0[9:12] 1[0:4]", "2[0:7]", documents=(12, 4, 7))
     assert load.context_tokens.tolist() == [9, 0, 0]
+    assert load.earlier_tokens.tolist() == [0, 5, 9, 0]
     # Lone slices with a later one need not save K and V themselves; the tail and packs do.
     assert load.cached_tokens(stores_last_slice=False).tolist() == [5, 4, 0, 0]
     assert load.cached_tokens(stores_last_slice=True).tolist() == [5, 4, 0, 0]

@@ -104,18 +104,6 @@ def network(rows: int, columns: int, between: str = ALL_TO_ALL) -> Network:
     return Network.of(topology, H100)
 
 
-@pytest.mark.parametrize("nodes", [1, *range(3, 34)])
-def test_rings_of_a_decomposition_join_every_pair_once(nodes: int) -> None:
-    rings, pairs = rings_of(nodes), matched_pairs(nodes)
-    assert len(rings) == (nodes - 1) // 2
-    assert all(sorted(ring) == list(range(nodes)) for ring in rings)
-    assert sorted(node for pair in pairs for node in pair) == list(range(nodes)) * (nodes % 2 == 0)
-    joined = Counter(map(frozenset, pairs))
-    for ring in rings:
-        joined.update(map(frozenset, zip(ring, [*ring[1:], ring[0]], strict=True)))
-    assert len(joined) == nodes * (nodes - 1) // 2 and set(joined.values()) <= {1}
-
-
 SIZES = [(rows, columns) for rows, columns in product(range(1, 9), range(2, 9)) if rows <= columns]
 
 

@@ -1,7 +1,6 @@
 """What lives while an op runs: per token, per token of the context, and whatever the chunk is."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
@@ -14,8 +13,8 @@ from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.fitting.fit import line_above
 from megatron_epp.cost.layout import StageLayout
-from megatron_epp.cost.profile import Profile, Workspace
-from megatron_epp.ir import Item, Kind, Plan
+from megatron_epp.cost.profile import Workspace
+from megatron_epp.ir import Kind, Plan
 from megatron_epp.planner.feasibility import most_tokens, require_fit
 from megatron_epp.sim.play import play
 from tests.show.plans import EXAMPLE
@@ -53,16 +52,6 @@ def test_by_hand() -> None:
     assert workspace(cost(layer, cp=2))[0] == [x + 50 for x in shared]
 
 
-def test_the_context_is_that_of_the_slice() -> None:
-    lines = [f"chunk {c}: 0[{100 * c}:{100 * c + 100}]" for c in range(4)]
-    lines.insert(2, "chunk 4: 1[0:7]")
-    text = "plan v1\ndocuments 400 7\nlayers 1\n" + "\n".join(sorted(lines))
-    text += "\nrecompute 0: 1k 1k 1k 1k 1k\nstage 0: F0 F1 F2 F3 F4 B4 B3 B2 B1 B0\n"
-    plan = Plan.parse(text)
-    loads = cost(Workspace()).loads(plan.chunks, plan.documents)
-    assert loads.earlier_tokens.tolist() == [0, 100, 200, 300, 0]
-
-
 def test_it_is_charged_once_however_many_chunks_are_in_flight() -> None:
     def peak(of: Cost) -> int:
         played = play(PLAN, of.table(PLAN))
@@ -70,15 +59,6 @@ def test_it_is_charged_once_however_many_chunks_are_in_flight() -> None:
 
     constant = 5 * GIB
     assert peak(cost(Workspace(per_op=constant))) - peak(cost(Workspace())) == constant
-
-
-def test_workspaces_go_to_text_and_back() -> None:
-    rich = cost(Workspace(1.0, 2.0, 3.0, 4.0)).layout.profile
-    assert Profile.from_json(rich.to_json()) == rich
-    bad = json.loads(rich.to_json())
-    bad["workspace_bytes"]["F"]["per_contex_token"] = 1.0
-    with pytest.raises(ValueError, match="workspace_bytes: expected an object with per_context_to"):
-        Profile.from_json(json.dumps(bad))
 
 
 def test_what_fits_leaves_room_for_it() -> None:
@@ -95,8 +75,6 @@ def test_what_fits_leaves_room_for_it() -> None:
     half = cost(Workspace(per_op=float(room / 2)))
     whole, less = (most_tokens(one) for one in (light, half))
     assert 0.45 * whole < less < 0.5 * whole
-    table = half.table(PLAN)
-    assert Item.WORKSPACE not in table.held_bytes
 
 
 @given(

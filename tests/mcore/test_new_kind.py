@@ -1,7 +1,7 @@
 """A kind of layer, taken out of a copy of the package and put back: the files that it touches, and
 who says which of them was forgotten (CONTRIBUTING, "Add a kind of layer").
 
-It is priced and planned for in tests/cost/test_new_layer_kind.py.
+What its part owes the cost model: tests/cost/test_new_layer_kind.py.
 """
 
 import re
