@@ -22,7 +22,7 @@ class Family:
         saturation: saturation of slices, from 0 to 1; packs are paler.
         sign: character that follows the label in text charts.
         ansi: ANSI colour code for terminals.
-        trace: name of a colour of the Chrome trace format.
+        trace: name of a colour of the Chrome trace format; "" if ops of the kind have none.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Palette:
     """Colours of the chunks of one plan.
 
     Attributes:
-        lightness: lightness of each chunk, for all op kinds.
+        lightness: lightness of each chunk from 0 to 1, for all op kinds.
         saturation: for each chunk, factor on the saturation of the op kind's family.
         accent: accent colour of each chunk's cut document, or "" for packs.
     """

@@ -1,4 +1,4 @@
-"""Drawings of one timeline (predicted or measured), or of two timelines on one time axis.
+"""Drawings of one timeline (predicted or measured), or of several timelines on one time axis.
 
     title, totals
     legend
@@ -69,8 +69,9 @@ def draw_timelines(*timelines: Timeline, width: float | None = None) -> Drawing:
     A run has rows of ops, and memory curves if its timeline has any.
 
     Args:
-        *timelines: runs to draw.
-        width: width in pixels; default: enough for chunk numbers on 80% of bars, or ``WIDEST``.
+        *timelines: runs to draw, at least one; the legend shows the chunks of the first plan.
+        width: width in pixels; default: enough for chunk numbers on 80% of the bars, but from 1400
+            to ``WIDEST``.
     """
     if width is None:
         width = _width(timelines)

@@ -29,11 +29,13 @@ for (const button of document.querySelectorAll("button[data-copy]")) {
 
 @dataclass(frozen=True, slots=True)
 class GainPoint:
-    """Gain of plans: ratio of the iteration time with packed whole documents to that with the plan.
+    """Gain of plans: iteration time of Megatron's own schedule / iteration time of the plan.
+
+    Megatron's own schedule packs whole documents.
 
     Attributes:
         context: maximum number of tokens of a document.
-        same: gain in the layout of the chosen row; None if packed documents or the plan do not fit.
+        same: gain in the layout of the chosen row; None if one of the two does not fit in memory.
         best: gain if each of the two runs in its own best layout; None if one of them does not fit.
     """
 
@@ -57,7 +59,8 @@ class SurveyPage:
             cannot run the row. Empty if Megatron has no flags for the model.
         parts: memory of every rank at its peak, in bytes, by category.
         budgets: memory budget of every rank in bytes.
-        packed: timeline of packed whole documents of one batch; None if they do not fit.
+        packed: timeline of Megatron's own schedule, which packs whole documents, for one batch;
+            None if it does not fit in memory.
         planned: timeline of the plan for the same batch; None if the plan does not fit.
         gains: points of the gain curve, by ascending context.
         lengths: tokens of each document, for the histogram.

@@ -48,11 +48,11 @@ class Timeline:
         title: title of the run.
         records: records of compute ops, each op of the plan at most once.
         transfers: records of sends and receives, if there are any.
-        seconds: time of the iteration.
+        seconds: seconds of the iteration.
         bubbles: idle intervals of ranks: between two ops, before the first and after the last one.
         critical: (stage, op) of the critical path, first to last; may be empty.
         curves: for each rank, (seconds, bytes) at each change of the memory; may be empty.
-        budget_bytes: memory budget of each rank; empty if there is none.
+        budget_bytes: memory budget of each rank in bytes; empty if there is none.
         unit: "s" for seconds; "units" if there is no cost model and ops take unit times.
     """
 
@@ -139,12 +139,13 @@ def timeline(
 
     Args:
         plan: plan that ran.
-        records: records of the ops and transfers of the run.
+        records: records of the ops, and perhaps of the sends and receives, of the run.
         title: title of the run.
         bubbles: idle intervals with reasons; default: derived from the records.
         critical: critical path; default: derived from the records.
-        curves: memory curves; default: derived from the records' peaks (:func:`memory_curve`).
-        budget_bytes: memory budget of each rank.
+        curves: memory curve of each rank, as (seconds, bytes); default: derived from the records'
+            peaks (:func:`memory_curve`).
+        budget_bytes: memory budget of each rank in bytes; empty if there is none.
         unit: "s" for seconds, or "units" for times without a cost model.
 
     Raises:
@@ -206,7 +207,7 @@ def timeline_of(
     Args:
         played: result of :func:`~megatron_epp.sim.play.play`.
         title: title of the run.
-        budget_bytes: memory budget of each rank; empty if there is none.
+        budget_bytes: memory budget of each rank in bytes; empty if there is none.
         unit: "s" for seconds, or "units" for times without a cost model.
     """
     bubbles = []
@@ -311,8 +312,8 @@ def chunk_names(plan: Plan) -> tuple[str, ...]:
 def slice_places(slices: Slices) -> list[tuple[int, int]]:
     """Return (place, count) of the slice in every chunk; (0, 0) if a chunk has no slice.
 
-    ``place`` is the number of earlier slices of the same document. ``count`` is the total number of
-    slices of the document.
+    ``place`` is the number of earlier slices of the same document, and ``count`` the number of all
+    its slices.
     """
     places = [(0, 0)] * len(slices.document)
     for first, document in enumerate(slices.document):

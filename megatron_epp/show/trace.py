@@ -1,8 +1,8 @@
 """Chrome trace of a run, for Perfetto (ui.perfetto.dev) and chrome://tracing.
 
 Each rank is shown as a process with a thread for its ops, a thread for its transfers if they were
-recorded, a thread for its bubbles, and a counter of its bytes. Arrows lead from an op to the op of
-another rank that needs it.
+recorded, a thread for its bubbles, and a counter of its bytes. Arrows lead from an op to the ops of
+other ranks that need its output.
 """
 
 import json

@@ -71,9 +71,10 @@ class Run(NamedTuple):
     """Events of a simulation: N ops in the order of ``Orders``, M messages in the order of sending.
 
     Attributes:
-        seconds: makespan. It is infinite if a rank waits forever; other fields are then invalid.
+        seconds: makespan in seconds; infinite if a rank waits forever: other fields are then
+            invalid.
         peak: [ranks], peak bytes, including the resident bytes of all stages of the rank.
-        left: [ranks], bytes at the end without the resident bytes: 0 for a complete plan.
+        left: [ranks], bytes at the end without the resident bytes; 0 for a complete plan.
         start: [N], start time in seconds.
         stop: [N], end time in seconds.
         op_peak: [N], bytes on the op's rank while it runs.

@@ -1,7 +1,8 @@
 """Overlap of communication with computation: between stages and between replicas.
 
 Communication within a stage (all-to-all, tensor-parallel gathers) delays the next kernel. It is
-therefore exposed and part of every op's seconds (Cost.comm_seconds).
+therefore exposed and part of every op's seconds (ir.Table.comm_seconds), except for a part of the
+experts' all-to-all.
 
 With Megatron's distributed optimizer, the devices that hold the same weights reduce-scatter their
 gradients (float32) and all-gather the new weights (bf16). With --overlap-grad-reduce, a stage
@@ -45,8 +46,8 @@ class Exchange:
 def exchange(cost: Cost, played: Simulation) -> Exchange:
     """Return the communication between replicas in an iteration simulated with ``cost``.
 
-    All values are zero if every weight is on one device only, or if the network is unknown. They
-    are also zero with ZeRO 3, because its gathers are part of the ops.
+    All seconds are 0 if no two devices hold the same weights, or if the network is unknown. They
+    are also 0 with ZeRO 3, because its gathers are part of the ops.
     """
     rank_of = played.plan.rank_of
     reduce, gather = (np.bincount(rank_of, weights=each) for each in alone_seconds(cost))
@@ -75,7 +76,7 @@ class Messages:
     """Messages between the stages of one plan.
 
     Attributes:
-        seconds: total time of all messages on the links.
+        seconds: sum of the seconds of all messages, from entering the link to arrival.
         exposed_seconds: seconds by which messages make the iteration longer.
     """
 
@@ -86,7 +87,8 @@ class Messages:
 def messages(plan: Plan, table: Table, played: Simulation) -> Messages:
     """Return the total and the exposed time of the messages of ``plan``, simulated with ``table``.
 
-    The exposed time is the difference from a second simulation, in which links take no time.
+    The exposed time is the time that the iteration saves in a second simulation, in which messages
+    take no time.
     """
     free = {payload: np.zeros_like(each) for payload, each in table.link_seconds.items()}
     without = play(plan, dataclasses.replace(table, link_seconds=free, link_latency_seconds=0.0))

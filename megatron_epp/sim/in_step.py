@@ -12,8 +12,8 @@ from megatron_epp.ir import BACKWARDS, Table
 def in_step(tables: Sequence[Table]) -> tuple[Table, ...]:
     """Return the tables of replicas in lockstep, with each op's seconds on the slowest replica.
 
-    The reason is that the ranks of a lockstep group synchronise within their ops. A single table is
-    returned unchanged.
+    An op takes equally long on all replicas, because their ranks communicate in its layers. Bytes
+    do not change. A single table is returned unchanged.
     """
     if len(tables) == 1:
         return tuple(tables)

@@ -53,7 +53,8 @@ def op_arrays(
 ) -> OpArrays:
     """Return the seconds and bytes of ``table`` as arrays.
 
-    Op kinds that ``table`` does not contain (such as H and G) have no rows.
+    The first dimension ends with the last op kind (in the order of ir.KIND_CODE) that ``table``
+    contains. Other op kinds that it does not contain have zeros.
 
     Args:
         table: seconds and bytes of the ops.

@@ -97,14 +97,13 @@ class Simulation:
     Attributes:
         plan: plan that was simulated.
         run: simulated events as arrays.
-        seconds: time of the iteration.
-        idle_seconds: idle time of each rank.
-        bubble_ratio: idle time / (ranks * seconds).
-        recompute_ratio: recompute time / (ranks * seconds).
-        comm_ratio: exposed communication / (ranks * seconds).
+        seconds: seconds of the iteration.
+        idle_seconds: idle seconds of each rank.
+        bubble_ratio: idle time of all ranks / (ranks * seconds).
+        recompute_ratio: recompute time of all ranks / (ranks * seconds).
+        comm_ratio: exposed communication of all ranks / (ranks * seconds).
         peak_bytes: peak bytes of each rank, including model states and buffers.
-        left_bytes: bytes of each rank that no op has freed at the end; 0 unless the table of
-            bytes per op has an error.
+        left_bytes: bytes of each rank that no op has freed at the end; 0 for a complete plan.
     """
 
     plan: Plan

@@ -1,9 +1,9 @@
 """Fraction of compute time during which messages occupy part of a GPU ("resident" messages).
 
 A message is a kernel on both GPUs. It runs from the send, or from the post of the receive, until
-the message arrives, and it holds a few multiprocessors. Most of this time, it waits for the other
-rank. A matrix product that runs at the same time may take much longer. The cost model does not
-include this effect, which scripts/gpu/held_sms.py measures.
+the message arrives, and it occupies a few multiprocessors. Most of this time, it waits for the
+other rank. A matrix product that runs at the same time may take much longer. The cost model does
+not include this effect, which scripts/gpu/held_sms.py measures.
 
     op        |  F0  |  F1  |      B0      |      ratio for B0, F1 and F0: 2/3
     message         [ B0<1 -- waits -]

@@ -1,9 +1,9 @@
 """Seconds and bytes of a call's chunks on every stage.
 
-An external training loop calls forward_backward_func. Seconds come from measurements, because the
-loop may have layers of any kind, which no cost model knows. The ops of complete stages are timed
-while the loop runs (stage_seconds). Memory is counted in tokens. If the user sets a budget in
-bytes, the cost model of a GPT model with the same sizes predicts the bytes.
+Seconds come from measurements, because the training loop may have layers of any kind, which no cost
+model knows. The ops of complete stages are timed while the loop runs (stage_seconds). If the user
+sets a memory budget in bytes, the cost model of a GPT model with the same sizes predicts the bytes.
+Otherwise, memory is counted in tokens.
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ class ActivationBudget:
 def guessed_rates(config: Any, layers: int, vocabulary: int, active: int = 1) -> np.ndarray:
     """Return the estimated seconds of a stage per token, per query-key pair and per op.
 
-    The shape is [op kinds, 3]. All estimates may be wrong by the same factor.
+    The shape is [4, 3]; rows are F, B, I and W. All estimates may be wrong by the same factor.
 
     Args:
         config: configuration of Megatron's model.
@@ -190,7 +190,8 @@ class CallChunks:
     so all backwards of the group run after that forward.
 
     If replicas run in lockstep, these are the chunks of all of them, and group n is micro-batch n
-    of each replica. Its last chunks run at the same time, so that losses follow the same forward:
+    of each replica. The last chunks of a group run at the same time on all replicas, so that their
+    losses follow the same forward:
 
         replica 0   a0 a1 a2 | b0        a, b, c: chunks of micro-batches
         replica 1   .  .  c0 | .         .: an empty chunk
@@ -198,8 +199,9 @@ class CallChunks:
     Attributes:
         chunking: groups in the order of their forwards.
         documents: number of tokens of each document, of one replica after the other.
-        prefixes: for each document, the span that it continues, or None.
-        firsts: the first document of each replica.
+        prefixes: for each document, the span that it continues, or None; () if no document
+            continues another.
+        firsts: index of the first document of each replica.
     """
 
     chunking: Chunking
@@ -298,7 +300,7 @@ class CallChunks:
 
 
 def renumbered(prefix: Span | None, first: int) -> Span | None:
-    """Return ``prefix`` of a document that is ``first`` later."""
+    """Return ``prefix`` with the index of its document increased by ``first``."""
     return prefix and dataclasses.replace(prefix, document=prefix.document + first)
 
 

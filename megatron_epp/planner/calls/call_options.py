@@ -23,8 +23,8 @@ class CallOptions:
     Attributes:
         reorder: whether micro-batches may run in another order.
         split: whether backwards may be split into I and W.
-        token_bytes: relative bytes per token of each stage; () if all stages are equal.
-        had_bytes: maximum that 1F1B held on any rank in a call so far, in units of ``token_bytes``.
+        token_bytes: relative bytes that each stage holds per token; () if all stages are equal.
+        had_bytes: maximum that 1F1B held on any rank in earlier calls, in units of ``token_bytes``.
         cut: whether documents may be cut into slices.
         memory: budget in bytes; layers are recomputed until a plan fits. If None, the tokens that
             1F1B holds are the limit, and no layer is recomputed.
@@ -41,11 +41,11 @@ class CallOptions:
         """Yield rising budgets [ranks] of the memory held between forward and backward.
 
         All ranks have equal memory. Every rank may therefore hold as much as 1F1B held on the
-        fullest rank in this or an earlier call. The first budget is ``held``. The others are fixed
-        multiples of the maximum of ``held``.
+        fullest rank in this or an earlier call. The first budget is ``held``. The others are
+        multiples of the maximum of ``held``, equal on all ranks, up to this limit.
 
         Args:
-            held: Bytes [ranks] that Megatron's 1F1B holds in this call.
+            held: [ranks] what Megatron's 1F1B holds in this call, in units of ``token_bytes``.
         """
         yield held
         most = max(float(held.max()), self.had_bytes)

@@ -40,8 +40,9 @@ def call_plans(
     Several replicas run in lockstep: their plans have the same ops and recompute. A chunk takes as
     long as on the slowest replica, and holds as much as on the fullest.
 
-    With one stage, slicing saves memory but no time. It then applies only to micro-batches that
-    do not fit the memory budget. Without ``options.cut``, every micro-batch is one chunk.
+    With one stage, slicing saves memory but no time. Only micro-batches that do not fit
+    ``options.memory`` are then sliced, unless documents share prefixes. Without ``options.cut``,
+    every micro-batch is one chunk.
 
     Args:
         replicas: documents of every replica's micro-batches.

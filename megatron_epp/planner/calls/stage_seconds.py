@@ -50,6 +50,9 @@ class StageSeconds:
     def saw(self, chunks_3C: np.ndarray, records: tuple[Timed, ...]) -> None:
         """Add the records of a training call.
 
+        The rates are fitted again after each of the first calls, every SELDOM-th call, and a call
+        whose time differs from its prediction.
+
         Args:
             chunks_3C: [3, chunks] tokens, query-key pairs and 1.
             records: measured times of the call's ops.

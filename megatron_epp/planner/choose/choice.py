@@ -77,9 +77,10 @@ class RunChoice:
         cost: cost model with the chosen candidate.
         way: the chosen candidate.
         seconds: for each planned candidate, total seconds of the plans of all batches; None if a
-            batch does not fit. The first candidate is the default of the run.
+            batch does not fit, or if there is only one candidate. The first candidate is the
+            default of the run.
         slow_gain: fraction of the default's time that the choice saves on hosts SLOW_HOST times as
-            slow; None if the host time is measured.
+            slow; infinite if the default does not fit; None if the host time is measured.
     """
 
     cost: Cost
@@ -129,7 +130,8 @@ def sketched_seconds(
 
     Args:
         cost: cost model, including the stages and parallel degrees.
-        batches: documents of one replica (or lockstep group) in each batch.
+        batches: documents of one replica (or lockstep group) in each batch: lengths in tokens, or
+            documents with shared prefixes.
         options: planner options, such as levers and effort.
         planner: name of the planner.
         effort: maximum effort of the planner's search.
@@ -198,13 +200,13 @@ def run_choice(
     Args:
         cost: cost model of the default stages and layers, one stage per rank unless ``placements``
             is empty.
-        batches: document lengths of each global batch of the job, or documents with shared
-            prefixes, which the planner computes once if it can.
+        batches: document lengths of each global batch of the job in tokens, or documents with
+            shared prefixes. The planner computes a shared prefix once if it supports this.
         options: planner options, such as levers and effort.
         planner: name of the planner.
-        placements: names of the placements to try besides the stages of ``cost``. Each is tried
-            with the layers of ``cost`` or an even division, and with layers that balance the ranks'
-            time. If empty, the stages and layers of ``cost`` do not change.
+        placements: names of the placements to try besides that of ``cost``. The layers are divided
+            evenly (for the placement of ``cost``: as in ``cost``), or such that they balance the
+            ranks' time. If empty, the stages and layers of ``cost`` do not change.
         vocabularies: whether to try the LM head on the last stage (False), sharded over all stages
             (True), or both.
         words: padded size of the vocabulary, which a sharded LM head divides over all stages and

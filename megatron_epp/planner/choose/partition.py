@@ -1,10 +1,10 @@
-"""Partition of the layers into stages that minimises the slowest stage's time, within memory.
+"""Partition of the layers into stages that minimizes the slowest stage's time, within memory.
 
 A stage holds contiguous layers; AdaPtis (arXiv 2509.23722) also moves the boundaries of stages. A
 partition is chosen once per run, because weights do not move between iterations. The choice uses
 the document lengths expected from the corpus. First, this module finds the exact optimum of summed
-layer times. Then choice.partition_by_time plans whole batches, because memory and late slices of
-long documents may favour another partition.
+layer times. Then choice.run_choice plans whole batches, because memory and late slices of long
+documents may favor another partition.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def layer_costs(cost: Cost) -> Cost:
 def stage_layer_seconds(cost: Cost, features: np.ndarray) -> np.ndarray:
     """Return the seconds of F plus B of each layer on each stage's rank: [stages, layers].
 
-    ``features`` [columns] are those of the layer's input (tokens, pairs, ...).
+    ``features`` [columns] are the tokens, query-key pairs, etc. that every layer processes.
     """
     per = layer_costs(cost).seconds
     exchanged = per.communication_per(Kind.FORWARD) + per.communication_per(Kind.BACKWARD)
@@ -50,12 +50,12 @@ def expected_features(cost: Cost, batches: Sequence[Batch]) -> np.ndarray:
 
 
 def fastest_layers(cost: Cost, features: np.ndarray) -> tuple[int, ...] | None:
-    """Return the number of layers per stage that minimises the slowest stage's time.
+    """Return the number of layers per stage that minimizes the slowest stage's time.
 
     ``features`` [columns] are those of :func:`expected_features`. Ties are broken by the least sum
-    of squared stage seconds, which also balances the other stages.
-    Every stage has a layer. With several stages per rank, the slowest rank's time is minimised
-    (:func:`_fastest_on_ranks`). Return None if the model states fit in no partition.
+    of squared stage seconds, which also balances the other stages. Every stage has a layer. With
+    several stages per rank, a search minimizes the slowest rank's time. Return None if the model
+    states do not fit in memory.
     """
     seconds = stage_layer_seconds(cost, features)
     if cost.layout.place:

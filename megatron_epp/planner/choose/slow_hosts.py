@@ -36,7 +36,7 @@ def slow_host_line(
     """Return a line that says how much time plans lose on hosts SLOW_HOST times as slow as assumed.
 
     The loss is relative to a plan made for such hosts. The result is None if the loss is at most
-    TELLING_LOSS, or if the host time is measured.
+    TELLING_LOSS, or if no host time is assumed (:func:`assumes_host_time`).
 
     Args:
         planned: plans of one replica, or of the replicas of a lockstep group.

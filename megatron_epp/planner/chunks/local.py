@@ -6,8 +6,9 @@
 If one rank can compute a document within about a chunk's time, it does so alone. Each of these
 documents, longest first, goes to the chunk and rank with the least seconds so far. Longer documents
 are sharded over all ranks, and may be sliced. All ranks of a chunk are padded (.) to the tokens of
-the fullest rank, and the chunk takes as long as its slowest rank. Packs without sharded documents
-therefore exchange ranks until all ranks of a chunk have similar numbers of tokens.
+the fullest rank, and the chunk takes as long as its slowest rank. In packs without sharded
+documents, all sets of documents for one rank are therefore sorted by tokens, so that the sets of a
+pack have similar numbers of tokens.
 """
 
 import dataclasses

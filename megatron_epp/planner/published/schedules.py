@@ -1,12 +1,12 @@
 """Published schedules, as a table: chunks, order of ops, and recompute of each.
 
-For each batch, simulation chooses sizes and warm-ups in hindsight, so these are strong baselines.
-Placement and layer partition are those of the job.
+For each batch, simulation chooses chunk sizes and warm-ups, so these are strong baselines.
+Placement and layers per stage are those of the job.
 
 - ``seq1f1b``: as in InfiniPipe's baseline, chunks of one size and static recompute. The original
   Seq1F1B slices every sequence into the same number of slices, which does not suit varying lengths.
-- ``chunkflow``: chunks of one size; a document's last K chunks save activations, the earlier ones
-  recompute all their layers. Layer inputs are saved.
+- ``chunkflow``: chunks of one size. The last K chunks of a document save all activations; earlier
+  chunks only save the inputs of layers, and recompute all layers.
 - ``packing``: unsliced documents packed to the context, the simplest baseline, and the fallback if
   another planner fails. ``packing-best``: packed to the best length for the batch, because packing
   few tokens to the context leaves most ranks idle.
@@ -63,7 +63,7 @@ MOST_SLICES = 2048
 
 
 def any_place(place: Place) -> bool:
-    """Return True: every placement."""
+    """Return True for every placement."""
     return True
 
 
@@ -96,8 +96,8 @@ class Published:
             argument is whether backwards may be split.
         modes: recompute modes; the first mode with which a plan fits is used. Without a mode,
             nothing is recomputed.
-        saving: numbers of last chunks of a document that save activations, to try in place of
-            uniform recompute (ChunkFlow's K).
+        saving: values of ChunkFlow's K to try: only the last K chunks of a document save
+            activations. (): recompute is uniform.
         splits: whether policies may split backwards.
         compared: whether ``compare`` shows the planner by default.
         takes: function that returns whether the schedule supports a placement.
@@ -134,7 +134,8 @@ class Published:
             split: whether backwards may be split, if the schedule splits them.
 
         Returns:
-            The draft, or None if lower bounds show that no draft is faster than ``below``.
+            The draft, which may not fit in memory; None if lower bounds show that no draft is
+            faster than ``below``.
         """
         offloads = "offload" in options.levers and cost.layout.profile.host_bytes_per_second > 0
         modes = [mode for mode in self.modes if mode != OFFLOAD or offloads]

@@ -20,8 +20,9 @@ class Capacity:
         layouts: number of layouts (sets of parallel degrees) tried.
         fitting: number of layouts in which the model states fit.
         best: layout in which the longest document fits; None if no document fits in any layout.
-        tokens: length of this longest document in tokens, if all layers are recomputed.
-        states_bytes: bytes of model states on the fullest device of ``best``.
+        tokens: length of this longest document in tokens, if all layers are recomputed; 0 if none
+            fits.
+        states_bytes: bytes of model states on the fullest device of ``best``; 0 if there is none.
     """
 
     layouts: int
@@ -34,7 +35,8 @@ class Capacity:
 def longest_document(cost: Cost, least: int = 1) -> int:
     """Return the length in tokens of the longest document that fits in memory.
 
-    The result is up to 1/256 too small. It is 0 if a document of ``least`` tokens does not fit.
+    The result is up to 1/256 too small, and less than 2^25. It is 0 if a document of ``least``
+    tokens does not fit.
     """
 
     def fits(tokens: int) -> bool:

@@ -57,10 +57,10 @@ def layouts(
 ) -> Iterator[Layout]:
     """Yield the layouts that Megatron accepts for ``documents`` documents in a global batch.
 
-    Tensor parallelism stays inside a node; its degree tp divides the numbers of K/V groups and of
-    MLP columns. With context parallelism, tp * cp divides the number of heads. Every stage has at
-    least one layer, and all replicas have the same number of documents. Experts are sharded within
-    a replica's stage (``ep`` 0). Unless the user fixed ``ep``, further layouts shard experts over r
+    Tensor parallelism stays inside a node; its degree tp divides the number of K/V heads and the
+    FFN hidden size, and tp * cp divides the number of attention heads. Every stage has at least one
+    layer, and all replicas have the same number of documents. Experts are sharded within a
+    replica's stage (``ep`` 0). Unless the user fixed ``ep``, further layouts shard experts over r
     replicas, if r divides dp and ``ep`` = tp * cp * r divides the number of experts.
 
     Args:

@@ -114,8 +114,9 @@ class NodeMap:
         layout: parallel degrees of the job.
         node_devices: number of ranks of a node.
         grid: topology with all its nodes, failed ones included.
-        nodes: nodes that have ranks; nodes[i] has node_devices ranks, from i * node_devices on.
-        spares: live nodes without ranks.
+        nodes: (row, column) of the nodes that have ranks; nodes[i] has ``node_devices`` ranks, from
+            i * node_devices on, but the last node may have fewer.
+        spares: (row, column) of live nodes without ranks.
         topology: the part of the topology that the job uses, without failed nodes.
         displaced: number of nodes that replace a failed node of another column.
     """
@@ -166,8 +167,8 @@ def map_nodes(topology: Topology, layout: Layout, node_devices: int, ep: int = 1
         ep: number of devices over which a layer's experts are sharded.
 
     Raises:
-        ValueError: if the live nodes cannot hold the layout's groups; the message states how many
-            nodes they can hold.
+        ValueError: if the live nodes cannot hold the layout's groups, or the size of a group is
+            neither a divisor nor a multiple of ``node_devices``.
     """
     block = max(layout.tp * layout.cp, ep)
     if block % node_devices and node_devices % block:

@@ -89,12 +89,13 @@ class Choice:
         seconds: time of an iteration including the exchange between replicas. If only the first
             batch was planned, the time is scaled to all batches.
         tokens_per_second: throughput of the whole job.
-        bubble_ratio: fraction of the ranks' time in which they are idle.
-        recompute_ratio: fraction of the ranks' time for recompute.
-        comm_ratio: fraction of the ranks' time for exposed communication inside stages.
+        bubble_ratio: fraction of the ranks' time, without the exchange between replicas, in which
+            they are idle.
+        recompute_ratio: fraction of the same time for recompute.
+        comm_ratio: fraction of the same time for exposed communication inside stages.
         exchange_seconds: exposed part of the exchange between replicas.
         hidden_seconds: part of the exchange that overlaps with computation.
-        peak_bytes: memory peak of the fullest stage, including model states.
+        peak_bytes: memory peak of the fullest device, including model states.
         batches: number of batches planned.
         ep: number of devices over which a layer's experts are sharded; 1 if experts are not
             sharded.
@@ -104,9 +105,9 @@ class Choice:
             no such length.
         multiple: chunks are padded to a multiple of this number of tokens.
         planning_load: CPU seconds of planning, divided by the CPU seconds that the hosts' planning
-            cores provide in an iteration (feasibility.planning_load). The load is measured on this
-            machine, and no decision depends on it.
-        plan: plan of the replica with the highest memory peak in all planned batches.
+            cores provide in an iteration (feasibility.planning_load); 0 if not measured. It is
+            measured on the machine that runs the search, and no decision depends on it.
+        plan: plan with the highest memory peak, over all planned batches.
         cost: cost model of ``plan``.
         stock: Megatron's own schedule and its static job, if ``planner`` is STOCK.
     """
@@ -232,16 +233,18 @@ def survey(
 
     Args:
         layouts: layouts to try.
-        batches: document lengths of every batch; the first batch decides between layouts.
+        batches: document lengths of every global batch in tokens; the first batch decides between
+            layouts.
         cost_for: function that returns the cost model of a layout with its layers divided
             evenly over the stages. It raises a ValueError if the layout cannot run.
         options: planner options, such as levers and effort.
-        top: number of choices wanted.
+        top: number of layouts that are wanted; more slow layouts are left out if it is small.
         placement: whether to also try numbers of layers per stage that balance the stages' time,
             and several stages per rank for the best layouts.
         vocabulary: vocabulary parallelism of the ``epp`` planner: off, on, or auto (if faster).
         words: size of the vocabulary; 0 if unknown.
-        progress: function that wraps an iterable in a progress bar.
+        progress: function that wraps an iterable in a progress bar, given the number of items and a
+            title.
         run: function that maps a function over tasks, for example in worker processes.
     """
     costs: dict[Layout, Cost] = {}
@@ -551,7 +554,7 @@ def choice_of(
         layout: parallel degrees.
         even: cost model of the layout with layers divided evenly over the stages.
         layers: number of layers of every stage.
-        batches: document lengths of every batch.
+        batches: document lengths of every global batch in tokens.
         options: planner options, such as levers and effort.
         planner: name of the planner, or STOCK.
         cut: whether to use vocabulary parallelism.
@@ -662,9 +665,9 @@ def heaviest_plan(
     """Return the plan of the replica with the most work, and times of data-parallel communication.
 
     Args:
-        lengths: document lengths of the global batch.
+        lengths: document lengths of the global batch in tokens.
         cost: cost model, including the stages and parallel degrees.
-        options: planner options, such as levers and effort.
+        options: planner options, such as levers and effort; ``lockstep`` is that of ``cost``.
         planner: name of the planner.
 
     Returns:

@@ -110,9 +110,9 @@ def group(
 ) -> tuple[tuple[int, ...], float] | None:
     """Assign documents to pipelines by eq. 14.
 
-    A group is a sliced document or a pack. Groups are in descending order of their slice counts. A
-    pipeline is therefore a run of consecutive groups. Only groups with fewer slices than
-    the previous group are tried as first groups of pipelines.
+    A group is a sliced document or a pack. Groups are in descending order of their slice counts, so
+    every pipeline consists of consecutive groups. Only groups with fewer slices than the previous
+    group are tried as first groups of pipelines.
 
     Args:
         ilps: recompute programs of the chunking.

@@ -55,8 +55,8 @@ class GroupedChunking:
     Attributes:
         ilps: recompute programs of the chunking.
         cuts: groups at which another pipeline begins.
-        seconds: time of warm-ups and recompute by eq. 13, plus the time of all chunks. The latter
-            depends on K, because every chunk has a constant time.
+        seconds: seconds of warm-ups and recompute by eq. 13, plus those of all chunks. The latter
+            depend on K, because a part of every chunk's time is constant.
         note: description of the chunking.
     """
 
@@ -135,7 +135,7 @@ def chunkings(
     Args:
         batch: the documents, sorted by length.
         cost: cost model, including the stages and parallel degrees.
-        options: planner options, such as levers and effort.
+        options: planner options; only ``lockstep`` matters.
         rates: seconds per token, query-key pair and chunk.
     """
     longest = int(batch.lengths[0])
