@@ -8,15 +8,15 @@ The package imports the standard library only. The project uses these terms:
     pack         several short documents in one chunk
     chunk        what a stage computes at once: a pack, a slice, or a slice and a pack (hybrid)
     tail         the last slice of a cut document
-    prefix       the first tokens of a document that one or more other documents continue
+    prefix       the first tokens of a document, which one or more other documents continue
     branch       a document with a prefix
     single-rank  a single-rank document is computed by one context-parallel rank; it is not
                  sharded over all ranks (``@RANK`` in the text of a plan, ``Span.local`` in code)
     stage        a group of consecutive layers of the model
-    rank         a process, which computes one or several stages (``place`` in a plan)
+    rank         a pipeline rank, which computes one or several stages (``place`` in a plan)
     replica      one data-parallel copy of the pipeline
     op           one computation (F, B, I, W, H or G) of a stage on one chunk
-    order        the ops of a stage, or of a rank, first to last
+    order        the ops of a stage or of a rank, in execution order
     plan         chunks, orders and recompute modes of one replica for one iteration
     step         one iteration of the job: the assignment of documents, and a plan per replica
     lockstep     a lockstep group consists of consecutive replicas that run the same ops in the

@@ -31,6 +31,7 @@ def check(plan: Plan, rules: Rules | None = None) -> None:
     Raises:
         PlanError: the plan breaks a rule. The first line of the message names the violation and its
             place. If ranks are stuck, a grid of the orders follows, with the stuck ops marked.
+        Deadlock: ranks wait for each other (a PlanError).
     """
     slices = slices_of(plan)
     if plan.vocabulary_parallel and plan.stages == 1:
@@ -81,11 +82,11 @@ def _check_once(plan: Plan, stage: int, order: tuple[Op, ...]) -> None:
 def walk(
     plan: Plan, slices: Slices | None = None, rules: Rules | None = None
 ) -> Iterator[tuple[int, Op]]:
-    """Yield (stage, op) of all stages, every op after all ops that it needs; O(ops).
+    """Yield (stage, op) of all stages, each op after all ops that it needs; O(ops).
 
     Raises:
-        PlanError: no such order exists; the message begins like ``stage 0 at B0: lacks B1 of stage
-            0``.
+        PlanError: the ops cannot run in the order of their ranks; the message begins like ``stage 0
+            at B0: lacks B1 of stage 0``.
     """
     needs = needs_of(plan, rules, slices)
     # Byte arrays, because hashing an op for each lookup costs more.

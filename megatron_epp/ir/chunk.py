@@ -26,6 +26,9 @@ class Chunk:
 
         rank 0   0[0:900] first half    2[0:300]@0
         rank 1   0[0:900] second half   3[0:200]@1 padding
+
+    Raises:
+        PlanError: a document appears twice.
     """
 
     spans: tuple[Span, ...]
@@ -60,7 +63,8 @@ class Chunk:
     def rows(self, ranks: int) -> int:
         """Return the rows of the chunk, summed over ``ranks`` context-parallel ranks.
 
-        Every rank counts as many single-rank tokens as the fullest rank. No other padding counts.
+        The single-rank documents of each rank are padded to the largest sum of their tokens on a
+        rank. No other padding counts.
         """
         if ranks == 1 or not self.has_local:
             return self.tokens
@@ -76,7 +80,11 @@ class Chunk:
 
     @classmethod
     def parse(cls, words: Iterable[str]) -> "Chunk":
-        """Return the chunk with the spans in ``words``."""
+        """Return the chunk with the spans in ``words``; the word ``-`` stands for no spans.
+
+        Raises:
+            PlanError: there are no words, a word is not a valid span, or a document appears twice.
+        """
         words = tuple(words)
         if not words:
             raise PlanError(f"a chunk holds no span; expected at least one, or {EMPTY} for none")

@@ -30,7 +30,7 @@ def first_line(error: BaseException) -> str:
 
 
 def quoted(value: object) -> str:
-    """Return ``value`` as a Python literal, cut at the end if it is long."""
+    """Return ``value`` as a Python literal, cut after about MOST_QUOTED characters."""
     text = value if isinstance(value, str) else repr(value)
     if len(text) > MOST_QUOTED:
         text = text[: MOST_QUOTED - 3] + "..."
@@ -43,14 +43,14 @@ def printable(text: str) -> str:
 
 
 def for_terminal(text: str) -> str:
-    """Return ``text`` with long lines shortened and non-printable characters escaped."""
+    """Return ``text`` with lines :func:`shortened` and non-printable characters escaped."""
     return "\n".join(printable(shortened(line)) for line in text.split("\n"))
 
 
 def escape_output() -> None:
     """Make stdout and stderr escape characters that their encoding does not have.
 
-    Otherwise, a command that has done its work would fail as it prints the name of its output.
+    Otherwise, a command could fail after its work, when it prints the name of its output.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -58,7 +58,7 @@ def escape_output() -> None:
 
 
 def require_name(what: str, name: object) -> None:
-    """Raise a ValueError unless ``name`` is a short, non-empty line of printable text."""
+    """Raise a ValueError unless ``name`` is printable text of 1 to MOST_NAME characters."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"{what} {quoted(name)}: expected a word")
     if len(name) > MOST_NAME:

@@ -41,6 +41,9 @@ def needs_of(plan: Plan, rules: Rules | None = None, slices: Slices | None = Non
         Function of a stage and an op that yields (need, stage that meets the need, ops that would
         meet the need).
 
+    Raises:
+        PlanError: the chunks do not compute every token once (:func:`~.slices.slices_in`).
+
     Example:
         for need, stage, ops in needs_of(plan)(2, Op(Kind.BACKWARD, 0)): ...
     """

@@ -12,7 +12,7 @@ from megatron_epp.ir.span import NUMBER
 class Kind(Enum):
     """Kinds of ops.
 
-    A new kind needs a member here and changes in four other places:
+    A new kind needs a member here and these changes:
 
     - ir/rules lists what the op needs, makes and frees, and which ops a chunk must have.
     - The cost model gives the op's time; sim/unit_table gives the time in pictures that are drawn
@@ -90,6 +90,9 @@ class Op:
     """Op of ``kind`` (one of COMPUTE) on ``chunk``.
 
     The op does not name its stage: a plan has one list of ops for every stage.
+
+    Raises:
+        PlanError: ``kind`` is a transfer.
     """
 
     kind: Kind

@@ -87,8 +87,10 @@ def picture(stages: dict[int, list[str]], ranks: int) -> str:
 def named_placement(text: str, ranks: int) -> Placement | None:
     """Return the placement named ``text`` for ``ranks`` pipeline ranks; None if not a name.
 
+    Text that begins with ``place``, such as ``place 1 0 layers 3 2``, is parsed like a file.
+
     Raises:
-        PlanError: the number in the name is invalid.
+        PlanError: the number after ``interleaved``, or the text after ``place``, is invalid.
     """
     if text == EVENLY:
         return Placement(tuple(range(ranks)))
@@ -118,7 +120,7 @@ def read_placement(text: str, ranks: int, read: Callable[[str], str]) -> Placeme
         read: function that returns the contents of a file.
 
     Raises:
-        PlanError: the placement is invalid; the message shows the placement.
+        PlanError: the placement is invalid.
         OSError: ``read`` could not read the file.
     """
     named = named_placement(text, ranks)
@@ -129,7 +131,7 @@ def placement_of_file(text: str, ranks: int) -> Placement:
     """Return the placement in a file's ``text`` for a pipeline of ``ranks``.
 
     Raises:
-        PlanError: the text is invalid.
+        PlanError: a line is invalid, or a rank or a stage is missing or too many.
     """
     place: tuple[int, ...] = ()
     layers: tuple[int, ...] = ()

@@ -76,6 +76,9 @@ class Prediction:
         seconds: time of the iteration in seconds.
         peak_gib: peak GiB of each rank; on CPUs without model states, like the memory budget.
         planner: name of the planner.
+
+    Raises:
+        PlanError: a number is negative or not finite, or the planner's name is not one word.
     """
 
     seconds: float
@@ -116,6 +119,9 @@ class Plan:
             if every rank has one stage.
         prefixes: ``prefixes[d]`` is the prefix that document d continues, a span of another
             document from its token 0 on, or None. Empty if no document has a prefix.
+
+    Raises:
+        PlanError: an index or a size is invalid.
 
     Example:
         >>> plan = Plan.parse('''plan v1

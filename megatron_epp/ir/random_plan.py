@@ -123,7 +123,8 @@ def arbitrary_block(
         replicas: data-parallel size; default: the size of the group.
         vocabulary_parallel: whether the LM head is sharded over the stages (ops H and G).
         place: rank of each stage; empty if stage i is on rank i.
-        trees: for each replica, ``chunks`` and ``prefixes`` as in :func:`arbitrary_plan`, if any.
+        trees: for each replica, a dict with arguments ``chunks`` and ``prefixes`` as of
+            :func:`arbitrary_plan`, or an empty dict; empty if no replica has them.
     """
     trees = trees or [{} for _ in lengths]
     drawn = [
@@ -249,8 +250,8 @@ def arbitrary_chunks(
         lengths: tokens of each document.
         random: source of random numbers.
         first: number of the first document.
-        alone: whether every document is a chunk of its own. Otherwise an uncut document may join a
-            chunk of fewer than four spans.
+        alone: whether every document is a chunk of its own. Otherwise documents of 8 tokens or more
+            may be cut, and an uncut document may join a chunk of fewer than four spans.
     """
     chunks: list[list[Span]] = []
     uncut, packed = [], 0.0 if alone else 0.7

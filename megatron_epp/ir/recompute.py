@@ -47,7 +47,7 @@ def offload_among(choice: str, count: int) -> str:
 # Plans have few distinct choices and many chunks: each choice is parsed, printed and stored once.
 @lru_cache(maxsize=1024)
 def format_recompute(choice: str) -> str:
-    """Return the text of the modes ``choice``: ``3f1k`` for ``"fffk"``, ``0k`` for none."""
+    """Return the text of the modes ``choice``: ``3f1k`` for ``"fffk"``, ``0k`` for no layers."""
     return "".join(f"{len(list(run))}{mode}" for mode, run in groupby(choice)) or "0k"
 
 

@@ -41,11 +41,12 @@ needs G, so it can fill bubbles, like W.
 (1st) and (last) restrict a row to chunks with the first or the last slice of a cut document. Each
 layer has one buffer for the K/V of a cut document. The forward of the first slice allocates the
 buffer; the backward of the first slice, which runs last, frees it. The gradients of K and V exist
-from the backward of the last slice on. Documents that are not cut cache nothing. The bytes of an
-item count from the start of the op that makes it to the end of the op that frees it. A document
-that other documents continue is cached like a cut document. Several chunks may attend to it. (last)
-then means the chunk of these whose backward runs first on the stage, or in evaluation the chunk
-whose forward runs last.
+from the backward of the last slice on. The bytes of an item count from the start of the op that
+makes it to the end of the op that frees it.
+
+A document that other documents continue is cached like a cut document; all others cache nothing.
+If several chunks attend to a document, (last) means the chunk of these whose backward runs first on
+the stage, or in evaluation the chunk whose forward runs last.
 
 In a forward-only plan (evaluation), F saves no activations, and F of a document's last slice frees
 the document's K/V. With vocabulary parallelism the plan also has H, which saves nothing. The field

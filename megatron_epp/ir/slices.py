@@ -21,7 +21,8 @@ class CachedDocument:
         readers: chunks that attend to the cached K and V: first those with later slices of the
             document, in order, then those of documents that continue it, directly or through
             another document. Chunk ``first`` may be among the latter.
-        boundaries: tokens at which later slices or documents that continue this one begin.
+        boundaries: positions in the document at which later slices, or documents that continue it,
+            begin.
     """
 
     document: int

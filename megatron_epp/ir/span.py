@@ -24,6 +24,10 @@ class Span:
         stop: index of the token after the last token.
         rank: context-parallel rank that computes the whole document alone; ALL_RANKS if the span's
             rows are sharded over all ranks.
+
+    Raises:
+        PlanError: a number is negative, the span is empty, or a single-rank document begins after
+            token 0.
     """
 
     document: int
@@ -64,7 +68,7 @@ class Span:
         """Return the span in ``text``, such as ``0[0:5000]``.
 
         Raises:
-            PlanError: the text is not a span.
+            PlanError: the text is not a valid span.
         """
         match = _SPAN.fullmatch(text)
         if match is None:

@@ -19,13 +19,13 @@ sharded over the group. :mod:`.program.op_template` defines what their plans hav
 Documents of the batch with common tokens share documents of the plan: a document of the batch
 consists of the plan document in which it *ends* and everything that this one continues (the
 ``prefix`` lines of the plan). ``ends R`` follows ``deal R`` and has the same order. Without it,
-the n-th document of ``deal R`` ends in document n of the plan. Printed only if the plan has
-prefixes or the numbers differ.
+the n-th document of ``deal R`` ends in document n of the plan. The line is printed only if the plan
+has prefixes or the numbers differ.
 
 In a job that plans during training, each rank holds only the part of its own lockstep group. The
-text of a part begins with ``part v1`` and ``division DIGEST``, a digest of the assignment of
-documents to all replicas. The ``lockstep``, ``deal`` and ``plan`` lines of the group's replicas
-follow, as above.
+text of a part begins with ``part v1`` and, unless the whole step is known, ``division DIGEST``, a
+digest of the assignment of documents to all replicas. The lines of the group's replicas follow, as
+above.
 """
 
 import hashlib
@@ -58,7 +58,11 @@ class Step:
         lockstep: number of replicas of a lockstep group; 1 if replicas run independently.
         ends: ``ends[r][i]`` is the document of ``plans[r]`` in which document ``assignments[r][i]``
             of the global batch ends; it and the documents that it continues make up the document.
-            An empty entry, or no entries: ``ends[r][i]`` is i.
+            If ``ends`` or ``ends[r]`` is given as an empty tuple, ``ends[r][i]`` is i.
+
+    Raises:
+        PlanError: a document of the batch is assigned twice or never, the batch has no documents,
+            or the fields contradict each other.
 
     Example:
         >>> text = '''plan v1
@@ -130,7 +134,7 @@ class Step:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Number of tokens in every document of the global batch, with those that it shares."""
+        """Tokens of every document of the global batch, including those shared with others."""
         lengths: dict[int, int] = {}
         for assignment, plan, ends in zip(self.assignments, self.plans, self.ends, strict=True):
             lengths.update(zip(assignment, _lengths(plan, ends), strict=True))
@@ -176,6 +180,10 @@ class StepPart:
         division: digest of the assignment of documents to all replicas of the job; empty if the
             whole step is known, as in :meth:`Step.part`.
         ends: documents of the plans in which the documents of the batch end, as in :class:`Step`.
+
+    Raises:
+        PlanError: a document of the batch is assigned twice, the replicas are not one lockstep
+            group, or the fields contradict each other.
     """
 
     assignments: Numbers
@@ -219,7 +227,7 @@ class StepPart:
         return self.plans[replica - self.first]
 
     def documents_of(self, replica: int) -> tuple[int, ...]:
-        """Return the documents of the batch that ``replica`` computes, as they are dealt."""
+        """Return the documents of the batch that ``replica`` computes (``assignments``)."""
         return self.assignments[replica - self.first]
 
     def ends_of(self, replica: int) -> tuple[int, ...]:
@@ -227,19 +235,17 @@ class StepPart:
         return self.ends[replica - self.first]
 
     def lengths_of(self, replica: int) -> tuple[int, ...]:
-        """Return the tokens of each of :meth:`documents_of`, with those that it shares."""
+        """Return the tokens of each of :meth:`documents_of`, with those shared with others."""
         return _lengths(self.plan_of(replica), self.ends_of(replica))
 
     def samples_of(self, replica: int) -> Numbers:
-        """Return which documents of the batch contain each document of the plan of ``replica``.
+        """Return, for each document of the plan of ``replica``, the batch's documents with it.
 
         They have the order of :meth:`documents_of`; tokens of the plan's document are read from the
-        first of them. Without shared tokens, only ``documents_of(replica)[d]`` contains document d
-        of the plan.
+        first of them.
 
         Raises:
-            PlanError: a document of the plan continues a part of another, whose tokens are then of
-                different documents of the batch.
+            PlanError: a document of the plan continues only a part of another document.
         """
         plan = self.plan_of(replica)
         for number, span in enumerate(plan.prefixes):

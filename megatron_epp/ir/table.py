@@ -27,8 +27,9 @@ class Table:
         link_latency_seconds: seconds that every message takes without occupying its link.
         held_bytes: ``[item][stage][owner]``, bytes of an item (ir.rules.Item) on a device. The
             owner is a chunk, or a document for Item.KV and Item.KV_GRADIENTS.
-        workspace_bytes: ``[kind][stage][chunk]``, peak bytes of the op beyond all items, including
-            those that it frees or makes; negative if it frees some before it makes others.
+        workspace_bytes: ``[kind][stage][chunk]``, peak bytes during the op minus the bytes of all
+            items, including those that the op makes or frees; negative if it frees some before it
+            makes others.
         resident_bytes: ``[stage]``, bytes during the whole iteration: model states and buffers.
     """
 

@@ -101,7 +101,8 @@ def parse_records(text: str) -> tuple[Timed, ...]:
     """Parse the output of :func:`format_records`.
 
     Raises:
-        PlanError: a line is not a record, or there are more than MOST_RECORDS lines.
+        PlanError: the first line is not ``timed v1``, another line is not a record, or there are
+            more than MOST_RECORDS lines.
     """
     if (count := text.count("\n")) > MOST_RECORDS:
         raise PlanError(f"{count} lines; expected at most {MOST_RECORDS} of records")

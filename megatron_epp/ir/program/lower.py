@@ -42,6 +42,9 @@ def lower(plan: Plan, rules: Rules | None = None) -> tuple[Program, ...]:
     Args:
         plan: plan to lower.
         rules: rule table; default: ``rules_of(plan)``.
+
+    Raises:
+        PlanError: the plan cannot run (:func:`~megatron_epp.ir.check.walk`).
     """
     return tuple(map(tuple, _programs(plan, range(plan.ranks), rules)))
 
@@ -52,9 +55,12 @@ def lower_rank(plan: Plan, rank: int, block: Sequence[Plan] = ()) -> Program:
     Args:
         plan: plan to lower.
         rank: pipeline rank.
-        block: plans of the lockstep group, including ``plan``. All plans of the group get the same
-            program. The replicas wait for each other in the collectives of their ops; equal
-            programs avoid additional waits for messages.
+        block: plans of the lockstep group, including ``plan``; empty without lockstep. All plans of
+            the group get the same program. The replicas wait for each other in the collectives of
+            their ops; equal programs avoid additional waits for messages.
+
+    Raises:
+        PlanError: the plan cannot run (:func:`~megatron_epp.ir.check.walk`).
     """
     return tuple(_programs(plan, (rank,), None, block)[rank])
 

@@ -41,8 +41,9 @@ def sequence(
     Args:
         plan: plan of the ops.
         rules: rule table; default: ``rules_of(plan)``.
-        block: plans of the lockstep group, including ``plan``. The estimates take the longest
-            duration of each op over these plans, so that all plans have the same sequence.
+        block: plans of the lockstep group, including ``plan``; empty without lockstep. The
+            estimates take the longest duration of each op over these plans, so that all plans have
+            the same sequence.
 
     Raises:
         PlanError: the plan cannot run (:func:`~megatron_epp.ir.check.walk`).
