@@ -33,7 +33,7 @@ class BackwardPeak:
     """Memory peak of the B or I of every chunk, as a function of the recomputed layers.
 
     Args:
-        memory: bytes of the cost model.
+        memory: memory model of the cost.
         kind: B or I.
         loads: loads of the chunks.
     """
@@ -105,7 +105,7 @@ def runs_of_counts(memory: ChunkMemory, loads: Loads, counts: Counts) -> list[La
 
     ``counts`` contains the number of layers by (kind, recompute mode): [stages, chunks]. The first
     layers of a kind have the mode of its first entry in ``counts``, and so on. Layers that save
-    everything are last. For the place of offloaded layers see :func:`_offloaded`.
+    everything are last in their stage. The place of offloaded layers does not change the result.
     """
     if memory.layout.kinds.number > 1:
         return list(_layer_by_layer(memory, loads, counts))
@@ -128,7 +128,7 @@ def runs_of_plan(memory: ChunkMemory, plan: Plan, loads: Loads, counts: Counts) 
     """Return the runs of layers with the recompute modes of ``plan``, last layers first.
 
     Args:
-        memory: bytes of the cost model.
+        memory: memory model of the cost.
         plan: plan with the recompute modes.
         loads: loads of the plan's chunks.
         counts: [stages, chunks], number of layers of ``plan`` by (kind, recompute mode).

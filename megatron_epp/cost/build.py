@@ -61,7 +61,7 @@ def named_cost(
         tp: tensor-parallel size.
         cp: context-parallel size.
         dp: data-parallel size.
-        zero: ZeRO stage: 1, or 3, an estimate that training with --epp does not run.
+        zero: ZeRO stage: 1 or 3; 3 is for estimates only, as --epp does not support it.
         memory_budget_gib: budget of each device in GiB; default: budget_gib of the device.
         layers: number of layers of each stage; default: as :func:`even_layers`.
         ep: expert-parallel size; default: gcd of tp * cp and the number of experts, or 1.
@@ -76,8 +76,8 @@ def named_cost(
         **assumptions: arguments of :func:`megatron_epp.cost.analytic.profile`.
 
     Raises:
-        ValueError: the parallel sizes or layers do not fit the model, or model states exceed a
-            budget.
+        ValueError: a name is unknown or its file invalid, the parallel sizes or layers do not fit
+            the model, or model states exceed a budget.
 
     Example:
         >>> cost = named_cost("gpt-7b", "a100-80g", pp=2, cp=8)

@@ -3,8 +3,8 @@
 Recompute changes the recomputed seconds, the activations that a chunk holds, and the workspaces of
 F, B and I. All other numbers are computed once.
 
-Offloaded layers are copied to host memory during F and back during B or I, one layer at a time, in
-both directions at once:
+Offloaded layers are copied to host memory during F and back during B or I, one layer at a time.
+Copies in the two directions do not slow each other down:
 
     seconds[s, c] = max(seconds without copies, offloaded[s, c] * saved_bytes[c] / host rate)
 

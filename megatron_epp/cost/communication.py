@@ -62,7 +62,7 @@ def gather_latency(layout: StageLayout, of: LayerCoefficients) -> float:
 def uncovered_seconds(layout: StageLayout, of: LayerCoefficients) -> tuple[float, float]:
     """Return (seconds per token, latency in seconds) of collectives that B hides and I exposes.
 
-    In each sublayer, B hides one gather or scatter in a TP group next to the product of a weight
+    In each sublayer, B overlaps one gather or scatter in a TP group with the product of a weight
     gradient, which I does not compute.
     """
     tensor = tensor_seconds(layout, of.tensor_bytes_per_token / 2)

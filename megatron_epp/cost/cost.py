@@ -10,8 +10,7 @@ A cost consists of four parts:
 This module combines them into the table that the simulator reads. :mod:`megatron_epp.cost.build`
 makes costs from the names of a model and a device.
 
-The formulas are eqs. 1 to 10 of InfiniPipe. Docstrings and comments explain each deviation from
-them.
+The formulas extend eqs. 1 to 10 of InfiniPipe.
 """
 
 import dataclasses
@@ -45,6 +44,9 @@ class Cost:
             of the rank, model states included.
         host_budget_bytes: host memory for the offloaded layers of one device.
         multiple: the executor pads every chunk to a multiple of this many tokens.
+
+    Raises:
+        ValueError: the number of device budgets is not that of the pipeline ranks.
 
     Example:
         >>> from megatron_epp.cost.build import named_cost
@@ -140,7 +142,9 @@ class Cost:
         The plan determines whether the LM head is sharded over the stages.
 
         Raises:
-            PlanError: a document is on a context-parallel rank that the layout does not have.
+            PlanError: the chunks do not compute every token once, or a document is on a
+                context-parallel rank that the layout does not have.
+            ValueError: the plan offloads layers, and the profile has no rate to host memory.
         """
         if plan.vocabulary_parallel != self.layout.vocabulary_parallel:
             return self.with_vocabulary(plan.vocabulary_parallel).table(plan)

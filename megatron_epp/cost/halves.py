@@ -1,12 +1,12 @@
-"""Exchanges with experts that run beside the experts, in two halves of a chunk's rows.
+"""Exchanges with experts that overlap with the experts' products, in two halves of a chunk's rows.
 
     exchange   dispatch 1 | dispatch 2 | combine 1 | combine 2       x seconds for all rows
     compute                 experts 1    experts 2                   c seconds for all rows
 
-With whole rows, a layer takes x + c. With halves, the first dispatch and the last combine remain,
-and it takes x / 2 + max(x / 2, c): min(x / 2, c) is hidden. Products slow down beside the kernels
-of an exchange, weights are read once for each half, and the host issues the experts twice. Small
-chunks therefore stay whole. Training runs the same rule (mcore/kinds/moe/halves.py).
+Without halves, a layer takes x + c. With halves, the first dispatch and the last combine remain
+exposed, and the layer takes x / 2 + max(x / 2, c): min(x / 2, c) is hidden. Products are slower
+while an exchange runs, weights are read once for each half, and the host issues the experts twice.
+Small chunks therefore stay whole. Training applies the same rule (mcore/kinds/moe/halves.py).
 
 Measured coefficients include what halves hide, so no more is subtracted from them.
 """

@@ -203,7 +203,7 @@ class StageLayout:
     def pinned_layers(self) -> int:
         """Number of final layers that are on the last stage in every layout.
 
-        It is 1; with multi-token prediction, it is the number of MTP layers plus 1.
+        It is 1 plus the number of layers inside MTP layers.
         """
         every = [self.coefficients[kind].heads > 0 for word in self.kinds.words for kind in word]
         return len(every) - every.index(True) + 1 if True in every else 1
@@ -265,7 +265,8 @@ class StageLayout:
     def fixed_bytes_of(self, per: Workspace, loads: Loads) -> np.ndarray | float:
         """Return the bytes of an op that do not depend on its chunk's tokens: [chunks] or a number.
 
-        Most of these bytes are a weight's gradient, which only tensor parallelism shards.
+        A number is returned if they do not depend on the chunk's context either. Most of these
+        bytes are a weight's gradient, which only tensor parallelism shards.
         """
         fixed = per.per_op * self.profile.tp / self.tp
         if not per.per_context_token:

@@ -290,7 +290,10 @@ def padded(tokens: np.ndarray, multiple: int) -> np.ndarray:
 def loads_of_plan(plan: Plan, ranks: int, multiple: int = 1) -> Loads:
     """Return the loads of a plan's chunks on ``ranks`` context-parallel ranks.
 
-    Chunks are padded to a ``multiple`` of tokens.
+    Chunks are padded to multiples of ``multiple`` tokens.
+
+    Raises:
+        PlanError: the chunks do not compute every token of the documents once.
     """
     slices = slices_of(plan)
     return plan_loads(plan.chunks, plan.documents, slices, ranks, multiple, plan.prefixes)
@@ -355,7 +358,7 @@ def plan_loads(
         prefixes: prefixes of the documents, as in a plan.
 
     Raises:
-        PlanError: the chunks do not cover the documents.
+        PlanError: the chunks do not compute every token of the documents once.
     """
     slices = slices_in(documents, chunks, prefixes) if slices is None else slices
     cut_tokens = [

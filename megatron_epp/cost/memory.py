@@ -1,8 +1,9 @@
 """Bytes of model states, and of every chunk on every stage.
 
-K, V and their gradients are counted for cut documents only, once for all later slices; the rule
-table (ir.rules) defines when they exist. A backward frees activations layer by layer while it makes
-gradients and recomputes (:mod:`megatron_epp.cost.backward_peak`).
+K, V and their gradients are counted only for documents that are cut or that others continue, once
+for all chunks that read them; the rule table (ir.rules) defines when they exist. A backward frees
+activations layer by layer while it makes gradients and recomputes
+(:mod:`megatron_epp.cost.backward_peak`).
 """
 
 from dataclasses import dataclass
@@ -153,10 +154,10 @@ class ChunkMemory:
         return np.ceil(held + self.ends.workspace_bytes(kind, loads))
 
     def forward_workspace_bytes(self, loads: Loads, counts: Counts) -> np.ndarray:
-        """Return the largest layer's additional bytes while F runs: [stages, chunks].
+        """Return the additional bytes while F runs: [stages, chunks].
 
-        Modes that no layer has do not count. The activations of a recomputed layer exist until its
-        forward ends. A mode without a measurement counts like a layer that saves everything.
+        They are the bytes of the layer of ``counts`` (by kind and recompute mode) that needs most,
+        and of the LM head. A mode without a measurement counts like a layer that saves everything.
         """
         if not any(each.forward_workspace_bytes for each in self.layout.coefficients):
             return self.workspace_bytes(Kind.FORWARD, loads)

@@ -3,9 +3,9 @@
 A profile describes one layer of every kind of the model, and the additional work of the first and
 last stage. Seconds are linear in a chunk's tokens and query-key pairs (within the kind's window).
 Bytes are linear in a chunk's tokens; the workspace of an op is also linear in the context tokens
-before the chunk. Coefficients are for one device with a layer sharded over ``tp * cp`` devices;
-other parallel sizes scale them. Analytic profiles come from :mod:`megatron_epp.cost.analytic`,
-measured profiles from :mod:`megatron_epp.cost.fitting.fit`.
+before the chunk. Unless an attribute says otherwise, coefficients are for one device with a layer
+sharded over ``tp * cp`` devices; other parallel sizes scale them. Analytic profiles come from
+:mod:`megatron_epp.cost.analytic`, measured profiles from :mod:`megatron_epp.cost.fitting.fit`.
 
 The JSON form (version 5) contains every field. The top-level object contains the coefficients of
 the first kind, of the embedding and of the LM head; ``other_kinds`` contains the other kinds.
@@ -128,6 +128,9 @@ class Provenance:
         date: YYYY-MM-DD.
         source: basis of the coefficients, as text for readers.
         kind: "measured": valid for that model and device only; "analytic": computed.
+
+    Raises:
+        ValueError: a text is not one printable line, or ``kind`` has another value.
     """
 
     model: str
@@ -149,8 +152,8 @@ class LayerCoefficients:
     """Seconds and bytes of one layer of some kind.
 
     Attributes:
-        layer_seconds: by kind of op, seconds of a layer. B excludes recompute; I and W are the
-            halves of B. Only pairs within the window count.
+        layer_seconds: by kind of op, seconds of a layer. B and I exclude recompute. Only pairs
+            within the window count.
         recompute_seconds: by recompute mode, seconds added to B or I.
         gather_seconds: by kind of op, seconds per chunk of ZeRO 3's parameter gathers.
         saved_bytes: by recompute mode, bytes held from F to B, without K and V of cut documents.
@@ -160,10 +163,11 @@ class LayerCoefficients:
             rows before a convolution. They do not depend on the slice's length.
         border_gradient_bytes: bytes of the gradients of this state.
         weight_input_bytes: bytes held from I to W.
-        workspace_bytes: by kind of op, bytes during the op, however many layers there are.
+        workspace_bytes: by kind of op, bytes during the op, independent of the number of layers.
         forward_workspace_bytes: by recompute mode, used instead of workspace_bytes[F] if a layer of
             the chunk has that mode. Only measured modes are present.
-        recompute_workspace_bytes: by recompute mode, bytes of one layer that B or I recomputes.
+        recompute_workspace_bytes: by recompute mode, additional bytes while B or I recomputes one
+            layer.
         all_to_all_bytes_per_token: bytes that a forward exchanges within a CP group, summed over
             its devices; backward exchanges as much.
         tensor_bytes_per_token: bytes that a forward gathers and scatters within a TP group;
@@ -179,16 +183,16 @@ class LayerCoefficients:
         expert_bytes_per_token: bytes that a forward sends to experts and back within an EP group,
             summed over its devices; backward exchanges as much.
         expert_parameters: parameters sharded by EP.
-        exchange_seconds: by kind of op, measured seconds per token of all-to-alls over CP ranks
-            (rows for heads), which layer_seconds include. Single-rank documents do not need them.
-            For all-to-alls that were not measured, see all_to_all_bytes_per_token.
-        weight_seconds: by kind of op, seconds per chunk to read weights once and write a weight's
-            gradient; sharded by TP.
-        expert_weight_seconds: like weight_seconds, for the weights of all experts; sharded by EP.
+        exchange_seconds: by kind of op, measured seconds per token of all-to-alls over CP ranks,
+            which layer_seconds include. Single-rank documents do not need these all-to-alls. For
+            all-to-alls that were not measured, see all_to_all_bytes_per_token.
+        weight_seconds: by kind of op, seconds per chunk to read weights once and write their
+            gradients; divided by TP.
+        expert_weight_seconds: like weight_seconds, for the weights of all experts; divided by EP.
         host_seconds: by kind of op, seconds of the host to issue one layer's op, a lower bound of
             the op's seconds.
         expert_host_seconds: by kind of op, seconds of the host to issue the products of all experts
-            of a layer, in addition to host_seconds; sharded by EP.
+            of a layer, in addition to host_seconds; divided by EP.
         expert_seconds: by kind of op, seconds per token of the products of routed experts, a part
             of layer_seconds. Exchanges with experts may overlap with them (cost/halves.py).
         tensor_gathers: number of gathers and scatters in a forward within a TP group; backward has
@@ -267,7 +271,7 @@ class Profile(LayerCoefficients):
             Defaults come from last_bytes or last_workspace_bytes.
         all_to_all_bytes_per_second: rate of an all-to-all by size of the CP or EP group.
         tensor_bytes_per_second: rate of gathers and scatters by TP size.
-        link_seconds_per_token: seconds that a message occupies the link of two stages.
+        link_seconds_per_token: seconds per token that a message occupies the link of two stages.
         link_latency_seconds: latency of every message.
         first_parameters: parameters of the embedding.
         last_parameters: parameters of the LM head.
@@ -367,7 +371,7 @@ class Profile(LayerCoefficients):
         """Return the profile that ``text`` describes.
 
         Raises:
-            ValueError: the text is not a valid profile; the message calls the text ``where``.
+            ValueError: the text is not a valid profile; ``where`` names the text in the message.
         """
         try:
             return _profile(json.loads(text), where)
@@ -379,7 +383,7 @@ class Profile(LayerCoefficients):
         """Return the profile in the file at ``path``.
 
         Raises:
-            ValueError: the file is not a valid profile.
+            ValueError: the file cannot be read, or is not a valid profile.
         """
         return _profile(read_json("profile", path), path)
 
@@ -504,7 +508,7 @@ def read_value(kind: Any, value: Any, limits: Limits) -> Any:
     """Return a JSON ``value`` as the type ``kind``.
 
     Args:
-        kind: a dataclass, Mapping, tuple of any length, number, bool or str.
+        kind: type: a dataclass, Mapping, tuple of any length, int, float, bool or str.
         value: JSON value.
         limits: limits of numbers and keys in the value.
 

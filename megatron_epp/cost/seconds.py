@@ -2,10 +2,11 @@
 
     seconds[s, c] = per(kind)[s] . (tokens[c], pairs[c], 1, additional columns)
 
-For a chunk with single-rank documents, tokens and pairs are those of the slowest rank
-(:class:`~megatron_epp.cost.loads.Loads`). Only tokens of sharded documents are exchanged between
-ranks. The coefficients of a stage are sums over its layers, which may be of several kinds with
-additional columns (:mod:`megatron_epp.cost.columns`).
+The seconds are at least those of the host to issue the op. For a chunk with single-rank documents,
+tokens and pairs are scaled to the busiest rank (:func:`~megatron_epp.cost.loads.over_ranks`). Only
+tokens of sharded documents are exchanged between ranks. The coefficients of a stage are sums over
+its layers, which may be of several kinds with additional columns
+(:mod:`megatron_epp.cost.columns`).
 
 Full recompute of a layer costs the layer's forward (eq. 11 of InfiniPipe). Gathering the parameters
 for every chunk costs time with ZeRO 3 only.

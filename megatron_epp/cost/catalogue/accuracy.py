@@ -1,7 +1,7 @@
-"""Errors of the analytic cost model on public measurements, by device, for ``plan`` and others.
+"""Errors of the analytic cost model on public measurements, by device.
 
-``scripts/bench/public.py --write`` computes ``accuracy.json``: by device and class of measurement,
-the median and the largest error as fractions, and the number of measurements.
+``scripts/bench/public.py --write`` computes ``accuracy.json``. It contains, by device and class of
+measurement, the median and the largest error as fractions, and the number of measurements.
 """
 
 import json
@@ -33,8 +33,8 @@ def accuracy() -> dict[str, Errors]:
 def accuracy_lines(cost: Cost) -> list[str]:
     """Return lines on the accuracy of an analytic ``cost`` for its device.
 
-    The second line is about experts in two halves of rows, if there are any. The list is empty for
-    a measured profile, and for a device that is not in the catalogue.
+    The second line is about experts in two halves of rows, if chunks of any size gain by them. The
+    list is empty for a measured profile, and for a device that is not in the catalogue.
     """
     origin, least = cost.layout.profile.provenance, cost.seconds.halved_from
     device = origin.device

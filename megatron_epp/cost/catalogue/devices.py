@@ -86,8 +86,8 @@ class Device:
         group_bytes_per_second: all-to-all rate of one device by group size. Groups of up to
             ``node_devices`` devices are in one node. If memory_efficiency is set, rates are those
             of the wire, for bytes that leave a device; otherwise they include memory copies.
-        link_bytes_per_second: rate of a node's link to an adjacent stage, in one direction.
-        link_latency_seconds: latency of one message.
+        link_bytes_per_second: rate of a node's network link, in one direction.
+        link_latency_seconds: latency of one message between stages.
         node_devices: devices of a node, which share its link.
         host_devices: devices of a host, if a node (an NVLink domain) has several; 0: a node is one.
         host_bytes_per_second: rate between one device and host memory in one direction, while the
@@ -101,9 +101,14 @@ class Device:
             achieve; 0: linear_flops include their time.
         tail_seconds: seconds per dense layer and chunk in which a forward's kernels start and end,
             with idle multiprocessors; backward takes half as long; 0: other rates include them.
-        host_forward_seconds: host time to issue a layer's forward, a lower bound of its time.
+        host_forward_seconds: host time to issue a layer's forward, a lower bound of its time; 0:
+            unknown.
         host_backward_seconds: host time to issue a layer's backward.
-        peak_flops: data-sheet flops in bf16 without sparsity, the divisor of MFU; 0: unknown.
+        peak_flops: data-sheet flops per second in bf16 without sparsity, the divisor of MFU; 0:
+            unknown.
+
+    Raises:
+        ValueError: the name is invalid, a number is out of bounds, or there is no group rate.
     """
 
     name: str

@@ -209,7 +209,8 @@ def read_description(name: str, path: Path) -> Any:
     """Return the JSON value at ``path``; errors call it ``name``.
 
     Raises:
-        ValueError: the file is of another kind, such as a tokenizer's.
+        ValueError: the file cannot be read, is not JSON, or is of another kind, such as a
+            tokenizer's.
     """
     value = read_json("model", str(path))
     if isinstance(value, Mapping) and not is_hub_config(value):
@@ -228,7 +229,8 @@ def hub_config(name: str, value: Mapping[str, Any], like: str | None = None) -> 
         like: model type used to interpret the file, instead of the file's model_type.
 
     Raises:
-        ValueError: the model type is missing, unknown or not supported.
+        ValueError: the model type is missing, unknown or not supported, or the decoder's part of
+            the file is not an object.
     """
     where = f"model file {name}"
     part, notes = _text_part(where, value)

@@ -78,6 +78,9 @@ def model_flags(
         config: other properties of the model; None: unknown.
         tp: tensor-parallel size; the vocabulary is padded if ``tp`` does not divide it.
         stages: layers of every stage, for a HybridModel's pattern; empty: no division into stages.
+
+    Raises:
+        ValueError: a value in ``config`` is invalid.
     """
     shapes = [model.kinds[kind] for kind in model.layer_kinds] or [LayerShape()] * model.layers
     groups, unsaid = _size_flags(model, shapes, tp, stages)

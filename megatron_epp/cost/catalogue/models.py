@@ -32,7 +32,7 @@ class Model:
 
     Attributes:
         name: name on the command line.
-        layers: number of layers, MTP layers included.
+        layers: number of layers, including those of MTP.
         hidden: hidden size.
         ffn_hidden: hidden size of a dense MLP.
         heads: number of attention heads.
@@ -44,6 +44,9 @@ class Model:
         kinds: shapes of the layer kinds by name; empty: all layers have the default shape.
         pattern: kinds of the layers in order, as in ``3*dense 58*experts``; needed if there are
             several kinds.
+
+    Raises:
+        ValueError: a field is invalid, or fields contradict each other.
     """
 
     name: str
@@ -114,7 +117,7 @@ class Model:
 
     @property
     def mtp_layers_count(self) -> int:
-        """Number of MTP layers, which follow all other layers and are on the last stage."""
+        """Number of layers from the first MTP layer on; they are on the last stage."""
         shapes = self.shapes
         predicts = [shapes[kind].heads > 0 for kind in self.layer_kinds]
         return len(predicts) - predicts.index(True) if True in predicts else 0
@@ -321,7 +324,10 @@ def require_no_like(name: str, like: str | None) -> None:
 def model_config(name: str, like: str | None = None) -> HubConfig | None:
     """Return the model's config.json, which has properties beyond its shape.
 
-    Return None if the model has no config.json, such as a model in this project's own JSON form.
+    Return None if the model is unknown or has no config.json, as in this project's own JSON form.
+
+    Raises:
+        ValueError: the config.json is invalid.
     """
     if name in MODELS:
         return catalogue_config(name, CONFIGS[name]) if name in CONFIGS else None

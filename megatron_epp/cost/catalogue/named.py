@@ -60,7 +60,7 @@ def read_json(what: str, path: str) -> Any:
     """Return the value in the JSON file at ``path``; ``what`` names its kind in errors.
 
     Raises:
-        ValueError: the file cannot be read; the message is one line.
+        ValueError: the file cannot be read or is not JSON; the message is one line.
     """
     try:
         data = read_bounded(path, _MOST_BYTES, "a description in JSON")

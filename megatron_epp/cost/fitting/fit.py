@@ -53,6 +53,10 @@ class Sample:
         value: seconds or bytes.
         kinds: kind of each layer of the stage; empty: the profile has only one kind.
         columns: additional columns of these kinds, with the quantities of the chunk.
+
+    Raises:
+        ValueError: ``kinds`` and ``choice`` differ in length, a mode is unknown, or the tokens are
+            invalid.
     """
 
     choice: str
@@ -134,6 +138,9 @@ def fit_profile(
         near: whether seconds stay near those of the template where samples allow it. This is useful
             if samples, such as those of one pipeline, do not separate layers from embedding and LM
             head.
+
+    Raises:
+        ValueError: a measured time is not a finite number above 0.
     """
     fields: dict = {"provenance": provenance, "tp": tp, "cp": cp}
     quality: dict[str, Quality] = {}

@@ -60,7 +60,7 @@ def measured_profile(
     """Return the profile of all layer kinds; it describes the fastest pipeline rank of all.
 
     Args:
-        of_kinds: readings of all ranks by layer kind, the first kind first.
+        of_kinds: readings of all ranks by layer kind, starting with the model's first kind.
         model: sizes of the model.
         origin: origin of the profile.
         where: conditions of the measurements.
@@ -303,7 +303,7 @@ def _slower(measured: Profile, template: Profile) -> float:
 def measured_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float, ...]:
     """Return every pipeline rank's seconds relative to the fastest rank.
 
-    The result is empty if ranks differ by less than DIFFER. Ranks with the same layer kind are
+    The result is empty if ranks differ by a factor below DIFFER. Ranks with the same layer kind are
     compared by the median over replicas, and over F and B of the chunks that all of them measured.
     A rank that has no kind in common with other ranks is assumed to have their average speed.
     """

@@ -26,7 +26,8 @@ class Refit:
 def refit(profile: Profile, samples: Mapping[Kind, Sequence[Sample]]) -> Refit | None:
     """Return a profile fitted to ``samples``, or None if it is not better on held-out samples.
 
-    ``samples`` contains measured seconds of ops by kind.
+    ``samples`` contains measured seconds of ops by kind. The result is None, too, if there are
+    fewer than LEAST of them.
     """
     if sum(map(len, samples.values())) < LEAST:
         return None

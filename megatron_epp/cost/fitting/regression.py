@@ -65,7 +65,8 @@ def fit(
         what: name of the measured quantity, for error messages.
 
     Raises:
-        ValueError: the numbers of rows differ, or a measurement is not a finite number above 0.
+        ValueError: there are no rows, the numbers of rows differ, a feature is not finite, or a
+            measurement is not a finite number above 0.
     """
     rows_RN = np.asarray(features, np.float64)
     values_R = np.asarray(measured, np.float64)

@@ -1,7 +1,7 @@
 """Cost of splitting a backward, from the times of the full backward and its halves.
 
-I and W together take longer than B: by a fraction of B and by a constant per chunk. The seconds of
-W are proportional to tokens; I takes the remaining seconds.
+I and W together take longer than B: by a fraction of B and by a constant per chunk. W takes seconds
+in proportion to tokens and half of this constant; I takes the remaining seconds.
 """
 
 import dataclasses
@@ -44,6 +44,8 @@ class SplitSeconds:
 
 def with_split(profile: Profile, splits: Sequence[SplitSeconds]) -> Profile:
     """Return ``profile``, whose B was measured, with I, W and their bytes from ``splits``.
+
+    ``splits`` must contain times of one layer for SMALL_TOKENS and for more tokens, and bytes.
 
     If I leaves nothing for W, no linear of the layer defers its weight gradient: I takes as long as
     B, and W takes no time.

@@ -1,8 +1,8 @@
 """Layer: the shape that defines its kind, and the sums of its sublayers.
 
 :data:`PARTS` is the registry of sublayers. A new layer kind needs a class in this registry, and a
-class of its sizes from which :class:`LayerShape` inherits. Nothing else in the cost model depends
-on the existing sublayers.
+class of its sizes from which :class:`LayerShape` inherits. Outside this package, only the catalogue
+of models names sublayers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,6 +47,9 @@ class LayerShape(
     """Sizes that define a layer kind; the fields are those of the base classes.
 
     The defaults describe a layer with attention over the whole context and a dense MLP.
+
+    Raises:
+        ValueError: a size is invalid, sizes are inconsistent, or the layer has no sublayer.
     """
 
     def __post_init__(self):
@@ -91,7 +94,8 @@ def kind_names(shapes: Sequence[LayerShape]) -> dict[LayerShape, str]:
     """Return a name for each kind among the ``shapes`` of a model's layers.
 
     The name consists of the words that distinguish the kind from the model's other kinds. If all
-    layers are equal, the words distinguish them from the default layer, which has no name.
+    layers are equal, the words distinguish them from the default layer; if they are default layers,
+    the result is empty.
     """
     words = {shape: shape.words for shape in shapes}
     if len(words) == 1:

@@ -132,10 +132,10 @@ class GatedDeltaNetPart(_SSMPart):
     def of(cls, model: Decoder, shape: Any) -> Sublayer:
         """Return the quantities of a gated delta net.
 
-        Saved are the projections, the convolution's output, normalised Q and K of every head, and
-        outputs before and after norm and gate. The flops of the scan cover the terms of Mamba (here
-        with keys for each head), the triangular system, and the computation of the values that the
-        update subtracts from the state.
+        The saved channels are those of the projections, the convolution's output, the normalised Q
+        and K of every head, and the outputs before and after norm and gate. The flops of the scan
+        cover the terms of Mamba-2 (here with keys for each head), the triangular system, and the
+        computation of the values that the update subtracts from the state.
         """
         common, inner = super().of(model, shape), shape.state_inner
         block, keys = BLOCK // 2, shape.delta_heads * shape.state_keys

@@ -35,7 +35,7 @@ class Dimension:
 
     Attributes:
         nodes: number of nodes that are joined.
-        rails: number of rings that a node is on.
+        rails: number of rails that a node is on; each uses two of its ports.
         bytes_per_second: rate of a node in one direction, over all rails of the dimension.
     """
 

@@ -56,6 +56,9 @@ class Topology:
         hosts: names of the nodes, row by row; empty: none.
         column_load: load of the busiest link in a column, relative to a grid without failures. It
             exceeds 1 if nodes replace failed nodes of other columns.
+
+    Raises:
+        ValueError: a field is invalid, or fields contradict each other.
     """
 
     name: str
@@ -147,6 +150,8 @@ class Topology:
 
     def dimensions(self, link: float, alone: int = 0) -> list[Dimension]:
         """Return the dimensions of a row, and of a column; empty if switches join the nodes.
+
+        A dimension of one node is left out.
 
         Args:
             link: bytes per second of a node, divided evenly over row and column.
@@ -301,10 +306,13 @@ class Network:
         """Return the seconds of dispatching tokens to the experts on ``size`` devices.
 
         Args:
-            copy: bytes of one copy of all tokens.
+            copy: bytes that a device sends if it sends one copy of each of its tokens.
             copies: copies of each token, one for each expert that it chooses.
             size: expert-parallel size.
             once: whether each node or device receives a token at most once.
+
+        Raises:
+            ValueError: the grid has fewer nodes than the group needs.
         """
         here, nodes = self.placed(size, 1)
         inside = at_most(self.inside_bytes_per_second, min(size, here))
@@ -322,6 +330,9 @@ class Network:
         Bus bandwidth is counted as in nccl-tests: bytes * (size - 1) / size over seconds. A ring
         over several nodes enters and leaves a node once, for all members on the node. The group has
         ``size`` members; ``stride`` is the distance between the ranks of neighbouring members.
+
+        Raises:
+            ValueError: the grid has fewer nodes than the group needs.
         """
         here, nodes = self.placed(size, stride)
         inside = at_most(self.ring_bytes_per_second, size)
@@ -336,6 +347,9 @@ class Network:
 
         Stages are the outermost dimension of ranks. Adjacent stages are therefore in one node only
         if that node contains all stages of all replicas.
+
+        Raises:
+            ValueError: the grid has fewer nodes than two stages need.
         """
         if devices * replicas * stages <= self.node_devices:
             return devices * at_most(self.ring_bytes_per_second, 2)
