@@ -16,7 +16,9 @@ def run(arguments: argparse.Namespace) -> int:
         status = run(parse(["check", "p.plan"]))  # parse of cli.options
 
     Raises:
-        PlanError: if a plan breaks a rule; the message names the op.
+        PlanError: if a plan is invalid, cannot run, or exceeds the memory budget.
+        ValueError: if the file cannot be read.
+        UsageError: if the options of the machine contradict each other or the plan.
     """
     plans, step = read_plans(arguments.plan)
     require_runnable(plans, step, arguments.plan)

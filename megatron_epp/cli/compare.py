@@ -46,7 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         status = run(parse([*options, "--pp", "4", "--tp", "8"]))  # parse of cli.options
 
     Raises:
-        ValueError: if no planner can plan any batch.
+        UsageError: if options are missing or contradict each other.
+        ValueError: if the corpus cannot be used, or no planner can plan any batch.
     """
     default = (*COMPARED, STOCK, *comparison_methods())
     names = [known_planner(name, STOCK) for name in dict.fromkeys(arguments.planner or default)]

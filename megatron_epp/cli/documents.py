@@ -43,7 +43,7 @@ class Batches:
     Attributes:
         corpus: the corpus.
         size: number of documents in a batch; None: the only batch is all documents in file order.
-        seed: seed of the order.
+        seed: seed of the shuffle.
         share_from: minimum number of equal tokens of a shared prefix; None: tokens are not read.
         depths: number of MTP layers.
     """

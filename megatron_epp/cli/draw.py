@@ -31,8 +31,9 @@ def run(arguments: argparse.Namespace) -> int:
         status = run(parse(["draw", "p.plan", "-o", "p.html"]))  # parse of cli.options
 
     Raises:
-        UsageError: if the suffix of --output is unknown.
-        PlanError: if the plan cannot run.
+        UsageError: if the suffix of --output is unknown, or other options are invalid.
+        PlanError: if the plan is invalid or cannot run.
+        ValueError: if a file cannot be read or written, or the records are not a run of the plan.
     """
     plan, settings_text, block = read_plan(arguments.plan, arguments.replica)
     taken = recorded_settings.fill_in(arguments, settings_text)

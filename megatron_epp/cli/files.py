@@ -55,6 +55,10 @@ def read_plans(path: str) -> tuple[tuple[Plan, ...], Step | None]:
     """Return the plans of all replicas in the file at ``path`` (``-``: stdin), and the step.
 
     The step is None if the file contains a single plan instead of a step.
+
+    Raises:
+        ValueError: if the file cannot be read.
+        PlanError: if it contains no valid plan or step.
     """
     return _plans(read_text(path, "plan"), path)
 
@@ -77,8 +81,8 @@ def read_plan(path: str, replica: int) -> tuple[Plan, str | None, tuple[Plan, ..
         of its lockstep group, this plan first.
 
     Raises:
-        ValueError: if the file has no plan for ``replica``.
-        PlanError: if a plan cannot run.
+        ValueError: if the file cannot be read, or has no plan for ``replica``.
+        PlanError: if a plan is invalid or cannot run.
     """
     text = read_text(path, "plan")
     plans, step = _plans(text, path)

@@ -29,8 +29,8 @@ AUTO = "auto"  # value of an option that is chosen by the corpus's lengths
 def named_layout_cost(arguments: argparse.Namespace, planner: str) -> Cost:
     """Return the cost model of the layout that the options name.
 
-    By default, every rank has one stage, the layers are divided evenly, and the output layer is on
-    the last stage. Chunks are not padded.
+    By default, every rank has one stage, the layers are divided evenly, and the LM head is on the
+    last stage. Chunks are not padded.
 
     Args:
         arguments: options of the command.
@@ -39,7 +39,7 @@ def named_layout_cost(arguments: argparse.Namespace, planner: str) -> Cost:
     Raises:
         UsageError: if an option is missing or has no effect, or two options decide the same
             setting.
-        ValueError: if the model states do not fit.
+        ValueError: if a name or file is not valid, or the model states do not fit in memory.
     """
     layers = tuple(arguments.layers) if arguments.layers else None
     pp = arguments.pp

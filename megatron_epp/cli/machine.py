@@ -80,7 +80,8 @@ def cost_of(
 
     Raises:
         UsageError: if options are missing or contradict each other.
-        ValueError: if the model states do not fit.
+        ValueError: if a name or file is not valid, the sizes do not fit the model, or the model
+            states do not fit in memory.
     """
     profile = Profile.load(arguments.cost_model) if arguments.cost_model else None
     zero = int(arguments.zero or 1)

@@ -129,7 +129,7 @@ def outcome(
         run: runner that maps a function over tasks, in this process or in worker processes.
 
     Raises:
-        ValueError: if the batch cannot be planned.
+        ValueError: if the batch cannot be planned, or ``planner`` does not support lockstep.
     """
     results: tuple[PlannerResult, ...]
     free, lengths = None, lengths_of(documents)
@@ -166,10 +166,11 @@ def outcome(
 
 
 def known_planner(name: str, *baselines: str) -> str:
-    """Return ``name``, one of ``baselines`` or of a planner.
+    """Return ``name`` if it is one of ``baselines`` or the name of a planner.
 
     Raises:
-        ValueError: if no planner has this name; the message lists near matches.
+        ValueError: if no planner has this name (the message lists near matches), or the planner is
+            not installed.
     """
     if name in baselines or name in comparison_methods():
         return name

@@ -42,8 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         status = run(parse([*options, "--pp", "4", "--tp", "8", "-o", "p.plan"]))  # cli.options
 
     Raises:
-        ValueError: if the batch cannot be planned.
-        UsageError: if options contradict each other.
+        ValueError: if the corpus cannot be used, or the batch cannot be planned.
+        UsageError: if options are missing or contradict each other.
     """
     planner = known_planner(arguments.planner)
     options = options_of(arguments)
@@ -102,6 +102,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
     Raises:
         UsageError: if an option has no effect, or two options contradict each other.
+        ValueError: if a lever or the device is unknown.
     """
     levers = levers_of(arguments)
     if arguments.host_memory_gib is not None and "offload" not in levers:

@@ -30,6 +30,11 @@ def run(arguments: argparse.Namespace) -> int:
     Example::
 
         status = run(parse(["simulate", "p.plan"]))  # parse of cli.options
+
+    Raises:
+        UsageError: if the options of the machine are missing, or contradict each other or the plan.
+        PlanError: if the plan is invalid or cannot run.
+        ValueError: if a file cannot be read or written.
     """
     plan, settings_text, block = read_plan(arguments.plan, arguments.replica)
     taken = recorded_settings.fill_in(arguments, settings_text)

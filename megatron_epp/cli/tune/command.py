@@ -53,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         status = main(options)  # megatron_epp.__main__.main, which calls run
 
     Raises:
-        UsageError: if options contradict each other.
-        ValueError: if no layout works.
+        UsageError: if options are missing or contradict each other.
+        ValueError: if the model or the corpus cannot be used, or no layout works.
     """
     the_model = model(arguments.model, arguments.like)
     config = model_config(arguments.model, arguments.like)

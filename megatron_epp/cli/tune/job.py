@@ -109,6 +109,7 @@ def job_of(
 
     Raises:
         UsageError: if an option is missing, contradicts another option, or is not supported.
+        ValueError: if the device or the topology is unknown.
     """
     if arguments.device is None:
         raise UsageError(

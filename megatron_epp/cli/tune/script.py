@@ -236,7 +236,8 @@ def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
 def layouts_line(job: TunedJob, choice: Choice) -> str:
     """Return the line of a --epp-layouts file for ``choice``, which must run --epp.
 
-    Layers are omitted for a HybridModel, and if ``choice`` has a placement: flags determine them.
+    Layers are omitted if they are even. They are also omitted for a HybridModel and with a
+    placement, because flags determine them.
     """
     layout, of_flags = choice.layout, choice.place or _model_flags(job, choice).hybrid
     even = of_flags or not layout_flags(choice.layers)

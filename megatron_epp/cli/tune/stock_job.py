@@ -1,9 +1,9 @@
 """Job of Megatron's own that is nearest to a row of stock: samples, flags and predicted time.
 
-A row of stock packs whole documents, each batch to its own best length. Megatron's samples all have
-``--seq-length`` tokens and cut documents at their ends. So the job has the length of the row's
-static packing, and as many samples as give the tokens of a batch. A batch of few packs, which are
-not full, has shorter samples instead.
+A row of stock in the table of ``tune`` packs whole documents, each batch to its own best length. In
+Megatron, all samples have ``--seq-length`` tokens, and the end of a sample cuts a document. The job
+therefore has the best length that is the same for all batches, and as many samples as give the
+tokens of a batch. If a batch has few packs, which are not full, its samples are shorter instead.
 """
 
 import math
@@ -82,8 +82,8 @@ def stock_job(job: TunedJob, choice: Choice, of_model: ModelFlags) -> StockJob:
 def connections(job: TunedJob, choice: Choice) -> int:
     """Return the value of CUDA_DEVICE_MAX_CONNECTIONS for a row.
 
-    Before Blackwell, Megatron's own schedules need one hardware queue with tensor or context
-    parallelism: their overlap depends on the order of issue.
+    It is 1 for Megatron's own schedules with tensor or context parallelism on devices before
+    Blackwell, because their overlap depends on the order of issue. Otherwise it is 32.
     """
     split = choice.layout.tp * choice.layout.cp > 1
     return 1 if choice.stock and split and job.device.name not in BLACKWELL else 32
