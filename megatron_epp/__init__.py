@@ -216,7 +216,8 @@ def attach(
         ``slicing``; if it is False, every micro-batch is one chunk.
 
     Raises:
-        ValueError: the model cannot run slices; the message gives the reason in one line.
+        ValueError: the model cannot run slices, an argument is invalid, or ``timeout`` or
+            ``observe`` is given after the first call.
 
     Example::
 

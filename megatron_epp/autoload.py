@@ -1,7 +1,7 @@
 """Entry point of torch (``torch.backends``): an answer to MEGATRON_EPP=1, which has no effect.
 
-The variable turned on an earlier mode, which slices replace. An error here would abort every import
-of torch, so this module prints one line, and Megatron's own schedule runs.
+The variable turned on an earlier mode (scheduling mode), which was removed. An error here would
+abort every import of torch, so this module prints one line, and Megatron's own schedule runs.
 """
 
 import os

@@ -6,7 +6,7 @@ _STARTED = time.time()
 
 
 def run() -> None:
-    """Train a GPT by Megatron's flags.
+    """Train the GPT that Megatron's flags describe.
 
     Imports are local, because Megatron's checkpoint writer processes import this file again.
     """

@@ -9,7 +9,7 @@ _STARTED = time.time()
 
 
 def run() -> None:
-    """Train a HybridModel by Megatron's flags.
+    """Train the HybridModel that Megatron's flags describe.
 
     Imports are local, because Megatron's checkpoint writer processes import this file again.
     """

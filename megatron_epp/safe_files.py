@@ -41,6 +41,7 @@ def bounded_lines(path: str | Path, expected: str) -> Iterator[tuple[int, bytes]
 
     Raises:
         ValueError: if a line is longer than ``MOST_TEXT_BYTES``; the message contains ``expected``.
+        OSError: if the file cannot be read.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MOST_TEXT_BYTES + 1), b""), 1):
@@ -59,7 +60,9 @@ def bounded_text(path: str | Path, expected: str, errors: str = "strict") -> str
         errors: error handling of ``bytes.decode``.
 
     Raises:
-        ValueError: if the file is too long, a pipe, or (with "strict") not UTF-8.
+        ValueError: if the file is longer than ``MOST_TEXT_BYTES``, is a pipe in a folder, or (with
+            "strict") is not UTF-8.
+        OSError: if the file cannot be read.
     """
     data = read_bounded(path, MOST_TEXT_BYTES, expected)
     try:

@@ -27,7 +27,8 @@ class Frame:
         modes: recompute modes to draw from.
         lockstep: number of replicas that shard experts and so run in lockstep; 1 for none.
         vocabulary_parallel: whether all stages shard the LM head (ops H and G).
-        ranks: number of context-parallel ranks of a stage; a document may run on only one rank.
+        ranks: number of context-parallel ranks of a stage. If it exceeds 1, some documents are
+            single-rank documents.
         place: pipeline rank of every stage; () if stage i is on rank i.
         alone: in half of the batches, every document is one chunk, as in the reference model, and
             its length is a multiple of ``alone``; 0 for no such batches.
@@ -272,9 +273,9 @@ def _first_input(chunk: Chunk, assignment: tuple[int, ...]) -> bool:
 
 
 def random_lengths(number: int, random: Random, least: int) -> list[int]:
-    """Return random lengths of more than ``least`` documents; ``number`` selects a distribution.
+    """Return the tokens of more than ``least`` documents; ``number`` selects a distribution.
 
-    The four distributions together lead to every kind of chunk. Documents of fewer than 8 inputs
+    The four distributions together lead to every kind of chunk. Documents of fewer than 8 tokens
     are not sliced.
     """
     assert LONGEST < CONTEXT
@@ -438,9 +439,9 @@ def _chunk_kinds(plan: Plan) -> list[str]:
 
 
 def most_offloaded(plan: Plan, rank: int, counts: Callable[[Chunk], bool]) -> int:
-    """Return the largest number of layers of ``rank`` that are in host memory at a time.
+    """Return the largest number of (layer, chunk) pairs of ``rank`` in host memory at a time.
 
-    Only the layers of chunks for which ``counts`` returns true are included.
+    Only chunks for which ``counts`` returns true are included.
     """
     away = [
         [

@@ -135,7 +135,7 @@ def start_context(
 def answer_requests(requests: Connection, role: Role, backend: Backend) -> None:
     """Call the method of each request ``(method, arguments)``, and send back its result.
 
-    The process of a rank runs this function. It ends with its parent.
+    Every child process runs this function. The process ends with its parent.
     """
     _redirect(role.log)
     os.environ.update(OMP_NUM_THREADS="1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")

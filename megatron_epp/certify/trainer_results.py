@@ -28,7 +28,7 @@ class TrainerReference(Reference):
     """Results of the reference model.
 
     Attributes:
-        loss: loss per token, in training and in evaluation.
+        loss: loss per token, which is the same in training and in evaluation.
         unit: divisor of the error of ``loss``.
         tokens: sum of the loss masks.
         replicas: number of replicas.

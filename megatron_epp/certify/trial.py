@@ -1,7 +1,8 @@
 """Settings of a certificate, each with a flag; all other flags describe the model.
 
-To add a degree of parallelism, add a field to :class:`Degrees` and :class:`DegreeFlags`. The
-function ``implied_flags`` adds the flags of Megatron that follow from a setting.
+To add a degree of parallelism, add a field to :class:`Degrees` and :class:`DegreeFlags`, and set it
+in :func:`read_as`. The function :func:`implied_flags` returns the flags of Megatron that follow
+from a setting.
 """
 
 import argparse
@@ -88,7 +89,8 @@ class DescribedModelFlags:
         """Return Megatron's flags for ``name`` on ``pp`` stages; ``like`` replaces its model_type.
 
         Raises:
-            ValueError: if flags cannot express the model.
+            ValueError: if the model is unknown or invalid, flags cannot express it, or it has fewer
+                than ``pp`` layers.
         """
         described = known_model(name, like)
         layers = even_layers(described.layers, pp)
@@ -117,6 +119,10 @@ class Trial:
         interfere: Python file with which tests break the executor (protocol.py).
         device: cpu or cuda.
         dtype: float64 or bf16.
+
+    Raises:
+        ValueError: if a number is too small, there are too many ranks, or adapters are not in
+            float64.
     """
 
     OMIT: ClassVar = ("degrees", "models", "interfere")
@@ -190,7 +196,7 @@ class _Parser(argparse.ArgumentParser):
 def certify_parser(settings: type[Trial] = Trial) -> argparse.ArgumentParser:
     """Return the parser of all flags of the command except the model flags.
 
-    The fields of ``settings`` are flags.
+    The fields of ``settings`` are flags, except for those in ``settings.OMIT``.
     """
     parser = _Parser(
         prog="megatron_epp certify",

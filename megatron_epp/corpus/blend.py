@@ -9,9 +9,9 @@ ascending due time, so the tokens drawn from a corpus match its weight to within
     due times                                      a: 2 6 10 14 ...   b: 6 18 ...
     order                                          a a b a a a b ...
 
-The order is computed by blocks, so that a start takes as long for any number of iterations. All
-epochs of a corpus have the same number of tokens, so the place of a document in the order follows
-from the number of whole epochs before it and from one permutation.
+The order is computed in blocks, so the time of a start does not depend on the number of iterations.
+All epochs of a corpus have the same number of tokens, so the place of a document in the order
+follows from the number of complete epochs before it and from one permutation.
 """
 
 from collections.abc import Callable, Sequence

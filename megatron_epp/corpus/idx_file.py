@@ -93,7 +93,9 @@ def read_index(index: Path) -> CorpusFiles:
     Time is linear in the size of the index; at most one block of the index is in memory.
 
     Raises:
-        ValueError: the file is not an index, is damaged, or describes another ``.bin``.
+        ValueError: the file is not an index, is damaged, has no document, has another version or
+            token type, or describes another ``.bin``.
+        OSError: the file cannot be read.
     """
     index_bytes = index.stat().st_size
     with index.open("rb") as file:

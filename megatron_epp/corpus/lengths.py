@@ -68,8 +68,8 @@ class Corpus:
         inputs: [documents] int64, input tokens of each document.
         counts: numbers of truncated, dropped, split and other sequences (overlong.py).
         note: how tokens of texts were counted; empty if the source contains lengths.
-        groups: documents with shared prefixes of every line of a list, if there are any. Batches
-            consist of complete groups.
+        groups: documents of every line of a text file, if a line has shared prefixes; otherwise
+            empty. Batches consist of complete groups.
         document_tokens: tokens of the documents; None if the source has only lengths, or texts
             without a tokenizer.
     """
@@ -98,7 +98,10 @@ class Corpus:
         """Return batch ``index`` as :meth:`batch` does, or all documents if ``size`` is None.
 
         If the corpus has groups, a batch consists of as many groups as are needed for ``size``
-        documents. ``seed`` is the seed of the order.
+        documents. ``seed`` is the seed of the shuffle.
+
+        Raises:
+            ValueError: an argument is out of range.
         """
         if self.groups:
             return self._groups_of(index, size or len(self.inputs), seed, size is None)
@@ -112,9 +115,12 @@ class Corpus:
         Args:
             index: number of the batch.
             size: number of documents in a batch; None: all documents.
-            seed: seed of the order.
+            seed: seed of the shuffle.
             least: minimum number of tokens of a shared prefix.
             depths: number of MTP layers.
+
+        Raises:
+            ValueError: an argument is out of range, or tokens cannot be read.
         """
         assert self.document_tokens is not None, "the source has no tokens"
         every = np.arange(len(self.inputs))
@@ -124,7 +130,7 @@ class Corpus:
     def batch(self, index: int, size: int, seed: int = DEFAULT_SEED) -> tuple[int, ...]:
         """Return the lengths of the ``size`` documents of batch ``index``, as training draws it.
 
-        ``seed`` is the seed of the order.
+        ``seed`` is the seed of the shuffle.
 
         Raises:
             ValueError: an argument is out of range.
@@ -180,6 +186,7 @@ def open_corpus(
 
     Raises:
         ValueError: the corpus cannot be used; the message names a remedy.
+        ModuleNotFoundError: pyarrow or tokenizers is needed and not installed.
     """
     require_policy(overlong)
     if context < 0:
@@ -271,7 +278,8 @@ def read_lengths(path: Path, context: int = 0) -> tuple[np.ndarray, tuple[Prefix
         [documents] int64 lengths, and the group of every line; () if no line has a prefix.
 
     Raises:
-        ValueError: the file cannot be read, or a line is not a length or a group.
+        ValueError: the file cannot be read, a line is not a length or a group, or a document of a
+            group exceeds ``context``.
     """
     try:
         # A limit, because a .gz of one megabyte can hold a thousand times as much.

@@ -96,6 +96,9 @@ class LossMasks:
             overlong: policy for longer documents.
             first_sequence: number of the first sequence.
             count: number of sequences; None: all sequences from ``first_sequence`` on.
+
+        Raises:
+            ValueError: ``overlong`` is not a policy, or a byte is neither 0 nor 1.
         """
         require_policy(overlong)
         rest = len(self.lengths) - first_sequence
@@ -172,7 +175,10 @@ def index_of_split(
         split: (first sequence, end) of the split.
         context: maximum input tokens of a document; 0: no limit.
         overlong: policy for longer documents.
-        masks: loss masks of the corpus. With masks, a document ends at its last target.
+        masks: loss masks of the corpus, if any. With masks, a document ends at its last target.
+
+    Raises:
+        ValueError: ``overlong`` is not a policy, or a byte of the masks is neither 0 nor 1.
     """
     first, stop = split
     if masks is not None:
@@ -184,8 +190,8 @@ def examine_masks(files: CorpusFiles) -> LossMasks | None:
     """Return the loss masks of a corpus, or None if it has none; read only the masks' index.
 
     Raises:
-        ValueError: one of the masks' two files is missing or damaged, or its sequences have the
-            lengths of other tokens.
+        ValueError: one of the masks' two files is missing or damaged, the masks are not bytes, or
+            the lengths of their sequences are not those of the corpus.
     """
     prefix = files.prefix + SUFFIX
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")

@@ -101,10 +101,13 @@ def apply_context(
     """Return documents of at most ``context`` input tokens; apply ``overlong`` to longer sequences.
 
     Args:
-        inputs: [sequences] int, input tokens of each sequence; sequences with 0 are skipped.
+        inputs: [sequences] int, input tokens of each sequence; sequences without any are skipped.
         context: maximum input tokens of a document; 0: no limit.
         overlong: policy for longer documents: truncate, drop, or split into documents of their own.
         first_sequence: number that the first sequence of ``inputs`` has in its file.
+
+    Raises:
+        ValueError: ``overlong`` is not a policy.
     """
     require_policy(overlong)
     usable = inputs >= 1

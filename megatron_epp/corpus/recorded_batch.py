@@ -5,7 +5,8 @@
     # corpus: sequences 0:1980 of 2000, 912345 tokens, weight 0.7, /data/b
     step v1
 
-Document d of the global batch is sample 12 + d of training. The sequences are those of --split.
+Document d of the global batch is sample 12 + d of training. Of the 1000 sequences of ``/data/a``,
+990 are in the training split (--split).
 """
 
 import re
@@ -56,7 +57,7 @@ class RecordedBatch:
 
     Attributes:
         sample: number of the batch's first sample.
-        seed: seed of the order.
+        seed: seed of the shuffle.
         context: maximum input tokens of a document.
         overlong: policy for longer documents (overlong.py).
         blend: unit of the weights, tokens or documents (blend.py).

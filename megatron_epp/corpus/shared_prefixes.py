@@ -183,7 +183,7 @@ class PrefixForest:
     def of(self, sequences: Sequence[int]) -> "PrefixForest":
         """Return the forest of some of the sequences, numbered as in ``sequences``.
 
-        A node that no longer ends a sequence and has a single child is one node with it.
+        A node that no longer ends a sequence and has a single child is merged with the child.
         """
         last = [self.last[sequence] for sequence in sequences]
         holder: dict[int, int] = {}  # first of the sequences that holds a node

@@ -72,6 +72,10 @@ def text_tokens(path: Path, tokenizer: str, chosen: Sequence[int]) -> dict[int, 
     folder. Each array is [inputs + 1] int64. Negative numbers stand for tokens that are counted
     without their text, as in ChatML: the start, the role and the line end before a message, and the
     end after it. One more such token ends the document.
+
+    Raises:
+        ValueError: a document is invalid, or the file or the tokenizer cannot be read.
+        ModuleNotFoundError: pyarrow or tokenizers is needed and not installed.
     """
     numbers = sorted({*chosen})
     _, rows = _rows(path, numbers)

@@ -1,9 +1,10 @@
 """Prefixes that documents share, found in their tokens.
 
-Two rows are equal if their tokens are, and the 1 + D tokens after each, which the row predicts (D
-MTP layers). So a prefix ends 1 + D tokens before its documents part:
+With D MTP layers, each token predicts the 1 + D tokens after it. Two documents share a token only
+if they also share all tokens that it predicts. A prefix therefore ends 1 + D tokens before the
+first token that differs:
 
-    a b c d e        D = 0: the rows of a and b are shared, as both predict the same
+    a b c d e        D = 0: a and b are shared, but not c, which predicts d or x
     a b c x
 """
 

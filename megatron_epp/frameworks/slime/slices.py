@@ -33,7 +33,8 @@ _MAKES_LOG_PROBS = "calculate_log_probs_and_entropy"
 class SlimeSamples(TokenSamples):
     """Adapter of slime's micro-batches.
 
-    ``args`` are slime's arguments.
+    Args:
+        args: slime's arguments.
 
     Raises:
         ValueError: Slices do not support the arguments.
@@ -82,6 +83,9 @@ def before_train_step(
         model: The list of model chunks.
         optimizer: Unused.
         scheduler: Unused.
+
+    Raises:
+        ValueError: Slices do not support the arguments or the model.
     """
     _attach(args, model)
 
