@@ -97,18 +97,19 @@ class AcceptedSteps:
         following: Following | None,
         forward_only: bool,
     ) -> AcceptedStep:
-        """Return the accepted step for a batch, and request plans of the next steps. Collective.
+        """Return the accepted step for a batch on all ranks, and request plans of the next steps.
 
         Args:
             iteration: number of the iteration.
             lengths: tokens of each document of the global batch.
-            following: function that returns the document lengths of later batches; None if nothing
-                should be planned ahead.
+            following: function of n that returns the document lengths of the batch n iterations
+                later (step_source.Following); None if nothing should be planned ahead.
             forward_only: whether the step is an evaluation.
 
         Raises:
             PlanError: the ranks have different steps, a rank has no step, or this job cannot run
                 the step.
+            RuntimeError: the connection to a rank is lost.
         """
         self.current_op.enter("the plan that all ranks agree on")
         try:
@@ -230,6 +231,7 @@ def accept(
 
     Raises:
         PlanError: the replica cannot run the step; the text gives the reason.
+        ValueError: the tokens of a document, which the step shares, cannot be read.
     """
     step, source = sourced.step, sourced.source
     if step.replicas != replicas:

@@ -73,8 +73,9 @@ class CostMonitor:
             cost: cost model that predicts the ops.
             plan: plan of this rank's replica.
             records: measured ops of this rank.
-            block: plans of the lockstep group. In lockstep, an op takes as long as the slowest
-                replica's op, so the prediction and the sample are those of the slowest replica.
+            block: plans of the lockstep group; () for ``plan`` alone. In lockstep, an op takes as
+                long as the slowest replica's op, so the prediction and the sample are those of the
+                slowest replica.
         """
         each = [
             [(one, other) for one in residuals(other, cost.table(other), records)]
@@ -117,9 +118,9 @@ class CostMonitor:
     def refit(self, iteration: int, cost: Cost) -> Profile | None:
         """Refit the cost model if predictions are wrong; return the new one or None.
 
-        The new cost model applies from the next iteration on. Rank 0 logs it and saves it in
-        ``folders``. In a resumed run, this method first returns the earlier run's refits, after
-        the same iterations as in that run. Collective while ``drift.alarmed`` is true.
+        All ranks of the job must call this method. The new cost model applies from the next
+        iteration on. Rank 0 logs it and saves it in ``folders``. In a resumed run, this method
+        first returns the earlier run's refits, after the same iterations as in that run.
         """
         recorded = self._recorded.pop(iteration + 1, None)
         if recorded is not None:
@@ -177,8 +178,12 @@ class CostMonitor:
     def resume(self, folder: str | None, iteration: int) -> Profile | None:
         """Load the refits of the run in ``folder``; return the one that applies at ``iteration``.
 
-        Return None if none applies. :meth:`refit` later returns the refits that apply from later
-        iterations on. All refits are copied to this run's folders. Collective over the job.
+        All ranks of the job must call this method. The result is None if no refit applies, or this
+        job may not refit. :meth:`refit` returns the refits of later iterations when they are due.
+        All refits are copied to this run's folders.
+
+        Raises:
+            PlanError: a refit cannot be read or parsed.
         """
         if not (folder and self.may_refit):
             return None

@@ -1,6 +1,6 @@
 """Detection of iterations whose time differs from the prediction, and of slow ranks.
 
-Each warning advises the user what to do, or that nothing needs to be done.
+A warning says what the user should do about it.
 """
 
 import statistics
@@ -22,7 +22,8 @@ class Drift:
     Attributes:
         may_refit: whether the job measured its cost model itself, and refits it if predictions are
             wrong.
-        alarmed: whether the median relative error of recent predictions exceeds ``BAND``.
+        alarmed: whether the median relative error of the last ``RECENT`` predictions exceeds
+            ``BAND`` in absolute value.
     """
 
     may_refit: bool = False

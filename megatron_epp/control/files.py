@@ -29,7 +29,11 @@ _SCRATCH = "megatron_epp-"
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` so that a reader sees either the old or the new text.
 
-    This also holds after a power failure; see :func:`~megatron_epp.safe_files.replace_file`.
+    This also holds after a power failure; see :func:`~megatron_epp.safe_files.replace_file`. The
+    folder is created if missing.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, text, durable=True)
@@ -71,7 +75,7 @@ def claim(
     Args:
         folders: pairs (flag, folder); the flag only names the folder in error messages, and an
             empty folder or None is skipped.
-        patience_seconds: time to wait until another job releases the folders.
+        patience_seconds: maximum time to wait until another job releases the folders.
 
     Raises:
         ValueError: a folder cannot be created or written, or a running job has locked it.
@@ -113,7 +117,7 @@ def owner_of(folder: str, owner: str = "", patience_seconds: float = LOCK_PATIEN
     """Return the text of the lock in ``folder``, which names the job that claimed it.
 
     Wait up to ``patience_seconds`` until the text contains ``owner``, because a shared file system
-    may show a new text late.
+    may show a new text late. If the folder or its lock is missing, the result says so.
     """
     deadline, words = time.monotonic() + patience_seconds, "no such folder"
     while os.path.isdir(folder):

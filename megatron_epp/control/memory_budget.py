@@ -2,12 +2,13 @@
 
 Three values are learned separately:
 
-- The budget: after a rank ran out of memory, its budget is lower.
+- The budget: after a rank has run out of memory, its budget is lowered.
 - The correction: if a rank held c times the bytes that the plan predicted for chunks, the
   prediction of a later plan may be at most 1/c of the rank's budget for chunks. Predictions are
   not multiplied by c, so a constant error is learned once.
 - The routing: with experts on several devices, memory depends on the number of tokens per expert.
-  Excess memory first raises a factor on the memory of the experts' tokens only.
+  If a rank holds more than predicted, a factor on the memory of the experts' tokens is raised
+  first.
 
 Every change is an event with its iteration, saved next to the checkpoint. A resumed run therefore
 plans each iteration with the same budgets as before.
@@ -235,10 +236,12 @@ class MemoryBudget:
     def load(self, folder: str, iteration: int) -> None:
         """Read a resumed run's events; apply those of iterations up to ``iteration`` + 1.
 
-        :meth:`measured` applies each later event before the event's iteration.
+        :meth:`measured` applies each later event before the event's iteration. If ``folder`` has no
+        budget file, or the file is for another number of pipeline ranks, nothing changes.
 
         Raises:
             ValueError: the file cannot be parsed.
+            OSError: the file cannot be read.
         """
         path = Path(folder) / BUDGET_FILE
         if not path.exists():

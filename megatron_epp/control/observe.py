@@ -71,7 +71,11 @@ class Observer:
     def resume(self, iteration: int) -> None:
         """Restore the memory budgets and the cost model of a resumed run, in the first call.
 
-        Later calls do nothing. Collective in the first call.
+        All ranks of the job must make the first call; later calls do nothing.
+
+        Raises:
+            ValueError: a file of the resumed run cannot be parsed.
+            OSError: the file of memory budgets cannot be read.
         """
         if self._resumed:
             return
@@ -93,13 +97,13 @@ class Observer:
         failure: Failure | None,
         host_bytes: int = 0,
     ) -> IterationReport:
-        """Summarise this rank's records of ``step``, and gather the reports of all ranks.
+        """Summarise this rank's records of ``step``, and all-gather the reports of all ranks.
 
-        Collective. In training with a cost model, the ops are saved as samples for a refit.
+        In training with a cost model, the ops are saved as samples for a refit.
 
         Args:
             step: step that this rank ran.
-            records: timed ops of this rank.
+            records: timed ops and transfers of this rank.
             failure: op at which this rank ran out of memory; None if it did not.
             host_bytes: peak of this rank's offloaded bytes in host memory.
         """
@@ -114,7 +118,7 @@ class Observer:
     def after(self, iteration: int, done: Attempt, header: Callable[[], str]) -> None:
         """Log and record a finished training iteration, and update memory budgets and cost model.
 
-        Collective over the job.
+        All ranks of the job must call this method.
 
         Args:
             iteration: number of the iteration.
@@ -203,7 +207,7 @@ def summary_line(
 
     Args:
         iteration: number of the iteration.
-        step: step of the iteration, with predictions.
+        step: step of the iteration; its predicted peaks must not include the model states.
         report: measurements of the iteration.
         waited_seconds: time that training waited for the plan.
     """

@@ -30,7 +30,8 @@ class PlannedSteps:
 
     The assignment of documents to replicas follows from the lengths and the cost model, so it is
     equal on all hosts. Replicas in lockstep are planned together, by one rank. If a planner process
-    fails, the fallback planner plans that iteration for the same replicas, and the log says so.
+    fails, the fallback planner plans that iteration for the same replicas, and a warning is logged.
+    An evaluation is then planned in this process.
 
     Args:
         cost: cost model of the job.
@@ -112,7 +113,8 @@ class PlannedSteps:
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:
         """Plan on one rank of this lockstep group; return the plans on all ranks of the group.
 
-        Collective over the ranks of the lockstep group. Without lockstep, this group is a replica.
+        All ranks of the lockstep group must call this method. Without lockstep, this group is a
+        replica.
 
         Args:
             iteration: number of the iteration.

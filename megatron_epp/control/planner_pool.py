@@ -1,7 +1,7 @@
 """Planner processes of one replica, each of which plans a different iteration.
 
 The number of processes affects the time at which a plan is ready, but not the plan: one process
-answers each request, and the plan depends on the request's lengths only.
+answers each request, and all processes have the same settings.
 """
 
 import hashlib

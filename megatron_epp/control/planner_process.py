@@ -76,9 +76,10 @@ class PlannerProcess:
         atexit.register(self.close)
 
     def ask(self, name: str, batch: Batch, forward_only: bool) -> None:
-        """Send a request unless a request ``name`` is pending; start a new process if it has died.
+        """Send request ``name`` unless it is pending; start a new process if the old one has died.
 
-        This method does not raise the failure of a process; :meth:`reply` does.
+        ``batch`` has the document lengths or, if documents share tokens, the forest of documents.
+        If the process has failed, :meth:`reply` raises the error.
         """
         if name in self._asked:
             return

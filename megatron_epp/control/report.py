@@ -44,8 +44,8 @@ class RankReport:
     Attributes:
         replica: data-parallel rank.
         rank: pipeline rank.
-        start: start of the first op.
-        stop: end of the last op.
+        start: start of the first op or transfer, on the rank's clock.
+        stop: end of the last op or transfer, on the rank's clock.
         busy: time in compute ops.
         waiting: time in receives and sends.
         peak_bytes: peak of the bytes held for chunks.
@@ -54,7 +54,7 @@ class RankReport:
         held_bytes: bytes held for chunks when op ``failure`` ran out of memory; 0 without failure.
         host_bytes: peak bytes of the offloaded layers in host memory.
         failed_tokens: number of tokens of the chunk in ``failure``; in lockstep, the maximum over
-            the chunks of this op in all replicas of the lockstep group.
+            the chunks of this op in all replicas of the lockstep group. 0 without failure.
         chunks: number of chunks of the replica's plan.
         recomputed: fraction of the plan's layers (over all chunks) that are recomputed in full.
         recomputed_in_part: fraction of the plan's layers with selective recomputation.
@@ -92,11 +92,12 @@ class RankReport:
         Args:
             replica: data-parallel rank.
             rank: pipeline rank.
-            records: timed ops of the rank, in order.
-            predicted_busy: predicted seconds of the rank's ops.
+            records: timed ops and transfers of the rank, in order; at least one.
+            predicted_busy: predicted seconds of the rank's ops; 0 without a cost model.
             failure: op that ran out of memory; None if no op did.
             host_bytes: peak bytes of the offloaded layers in host memory.
-            block: plans of the lockstep group of ``replica``, including the plan of ``replica``.
+            block: plans of the lockstep group of ``replica``, including the plan of ``replica``. If
+                it is empty, the fields that depend on plans are 0.
         """
         modes = _layer_modes(block, replica)
         failed = () if failure is None else [p.chunks[failure.op.chunk].tokens for p in block]
@@ -238,7 +239,7 @@ class Recorder:
 
     Iteration 1 has the files ``iteration-000001.step`` and ``iteration-000001.replica-0.timed``,
     the latter for each replica. ``errors.txt`` compares predicted with measured seconds by stage,
-    op, slice and context. ``planning.csv`` contains each iteration's waiting time for its plan.
+    op, tokens and context. ``planning.csv`` has the columns ``PLANNING_COLUMNS``.
 
     Args:
         folder: folder of the files, created if missing.
@@ -277,6 +278,9 @@ class Recorder:
             cost: cost model that predicted the ops; None writes no error table.
             planning: record of the planning, for ``planning.csv``; None adds no row.
             header: comment lines before the step (corpus/recorded_batch.py).
+
+        Raises:
+            OSError: a file cannot be written.
         """
         if planning is not None:
             self._waits[iteration] = (
@@ -304,9 +308,10 @@ class Recorder:
 def gather_records(
     part: StepPart, records: tuple[Timed, ...], groups: Groups
 ) -> tuple[Step, dict[int, list[Timed]]] | None:
-    """Gather the full step and every replica's records on rank 0. Collective over all ranks.
+    """Gather the full step and every replica's records on rank 0 of the job.
 
-    ``part`` and ``records`` are those of this rank. The other ranks return None.
+    ``part`` and ``records`` are those of this rank. Rank 0 returns the step and the records by
+    replica; the other ranks return None.
     """
     text = str(part) if groups.plans else ""  # sent once for each lockstep group
     local = format_records(records) if groups.leads else ""

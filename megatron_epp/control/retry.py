@@ -36,7 +36,7 @@ class Attempt:
 class Retry:
     """Runner that repeats iterations that run out of memory, with smaller plans.
 
-    The class requires a source of steps that can plan again (PlannedSteps).
+    Only a source that plans again (PlannedSteps) allows repetition.
     """
 
     def __init__(self, steps: StepSource, groups: Groups):
@@ -52,9 +52,9 @@ class Retry:
     ) -> Attempt:
         """Run ``attempt`` until no rank runs out of memory, and return its result.
 
-        After a failed attempt in training, the memory budgets of the failed ranks are lowered.
-        After a failed evaluation, the chunks of evaluations become smaller. Rank 0 logs the change,
-        and ``undo`` runs. Collective over the job.
+        All ranks of the job must call this method. After a failed attempt in training, the memory
+        budgets of the failed ranks are lowered. After a failed evaluation, the chunks of
+        evaluations become smaller. Rank 0 logs the change, and ``undo`` runs.
 
         Args:
             iteration: number of the iteration.

@@ -13,9 +13,10 @@ Following = Callable[[int], Sequence[int] | None]
 
 
 class SharingLengths(list[int]):
-    """Lengths of a batch's documents, and a function that finds what the documents share.
+    """Lengths of a batch's documents, and a function that finds the prefixes that they share.
 
-    Only ranks that plan call :meth:`forest`, because it reads tokens.
+    A rank calls :meth:`forest` only if it plans the batch or checks a recorded plan, because the
+    function reads tokens.
     """
 
     def __init__(self, lengths: Sequence[int], forest: Callable[[], PrefixForest]):
@@ -50,7 +51,7 @@ class Planning:
 
 @dataclass(frozen=True, slots=True)
 class SourcedStep:
-    """Step or part of a step, with the text that ranks compare.
+    """Step or part of a step, with its text.
 
     Attributes:
         step: full step, which is equal on all ranks, or the part of this rank's lockstep group.
@@ -70,7 +71,7 @@ class StepSource(Protocol):
     """Source of the step of every iteration; all ranks call its methods.
 
     All ranks get the same step, or every rank gets the part of its lockstep group. If some ranks
-    raise a ValueError, :mod:`.accept` raises it on all ranks.
+    raise a ValueError, :mod:`.accept` raises a PlanError on all ranks.
     """
 
     def step(self, iteration: int, lengths: Sequence[int], forward_only: bool) -> SourcedStep:

@@ -65,8 +65,8 @@ class ChunkState:
             rows; None if no rank has such documents.
         local_documents: single-rank documents of the chunk, of all context-parallel ranks, in the
             chunk's order.
-        lockstep_tokens: tokens of the largest chunk among those that run with this chunk, on all
-            replicas that share experts; None: the number of sharded rows.
+        lockstep_tokens: largest ``tokens`` of the chunks that run at the same time, on all replicas
+            that share experts; None for the ``tokens`` of this chunk.
         repeated: if one module runs as several layers, the index of the current layer minus the
             index of the first of these layers; else 0.
     """

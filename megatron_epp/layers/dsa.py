@@ -97,7 +97,7 @@ def attend_chosen(
         state: state of the chunk.
         layer: number of the layer in the stage.
         how: parameters of the layer.
-        trains_indexer: whether the loss is computed.
+        trains_indexer: whether the loss is computed; otherwise it is 0.
         drop: whether the output is dropped after its use, and recomputed for the backward.
 
     Returns:

@@ -33,9 +33,9 @@ def attend_window(
 
     Args:
         q_THD: [queries, heads, head size] queries.
-        k_TGD: [rows, groups, head size] keys.
-        v_TGD: [rows, groups, head size] values.
-        context: k and v [P, G, D] of the rows directly before the queries.
+        k_TGD: [queries, groups, head size] keys of the same rows.
+        v_TGD: [queries, groups, head size] values of the same rows.
+        context: k and v [P, G, D] of the rows directly before the queries; P may be 0.
         before: W, the number of tokens before a query that the query sees.
         scale: scale of the logits.
     """
@@ -58,9 +58,9 @@ def attend_window_backward(
     Args:
         grad_THD: [queries, heads, head size] gradient of the output.
         q_THD: [queries, heads, head size] queries.
-        k_TGD: [rows, groups, head size] keys.
-        v_TGD: [rows, groups, head size] values.
-        context: k and v [P, G, D] of the rows directly before the queries.
+        k_TGD: [queries, groups, head size] keys of the same rows.
+        v_TGD: [queries, groups, head size] values of the same rows.
+        context: k and v [P, G, D] of the rows directly before the queries; P may be 0.
         out_THD: [queries, heads, head size] output of the forward.
         lse_HT: [heads, queries] log-sum-exp of the forward.
         before: W, the number of tokens before a query that the query sees.

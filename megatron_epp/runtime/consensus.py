@@ -15,7 +15,7 @@ from megatron_epp.ir import PlanError
 def broadcast_text(
     text: str | None, error: str | None, group: dist.ProcessGroup, source: int = 0
 ) -> str:
-    """Broadcast ``text``, or ``error``, from rank ``source`` of a gloo group. Collective.
+    """Broadcast ``text``, or ``error``, from rank ``source`` of a gloo group.
 
     Args:
         text: text that ``source`` sends; ignored on other ranks.
@@ -24,7 +24,7 @@ def broadcast_text(
         source: rank in the group that sends.
 
     Returns:
-        The text of ``source``.
+        The text of ``source``; "" for None.
 
     Raises:
         PlanError: on every rank, if ``source`` sends an error.
@@ -40,7 +40,7 @@ def broadcast_text(
 def broadcast_result(
     make: Callable[[], str | None], group: dist.ProcessGroup, source: int = 0
 ) -> str:
-    """Call ``make`` on rank ``source`` of ``group``, and broadcast its text. Collective.
+    """Call ``make`` on rank ``source`` of a gloo ``group``, and broadcast its text ("" for None).
 
     Raises:
         PlanError: on all ranks, if ``make`` raises a ValueError.
@@ -55,7 +55,7 @@ def broadcast_result(
 
 
 def largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
-    """All-reduce ``values`` to their element-wise maximum over a CPU ``group``. Collective."""
+    """All-reduce ``values`` to their element-wise maximum over a CPU ``group``."""
     every = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(every, dist.ReduceOp.MAX, group=group)
     return every.tolist()
@@ -80,7 +80,7 @@ def same_digests(bounds: Sequence[float]) -> bool:
 
 
 def require_same(facts: Mapping[str, str], group: dist.ProcessGroup, expected: str) -> None:
-    """Compare the ``facts`` that ranks of ``group`` see. Collective, on the host.
+    """All-gather the ``facts`` that ranks of ``group`` see, and check that they are equal.
 
     Args:
         facts: for each flag or folder, a text that describes its state on this rank.
@@ -106,14 +106,14 @@ def require_same(facts: Mapping[str, str], group: dist.ProcessGroup, expected: s
 
 
 def all_gathered[T](value: T, group: dist.ProcessGroup) -> list[T]:
-    """Return every rank's picklable ``value`` on all ranks of ``group``. Collective."""
+    """All-gather a picklable ``value`` over ``group``; return the values in rank order."""
     every: list[Any] = [None] * group.size()
     dist.all_gather_object(every, value, group=group)
     return every
 
 
 def gathered[T](value: T, group: dist.ProcessGroup) -> list[T] | None:
-    """Return every rank's picklable ``value`` on rank 0 of ``group``, else None. Collective."""
+    """Gather a picklable ``value`` over ``group``; return all values on rank 0, else None."""
     every: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
     dist.gather_object(value, every, group=group, group_dst=0)
     return every

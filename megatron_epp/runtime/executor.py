@@ -172,9 +172,9 @@ class Executor:
         clock: clock of the rank's device.
         meter: meter of the bytes held.
         current_op: record that is updated with every op, for error messages.
-        peers: ranks that compute the same ops. They all stop computing at the same op, or raise an
-            :class:`OutOfMemory`.
-        heap: heap that is trimmed between ops, on CPU-only hosts.
+        peers: ranks that compute the same ops; None if there are none. They all stop computing at
+            the same op, or raise an :class:`OutOfMemory`.
+        heap: heap that is trimmed between ops, on CPU-only hosts; None for no trim.
         catch_errors: whether this rank goes on with zeros after any error of an op, as it does
             when out of memory. ``peers`` must then raise the error at the same op.
 
@@ -235,6 +235,7 @@ class Executor:
         Raises:
             LinkLost: if a message cannot be sent or received.
             OutOfMemory: if this rank is out of memory and its peers did not fail at the same op.
+            Exception: any other error of an op, unless ``catch_errors`` is set.
         """
         marks: list[tuple[int, Op | Transfer, Any, Any, int]] = []
         ends: deque = deque(maxlen=LEAD_OPS)  # end marks of the last LEAD_OPS ops

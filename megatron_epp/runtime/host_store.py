@@ -263,8 +263,8 @@ class HostStore:
         device: device of the layers.
         meter: meter of the bytes held on the device.
         parameters: tensors that are never offloaded.
-        memory: host memory of the rank; None: unlimited memory of this stage alone. If it is full,
-            a warning is logged the first time.
+        memory: host memory of the rank; None for unlimited memory of this stage alone. If it is
+            full, a warning is logged the first time.
     """
 
     def __init__(

@@ -41,9 +41,10 @@ class Store:
     the reference model rounds the sum over all slices only once. A buffer is freed when the first
     slice's backward has read its gradients, or by ``release`` in forward-only passes.
 
-    If several documents continue one document, they add gradients to its K/V in any order. In
-    forward-only passes, a document is freed after the last span attends to it. A sliding-window
-    layer caches fewer rows, whose indices are not token positions (layers/attention/tails.py).
+    If several documents continue one document, they add gradients of its K/V in any order. In
+    forward-only passes, the K/V of a document are freed after the last span has attended to them. A
+    sliding-window layer caches fewer rows, whose indices take the place of token positions
+    (layers/attention/tails.py).
 
     Args:
         context_tokens: per document, the number of tokens that later slices attend to: all tokens
@@ -162,8 +163,8 @@ class Store:
     def add_gradient(self, layer: int, document: int, key_grad_PGD: Tensor, value_grad_PGD: Tensor):
         """Add the gradients, from a later slice, of the K and V of a document's first P tokens.
 
-        The last slice calls first, with P equal to ``context_tokens[document]``. If other documents
-        continue the document, calls may come in any order.
+        The first call must be that of the last slice, with P equal to ``context_tokens[document]``.
+        If other documents continue the document, calls may come in any order.
 
         Args:
             layer: number of the layer.

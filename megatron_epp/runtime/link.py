@@ -102,7 +102,7 @@ class Links:
     Each payload, such as activations, has a process group, so that messages do not wait for those
     of another payload. Messages of a link (a pair of ranks) are posted, sent and received in the
     planned order, so they need no tag. The program's POST starts each receive, with the planned
-    shape. If a group sends only host memory, messages are copied to and from the host.
+    shape. If a group can transfer only host memory, messages are copied to and from the host.
 
     Args:
         groups: process group of each payload (kind of message).
@@ -146,6 +146,9 @@ class Links:
         """Return the tensor of ``message``, which must be the oldest posted message of its link.
 
         The host blocks until the tensor has arrived; with NCCL, only the CUDA stream waits.
+
+        Raises:
+            RuntimeError: if the message cannot be received.
         """
         posted = self._posted[message.link].popleft()
         assert posted.message == message, f"{message} expected, {posted.message} comes next"

@@ -1,8 +1,8 @@
 """Trimming of glibc's heap on CPU-only hosts, where varying chunk sizes fragment it.
 
-glibc keeps tensors in one heap, where freed memory cannot hold a larger tensor. The resident memory
-of a process therefore grows with the number of ops: it reached 13 GiB within three iterations of
-128 documents of up to 16K tokens, while chunks held at most 3.4 GiB.
+glibc keeps tensors in one heap. The freed memory of a tensor cannot hold a larger tensor, so the
+resident memory of a process grows with the number of ops: it reached 13 GiB within three iterations
+of 128 documents of up to 16K tokens, while chunks held at most 3.4 GiB.
 """
 
 import ctypes
@@ -24,7 +24,8 @@ class HostHeap:
 
     Args:
         step_bytes: minimum excess of resident memory over the peak for a trim.
-        resident: function that returns the resident bytes of this process.
+        resident: function that returns the resident bytes of this process. Default: read
+            /proc/self/statm; on a host without this file, the heap is not trimmed.
         trim: function that returns free pages to the host. Default: glibc's malloc_trim; with
             another C library, the heap is not trimmed.
     """

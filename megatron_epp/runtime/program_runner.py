@@ -70,7 +70,12 @@ class ProgramRunner:
             meter: meter of the bytes held.
 
         Returns:
-            The records of all ops and transfers, and the failure if an op failed.
+            The records of all ops and transfers, and the failure if an op failed, else None.
+
+        Raises:
+            LinkLost: if a message cannot be sent or received.
+            OutOfMemory: if this rank is out of memory and its peers did not fail at the same op.
+            Exception: any other error of an op, unless ``catch_errors`` is set.
         """
         peers = None if self.groups is None else self.groups.peers
         self.clock.start()

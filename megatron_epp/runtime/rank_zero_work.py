@@ -17,18 +17,20 @@ def done_by_rank_zero(
     group: dist.ProcessGroup,
     beat_seconds: float = BEAT_SECONDS,
 ) -> str:
-    """Run ``work(beat)`` on rank 0 of ``group``; return its result on every rank. Collective.
+    """Run ``work(beat)`` on rank 0 of ``group``, and return its result on every rank.
 
-    ``beat()`` sends a heartbeat to the other ranks, and ``work`` must call it often. A rank fails
-    if it receives no heartbeat within the group's timeout.
+    All ranks of the group must call this function. ``beat()`` sends a heartbeat to the other ranks,
+    and ``work`` must call it often. A rank fails if it receives no heartbeat within the group's
+    timeout.
 
     Args:
         work: function that rank 0 runs; it returns a text.
         group: a gloo group.
-        beat_seconds: minimum time between two heartbeats.
+        beat_seconds: minimum seconds between two heartbeats.
 
     Raises:
         PlanError: on every rank, with the message of the ValueError or OSError of ``work``.
+        RuntimeError: if a rank receives no heartbeat in time.
     """
     at_work = torch.ones(1, dtype=torch.int64)
     if group.rank() != 0:

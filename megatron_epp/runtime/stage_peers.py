@@ -27,7 +27,7 @@ class Peers:
 
     Args:
         group: group of these ranks.
-        busy: groups over which the ops issue collectives, whose numbers ``all_failed`` compares.
+        busy: groups over which the ops issue collectives; ``all_failed`` compares how many.
         device: device of the tensors that are all-reduced over ``group``.
     """
 
@@ -38,10 +38,7 @@ class Peers:
         self._failures = 0
 
     def any(self, failed: bool) -> bool:
-        """All-reduce ``failed``, and return whether any of the ranks failed.
-
-        Collective, at the same op on all ranks.
-        """
+        """All-reduce ``failed`` after the same op on all ranks; return whether any rank failed."""
         flag = torch.tensor([float(failed)], device=self.device)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.group)
         return bool(flag)
@@ -50,8 +47,8 @@ class Peers:
         """Return whether all ranks failed in ``what`` after the same number of collectives.
 
         Call it on a rank that failed within ``what``. The ranks communicate through
-        torch.distributed's store, so no collective is needed. If a rank does not answer in time,
-        the result is False.
+        torch.distributed's store, so no collective is needed. If a rank does not answer within
+        ``PEERS_PATIENCE_SECONDS``, the result is False.
         """
         self._failures += 1
         groups: Sequence[Any] = [speaking(group) for group in self.busy]

@@ -33,11 +33,14 @@ class Watcher:
         ranks: global rank of each pipeline rank.
         rank: global rank of this process.
         timeout: timeout of the process groups.
-        patience_seconds: time without progress before the first line; None for PATIENCE_SECONDS.
+        patience_seconds: time without progress before the first line; None for PATIENCE_SECONDS. In
+            an :class:`~megatron_epp.runtime.executor.OutsidePhase`, it is ELSEWHERE_PATIENCE times
+            as long.
         grace_seconds: time after the timeout before the rank is ended.
         tell: function that receives the lines; None prints them to stderr.
         end: function that ends the process with a status.
-        together: global ranks that run every op together with this rank, in lockstep.
+        together: global ranks that run every op together with this rank, in lockstep; () without
+            lockstep.
         missing: function that returns the global ranks that a phase waits for, if they are known.
     """
 
@@ -72,6 +75,8 @@ class Watcher:
 
     def look(self) -> float:
         """Print a line after a long time without progress; end the process after the timeout.
+
+        The process is not ended while it computes, or in a phase outside this package.
 
         Returns:
             The seconds until the next look.

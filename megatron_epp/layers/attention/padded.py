@@ -1,4 +1,4 @@
-"""GPU kernels for head sizes that differ between keys and values, or are no multiples of 8.
+"""GPU kernels for head sizes that differ between keys and values, or are not multiples of 8.
 
 FlashAttention 2 supports one head size, and all kernels require multiples of 8. Values are padded
 with zero channels before the kernel, and the output and gradients are cut afterwards; the K/V store

@@ -1,7 +1,8 @@
 """Reference attention: scores, mask and softmax in plain torch.
 
-It computes one head of one document at a time, so it is slow. It computes in the operands' dtype:
-float32 or float64 to test other kernels, bf16 to measure the effect of rounding.
+It computes one head of one document at a time, so it is slow. Products have the operands' dtype
+(float32 or float64 to test other kernels, bf16 to measure the effect of rounding); the softmax is
+computed in at least float32.
 """
 
 from typing import Any

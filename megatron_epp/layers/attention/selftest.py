@@ -2,9 +2,10 @@
 
 If a kernel aligns the mask at the wrong end, or omits a gradient, training raises no error. Each
 kind of call is therefore made once with few rows and compared with reference attention in float64.
-The tolerance is ``ALLOWANCE`` times the error of reference attention in the kernel's dtype.
+The tolerance is ``ALLOWANCE`` times the error of reference attention in the kernel's dtype; for the
+gradient of the sinks, this error counts as at least ``LUCK`` times the dtype's epsilon.
 
-Equal results may take unequal time: :func:`backward_seconds` times kernels on a GPU.
+:func:`backward_seconds` compares the speed of kernels.
 """
 
 import dataclasses
@@ -78,6 +79,7 @@ def require_right(
     Raises:
         ValueError: an error exceeds its tolerance; the message names the kernel, the call and the
             tensor.
+        RuntimeError: the kernel does not support a call.
     """
     sizes = head_size, value_size or head_size
     for what, lengths in _calls(before).items():
@@ -124,10 +126,10 @@ def errors(
 ) -> tuple[list[float], list[float]]:
     """Return the errors of ``kernel`` and of reference attention in ``dtype``.
 
-    Each list has the errors of the output and of the gradients of q, k, v and the sinks. An error
-    is the 2-norm of the difference from the float64 result, relative to the 2-norm of this result.
-    The gradient of a sink is a sum; its error is relative to the 2-norm of the summands, because
-    these may cancel.
+    Each list has the errors of the output, of the gradients of q, k and v, and of the sinks'
+    gradient if there are sinks. An error is the 2-norm of the difference from the float64 result,
+    relative to the 2-norm of this result. The gradient of a sink is a sum; its error is relative to
+    the 2-norm of the summands, because these may cancel.
 
     Args:
         kernel: the kernel.
@@ -175,15 +177,15 @@ def backward_seconds(
     device: torch.device,
     clock: Callable[[], Any] = CudaClock,
 ) -> list[float]:
-    """Return the device's median seconds of the backward of one document, by kernel.
+    """Return, for each kernel, the median seconds of the backward of ``TIMED_TOKENS`` tokens.
 
-    The kernels run in turn.
+    The tokens are one document. The kernels run in turn, ``REPEATS`` times each.
 
     Args:
         kernels: kernels to compare.
         heads: heads of the calls.
         device: device of the tensors.
-        clock: function that makes a clock of one backward.
+        clock: function that creates the clock (runtime/clock.py) of one backward.
     """
 
     def zeros(count: int, size: int) -> Tensor:

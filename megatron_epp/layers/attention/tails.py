@@ -4,8 +4,8 @@ A query sees itself and the W tokens before it. Later slices therefore need only
 a slice. The buffer holds these rows for every slice but the document's last slice, in order:
 
     document    [. . . . . # #|. . # #|#|. . . .]      W = 2, boundaries after slices of 7, 4, 1
-    buffer                [# #|. # #|#]                 a slice after a boundary sees the W rows
-                           0   2     4 5                that end there
+    buffer                [# #|# #|#]                   a slice after a boundary sees the W rows
+                           0   2   4 5                  that end there
 
 If boundaries are unknown, as in calibration, all rows are cached, and the buffer's row numbers are
 token positions.
@@ -47,7 +47,7 @@ class Tails:
         return places[self.boundaries.index(stop)], min(self.before, stop - start)
 
     def seen(self, start: int, most: int | None = None) -> tuple[int, int]:
-        """Return the range of buffer rows that the slice beginning at ``start`` attends to.
+        """Return the range [first, stop) of buffer rows that a slice beginning at ``start`` sees.
 
         ``most`` is the maximum number of rows; None for the full window.
         """

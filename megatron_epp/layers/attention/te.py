@@ -53,10 +53,10 @@ class TransformerEngineKernel:
         around: function that returns a context manager; each call of the module runs in one.
         before: number of earlier tokens that a query sees (window); None for all.
         sinks: whether the layers have sinks.
-        mask: the causal mask, by Transformer Engine's name.
+        mask: Transformer Engine's name of the causal mask.
 
     Attributes:
-        without_context: kernel of calls without context; None if this kernel computes them, too.
+        without_context: kernel of calls without context; None if this kernel computes them.
 
     Raises:
         ImportError: if Transformer Engine is not installed.

@@ -3,7 +3,8 @@
 DotProductAttention spends a third of a layer's Python calls on the choice of a kernel, and chooses
 the same kernel for equal calls. The arguments that it passes to the fused kernel, forward and
 backward, are recorded once. Later calls pass the recorded arguments, with their own tensors and
-lengths. Nothing is recorded if an argument is a tensor that is not an operand.
+lengths. Nothing is recorded if another argument is a tensor, if there is dropout, or if the layout
+is not ``LAYOUT``.
 """
 
 import inspect
@@ -31,7 +32,7 @@ class KernelCalls:
             not recorded.
         backward: arguments of the backward; None if they are not recorded.
         refused: whether direct calls are ruled out, because their results could be wrong.
-        sinks: shape and dtype in which the kernel gets the sinks.
+        sinks: shape and dtype in which the kernel gets the sinks; None without sinks.
     """
 
     forward: dict[str, Any] | None = None
@@ -114,9 +115,9 @@ def _same(recorded: Any, expected: Any) -> bool:
 def alike(call: Operands, backward: bool) -> tuple[Any, ...]:
     """Return a dictionary key; the module chooses the same kernel for calls with equal keys.
 
-    Such calls have the same dtype. Their numbers of documents, and their longest query and key
-    lengths, round up to the same powers of two. In both calls or in neither, the longest query and
-    key lengths are equal.
+    Such calls have the same dtype and ``backward``. Their numbers of documents, and their longest
+    query and key lengths, round up to the same powers of two. In both calls or in neither, the
+    longest query and key lengths are equal.
 
     Args:
         call: the call.

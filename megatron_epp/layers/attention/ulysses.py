@@ -158,7 +158,7 @@ class RowsRecompute:
         self._value: Tensor | None = None
 
     def value(self) -> Tensor:
-        """Return the recomputed output [t, H, D]. Collective in the first call, then cached."""
+        """Return the recomputed output [t, H, D], cached; the first call is a collective."""
         if self._value is None:
             (self._value,) = _heads_to_rows((self._again.value(),), self._ulysses.group)
         return self._value

@@ -41,12 +41,12 @@ class CuSeqlens:
     """Cumulative lengths of the documents of one call.
 
     Attributes:
-        queries: [documents + 1] int32 on the device.
-        keys: [documents + 1] int32 on the device.
+        queries: [documents + 1] int32 cumulative numbers of queries, on the device.
+        keys: [documents + 1] int32 cumulative numbers of keys, on the device.
         most_queries: largest number of queries of a document.
         most_keys: largest number of keys of a document.
-        powers: powers of two to which the numbers of documents, queries and keys round up, and
-            whether the last two numbers are equal.
+        powers: exponents of the powers of two to which the number of documents, ``most_queries``
+            and ``most_keys`` round up, and whether ``most_queries`` equals ``most_keys``.
     """
 
     queries: Tensor
@@ -71,7 +71,7 @@ class CuSeqlens:
     def of_calls(
         cls, calls: Sequence[tuple[Sequence[int], Sequence[int]]], device: torch.device
     ) -> list["CuSeqlens"]:
-        """Compute those of several calls (queries, keys), with one copy to ``device``."""
+        """Compute the lengths of several calls (queries, keys) with one copy to ``device``."""
         sums = [[0, *accumulate(lengths)] for call in calls for lengths in call]
         every = on_device(torch.tensor(list(chain(*sums)), dtype=torch.int32), device)
         parts = iter(every.split([len(lengths) for lengths in sums]))
@@ -144,6 +144,7 @@ class Kernel(Protocol):
 
         Raises:
             ValueError: if no kernel supports the window or the sinks.
+            TypeError: if the installed version of the kernel's package has no sinks.
             ImportError: if a package of the kernel is missing.
         """
         ...

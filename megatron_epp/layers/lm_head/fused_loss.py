@@ -3,9 +3,10 @@
     F   hidden -> logits -> losses, and at once logits -> gradient of hidden     block by block
     B   returns that gradient
 
-The gradient with respect to a token's loss, its weight in the total, is known before any backward.
-From F to B a chunk then saves one hidden state per token instead of logits over the vocabulary,
-without additional arithmetic. Gradients of the LM head's weight accumulate during F.
+The gradient of the total loss with respect to a token's loss is this loss's weight in the total,
+which is known before any backward. From F to B, a chunk then saves the gradient [H] of each hidden
+state instead of logits over the vocabulary, without additional arithmetic. Gradients of the LM
+head's weight accumulate during F.
 
 T rows of the chunk, t of them on this rank, H hidden size
 """
@@ -33,13 +34,14 @@ def fused_backward(
 ) -> Tensor:
     """Return the losses [1, T], and compute the gradient of the hidden states in the forward.
 
-    The backward of the losses must receive the gradient ``weights_1T``. The forward also
-    accumulates the gradients of the weights that ``losses`` uses.
+    The backward ignores the gradient of the losses that it receives, which must be ``weights_1T``.
+    The forward also accumulates the gradients of the weights that ``losses`` uses.
 
     Args:
         hidden_t1H: [local rows, 1, hidden size] hidden states of this rank's rows.
         weights_1T: [1, rows] weight of every token's loss in the total loss.
-        losses: function of (hidden states [n, 1, H], slice of these rows); returns losses [1, n].
+        losses: function of (hidden states [n, 1, H], slice of their rows in [0, T)); returns losses
+            [1, n].
         block: number of rows whose logits are alive at a time.
         gather: function that all-gathers rows [t, 1, H] to [T, 1, H]; None if t = T.
         scatter: function that reduce-scatters gradients [T, 1, H] to [t, 1, H]; None if t = T.

@@ -3,8 +3,9 @@
     forward    a block of rows: logits -> their log-sum-exp, the label's logit, the mean logit
     backward   recomputed logits -> gradients of hidden states and of the weight
 
-Besides the hidden states, the backward needs three saved numbers per row. Because logits are
-recomputed, there are four matrix products; an implementation that saves the logits has three.
+Besides the hidden states, the forward saves the label, log-sum-exp and entropy of every row, and
+its temperature if there is one. Because logits are recomputed, there are four matrix products; an
+implementation that saves the logits has three.
 
     log-probability = label's logit - lse        entropy = lse - mean logit under the softmax
 
@@ -36,8 +37,8 @@ def block_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities [T] of the labels, and entropies [T].
 
-    The results are float32, or float64 for float64 hidden states. Collective over the group, in
-    forward and backward. In backward, every rank must pass equal gradients, those of the full loss.
+    The results are float32, or float64 for a float64 weight. Forward and backward are collectives
+    over ``words.group``. In backward, every rank must pass equal gradients, those of the full loss.
 
     Args:
         hidden_tH: [local rows, hidden size] hidden states of this rank's rows.

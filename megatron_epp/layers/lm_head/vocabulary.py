@@ -9,8 +9,8 @@ vocabulary row). After the last vocabulary row
 
     loss = lse - label's logit        gradient of hidden = mean - label's row
 
-where both are multiplied by the row's weight in the loss. No logits are saved, and only a block of
-logits is alive at a time. G recomputes the logits: softmax = exp(logit - lse) is exact.
+where both are multiplied by the chunk row's weight in the total loss. No logits are saved, and only
+a block of logits is alive at a time. G recomputes the logits: softmax = exp(logit - lse) is exact.
 
 Statistics are float32, or float64 for float64 hidden states. Mean weight rows and label weight rows
 have the dtype of the hidden states.
@@ -80,7 +80,7 @@ class OutputWeightShard:
         return tensor_T[self.group.rank() * rows :][:rows]
 
     def summed(self, tensor_T: Tensor) -> Tensor:
-        """Sum [T, ...] over the ranks, and return this rank's rows [t, ...]. Collective.
+        """Sum [T, ...] over the ranks of ``group``, and return this rank's rows [t, ...].
 
         Sharded rows are reduce-scattered. Otherwise t = T, and ``tensor_T`` is all-reduced in
         place.
@@ -121,7 +121,7 @@ class Statistics:
 
     Attributes:
         lse_t: [local rows] log-sum-exp of the logits of these vocabulary rows.
-        logit_t: logit of the label; 0 if these vocabulary rows do not include the label.
+        logit_t: [local rows] logit of the label; 0 if these vocabulary rows do not include it.
         rows: weight rows that the gradient needs; None if no gradient is computed.
     """
 
@@ -179,9 +179,10 @@ def statistics_dtype(hidden: torch.dtype) -> torch.dtype:
 def statistics(
     hidden_tH: Tensor, labels_T: Tensor, words: OutputWeightShard, gradient: bool
 ) -> Statistics:
-    """Compute op H, the softmax statistics of this rank's t rows. Collective.
+    """Compute op H, the softmax statistics of this rank's t rows.
 
-    The statistics cover the vocabulary rows of all ranks of ``words.group`` (tensor parallelism).
+    The statistics cover the vocabulary rows of all ranks of ``words.group`` (tensor parallelism),
+    over which this function is a collective.
 
     Args:
         hidden_tH: [local rows, hidden size] hidden states of this rank's rows.
@@ -256,7 +257,7 @@ def weight_gradients(
 
 
 def log_of_sums(lse_T: Tensor, words: OutputWeightShard) -> Tensor:
-    """All-reduce ``lse_T`` [rows] to the log-sum-exp over all vocabulary rows. Collective."""
+    """All-reduce ``lse_T`` [rows] to the log-sum-exp over the vocabulary rows of all ranks."""
     most_T = lse_T.clone()
     dist.all_reduce(most_T, dist.ReduceOp.MAX, group=words.group)
     sum_T = torch.exp(lse_T - most_T)
@@ -268,7 +269,7 @@ def softmax_mass(lse_t: Tensor, of_t: Tensor, like_tH: Tensor) -> Tensor:
     """Return exp(lse_t - of_t) as [t, 1] in the dtype of ``like_tH``.
 
     This is the total softmax probability of the vocabulary rows that ``lse_t`` covers, if ``of_t``
-    covers all rows.
+    covers all vocabulary rows.
     """
     return torch.exp(lse_t - of_t)[:, None].to(like_tH.dtype)
 
@@ -284,9 +285,10 @@ def row_blocks(total: int, size: int) -> Iterator[slice]:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Layout of a message of ``wide`` tensors [rows, hidden] and ``narrow`` statistics [rows].
+    """Layout of a message with a number of tensors [rows, hidden] and statistics [rows].
 
-    Wide tensors have dtype ``dtype``. The bits of a statistic are stored in elements of ``dtype``.
+    ``wide`` is the number of tensors [rows, hidden], and ``narrow`` the number of statistics. The
+    message has dtype ``dtype``; the bits of a statistic are stored in elements of this dtype.
     """
 
     rows: int

@@ -7,10 +7,10 @@ auxiliary loss of sample d in one layer equals Megatron's loss of a micro-batch 
 
 A slice contains a part of a sample's tokens; a pack contains several samples; a prefix is computed
 once for all samples that share it, and counts once for each. The gradient depends on other tokens
-through the counts only: d/d score_ti = sum over the samples d of t: coeff * E / (k * T_d) *
-count_i(d). All forwards of a sample precede the backward of any of its rows: a prefix runs backward
-after everything that continues it. So the forward counts tokens, and the backward of an identity on
-the logits adds the gradient.
+through the counts only: d/d score_ti = sum over the samples d that contain token t of
+coeff * E / (k * T_d) * count_i(d). All forwards of a sample precede the backward of any of its
+rows: the backward of a prefix follows the backwards of all documents that continue it. The forward
+counts tokens, and the backward of an identity on the logits adds the gradient.
 
     F   slice 0: count     F   slice 1: count     B   slice 1: all-reduce, add     B   slice 0: add
 
@@ -99,7 +99,7 @@ class RouterStats:
         spans: the spans of all chunks.
         layers: number of layers of the stage.
         pools: samples that are balanced together.
-        scale: factor on the loss before backward.
+        scale: factor on the loss before backward (loss scaling).
     """
 
     def __init__(
@@ -193,7 +193,8 @@ class RouterStats:
 
         Args:
             logits_tE: [local rows, experts] logits.
-            scored: function from logits to the chosen experts [t, E] and the scores [t, E].
+            scored: function from logits to the mask of the chosen experts [t, E] and the scores
+                [t, E].
             layer: number of the layer in the stage.
             state: state of the chunk.
             first: whether this is the layer's first run of the chunk.
@@ -317,7 +318,7 @@ class RouterStats:
     def losses(self) -> dict[str, Tensor]:
         """Return this rank's part of every router loss: name in the log -> tensor [layers].
 
-        The losses are sums over this replica's samples, not multiplied by their coefficients.
+        The losses are sums over this replica's pools, not multiplied by their coefficients.
         """
         losses: dict[str, Tensor] = {}
         if self._auxiliary_L is not None:

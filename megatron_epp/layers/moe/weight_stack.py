@@ -11,7 +11,7 @@ place i of a stack is expert E - 1 - i, and rows come in the same order.
          dA_i = dY_i^T X_i    one matrix of all experts, which is added to their main_grad at once
 
 The ends stay on the device, and in bf16 each line is one kernel. Other dtypes have no such kernel:
-there the same function runs a loop over experts, which reads the ends back.
+there the same function runs a loop over experts, and copies the ends to the host.
 
 t rows of all experts on this rank, E experts, K inputs and N outputs of the linear
 """
@@ -36,8 +36,8 @@ class WeightStack:
     :func:`reported` then calls ``report`` with them, instead of running a hook for each of them.
 
     Args:
-        weights: Weights of the experts, from the first to the last expert, which lie as
-            :func:`distance` requires.
+        weights: Weights of at least two experts, from the first to the last expert, for which
+            :func:`distance` is not None.
     """
 
     def __init__(self, weights: Sequence[Parameter]):
@@ -90,7 +90,7 @@ def reported(tensor: Tensor, stacks: Sequence[WeightStack]) -> Tensor:
     """Return ``tensor``, whose backward reports the weights of ``stacks``.
 
     Autograd runs nodes in the reverse order of their creation. If every product of the stacks
-    follows this call, their gradients are complete when it runs, however many products there are.
+    follows this call, their gradients are complete when the backward of ``tensor`` runs.
     """
     return _Reported.apply(tensor, stacks)
 
@@ -113,7 +113,8 @@ def row_ends(counts_E: Tensor) -> Tensor:
 def distance(tensors: Sequence[Tensor]) -> int | None:
     """Return the number of elements from the start of each tensor to that of the tensor before it.
 
-    The result is None unless the tensors lie in one storage in reverse order, at equal distances.
+    There must be at least two tensors. The result is None unless they are contiguous, have the same
+    shape and dtype, and lie in one storage in reverse order, at equal distances.
     """
     first = tensors[0]
     storage = first.untyped_storage().data_ptr()

@@ -83,8 +83,8 @@ class DroppedOutputs:
     def take(self, tensor: Tensor, last: bool = True) -> RecomputeHandle | None:
         """Return the handle of ``tensor``, or None if the tensor was not dropped.
 
-        ``tensor`` may be a full view of the dropped output. With ``last``, the handle is removed,
-        because no other module of this pass reads the output.
+        ``tensor`` may be a view of all elements of the dropped output. With ``last``, the handle is
+        removed, because no other module of this pass reads the output.
         """
         output, handle = self.handles.get(tensor.data_ptr(), (None, None))
         if output is None or output.numel() != tensor.numel():

@@ -37,7 +37,8 @@ def wrap_layer(
     Args:
         forward: ``forward(hidden_states=..., **others)`` of the layer.
         index: number of the layer in the stage.
-        state_of: function that returns the chunk's state from the keyword arguments.
+        state_of: function that returns the chunk's state from the keyword arguments; None for a
+            forward without a plan.
         checkpoint: function that runs another function and saves only its input.
         dropped: registry of the outputs that the layer drops in forward and recomputes in backward.
             A forward with a selective recompute mode sets its ``modules``.

@@ -45,12 +45,12 @@ class Call:
         start: first row.
         stop: row after the last row.
         lengths: number of rows of each sequence.
-        document: document of the last sequence; -1 if its final state is not stored.
+        document: document of the last sequence of a sliced document; -1 if there is none.
         before: index of the slice boundary of document ``of`` at which the first sequence begins;
             None if a document begins there, ``WITHIN`` if the span begins in an earlier call.
         after: index of the slice boundary of ``document`` at which the last sequence ends; None if
             no slice follows there, ``WITHIN`` if the span continues in a later call.
-        of: document of the boundary ``before``.
+        of: document of the boundary ``before``; -1 if there is none.
     """
 
     start: int
@@ -186,9 +186,9 @@ class CarriedStates:
         return self._taken[number][1]
 
     def initial(self, number: int) -> Tensor | None:
-        """Return the initial state of call ``number``; None for zeros. Call ``front`` before.
+        """Return the initial state of call ``number``; None for zeros.
 
-        The state has the shape that the layer's kernel returns.
+        Call :meth:`front` first. The state has the shape that the layer's kernel returns.
         """
         call = self.calls[number]
         if call.before is None:
@@ -203,10 +203,10 @@ class CarriedStates:
         return self._taken.pop(number)[0]
 
     def after(self, number: int, rows_LC: Tensor) -> None:
-        """Save the last (kernel width - 1) input rows of a convolution, for the next call.
+        """Save the last W - 1 rows of call ``number``, for the convolution of the next call.
 
-        ``number`` is the number of this call. ``rows_LC`` [rows, channels] includes the rows of
-        :meth:`front`. If no slice follows the call, nothing is recorded.
+        ``rows_LC`` [rows, channels] are the input rows of the convolution, which include those of
+        :meth:`front`. If no slice follows the call, nothing is saved.
         """
         call, wanted = self.calls[number], self.taps - 1
         if call.after is None:

@@ -28,7 +28,7 @@ class Linear:
 
     Attributes:
         weight_NK: [output channels, input channels] this rank's weight.
-        group: tensor-parallel group.
+        group: tensor-parallel group; not used unless ``gathers`` or ``reduces``.
         gathers: whether the forward all-gathers the input and the backward reduce-scatters the
             input's gradient (sequence parallelism).
         reduces: whether the backward all-reduces the input's gradient.
@@ -50,7 +50,8 @@ class DeferredWeightGrads:
     gradient. If a layer runs several times per forward, its linears have several roots.
 
     Args:
-        noticed: function that is called with every weight whose gradient is deferred.
+        noticed: function that is called with every weight whose gradient is deferred; None for no
+            call.
     """
 
     def __init__(self, noticed: Callable[[Parameter], None] | None = None):
@@ -93,6 +94,9 @@ class DeferredWeightGrads:
         """Compute and accumulate the deferred gradient of ``parameter``; free the saved tensors.
 
         The hooks of the parameter run. Gradients of a bias and its weight are computed together.
+
+        Raises:
+            KeyError: if the gradient of ``parameter`` is not deferred.
         """
         weight = self._with.get(parameter, parameter)
         roots = self._roots.pop(weight)
