@@ -18,7 +18,7 @@ class RecordedSteps:
 
     Raises:
         ValueError: the file or folder does not exist, or the file is not a text file.
-        PlanError: the text is not a valid step.
+        PlanError: the file cannot be read, or its text is not a valid step.
     """
 
     def __init__(self, path: str):
@@ -36,7 +36,8 @@ class RecordedSteps:
 
         Raises:
             ValueError: the file is not a text file.
-            PlanError: the folder has no step of the iteration, or the text is not a valid step.
+            PlanError: the folder has no step of the iteration, the step's file cannot be read, or
+                its text is not a valid step.
         """
         if self._step is not None:
             return self._step
@@ -53,7 +54,7 @@ def first_recorded(path: str) -> Plan:
     """Return the first replica's plan of the first step of ``--epp-plan``.
 
     Raises:
-        ValueError: the path does not exist, has no step, or its text is not a valid step.
+        ValueError: the path does not exist, has no step, cannot be read, or is not a valid step.
     """
     source = RecordedSteps(path)
     if source._step is not None:
@@ -69,6 +70,6 @@ def _read(path: Path) -> SourcedStep:
         step = Step.parse(read_bounded(path, MOST_BYTES, "a plan or a step").decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"--epp-plan {path}: not a text file") from error
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise PlanError(f"--epp-plan {path}: {error}") from error
     return SourcedStep(step, str(step), f"--epp-plan {path}: the plan")

@@ -1,12 +1,14 @@
 """Steps of which every replica's ranks hold their own part: what they exchange, what all refuse."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_epp.ir import Step, StepPart
+from megatron_epp.control.recorded_steps import RecordedSteps
+from megatron_epp.ir import PlanError, Step, StepPart
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.replicas import plan_step
 from tests.planner.cases import machine
@@ -157,3 +159,10 @@ def test_a_rank_hears_little_of_other_replicas(replicas, monkeypatch) -> None:
         assert len(of_all) <= 8 * len(lengths)
     text = b"".join(heard["block"])
     assert text.count(b"plan v1") == 1 and text.count(b"deal ") == 1
+
+
+def test_a_recorded_step_that_cannot_be_read_is_a_verdict(tmp_path: Path) -> None:
+    """Only a ValueError is agreed on; after another error, the other ranks would wait."""
+    (tmp_path / "iteration-000001.step").mkdir()
+    with pytest.raises(PlanError, match=r"iteration-000001\.step: .*[Dd]irectory"):
+        RecordedSteps(str(tmp_path)).step(1, (), False)
