@@ -1,7 +1,4 @@
-"""Detection of iterations whose time differs from the prediction, and of slow ranks.
-
-A warning says what the user should do about it.
-"""
+"""Detection of iterations whose time differs from the prediction, and of slow ranks."""
 
 import statistics
 from collections import deque

@@ -4,8 +4,7 @@ Three values are learned separately:
 
 - The budget: after a rank has run out of memory, its budget is lowered.
 - The correction: if a rank held c times the bytes that the plan predicted for chunks, the
-  prediction of a later plan may be at most 1/c of the rank's budget for chunks. Predictions are
-  not multiplied by c, so a constant error is learned once.
+  prediction of a later plan may be at most 1/c of the rank's budget for chunks.
 - The routing: with experts on several devices, memory depends on the number of tokens per expert.
   If a rank holds more than predicted, a factor on the memory of the experts' tokens is raised
   first.
@@ -170,8 +169,8 @@ class MemoryBudget:
             predicted_bytes: predicted peak of each rank, model states included.
             peak_bytes: measured peak of each rank, without model states.
             routed_bytes: function that returns, for each rank, the increase of the predicted peak
-                if :attr:`routing` increases by 1. It is called only if a rank held more than
-                predicted.
+                in bytes if :attr:`routing` increases by 1. It is called only if a rank held more
+                than predicted.
         """
         if self._recorded:
             due = [event for event in self._recorded if event.iteration <= iteration + 1]

@@ -36,7 +36,8 @@ class Attempt:
 class Retry:
     """Runner that repeats iterations that run out of memory, with smaller plans.
 
-    Only a source that plans again (PlannedSteps) allows repetition.
+    Only a source that plans again (PlannedSteps) allows repetition; with others, a failure is a
+    PlanError.
     """
 
     def __init__(self, steps: StepSource, groups: Groups):

@@ -65,8 +65,8 @@ class ChunkState:
             rows; None if no rank has such documents.
         local_documents: single-rank documents of the chunk, of all context-parallel ranks, in the
             chunk's order.
-        lockstep_tokens: largest ``tokens`` of the chunks that run at the same time, on all replicas
-            that share experts; None for the ``tokens`` of this chunk.
+        lockstep_tokens: number of tokens of the largest of the chunks that run at the same time, on
+            all replicas that share experts; None for ``tokens``.
         repeated: if one module runs as several layers, the index of the current layer minus the
             index of the first of these layers; else 0.
     """

@@ -18,7 +18,7 @@ losses of documents. With tensor parallelism, each rank has some of the heads, a
 over ``group``. All ranks then compute the same loss and the same gradients of the indexer. Each
 rank's gradients of attention's keys include only that rank's heads.
 
-Rows are processed in blocks, so that no tensor has the size of (chunk rows) x (prefix keys).
+Rows are processed in blocks, so that no tensor has the size of (rows of the chunk) x (keys).
 
 T rows of the chunk, b rows of a block, S keys that the rows see, K keys of the top-k; H heads, D
 channels of a key, R channels of a value; J heads of the indexer, I channels of an indexer head

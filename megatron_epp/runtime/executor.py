@@ -156,9 +156,6 @@ class Failure:
 class Executor:
     """Executor that runs ``program`` once.
 
-    ``_inbox`` holds received tensors until their op runs; ``_outbox`` holds outputs until they are
-    sent. A tensor for another stage of this rank is moved from ``_outbox`` to ``_inbox``.
-
     If an op runs out of memory, the other ranks must not block. The executor then frees everything,
     receives the remaining messages, and sends zeros instead of outputs until the program ends.
     ``failure`` describes the op; the gradients of the iteration are invalid. With ``catch_errors``,
@@ -210,7 +207,8 @@ class Executor:
         # The model and number of the current op's stage, which change if the rank has several.
         self.compute = next(iter(compute.values())) if isinstance(compute, Mapping) else compute
         self.stage = next(iter(self._computes), current_op.rank)
-        # Keys: stage of the op, or this rank's stage of the transfer; payload; chunk.
+        # Received tensors until their op runs, and outputs until they are sent. Keys: stage of the
+        # op, or this rank's stage of the transfer; payload; chunk.
         self._inbox: dict[tuple[int, Payload, int], Tensor] = {}
         self._outbox: dict[tuple[int, Payload, int], Tensor] = {}
         self._carrying = _carrying(program)
@@ -229,8 +227,8 @@ class Executor:
     def run(self) -> tuple[Timed, ...]:
         """Execute every op and transfer of the program and return their records.
 
-        On return the store, the inbox and the outbox are empty, and all messages have been sent. If
-        an op failed, :attr:`failure` is set.
+        On return the store is empty, and all messages have been sent. If an op failed,
+        :attr:`failure` is set.
 
         Raises:
             LinkLost: if a message cannot be sent or received.

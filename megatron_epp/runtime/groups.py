@@ -15,6 +15,9 @@ from megatron_epp.runtime.stage_peers import Peers
 class Groups:
     """Process groups of a rank, and its place in its pipeline.
 
+    In an external training loop, ``control``, ``replica`` and ``replicas`` refer only to the
+    replicas that run in lockstep with this rank's replica, or to this replica alone.
+
     Attributes:
         control: CPU group of all ranks of the world.
         payload: for each payload (kind of message), one group of all ranks of the world; empty if

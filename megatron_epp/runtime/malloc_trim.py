@@ -24,8 +24,8 @@ class HostHeap:
 
     Args:
         step_bytes: minimum excess of resident memory over the peak for a trim.
-        resident: function that returns the resident bytes of this process. Default: read
-            /proc/self/statm; on a host without this file, the heap is not trimmed.
+        resident: function that returns the resident bytes of this process. By default, they are
+            read from /proc/self/statm; on a host without this file, the heap is not trimmed.
         trim: function that returns free pages to the host. Default: glibc's malloc_trim; with
             another C library, the heap is not trimmed.
     """

@@ -164,7 +164,7 @@ class SavedBytesMeter(NoMeter):
 
 
 def active_bytes(figure: str) -> int:
-    """Return the CUDA allocator's bytes in use; ``figure``: "current", or "peak" since a reset.
+    """Return the CUDA allocator's bytes in use; ``figure`` is "current", or "peak" since a reset.
 
     The bytes include blocks of freed tensors that a stream may still use, such as those of a
     message. torch.cuda's own functions exclude these blocks, and flatten about 110 statistics to

@@ -35,10 +35,10 @@ def attention_parts(
 ) -> tuple[Tensor, ...]:
     """Exchange rows of Q, K and V of the sharded documents for heads, by an all-to-all.
 
-    The result has Q, K and V of the sharded documents, with all rows and this rank's heads: [all
-    rows, heads / ranks, head size], with at least one key head. Q, K and V of the documents that
-    this rank computes alone follow, with all heads: [own rows, heads, head size]. If the chunk has
-    only one of the two kinds of documents, the result has only the three tensors of this kind.
+    The first three tensors are Q, K and V of the sharded documents, with all rows and this rank's
+    heads: [T, H / N, D] and twice [T, max(1, G / N), D]. The next three are Q, K and V of the
+    documents that this rank computes alone, with all heads: [own rows, heads, head size]. If the
+    chunk has only one of these kinds of documents, only its three tensors are returned.
 
     Args:
         ulysses: the all-to-all.

@@ -3,9 +3,9 @@
     H   logits of the rank's vocabulary rows, merged into the statistics of earlier stages
     G   weight gradient of the rank's vocabulary rows, after H of the last stage
 
-H sends the state of an online softmax for each row: the log-sum-exp so far, the softmax-weighted
-mean of the weight rows so far, and the label's logit and weight row (both 0 until a rank has that
-vocabulary row). After the last vocabulary row
+H sends the state of an online softmax for each chunk row: the log-sum-exp so far, the
+softmax-weighted mean of the weight rows so far, and the label's logit and weight row (both 0 until
+a rank has that vocabulary row). After the last vocabulary row
 
     loss = lse - label's logit        gradient of hidden = mean - label's row
 

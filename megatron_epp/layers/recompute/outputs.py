@@ -58,7 +58,7 @@ class DroppedOutputs:
     """Registry of the outputs that modules of one layer drop, with their recompute handles.
 
     Attributes:
-        modules: Names of the modules that drop their outputs in the present pass.
+        modules: Names of the modules that drop their outputs in the current pass.
         handles: Dropped outputs and their handles, by the outputs' addresses.
     """
 

@@ -1,8 +1,8 @@
 """Exchange of rows for heads around a scan, if a chunk's rows are sharded over CP ranks.
 
 A state passes through all rows of a document, but heads are independent. The ranks therefore
-exchange rows for heads, as for attention (layers/attention/ulysses.py). A document
-on one rank has all its rows and heads there, so it is not exchanged (layers/attention/local.py).
+exchange rows for heads, as for attention (layers/attention/ulysses.py). A document on one rank has
+all its rows and heads there, so it is not exchanged (layers/attention/local.py).
 
 t rows of this rank, s of them exchanged; T = N s exchanged rows of all N ranks; C channels.
 """

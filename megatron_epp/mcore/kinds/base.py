@@ -34,12 +34,12 @@ type PathSeconds = Callable[[Any, int, Sequence[Callable[[], None]], int], list[
 
 @dataclass(frozen=True, slots=True)
 class ChosenBy:
-    """Information by which layer kinds choose the paths of their layers.
+    """Information from which layer kinds choose between several ways (paths) to compute a layer.
 
     Attributes:
         args: Megatron's arguments.
         cost: Function that returns the job's analytic cost model.
-        seconds: Function that times a layer on each path; None where kernels are not timed.
+        seconds: Function that times a layer on each path (PathSeconds); None on CPU-only hosts.
         group: CPU group of all ranks of the job.
     """
 
@@ -209,17 +209,17 @@ class KindModule:
         raise NotImplementedError
 
     def install_in_wrapped(self, models: Sequence[Any], group: ProcessGroup | None) -> None:
-        """Patch this rank's stage modules after Megatron has wrapped them. Collective over the job.
+        """Patch this rank's stage modules, which Megatron has wrapped.
 
-        Megatron has not yet built the optimizer. ``group`` contains all ranks of the job; None
-        means a single rank.
+        All ranks of the job must call this method, before Megatron builds the optimizer. ``group``
+        contains all ranks of the job; None means a single rank.
         """
 
     def choose_paths(self, models: Sequence[Any], chosen_by: ChosenBy) -> str:
-        """Choose among the paths that can compute layers of this kind. Collective over the job.
+        """Choose among the paths that can compute layers of this kind; return the line to log.
 
-        ``models`` are this rank's stage modules, wrapped. The method returns the line to log on
-        rank 0; "" if there is no choice.
+        All ranks of the job must call this method. ``models`` are this rank's stage modules, which
+        Megatron has wrapped. The line is "" if there is no choice.
         """
         return ""
 
@@ -246,7 +246,8 @@ class KindModule:
     def local_block(self, config: Any, vp_stage: int | None) -> Any:
         """Return the spec of a GPTModel's layers on a stage, with Megatron's local modules.
 
-        If the result is None, Megatron's own spec is used.
+        ``vp_stage`` is the index of the stage on its rank; None without interleaving. If the result
+        is None, Megatron's own spec is used.
         """
         return None
 
@@ -260,7 +261,7 @@ class KeptShapes:
 
     Attributes:
         shapes: Shapes of the two cached tensors, or an empty tuple if nothing is cached.
-        last: Whether the tensors of a document's last slice are cached, too.
+        last: Whether the tensors of a document's last slice are also cached.
     """
 
     shapes: tuple[tuple[int, ...], ...] = ()

@@ -1,4 +1,4 @@
-"""Registry of the classes that patch Megatron's modules: one class per layer kind.
+"""Registry of the classes that patch Megatron's modules: at most one class per layer kind.
 
 This package refuses a model if no layer kind supports a module of one of its layers.
 """

@@ -1,6 +1,8 @@
 """Registry of the layer kinds; the rest of mcore does not depend on specific kinds.
 
-A new layer kind needs an object in ``LAYER_KINDS`` and a class in :mod:`megatron_epp.cost.kinds`.
+A new layer kind needs an object in ``LAYER_KINDS``. If the kind has a cost, modules or a
+certificate, it also needs a class in :mod:`megatron_epp.cost.kinds`, :mod:`.modules` or
+:mod:`.certificates`.
 """
 
 from __future__ import annotations
@@ -146,7 +148,7 @@ def require_pattern(args: Namespace) -> None:
     """Raise a ValueError if the layer pattern is invalid or does not fit the pipeline.
 
     Args:
-        args: Flags as typed. Without a pattern, this function does nothing.
+        args: Flags as given on the command line. Without a pattern, this function does nothing.
     """
     pattern = pattern_of(args)
     if pattern is None:

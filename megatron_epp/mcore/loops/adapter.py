@@ -11,7 +11,7 @@ from megatron_epp.corpus.shared_prefixes import PrefixForest, shared_prefixes
 
 
 class Adapter(Protocol):
-    """Protocol that splits a loop's micro-batches into documents, for :func:`megatron_epp.attach`.
+    """Protocol of objects that split micro-batches into documents for :func:`megatron_epp.attach`.
 
     A micro-batch is any value that the loop's iterator yields. In shapes, L is the number of tokens
     of a document, and t the number of tokens of a slice.
@@ -235,8 +235,9 @@ def forest_of(
             the adapter has a function ``prefixes``.
 
     Raises:
-        ValueError: Lengths are invalid, ``prefixes`` does not return a PrefixForest of these
-            lengths, or the rows of a shared prefix differ between the documents that share it.
+        ValueError: Lengths or rows are invalid, ``prefixes`` does not return a PrefixForest of
+            these lengths, or the rows of a shared prefix differ between the documents that share
+            it.
     """
     lengths = lengths_of(adapter, micro_batch, number, most)
     find = getattr(adapter, "prefixes", None)

@@ -37,10 +37,10 @@ class Arrivals:
 
 
 def exchange[T](programs: ProgramRunner, phase: str, make: Callable[[], T]) -> list[T]:
-    """Call ``make`` on every rank of the replica; return the results in rank order. Collective.
+    """Call ``make`` on every rank of the replica; all-gather the results in rank order.
 
     Replicas that run in lockstep count as one replica. No rank blocks if ``make`` raises on some
-    ranks only.
+    ranks only. If ``programs`` has no groups, errors of ``make`` are raised unchanged.
 
     Args:
         programs: The runner of this rank's programs, with the groups of the replica.

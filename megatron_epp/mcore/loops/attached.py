@@ -57,7 +57,7 @@ class AttachedModel:
             None, the loop's own flags choose the recomputed layers.
         share_from: Minimum number of tokens of a shared prefix; 0 disables sharing.
         within_layers: Whether the layers are computing a chunk, or have failed in it.
-        output: Output of the layers for the last chunk.
+        output: Output of the layers for the last chunk; None before the first.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class AttachedModel:
 
         Args:
             chunk: The chunk's parameters for the layers.
-            head_again: Whether to recompute the LM head. Requires ``self.head_again``, too.
-            front: Inputs of the layers, if the modules before them ran on full documents.
+            head_again: Whether to recompute the LM head, if ``self.head_again`` is also set.
+            front: Inputs of the layers if the modules before them ran on full documents, else None.
         """
         self._chunk, self._front, self.within_layers = chunk, front, False
         self._again = head_again and self.head_again
@@ -308,7 +308,8 @@ def attach_to(
         The state of the patched model, which is also stored on the model.
 
     Raises:
-        ValueError: The model, its layers or the adapter are not supported.
+        ValueError: The model, its layers or the adapter are not supported, or ``memory_gib`` or
+            ``share_from`` is out of range.
     """
     chunks = model_chunks if isinstance(model_chunks, list | tuple) else [model_chunks]
     if len(chunks) != 1:

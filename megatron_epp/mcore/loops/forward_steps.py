@@ -68,6 +68,8 @@ class ForwardSteps:
     def output(self, chunk: int, params: ChunkParams, later: bool) -> Any:
         """Return the output of the loop's forward step for a chunk.
 
+        If ``error`` is set, return the output of the layers on arbitrary inputs instead.
+
         Args:
             chunk: Number of the chunk.
             params: Parameters of the chunk for the layers.

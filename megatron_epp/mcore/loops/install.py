@@ -96,11 +96,11 @@ def install_where_none(timeout: timedelta | None = None, observe: Any = None) ->
     """Replace Megatron's schedules, unless they are replaced already.
 
     Args:
-        timeout: See :func:`megatron_epp.attach`.
-        observe: See :func:`megatron_epp.attach`.
+        timeout: Timeout of the process groups; None for ``TIMEOUT``.
+        observe: Function that is called with the CallRecord of every planned call; None for none.
 
     Raises:
-        ValueError: Megatron is too old.
+        ValueError: Megatron is too old, or lacks a function that slices call.
     """
     require_megatron()
     if installed() is None:

@@ -1,7 +1,7 @@
 """Micro-batches of one call, which are drawn once and read in any order.
 
 A loop's forward step draws the next micro-batch from an iterator. Here it draws the rows of one
-chunk, from an iterator over this value alone. On ranks without an iterator, nothing is drawn.
+chunk, from an iterator that yields nothing else. On ranks without an iterator, nothing is drawn.
 """
 
 from typing import Any

@@ -127,7 +127,8 @@ class EncodedDocuments:
             total: Number of rows of the chunk over all ranks, including padding.
 
         Raises:
-            ValueError: The modules before the layers pass arguments that slices do not support.
+            ValueError: The modules before the layers pass arguments that slices do not support, or
+                fewer rows than the document has tokens.
         """
         for part in rows:
             if part.span.start == 0:

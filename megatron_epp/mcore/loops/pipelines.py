@@ -50,12 +50,12 @@ class ModelPipeline:
         layers: Number of layers of every stage.
         rates_SK3: [stages, op kinds, 3] Seconds per token, per query-key pair and per op
             (planner/calls/stage_seconds.py).
-        seconds: Measurements of this rank's stage.
+        seconds: Measured seconds of this rank's ops.
         token_bytes: Estimated bytes of a token's activations from forward to backward, for each
             stage; only the ratios between stages are meaningful.
         plans: Cached plans of the replicas that run in lockstep, or of this replica; all their
             ranks request plans in one order.
-        had_bytes: Largest estimate so far of the bytes that Megatron's order needs on a stage.
+        had_bytes: Largest estimate so far of the bytes that 1F1B needs on a stage.
         split_refused: Reason why no stage may split backwards; None if all stages can.
     """
 
@@ -113,13 +113,14 @@ class ModelPipeline:
         )
 
     def planned(self, key: object, make: Callable[[], tuple[Plan, ...]]) -> tuple[Plan, ...]:
-        """Return the cached plans for ``key``, or those that rank 0 makes and checks. Collective.
+        """Return the cached plans for ``key``, or plans that rank 0 makes, checks and broadcasts.
 
         The first call compiles the planner on one rank, which may take half a minute on a busy
-        host. Therefore this method enters the planning phase, in which the watcher does not warn.
+        host. Therefore this method enters the planning phase, in which the watcher is more patient.
 
         Raises:
-            LoopRefusal: ``make`` raised a ValueError, or a plan is invalid.
+            ValueError: ``make`` raised it, or a plan is invalid; on several ranks, the error is a
+                LoopRefusal.
             LoopFailed: ``make`` raised another exception; rank 0 raises that exception itself.
         """
 
@@ -172,8 +173,8 @@ class Pipelines:
     def of(self, call: LoopCall, ranks: int) -> ModelPipeline:
         """Return the pipeline of the call's model; create the pipeline for a new model.
 
-        Collective over the replica if the pipeline is new, and over the world if the process groups
-        of the pipeline are new.
+        If the pipeline is new, all ranks of the replica must call this method; if its process
+        groups are new, all ranks of the world.
 
         Args:
             call: The call.
@@ -199,7 +200,8 @@ class Pipelines:
     def agreed(self, call: LoopCall, reason: str | None) -> str | None:
         """Return the reason why Megatron's schedule must run the call on all replicas in lockstep.
 
-        It is the first reason that a rank gives, or None if a plan can run the call. Collective.
+        It is the first reason that a rank gives, or None if a plan can run the call. All ranks of
+        these replicas must call this method.
 
         Args:
             call: The call.

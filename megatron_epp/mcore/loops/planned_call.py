@@ -44,7 +44,7 @@ class PlannedCall:
         In training, gradients are finalised.
 
         Raises:
-            LoopRefusal: No schedule can run the call.
+            ValueError: No schedule can run the call (on several ranks, usually a LoopRefusal).
             LoopFailed: Another rank failed; the loop's own errors are raised on the ranks that have
                 them.
         """

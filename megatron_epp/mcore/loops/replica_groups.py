@@ -47,9 +47,10 @@ def call_ranks(lockstep: int) -> tuple[int, ...]:
 
 
 def initialise_communicator(groups: Groups, device: torch.device, config: Any) -> None:
-    """Initialise the communicators of all groups that a call uses. Collective over the world.
+    """Initialise the communicators of all groups that a call uses.
 
-    No rank blocks, because all ranks initialise the groups in the same order, before any receive.
+    All ranks of the world must call this function. No rank blocks, because all ranks initialise the
+    groups in the same order, before any receive.
 
     Args:
         groups: Groups of this replica.
@@ -66,10 +67,10 @@ def initialise_communicator(groups: Groups, device: torch.device, config: Any) -
 def make_replica_groups(
     device: torch.device, timeout: timedelta, config: Any, lockstep: int
 ) -> Groups:
-    """Create the process groups of all replicas; return the groups of this replica. Collective.
+    """Create the process groups of all replicas; return the groups of this replica.
 
-    All ranks of the world call this function after Megatron has created its groups. Later calls of
-    the schedule do not wait for other replicas, except those of the lockstep group.
+    All ranks of the world must call this function, after Megatron has created its groups. Later
+    calls of the schedule do not wait for other replicas, except those of the lockstep group.
 
     Args:
         device: Device of this rank.

@@ -17,7 +17,7 @@ class CallRecord:
 
     Attributes:
         plan: The executed plan.
-        records: Start, stop and peak bytes of every op of this rank.
+        records: Start and stop in seconds, and peak bytes, of every op and transfer of this rank.
         peak_bytes: Peak bytes of the chunks' activations; 0 without a meter.
     """
 

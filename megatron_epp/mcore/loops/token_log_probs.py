@@ -41,8 +41,8 @@ def model_log_probs(
         and entropies. On other stages, the output of the model.
 
     Raises:
-        ValueError: The labels or the temperature have a wrong shape, the temperature is not
-            positive, or the LM head is not supported.
+        ValueError: The labels are missing, the labels or the temperature have a wrong shape, the
+            temperature is not positive, or the model or its LM head is not supported.
     """
     (inner,) = unwrap_model([model])
     part = language_part(inner)

@@ -17,11 +17,12 @@ MARGIN = 4
 
 
 def choose_halves(models: Sequence[Any], chosen_by: ChosenBy) -> str:
-    """Choose which chunks of ``models`` run in halves; return what to log. Collective over the job.
+    """Choose the smallest number of tokens of chunks that run in halves; return the line to log.
 
-    The number of tokens follows from the analytic cost model, so that a resumed job has the same.
-    On GPUs, each rank times its first layer of experts both ways; if the slowest rank takes longer
-    in halves, all chunks stay whole.
+    All ranks of the job must call this function. The number follows from the analytic cost model,
+    so that a resumed job has the same number. On GPUs, each rank times its first MoE layer with and
+    without halves; unless halves are faster on the slowest rank, all chunks stay whole. The line is
+    "" without MoE, or if the experts of a layer are not sharded.
     """
     args, seconds, group = chosen_by.args, chosen_by.seconds, chosen_by.group
     if not has_experts(args) or expert_ranks(args) == 1:

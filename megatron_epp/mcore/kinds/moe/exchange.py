@@ -11,8 +11,8 @@ rank.
 The plans of an iteration determine each chunk's number of rows and the largest number. Chunk i of
 each replica in lockstep is padded to the largest chunk i of these replicas. Padding rows are sent
 to no expert. Buffers are allocated before the iteration, because they must not grow while the
-backward still needs handles to them.
-For inputs that are not chunks, Megatron's own all-reduce finds the number of rows.
+backward still needs handles to them. For inputs that are not chunks, Megatron's own all-reduce
+finds the number of rows.
 """
 
 import copy

@@ -1,15 +1,16 @@
-"""MoE layers whose exchanges with experts run beside the experts, in two halves of a chunk's rows.
+"""MoE layers that overlap the token exchange of half of a chunk with the experts of the other half.
 
     exchange   dispatch 1 | dispatch 2 | combine 1 | combine 2
     compute                 experts 1    experts 2   shared experts
 
-All rows are routed once, and the row counts of both halves are gathered and read back together.
-Each half has its own copy of the token dispatcher, which keeps its state in attributes. Backward
-mirrors forward (layers/moe/async_exchange.py). The order of exchanges is the same on all ranks.
+All rows are routed once, and the row counts of both halves are gathered and copied to the host
+together. Each half has its own copy of the token dispatcher, which keeps its state in attributes.
+Backward mirrors forward (layers/moe/async_exchange.py). The order of exchanges is the same on all
+ranks.
 
-A chunk is halved if the largest of the chunks that run with it, on all replicas that share experts,
-has the number of tokens that :func:`set_halved_from` sets. A rank with a single row has an empty
-half, and takes part in its exchanges.
+A chunk is halved if the largest of the chunks that run at the same time, on all replicas that share
+experts, has at least the number of tokens that :func:`set_halved_from` sets. A rank with a single
+row has an empty half, and takes part in its exchanges.
 
 For a whole chunk, ``MoELayer.forward`` remains Megatron's. For halves, this module calls the same
 steps (core/transformer/moe/moe_layer.py, token_dispatcher.py), with the exchanges replaced.
@@ -63,8 +64,8 @@ def _is_halved(layer: MoELayer, state: ChunkState | None) -> bool:
 def in_halves(layer: MoELayer, dropped: DroppedOutputs, hidden_t1H: Tensor) -> Tensor:
     """Return the output [t, 1, H] of ``layer``; experts process the rows in two halves.
 
-    Shared experts run last, during the last exchange, although ``dropped`` expects them before the
-    router.
+    Shared experts run last, during the last exchange. ``dropped`` are the outputs that the layer
+    drops in the forward and recomputes in the backward.
     """
     handle = dropped.take(hidden_t1H, last=False)
     probs_tE, routing_map_tE = layer.route(hidden_t1H)

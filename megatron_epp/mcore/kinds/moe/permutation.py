@@ -1,8 +1,8 @@
 """Compilation of Triton's kernels that permute tokens by expert (--moe-permute-fusion).
 
 Triton compiles a kernel once for multiples of 16 rows and once for other numbers, and the kernel of
-the row map once for each doubling of blocks of 1024 rows. Chunks, and rows from other ranks, have
-any number, so all variants are compiled before the first iteration.
+the row map once for each doubling of blocks of 1024 rows. The number of rows of a chunk, and of
+rows from other ranks, may be any, so all variants are compiled before the first iteration.
 """
 
 from typing import Any

@@ -165,7 +165,7 @@ def install_in_moe(layer: Any, index: int, dropped: DroppedOutputs, in_loop: boo
 
 
 def halve_experts(models: Sequence[Any], tokens: float) -> None:
-    """Run chunks of at least ``tokens`` in halves; all ranks that share experts give the same."""
+    """Run chunks of at least ``tokens`` in halves; ranks that share experts pass equal numbers."""
     for model in models:
         for _, layer in moe_layers(model):
             set_halved_from(layer, tokens)
@@ -189,8 +189,8 @@ def router_stats_for(
         model: The stage module.
         plan: The plan of the iteration.
         scale: Function (device) -> the loss scale on the device.
-        ends: Document of the plan in which every sample ends. A sample consists of this document
-            and of the prefixes that it continues.
+        ends: For each sample, the document of the plan in which it ends. The sample consists of
+            this document and of the prefixes that it continues.
         micro_batches: Number of consecutive samples of each micro-batch of an external training
             loop. If empty, every sample is balanced independently.
 
@@ -220,7 +220,8 @@ def pools_of(
 
     With these pools, the losses equal Megatron's losses of whole micro-batches without padding.
     ``paths`` are the spans of every sample. ``micro_batches`` are the numbers of consecutive
-    samples of the micro-batches. ``rules`` are the settings of the load balancing.
+    samples of the micro-batches. ``config`` is Megatron's configuration, and ``rules`` are the
+    settings of the load balancing.
 
         aux_loss       one pool per micro-batch
         seq_aux_loss   one pool per sample; as in Megatron, all samples of a micro-batch have

@@ -9,8 +9,8 @@ parameters, their buffers and the modules, whose forward pre-hooks gather parame
     counts of rows        become ends on the device, instead of a list on the host
     experts on one rank   nothing is read back; rows arrive sorted, and are not sorted a second time
 
-All ranks choose alike (:func:`stack_experts`), because ranks send rows in the order that the
-receiving rank's experts expect.
+All ranks make the same choice (:func:`stack_experts`), because ranks send rows in the order that
+the receiving rank's experts expect.
 """
 
 import logging
@@ -51,11 +51,11 @@ _DISPATCHERS = (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher)
 
 
 def stack_experts(models: Sequence[Any], group: dist.ProcessGroup | None) -> None:
-    """Compute the grouped experts of ``models`` as one product for each linear. Collective.
+    """Patch the grouped experts of ``models`` to compute one product for each linear.
 
-    If a layer of any rank cannot, all layers keep Transformer Engine's linears, and rank 0 logs the
-    reasons. Call the function after Megatron has wrapped the models, before it builds the
-    optimizer: weights that lie apart are moved into one storage.
+    If a layer of any rank does not support this, all layers keep Transformer Engine's linears, and
+    rank 0 logs the reasons. All ranks must call this function after Megatron has wrapped the models
+    and before it builds the optimizer: weights in separate storages are moved into one storage.
 
     Args:
         models: Stage modules of this rank.

@@ -4,7 +4,7 @@
     hidden k = layers of MTP module k ( projection ( norm (hidden k-1), norm (embedding of token +
       k) ) )
 
-Megatron computes token + k by rolling a row's tokens, and its MTP block sums the losses
+Megatron rolls a row's tokens to find the token k positions later, and its MTP block sums the losses
 (core/transformer/multi_token_prediction.py). Here, tokens and targets are read from the corpus
 (data/mtp_targets.py), and the LM head runs once for each hidden state. Layers of MTP modules are
 layers of the last stage: each layer has a recompute mode in the plan, and its own K and V in the

@@ -58,7 +58,8 @@ class SSMKind(LayerKind):
     def require(self, args: Any, tp: int) -> None:
         """Raise a ValueError unless heads and groups divide over ``tp`` tensor-parallel ranks.
 
-        The heads and groups of each of these ranks must also divide over context-parallel ranks.
+        The heads must also divide into the groups, and the heads and groups of each tensor-parallel
+        rank over the context-parallel ranks (:meth:`shares`).
         """
         if not self.asked(args):
             return

@@ -31,7 +31,8 @@ class PackedDocuments(Samples):
 
     Attributes:
         loss_of: The loop's loss function. It is called with the micro-batch and the outputs
-            [1, T, ...], in which the outputs of padding are 0.
+            [1, T, ...], in which the outputs of padding are 0. If the loop collects results other
+            than losses, it also receives ``non_loss_data=True``.
         keys: Names of the entries [1, T, ...] that forward steps draw; missing entries are skipped.
         loss_keys: Names of entries that may differ in a shared prefix: only the loss reads them.
     """

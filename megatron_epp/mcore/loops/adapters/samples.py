@@ -31,8 +31,8 @@ class Samples:
 
     Attributes:
         loss_of: Function (micro-batch, outputs [B, S, ...]) that returns what the loop's loss
-            function returns. It is called with ``non_loss_data=True``, too, if the loop collects
-            results other than losses. Default: :func:`masked_sum`.
+            function returns. If the loop collects results other than losses, it also receives
+            ``non_loss_data=True``. Default: :func:`masked_sum`.
         keys: Names of the entries that forward steps draw; missing entries are skipped.
         loss_keys: Names of entries that may differ in a shared prefix: only the loss reads them.
     """
@@ -93,7 +93,8 @@ def masked_sum(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the loss summed over unmasked tokens, the number of these tokens, and a report.
 
-    The report for the log is {"lm loss": [sum, number]}, as in Megatron's own loss function.
+    The micro-batch must have an entry ``loss_mask`` [B, S]; ``non_loss_data`` has no effect. The
+    report for the log is {"lm loss": [sum, number]}, as in Megatron's own loss function.
     """
     mask_BS = micro_batch["loss_mask"].to(token_losses_BS.dtype)
     total = (token_losses_BS * mask_BS).sum()
