@@ -178,9 +178,9 @@ class CostMonitor:
     def resume(self, folder: str | None, iteration: int) -> Profile | None:
         """Load the refits of the run in ``folder``; return the one that applies at ``iteration``.
 
-        All ranks of the job must call this method. The result is None if no refit applies, or this
-        job may not refit. :meth:`refit` returns the refits of later iterations when they are due.
-        All refits are copied to this run's folders.
+        All ranks of the job must call this method. The result is None if ``folder`` is None, no
+        refit applies, or this job may not refit. :meth:`refit` returns the refits of later
+        iterations when they are due. All refits are copied to this run's folders.
 
         Raises:
             PlanError: a refit cannot be read or parsed.

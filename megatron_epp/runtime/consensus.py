@@ -19,12 +19,13 @@ def broadcast_text(
 
     Args:
         text: text that ``source`` sends; ignored on other ranks.
-        error: error message that ``source`` sends instead of ``text``; ignored on other ranks.
+        error: error message that ``source`` sends instead of ``text``; None to send ``text``.
+            Ignored on other ranks.
         group: a gloo group.
         source: rank in the group that sends.
 
     Returns:
-        The text of ``source``; "" for None.
+        The text of ``source``; "" if it is None.
 
     Raises:
         PlanError: on every rank, if ``source`` sends an error.

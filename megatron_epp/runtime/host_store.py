@@ -261,7 +261,7 @@ class HostStore:
 
     Args:
         device: device of the layers.
-        meter: meter of the bytes held on the device.
+        meter: meter of the bytes held on the device; None for none.
         parameters: tensors that are never offloaded.
         memory: host memory of the rank; None for unlimited memory of this stage alone. If it is
             full, a warning is logged the first time.

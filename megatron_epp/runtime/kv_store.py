@@ -52,10 +52,11 @@ class Store:
         cached_tokens: per document, the number of rows of the buffer. The last slice has rows, too,
             if kernels read its K/V from the buffer. Default: ``context_tokens``.
         boundaries: per document, the ends of all slices but the last; they select the rows of
-            sliding-window layers.
-        readers: per document that other documents continue, the number of spans that attend to it.
+            sliding-window layers. None if they are unknown.
+        readers: per document that other documents continue, the number of spans that attend to it;
+            None if there are no such documents.
         followers: per document, the number of branches that begin at one of its slice boundaries
-            and read the SSM state at that boundary.
+            and read the SSM state at that boundary; None without branches.
     """
 
     def __init__(

@@ -68,8 +68,8 @@ def keep_large_blocks() -> bool:
     """Set glibc's malloc to keep large blocks in its heap; return whether this succeeded.
 
     By default glibc requests the memory of every tensor above 32 MiB, and of every growth of the
-    heap, from the kernel. The kernel clears these pages. That takes a fifth of the time of chunks
-    of 32K tokens, and no time for small chunks. The time per token then depends on the chunk size.
+    heap, from the kernel. The kernel clears these pages. This takes a fifth of the time of chunks
+    of 32K tokens, and no time in small chunks. The time per token then depends on the chunk size.
     """
     setting = _of_libc("mallopt", ctypes.c_int, ctypes.c_int)
     return setting is not None and bool(setting(_MMAP_MAX, 0) and setting(_TRIM_THRESHOLD, -1))

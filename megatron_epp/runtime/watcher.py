@@ -41,7 +41,8 @@ class Watcher:
         end: function that ends the process with a status.
         together: global ranks that run every op together with this rank, in lockstep; () without
             lockstep.
-        missing: function that returns the global ranks that a phase waits for, if they are known.
+        missing: function that returns the global ranks that a phase waits for; () if they are not
+            known.
     """
 
     def __init__(

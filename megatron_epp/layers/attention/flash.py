@@ -32,7 +32,7 @@ class FlashKernel:
         )
 
     def of_layers(self, before: int | None, sinks: bool) -> "FlashKernel":
-        """Return the kernel of layers with a window of ``before`` tokens.
+        """Return the kernel of layers with a window of ``before`` tokens; None for no window.
 
         Sinks are applied outside of the kernel.
         """

@@ -1,10 +1,10 @@
 """Direct calls of Transformer Engine's fused attention with recorded arguments.
 
 DotProductAttention spends a third of a layer's Python calls on the choice of a kernel, and chooses
-the same kernel for equal calls. The arguments that it passes to the fused kernel, forward and
-backward, are recorded once. Later calls pass the recorded arguments, with their own tensors and
-lengths. Nothing is recorded if another argument is a tensor, if there is dropout, or if the layout
-is not ``LAYOUT``.
+the same kernel for calls that are :func:`alike`. The arguments that it passes to the fused kernel,
+forward and backward, are recorded once. Later calls pass the recorded arguments, with their own
+tensors and lengths. Nothing is recorded if another argument is a tensor, if there is dropout, or if
+the layout is not ``LAYOUT``.
 """
 
 import inspect
@@ -25,7 +25,7 @@ _OF_OUTPUT = ("o", "d_o", "aux_ctx_tensors")
 
 @dataclass(slots=True)
 class KernelCalls:
-    """Recorded arguments of the fused kernel for equal calls.
+    """Recorded arguments of the fused kernel for calls that are :func:`alike`.
 
     Attributes:
         forward: arguments of the forward by name, without :func:`own_arguments`; None if they are
@@ -113,11 +113,11 @@ def _same(recorded: Any, expected: Any) -> bool:
 
 
 def alike(call: Operands, backward: bool) -> tuple[Any, ...]:
-    """Return a dictionary key; the module chooses the same kernel for calls with equal keys.
+    """Return a dictionary key; DotProductAttention chooses the same kernel for equal keys.
 
-    Such calls have the same dtype and ``backward``. Their numbers of documents, and their longest
-    query and key lengths, round up to the same powers of two. In both calls or in neither, the
-    longest query and key lengths are equal.
+    Calls with equal keys have the same dtype and ``backward``. Their numbers of documents, and
+    their longest query and key lengths, round up to the same powers of two. In both calls or in
+    neither, the longest query and key lengths are equal.
 
     Args:
         call: the call.

@@ -13,10 +13,11 @@ documents this is the ordinary mask.
     query 4   # # # # #
 
 A slice's K/V are written after its context in the store, where the kernel reads both without
-concatenation. The last slice's K/V, which no later slice attends to, are stored too: the buffers
-have capacity for full documents (``stores_last_slice``). A sliding-window layer stores tails
-(tails.py): a slice's call gets a copy of the tail before the slice and of the slice's rows. Windows
-are aligned at the bottom right, like the mask.
+concatenation; only the keys of a document that continues another are concatenated. The last slice's
+K/V, which no later slice attends to, are stored too: the buffers have capacity for full documents
+(``stores_last_slice``). A sliding-window layer stores tails (tails.py): a slice's call gets a copy
+of the tail before the slice and of the slice's rows. Windows are aligned at the bottom right, like
+the mask.
 
 T rows of the chunk, S keys of a call, H query heads, G key heads, D head size.
 """

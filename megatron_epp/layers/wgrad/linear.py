@@ -28,7 +28,7 @@ class Linear:
 
     Attributes:
         weight_NK: [output channels, input channels] this rank's weight.
-        group: tensor-parallel group; not used unless ``gathers`` or ``reduces``.
+        group: tensor-parallel group; may be None unless ``gathers`` or ``reduces``.
         gathers: whether the forward all-gathers the input and the backward reduce-scatters the
             input's gradient (sequence parallelism).
         reduces: whether the backward all-reduces the input's gradient.

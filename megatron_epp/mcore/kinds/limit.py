@@ -33,7 +33,7 @@ class Limit:
     Attributes:
         what: Description of the feature, with its flags.
         instead: What the user should do instead.
-        training: Test of args; --epp refuses the flags.
+        training: Test of args; --epp refuses the flags. "" refuses nothing.
         slices: Test of the model of an external training loop, which ``attach`` then refuses; with
             ``of_call``, test of a call of the loop, which Megatron's own schedule then runs.
             A dict {setting of the configuration: description} refuses the first setting that is

@@ -68,7 +68,7 @@ class ForwardSteps:
     def output(self, chunk: int, params: ChunkParams, later: bool) -> Any:
         """Return the output of the loop's forward step for a chunk.
 
-        If ``error`` is set, return the output of the layers on arbitrary inputs instead.
+        After an ``error``, return an invalid output of the layers instead.
 
         Args:
             chunk: Number of the chunk.

@@ -31,7 +31,7 @@ def model_log_probs(
 
     Args:
         model: The loop's model, wrapped or not.
-        labels_BS: [samples, tokens] Labels of all tokens; only the last stage uses them.
+        labels_BS: [samples, tokens] Labels of all tokens; may be None before the last stage.
         temperature: Divisor of the logits, or a tensor that expands to [B, S].
         entropy: Whether to return the entropies, too.
         inputs: Arguments of the model's forward.
