@@ -24,9 +24,9 @@ class Clock(Protocol):
     """Clock with which a probe times forward and backward."""
 
     def start(self, rested: bool = True) -> Any:
-        """Start timing, after all earlier work is done.
+        """Wait for all earlier work, start timing, and return the start.
 
-        ``rested`` is whether the device may have rested; False right after another timed op.
+        ``rested`` is whether the device may have been idle; False right after another timed op.
         """
 
     def seconds(self, start: Any) -> float:
@@ -34,7 +34,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """Clock of the elapsed time until the device has completed all work.
+    """Clock of the time until the device has completed all work.
 
     ``now`` is :meth:`.probe.Probe.now`, which waits for all earlier work. On a GPU, the clock
     therefore measures the time from the issue of the first kernel to the end of the last kernel.
@@ -73,7 +73,7 @@ class IssueClock(WallClock):
     """
 
     def start(self, rested: bool = True) -> float:
-        """Start timing, after the device has finished all earlier work."""
+        """Wait for all earlier work, and return the start time."""
         self._now()
         return time.perf_counter()
 
@@ -86,8 +86,8 @@ class DeviceClock:
     """Clock of the CUDA device's computing time, without the host's time to issue kernels.
 
     A device at its power limit lowers its clock rate within about 10 ms of work, and raises it
-    again within 20 ms of rest. A layer on a rested H200 takes 12 to 17% less time than in training.
-    With ``work``, the device therefore works before the timed ops.
+    again within 20 ms of idling. A layer on an idle H200 takes 12 to 17% less time than in
+    training. With ``work``, the device therefore works before the timed ops.
     """
 
     def __init__(
@@ -115,10 +115,10 @@ class DeviceClock:
         return time.perf_counter() - issued
 
     def start(self, rested: bool = True) -> CudaClock:
-        """Start timing after the device has worked, or has been spinning, for some milliseconds.
+        """Issue work for some milliseconds, then an event that starts the timing; return the clock.
 
-        Meanwhile, the host issues the kernels to time. If the device may have ``rested``, the work
-        before the timed ops runs ``repeats`` times, else once.
+        The device reaches the event after the host has issued the kernels to time. If the device
+        may have been idle (``rested``), ``work`` runs ``repeats`` times, otherwise once.
         """
         self._now()
         for _ in range(self._repeats if rested else 1):

@@ -27,12 +27,13 @@ def run_every_kind(args: Any, models: Sequence[Any], groups: Any, rows: Any) -> 
 
     Args:
         args: Megatron's arguments.
-        models: Stage modules of this rank.
+        models: Stage modules of this rank, wrapped.
         groups: The job's process groups.
         rows: ``RowShard`` that selects the rows (tokens) of a chunk on this rank.
 
     Raises:
         ValueError: A kernel does not run on one of the ranks. All ranks raise the error.
+        RuntimeError: This rank is out of memory.
     """
     problems: list[str] = []
     seen: set[tuple[str, ...]] = set()

@@ -113,7 +113,7 @@ def _flops(layer: Layer, shape: Shape, mode: str) -> float:
 
 
 def busy_repeats(probe: Probe, layer: Layer, shape: Shape) -> int:
-    """Return how often ``layer`` runs on a chunk until a GPU has worked for BUSY_SECONDS.
+    """Return how often a GPU must run ``layer`` on a chunk to work for about BUSY_SECONDS.
 
     Ranks that share the layer exchange data in it, so all of them need the same number. It
     therefore follows from the model's shape, and not from a measurement.
@@ -125,9 +125,10 @@ def busy_repeats(probe: Probe, layer: Layer, shape: Shape) -> int:
 def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
     """Return the chunks and recompute modes to measure.
 
-    The chunks are multiples of a base size in tokens. The base size is the largest power of 2 from
-    64 to 8192, at most ``context``, for which all measurements of ``layer`` take at most ``flops``
-    floating-point operations.
+    The chunks are multiples of a base size, and have at most ``context`` tokens. The base size is
+    the largest power of 2 from 64 to 8192 tokens that does not exceed ``context``, and for which
+    all measurements of ``layer`` take at most ``flops`` floating-point operations; 64 if there is
+    none.
     """
 
     def scaled(base: int) -> list[tuple[Shape, str]]:
@@ -175,8 +176,8 @@ def calibrate(
         split_backward: Whether plans may split B into I and W. If so, the function also measures
             split backwards. Otherwise, it predicts I and W as analytic fractions of B.
         kinds: For each of ``stages``, the kind of each layer, by the names in ``model``; empty if
-            all layers have one kind. The function measures one kind after another; each rank that
-            has the kind measures one layer, whatever the number of its stages.
+            all layers have one kind. The function measures one kind after another. Each rank that
+            has the kind measures one layer, even if the rank has several stages.
 
     Returns:
         The same profile on every rank.
@@ -506,9 +507,8 @@ def measure_split(
 ) -> list[SplitSeconds]:
     """Return measurements of split backwards on one rank.
 
-    The function measures seconds with ``busy`` (:meth:`.probe.Probe.after_work`) for chunks up to
-    ``tokens``, a large size for this device. It measures bytes with ``probe`` for chunks of
-    ``weighed`` tokens.
+    The function measures seconds with ``busy`` (:meth:`.probe.Probe.after_work`) for chunks of up
+    to ``tokens`` tokens, and bytes with ``probe`` for chunks of ``weighed`` tokens.
     """
     return [*_split_bytes(probe, weighed), *_split_seconds(busy, tokens)]
 

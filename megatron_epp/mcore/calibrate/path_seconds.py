@@ -1,4 +1,4 @@
-"""Times of a layer on the paths that can compute it, on the GPUs of a job."""
+"""Times of a layer on its paths (implementations), on the GPUs of a job."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -15,18 +15,18 @@ Paths = Sequence[Callable[[], None]]
 def path_seconds(
     args: Any, rows: Any, model: Any, at: int, paths: Paths, tokens: int
 ) -> list[float]:
-    """Return the seconds of forward and backward of a layer on each of ``paths``.
+    """Return the seconds of forward plus backward of a layer on each of ``paths``.
 
-    Ranks that share the layer call the function together. It restores gradients and random states
-    at its end; the layer stays on the last path.
+    All ranks that share the layer must call the function. It restores gradients and random states
+    at its end. The layer stays on the last path.
 
     Args:
         args: Megatron's arguments.
         rows: ``RowShard`` that selects the rows (tokens) of a chunk on this rank.
         model: Stage module of this rank, wrapped.
         at: Index of the layer in the stage.
-        paths: Functions that select a path.
-        tokens: Tokens of the chunk.
+        paths: Functions, each of which selects an implementation of the layer.
+        tokens: Number of tokens of the chunk.
     """
     with undisturbed(model):
         return timed_paths(probe_of(args, model, rows).of_layer(at), paths, Shape(tokens))

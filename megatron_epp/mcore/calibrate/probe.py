@@ -50,7 +50,7 @@ class Shape:
             ``cut``).
         cut: Whether another slice of the document follows, so that the store keeps K and V.
         local: Whether each document is computed by a single context-parallel rank; ``pieces`` is
-            then a multiple of the number of ranks.
+            then a multiple of the number of context-parallel ranks.
     """
 
     tokens: int
@@ -102,7 +102,7 @@ class Measurement:
         held_bytes: Bytes held from F to B, without stored K and V and their gradients.
         forward_bytes: Peak bytes during F, minus ``held_bytes``.
         backward_bytes: Peak bytes during B (during I if the backward is split), minus the bytes
-            held at the start of the op. Negative if the op frees more than it allocates.
+            held at the start of the op and the growth of the K/V store. It may be negative.
         weight_seconds: Seconds of W; 0 if no weight gradient is deferred to W.
         weight_input_bytes: Bytes held from I to W; 0 if no weight gradient is deferred to W.
     """
@@ -117,12 +117,12 @@ class Measurement:
 
 
 class Probe:
-    """Runner of single modules of ``model``, this stage's unwrapped GPTModel.
+    """Runner of single modules of ``model``, this stage's unwrapped model.
 
     ``row_shard`` selects the rows of a chunk on this rank. ``head_tokens`` is the block size of the
     fused LM head in tokens, or None without it. Positions restart at 0 after ``context`` tokens.
-    ``forward_step`` runs the model on ``device``; layers run from index ``at`` on. Gradients
-    accumulate, as in training; the caller clears them.
+    ``forward_step`` runs the model on ``device``. Layers run from index 0 on; see :meth:`of_layer`.
+    Gradients accumulate, as in training; the caller clears them.
     """
 
     def __init__(
@@ -162,9 +162,10 @@ class Probe:
         return other
 
     def after_work(self, shape: Shape, repeats: int = 1) -> "Probe":
-        """Return a copy that times ops on a GPU as busy as in training; it measures no bytes.
+        """Return a copy that times ops on a GPU as busy as in training.
 
-        First, the GPU runs a layer on a chunk of ``shape``: before a forward ``repeats`` times.
+        Before every op, the GPU runs a layer on a chunk of ``shape``: before F ``repeats`` times.
+        Do not measure bytes with the copy. On a CPU, or without layers, return the probe itself.
         """
         if self.device.type == "cpu" or not layers_of(self.model):
             return self
@@ -206,7 +207,7 @@ class Probe:
     def most_context(self, fraction: float) -> int:
         """Return the number of context tokens that fill ``fraction`` of the GPU's memory.
 
-        A token takes one layer's K and V twice (in the store and in a kernel), and gradients once.
+        A token takes one layer's K and V twice (in the store and in a kernel), gradients once.
         """
         total = torch.cuda.get_device_properties(self.device).total_memory
         channels = sum(map(math.prod, _kept_shapes(self.layer, 1)))
@@ -224,7 +225,7 @@ class Probe:
             shape: The chunk.
             modes: Recompute modes, one letter per layer.
             weigh: Whether to measure bytes.
-            split: Whether to time I and W separately.
+            split: Whether to split the backward into I and W.
         """
         store, params = self._chunk(shape, modes)
         hidden = self._hidden(shape)
@@ -453,9 +454,10 @@ class _Scale:
 
 @contextmanager
 def undisturbed(model: Any) -> Iterator[None]:
-    """Restore random states, gradients and DDP's state at the end of the context, even on errors.
+    """Restore random states and gradients at the end of the context, even on errors.
 
-    The context disables DDP's forward pre-hooks. Each hook completes the parameter all-gather of
+    DDP's gradient buffers are zero at the end. The context disables DDP's gradient reduction and
+    its forward pre-hooks. Each pre-hook completes the parameter all-gather of
     its bucket and starts the all-gather of the next bucket. If only some modules of a model ran,
     one all-gather would not complete, and an assertion of Megatron would fail in the second
     iteration (param_and_grad_buffer.py, start_param_sync).

@@ -1,8 +1,7 @@
 """Cost-model files: measured profiles that are saved next to the checkpoint.
 
-Without --epp-cost-model, training measures once at its start (``obtain``). ``python -m megatron_epp
-profile`` measures before training (command.py). A file of another model, device or dtype is
-refused (``require``).
+Without --epp-cost-model and such a file, training measures at its start (``obtain``). ``python -m
+megatron_epp profile`` measures before training (trainer/profile_command.py).
 """
 
 import datetime
@@ -140,9 +139,9 @@ def obtain(
     """Return the profile of this job. Collective: every rank passes its wrapped stage modules.
 
     With --epp-cost-model FILE, the function reads the file; with --epp-cost-model analytic, it
-    returns the analytic profile. Otherwise it reads the file next to the resumed checkpoint, with
-    which earlier iterations were planned. If that file is missing or unsuitable, the function
-    measures a profile and saves it in --save.
+    returns the analytic profile. Otherwise it reads the file next to the resumed checkpoint. If
+    that file is missing, invalid, or of another model, device or dtype, the function measures a
+    profile and saves it in the folders --save and --epp-record.
 
     Args:
         args: Megatron's arguments.
@@ -154,6 +153,10 @@ def obtain(
 
     Returns:
         The same profile on all ranks.
+
+    Raises:
+        ValueError: The file of --epp-cost-model is invalid, or of another model, device or dtype;
+            or the measurements cannot be fitted.
     """
     from megatron_epp.mcore.job.job_cost import on_these_ranks
 

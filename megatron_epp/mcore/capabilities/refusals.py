@@ -16,10 +16,7 @@ _PLACES = (*PLACING_FLAGS, "hybrid_layer_pattern", "hybrid_override_pattern")
 
 
 def require_equal_stages(args: argparse.Namespace) -> None:
-    """Raise a ValueError if stages cannot get equal numbers of layers and no flag places layers.
-
-    ``args`` are parsed flags before Megatron's validation.
-    """
+    """Raise a ValueError if stages cannot get equal numbers of layers and no flag places layers."""
     layers, stages = args.num_layers, args.pipeline_model_parallel_size
     if not layers or layers < stages or layers % stages == 0:
         return

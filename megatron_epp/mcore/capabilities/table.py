@@ -292,10 +292,13 @@ TABLE: tuple[Limit, ...] = (
 
 
 def limit_for(column: Column, holder: Any, of_call: bool = False) -> str | None:
-    """Return the error message for the first feature in ``holder`` that ``column`` does not run.
+    """Return the error message for the first unsupported feature that ``holder`` uses, or None.
 
-    ``holder`` is args for ``training`` and ``no_gpu``; for ``slices`` it is a training loop's
-    model, or, with ``of_call``, a call of the loop. The result is None if there is no such feature.
+    Args:
+        column: Where features must run: in ``training``, in training on a CPU-only host
+            (``no_gpu``), or in the slicing mode of external loops (``slices``).
+        holder: Megatron's args; for ``slices``, the model of a loop, or a call of it.
+        of_call: Whether ``holder`` is a call.
     """
     rows = (row for row in TABLE if column != "slices" or row.of_call == of_call)
     text = next(filter(None, (row.reason(column, holder) for row in rows)), None)

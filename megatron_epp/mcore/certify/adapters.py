@@ -1,11 +1,10 @@
 """Low-rank adapters (LoRA) on a frozen model, which ``certify --lora-rank`` trains.
 
-    y = W x + U D x      W is frozen; D [r, K] and U [N, r] are trained
+    y = W x + U D x      W [N, K] is frozen; D [r, K] and U [N, r] are trained
 
 Megatron has no adapters, but frameworks add adapters to Megatron's linears; this module imitates
-them. One of D and U is a linear of Megatron, sharded over the tensor-parallel ranks. The other
-matrix is a torch linear, which every rank has in full. In this way, a certificate covers frozen and
-trained linears of both types, with and without a deferred weight backward:
+these frameworks. One of D and U is a linear of Megatron, sharded over the tensor-parallel ranks.
+The other matrix is a torch linear, which every rank has in full:
 
     W sharded over N (linear_qkv, linear_fc1)    D full, on this rank's rows       U sharded over N
     W sharded over K (linear_proj, linear_fc2)   D sharded over K, with a sum      U full

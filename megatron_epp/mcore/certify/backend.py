@@ -1,4 +1,4 @@
-"""Backend of ``certify`` for Megatron: imports and servers of the processes of a certificate.
+"""Backend of ``certify`` for Megatron: what the processes of a certificate import and serve.
 
 This module must not import Megatron or torch at the top, because every process imports the module
 before it sets the environment.
@@ -52,9 +52,12 @@ def make_server(role: Role, until_the_end: ExitStack) -> Any:
 
 
 def prepare_process(role: Role, until_the_end: ExitStack) -> None:
-    """Prepare this process for Megatron, before its server is made.
+    """Prepare this process for Megatron, before :func:`make_server` creates the object to serve.
 
     The stack ``until_the_end`` gets the contexts that must stay open until the process ends.
+
+    Raises:
+        ValueError: The rank runs on a GPU, and the host has no GPU for it.
     """
     from megatron_epp.mcore.patching import cpu_host, cuda_host, patch_points
 
@@ -78,16 +81,17 @@ def hide_transformer_engine() -> None:
     """Hide Transformer Engine from Megatron. Call this function before Megatron is imported.
 
     If Transformer Engine is installed, Megatron's local layers use Transformer Engine's norms.
-    Their kernels do not compute in float64 (core/transformer/transformer_block.py).
+    The kernels of these norms do not compute in float64.
     """
     sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 
 
 def rotate_in_double() -> None:
-    """Patch Megatron to compute rotary frequencies in float64 on the CPU.
+    """Patch Megatron to compute the frequencies of rotary embeddings on the CPU.
 
-    Megatron computes the frequencies in float32 on the rank's device. A GPU's powers and cosines
-    differ from a CPU's in the last bit, which caused an error of 3e-7 in a certificate on an H200.
+    The frequencies are converted to float64. Megatron computes them in float32 on the rank's
+    device. A GPU's powers and cosines differ from a CPU's in the last bit, which caused an error of
+    3e-7 in a certificate on an H200.
     """
     from functools import wraps
 

@@ -8,7 +8,7 @@ from megatron_epp.mcore.patching import releases
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``python -m megatron_epp certify``; return 0 if all comparisons pass, else 1.
+    """Run ``python -m megatron_epp certify``; return 0 if all comparisons pass, otherwise 1.
 
     Raises:
         ValueError: The arguments or the installed Megatron are not supported.

@@ -104,13 +104,10 @@ _NOT_REFERENCE: dict[str, Any] = {
 
 
 def parsed(flags: Sequence[str], pp: int) -> Namespace:
-    """Parse ``flags`` with Megatron's parser; return the args, with --epp over ``pp`` stages.
-
-    The function removes flags that have no effect under a plan. It refuses what training with
-    --epp refuses, because a certificate does not need some of these flags, and replaces others.
+    """Parse ``flags`` with Megatron's parser, with --epp and ``pp`` pipeline ranks.
 
     Raises:
-        ValueError: A flag is refused.
+        ValueError: A flag is invalid, or training with --epp does not support it.
     """
     one_each = ["--epp-placement", EVENLY]  # unless the flags say another
     stages = ["--pipeline-model-parallel-size", str(pp)]
@@ -150,9 +147,9 @@ def scaled(
     Args:
         raw: The user's flags, parsed.
         degrees: Parallel degrees.
-        overlap: Whether to overlap gradient reduction with backward.
+        overlap: Whether to overlap gradient reduction with backward, with a distributed optimizer.
         lora_rank: Rank of the LoRA adapters; 0 for no adapters.
-        dtype: Dtype of the model on the ranks under test.
+        dtype: Dtype of the model on the ranks under test, ``float64`` or ``bf16``.
 
     Raises:
         ValueError: ``certify`` does not support the flags.

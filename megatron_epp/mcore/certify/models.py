@@ -75,8 +75,7 @@ def begin(args: Namespace, seed: int) -> None:
 def reference_model(args: Namespace, by_engine: bool) -> Any:
     """Build Megatron's model, add features that its local layers lack, and return the model.
 
-    See kinds/local_layers.py and kinds/moe/biases.py. With ``by_engine``, the model has the
-    checkpoint keys of Transformer Engine's layers.
+    With ``by_engine``, the model has the checkpoint keys of Transformer Engine's layers.
     """
     description = described(args)
     fix_layer_spec(description)
@@ -137,7 +136,7 @@ def elastic_models(
     Args:
         args: Megatron's args.
         install: Function that adds the job's hooks to the model configuration. These hooks run
-            after the hooks that add adapters.
+            after the hook that adds adapters.
         lora_rank: Rank of the LoRA adapters; 0 for no adapters.
     """
     description = described(args)

@@ -44,10 +44,10 @@ type Gradients = dict[str, numpy.ndarray]
 class ReferenceModel:
     """Megatron's model in float64, with only this package's patches for CPU-only hosts.
 
-    The model has Megatron's local layers and attention with a causal mask, and autograd computes
-    the gradients. For a certificate in another dtype, a second model (``own``) with the same
-    weights computes in this dtype. For fp8, the model has Transformer Engine's layers, because
-    local layers do not support fp8.
+    The model has attention with a causal mask, and autograd computes the gradients. Its layers are
+    Megatron's local layers, or Transformer Engine's layers in fp8. Some certificates need a second
+    model with the same weights (``own``), whose errors are the unit of the ranks' errors: in the
+    ranks' dtype if that is not float64, or without fp8 if an fp8 scale covers a full tensor.
     """
 
     def __init__(self, role: Role):
@@ -201,7 +201,7 @@ def token_losses(
         model: The model.
         tokens_1T: [1, tokens] Tokens of the document.
         labels_1T: [1, tokens] Labels of the document.
-        mask_T: [tokens] Loss mask of the document, which MTP losses use.
+        mask_T: [tokens] Loss mask of the document, which MTP losses use; None: no mask.
         rows: Multiple to which the document is padded, in tokens.
         **besides: More arguments of the model's forward.
     """

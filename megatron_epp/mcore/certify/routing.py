@@ -52,9 +52,10 @@ class RoutingNotes:
         MTPLossLoggingHelper.tracker.clear()
 
     def taken(self, extra_losses: Mapping[str, numpy.ndarray] | None = None) -> RoutingRecord:
-        """Return the routing since the last call of this method, and reset the records.
+        """Return the token counts and losses since the last call of this method, and reset them.
 
-        The losses are Megatron's logged losses and ``extra_losses``.
+        The losses are Megatron's logged auxiliary losses, the MTP losses that :meth:`note_mtp`
+        added, and ``extra_losses``.
         """
         tracker = get_moe_metrics_tracker()
         losses = {

@@ -51,8 +51,8 @@ def _of_pattern(args: Namespace, pattern: str, stages: int) -> Namespace:
 def fewer(counts: Sequence[int]) -> list[int]:
     """Return a small number of layers (0 to 3) for every stage, given the full numbers.
 
-    Stages with different full numbers get different small numbers if at most 3 different
-    full numbers occur. Empty stages stay empty.
+    Stages with different full numbers get different small numbers if at most 3 different full
+    numbers above 0 occur. Empty stages stay empty.
     """
     sizes = sorted({count for count in counts if count})
     if len(sizes) == 1:
@@ -63,8 +63,9 @@ def fewer(counts: Sequence[int]) -> list[int]:
 def step_of(args: Namespace, tp: int) -> int:
     """Return a number that must divide the rows and columns of a rank's shard of a matrix.
 
-    Only fp8 GEMMs require multiples, so the number is 1 without fp8. If matrices are sharded, it is
-    the size of a block with one scale, so that shards have the same scales as the full matrix.
+    The number is 1 without fp8, because only fp8 GEMMs require multiples: of 32 with mxfp8,
+    otherwise of 16. If ``tp`` ranks share a matrix, it is 128 instead of 16, the size of a block
+    with one scale, so that shards have the same scales as the full matrix.
     """
     if not getattr(args, "fp8", None) or args.transformer_impl == "local":
         return 1
@@ -85,7 +86,8 @@ def heads(query: int, key: int, tp: int, cp: int = 1) -> tuple[int, int]:
         cp: Context-parallel degree.
 
     Raises:
-        ValueError: The query heads are not a multiple of the key/value heads.
+        ValueError: A number of heads is less than 1, or the query heads are not a multiple of the
+            key/value heads.
     """
     if query < 1 or key < 1 or query % key:
         raise ValueError(f"--num-attention-heads {query}: no multiple of --num-query-groups {key}")
@@ -115,7 +117,8 @@ class SmallModel:
 def small(args: Namespace, degrees: Degrees, layout: Sequence[Sequence[str]] | None) -> SmallModel:
     """Return the scaled-down model for Megatron's parsed ``args``.
 
-    ``layout`` contains the symbols of --pipeline-model-parallel-layout for each stage.
+    ``layout`` contains the symbols of --pipeline-model-parallel-layout for each stage; None without
+    this flag.
 
     Raises:
         ValueError: Flags are missing or inconsistent.

@@ -4,7 +4,7 @@ Rank 0 chooses the values before Megatron builds the model, by the simulated tim
 first batches (planner/choose). The inputs are the document lengths in the ``.idx`` files, or of the
 first chats, and a cost model: the file --epp-cost-model, or analytic coefficients of this device. A
 run that resumes uses the choices saved with its checkpoint (kept.py). If lengths or costs are
-unknown, every rank has one stage.
+unknown, vocabulary parallelism is off, and every rank has one stage if the planner allows it.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def choose(args: Any, parts: Any = None) -> list[str]:
     """Choose values for flags with the value ``auto`` in ``args``, which Megatron has validated.
 
     Every rank calls this function. ``parts`` are components of the trainer that the user's script
-    replaces (:class:`~megatron_epp.mcore.trainer.hooks.TrainerHooks`).
+    replaces (:class:`~megatron_epp.mcore.trainer.hooks.TrainerHooks`); None: no replacements.
 
     Returns:
         Lines that rank 0 prints.
@@ -106,10 +106,12 @@ def _overlong_line(args: Any, parts: Any) -> str | None:
 
 
 def choose_row_multiple(args: Any, parts: Any = None) -> str | None:
-    """Set --epp-row-multiple (padding of chunks) if the user has not; return a line to print.
+    """Set --epp-row-multiple (padding of chunks) if the user has not set it.
 
-    The function returns None instead of a line if the flag is set, or if the value is the default.
     The value changes plans but not results, so a run that resumes chooses it again.
+
+    Returns:
+        A line to print if the chosen value is not the default, otherwise None.
     """
     if not args.epp or args.epp_row_multiple is not None:
         return None
@@ -132,9 +134,17 @@ def choose_row_multiple(args: Any, parts: Any = None) -> str | None:
 
 
 def choose_blend(args: Any) -> str | None:
-    """Set --epp-blend to tokens or documents if it is auto; return a line to print, or None.
+    """Set --epp-blend to ``tokens`` or ``documents`` if it is ``auto``.
 
     The order of documents depends on this flag, so a run that resumes uses its checkpoint's choice.
+    A new run uses ``tokens``.
+
+    Returns:
+        A line to print if this run resumes, several corpora have weights, and the weights count
+        documents in this run or in the resumed one; otherwise None.
+
+    Raises:
+        ValueError: The saved choices are damaged, or the data flags are invalid.
     """
     begun = kept_blend(args) if args.epp and resumes(args) else None
     asked = args.epp_blend
@@ -159,12 +169,15 @@ def choose_stages(args: Any, parts: Any = None) -> list[str]:
     """Choose vocabulary parallelism, layers and ranks of the stages where their flags are ``auto``.
 
     Rank 0 chooses all of these together, by the simulated times of plans. A run that resumes uses
-    its checkpoint's choices, because optimizer states of some formats cannot be loaded with others.
+    its checkpoint's choices, because some checkpoint formats cannot be loaded with other choices.
     The function sets --epp-vocab-parallel. If it chooses layers, it also sets --epp-placement, and
     --pipeline-model-parallel-layout or the | in a HybridModel's pattern.
 
     Returns:
         Lines to print.
+
+    Raises:
+        ValueError: See :func:`choose`. Every rank raises the error of rank 0.
     """
     open_vocabulary, open_layers = args.epp_vocab_parallel == AUTO, placement_by_time(args)
     if open_vocabulary:
@@ -392,11 +405,11 @@ def cost_and_options(
 ) -> tuple[Cost, Options]:
     """Return the cost of ops with ``layers`` per stage, and the options of the planner.
 
-    ``measured`` is a profile to use instead of the one of --epp-cost-model.
+    ``measured`` is a profile to use instead of that of --epp-cost-model; None: the latter.
 
     Raises:
-        OSError: The cost-model file cannot be read.
-        ValueError: The cost-model file is not valid.
+        ValueError: The file of --epp-cost-model cannot be read or is not valid, or --epp-levers
+            names an unknown lever.
     """
     config = Config.of(args)
     if measured is not None:
@@ -427,7 +440,6 @@ def first_cost_and_options(args: Any, layers: tuple[int, ...]) -> tuple[Cost, Op
     valid cost model.
 
     Raises:
-        OSError: No cost model is valid, and the last one cannot be read.
         ValueError: No cost model is valid.
     """
     *better, last = cost_models(args)
@@ -454,10 +466,10 @@ def cost_models(args: Any) -> Iterator[str | None]:
 
 
 def first_batches(args: Any) -> list[list[int]]:
-    """Return the document lengths in tokens of global batches that are typical of the corpora.
+    """Return the document lengths, in tokens, of FIRST_BATCHES typical global batches.
 
     Raises:
-        ValueError: The lengths are unknown.
+        ValueError: There is no corpus (--data-path), or a corpus or chat file is not valid.
     """
     if args.mock_data:
         raise ValueError("lengths are read from the files of --data-path, and mock data have none")

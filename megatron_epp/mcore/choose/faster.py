@@ -1,6 +1,7 @@
 """Report of a placement that is faster by the cost model that a job has measured.
 
-A job chooses its placement before it measures, and keeps it. A restart can choose another one.
+A job chooses its placement before it measures, and keeps it. A restart can choose another
+placement.
 """
 
 import dataclasses
@@ -20,10 +21,7 @@ RESTART_PAYS = 0.03  # fraction of the time that a reported placement saves
 
 
 def report_faster_placement(args: Any, profile: Profile) -> None:
-    """Log a line if a placement saves the fraction RESTART_PAYS of the time by ``profile``.
-
-    The function plans the first batch with little effort. It does nothing if lengths are unknown.
-    """
+    """Log the line of :func:`faster_placement`, unless it is None."""
     if (line := faster_placement(args, profile)) is not None:
         logger.info("%s", line)
 
@@ -31,8 +29,9 @@ def report_faster_placement(args: Any, profile: Profile) -> None:
 def faster_placement(args: Any, profile: Profile) -> str | None:
     """Return a line on the fastest placement by ``profile``, with the flag that selects it.
 
-    The result is None if no placement saves the fraction RESTART_PAYS of the time, if lengths are
-    unknown, or if checkpoints can only be loaded with their own placement.
+    The function plans one batch with effort 0. It returns None if no placement saves the fraction
+    RESTART_PAYS of the time, if there is no pipeline, if lengths or costs are unknown, or if
+    checkpoints can only be loaded with their own placement.
     """
     one_format = getattr(args, "ckpt_format", "torch_dist") != "torch_dist"
     if args.pipeline_model_parallel_size == 1 or one_format:

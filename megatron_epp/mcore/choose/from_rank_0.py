@@ -1,6 +1,6 @@
-"""Values that rank 0 decides at a start, before the process group exists.
+"""Values that rank 0 decides at a job's start, before the process group exists.
 
-The other ranks read them from torchrun's key-value store, so no two ranks can decide differently.
+The other ranks read these values from a key-value store, so no two ranks can decide differently.
 """
 
 import json
@@ -25,7 +25,8 @@ def from_rank_0(what: str, make: Callable[[], Any]) -> Any:
     Every rank calls this function. ``what`` names the value in the store and in error messages.
 
     Raises:
-        ValueError: on every rank, with the text of the ValueError that ``make`` raises.
+        ValueError: ``make`` raises a ValueError (every rank raises one with the same text); or, on
+            ranks other than 0, rank 0 fails with another error or does not answer.
     """
     rank, ranks = rank_of()
     if ranks == 1:
@@ -54,7 +55,7 @@ def from_rank_0(what: str, make: Callable[[], Any]) -> Any:
 
 @cache
 def start_store() -> Any:
-    """Return the key-value store that all ranks of a start share.
+    """Return the key-value store that all ranks of the job share.
 
     It is torchrun's store. Without torchrun's store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1), rank 0
     opens a store at ``MASTER_PORT``, which the process group later uses as well.

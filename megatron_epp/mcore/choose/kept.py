@@ -38,8 +38,9 @@ def resumes(args: Any) -> bool:
 def keep_choices(args: Any, models: list[Any]) -> list[Any]:
     """Write the choices to a file in the folder of --save, and return ``models``.
 
-    The choices are placement, layers per stage, vocabulary parallelism, blend unit and, if it is
-    set, the layout. The function is Megatron's pre-wrap hook; --save must be set.
+    The choices are placement, layers per stage, vocabulary parallelism, the unit of corpus weights
+    (--epp-blend) and, with --epp-layouts, the layout. Megatron calls this function as a pre-wrap
+    hook; --save must be set.
 
     Raises:
         OSError: The folder cannot be written.
@@ -80,10 +81,12 @@ def loads_in_other_stages(args: Any) -> bool:
 
 
 def kept_layout(args: Any) -> dict[str, Any] | None:
-    """Return the saved layout of the resumed run; None if --epp-layouts did not choose it.
+    """Return the saved layout of the resumed run (:attr:`.layouts.ChosenLayout.facts`).
+
+    The result is None if --epp-layouts did not choose the layout of that run.
 
     Raises:
-        ValueError: The file is damaged.
+        ValueError: The file of choices is damaged.
     """
     path, choices = _kept(args, LAYOUT_KEY)
     layout = (choices or {}).get(LAYOUT_KEY)
@@ -93,10 +96,12 @@ def kept_layout(args: Any) -> dict[str, Any] | None:
 
 
 def keeps_layout(args: Any) -> bool:
-    """Return whether this run has the layout of the run that it resumes.
+    """Return whether this run has the degrees (tp, pp, cp, ep) of the run that it resumes.
 
-    Without --epp-layouts, the result is True, because the flags set the layout. The saved
-    choices must then suit the flags.
+    Without --epp-layouts, the result is True without a comparison, because flags set the degrees.
+
+    Raises:
+        ValueError: The file of choices is damaged.
     """
     chosen, kept = getattr(args, LAYOUT_KEY, None), kept_layout(args)
     degrees = ("tp", "pp", "cp", "ep")
@@ -109,7 +114,7 @@ def kept_vocabulary(args: Any) -> bool:
     """Return whether the resumed run used vocabulary parallelism; False if it saved no choice.
 
     Raises:
-        ValueError: The file is damaged.
+        ValueError: The file of choices is damaged.
     """
     path, choices = _kept(args, VOCABULARY_KEY)
     choice = (choices or {}).get(VOCABULARY_KEY, OFF)
@@ -124,7 +129,7 @@ def kept_blend(args: Any) -> str:
     Without a file of choices, Megatron's own trainer made the checkpoint, whose unit is tokens.
 
     Raises:
-        ValueError: The file is damaged.
+        ValueError: The file of choices is damaged.
     """
     path, choices = _kept(args, BLEND_KEY)
     unit = TOKENS if choices is None else choices.get(BLEND_KEY)
@@ -134,10 +139,10 @@ def kept_blend(args: Any) -> str:
 
 
 def kept_placement(args: Any) -> Placement | None:
-    """Return the placement of the resumed run, with layers; None if nothing was saved.
+    """Return the placement of the resumed run, with layers; None if no placement was saved.
 
     Raises:
-        ValueError: The file is damaged.
+        ValueError: The file of choices is damaged.
     """
     path, choices = _kept(args, STAGE_LAYERS)
     if choices is None or STAGE_LAYERS not in choices:

@@ -1,7 +1,7 @@
 """Layouts that --epp-layouts allows, and the choice of the fastest one for a number of devices.
 
-The choice depends on the flags, the number of devices, and the resumed run's cost model. start.py
-makes the choice when a job starts.
+The choice depends on the flags, the document lengths, the number of devices, and the resumed run's
+cost model. start.py makes the choice when a job starts.
 """
 
 import copy
@@ -47,8 +47,8 @@ class AllowedLayout:
     def least_ranks(self, expert_tp: int | None) -> int:
         """Return the smallest number of ranks that can train with this layout.
 
-        A job's number of ranks must be a multiple of this number. ``expert_tp`` is the experts'
-        tensor-parallel size, or None if it equals ``tp``.
+        The number of ranks that train is a multiple of this number. ``expert_tp`` is the experts'
+        tensor-parallel size; None: equal to ``tp``.
         """
         stage = self.tp * self.cp
         return self.pp * max(stage, self.ep * (expert_tp or self.tp) if self.ep > 1 else 1)
@@ -137,12 +137,13 @@ class ChosenLayout:
 def read_layouts(path: str) -> tuple[AllowedLayout, ...]:
     """Return the layouts of a file, one per line: ``tp 2 pp 4 cp 1 ep 1 layers 7 8 8 7``.
 
-    A degree that is missing in a line is 1. With ``layers``, a missing ``pp`` is their number of
-    stages. ``layers`` come last in a line. ``#`` begins a comment.
+    A degree that is missing in a line is 1. With ``layers``, which come last in a line, a missing
+    ``pp`` is the number of the values of ``layers``. ``#`` begins a comment.
 
     Raises:
-        ValueError: A line is not a layout (the message contains the line number), or the number of
-            layouts is not between 1 and ``MOST_LAYOUTS``.
+        ValueError: The file is not a text file, a line is not a layout (the message contains the
+            line number), or the number of layouts is not between 1 and ``MOST_LAYOUTS``.
+        OSError: The file cannot be read.
     """
     layouts = []
     if path == "auto" and not Path(path).exists():
@@ -204,7 +205,9 @@ def choice(
             layout. It returns None if plans exceed the memory budget.
 
     Raises:
-        ValueError: A line of the file contradicts the flags, or no layout fits the devices.
+        ValueError: The file is not valid, a line of it contradicts the flags, or no layout fits the
+            devices, the memory budget and the checkpoint.
+        OSError: The file cannot be read.
     """
     path, expert_tp = wanted.epp_layouts, wanted.expert_tensor_parallel_size
     filled: dict[AllowedLayout, int] = {}

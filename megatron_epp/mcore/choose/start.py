@@ -28,11 +28,13 @@ SPARE_POLL_SECONDS = 0.5
 def choose_allowed_layout() -> ChosenLayout | None:
     """Return the layout with which the job starts; None without --epp or --epp-layouts.
 
-    Every rank calls this function. On ranks that train, it sets the environment variable
-    ``WORLD_SIZE`` to the number of ranks that train.
+    Every rank calls this function. Rank 0 prints the layout. On ranks that train, the function sets
+    the environment variable ``WORLD_SIZE`` to the number of ranks that train.
 
     Raises:
-        ValueError: The file of layouts is not valid, or no layout fits.
+        ValueError: The flags, the file of layouts or the saved choices are not valid, or no layout
+            fits.
+        OSError: On rank 0, if the file of layouts cannot be read.
     """
     if not any(word.partition("=")[0] == "--epp-layouts" for word in sys.argv):
         return None  # do not parse all flags twice
@@ -59,11 +61,12 @@ def choose_allowed_layout() -> ChosenLayout | None:
 def as_before(wanted: Namespace, devices: int) -> ChosenLayout | None:
     """Return the layout of the resumed run, if that run had the same number of ``devices``.
 
-    The result is None if the number differs, if the run saved no layout, or if --epp-layouts no
-    longer allows the layout.
+    The result is None if the number differs, if the run saved no valid layout, or if --epp-layouts
+    no longer allows the layout.
 
     Raises:
         ValueError: The file of layouts or the file of saved choices is not valid.
+        OSError: The file of layouts cannot be read.
     """
     kept = kept_layout(wanted) if resumes(wanted) else None
     if kept is None or kept.get("devices") != devices:

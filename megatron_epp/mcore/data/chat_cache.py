@@ -40,14 +40,15 @@ _TOKENIZER_SUFFIXES = {".jinja", ".json", ".model", ".tiktoken", ".txt", ".vocab
 
 
 def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
-    """Convert the chat files of all data flags, and return path -> corpus prefix. Collective.
+    """Convert the chat files of all data flags; return {path: corpus prefix}. Collective.
 
     Rank 0 tokenizes each chat file that has no corpus in the cache, writes the corpus, and prints
     its name. The cache is the folder --data-cache-path; by default, the folder ``cache`` next to
     the chat file. Every rank raises the same errors.
 
     Raises:
-        PlanError: A file cannot be converted; the message names file and line.
+        PlanError: A file cannot be read, converted or written. If a line is not valid, the message
+            contains its number.
         ValueError: A rank does not see the files that rank 0 has written.
     """
     paths = _chat_files(args)
@@ -77,12 +78,12 @@ class ChatFile:
 
 @lru_cache(maxsize=8)
 def first_inputs(chats: ChatFile, count: int) -> numpy.ndarray:
-    """Return the number of inputs of each document of the first ``count`` conversations.
+    """Return the number of inputs (tokens) of each of the first ``count`` conversations.
 
-    The shape is [documents], and the dtype int64.
+    The result is [conversations] int64, without conversations that have no target.
 
     Raises:
-        ValueError: Flags are invalid, or a line is not a conversation.
+        ValueError: Flags are invalid, or a line contains no valid conversation.
     """
     check_chat_flags(chats.args)
     masks = (mask for _, mask in islice(chats.encoded, count))

@@ -34,11 +34,12 @@ class ChunkBatch:
         tokens: Int64, on the first stage.
         positions: Int64, on every stage.
         labels: Int64, on the last stage.
-        loss_mask: Float32, on the last stage; 0 on padding.
+        loss_mask: Float32 (float64 with MTP), on the last stage: weights of the losses; 0 on
+            padding.
         params: Parameters of the chunk for Megatron's layers.
         mtp_mask: Float64 [D, t], on the last stage: 1 for each MTP label with a loss, for the log.
-        known_gradient: Gradient of every token's loss, if LM head and loss are fused
-            (lm_head.fused_head).
+        known_gradient: Gradient with respect to every token's loss, with the shape of
+            ``loss_mask``, if LM head and loss are fused (lm_head.fused_head).
         hidden_only: Whether the model ends after its final norm, because H and G ops of the plan
             compute LM head and loss. Every stage then has labels and loss mask.
     """

@@ -19,7 +19,8 @@ class ChunkParams(PackedSeqParams):
     Attributes:
         state: State of the chunk, including the documents of its rows.
         positions: [t] position of each row of this rank in its document, for the rotary embedding.
-        mtp_tokens: [D, t] input tokens of the D MTP modules for these rows; None without MTP.
+        mtp_tokens: [D, t] input tokens of the D MTP modules for these rows; None without MTP, and
+            on stages other than the last.
     """
 
     state: ChunkState

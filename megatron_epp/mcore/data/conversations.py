@@ -1,8 +1,8 @@
 """Conversion of chats (``.jsonl``) to a corpus: documents with loss masks.
 
 A line is a JSON object with ``messages``, a list of {role, content}. As in Megatron's SFTDataset, a
-line may contain several conversations, and each conversation begins with a system message. Each
-conversation becomes a document. In a chat format, Megatron's SFTTokenizer returns the document's
+line may contain several conversations, and each system message begins a new conversation. Each
+conversation becomes a document. Megatron's SFTTokenizer formats the conversation, returns its
 tokens, and marks the targets (tokens with a loss). Padding tokens and messages of weight 0 have no
 targets.
 
@@ -85,8 +85,9 @@ def read_lines(
     line's object, and (key, " of messages") for a key of a message.
 
     Raises:
-        ValueError: A line is too long, not JSON, or has no messages with roles and texts. The
-            error text contains the line number.
+        ValueError: A line is too long, is not JSON, has no messages with roles and texts, or has a
+            message with a weight other than 0 and 1. The error text contains the line number.
+        OSError: The file cannot be read.
     """
     unread = set() if unread is None else unread
     for number, raw in bounded_lines(path, "a line of JSON for each conversation"):
@@ -235,7 +236,7 @@ def encode_line(
         chat_format: The tokenizer's chat format.
 
     Raises:
-        ValueError: ``encode`` raises an error; file and line number are added to the message.
+        ValueError: ``encode`` raises an error. This function adds file and line number.
     """
     number, messages = numbered
     try:
@@ -260,8 +261,12 @@ def write_encoded(
         prefix: Path of the corpus without suffix.
         beat: Function called after every line, to signal progress.
 
+    Returns:
+        Counts of the lines, tokens and targets.
+
     Raises:
         ValueError: No line has a target.
+        OSError: A file cannot be written.
     """
     lengths: list[int] = []
     count = targets = untargeted = 0

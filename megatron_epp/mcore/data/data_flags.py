@@ -12,12 +12,12 @@ _SPLIT_FLAGS = ("train_data_path", "valid_data_path", "test_data_path", "per_spl
 def blends_of(args: Any) -> tuple[Blend | None, list[Blend | None] | None]:
     """Return the blend of --data-path, and the blends of training, validation and test.
 
-    A blend is a list of corpora and their weights. As in Megatron, at least one of the two results
-    is None.
+    A blend is a list of corpora, and a list of their weights or None. As in Megatron, at least one
+    of the two results is None.
 
     Raises:
         ValueError: --data-path and --data-args-path are both given, a file cannot be read, a blend
-            names no corpus, or a weight is invalid.
+            names no corpus, only some corpora have a weight, or a weight is invalid.
     """
     # Imported here, because documents can also be read without Megatron's trainer.
     from megatron.training.utils import get_blend_and_blend_per_split

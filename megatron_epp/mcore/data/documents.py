@@ -1,7 +1,7 @@
 """Documents of a Megatron corpus as a dataset in which one item is one document.
 
 Megatron's own GPTDataset concatenates the documents and cuts the result every ``seq_length``
-tokens. In this dataset, each sequence of the ``.idx`` stays one document. A sequence of L tokens
+tokens. In this dataset, each sequence of the ``.idx`` is one document. A sequence of L tokens
 has L - 1 inputs ``tokens[:-1]`` with labels ``tokens[1:]``. Documents with more inputs than the
 context are truncated, dropped or split (flag --epp-overlong), before documents are shuffled. The
 ``.idx`` contains all lengths, so the dataset knows them before it reads a token.
@@ -244,8 +244,8 @@ class DocumentDataset(MegatronDataset):
     def targets(self, item: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
         """Return labels (int64) and loss mask (float32) of an item's inputs [start, stop).
 
-        The last label is token ``stop`` of the document, the token after the span. If the corpus
-        has a loss mask, the returned mask is multiplied by it.
+        Both have the shape [stop - start]. The last label is token ``stop`` of the document. If the
+        corpus has a loss mask, the returned mask is multiplied by it.
 
         Raises:
             ValueError: See :meth:`tokens`.
@@ -319,12 +319,13 @@ def config_from_args(
         tokenizer: A Megatron tokenizer.
         overlong: Policy for overlong documents: truncate, drop or split.
         vocabulary_size: Rows of the embedding; None disables the check of the tokens.
-        chats: Path of each chat file -> prefix of its converted corpus (chat_cache.py).
+        chats: Path of each chat file -> prefix of its converted corpus (chat_cache.py); None
+            without chat files.
         blend_by: Unit of a blend's weights: tokens or documents.
 
     Raises:
-        ValueError: No corpus is given, the blend is invalid, or a flag skips reading the .idx
-            files.
+        ValueError: No corpus is given, the blend or another setting is invalid, or a flag skips
+            reading the .idx files.
     """
     for flag in (
         "dataloader_fast_cache_load",

@@ -53,8 +53,8 @@ class DocumentSource(TokenSource, Protocol):
     def header(self, sample: int) -> str:
         """Return the comment lines before the recorded step whose first sample is ``sample``.
 
-        They say from which corpora its documents were drawn (corpus/recorded_batch.py). The text is
-        empty if the documents belong to no corpus.
+        They name the corpora from which the step's documents were drawn (corpus/recorded_batch.py).
+        The text is empty if the documents belong to no corpus.
         """
 
 
@@ -163,18 +163,21 @@ class Documents:
         """Return tokens [start, stop) of a sample's document as int64.
 
         A document with n inputs has n + 1 tokens. ``stop`` None is the end of the document.
+
+        Raises:
+            ValueError: See :meth:`locate` and :meth:`.documents.DocumentDataset.tokens`.
         """
         part, item = self._item(sample)
         return part.tokens(item, start, stop)
 
     def inputs(self, sample: int, start: int, stop: int) -> numpy.ndarray:
-        """Return inputs [start, stop) of a sample's document as int64, for a first stage."""
+        """Return inputs [start, stop) of a sample's document as int64; see :meth:`tokens`."""
         return self.tokens(sample, start, stop)
 
     def targets(self, sample: int, start: int, stop: int) -> tuple[numpy.ndarray, numpy.ndarray]:
-        """Return labels (int64) and loss mask (float32) of inputs [start, stop), for a last stage.
+        """Return labels and loss mask of inputs [start, stop), for a last stage.
 
-        The last label is token ``stop`` of the document, the token after the span.
+        See :meth:`.documents.DocumentDataset.targets`.
         """
         part, item = self._item(sample)
         return part.targets(item, start, stop)

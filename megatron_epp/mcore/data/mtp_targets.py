@@ -51,15 +51,16 @@ class TargetRows:
     """Labels and loss weights of t = ``count`` rows of this rank; :meth:`add` sets those of a span.
 
     The number of labels per row is 1 + D, for the D MTP modules of ``predictions``. Rows of a
-    shared prefix belong to several documents; their weights are the documents' sum.
+    shared prefix belong to several documents; their weights are summed over these documents.
 
     Attributes:
         labels: [1 + D, t] int64.
         weights: [1 + D, t] float32 (float64 with MTP): weights of the labels' losses. They are 0 on
             padding and for labels without a loss. As in Megatron with one document per micro-batch,
-            a document's weighted losses of an MTP module sum to: their mean * ``scale`` / D * the
-            document's number of next-token targets.
-        mtp_mask: [D, t] float64: 1 for each label with a loss, for the log.
+            the weighted losses of a document in one MTP module sum to m * ``scale`` / D * n. Here,
+            m is the mean of these losses, and n the document's number of next-token targets.
+        mtp_mask: [D, t] float64: for the log, 1 for each MTP label with a loss, summed over the
+            documents of a shared prefix.
     """
 
     def __init__(self, predictions: Predictions, count: int):

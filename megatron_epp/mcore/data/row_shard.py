@@ -12,13 +12,14 @@ from megatron_epp.planner.padding import GPU_ROWS
 
 
 def row_block(args: Any) -> int:
-    """Return the multiple to which the rows of a rank are padded.
+    """Return the multiple to which a chunk's rows on one rank are padded.
 
-    On a GPU, Transformer Engine's tuned norms need a multiple of 4. Its general norms are slower,
-    and are cooperative kernels from hidden size 4096 on. Triton compiles a second kernel for sizes
-    that are not multiples of 16. In fp8, GEMMs need a multiple of 16. MXFP8 needs a multiple of 32,
-    the number of rows per scale. The kernels of blockwise fp8 pad incomplete blocks of 128 rows
-    themselves, but the fp8 all-gather of sequence parallelism needs full blocks.
+    The multiple is --epp-row-multiple. By default, it is 16 for Transformer Engine's layers on a
+    GPU, whose tuned norms need a multiple of 4, and because Triton compiles a second kernel for
+    sizes that are not multiples of 16; otherwise it is 1. In fp8, the result is also a multiple of
+    16, as GEMMs require, or of 32 for mxfp8, the number of rows per scale. With sequence
+    parallelism, it is a multiple of 128 for other recipes, because the fp8 all-gather needs full
+    blocks.
 
     Args:
         args: Megatron's args or configuration.
@@ -95,9 +96,10 @@ class RowShard:
         return self.padded(chunk.rows(self.parts))
 
     def sharded_rows(self, chunk: Chunk) -> int:
-        """Return this rank's number of rows from documents that are sharded over all ranks.
+        """Return this rank's number of rows of documents sharded over the context-parallel ranks.
 
-        These rows come before the rows of documents that only this rank computes.
+        They come before the rows of documents that only this rank computes. If the chunk has no
+        such documents, the number includes the padding.
         """
         if self.parts > 1 and chunk.has_local:
             return -(-chunk.sharded_tokens // self.parts)

@@ -58,6 +58,9 @@ class Config:
     """The user's settings of elastic pipelines.
 
     Megatron's args hold the values as plain types, such as lists, so checkpoints can save them.
+
+    Raises:
+        ValueError: A number is outside its range.
     """
 
     TITLE: ClassVar = "elastic pipeline parallelism"

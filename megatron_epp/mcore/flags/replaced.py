@@ -155,7 +155,9 @@ def take_out(
     words: Sequence[str],
     rows: Sequence[ReplacedFlags],
 ) -> None:
-    """Reset flags in ``args``, and append a text on each flag to the list ``args.epp_replaced``.
+    """Reset flags in ``args``; append one text for each of ``rows`` to ``args.epp_replaced``.
+
+    Rows without a flag to reset are skipped.
 
     Args:
         args: The parsed flags.

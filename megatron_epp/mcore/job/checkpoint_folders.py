@@ -18,10 +18,10 @@ _TORCH, _DCP = "mp_rank_*", ".metadata"  # other formats
 
 
 def folders_of(args: Any) -> dict[str, Path]:
-    """Return flag -> checkpoint folder for all folders that a job reads at its start.
+    """Return the checkpoint folders that a job reads at its start, by flag with value.
 
-    The result omits folders of ``--non-persistent-ckpt-type local``, because each rank has a
-    different folder.
+    The result omits folders in object storage, and those of ``--non-persistent-ckpt-type local``,
+    because each rank has a different folder.
     """
     load = getattr(args, "load", None)
     folders = {} if load is None or "://" in load else {f"--load {load}": Path(load)}

@@ -67,13 +67,14 @@ def make_planning(
         args: Megatron's arguments.
         config: The configuration of --epp.
         layers: Number of layers of every stage.
-        multiple: Multiple to which a chunk's rows are padded.
+        multiple: Multiple to which a chunk's rows over all ranks are padded.
         groups: The job's process groups.
         profile: The measured or analytic cost coefficients.
 
     Raises:
-        ValueError: The job's pipelines do not support the planner or a lever, or the file with a
-            saved memory budget is damaged.
+        ValueError: A value of --epp-planner, --epp-levers, --epp-memory-budget-gib or
+            --epp-host-memory-gib is not valid in this job, or a file of memory budgets is damaged
+            or cannot be written.
     """
     from megatron_epp.planner.options import Options
     from megatron_epp.planner.registry import planner_of
@@ -177,10 +178,10 @@ def kept_in_input(args: Any) -> str:
 
 
 def on_these_ranks(args: Any, profile: Profile) -> Profile:
-    """Return ``profile`` without the slowness of ranks if their number differs from this job's.
+    """Return ``profile``, without the slowness of pipeline ranks if this job has another number.
 
-    With --epp-cost-model and without --epp-layouts, the function keeps the slowness, so that the
-    layout raises an error.
+    With --epp-cost-model and without --epp-layouts, the function keeps the slowness, so that
+    :func:`training_cost` raises an error.
     """
     fits = len(profile.rank_slowness) in (0, args.pipeline_model_parallel_size)
     if fits or (args.epp_cost_model is not None and args.epp_layouts is None):
@@ -199,6 +200,10 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
         config: The configuration of --epp.
         layers: Number of layers of every stage.
         profile: The measured or analytic cost coefficients.
+
+    Raises:
+        ValueError: --epp-memory-budget-gib has another number of values than pipeline ranks, or
+            ``profile`` does not fit the stages.
     """
     if cpu_host.has_gpu():
         profile = replace(profile, states=training_states(args))
@@ -261,7 +266,7 @@ def training_states(args: Any) -> States:
 
 
 def device_name() -> str:
-    """Return the name of this process's device in the catalogue of devices.
+    """Return the name of this process's device in the catalogue; "cpu" without a GPU.
 
     The function looks up the chip, among devices whose memory budget fits into this device. If the
     catalogue has none, the function looks up the memory size and the compute capability.
@@ -278,7 +283,8 @@ def default_budget_bytes(args: Any) -> float:
 
     On a GPU, the budget is the catalogue's budget, or 97% of the free memory if that is less.
     CUDA's context, the initialised communicators and other processes reduce the free memory. On a
-    CPU, the budget for chunks is 80% of the available memory per rank.
+    CPU, the budget for chunks is 80% of the available memory minus that of planner processes,
+    divided by the number of local ranks.
     """
     if cpu_host.has_gpu():
         free, _ = torch.cuda.mem_get_info()
@@ -290,8 +296,9 @@ def default_budget_bytes(args: Any) -> float:
 def host_budget_bytes(config: Config) -> float:
     """Return the bytes of host memory that this rank may use for offloading.
 
-    The result is --epp-host-memory-gib. Without this flag, it is a fraction of the available memory
-    per rank: 50% with a GPU, 15% without.
+    The result is --epp-host-memory-gib. Without this flag, it is a fraction (50% with a GPU, 15%
+    without) of the available memory minus that of planner processes, divided by the number of local
+    ranks.
 
     Raises:
         ValueError: --epp-host-memory-gib exceeds the host's memory divided by its ranks.

@@ -87,12 +87,13 @@ def is_users_mistake(error: BaseException) -> bool:
 
 
 def refused_by_megatron(error: BaseException) -> ValueError | None:
-    """Return Megatron's exception as a ValueError if it refuses the user's input, else None.
+    """Return Megatron's exception as a ValueError if it refuses the user's input, otherwise None.
 
     Megatron checks many flags only when it builds a component. So an exception counts as a refusal
     if an assert or raise statement of Megatron raises it before training. Exceptions in calls from
-    this package do not count, because this package could be wrong. SystemExit with status 0 counts
-    if Megatron raises it for an unreadable checkpoint, unless --exit-on-missing-checkpoint is set.
+    this package do not count, because this package could be wrong. A CheckpointException counts if
+    it occurs while Megatron loads a checkpoint. SystemExit with status 0 counts if Megatron raises
+    it for an unreadable checkpoint, unless --exit-on-missing-checkpoint is set.
     """
     frames = traceback.extract_tb(error.__traceback__)
     modules = [str(f.f_globals.get("__name__")) for f, _ in traceback.walk_tb(error.__traceback__)]
@@ -123,7 +124,7 @@ def refused_by_megatron(error: BaseException) -> ValueError | None:
 
 
 def lost_rank(error: BaseException) -> LinkLost | None:
-    """Return a LinkLost if ``error`` shows that another rank is lost, else None.
+    """Return a LinkLost if ``error`` shows that another rank is lost, otherwise None.
 
     Such errors occur in Megatron's collectives, during a save or a reduction of gradients. torch
     raises a RuntimeError for gloo, and other error classes for a store. The result is also None for
@@ -147,7 +148,8 @@ def lost_rank(error: BaseException) -> LinkLost | None:
 def reason(error: BaseException) -> str:
     """Return the message of Megatron's exception in one line.
 
-    Without a message, return the flags that the failed assertion reads, and its source line.
+    Without a message, and for a KeyError, return the flags that the failed statement reads, and its
+    source line.
     """
     message = " ".join(str(error).split())
     if message and not isinstance(error, KeyError):
@@ -197,7 +199,7 @@ def _finish_saves() -> None:
 
 
 def require_launcher() -> None:
-    """End this rank with one line if torchrun, which serves the store, has already ended.
+    """End this rank with status 1 and one line if torchrun, which serves the store, has ended.
 
     Later, a thread watches torchrun (launcher.py), but it does not notice an earlier end.
     """

@@ -233,7 +233,8 @@ def datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, 
     stages.
 
     Raises:
-        ValueError: A corpus file is missing or damaged, or the job evaluates without data.
+        ValueError: The data flags are invalid, a corpus file is missing or damaged, or the job
+            evaluates without data.
     """
     args = get_args()
     _examine_corpus(args)
@@ -255,10 +256,8 @@ datasets.is_distributed = True  # type: ignore[attr-defined]
 def require_validation(args: argparse.Namespace, there: bool) -> None:
     """Refuse a job that evaluates without validation data, before Megatron fails at evaluation.
 
-    ``there`` is whether the data flags select validation data.
-
     Raises:
-        ValueError: The job evaluates, but there is no validation data.
+        ValueError: The job evaluates, but there is no validation data (``there`` is False).
     """
     if not there and (args.eval_iters or args.full_validation):
         raise ValueError(
@@ -365,7 +364,7 @@ def refuse_unsupported(args: argparse.Namespace) -> None:
     """Refuse features of Megatron-LM's script that this module does not support.
 
     Raises:
-        ValueError: --logits-load-dir or --fim-data is given.
+        ValueError: --logits-load-dir is given, or --fim-data without --epp.
     """
     asked = {
         "--logits-load-dir: distillation from cached logits": args.logits_load_dir is not None,

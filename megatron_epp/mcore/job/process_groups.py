@@ -45,6 +45,9 @@ def make_groups(
         place: Pipeline rank of every stage; empty if stage i is on rank i.
         check: Function (control group) that compares, over all ranks, the values from which each
             rank derives the groups. It is called before the other groups are created.
+
+    Raises:
+        ValueError: See :func:`message_groups`; or ``check`` raises it.
     """
     # Imported here: external training loops use this module with another trainer.
     from megatron.training import get_args
@@ -206,7 +209,7 @@ def initialise_communicators(group: dist.ProcessGroup, device: torch.device) -> 
 
     NCCL may wait for the device and for all ranks of the group when it creates a communicator. In
     an iteration with posted receives, this wait could block. NCCL also needs memory for the
-    communicator, but at the end of an iteration torch has reserved this memory.
+    communicator, but later torch may have reserved all memory.
     """
     if group.size() > 1:
         dist.all_reduce(torch.zeros(1, device=device), group=group)

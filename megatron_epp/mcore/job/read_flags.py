@@ -35,10 +35,12 @@ def _as_typed(parser: ArgumentParser) -> ArgumentParser:
 def read_flags(watch: Watch = _as_typed) -> Namespace:
     """Return the validated flags of Megatron and --epp, and set Megatron's global arguments.
 
-    ``watch`` is a function that changes the parser, for example to replace values of the user.
+    ``watch`` is a function that changes the parser and returns it, for example to replace values of
+    the user.
 
     Raises:
-        ValueError: A flag is unknown or invalid, or this host does not support it.
+        ValueError: A flag is unknown or invalid, this host does not support it, or the checkpoint
+            to load is missing or incomplete.
     """
     from megatron.training import global_vars
     from megatron.training.arguments import parse_and_validate_args, parse_args

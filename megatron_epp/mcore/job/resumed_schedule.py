@@ -5,7 +5,8 @@ are among them. So another ``--lr`` finds no group, and the flags that choose be
 flags and checkpoint come too late: the scheduler reads them after the optimizer has loaded. These
 functions apply that choice to the groups first. Moments and step counts are loaded unchanged.
 
-A checkpoint of a job without --epp counts samples of --seq-length, and a job with --epp documents.
+A checkpoint of a job without --epp counts samples of --seq-length; a job with --epp counts
+documents.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,9 +67,10 @@ def match_groups(optimizer: Any, state_dict: Mapping[Any, Any]) -> None:
 
 
 def note_samples(args: Any, common: Mapping[str, Any]) -> None:
-    """Note in ``args`` the iteration of a checkpoint that counts samples instead of documents.
+    """Store in ``args`` the iteration and validation batch size of a checkpoint without --epp.
 
-    ``common`` is the checkpoint's state without tensors.
+    Such a checkpoint counts samples instead of documents. ``common`` is the checkpoint's state
+    without tensors. For a checkpoint with --epp, the function does nothing.
     """
     saved = common["args"]
     if not getattr(saved, "epp", False):
@@ -79,15 +81,17 @@ def note_samples(args: Any, common: Mapping[str, Any]) -> None:
 def prepare_schedule(scheduler: Any, state_dict: dict[str, Any]) -> None:
     """Set the weight decay of a scheduler, and the counters of a job that counted samples.
 
-    With --use-checkpoint-opt-param-scheduler, the weight decay of the checkpoint applies. However,
-    Megatron's scheduler computes that of the next iteration before it reads the checkpoint's.
+    With --use-checkpoint-opt-param-scheduler, the function sets the checkpoint's weight decay,
+    because Megatron's scheduler computes the next iteration's weight decay before it reads the
+    checkpoint's.
 
     Args:
         scheduler: Megatron's scheduler, which is about to load ``state_dict``.
         state_dict: State of the scheduler in the checkpoint.
 
     Raises:
-        ValueError: The checkpoint counts samples, and --override-opt-param-scheduler is not given.
+        ValueError: The checkpoint counts samples, their number differs from that of the documents,
+            and --override-opt-param-scheduler is not given.
     """
     if scheduler.use_checkpoint_opt_param_scheduler:
         vars(scheduler).update({name: state_dict[name] for name in _DECAY if name in state_dict})

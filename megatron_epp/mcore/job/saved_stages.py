@@ -17,10 +17,13 @@ from megatron_epp.mcore.model.shape import placement_of
 
 
 def saved_state(args: Any) -> dict[str, Any] | None:
-    """Return the checkpoint's state without tensors, if the job resumes its schedule, else None.
+    """Return the checkpoint's state without tensors, if the job loads its optimizer states.
 
-    The result is also None for other formats than torch_dist, and for a damaged checkpoint, which
-    Megatron reports later.
+    Otherwise, the result is None. It is also None for formats other than torch_dist, and for a
+    damaged checkpoint, which Megatron reports later.
+
+    Raises:
+        ValueError: A tracker file is damaged.
     """
     loads = not (args.finetune or args.no_load_optim) and args.ckpt_format == "torch_dist"
     path = checkpoint_to_load(args) if loads else None

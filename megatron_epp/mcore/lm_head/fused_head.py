@@ -89,9 +89,10 @@ class FusedHead:
 
 
 def losses_of_each(**arguments: Any) -> Tensor:
-    """Return the losses [1 + D, T] of the decoder and of D MTP modules (an ``output_processor``).
+    """Return the losses [1 + D, T] of the decoder and of D MTP modules.
 
-    Autograd runs the backward of the losses later, as usual.
+    This function is an ``output_processor`` of GPTModel.forward. Unlike :class:`FusedHead`, it runs
+    no backward.
     """
     parts = [losses(hidden_t1H, slice(None)) for hidden_t1H, losses in _predictions(**arguments)]
     return concatenated(parts)

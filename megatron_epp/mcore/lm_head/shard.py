@@ -92,9 +92,11 @@ class VocabularyShard(nn.Module):
     def forward(self, hidden_tH: Tensor, labels_T: Tensor, gradient: bool) -> Statistics:
         """Return the statistics of the logits over this shard's vocabulary rows.
 
-        With ``gradient``, they include the softmax-weighted mean row and label row of the weight.
-        ``hidden_tH`` are the hidden states of this rank's rows, ``labels_T`` all labels of the
-        chunk.
+        Args:
+            hidden_tH: [local rows, hidden size] Hidden states of this rank's rows.
+            labels_T: [rows] Labels of the chunk.
+            gradient: Whether the statistics include the softmax-weighted mean row and the label row
+                of the weight.
         """
         return statistics(hidden_tH, labels_T, self.words, gradient)
 
@@ -142,7 +144,8 @@ class VocabularyShard(nn.Module):
     ) -> dict[str, ShardedTensor | ShardedObject]:
         """Return the sharded weight and an empty extra state, as Megatron's output layer does.
 
-        A GPTModel does not save the extra state in checkpoints, but a HybridModel requires it.
+        The result has no weight on stage 0 with tied embeddings. A GPTModel does not save the extra
+        state in checkpoints, but a HybridModel requires it.
         """
         assert not sharded_offsets, "an output layer is one of its kind"
         key, extra = f"{prefix}weight", f"{prefix}_extra_state"

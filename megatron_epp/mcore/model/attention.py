@@ -50,7 +50,8 @@ def attention_for(wanted: str, config: Any, device: torch.device) -> Attention:
         device: Device of this rank.
 
     Raises:
-        ValueError: No kernels are correct on this device; the message contains each reason.
+        ValueError: ``te`` is requested on a CPU-only host, the kernels do not support the model's
+            dtype, or no kernels are correct on this device (the message contains each reason).
     """
     heads, all_heads = heads_of(config), heads_of(config, context=1)
     by_gpu_kernels = device.type == "cuda" or cpu_host.has_gpu_kernels()

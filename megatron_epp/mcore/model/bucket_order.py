@@ -1,9 +1,9 @@
 """Order in which gradients are reported to DDP when the last op of a stage is a W or G.
 
-Megatron's DDP starts the reduction of a bucket when all its parameters are reported ready, each as
-often as in the first iteration: once, by hooks in the last backward. All replicas must start their
-buckets in the same order, but the last op is a B in some replicas' plans and a W in others.
-If the last op is a W, two ops complete the gradients:
+Megatron's DDP starts the reduction of a bucket when all its parameters are reported ready. Hooks
+report each parameter once per iteration, in the last backward. All replicas must start their
+buckets in the same order, but the last op is a B in some replicas' plans and a W in others. If the
+last op is a W, two ops complete the gradients:
 
     ... I3 W0 I2 W3 W2        I2: last gradients of norms, biases, embeddings
                               W2: last gradients of the linear layers' weights

@@ -49,7 +49,7 @@ def layer_shapes(args: Any) -> tuple[LayerShape, ...]:
 
 
 def mtp_shapes(args: Any) -> tuple[LayerShape, ...]:
-    """Return the LayerShape of each layer of the MTP modules.
+    """Return the LayerShape of each layer of the MTP modules; () without MTP.
 
     An MTP module has the layers of its pattern, or one layer like the decoder's last layer. Layer
     numbers restart at 1 in MTP modules, as in Megatron. The layer number determines whether the
@@ -100,7 +100,8 @@ def stage_layers(args: Namespace, pp: int, layout: Sequence[Sequence[str]] | Non
     Args:
         args: Megatron's arguments.
         pp: Number of stages.
-        layout: Symbols of each stage in --pipeline-model-parallel-layout; t is a transformer layer.
+        layout: Symbols of each stage in --pipeline-model-parallel-layout, where t is a transformer
+            layer; None without this flag.
 
     Raises:
         ValueError: The flags do not divide the layers over the stages.

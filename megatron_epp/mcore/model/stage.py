@@ -48,7 +48,7 @@ class ModelStage:
     multiplied by the optimizer's loss scale. With ``fused_head``, the last stage's F also runs the
     LM head's backward. ``builder`` builds the inputs of the chunks, which ``forward_step`` passes
     to the model. ``store`` is the K/V cache of the stage. ``host`` stores tensors of offloaded
-    layers. ``head`` runs H and G.
+    layers (None: a new store). ``head`` runs H and G; None without vocabulary parallelism.
     """
 
     def __init__(

@@ -5,8 +5,9 @@ serves one bucket of queries and one bucket of keys (1024, 2048, ... 32768 token
 32768), and one bucket of documents (32, 64, 128, ...). Chunks have many sizes. Without a warm-up,
 the stages would build graphs one after another in the first iterations, while other stages wait.
 
-Calls are also recorded (layers/attention/te_direct.py), by powers of two of their documents and
-lengths. A recording builds no graph: its few tokens use the smallest, and lengths are upper bounds.
+Calls are also recorded (layers/attention/te_direct.py), by powers of two of their numbers of
+documents and longest lengths. A recording builds no further graph, because its few tokens are in
+the smallest buckets; it declares larger lengths as upper bounds.
 """
 
 import logging
@@ -120,7 +121,7 @@ def calls(
 def recordings(
     context: int, alone: bool, before: int | None = None, packs_to: int | None = None
 ) -> Iterator[WarmUpCall]:
-    """Yield a call for all arguments that may be recorded; the parameters are those of `calls`.
+    """Yield one call for each recording that may be needed; see :func:`calls` for the arguments.
 
     Packs hold at least ROWS tokens per document on average.
     """

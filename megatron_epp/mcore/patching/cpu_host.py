@@ -85,8 +85,9 @@ def install_cpu_host() -> bool:
     environment. With a CUDA GPU, the function does nothing and returns False.
 
     Raises:
-        ValueError: megatron is already imported and uses Transformer Engine, or the host has GPUs
-            that torch cannot use and that the user has not hidden.
+        ValueError: megatron is already imported and uses Transformer Engine, the host has GPUs that
+            torch cannot use and that the user has not hidden, EPP_ENGINE names no emulation, or the
+            installed Megatron is not supported.
     """
     if has_gpu():
         return False
@@ -186,11 +187,9 @@ def double_precision() -> Iterator[None]:
     """Create modules in float64 in this context, and skip Megatron's casts to float32.
 
     In the context, ``Tensor.float()`` is the identity on float64, because Megatron's cross entropy
-    and softmax cast with it (core/tensor_parallel/cross_entropy.py:25). ``torch.softmax`` of a
-    float64 tensor with dtype float32, as in routers, also returns float64
-    (core/transformer/moe/moe_utils.py, topk_routing_with_score_function).
-    ``Tensor.to(torch.float32)`` is unchanged. Comparisons of plans up to the last bits run in this
-    context; training does not.
+    and softmax cast with it. ``torch.softmax`` of a float64 tensor with dtype float32, as in
+    routers, also returns float64. ``Tensor.to(torch.float32)`` is unchanged. Certificates in
+    float64 run in this context; training does not.
     """
     original_float = torch.Tensor.float
     original_dtype = torch.get_default_dtype()

@@ -89,11 +89,12 @@ def mamba_split_conv1d_scan_combined(
     norm_before_gate: bool = True,
     state_dtype: torch.dtype | None = None,
 ) -> Any:
-    """Return the output [B, L, H P]; if ``return_final_states``, also states [B, H, P, N].
+    """Return the output [B, L, H * P]; if ``return_final_states``, also states [B, H, P, N].
 
-    Name and arguments are those of the function in mamba_ssm.ops.triton.ssd_combined. As in
-    mamba_ssm, each batch row's first sequence starts from the initial states, and the final states
-    are the states after its last sequence.
+    A batch has B rows of L tokens; a layer has H heads of size P with N state channels. Name and
+    arguments are those of the function in mamba_ssm.ops.triton.ssd_combined. As in mamba_ssm, each
+    batch row's first sequence starts from the initial states, and the final states are the states
+    after its last sequence.
     """
     assert activation == "silu"
     heads, convolved = len(dt_bias), len(conv1d_weight)
@@ -150,7 +151,7 @@ def causal_conv1d(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """Return the causal convolution of ``x`` [B, T, C], and None in place of the final state.
+    """Return the causal convolution of ``x`` [batch, tokens, channels], and None as final state.
 
     Name and arguments are those of the function in fla.modules.convolution. States are not
     supported.
@@ -188,7 +189,9 @@ def chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Return the output [B, T, H, P], and the final states [N, H, K, P] of sequences, or None.
 
-    Name and arguments are those of the function in fla.ops.gated_delta_rule.
+    A batch has B rows of T tokens, with N sequences in all; H heads have keys of size K and values
+    of size P. Name and arguments are those of the function in fla.ops.gated_delta_rule. The states
+    are None without ``output_final_state``.
     """
     assert not use_qk_l2norm_in_kernel
     scale = k.shape[-1] ** -0.5 if scale is None else scale

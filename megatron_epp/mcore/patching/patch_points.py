@@ -60,6 +60,8 @@ class PatchPoint:
 def check_patch_points(patch_points: Sequence[PatchPoint] | None = None) -> None:
     """Check that the installed Megatron has the source that the patch points are written for.
 
+    By default, the function checks all patch points.
+
     Raises:
         ValueError: The version of megatron-core is unknown (releases.py), or the source at a patch
             point differs from that release's.

@@ -1,6 +1,6 @@
-"""Placing flags of Megatron before its checks: translated, or with defaults that pass the checks.
+"""Megatron's flags that place layers: translations, and defaults that pass Megatron's checks.
 
-Megatron's flags of interleaved pipelines are translated with ``--epp-placement auto``:
+With ``--epp-placement auto``, flags of interleaved pipelines are translated to a placement:
 
     --num-virtual-stages-per-pipeline-rank 2            interleaved 2
     --num-layers-per-virtual-pipeline-stage 2           interleaved N, N = layers / ranks / 2

@@ -41,7 +41,7 @@ class ElasticSchedule:
         retry: Component that repeats an iteration after an out-of-memory error.
         observer: Component that logs and records iterations.
         validate: Function that passes the iteration's summed loss to Megatron's re-run machine.
-        shared: Finder of prefixes that documents share; None if documents share nothing.
+        shared: Finder of prefixes that documents share; None without --epp-share-from.
         ran: Results of the latest attempt on this rank.
     """
 

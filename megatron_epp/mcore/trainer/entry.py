@@ -45,9 +45,9 @@ def main(
     another rank is lost, the exit status is 1. Other exceptions are raised.
 
     Args:
-        program_start: Time when the program started, in seconds since the epoch.
-        hooks: Components of the trainer with --epp (:class:`TrainerHooks`).
-        datasets: Data provider that replaces Megatron's own in jobs without --epp.
+        program_start: Time when the program started, in seconds since the epoch; None: now.
+        hooks: Components of the trainer with --epp; None: the default components.
+        datasets: Data provider for jobs without --epp; None: Megatron's own.
         hybrid: Whether the model is a HybridModel; otherwise it is a GPTModel.
 
     Example:
@@ -76,8 +76,8 @@ def train(
 
     Args:
         program_start: Time when the program started, in seconds since the epoch.
-        hooks: Components of the trainer with --epp (:class:`TrainerHooks`).
-        datasets: Data provider that replaces Megatron's own in jobs without --epp.
+        hooks: Components of the trainer with --epp; None: the default components.
+        datasets: Data provider for jobs without --epp; None: Megatron's own.
         hybrid: Whether the model is a HybridModel; otherwise it is a GPTModel.
         change: Function that changes the validated arguments, before a model is built from them.
 

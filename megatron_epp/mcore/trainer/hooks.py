@@ -61,11 +61,15 @@ class JobContext:
 def make_steps(place: JobContext, models: Sequence[Any]) -> StepSource:
     """Return the source of steps: recorded steps with --epp-plan, else the planner. Collective.
 
-    Without --epp-cost-model, the function measures the cost model on the ranks of the job.
+    For the planner, :func:`.profile_file.obtain` reads or measures the cost model.
 
     Args:
         place: Context of this rank.
         models: This rank's stage modules, wrapped, in their final number format.
+
+    Raises:
+        ValueError: A flag, or a file that it names, is not valid; or the cost model cannot be
+            fitted.
     """
     if place.config.epp_plan is not None:
         return RecordedSteps(place.config.epp_plan)
@@ -76,7 +80,7 @@ def make_steps(place: JobContext, models: Sequence[Any]) -> StepSource:
 
 
 def choose_paths(place: JobContext, models: Sequence[Any]) -> None:
-    """Choose among the paths that can compute this job's layers; rank 0 logs it. Collective.
+    """Choose one of several implementations of layers; rank 0 logs the choices. Collective.
 
     Args:
         place: Context of this rank.
@@ -118,8 +122,8 @@ class TrainerHooks:
         make_batches: Function (documents, batch size, consumed samples) -> global batches. The
             batch size may be a function of the consumed samples.
         summary: Function that returns the log line of an iteration.
-        choose_paths: Function (context, this rank's stage modules) that chooses among the paths
-            that can compute a layer.
+        choose_paths: Function (context, this rank's stage modules) that chooses one of several
+            implementations of layers.
         attention_for: Function (value of --epp-attention, configuration, device) -> attention.
         install_in_model: Function (model, context, attention) that patches the model to compute
             chunks.

@@ -108,6 +108,10 @@ class Job:
 
         Returns:
             ``models``.
+
+        Raises:
+            ValueError: The model, the device or a file is not supported, ranks see different files,
+                or another job writes to an output folder.
         """
         place, device = place_of(self.args), this_device()
         groups = make_groups(device, place, partial(require_same_facts, self.args))
@@ -215,6 +219,9 @@ class Job:
 
         Returns:
             ``models``.
+
+        Raises:
+            ValueError: A kernel does not run on a rank; or see :func:`.hooks.make_steps`.
         """
         place, args = self.place, self.args
         for kind in KIND_MODULES:
@@ -304,14 +311,8 @@ class Job:
     def datasets(self, samples: Sequence[int]) -> tuple[GlobalBatches | None, ...]:
         """Build the documents; return the global batches of training, validation and test.
 
-        Collective over the job. The batches begin after the samples that the resumed run has
-        consumed. The result is None for a split without documents.
-
-        Args:
-            samples: Number of documents for training, validation and test.
-
-        Raises:
-            ValueError: See :meth:`JobData.global_batches`.
+        Collective over the job; see :meth:`.JobData.global_batches`. With --epp-share-from, rank 0
+        prints a line on shared prefixes.
         """
         group, shared = self.place.groups.control, self._shared
         training, *others = self._data.global_batches(samples, group)

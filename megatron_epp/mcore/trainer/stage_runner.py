@@ -43,10 +43,10 @@ class StageRun:
 
     Attributes:
         plan: Plan of this replica.
-        records: Start, stop and peak bytes of each of this rank's ops.
+        records: Start and stop (seconds) and peak bytes of each of this rank's ops.
         reports: A list with one report of the loss, summed over this replica's chunks; empty on
             ranks without the last stage.
-        tokens: Number of tokens with a loss.
+        tokens: Number of tokens with a loss; 0 on ranks without the last stage.
         failure: The op that ran out of memory, which makes the other results invalid; or None.
         host_peak_bytes: Peak bytes of host memory for offloaded layers.
     """
@@ -108,6 +108,8 @@ class StageRunner:
             Records, summed losses and number of tokens. If an op runs out of memory,
             :attr:`StageRun.failure` names the op, and no exception is raised.
 
+        Raises:
+            PlanError: Only one of plan and model has vocabulary parallelism.
         """
         # Step 1: select this replica's plan and its samples of the global batch.
         replica, device = self.replica, self.programs.device
