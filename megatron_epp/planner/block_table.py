@@ -2,10 +2,10 @@
 
 An op takes as long as on the slowest replica, because the ranks of all replicas communicate within
 the op's layers. Bytes are an upper bound for every replica: a chunk of the block holds the maximum
-over the replicas. A group consists of consecutive chunks with the slices of one or more documents
-of every replica. K/V of a replica's documents in a group are counted from the group's first forward
-to its last backward. K/V gradients are counted only for the largest of these documents, while any
-backward of the group runs.
+over the replicas. A group consists of consecutive chunks in which each replica runs the slices of
+its documents, one document after the other. K/V of a replica's documents in a group are counted
+from the group's first forward to its last backward. K/V gradients are counted while any backward of
+the group runs, but only for the largest of these documents unless documents share prefixes.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class BlockLoads(Loads):
 class TreeBlockLoads(BlockLoads, TreeLoads):
     """Loads of a block whose replicas have documents that continue others.
 
-    All cached documents of its replicas that begin in the same chunk are one cached document of the
+    All cached documents of the replicas that begin in the same chunk are one cached document of the
     block. Its ``readers`` are those of all these documents.
     """
 

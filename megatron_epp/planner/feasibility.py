@@ -63,9 +63,9 @@ def _alone(cost: Cost, tokens: float, slices: int) -> np.ndarray:
 
 
 def most_tokens(cost: Cost) -> int:
-    """Return the maximum number of tokens, at least 1, of a chunk of uncut documents in memory.
+    """Return the most tokens of a chunk of uncut documents that fits in memory, at least 1.
 
-    The chunk fits on every rank if its backward recomputes all layers.
+    The chunk must fit on every rank if its backward recomputes all layers.
     """
     # Subtract the workspace that does not depend on the chunk's size.
     headroom = cost.headroom_bytes - np.array(

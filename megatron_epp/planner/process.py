@@ -1,7 +1,7 @@
 """Child side of a planner process: ``python -m megatron_epp.planner.process FD``.
 
-The trainer starts this process (control/planner_process.py). ``FD`` is the process's end of a pipe
-of multiprocessing.connection. All messages are pickled:
+The trainer starts this process (control/planner_process.py). ``FD`` is the file descriptor of this
+process's end of a pipe (multiprocessing.connection.Pipe). All messages are pickled:
 
     PlannerSettings  first: what is equal for all requests
     Request          documents to plan for

@@ -150,8 +150,9 @@ def plan_step(
     Raises:
         PlanError: if a document alone does not fit in memory, or planner `epp` finds no plan that
             fits.
-        ValueError: if the planner is unknown or does not support the placement, lockstep groups do
-            not divide ``replicas``, there are no documents, or a length is less than 1.
+        ValueError: if the planner is unknown or does not support the placement, the size of a
+            lockstep group does not divide ``replicas``, there are no documents, or a length is less
+            than 1.
     """
     began = time.perf_counter()
     assigned, blocks = _planned(batch, cost, options, replicas, planner, run)
@@ -238,7 +239,8 @@ def divide_documents(
         planner: name of the planner; "" for evaluation.
 
     Raises:
-        ValueError: if lockstep groups do not divide ``replicas``, or the planner is unknown.
+        ValueError: if the size of a lockstep group does not divide ``replicas``, or the planner is
+            unknown.
     """
     width, lengths = options.lockstep, lengths_of(batch)
     if replicas % width:
@@ -445,8 +447,8 @@ def evaluation_step(
 
     Raises:
         PlanError: if a document does not fit in memory, even in the smallest slices.
-        ValueError: if lockstep groups do not divide ``replicas``, there are no documents, or a
-            length is less than 1.
+        ValueError: if the size of a lockstep group does not divide ``replicas``, there are no
+            documents, or a length is less than 1.
     """
     every = range(replicas // options.lockstep)
     return Step.of_parts(_evaluation_parts(lengths, cost, options, replicas, every, most))

@@ -11,7 +11,7 @@ def grid_text(rows: int, columns: int, labels: Mapping[Place, str], failed: Iter
     Args:
         rows: number of rows.
         columns: number of columns.
-        labels: label of every node that has ranks.
+        labels: label of every node that has ranks, by (row, column).
         failed: (row, column) of failed nodes. All nodes that are not in ``labels`` or ``failed``
             are spare.
     """

@@ -55,8 +55,8 @@ class SurveyPage:
         headers: headers of the table of layouts.
         rows: cells of the table of layouts.
         chosen: index of the table row that the other sections show.
-        flags: for every row, a title and its launch flags, quoted for a shell; "" if Megatron
-            cannot run the row. Empty if Megatron has no flags for the model.
+        flags: for every row, a title and its launch flags, quoted for a shell; the flags are "" if
+            Megatron cannot run the row. Empty if Megatron has no flags for the model.
         parts: memory of every rank at its peak, in bytes, by category.
         budgets: memory budget of every rank in bytes.
         packed: timeline of Megatron's own schedule, which packs whole documents, for one batch;

@@ -51,7 +51,7 @@ class StageSeconds:
         """Add the records of a training call.
 
         The rates are fitted again after each of the first calls, every SELDOM-th call, and a call
-        whose time differs from its prediction.
+        whose time differs from its prediction by more than the fraction OFF.
 
         Args:
             chunks_3C: [3, chunks] tokens, query-key pairs and 1.

@@ -1,4 +1,4 @@
-"""Choice of placement, layers per stage and vocabulary parallelism by plans of first batches.
+"""Choice of placement, layers per stage and vocabulary parallelism by plans of some batches.
 
 Weights do not move between iterations, so the choice holds for a whole run. :func:`run_choice`
 plans the batches with every candidate. The result depends only on the function's arguments.
@@ -188,14 +188,14 @@ def run_choice(
 ) -> RunChoice:
     """Return the fastest candidate for ``batches`` that pays, or the default if none pays.
 
-    A candidate pays if it saves at least a certain fraction of the default's time (PARTITION_PAYS,
-    PLACEMENT_PAYS, VOCABULARY_PAYS).
+    A candidate pays if it saves at least a certain fraction (PARTITION_PAYS, PLACEMENT_PAYS or
+    VOCABULARY_PAYS) of the time of the candidate chosen before it, which is the default at first.
 
     Only the replica (or lockstep group) with the most work in each batch is planned. Candidates are
     first planned for the first batch with little effort. The default and the fastest candidates
-    with one stage per rank are then planned for all batches, and so are the FINALISTS fastest
-    others, until one of them pays. Where the host time is assumed, a candidate must also pay on
-    hosts that are slower (:mod:`.slow_hosts`).
+    with its placement are then planned for all batches, and so are the FINALISTS fastest others,
+    until one of them pays. If the host time is assumed, candidates that differ in more than layers
+    per stage must also pay on hosts that are slower (:mod:`.slow_hosts`).
 
     Args:
         cost: cost model of the default stages and layers, one stage per rank unless ``placements``

@@ -45,7 +45,7 @@ class Rates:
 
     @property
     def host_seconds(self) -> float:
-        """Least seconds of a chunk whose ops all take as long as the host needs to issue them."""
+        """Least seconds of a chunk whose ops all take at least the host's time to issue them."""
         return max((host / fraction for fraction, host in self.host_ops), default=0.0)
 
     def seconds(self, tokens, pairs):
@@ -176,7 +176,7 @@ class Cuts:
     """Documents after slicing: slices, tails and unsliced documents.
 
     Attributes:
-        slices: all slices except the last one of each sliced document; each becomes a chunk.
+        slices: all slices except the last one of each sliced document.
         tails: last slice of every sliced document.
         shorts: unsliced documents, longest first.
     """

@@ -1,6 +1,7 @@
 """The ``epp`` planner, which chooses chunks, order and recompute by exact simulation.
 
-The planner also plans the published schedules, and returns the fastest plan of all.
+The planner also plans the published schedules that support the placement, and returns the fastest
+plan of all. Batches with shared prefixes are planned by the search alone.
 """
 
 import dataclasses
@@ -219,11 +220,11 @@ def _own(batch: SortedBatch, cost: Cost, options: Options, tables: SharedChunkin
 
 
 def least_memory(search: Search, fastest: Candidate) -> Candidate:
-    """Return the plan of lowest peak memory that takes at most 1 + ``TIE`` times as long.
+    """Return the plan of lowest peak memory, at most 1 + ``TIE`` times as slow as ``fastest``.
 
-    The time is relative to ``fastest``. If ``fastest`` does not fit in memory, it is returned. The
-    plan is first chosen among the candidates that ``search`` knows. Bisection then finds a smaller
-    memory budget within which the same chunks and policy give a plan that is fast enough.
+    If ``fastest`` does not fit in memory, it is returned. The plan is first chosen among the
+    candidates that ``search`` knows. Bisection then finds a smaller memory budget within which the
+    same chunks and policy give a plan that is fast enough.
     """
     if fastest.over_bytes > 0:
         return fastest

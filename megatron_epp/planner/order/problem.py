@@ -113,7 +113,7 @@ def ops_of(ops: OpArrays, chunks: slice | np.ndarray) -> OpArrays:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleProblem:
-    """Seconds and bytes of a chunking's ops on a machine, and the orders of its chunks.
+    """Seconds and bytes of a chunking's ops, and the orders of its chunks.
 
     Attributes:
         ops: seconds and bytes of every op, in the simulator's format.

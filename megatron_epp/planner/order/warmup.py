@@ -1,4 +1,4 @@
-"""In-flight limit of 1F1B: the number of forwards that a stage runs before each of its backwards.
+"""Number of forwards that a stage runs before each of its backwards, as in 1F1B.
 
 On a stage with d stages after it, k + d + N forwards precede backward k (counted from 0), where N
 is the largest number of slices of a document of the pipeline (InfiniPipe eq. 7). These numbers are

@@ -3,7 +3,7 @@
 For each batch, simulation chooses chunk sizes and warm-ups, so these are strong baselines.
 Placement and layers per stage are those of the job.
 
-- ``seq1f1b``: as in InfiniPipe's baseline, chunks of one size and static recompute. The original
+- ``seq1f1b``: as in InfiniPipe's baseline, chunks of one size and uniform recompute. The original
   Seq1F1B slices every sequence into the same number of slices, which does not suit varying lengths.
 - ``chunkflow``: chunks of one size. The last K chunks of a document save all activations; earlier
   chunks only save the inputs of layers, and recompute all layers.

@@ -56,9 +56,9 @@ def strict(least: np.ndarray) -> Policy:
 def one_f_one_b(least: np.ndarray, sizes: np.ndarray, cost: Cost) -> list[NotedPolicy]:
     """Return the 1F1B policies to try, with descriptions.
 
-    With one stage per rank, the only policy has the in-flight limit ``least`` [stages, chunks]
-    (forwards before each backward). Otherwise, the policies have different warm-ups. ``sizes``
-    [groups] contains the number of chunks of every group (sliced document or pack).
+    With one stage per rank, the only policy runs ``least`` [stages, chunks] forwards before each
+    backward. Otherwise, the policies have different warm-ups. ``sizes`` [groups] contains the
+    number of chunks of every group (sliced document or pack).
     """
     if cost.layout.place:
         return list(warm_up_policies(cost.layout.place, sizes, (False,)))

@@ -35,8 +35,8 @@ class Capacity:
 def longest_document(cost: Cost, least: int = 1) -> int:
     """Return the length in tokens of the longest document that fits in memory.
 
-    The result is up to 1/256 too small, and less than 2^25. It is 0 if a document of ``least``
-    tokens does not fit.
+    The result is up to 1/256 too small. It is 0 if a document of ``least`` tokens does not fit.
+    Documents of more than about 2^24 tokens are not tried.
     """
 
     def fits(tokens: int) -> bool:

@@ -238,7 +238,7 @@ def survey(
         cost_for: function that returns the cost model of a layout with its layers divided
             evenly over the stages. It raises a ValueError if the layout cannot run.
         options: planner options, such as levers and effort.
-        top: number of layouts that are wanted; more slow layouts are left out if it is small.
+        top: number of choices wanted; layouts that cannot be among them are left out.
         placement: whether to also try numbers of layers per stage that balance the stages' time,
             and several stages per rank for the best layouts.
         vocabulary: vocabulary parallelism of the ``epp`` planner: off, on, or auto (if faster).

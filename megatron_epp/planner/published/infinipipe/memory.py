@@ -1,7 +1,7 @@
 """InfiniPipe's memory model of a chunk (eqs 5 to 10).
 
 In this model, a slice or hybrid chunk holds K/V gradients for all its tokens from its forward on.
-The simulator uses exact rules instead: see ir.rules and cost.Cost.
+The simulator uses exact rules instead (ir.rules, cost.memory).
 """
 
 import numpy as np

@@ -77,7 +77,7 @@ def draft(
     Args:
         batch: the documents, sorted by length.
         cost: cost model, including the stages and parallel degrees.
-        options: planner options, such as levers and effort.
+        options: planner options; only ``lockstep`` matters.
         below: seconds of an iteration; the caller needs only a draft that takes less.
     """
 
@@ -180,7 +180,7 @@ def best_grouping(
         solver: solver of the integer programs.
         batch: the documents, sorted by length.
         cost: cost model, including the stages and parallel degrees.
-        options: planner options, such as levers and effort.
+        options: planner options; only ``lockstep`` matters.
         headroom_bytes: [stages] bytes available besides the model states.
     """
     rates = rates_of(cost)
