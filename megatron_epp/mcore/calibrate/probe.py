@@ -408,8 +408,7 @@ class Probe:
     def now(self) -> float:
         """Return the time in seconds, after the device has completed all earlier work.
 
-        On a CPU, the function returns the thread's CPU time if torch uses one thread and every rank
-        has a core. The time of other processes on the same core then does not count.
+        On a CPU, it is the thread's CPU time if torch uses one thread and every rank has a core.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize()
