@@ -26,7 +26,7 @@ def text_gantt(timeline: Timeline, width: int | None = None, colour: bool = Fals
 
     If labels do not fit, the time axis is split into several blocks, one below the other. An op
     that is still too short for its label shows the letter of its kind, alternately in upper and
-    lower case: ``FfF`` is three ops. An op that is shorter than about half a column is not shown.
+    lower case: ``FfF`` is three ops. Ops shorter than a column may be left out, and are counted.
 
     Args:
         timeline: run to draw.

@@ -17,7 +17,7 @@ def njit(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """Return a decorator like ``numba.njit(cache=True, **options)``.
 
     If the cache cannot be used (disk full, read-only or damaged), the function is compiled in this
-    process, and one warning names the folder.
+    process, and a warning is logged once per process.
     """
 
     def compiled(function: Callable[..., Any]) -> Any:
