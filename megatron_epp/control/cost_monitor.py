@@ -45,7 +45,7 @@ class CostMonitor:
         folders: folders in which refits are saved.
         may_refit: whether this job measured the cost model itself, and may therefore replace it.
         on_these_ranks: function that takes a cost model of the resumed run. It returns this model
-            without the slowness of ranks if this job has another number of pipeline ranks.
+            without the factors of slow ranks if this job has another number of pipeline ranks.
     """
 
     def __init__(
@@ -67,7 +67,9 @@ class CostMonitor:
     def busy(
         self, cost: Cost, plan: Plan, records: Sequence[Timed], block: Sequence[Plan] = ()
     ) -> float:
-        """Return the predicted seconds of this rank's ops, and save the ops as samples for a refit.
+        """Return the predicted seconds of this rank's ops, and save samples for a refit.
+
+        Samples are ops of layers that take much longer than their launch by the host.
 
         Args:
             cost: cost model that predicts the ops.

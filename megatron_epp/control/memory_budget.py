@@ -1,4 +1,4 @@
-"""Memory budget of each rank's device, corrected by near misses and failures in training.
+"""Memory budget of each rank's device, corrected after peaks near the budget and after failures.
 
 Three values are learned separately:
 

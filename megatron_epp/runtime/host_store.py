@@ -343,7 +343,7 @@ class HostStore:
             offloaded.release()
 
     def allocate(self, nbytes: int) -> list[Tensor] | None:
-        """Allocate blocks of at least ``nbytes`` in total; return None if host memory is full.
+        """Allocate uint8 blocks of at least ``nbytes`` in total; None if host memory is full.
 
         The first time that host memory is full, a warning is logged.
         """

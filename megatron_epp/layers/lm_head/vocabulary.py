@@ -166,7 +166,7 @@ class WeightRows:
     def gradient(self, weights_t: Tensor) -> Tensor:
         """Return the gradient [t, H] of the hidden states, if all vocabulary rows are merged.
 
-        ``weights_t`` are the weights of the losses.
+        ``weights_t`` [local rows] are the weights of the rows' losses in the total loss.
         """
         return (self.mean_tH - self.label_tH) * weights_t[:, None].to(self.mean_tH.dtype)
 

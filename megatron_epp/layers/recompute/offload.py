@@ -36,8 +36,8 @@ def offloading(
 def entrance(received: Tensor) -> tuple[Tensor, Tensor]:
     """Return (leaf, hidden states); the leaf receives their gradient, and has no data.
 
-    A stage saves the leaf until B. If ``received`` were the leaf, its data would stay on the device
-    although the first layer is offloaded.
+    Both have the shape of ``received``. A stage saves the leaf until B. If ``received`` were the
+    leaf, its data would stay on the device although the first layer is offloaded.
     """
     leaf = received.new_empty(1).expand(received.shape).requires_grad_()
     return leaf, _Entrance.apply(leaf, received)

@@ -44,7 +44,7 @@ class PlannedCall:
         In training, gradients are finalised.
 
         Raises:
-            ValueError: No schedule can run the call (on several ranks, usually a LoopRefusal).
+            ValueError: The call, its micro-batches or the adapter's results are invalid on a rank.
             LoopFailed: Another rank failed; the loop's own errors are raised on the ranks that have
                 them.
         """

@@ -82,7 +82,7 @@ class ChunkRouter:
         return self.outside and self.current_chunk.state is None
 
     def losses(self, logits_tE: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Return ``logits_tE``, whose backward adds the gradients of all router losses.
+        """Return ``logits_tE`` [t, E], whose backward adds the gradients of all router losses.
 
         This method replaces ``apply_z_loss``. The first run of a chunk also updates the router
         statistics. ``padding_mask`` must be None for chunks.
@@ -100,7 +100,7 @@ class ChunkRouter:
         return router_stats.balanced(logits_tE, self._scored, layer, state, self._first, fraction)
 
     def count(self, routing_map_tE: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Add the tokens of each expert to the router's ``local_tokens_per_expert``.
+        """Add the tokens of each expert in a routing map [t, E] to ``local_tokens_per_expert``.
 
         This method replaces ``_apply_expert_bias``. It does not count padding or recomputed chunks.
         It counts a token of a prefix once for every sample that shares it.
