@@ -173,7 +173,7 @@ class Executor:
             the same op, or raise an :class:`OutOfMemory`.
         heap: heap that is trimmed between ops, on CPU-only hosts; None for no trim.
         catch_errors: whether this rank goes on with zeros after any error of an op, as it does
-            when out of memory. ``peers`` must then raise the error at the same op.
+            when out of memory. All ranks of ``peers`` must then fail at the same op.
 
     Example::
 

@@ -171,8 +171,8 @@ class OffloadedLayer:
         """Start the copies of the layer's saved tensors to the host, after the layer's forward.
 
         Returns:
-            Whether copies were started. If the layer saved nothing large or host memory is full,
-            nothing is copied.
+            Whether copies were started. Nothing is copied if host memory is full, or if the layer
+            saved no storage of at least ``LEAST_BYTES``.
         """
         storages, self._storages = list(self._storages.values()), {}
         blocks = self._store.allocate(sum(storage.nbytes for storage in storages))
