@@ -35,7 +35,7 @@ GROUPS = {
     "Stages": "epp_placement epp_vocab_parallel epp_layouts",
     "Cost model": "epp_cost_model",
     "Documents": "epp_overlong epp_blend epp_share_from",
-    "Kernels": "epp_attention epp_mla_keeps epp_row_multiple",
+    "Kernels": "epp_attention epp_row_multiple",
     "Plans on disk": "epp_plan epp_record",
 }
 COLUMNS = {"training": "`--epp`", "slices": "external loops", "no_gpu": "CPU-only host"}

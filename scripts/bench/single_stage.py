@@ -27,7 +27,7 @@ from megatron_epp.ir import Message, Op, Plan, Step, Table, Timed
 from megatron_epp.mcore.capabilities import refusals
 from megatron_epp.mcore.data.global_batches import Batch
 from megatron_epp.mcore.data.row_shard import RowShard
-from megatron_epp.mcore.flags.config import EXPANDED, FUSED_LINEARS, LATENTS, Config
+from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.job import megatron_gpt
 from megatron_epp.mcore.job.read_flags import be_the_only_process, read_flags
 from megatron_epp.mcore.model.attention import (
@@ -85,8 +85,6 @@ def start_single_process(flags: Sequence[str]) -> SingleProcess:
     transformer = gpt_config_from_args(args).transformer
     attention = attention_for(config.epp_attention, transformer, device)
     choose_mask(attention, transformer, device)
-    attention.stores_latent = config.epp_mla_keeps == LATENTS
-    args.epp_mla_keeps = LATENTS if attention.stores_latent else EXPANDED  # auto is for whole jobs
     return SingleProcess(args, config, attention, device, RowShard.of(args))
 
 

@@ -148,8 +148,6 @@ def test_random_plans_compute_what_the_reference_model_computes(name: str) -> No
     assert said in lines[0]
     if name == "MTP":  # untied, with copies of the embedding next to the MTP layers
         assert "untied" in lines[0] and judged[0].coverage.collectives["embedding copies"] > 0
-    if name.startswith("MLA"):  # one batch keeps K and V, the next one latents
-        assert all(any(batch.coverage.cut for batch in judged[which::2]) for which in (0, 1))
 
 
 # Attention of GPUs as certify has it there, on a host without any.
@@ -164,8 +162,8 @@ HOOKS = TrainerHooks(attention_for=exact_attention)
 @pytest.mark.parametrize(
     ("cp", "model", "batches"),
     [
-        (1, f"{V3} --epp-mla-keeps expanded", 4),
-        (2, f"{V3} --epp-mla-keeps expanded", 4),
+        (1, V3, 4),
+        (2, V3, 4),
         (1, LLAMA, 3),
         (2, LLAMA, 6),
     ],

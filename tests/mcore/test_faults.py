@@ -178,7 +178,7 @@ def alone(
 INJECTIONS = {
     "executor": alone(f"{LLAMA} --num-layers 2", of_the_executor, seed=6, rounds=2),
     "mla": alone(
-        f"{V3} --num-layers 2 --epp-mla-keeps latents",
+        f"{V3} --num-layers 2",
         cut_and_up_projected_again,
         modes=EXECUTABLE + OF_MLA,
         seed=636,

@@ -97,7 +97,6 @@ REFUSED = [
         ({"add_bias_linear": True}, "its linears have no bias; give --disable-bias-linear"),
         ({"sequence_parallel": False}, "--tensor-model-parallel-size 2: give --sequence-parallel"),
         ({"q_lora_rank": None}, "give --q-lora-rank"),
-        ({"epp_mla_keeps": "expanded"}, "attends to MLA latents, and saves them; leave the"),
         ({"dsa_indexer_rotate_activation": True}, "fast_hadamard_transform is missing; pip install "
          "fast-hadamard-transform, or give"),
     )),

@@ -1,9 +1,8 @@
 """What the cost model promises a chunk holds is what running it holds, for both kinds of store.
 
-Run as a program, ``test_ledger.py parts|varlen|latents|expanded``, it prints a line for each plan:
+Run as a program, ``test_ledger.py parts|varlen|mla``, it prints a line for each plan:
 promised bytes of a stage of its own measuring, measured bytes, and the same two of the host's
-memory. ``varlen`` is the attention of GPUs with plain kernels: its store has room for last slices;
-``latents`` and ``expanded`` are what latent attention may keep.
+memory. ``varlen`` is the attention of GPUs with plain kernels: its store has room for last slices.
 """
 
 import sys
@@ -64,7 +63,7 @@ OF_MLA = """
     --multi-latent-attention --q-lora-rank 24 --kv-lora-rank 20 --qk-head-dim 16
     --qk-pos-emb-head-dim 8 --v-head-dim 24 --qk-layernorm
 """
-PLANS_OF_LATENTS = (
+PLANS_OF_MLA = (
     *PLANS[:4],
     # The up-projection runs again, in part of the layers, in a slice and beside one.
     ((500,), ("0[0:200]", "0[200:350]", "0[350:500]"), "uuu", "F0 F1 F2 B2 B1 B0"),
@@ -93,10 +92,10 @@ def plan_of(documents, chunks, letters, order) -> Plan:
 
 def main(which: str) -> None:
     flags, plans = FLAGS.split(), PLANS
-    if which in ("latents", "expanded"):
+    if which == "mla":
         at = flags.index("--group-query-attention")
-        flags[at : at + 3] = [*OF_MLA.split(), "--epp-mla-keeps", which]
-        plans = PLANS_OF_LATENTS
+        flags[at : at + 3] = OF_MLA.split()
+        plans = PLANS_OF_MLA
     alone = start_single_process(flags)
     if which == "varlen":
         scale = alone.args.kv_channels**-0.5
@@ -130,14 +129,13 @@ def test_a_stage_holds_what_was_promised(attention: str) -> None:
     assert recomputed[1] <= recomputed[0] <= 1.05 * recomputed[1]
 
 
-@pytest.mark.parametrize("keeps", ["latents", "expanded"])
-def test_a_stage_with_latent_attention_holds_what_was_promised(keeps: str) -> None:
-    slices, recomputed, *others = printed(keeps, 6)
+def test_a_stage_with_latent_attention_holds_what_was_promised() -> None:
+    slices, recomputed, *others = printed("mla", 6)
     for promised, measured, *on_host in (slices, *others):
         assert promised == pytest.approx(measured, rel=0.002)
         assert on_host == [0, 0]
     assert recomputed[1] <= recomputed[0] <= 1.1 * recomputed[1]
-    # Beside the slices' own rows latents are little; with the up-projection made again all is less.
+    # With the up-projection made again all is less.
     assert others[2][1] < slices[1]
 
 

@@ -24,7 +24,7 @@ from megatron_epp.mcore.flags.config import Config, add_arguments
 from megatron_epp.mcore.kinds.limit import Limit, flag_of
 from megatron_epp.mcore.trainer import entry
 from tests.mcore import runs
-from tests.mcore.models import TRAINED_MLA, megatron_args
+from tests.mcore.models import megatron_args
 from tests.mcore.runs import flags, train, trained
 from tests.waiting import LAST_RESORT_SECONDS
 
@@ -431,9 +431,6 @@ def test_flags_are_the_fields_of_the_configuration():
 # the first one does.
 everything = pytest.mark.everything
 ONE = {"pipeline_model_parallel_size": 1, "epp": True}
-LATENTS_NEXT_TO_WINDOWS = {
-    **ONE, **TRAINED_MLA, "window_size": "16,0", "epp_mla_keeps": "latents",
-}  # fmt: skip
 
 
 def test_a_run_without_data_is_one_line(corpus):
@@ -444,7 +441,7 @@ def test_a_run_without_data_is_one_line(corpus):
 @pytest.mark.parametrize(
     ("changes", "processes", "said"),
     [
-        (LATENTS_NEXT_TO_WINDOWS, 1, ["in K and V; leave the flag out"]),
+        ({"epp_mla_keeps": "auto", **ONE}, 1, ["--epp-mla-keeps was removed; leave it out; multi"]),
         ({"epp_partition": "auto"}, 2, ["--epp-partition was removed; leave it out: --epp-pla"]),
         ({"vocab_size": 50, "make_vocab_size_divisible_by": 1, **ONE}, 1, ["vocab"]),
         ({"epp_planner": "pakcing", **ONE}, 1, ["pakcing", "packing"]),
@@ -565,11 +562,3 @@ def test_a_killed_rank_ends_the_job_and_its_neighbour_says_what_it_waited_for(
     assert "given up" not in killed.output and "Timed out" not in killed.output
     said = r"pipeline rank 0, (stage 0, )?iteration 2: waited for "
     assert re.search(said, killed.output), killed.output[-3000:]
-
-
-def test_what_latents_keep_is_nothing_where_there_are_none() -> None:
-    with pytest.raises(ValueError) as refusal:
-        refuse(wanted(epp_mla_keeps="latents"))
-    assert str(refusal.value) == (
-        "--epp-mla-keeps latents: the model has no multi-latent attention; leave the flag out"
-    )

@@ -56,8 +56,7 @@ KINDS = {
         ),
     ),
     "MLA": Trained(
-        {**TRAINED_MLA, "epp_mla_keeps": "latents"},
-        alone={"epp_mla_keeps": "auto"},
+        TRAINED_MLA,
         lengths=(400, 30, 20, 90, 12, 60, 300, 8, 40, 33, 120, 77) * 4,
         saved=("linear_kv_up_proj.layer_norm_weight",),
     ),

@@ -54,7 +54,6 @@ class PartsAttention:
         sinks: Callable[[], Tensor | None] = lambda: None,
     ):
         self.scale, self.before, self.sinks = scale, before, sinks
-        self.stores_latent = False  # set for all layers with MLA (layers/mla.py)
 
     @property
     def all_heads(self) -> "PartsAttention":

@@ -17,12 +17,10 @@ class Attention(Protocol):
     Attributes:
         name: name of the back end.
         stores_last_slice: whether K/V of a document's last slice are also stored.
-        stores_latent: whether layers with MLA cache latents instead of K/V.
     """
 
     name: str
     stores_last_slice: bool
-    stores_latent: bool
 
     @property
     def all_heads(self) -> "Attention":

@@ -67,35 +67,6 @@ class Ulysses:
         """Exchange this rank's heads [T, H/N, D] of the output for its rows [t, H, D]."""
         return _ToRows.apply(self.group, out_THD)
 
-    def to_all(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """All-gather tensors [t, G, D] of this rank's rows to [T, G, D] of all rows.
-
-        The backward reduce-scatters the gradients that each rank computes with its heads.
-        """
-        return _ToAll.apply(self.group, *tensors)
-
-    def of_my_heads(self, weight_NK: Tensor) -> Tensor:
-        """Return the rows of ``weight_NK`` that produce this rank's heads, as a view."""
-        return weight_NK.chunk(self.group.size())[self.group.rank()]
-
-
-class _ToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.group = group
-        gathered = [x.new_empty(group.size() * len(x), *x.shape[1:]) for x in tensors]
-        for into, part in zip(gathered, tensors, strict=True):
-            dist.all_gather_into_tensor(into, part.contiguous(), group=group)
-        return tuple(gathered)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor):
-        group = ctx.group
-        parts = [x.new_empty(len(x) // group.size(), *x.shape[1:]) for x in gradients]
-        for into, gradient in zip(parts, gradients, strict=True):
-            dist.reduce_scatter_tensor(into, gradient.contiguous(), group=group)
-        return None, *parts
-
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod

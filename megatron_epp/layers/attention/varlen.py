@@ -229,7 +229,6 @@ class VarlenAttention:
     """
 
     stores_last_slice = True  # in layers without a window
-    stores_latent = False
 
     def __init__(
         self,

@@ -4,7 +4,6 @@ import pickle
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import cycle
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -27,9 +26,8 @@ from megatron_epp.mcore.certify.models import ChangingWeights, begin, elastic_mo
 from megatron_epp.mcore.certify.routing import RoutingNotes
 from megatron_epp.mcore.certify.shards import fill, shards
 from megatron_epp.mcore.data.global_batches import Batch
-from megatron_epp.mcore.flags.config import AUTO, Config
+from megatron_epp.mcore.flags.config import Config
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
-from megatron_epp.mcore.kinds.modules import KIND_MODULES
 from megatron_epp.mcore.kinds.registry import heads_of
 from megatron_epp.mcore.model.forward import chunk_forward_step
 from megatron_epp.mcore.patching import patch_points
@@ -132,16 +130,12 @@ class Rank:
             choose_paths=mix_paths,
         )
         job = Job(self.args, Config.of(self.args), hooks)
-        known = [choice for kind in KIND_MODULES for choice in kind.CHOICES]
-        left = [choice for choice in known if getattr(self.args, choice.flag) == AUTO]
         models = elastic_models(self.args, job.install, self.trial.lora_rank)
         self.routing, config = RoutingNotes(*models), get_model_config(models[0])
         config.finalize_model_grads_func = self.routing.before(config.finalize_model_grads_func)
         self.schedule = job.schedule
         self.groups, self.row_shard = job.place.groups, job.place.row_shard
         self.attention: Any = job.place.attention
-        chosen = [choice for choice in left if getattr(self.args, choice.flag) == choice.values[-1]]
-        self.open_choices = [(choice, cycle(choice.values)) for choice in chosen]
         return models
 
     def compute(self, number: int) -> RankResult:
@@ -181,9 +175,6 @@ class Rank:
     def run(self, drawn: Any, forward_only: bool) -> Any:
         """Run the schedule; return this rank's (sum of token losses, number of loss tokens)."""
         self.mtp_loss = {}
-        if forward_only:  # alternate the values between batches
-            for choice, values in self.open_choices:
-                choice.settle(self.attention, next(values))
         self.steps.drawn, self.args.iteration = drawn, self.number
         for model in self.models:
             model.train(not forward_only)

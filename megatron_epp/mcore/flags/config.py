@@ -43,6 +43,7 @@ _REMOVED = {
         ("--epp-search-ahead", "--no-epp-search-ahead"),
         "leave it out; layouts for fewer devices are lines of the file of --epp-layouts",
     ),
+    "--epp-mla-keeps": "leave it out; multi-latent attention caches K and V, as GPUs always did",
     "--epp-partition": "leave it out: --epp-placement auto, the default, chooses layers, too; "
     "--epp-placement even takes those of Megatron's flags",
 }
@@ -50,7 +51,7 @@ DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
 
 
 ON, OFF = "on", "off"
-AUTO, LATENTS, EXPANDED = MLA_KEEPS = ("auto", "latents", "expanded")
+AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +107,6 @@ class Config:
         "Attention kernels on a GPU: te (Transformer Engine), torch, or auto, which takes the "
         "first of the two that passes a test on this device at startup. CPUs use torch.",
         choices=("auto", "te", "torch"),
-    )
-    epp_mla_keeps: str = flag(
-        "auto",
-        "What multi-latent attention caches of a document for its later slices: expanded (K and V "
-        "of all heads), latents (smaller, but every later slice recomputes K and V), or auto: "
-        "latents if the attention kernels accept them, which those of GPUs do not.",
-        choices=MLA_KEEPS,
     )
     epp_cost_model: str | None = shared_setting(
         "cost_model",

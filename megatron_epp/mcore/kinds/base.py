@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from megatron_epp.cost.kinds.base import Part
 from megatron_epp.mcore.flags.replaced import ReplacedFlags
@@ -146,24 +146,6 @@ class LayerKind:
         return []
 
 
-class OpenChoice(Protocol):
-    """Flag of a layer kind that may have the value AUTO until the model is built.
-
-    Attributes:
-        flag: Name of the field of args.
-        values: Possible values of the flag; AUTO means the last one that is not excluded.
-    """
-
-    flag: str
-    values: tuple[str, ...]
-
-    def excluded(self, model: Any, attention: Attention) -> dict[str, str]:
-        """Return {value: reason} of the values that this rank's ``model`` does not support."""
-
-    def settle(self, attention: Attention, value: str) -> None:
-        """Configure ``attention`` for the flag's final ``value``."""
-
-
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
     """Layer in which the modules of a kind are patched, with the arguments of the patches.
@@ -191,11 +173,9 @@ class KindModule:
 
     Attributes:
         KIND: Properties of the layer kind.
-        CHOICES: Flags of the kind that may stay AUTO until the model is built.
     """
 
     KIND: LayerKind
-    CHOICES: tuple[OpenChoice, ...] = ()
 
     def holds(self, module: Any) -> bool:
         """Return whether ``module``, the layer's attribute ``KIND.SLOT``, is of this kind."""

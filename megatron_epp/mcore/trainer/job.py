@@ -24,12 +24,11 @@ from megatron_epp.mcore.data.chat_cache import converted_chats
 from megatron_epp.mcore.data.global_batches import GlobalBatches
 from megatron_epp.mcore.data.row_shard import RowShard
 from megatron_epp.mcore.data.shared_tokens import SharedTokens
-from megatron_epp.mcore.flags.config import AUTO, FUSED_LINEARS, Config
+from megatron_epp.mcore.flags.config import FUSED_LINEARS, Config
 from megatron_epp.mcore.job import megatron_gpt
 from megatron_epp.mcore.job.emergency_exit import end_now
 from megatron_epp.mcore.job.job_cost import host_budget_bytes, on_these_ranks, training_levers
 from megatron_epp.mcore.job.process_groups import make_groups
-from megatron_epp.mcore.kinds.base import OpenChoice
 from megatron_epp.mcore.kinds.modules import KIND_MODULES
 from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 from megatron_epp.mcore.lm_head.fused_head import fused_head
@@ -118,7 +117,6 @@ class Job:
         attention = self._warm_up(models[0].config, device, groups)
         stages = dict(zip(local_stages(place, groups.pipeline_rank), models, strict=True))
         layers = self._layers_of_stages(stages, groups)
-        _settle_choices(self.args, models[0], attention, groups)
         self._install_in_models(stages, attention, place, device)
         self._current_op.rank = groups.pipeline_rank
         self._claim_folders(groups)
@@ -320,28 +318,6 @@ class Job:
             line = broadcast_result(lambda: shared.first_line(training), group)
             print_rank_0(f"> {line}")
         return training, *others
-
-
-def _settle_choices(args: Any, model: Any, attention: Attention, groups: Groups) -> None:
-    """Settle every flag that layer kinds leave open, on rank 0, in ``args`` and ``attention``.
-
-    Raises:
-        ValueError: The flag's value is not possible with this model or device.
-    """
-
-    def settled(choice: OpenChoice) -> str:
-        wanted, excluded = str(getattr(args, choice.flag)), choice.excluded(model, attention)
-        if wanted in excluded:
-            flag = choice.flag.replace("_", "-")
-            raise ValueError(f"--{flag} {wanted}: {excluded[wanted]}; leave the flag out")
-        left = [value for value in choice.values if value not in excluded]
-        return left[-1] if wanted == AUTO else wanted
-
-    kinds = (kind for kind in KIND_MODULES if any(kind.KIND.layers(args)))
-    for choice in [choice for kind in kinds for choice in kind.CHOICES]:
-        value = broadcast_result(partial(settled, choice), groups.control)
-        setattr(args, choice.flag, value)
-        choice.settle(attention, value)
 
 
 def _scalars(step: AcceptedStep, report: IterationReport, truncated: int) -> dict[str, float]:

@@ -48,9 +48,9 @@ def turn_by_the_row(index, layer: DSALayer, x, queries, params):
 
 FAULTS: Faults = {
     "nothing": nothing,
-    # The store has the indexer's key in the place of a latent's rotated one.
-    "lose gradients of the indexer": mla.FAULTS["lose gradients of rotated keys"],
-    "lose gradients of latents": mla.FAULTS["lose gradients of latents"],
+    # The store has the latent in the place of a key, and the indexer's key in that of a value.
+    "lose gradients of the indexer": mla.FAULTS["lose gradients of values"],
+    "lose gradients of latents": mla.FAULTS["lose gradients of keys"],
     # The best keys of a slice, and not of its document.
     "choose among own keys": fault(sparse, "_blocks", choose_among_own_keys),
     # The row before a document in its chunk is one of its keys, another's.

@@ -1,13 +1,10 @@
 """Faults of multi-latent attention."""
 
-from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
 
-from megatron_epp.layers import mla as latents
 from megatron_epp.layers.attention.cpu import PartsAttention
-from megatron_epp.layers.mla import LatentKVAttention
 from megatron_epp.layers.recompute import outputs
 from megatron_epp.mcore.certify.scale_down import HEAD_SIZE
 from megatron_epp.mcore.kinds.mla.module import MLALayer
@@ -20,20 +17,6 @@ def scaled(call, attention, *arguments):
         return call(attention, *arguments)
 
 
-@contextmanager
-def scale_by_kv_channels():
-    kinds = PartsAttention, LatentKVAttention
-    expanded, of_latents = (fault(kind, "__call__", scaled) for kind in kinds)
-    with expanded(), of_latents():
-        yield
-
-
-def lose_the_weights_part(backward, ctx, gradient):
-    made = list(backward(ctx, gradient))
-    made[5] = None if made[5] is None else torch.zeros_like(made[5])
-    return tuple(made)
-
-
 def another_row(value, output):
     several = len(output._recompute.result()[1]) > 1
     return value(output).flip(0).contiguous() if several else value(output)
@@ -42,33 +25,29 @@ def another_row(value, output):
 FAULTS: Faults = {
     "nothing": nothing,
     # As plain attention would: neither the rotary part of a head nor YaRN's stretch is in it.
-    "scale by kv channels": scale_by_kv_channels,
+    "scale by kv channels": fault(PartsAttention, "__call__", scaled),
     # Rotary positions from 0 in every chunk.
     "turn by the row": fault(
         MLALayer,
         "_table",
         lambda table, layer, state, positions: table(layer, state, torch.arange(len(positions))),
     ),
-    # What later slices owe a latent never arrives.
-    "lose gradients of latents": fault(
+    # What later slices owe a key never arrives; of DSA the latent, which is its key.
+    "lose gradients of keys": fault(
         Store,
         "add_gradient",
-        lambda add_gradient, store, layer, document, latent, rotary: add_gradient(
-            store, layer, document, torch.zeros_like(latent), rotary
+        lambda add_gradient, store, layer, document, key, value: add_gradient(
+            store, layer, document, torch.zeros_like(key), value
         ),
     ),
-    # What later slices owe a rotated key never arrives.
-    "lose gradients of rotated keys": fault(
+    # What later slices owe a value never arrives; of DSA the indexer's key in its place.
+    "lose gradients of values": fault(
         Store,
         "add_gradient",
-        lambda add_gradient, store, layer, document, latent, rotary: add_gradient(
-            store, layer, document, latent, torch.zeros_like(rotary)
+        lambda add_gradient, store, layer, document, key, value: add_gradient(
+            store, layer, document, key, torch.zeros_like(value)
         ),
     ),
-    # The up-projection learns nothing of the contexts that it expands.
-    "lose the weight's part": fault(latents._AttendLatentKV, "backward", lose_the_weights_part),
-    # The last block of a context is not attended to; backward goes through all of them.
-    "forget a block": fault(latents, "_context", lambda context, *read: list(context(*read))[:-1]),
     # What the up-projection makes again in backward is another row's.
     "make it again wrongly": fault(outputs._Output, "value", another_row),
     "nothing again": nothing,

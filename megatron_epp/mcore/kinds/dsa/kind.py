@@ -6,7 +6,6 @@ from typing import Any, ClassVar, override
 
 from megatron_epp.cost.kinds.dsa import DSAPart
 from megatron_epp.layers.attention.layer_attention import Heads
-from megatron_epp.mcore.flags.config import AUTO
 from megatron_epp.mcore.kinds.base import layers_with
 from megatron_epp.mcore.kinds.limit import Limit
 from megatron_epp.mcore.kinds.mla.kind import MLAKind
@@ -84,6 +83,7 @@ class DSAKind(MLAKind):
     def sizes(self, args: Any) -> dict[str, Any]:
         among = getattr(args, "dsa_indexer_use_sparse_loss", False)
         return super().sizes(args) | {
+            "carries_latents": True,
             "index_heads": args.dsa_indexer_n_heads,
             "index_size": args.dsa_indexer_head_dim,
             "chosen_keys": args.dsa_indexer_topk,
@@ -152,11 +152,6 @@ class DSAKind(MLAKind):
         self.require(args, args.tensor_model_parallel_size)
         if not asks_for_dsa(args):
             return
-        if (keeps := getattr(args, "epp_mla_keeps", AUTO)) != AUTO:
-            raise ValueError(
-                f"--epp-mla-keeps {keeps}: DSA attends to MLA latents, and saves them; "
-                "leave the flag out"
-            )
         turned = getattr(args, "dsa_indexer_rotate_activation", True)
         if turned and find_spec("fast_hadamard_transform") is None:
             raise ValueError(

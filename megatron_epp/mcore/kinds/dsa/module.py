@@ -257,7 +257,6 @@ class DSAModule(MLAModule):
     """DSA layers in Megatron's modules."""
 
     KIND = DSAKind()
-    CHOICES = ()
 
     @override
     def holds(self, module: Any) -> bool:

@@ -3,13 +3,11 @@
 from math import lcm
 from typing import Any, override
 
-from megatron_epp.layers import mla
 from megatron_epp.mcore.kinds.base import LayerKind
 from megatron_epp.mcore.kinds.certificate_base import LayerCertificate
 from megatron_epp.mcore.kinds.mla.kind import MLAKind
 
 LEAST_RANK = 8
-BLOCK = 7  # context tokens expanded at a time; small, because the contexts are short
 
 
 class MLACertificate(LayerCertificate):
@@ -60,7 +58,3 @@ class MLACertificate(LayerCertificate):
         of_queries = "none" if args.q_lora_rank is None else args.q_lora_rank
         heads = f"heads of {args.qk_head_dim} + {args.qk_pos_emb_head_dim} and {args.v_head_dim}"
         return [f"latents of {args.kv_lora_rank}, of queries {of_queries}", heads]
-
-    @override
-    def shrink_blocks(self) -> None:
-        mla.BLOCK = BLOCK

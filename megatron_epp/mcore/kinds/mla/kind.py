@@ -5,7 +5,6 @@ from typing import Any, ClassVar, override
 
 from megatron_epp.cost.kinds.mla import MLAPart
 from megatron_epp.layers.attention.layer_attention import Heads
-from megatron_epp.mcore.flags.config import AUTO, EXPANDED, LATENTS
 from megatron_epp.mcore.kinds.attention.kind import (
     ODD_ROTARY,
     AttentionKind,
@@ -14,8 +13,6 @@ from megatron_epp.mcore.kinds.attention.kind import (
 )
 from megatron_epp.mcore.kinds.limit import Limit
 from megatron_epp.mcore.kinds.ssm.kind import GatedDeltaNetKind
-
-KEEPS = "epp_mla_keeps"  # what is cached for later slices of a document: latents, or K and V
 
 
 class MLAKind(AttentionKind):
@@ -54,7 +51,7 @@ class MLAKind(AttentionKind):
             "query_rank": args.q_lora_rank or 0,
             "rotary_size": args.qk_pos_emb_head_dim,
             "value_size": args.v_head_dim,
-            "carries_latents": getattr(args, KEEPS, LATENTS) != EXPANDED,
+            "carries_latents": False,
         }
 
     @override
@@ -73,7 +70,7 @@ class MLAKind(AttentionKind):
             return []
         sizes = f"{args.qk_head_dim} + {args.qk_pos_emb_head_dim} and {args.v_head_dim}"
         ranks = f"latents {args.kv_lora_rank}, of queries {args.q_lora_rank or 'none'}"
-        return [f"{ranks}, heads of {sizes}, keeps {args.epp_mla_keeps}"]
+        return [f"{ranks}, heads of {sizes}"]
 
     def require(self, args: Any, tp: int) -> None:
         """Raise a ValueError if sizes are invalid, or if local linears do not divide by ``tp``."""
@@ -103,11 +100,6 @@ class MLAKind(AttentionKind):
     def refuse(self, args: Any) -> None:
         if getattr(args, "multi_latent_attention", False):
             self.require(args, args.tensor_model_parallel_size)
-        elif (keeps := getattr(args, "epp_mla_keeps", AUTO)) != AUTO:
-            raise ValueError(
-                f"--epp-mla-keeps {keeps}: the model has no multi-latent attention; leave the flag "
-                "out"
-            )
 
     @override
     def unfit_pattern(self, args: Any, symbols: str) -> str | None:

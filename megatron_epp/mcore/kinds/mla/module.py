@@ -8,8 +8,8 @@ Every layer has its own rotary embedding and scale. ``project`` replaces
 ``get_query_key_value_tensors`` and computes Q, K and V with Megatron's modules. ``attend`` replaces
 ``_run_core_attention``, in which Megatron would pad V to the size of Q.
 
-For later slices of a document, a slice caches either K and V, or two tensors that all heads share:
-the latent after its norm, which is the input of the kv up-projection, and the rotary key.
+For later slices of a document, a slice caches K and V of all heads: the kernels of GPUs attend to K
+and V of a whole context only.
 
 If Megatron's own linears compute the latents, Megatron 0.19 makes two errors with several
 tensor-parallel ranks. This module corrects both. First, each rank's heads yield only a part of the
@@ -27,7 +27,6 @@ from typing import Any, override
 
 import torch
 from megatron.core.models.common.embeddings import apply_rotary_pos_emb
-from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -37,12 +36,10 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.multi_latent_attention import MultiLatentAttention
 from torch import Tensor
 
-from megatron_epp.layers.attention.cpu import PartsAttention
 from megatron_epp.layers.attention.layer_attention import Attention
-from megatron_epp.layers.attention.local import attend_parts, attention_parts, sharded_rows
+from megatron_epp.layers.attention.local import attend_parts, attention_parts
 from megatron_epp.layers.attention.ulysses import Ulysses
 from megatron_epp.layers.chunk_state import ChunkState
-from megatron_epp.layers.mla import LatentKV, LatentKVAttention
 from megatron_epp.layers.recompute.outputs import (
     DroppedOutputs,
     RecomputeHandle,
@@ -50,13 +47,11 @@ from megatron_epp.layers.recompute.outputs import (
     saving_handles,
 )
 from megatron_epp.layers.recompute.wrap import wrap_consumer, wrap_norm
-from megatron_epp.mcore.flags.config import EXPANDED, LATENTS
 from megatron_epp.mcore.kinds.attention.module import SingleRank, attention_of
-from megatron_epp.mcore.kinds.base import KeptShapes, KindModule, LayerPlace, OpenChoice
+from megatron_epp.mcore.kinds.base import KeptShapes, KindModule, LayerPlace
 from megatron_epp.mcore.kinds.local_layers import local_attention
-from megatron_epp.mcore.kinds.mla.kind import KEEPS, MLAKind, mla_scale
+from megatron_epp.mcore.kinds.mla.kind import MLAKind
 from megatron_epp.mcore.kinds.mla.local import fix_local_mla
-from megatron_epp.mcore.kinds.mtp.mtp_layers import layers_of
 
 UP_PROJECTION = "mla_up_proj"  # Megatron's name for the projections of latents to Q, K and V
 
@@ -88,7 +83,6 @@ class MLALayer:
         self.local = local
         self.context, self.dropped, self.ulysses = context, dropped, ulysses
         self.stores_last_slice = attention.stores_last_slice
-        self._latent_attention = LatentKVAttention(mla_scale(around.config))
         self._projected: _Projected | None = None  # set by project for attend
         config = around.config
         self._tensor = config.tensor_model_parallel_size
@@ -146,26 +140,17 @@ class MLALayer:
         rotary_t1P = self._rotated(key_tP[:, None], table, factor)
 
         def heads(queries_sL: Tensor, latent_sR: Tensor, rotary_t1P: Tensor) -> tuple[Tensor, ...]:
-            """Return Q, K, V; to expand earlier slices' latents, also a view of the weight."""
             qkv = self._heads(queries_sL, latent_sR, rotary_t1P, table, factor)
-            exchanged = qkv if self.ulysses is None else attention_parts(self.ulysses, *qkv, state)
-            weight = self.around.linear_kv_up_proj.weight if expands else None
-            return exchanged if weight is None else (*exchanged, weight.view_as(weight))
+            return qkv if self.ulysses is None else attention_parts(self.ulysses, *qkv, state)
 
-        keeps = self.attention.stores_latent and any(rows.cut or rows.prefix for rows in state.rows)
-        expands = keeps and any(rows.context for rows in state.rows)
         compressed = queries_sL, latent_sR, rotary_t1P
         with_handles: tuple[tuple[Tensor, RecomputeHandle], ...] = ()
         if UP_PROJECTION in self.dropped.modules:
             qkv, handles = recomputable_all(heads, compressed)
-            with_handles = tuple(zip(qkv[: len(qkv) - expands], handles, strict=False))
+            with_handles = tuple(zip(qkv, handles, strict=True))
         else:
             qkv = heads(*compressed)
-        latent_kv = None
-        if keeps:
-            weight_NR = qkv[-1] if expands else self.around.linear_kv_up_proj.weight.detach()
-            latent_kv = self._carried(latent_sR, rotary_t1P, weight_NR, state)
-        self._projected = _Projected(with_handles, latent_kv, tuple(qkv[3 : len(qkv) - expands]))
+        self._projected = _Projected(with_handles, qkv[3:])
         return *qkv[:3], None, None
 
     def _compressed(self, hidden_s1E: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -262,9 +247,7 @@ class MLALayer:
         parts = query_THD, key_THD, value_THV, *taken.local
 
         def sharded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, RecomputeHandle | None]:
-            if taken.latent_kv is None:
-                return self.attention(q, k, v, state, layer, drop)
-            return self._latent_attention(q, k, v, taken.latent_kv, state, layer, drop)
+            return self.attention(q, k, v, state, layer, drop)
 
         def local(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, RecomputeHandle | None]:
             return self.local(q, k, v, state.local, layer, drop)
@@ -277,82 +260,23 @@ class MLALayer:
             self.dropped.add(out, handle)
         return out.flatten(1)
 
-    def _carried(
-        self, latent_sR: Tensor, rotary_t1P: Tensor, weight_NR: Tensor, state: ChunkState
-    ) -> LatentKV:
-        """Return the latents of the chunk's rows and the up-projection of this rank's heads.
-
-        In the backward, the latents' gradients are summed over the heads of all ranks.
-        """
-        if self._tensor > 1:
-            if self.around.config.sequence_parallel:
-                latent_sR = gather_from_sequence_parallel_region(latent_sR)
-            else:
-                latent_sR = copy_to_tensor_model_parallel_region(latent_sR)
-        latent_t1R = latent_sR[:, None]
-        if self.ulysses is not None:
-            sharded_count = sharded_rows(state, self.ulysses)
-            exchanged = latent_t1R[:sharded_count], rotary_t1P[:sharded_count]
-            latent_t1R, rotary_t1P = self.ulysses.to_all(exchanged)
-            weight_NR = self.ulysses.of_my_heads(weight_NR)
-        return LatentKV(latent_t1R, rotary_t1P, weight_NR)
-
 
 @dataclass(frozen=True, slots=True)
 class _Projected:
     """Values that ``project`` passes to ``attend``.
 
     ``with_handles`` contains Q, K and V with their recompute handles, or nothing if they are not
-    recomputed. ``latent_kv`` contains the latents for later slices; None if K and V are cached.
-    ``local`` contains Q, K and V of the documents that this rank computes alone.
+    recomputed. ``local`` contains Q, K and V of the documents that this rank computes alone.
     """
 
     with_handles: tuple[tuple[Tensor, RecomputeHandle], ...]
-    latent_kv: LatentKV | None
     local: tuple[Tensor, ...]
-
-
-def why_expanded(model: Any, attention: Attention) -> str | None:
-    """Return the reason why this rank's ``model`` cannot cache latents; None if it can.
-
-    Caching latents requires the CPU attention and layers without sliding windows. The kv
-    up-projection must be Megatron's own linear, without bias or norm.
-    """
-    if not isinstance(attention, PartsAttention):
-        return "attention kernels of GPUs take K and V of a whole context only"
-    if model.config.window_size:
-        return "layers with windows keep the ends of slices, in K and V"
-    for layer in layers_of(model):
-        up = getattr(getattr(layer, "self_attention", None), "linear_kv_up_proj", None)
-        if up is not None and (type(up) is not ColumnParallelLinear or up.bias is not None):
-            return (
-                "the kv up-projection of a layer is not Megatron's own linear (adapters around it, "
-                "or another class)"
-            )
-    return None
-
-
-class LatentCacheChoice:
-    """Choice of the tensors cached for later slices of a document: latents, or K and V."""
-
-    flag = KEEPS
-    values: tuple[str, ...] = (EXPANDED, LATENTS)
-
-    def excluded(self, model: Any, attention: Attention) -> dict[str, str]:
-        """Return {LATENTS: reason} if ``model`` cannot cache latents; else an empty dict."""
-        reason = why_expanded(model, attention)
-        return {} if reason is None else {LATENTS: reason}
-
-    def settle(self, attention: Any, value: str) -> None:
-        """Set ``attention.stores_latent`` to whether ``value`` is LATENTS."""
-        attention.stores_latent = value == LATENTS
 
 
 class MLAModule(KindModule):
     """MLA layers in Megatron's modules."""
 
     KIND = MLAKind()
-    CHOICES: tuple[OpenChoice, ...] = (LatentCacheChoice(),)
 
     @override
     def holds(self, module: Any) -> bool:
@@ -366,15 +290,12 @@ class MLAModule(KindModule):
     def kept_shapes(self, layer: Any, context: int) -> KeptShapes:
         config, turned = layer.config, layer.config.qk_pos_emb_head_dim
         elastic: MLALayer = layer.self_attention._run_core_attention.__self__
-        if elastic.attention.stores_latent:
-            shapes = (context, 1, config.kv_lora_rank), (context, 1, turned)
-        else:
-            ranks = config.tensor_model_parallel_size * config.context_parallel_size
-            heads = config.num_attention_heads // ranks
-            shapes = (
-                (context, heads, config.qk_head_dim + turned),
-                (context, heads, config.v_head_dim),
-            )
+        ranks = config.tensor_model_parallel_size * config.context_parallel_size
+        heads = config.num_attention_heads // ranks
+        shapes = (
+            (context, heads, config.qk_head_dim + turned),
+            (context, heads, config.v_head_dim),
+        )
         return KeptShapes(shapes, bool(elastic.stores_last_slice))
 
     @override
