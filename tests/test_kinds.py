@@ -43,7 +43,7 @@ OF_MEGATRON = (
 FIELDS = re.compile(
     r"num_experts|num_moe_experts|moe_\w+|active_experts|expert_hidden|shared_hidden"
     r"|multi_latent_attention|(kv|q)_lora_rank|qk_head_dim|qk_pos_emb_head_dim|v_head_dim"
-    r"|dsa_\w+|kv_rank|query_rank|rotary_size|value_size|carries_latents"
+    r"|dsa_\w+|kv_rank|query_rank|rotary_size|value_size"
     r"|window_size|window_attn_skip_freq|softmax_type|mamba_\w+|linear_\w+_head_dim"
 )
 SIZES = {field.name for field in fields(LayerShape)}

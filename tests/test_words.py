@@ -52,7 +52,7 @@ TEXTS = {
 }
 # Keys of files, flags' values, arguments of adapters, Megatron's names, and verbs.
 STAYS = re.compile(
-    r"border_bytes|border_gradient_bytes|share_bytes_per_second|carries_latents|predicts|"
+    r"border_bytes|border_gradient_bytes|share_bytes_per_second|predicts|"
     r"(epp_)?share_from|fc1_latent_proj|fc2_latent_proj|shares_ranks|share_gloo_device|"
     r"SHARE|shares_gpus|whole_number"
 )

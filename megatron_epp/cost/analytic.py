@@ -1,8 +1,7 @@
 """Analytic profiles: seconds and bytes from a model's flops and bytes and a device's rates.
 
 They are computed for each layer kind. For MoE, tokens are assumed to be distributed evenly over the
-experts. For MLA, every device of a stage receives the latents of all tokens. K and V of a context
-are projected again block by block. B, or I, computes the gradient of that up-projection.
+experts.
 
 I and W together take longer than B: W reads the inputs and output gradients of products again, and
 I exposes communication that B hides (:mod:`megatron_epp.cost.seconds`). Linears that cannot defer

@@ -176,10 +176,9 @@ class LayerCoefficients:
         window: maximum keys of a query, its own included; 0: whole context. Only that many tokens
             before a boundary between slices are cached.
         column_seconds: by column and kind of op, seconds per unit of an additional column. Examples
-            are pairs of a query and its top-k keys, or context tokens whose K and V are projected
-            again. A missing kind of op takes no time.
+            are pairs of a query and its top-k keys. A missing kind of op takes no time.
         kv_replicated: whether every device of the stage holds all state that later slices need, as
-            with latents, which cannot be sharded by heads.
+            with DSA's latents, which cannot be sharded by heads.
         expert_bytes_per_token: bytes that a forward sends to experts and back within an EP group,
             summed over its devices; backward exchanges as much.
         expert_parameters: parameters sharded by EP.

@@ -16,11 +16,10 @@ from megatron_epp.cost.analytic import profile
 from megatron_epp.cost.build import even_layers, expert_degree, named_cost
 from megatron_epp.cost.catalogue.devices import DEVICES
 from megatron_epp.cost.catalogue.models import MODELS, Model, model
-from megatron_epp.cost.columns import CONTEXT, WindowPairs
+from megatron_epp.cost.columns import WindowPairs
 from megatron_epp.cost.cost import Cost
 from megatron_epp.cost.kinds.dsa import DSAPart
 from megatron_epp.cost.kinds.layer import Layer, LayerShape
-from megatron_epp.cost.kinds.mla import CONTEXT_BLOCK
 from megatron_epp.cost.layer_kinds import format_kinds, parse_kinds, stage_kinds
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import pairs_before
@@ -38,7 +37,7 @@ KINDS = {
     "window": LayerShape(window=7),
     "experts": LayerShape(experts=8, active_experts=2, expert_hidden=40, shared_hidden=24),
     "latents": LayerShape(kv_rank=24, query_rank=20, rotary_size=8),
-    "expanded": LayerShape(kv_rank=24, rotary_size=8, value_size=12, carries_latents=False),
+    "expanded": LayerShape(kv_rank=24, rotary_size=8, value_size=12),
     "sparse": LayerShape(
         kv_rank=24, query_rank=20, rotary_size=8, index_heads=6, index_size=10, chosen_keys=9
     ),
@@ -480,7 +479,7 @@ def test_flops_by_hand() -> None:
     mlp = 9 * 3 * 7168 * 2048 + 7168 * 256
     assert deepseek.flops_per_token == 2 * (queries + latents + up + out + mlp + 2 * 7168)
     assert deepseek.flops_per_pair == 2 * 128 * (192 + 128)
-    assert deepseek.work[CONTEXT].flops == 2 * up
+    assert not deepseek.work
     window = model("gpt-oss-120b").shapes["window"]
     assert window.flops_per_pair == 4 * 64 * 64
     assert window.flops_per_token == 2 * (
@@ -496,22 +495,16 @@ def test_flops_by_hand() -> None:
 
 
 def test_what_later_slices_get() -> None:
-    """Of DeepSeek-V3: the latent, 1,152 bytes a token on every device, or 81,920 of K and V."""
+    """Of DeepSeek-V3: 81,920 bytes a token of K and V; with an indexer, 1,152 of the latent and 256
+    of the indexer's key, on every device."""
     shape = model("deepseek-v3")
-    made = profile(shape, DEVICES["h100-80g"])
-    latent = made.kinds["experts"]
-    assert latent.kv_bytes_per_token == 1152 and latent.kv_gradient_bytes_per_token == 2304
-    expanded = {
-        kind: dataclasses.replace(value, carries_latents=False)
-        for kind, value in shape.kinds.items()
-    }
-    plain = profile(dataclasses.replace(shape, kinds=expanded), DEVICES["h100-80g"])
-    assert plain.kinds["experts"].kv_bytes_per_token == 81_920
-    assert not plain.kinds["experts"].kv_replicated and latent.kv_replicated
-    assert (
-        not plain.kinds["experts"].column_seconds.get(CONTEXT, {})
-        and latent.column_seconds.get(CONTEXT, {})[Kind.FORWARD] > 0
-    )
+    experts = shape.kinds["experts"]
+    sparse = dataclasses.replace(experts, index_heads=64, index_size=128, chosen_keys=2048)
+    both = dataclasses.replace(shape, kinds={**shape.kinds, "experts": sparse})
+    expanded, latent = (profile(one, DEVICES["h100-80g"]).kinds["experts"] for one in (shape, both))
+    assert expanded.kv_bytes_per_token == 81_920 and not expanded.kv_replicated
+    assert expanded.kv_gradient_bytes_per_token == 163_840
+    assert latent.kv_bytes_per_token == 1152 + 256 and latent.kv_replicated
 
 
 def test_a_choice_of_keys_is_paid_by_the_indexer_for_all_and_by_attention_for_the_chosen() -> None:
@@ -616,7 +609,7 @@ def test_a_model_of_several_kinds_of_ones_own(tmp_path) -> None:
         ({"kinds": {"far": {"window": -1}}}, "kinds: far: window -1: expected a whole number of a"),
         ({"kinds": {"far": {**INDEX, "index_size": 2}}}, "kinds: far: index_size 2: expected at "),
         ({"kinds": {"far": {**INDEX, "window": 9}}}, "kinds: far: window 9: expected 0 with "),
-        ({"kinds": {"far": {**INDEX, "carries_latents": False}}}, "kinds: far: carries_latents"),
+        ({"kinds": {"far": {"kv_rank": 4, "carries_latents": True}}}, "kinds: far: unknown field"),
         ({"kinds": {"far": {"window": 10**12}}}, "kinds: far: window 1000000000000: expected at m"),
         ({"kinds": {"far": {"attention": 1}}}, "kinds: far: attention 1: expected true or false"),
         ({"kinds": {"far": {"attention": False, "mlp": False}}}, "kinds: far: attention false, ml"),
@@ -783,41 +776,15 @@ def test_only_latents_have_an_up_projection_to_recompute() -> None:
     forward; of slices whose K and V lie in the store, Q alone."""
     shape = dataclasses.replace(model("deepseek-v3"), layers=2, pattern="2*dense")
     queries, keys, values = 2 * 128 * 192, 2 * 128 * 192, 2 * 128 * 128
-    for carries in (True, False):
-        dense = dataclasses.replace(shape.kinds["dense"], carries_latents=carries)
-        one = dataclasses.replace(shape, kinds={"dense": dense})
-        made = profile(one, SIMPLE)
-        kept, again = made.saved_bytes["k"], made.saved_bytes["u"]
-        assert kept.per_token - again.per_token == queries + keys + values
-        in_store = 0 if carries else keys + values
-        assert kept.per_cut_token - again.per_cut_token == queries + keys + values - in_store
-        share = (1536 * 128 * 192 + 512 * 128 * 256) / one.shapes["dense"].active_parameters
-        forward = made.layer_seconds[Kind.FORWARD].per_token
-        assert made.recompute_seconds["u"].per_token == pytest.approx(share * forward)
-        cost = Cost(StageLayout(made, (1, 1)), (1e15,) * 2)
-        assert "u" in ladder(cost, cost.loads([Chunk((Span(0, 0, 4096),))], [4096]))
+    made = profile(shape, SIMPLE)
+    kept, again = made.saved_bytes["k"], made.saved_bytes["u"]
+    assert kept.per_token - again.per_token == queries + keys + values
+    assert kept.per_cut_token - again.per_cut_token == queries
+    share = (1536 * 128 * 192 + 512 * 128 * 256) / shape.shapes["dense"].active_parameters
+    forward = made.layer_seconds[Kind.FORWARD].per_token
+    assert made.recompute_seconds["u"].per_token == pytest.approx(share * forward)
+    cost = Cost(StageLayout(made, (1, 1)), (1e15,) * 2)
+    assert "u" in ladder(cost, cost.loads([Chunk((Span(0, 0, 4096),))], [4096]))
     plain = profile(MODELS["llama3-8b"], DEVICES["h100-80g"])
     assert plain.saved_bytes["u"] == plain.saved_bytes["k"]
     assert plain.recompute_seconds["u"] == Seconds()
-
-
-def test_a_context_of_latents_is_expanded_wherever_it_is_attended_to() -> None:
-    """In F, in B beside its own work, and again where attention is recomputed; block by block."""
-    shape = model("deepseek-v3")
-    made = profile(shape, DEVICES["h100-80g"])
-    figures = made.kinds["dense"]
-    forward = figures.column_seconds.get(CONTEXT, {})[Kind.FORWARD]
-    assert forward == 2 * 512 * 128 * 256 / DEVICES["h100-80g"].linear_flops
-    assert figures.column_seconds.get(CONTEXT, {})[Kind.BACKWARD] == 3 * forward
-    block = CONTEXT_BLOCK * 2 * 128 * (192 + 128)
-    assert figures.workspace_bytes[Kind.FORWARD] == Workspace(per_op=block)
-    assert figures.workspace_bytes[Kind.BACKWARD].per_op == 2 * block
-    dense = dataclasses.replace(
-        shape, layers=1, pattern="dense", kinds={"dense": shape.kinds["dense"]}
-    )
-    cost = Cost(StageLayout(profile(dense, DEVICES["h100-80g"]), (1,)), (1e15,))
-    slices = cost.loads([Chunk((Span(0, 0, 4096),)), Chunk((Span(0, 4096, 8192),))], [8192])
-    for letter, again in {"c": True, "f": True, "u": False, "m": False}.items():
-        row = cost.seconds.recompute_per((0, letter))
-        assert (row[-1] > 0) == again, letter
-    assert cost.seconds.of(Kind.FORWARD, slices)[0][1] > cost.seconds.of(Kind.FORWARD, slices)[0][0]

@@ -98,7 +98,6 @@ SHAPES = (
     LayerShape(),
     LayerShape(window=100),
     LayerShape(kv_rank=64, rotary_size=16),
-    LayerShape(kv_rank=64, carries_latents=False),
     LayerShape(kv_rank=64, index_heads=4, index_size=16, chosen_keys=32),
     LayerShape(experts=8, active_experts=2, expert_hidden=64),
     LayerShape(attention=False),

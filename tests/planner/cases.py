@@ -42,7 +42,7 @@ SHAPES = {
     "window": LayerShape(window=1000),
     "experts": LayerShape(experts=16, active_experts=2, expert_hidden=1024, shared_hidden=512),
     "latents": LayerShape(kv_rank=256, query_rank=512, rotary_size=64),
-    "expanded": LayerShape(kv_rank=256, rotary_size=64, carries_latents=False),
+    "expanded": LayerShape(kv_rank=256, rotary_size=64),
     "attention": LayerShape(mlp=False),
     "mlp": LayerShape(attention=False),
 }

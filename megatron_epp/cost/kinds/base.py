@@ -87,15 +87,13 @@ class CarryOver:
     Attributes:
         channels: channels per token, such as those of K and V; with a sliding window, only the last
             tokens of a slice count.
-        expanded: channels that later slices recompute from ``channels``; 0: no recompute is needed.
         heads: number of heads over which a stage's devices shard the state; 0: each device has the
-            full state, as in MLA.
+            full state, as in DSA.
         tail: elements of the last rows of a slice, which a convolution needs.
         state: elements of a state at the boundary of two slices.
     """
 
     channels: int = 0
-    expanded: int = 0
     heads: int = 0
     tail: int = 0
     state: int = 0
@@ -105,14 +103,13 @@ class CarryOver:
         if not self.heads:
             return self
         heads = max(1, self.heads // devices)
-        sizes = self.channels, self.expanded, self.tail, self.state
-        channels, expanded, tail, state = (size // self.heads * heads for size in sizes)
-        return CarryOver(channels, expanded, heads, tail, state)
+        sizes = self.channels, self.tail, self.state
+        channels, tail, state = (size // self.heads * heads for size in sizes)
+        return CarryOver(channels, heads, tail, state)
 
     def __add__(self, other: "CarryOver") -> "CarryOver":
         return CarryOver(
             self.channels + other.channels,
-            self.expanded + other.expanded,
             self.heads or other.heads,
             self.tail + other.tail,
             self.state + other.state,

@@ -67,8 +67,6 @@ class DSASizes(MLASizes, WindowSizes):
             )
         if self.window:
             raise ValueError(f"window {self.window}: expected 0 with index_heads")
-        if not self.carries_latents:
-            raise ValueError("carries_latents false: index_heads keep latents; leave it out")
 
 
 class DSAPart(MLAPart):
@@ -119,6 +117,7 @@ class DSAPart(MLAPart):
             },
             carried=carried,
             stored=carried.channels,
+            stored_unless="",
             recomputed={
                 **mla.recomputed,
                 "core_attn": RecomputedModule(attended + numbers, pairs=True),

@@ -1,22 +1,10 @@
-"""Multi-latent attention (MLA): K and V are projected from a latent, which may be cached."""
+"""Multi-latent attention (MLA): K and V are projected from a latent, and cached."""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron_epp.cost.columns import CONTEXT
 from megatron_epp.cost.kinds.attention import AttentionPart, AttentionSizes, attention
-from megatron_epp.cost.kinds.base import (
-    ELEMENT_BYTES,
-    CarryOver,
-    ContextWorkspace,
-    Decoder,
-    RecomputedModule,
-    Sublayer,
-    Work,
-)
-from megatron_epp.ir import Kind
-
-CONTEXT_BLOCK = 2048  # tokens of a context whose K and V are projected at a time
+from megatron_epp.cost.kinds.base import CarryOver, Decoder, RecomputedModule, Sublayer
 
 
 @dataclass(frozen=True)
@@ -28,15 +16,12 @@ class MLASizes(AttentionSizes):
         query_rank: channels of the queries' latent; 0: queries are projected from the hidden state.
         rotary_size: rotary channels that MLA adds to each head of Q, and once to K for all heads.
         value_size: channels of a head of V; 0: head_size.
-        carries_latents: whether later slices receive the latent and project K and V again;
-            otherwise they receive K and V.
     """
 
     kv_rank: int = 0
     query_rank: int = 0
     rotary_size: int = 0
     value_size: int = 0
-    carries_latents: bool = True
 
     def require(self) -> None:
         """Raise a ValueError if the sizes are inconsistent."""
@@ -63,7 +48,7 @@ class MLAPart(AttentionPart):
 
     @classmethod
     def of(cls, model: Decoder, shape: Any) -> Sublayer:
-        """Return the quantities of MLA, whose caches hold the latent of every token, or K and V."""
+        """Return the quantities of MLA, whose caches hold K and V of all heads."""
         hidden, ranks = model.hidden, shape.query_rank + shape.kv_rank
         query = model.heads * (model.head_size + shape.rotary_size)
         value = model.heads * (shape.value_size or model.head_size)
@@ -75,28 +60,12 @@ class MLAPart(AttentionPart):
         down = hidden * (shape.kv_rank + shape.rotary_size) + shape.kv_rank
         up = (shape.query_rank or hidden) * query + expansion
         heads = attention(model, query, query, value, value)
-        mla = replace(
+        return replace(
             heads,
             parameters=of_queries + down + expansion + value * hidden + hidden,
             saved=heads.saved + 2 * ranks + shape.rotary_size,  # before and after their norms
             weight_inputs=2 * hidden + value + 2 * ranks + query + shape.rotary_size + expanded,
             recomputed={**heads.recomputed, "mla_up_proj": RecomputedModule(2 * query + value, up)},
-        )
-        if not shape.carries_latents:
-            carried = CarryOver(query + value, heads=model.heads)
-            return replace(mla, carried=carried, stored_unless="mla_up_proj")
-        carried = CarryOver(shape.kv_rank + shape.rotary_size, query + value)
-        block = CONTEXT_BLOCK * float(ELEMENT_BYTES * carried.expanded)  # K and V of a block
-        gradients = float(ELEMENT_BYTES * carried.channels)
-        return replace(
-            mla,
-            carried=carried,
-            stored=0,  # the buffer contains latents
-            # K and V are projected from latents of the context, in F and in B.
-            work={CONTEXT: Work(2.0 * expansion, backward=3.0)},
-            workspaces={
-                Kind.FORWARD: ContextWorkspace(per_op=block),
-                Kind.BACKWARD: ContextWorkspace(gradients, 2 * block),
-            },
-            exchanged=mla.exchanged + carried.channels,
+            carried=CarryOver(query + value, heads=model.heads),
+            stored_unless="mla_up_proj",
         )

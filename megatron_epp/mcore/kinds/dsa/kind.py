@@ -83,7 +83,6 @@ class DSAKind(MLAKind):
     def sizes(self, args: Any) -> dict[str, Any]:
         among = getattr(args, "dsa_indexer_use_sparse_loss", False)
         return super().sizes(args) | {
-            "carries_latents": True,
             "index_heads": args.dsa_indexer_n_heads,
             "index_size": args.dsa_indexer_head_dim,
             "chosen_keys": args.dsa_indexer_topk,

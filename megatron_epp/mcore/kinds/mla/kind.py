@@ -51,7 +51,6 @@ class MLAKind(AttentionKind):
             "query_rank": args.q_lora_rank or 0,
             "rotary_size": args.qk_pos_emb_head_dim,
             "value_size": args.v_head_dim,
-            "carries_latents": False,
         }
 
     @override
