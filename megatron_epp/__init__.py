@@ -186,9 +186,9 @@ def attach(
     """Run a training loop's micro-batches in slices of documents (slicing mode).
 
     Call this function when the model is built and wrapped. Every pass over this model through
-    ``get_forward_backward_func`` then runs in slices, including losses that need unsliced
-    documents. A loop that stores the schedule function must be built after the first call. Models
-    that are not attached, and calls that plans do not support, run by Megatron's own schedule.
+    ``get_forward_backward_func`` then runs in slices; losses are computed from the outputs of
+    complete documents. A loop that stores the schedule function must be built after the first call.
+    Megatron's own schedule runs models that are not attached, and calls that plans do not support.
 
     Args:
         model_chunks: the loop's model, or a list that contains only this model. The model is a
@@ -197,7 +197,7 @@ def attach(
             (mcore/loops/adapter.py). The package mcore/loops/adapters has adapters for common
             training loops.
         attention: attention kernels, as in --epp-attention.
-        head_again: whether the LM head of slices is recomputed in the backward; else logits are
+        head_again: whether the backward recomputes the LM head of slices; otherwise, logits are
             saved.
         memory_gib: limit in GiB for the activations that a stage saves from forward to backward,
             estimated from the model's shape. Plans then choose the recomputed layers of every stage

@@ -71,8 +71,9 @@ def worst_gradient(
     The error of a parameter is max |difference| / max |reference|. For parameters in CANCELLING,
     the denominator is the maximum over all parameters of their module. With ``own``, the error is
     |difference| / |own - reference| in the 2-norm; with ``rounded``, |difference| / |reference| in
-    the 2-norm. Every copy of a parameter is compared, on all replicas and for tied embeddings on
-    both stages. A gradient that is not finite, or that no rank computed, has an infinite error.
+    the 2-norm. Every copy of a parameter is compared: those of all replicas, and those of tied
+    embeddings on the first and the last stage. A gradient that is not finite, or that no rank
+    computed, has an infinite error.
 
     Args:
         parts: gradients of the ranks.

@@ -64,8 +64,8 @@ class Backend:
     cheap to import.
 
     Attributes:
-        choose_engine: function that prepares the processes of a trial, and returns a line about
-            the engine, or "".
+        choose_engine: function that selects an emulation of Transformer Engine if a trial needs it,
+            and returns a line about it, or "".
         make_server: function that takes (role, exit stack), and returns the object whose methods
             answer requests.
         is_refusal: function that returns whether the user's input caused an exception.

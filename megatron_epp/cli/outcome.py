@@ -27,7 +27,7 @@ class Outcome:
         planner: name of the planner.
         slowest: result of the slowest replica, which determines the time of the iteration.
         replicas: results of all replicas.
-        lower_bound_seconds: lower bound of the iteration's time, for all plans.
+        lower_bound_seconds: seconds of the iteration that no plan can beat.
         plan_seconds: seconds that planning took.
         step: the step; None if ``planner`` makes no pipeline plans.
         free_seconds: seconds of the iteration if the replicas ran without lockstep; None if they
@@ -169,8 +169,8 @@ def known_planner(name: str, *baselines: str) -> str:
     """Return ``name`` if it is one of ``baselines`` or the name of a planner.
 
     Raises:
-        ValueError: if no planner has this name (the message lists near matches), or the planner is
-            not installed.
+        ValueError: if no planner has this name (the message lists near matches), or the planner
+            exists in a checkout only.
     """
     if name in baselines or name in comparison_methods():
         return name

@@ -1,1 +1,1 @@
-"""Lengths of documents: index files, overlong documents, reading order. Imports numpy only."""
+"""Lengths of documents: index files, overlong documents and reading order."""

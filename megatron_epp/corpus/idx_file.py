@@ -9,8 +9,8 @@ megatron.core.datasets.indexed_dataset writes it:
     lengths i32[sequences]  pointers i64[sequences]  boundaries i64[boundaries]  (modes i8)
 
 A pointer is the byte at which its sequence starts in the .bin, so pointers are the running sums of
-the lengths. Boundaries are the numbers of the sequences at which documents start, followed by the
-number of sequences. A .bin that is truncated during training cannot be reported: tokens are
+the lengths in bytes. Boundaries are the numbers of the sequences at which documents start, followed
+by the number of sequences. A .bin that is truncated during training cannot be reported: tokens are
 memory-mapped, and a read past the end of the file kills the process (SIGBUS, signal 7).
 """
 

@@ -97,8 +97,8 @@ class Corpus:
     def documents(self, index: int, size: int | None, seed: int = DEFAULT_SEED) -> Batch:
         """Return batch ``index`` as :meth:`batch` does, or all documents if ``size`` is None.
 
-        If the corpus has groups, a batch consists of as many groups as are needed for ``size``
-        documents. ``seed`` is the seed of the shuffle.
+        If the corpus has groups, the result is a PrefixForest of as many groups as are needed for
+        ``size`` documents. ``seed`` is the seed of the shuffle.
 
         Raises:
             ValueError: an argument is out of range.

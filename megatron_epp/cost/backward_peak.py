@@ -78,7 +78,7 @@ class BackwardPeak:
 
         Without recompute the result is at most 0: the last layer frees its activations before the
         first layer makes its gradients, and I replaces activations by weight inputs layer by layer.
-        It is then below 0 if the layer with the largest workspace is not the last layer.
+        It is below 0 if the layer with the largest workspace is not the last layer.
 
         Args:
             runs: layers in the order of backward.

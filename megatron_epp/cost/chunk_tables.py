@@ -1,7 +1,7 @@
 """Tables of seconds and bytes of the same chunks with different recompute modes.
 
-Recompute changes the recomputed seconds, the activations that a chunk holds, and the workspaces of
-F, B and I. All other numbers are computed once.
+Recompute changes the seconds of recompute, the activations that a chunk holds, and the workspaces
+of F, B and I. All other numbers are computed once.
 
 Offloaded layers are copied to host memory during F and back during B or I, one layer at a time.
 Copies in the two directions do not slow each other down:
@@ -11,10 +11,9 @@ Copies in the two directions do not slow each other down:
 Here offloaded[s, c] is the number of offloaded layers, and saved_bytes[c] are the bytes of one of
 them. This assumes that offloaded layers are distributed evenly (ir.recompute.offload_among). As in
 Transformer Engine's CPU offloading, at most two of them are on the device at a time, one in use and
-one being copied. The bytes of both count during the whole op, because a layer is copied back
-before it runs.
-Host memory is counted separately (cost.host_memory). The time that an op waits for a copy counts as
-communication.
+one being copied. The bytes of both count during the whole op, because a layer is copied back before
+it runs. Host memory is counted separately (cost.host_memory). The time that an op waits for a copy
+counts as communication.
 """
 
 from collections.abc import Mapping, Sequence

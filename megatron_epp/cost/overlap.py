@@ -1,4 +1,4 @@
-"""Communication that Megatron's own schedules overlap with computation, and elastic plans do not.
+"""Communication that Megatron's own schedules overlap with computation, and ``--epp`` does not.
 
 Stock Megatron-LM overlaps tensor-parallel gathers and scatters with products
 (``--tp-comm-overlap``). It overlaps the all-to-all of experts with the computation of another

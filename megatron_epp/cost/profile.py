@@ -265,9 +265,9 @@ class Profile(LayerCoefficients):
         last_workspace_tokens: maximum number of a chunk's tokens to which the bytes per token of
             last_workspace_bytes apply; 0: all.
         head_seconds: seconds of H and G if one stage has the whole vocabulary. Sharding does not
-            reduce the constant per chunk of a stage. Defaults come from last_seconds.
-        head_workspace_bytes: bytes while H or G runs if one stage has the whole vocabulary.
-            Defaults come from last_bytes or last_workspace_bytes.
+            reduce the constant per chunk of a stage. Missing ops are derived from last_seconds.
+        head_workspace_bytes: bytes while H or G runs if one stage has the whole vocabulary. Missing
+            ops are derived from last_bytes and last_workspace_bytes.
         all_to_all_bytes_per_second: rate of an all-to-all by size of the CP or EP group.
         tensor_bytes_per_second: rate of gathers and scatters by TP size.
         link_seconds_per_token: seconds per token that a message occupies the link of two stages.

@@ -131,7 +131,8 @@ def placement_of_file(text: str, ranks: int) -> Placement:
     """Return the placement in a file's ``text`` for a pipeline of ``ranks``.
 
     Raises:
-        PlanError: a line is invalid, or a rank or a stage is missing or too many.
+        PlanError: a line is invalid, or the lines do not place each stage on one of the ``ranks``
+            and at least one stage on each rank.
     """
     place: tuple[int, ...] = ()
     layers: tuple[int, ...] = ()

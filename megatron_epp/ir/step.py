@@ -239,7 +239,7 @@ class StepPart:
         return _lengths(self.plan_of(replica), self.ends_of(replica))
 
     def samples_of(self, replica: int) -> Numbers:
-        """Return, for each document of the plan of ``replica``, the batch's documents with it.
+        """Return the documents of the batch that contain each document of a replica's plan.
 
         They have the order of :meth:`documents_of`; tokens of the plan's document are read from the
         first of them.

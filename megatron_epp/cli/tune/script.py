@@ -204,8 +204,9 @@ def require_sayable(model: Model, config: HubConfig | None) -> None:
 def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
     """Return the flags of the parallel sizes and of the stages.
 
-    The pattern of a HybridModel has the stages, so they need no flags. With --epp, --epp-placement
-    sets the stages, or Megatron's own flags if every rank has one stage.
+    With --epp and several stages per rank, --epp-placement sets the stages. Otherwise, the pattern
+    of a HybridModel contains the stages. For other models, Megatron's own flags set the stages, or
+    --epp-placement if --epp has even stages.
     """
     layout = choice.layout
     flags = [["--tensor-model-parallel-size", str(layout.tp)]]

@@ -1,4 +1,4 @@
-"""Job of Megatron's own that is nearest to a row of stock: samples, flags and predicted time.
+"""Megatron job that is nearest to a row of stock: samples, flags and predicted time.
 
 A row of stock in the table of ``tune`` packs whole documents, each batch to its own best length. In
 Megatron, all samples have ``--seq-length`` tokens, and the end of a sample cuts a document. The job

@@ -89,7 +89,8 @@ class Device:
         link_bytes_per_second: rate of a node's network link, in one direction.
         link_latency_seconds: latency of one message between stages.
         node_devices: devices of a node, which share its link.
-        host_devices: devices of a host, if a node (an NVLink domain) has several; 0: a node is one.
+        host_devices: devices of a host, if a node (an NVLink domain) consists of several hosts; 0:
+            a node is one host.
         host_bytes_per_second: rate between one device and host memory in one direction, while the
             other direction is busy, too; 0: none or unknown.
         memory_bytes_per_second: rate of the device's memory; 0: unknown, so that reading K and V

@@ -103,7 +103,8 @@ class HubConfig:
             most: upper bound.
 
         Raises:
-            ValueError: the value is missing, differs by layer, or is out of bounds.
+            ValueError: the value is missing, differs by layer, is not a whole number, or is out of
+                bounds.
         """
         value = self.value(key, rule)
         if isinstance(value, list) and value:

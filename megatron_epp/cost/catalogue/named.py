@@ -87,7 +87,7 @@ def _int(digits: str) -> int:
 
 
 def from_json[T](where: str, value: Any, kind: type[T]) -> T:
-    """Return an instance of the dataclass ``kind`` from a JSON object with exactly its fields.
+    """Return an instance of the dataclass ``kind`` from a JSON object with its fields.
 
     Fields with a default may be missing.
 

@@ -181,7 +181,7 @@ class RoutedExperts:
         exchanged: channels of all copies of a token that are sent to experts' devices (one way).
         permuted: channels that a separate kernel moves to sort tokens by expert.
         narrow_flops: additional forward flops per token for slow products of narrow experts.
-        issue: host time to issue the products of all experts, in units of a dense layer's.
+        issue: host time to issue the products of all experts, relative to that of a dense layer.
     """
 
     parameters: int = 0
