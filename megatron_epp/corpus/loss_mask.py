@@ -89,11 +89,11 @@ class LossMasks:
     def index(
         self, context: int, overlong: str, first_sequence: int = 0, count: int | None = None
     ) -> DocumentIndex:
-        """Return the documents that policy ``overlong`` makes of these sequences (overlong.py).
+        """Return the documents of consecutive sequences, after the policy ``overlong``.
 
         Args:
             context: maximum input tokens of a document; 0: no limit.
-            overlong: policy for longer documents.
+            overlong: policy for longer documents (overlong.py).
             first_sequence: number of the first sequence.
             count: number of sequences; None: all sequences from ``first_sequence`` on.
 

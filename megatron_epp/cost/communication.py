@@ -29,6 +29,9 @@ def all_to_all_seconds(layout: StageLayout, of: LayerCoefficients) -> float:
 
     They exchange rows for heads in attention: Q, K, V and the output are sharded by rows (tokens)
     on one side, and by heads on the other (eq. 3 of InfiniPipe).
+
+    Raises:
+        ValueError: the profile has no all-to-all rates.
     """
     if layout.cp == 1 or not of.all_to_all_bytes_per_token:
         return 0.0
@@ -64,6 +67,9 @@ def uncovered_seconds(layout: StageLayout, of: LayerCoefficients) -> tuple[float
 
     In each sublayer, B overlaps one gather or scatter in a TP group with the product of a weight
     gradient, which I does not compute.
+
+    Raises:
+        ValueError: the profile has no rates of gathers.
     """
     tensor = tensor_seconds(layout, of.tensor_bytes_per_token / 2)
     return tensor, gather_latency(layout, of) / 2

@@ -144,7 +144,8 @@ class Cost:
         Raises:
             PlanError: the chunks do not compute every token once, or a document is on a
                 context-parallel rank that the layout does not have.
-            ValueError: the plan offloads layers, and the profile has no rate to host memory.
+            ValueError: the profile lacks a rate that the layout or the plan needs, such as the rate
+                to host memory of a plan that offloads layers.
         """
         if plan.vocabulary_parallel != self.layout.vocabulary_parallel:
             return self.with_vocabulary(plan.vocabulary_parallel).table(plan)

@@ -74,7 +74,7 @@ class OpSeconds:
         return taken
 
     def per(self, kind: Kind) -> np.ndarray:
-        """Return [stages, columns]: seconds per token, pair, chunk and additional unit.
+        """Return [stages, columns]: seconds per token, pair, chunk and unit of other columns.
 
         The seconds include exposed communication; those of B and I exclude recompute.
         """

@@ -62,6 +62,9 @@ def arbitrary_plan(
             documents of 8 tokens or more are cut into two to five slices.
         chunks: the chunks; empty if the function draws them.
         prefixes: the span that each document continues, or None; empty if no document has a prefix.
+
+    Raises:
+        PlanError: the arguments do not fit together.
     """
     chunks = tuple(chunks) or arbitrary_chunks(lengths, random, alone=alone) or (Chunk(()),)
     bare = Plan(

@@ -44,9 +44,9 @@ buffer; the backward of the first slice, which runs last, frees it. The gradient
 from the backward of the last slice on. The bytes of an item count from the start of the op that
 makes it to the end of the op that frees it.
 
-A document that other documents continue is cached like a cut document; all others cache nothing.
-If several chunks attend to a document, (last) means the chunk of these whose backward runs first on
-the stage, or in evaluation the chunk whose forward runs last.
+A document that other documents continue is cached like a cut document. Documents that are neither
+cut nor continued cache nothing. If several chunks attend to a document, (last) means the chunk of
+these whose backward runs first on the stage, or in evaluation the chunk whose forward runs last.
 
 In a forward-only plan (evaluation), F saves no activations, and F of a document's last slice frees
 the document's K/V. With vocabulary parallelism the plan also has H, which saves nothing. The field

@@ -20,7 +20,7 @@ class Table:
         recompute_seconds: ``[stage][chunk]``, seconds of recompute, added to B, or to I if the
             backward is split.
         comm_seconds: ``[kind][stage][chunk]``, part of ``seconds`` that is exposed communication
-            (all-to-all, parameter gathers); reports show it as a fraction of the time.
+            within a stage; reports show it as a fraction of the time.
         link_seconds: ``[payload][link][chunk]``, seconds that a message occupies its link; link l
             joins stages l and l + 1. The payload HEAD has one more link, from the last stage to the
             first.

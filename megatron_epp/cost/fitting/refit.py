@@ -28,6 +28,9 @@ def refit(profile: Profile, samples: Mapping[Kind, Sequence[Sample]]) -> Refit |
 
     ``samples`` contains measured seconds of ops by kind. The result is None, too, if there are
     fewer than LEAST of them.
+
+    Raises:
+        ValueError: a measured time is not a finite number above 0.
     """
     if sum(map(len, samples.values())) < LEAST:
         return None

@@ -21,6 +21,9 @@ def slices_callback(**options: Any) -> Any:
     Args:
         options: keywords of :func:`megatron_epp.attach`, except ``timeout`` and ``observe``.
 
+    Raises:
+        ValueError: Megatron is too old, or lacks a function that slices need.
+
     Example:
         >>> pretrain(cfg, forward_step, callbacks=[slices_callback(memory_gib=40)])
     """
