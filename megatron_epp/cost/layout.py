@@ -286,7 +286,7 @@ class StageLayout:
 
 
 def weighted_features(layout: StageLayout, per: np.ndarray, loads: Loads) -> np.ndarray:
-    """Return ``per`` [..., columns] times the features of ``loads``: [..., chunks].
+    """Return ``per`` [..., columns] times the column values of ``loads``: [..., chunks].
 
     Each part of ``loads`` is multiplied separately, because the rounding of a matrix product
     depends on the sizes of the matrices.

@@ -172,7 +172,7 @@ class LayerCoefficients:
             its devices; backward exchanges as much.
         tensor_bytes_per_token: bytes that a forward gathers and scatters within a TP group;
             backward moves as much.
-        layer_parameters: parameters sharded by TP.
+        layer_parameters: number of parameters that TP shards, before sharding.
         window: maximum keys of a query, its own included; 0: whole context. Only that many tokens
             before a boundary between slices are cached.
         column_seconds: by column and kind of op, seconds per unit of an additional column. Examples
@@ -181,7 +181,7 @@ class LayerCoefficients:
             with DSA's latents, which cannot be sharded by heads.
         expert_bytes_per_token: bytes that a forward sends to experts and back within an EP group,
             summed over its devices; backward exchanges as much.
-        expert_parameters: parameters sharded by EP.
+        expert_parameters: number of parameters that EP shards, before sharding.
         exchange_seconds: by kind of op, measured seconds per token of all-to-alls over CP ranks,
             which layer_seconds include. Single-rank documents do not need these all-to-alls. For
             all-to-alls that were not measured, see all_to_all_bytes_per_token.

@@ -239,10 +239,10 @@ class StepPart:
         return _lengths(self.plan_of(replica), self.ends_of(replica))
 
     def samples_of(self, replica: int) -> Numbers:
-        """Return the documents of the batch that contain each document of a replica's plan.
+        """Return, by document of a replica's plan, the documents of the batch that contain it.
 
-        They have the order of :meth:`documents_of`; tokens of the plan's document are read from the
-        first of them.
+        They have the order of :meth:`documents_of`; the tokens of the plan's document are read from
+        the first of them.
 
         Raises:
             PlanError: a document of the plan continues only a part of another document.

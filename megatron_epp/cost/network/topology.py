@@ -298,7 +298,8 @@ class Network:
     def copy_seconds(self, moved: float) -> float:
         """Return the seconds of a device's copies before and after exchanging ``moved`` bytes.
 
-        Each of the two copies reads and writes all of these bytes.
+        Each of the two copies reads and writes all of these bytes. The result is 0 if the
+        all-to-all rates include these copies.
         """
         return 4 * moved / self.copy_bytes_per_second if self.copy_bytes_per_second else 0.0
 
