@@ -205,8 +205,8 @@ def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
     """Return the flags of the parallel sizes and of the stages.
 
     With --epp and several stages per rank, --epp-placement sets the stages. Otherwise, the pattern
-    of a HybridModel contains the stages. For other models, Megatron's own flags set the stages, or
-    --epp-placement if --epp has even stages.
+    of a HybridModel contains the stages, and Megatron's own flags set the stages of other models.
+    If all stages have equally many layers, --epp needs --epp-placement even instead of these flags.
     """
     layout = choice.layout
     flags = [["--tensor-model-parallel-size", str(layout.tp)]]
