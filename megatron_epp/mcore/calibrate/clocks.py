@@ -117,8 +117,8 @@ class DeviceClock:
     def start(self, rested: bool = True) -> CudaClock:
         """Issue work for some milliseconds, then an event that starts the timing; return the clock.
 
-        The device reaches the event after the host has issued the kernels to time. If the device
-        may have been idle (``rested``), ``work`` runs ``repeats`` times, otherwise once.
+        While the device works, the host can issue the kernels to time. If the device may have been
+        idle (``rested``), ``work`` runs ``repeats`` times, otherwise once.
         """
         self._now()
         for _ in range(self._repeats if rested else 1):

@@ -48,7 +48,7 @@ class Shape:
         context: Number of tokens before the slice in its document.
         pieces: Number of documents in the pack; ignored if the chunk is a slice (``context`` or
             ``cut``).
-        cut: Whether another slice of the document follows, so that the store keeps K and V.
+        cut: Whether another slice of the document follows, so that K and V are stored.
         local: Whether each document is computed by a single context-parallel rank; ``pieces`` is
             then a multiple of the number of context-parallel ranks.
     """
@@ -164,7 +164,7 @@ class Probe:
     def after_work(self, shape: Shape, repeats: int = 1) -> "Probe":
         """Return a copy that times ops on a GPU as busy as in training.
 
-        Before every op, the GPU runs a layer on a chunk of ``shape``: before F ``repeats`` times.
+        Before every op, the GPU runs a layer on a chunk of ``shape`` (``repeats`` times before F).
         Do not measure bytes with the copy. On a CPU, or without layers, return the probe itself.
         """
         if self.device.type == "cpu" or not layers_of(self.model):
@@ -207,7 +207,7 @@ class Probe:
     def most_context(self, fraction: float) -> int:
         """Return the number of context tokens that fill ``fraction`` of the GPU's memory.
 
-        A token takes one layer's K and V twice (in the store and in a kernel), gradients once.
+        A token takes K and V of one layer twice (in the store and in a kernel) and gradients once.
         """
         total = torch.cuda.get_device_properties(self.device).total_memory
         channels = sum(map(math.prod, _kept_shapes(self.layer, 1)))
@@ -408,7 +408,7 @@ class Probe:
     def now(self) -> float:
         """Return the time in seconds, after the device has completed all earlier work.
 
-        On a CPU, it is the thread's CPU time if torch uses one thread and every rank has a core.
+        On a CPU, this is the thread's CPU time if torch uses one thread and every rank has a core.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -456,10 +456,9 @@ def undisturbed(model: Any) -> Iterator[None]:
     """Restore random states and gradients at the end of the context, even on errors.
 
     DDP's gradient buffers are zero at the end. The context disables DDP's gradient reduction and
-    its forward pre-hooks. Each pre-hook completes the parameter all-gather of
-    its bucket and starts the all-gather of the next bucket. If only some modules of a model ran,
-    one all-gather would not complete, and an assertion of Megatron would fail in the second
-    iteration (param_and_grad_buffer.py, start_param_sync).
+    its forward pre-hooks. Each pre-hook completes the parameter all-gather of its bucket and starts
+    the all-gather of the next bucket. If only some modules of a model ran, one all-gather would not
+    complete, and an assertion in Megatron's start_param_sync would fail in the second iteration.
     """
     drawn = random_states()
     gradients = [parameter.grad for parameter in model.parameters()]

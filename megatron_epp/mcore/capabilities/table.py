@@ -1,6 +1,6 @@
 """Table of unsupported features: where each feature does not run, and what to do instead.
 
-docs/reference/refused_flags.md and the answers of support.md are generated from this table. Layer
+docs/reference/refused_flags.md and the answers in support.md are generated from this table. Layer
 kinds add their limits (mcore/kinds/). Some flags have no effect under a plan. If the command
 line sets such a flag, replaced.py resets it. If a checkpoint's arguments or a script set it, a row
 of this table refuses it.
@@ -297,7 +297,8 @@ def limit_for(column: Column, holder: Any, of_call: bool = False) -> str | None:
     Args:
         column: Where features must run: in ``training``, in training on a CPU-only host
             (``no_gpu``), or in the slicing mode of external loops (``slices``).
-        holder: Megatron's args; for ``slices``, the model of a loop, or a call of it.
+        holder: Megatron's args; for ``slices``, the model of an external loop, or a call of the
+            loop.
         of_call: Whether ``holder`` is a call.
     """
     rows = (row for row in TABLE if column != "slices" or row.of_call == of_call)

@@ -6,8 +6,8 @@ Megatron has no adapters, but frameworks add adapters to Megatron's linears; thi
 these frameworks. One of D and U is a linear of Megatron, sharded over the tensor-parallel ranks.
 The other matrix is a torch linear, which every rank has in full:
 
-    W sharded over N (linear_qkv, linear_fc1)    D full, on this rank's rows       U sharded over N
-    W sharded over K (linear_proj, linear_fc2)   D sharded over K, with a sum      U full
+    W sharded over N (linear_qkv, linear_fc1)    D full                            U sharded over N
+    W sharded over K (linear_proj, linear_fc2)   D sharded over K                  U full
 """
 
 from typing import Any, override

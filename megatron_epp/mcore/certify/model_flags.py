@@ -104,7 +104,7 @@ _NOT_REFERENCE: dict[str, Any] = {
 
 
 def parsed(flags: Sequence[str], pp: int) -> Namespace:
-    """Parse ``flags`` with Megatron's parser, with --epp and ``pp`` pipeline ranks.
+    """Return the args that Megatron parses from ``flags``, with --epp and ``pp`` pipeline ranks.
 
     Raises:
         ValueError: A flag is invalid, or training with --epp does not support it.

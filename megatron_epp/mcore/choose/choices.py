@@ -405,7 +405,7 @@ def cost_and_options(
 ) -> tuple[Cost, Options]:
     """Return the cost of ops with ``layers`` per stage, and the options of the planner.
 
-    ``measured`` is a profile to use instead of that of --epp-cost-model; None: the latter.
+    ``measured`` is a profile that replaces --epp-cost-model; None: no replacement.
 
     Raises:
         ValueError: The file of --epp-cost-model cannot be read or is not valid, or --epp-levers

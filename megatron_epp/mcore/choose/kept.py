@@ -1,6 +1,7 @@
 """Saved choices of a run, in a file next to its checkpoint, for runs that resume.
 
-Checkpoints store weights and optimizer states by stage, so they depend on the choices.
+A run must resume with the same choices if its checkpoints store optimizer states by rank, and to
+read the same documents.
 """
 
 import json

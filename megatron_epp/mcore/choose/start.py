@@ -1,4 +1,4 @@
-"""Choice of the parallel layout at a start, among the layouts that --epp-layouts allows.
+"""Choice of the parallel layout at a job's start, among the layouts that --epp-layouts allows.
 
 Rank 0 chooses before Megatron reads its flags. Ranks that the layout does not use are spares.
 Spares join no process group, and wait until the training ends or torchrun stops them.

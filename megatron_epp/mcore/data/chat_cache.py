@@ -78,9 +78,10 @@ class ChatFile:
 
 @lru_cache(maxsize=8)
 def first_inputs(chats: ChatFile, count: int) -> numpy.ndarray:
-    """Return the number of inputs (tokens) of each of the first ``count`` conversations.
+    """Return the number of inputs of each of the first ``count`` conversations, in tokens.
 
-    The result is [conversations] int64, without conversations that have no target.
+    Inputs after the last target do not count. The result is [conversations] int64, without
+    conversations that have no target.
 
     Raises:
         ValueError: Flags are invalid, or a line contains no valid conversation.

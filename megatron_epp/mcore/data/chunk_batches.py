@@ -37,7 +37,7 @@ class ChunkBatch:
         loss_mask: Float32 (float64 with MTP), on the last stage: weights of the losses; 0 on
             padding.
         params: Parameters of the chunk for Megatron's layers.
-        mtp_mask: Float64 [D, t], on the last stage: 1 for each MTP label with a loss, for the log.
+        mtp_mask: Float64 [D, t], on the last stage (``mtp_targets.TargetRows``).
         known_gradient: Gradient with respect to every token's loss, with the shape of
             ``loss_mask``, if LM head and loss are fused (lm_head.fused_head).
         hidden_only: Whether the model ends after its final norm, because H and G ops of the plan

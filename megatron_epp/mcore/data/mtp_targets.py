@@ -5,8 +5,9 @@
     MTP module 1        token  b c d e 0     label  c d e f -
     MTP module 2        token  c d e 0 0     label  d e f - -
 
-In each row, an MTP module reads the token and predicts the label. Labels written as - have no loss.
-The last rows of a slice read tokens of the next slice, but never tokens of another document.
+Each column of the table is a row (token) of a chunk, in which an MTP module reads the token and
+predicts the label. Labels written as - have no loss. The last rows of a slice read tokens of the
+next slice, but never tokens of another document.
 
 Shapes: D MTP modules, t rows of this rank.
 """
@@ -58,7 +59,8 @@ class TargetRows:
         weights: [1 + D, t] float32 (float64 with MTP): weights of the labels' losses. They are 0 on
             padding and for labels without a loss. As in Megatron with one document per micro-batch,
             the weighted losses of a document in one MTP module sum to m * ``scale`` / D * n. Here,
-            m is the mean of these losses, and n the document's number of next-token targets.
+            m is the mean of the losses without weights, and n the document's number of next-token
+            targets.
         mtp_mask: [D, t] float64: for the log, 1 for each MTP label with a loss, summed over the
             documents of a shared prefix.
     """

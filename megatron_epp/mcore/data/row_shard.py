@@ -15,11 +15,10 @@ def row_block(args: Any) -> int:
     """Return the multiple to which a chunk's rows on one rank are padded.
 
     The multiple is --epp-row-multiple. By default, it is 16 for Transformer Engine's layers on a
-    GPU, whose tuned norms need a multiple of 4, and because Triton compiles a second kernel for
-    sizes that are not multiples of 16; otherwise it is 1. In fp8, the result is also a multiple of
-    16, as GEMMs require, or of 32 for mxfp8, the number of rows per scale. With sequence
-    parallelism, it is a multiple of 128 for other recipes, because the fp8 all-gather needs full
-    blocks.
+    GPU, because their tuned norms need a multiple of 4, and because Triton compiles a second kernel
+    for sizes that are not multiples of 16. In other cases it is 1. In fp8, the result is also a
+    multiple of 32 for mxfp8, the number of rows per scale. For other recipes it is a multiple of 16
+    for GEMMs, or of 128 with sequence parallelism, whose fp8 all-gather needs full blocks.
 
     Args:
         args: Megatron's args or configuration.

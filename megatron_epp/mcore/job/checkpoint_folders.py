@@ -18,7 +18,7 @@ _TORCH, _DCP = "mp_rank_*", ".metadata"  # other formats
 
 
 def folders_of(args: Any) -> dict[str, Path]:
-    """Return the checkpoint folders that a job reads at its start, by flag with value.
+    """Return the checkpoint folders that a job reads at its start, by flag and its value.
 
     The result omits folders in object storage, and those of ``--non-persistent-ckpt-type local``,
     because each rank has a different folder.

@@ -178,7 +178,7 @@ def kept_in_input(args: Any) -> str:
 
 
 def on_these_ranks(args: Any, profile: Profile) -> Profile:
-    """Return ``profile``, without the slowness of pipeline ranks if this job has another number.
+    """Return ``profile``, without its slowness if this job has another number of pipeline ranks.
 
     With --epp-cost-model and without --epp-layouts, the function keeps the slowness, so that
     :func:`training_cost` raises an error.
@@ -283,8 +283,8 @@ def default_budget_bytes(args: Any) -> float:
 
     On a GPU, the budget is the catalogue's budget, or 97% of the free memory if that is less.
     CUDA's context, the initialised communicators and other processes reduce the free memory. On a
-    CPU, the budget for chunks is 80% of the available memory minus that of planner processes,
-    divided by the number of local ranks.
+    CPU, the memory of planner processes is subtracted from the available memory, and 80% of the
+    rest is divided between the local ranks; chunks must fit in this budget.
     """
     if cpu_host.has_gpu():
         free, _ = torch.cuda.mem_get_info()
@@ -296,9 +296,9 @@ def default_budget_bytes(args: Any) -> float:
 def host_budget_bytes(config: Config) -> float:
     """Return the bytes of host memory that this rank may use for offloading.
 
-    The result is --epp-host-memory-gib. Without this flag, it is a fraction (50% with a GPU, 15%
-    without) of the available memory minus that of planner processes, divided by the number of local
-    ranks.
+    The result is --epp-host-memory-gib. Without this flag, the memory of planner processes is
+    subtracted from the available memory, and a fraction of the rest (50% with a GPU, 15% without)
+    is divided between the local ranks.
 
     Raises:
         ValueError: --epp-host-memory-gib exceeds the host's memory divided by its ranks.

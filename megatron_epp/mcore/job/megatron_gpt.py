@@ -132,7 +132,7 @@ def validate(total: torch.Tensor, args: argparse.Namespace) -> None:
 
 
 def next_batch(data_iterator: Any, vp_stage: int | None) -> dict[str, Any]:
-    """Return name -> tensor of the next micro-batch; None for tensors not needed on this rank.
+    """Return the tensors of the next micro-batch by name; None for those not needed on this rank.
 
     Tensor-parallel rank 0 reads the batch and broadcasts it. Stages between the first and the last
     need only the boundaries of packed documents, unless they have MTP layers. Each context-parallel

@@ -69,8 +69,8 @@ def match_groups(optimizer: Any, state_dict: Mapping[Any, Any]) -> None:
 def note_samples(args: Any, common: Mapping[str, Any]) -> None:
     """Store in ``args`` the iteration and validation batch size of a checkpoint without --epp.
 
-    Such a checkpoint counts samples instead of documents. ``common`` is the checkpoint's state
-    without tensors. For a checkpoint with --epp, the function does nothing.
+    A checkpoint of a job without --epp counts samples instead of documents. ``common`` is the
+    checkpoint's state without tensors. For other checkpoints, the function does nothing.
     """
     saved = common["args"]
     if not getattr(saved, "epp", False):

@@ -39,7 +39,9 @@ def saved_state(args: Any) -> dict[str, Any] | None:
 
 
 def require_same_stages(args: Any, common: Mapping[str, Any]) -> None:
-    """Raise a ValueError if the job would load optimizer states of another kind or other stages.
+    """Raise a ValueError if the checkpoint's optimizer states are not those of this job.
+
+    The states may be of another kind of optimizer or dtype, or of other stages.
 
     ``common`` is the result of :func:`saved_state`.
     """

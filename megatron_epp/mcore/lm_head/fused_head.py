@@ -52,10 +52,10 @@ def rows_at_once(words: int, on_gpu: bool, stages: int = 1) -> int:
 class FusedHead:
     """Fused LM head and loss: an ``output_processor`` of GPTModel.forward.
 
-    The call runs the backward of the head and returns the losses: [1, T], or [1 + D, T] with D MTP
-    modules. ``weights_1T``, of the same shape, is the gradient with respect to them. With sequence
-    parallelism, the call all-gathers the rows once before the head, so that blocks of rows match
-    blocks of labels. It reduce-scatters the gradients of the rows once.
+    The call runs the backward of the head and returns the losses of T tokens: [1, T], or [1 + D, T]
+    with D MTP modules. ``weights_1T``, of the same shape, is the gradient with respect to the
+    losses. With sequence parallelism, the call all-gathers the rows once before the head, so that
+    blocks of rows match blocks of labels. It reduce-scatters the gradients of the rows once.
     """
 
     def __init__(self, weights_1T: Tensor):
@@ -89,7 +89,7 @@ class FusedHead:
 
 
 def losses_of_each(**arguments: Any) -> Tensor:
-    """Return the losses [1 + D, T] of the decoder and of D MTP modules.
+    """Return the losses [1 + D, T] of T tokens, for the decoder and D MTP modules.
 
     This function is an ``output_processor`` of GPTModel.forward. Unlike :class:`FusedHead`, it runs
     no backward.

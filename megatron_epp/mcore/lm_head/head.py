@@ -18,8 +18,8 @@ from megatron_epp.runtime.memory_meter import Meter
 class HiddenStates:
     """Result of the last stage's forward if H and G are separate ops.
 
-    The class hides the tensor ``normed_t1H`` [local rows, 1, hidden size], because Megatron
-    converts output tensors of the last stage to float32.
+    The class wraps the tensor ``normed_t1H`` [local rows, 1, hidden size], because Megatron would
+    convert an output tensor of the last stage to float32.
     """
 
     normed_t1H: Tensor

@@ -283,7 +283,7 @@ def full_output_layer(model: Any) -> Iterator[None]:
     """Replace the last stage's shard by an untrained full output layer in this context.
 
     Calibration measures the full output layer, and derives the costs of the shards. ``model`` is an
-    unwrapped stage module.
+    unwrapped stage module. On other stages, and without shards, the context does nothing.
     """
     own = model.output_layer if model.post_process else None
     if not isinstance(own, VocabularyShard):

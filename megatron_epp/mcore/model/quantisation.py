@@ -59,8 +59,8 @@ def weight_bytes(args: Any) -> float:
 def quantise_everywhere(model: nn.Module, config: Any) -> None:
     """Patch the linears of ``model`` to compute in the fp8 format of ``config`` in every forward.
 
-    The linears cache their quantised weights until :func:`forget_quantised_weights`. Without fp8,
-    the function does nothing.
+    The linears cache their quantised weights until :func:`forget_quantised_weights` is called.
+    Without fp8, the function does nothing.
     """
     if not getattr(config, "fp8", None):
         return

@@ -83,7 +83,7 @@ def with_mtp(args: Any, layers: Sequence[int]) -> tuple[int, ...]:
 def placement_of(args: Any) -> Placement:
     """Return the rank and the number of decoder layers of every stage of a job.
 
-    ``args`` are validated, by Megatron's own trainer or with --epp.
+    ``args`` are Megatron's validated args, with or without --epp.
     """
     place, layers = place_of(args), getattr(args, STAGE_LAYERS, None)
     if not layers:  # without --epp, Megatron may have interleaved stages

@@ -11,7 +11,7 @@ places use a few names of torch, so this module replaces names in torch and not 
                                                         factory accepts
     streams, events, synchronize, memory counters       do nothing, or return 0
     torch.cuda's generator                              is the CPU's generator
-    gloo's gather and reduce-scatter of lists           accept tensors of unequal sizes
+    gloo's all-gather and reduce-scatter of lists       accept tensors of unequal sizes
     gloo's groups                                       share a network device
 
 ``torch.cuda.is_available()`` still returns False, because torch itself relies on it. The few

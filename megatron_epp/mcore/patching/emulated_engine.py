@@ -8,7 +8,7 @@ but are far slower than Megatron's local layers.
 
 Such a module has two functions: ``install(device)`` makes Transformer Engine importable before
 Megatron is imported; ``is_installed()`` tells whether this process uses the emulation.
-Importing the module emulated_engine.py does not import torch.
+Importing emulated_engine.py does not import torch.
 """
 
 import importlib

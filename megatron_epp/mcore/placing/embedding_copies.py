@@ -43,8 +43,8 @@ def tie_embeddings(stages: Mapping[int, Any], count: int) -> None:
 def add_up_embedding_gradients(models: Sequence[Any]) -> None:
     """Set the gradients of both copies of a shared embedding to their sum.
 
-    ``models`` are this rank's stage modules, wrapped by DDP. With the distributed optimizer,
-    a replica holds the same shard of both gradients, because each copy has its own gradient bucket.
+    ``models`` are this rank's stage modules, wrapped by DDP. With the distributed optimizer, a
+    replica holds the same shard of both gradients, because each copy has its own gradient bucket.
     """
     copies = _copies([unwrap_model(models[0]), unwrap_model(models[-1])] if models[1:] else [])
     if copies is None or not copies[0].requires_grad:  # frozen, next to adapters

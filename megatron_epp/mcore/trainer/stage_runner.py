@@ -176,13 +176,12 @@ class StageRunner:
         return StageRun(plan, records, reports, tokens, failure, memory.peak_bytes)
 
     def flop_boundaries(self, plan: Plan) -> Tensor:
-        """Return cumulative lengths that have the tokens and attention pairs of ``plan``.
+        """Return cumulative lengths with the tokens and attention pairs of ``plan``: [lengths + 1].
 
-        These are the lengths of its documents: [documents + 1]. For L tokens after a prefix of P
-        tokens there are two lengths, whose sum is L and whose squares sum to (P + L)^2 - P^2.
-
-        Without documents, return [0, 0], which describes one empty document. All ranks must take
-        part in Megatron's sum of FLOPs, and an empty document adds 0 to it.
+        Without shared prefixes, these are the lengths of the documents. With shared prefixes, each
+        document of L tokens after a prefix of P tokens has two lengths, whose sum is L, and whose
+        squares sum to (P + L)^2 - P^2. For a plan without documents, the result is that of an empty
+        document, because all ranks must take part in Megatron's sum of FLOPs.
         """
         lengths: list[float] = []
         for document, tokens in enumerate(plan.documents or (0,)):
