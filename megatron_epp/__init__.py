@@ -147,7 +147,8 @@ def divide(
     Args:
         lengths: tokens of every sample.
         replicas: number of replicas.
-        model: name in the catalogue (``python -m megatron_epp plan --help``), or a JSON file.
+        model: name in the catalogue (``python -m megatron_epp plan --help``), a JSON file, or a
+            config.json of transformers.
         device: name in the catalogue of devices, or a JSON file.
         profile: file that ``python -m megatron_epp profile`` wrote; replaces the device's analytic
             cost model.
