@@ -70,7 +70,8 @@ def examine(prefix: str) -> CorpusFiles:
 
     Raises:
         ValueError: a file is missing; the ``.idx`` is not an index, is damaged, or has another
-            version or token type; all sequences are empty; or the two files do not match.
+            version or token type; there is no document, or all sequences are empty; or the two
+            files do not match.
     """
     index, data = Path(prefix + ".idx"), Path(prefix + ".bin")
     if not index.is_file():

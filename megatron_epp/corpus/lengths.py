@@ -112,6 +112,8 @@ class Corpus:
     ) -> PrefixForest:
         """Return batch ``index`` of :meth:`documents`, with prefixes where documents share tokens.
 
+        The corpus must have tokens (``document_tokens``).
+
         Args:
             index: number of the batch.
             size: number of documents in a batch; None: all documents.

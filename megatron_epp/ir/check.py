@@ -85,8 +85,8 @@ def walk(
     """Yield (stage, op) of all stages, each op after all ops that it needs; O(ops).
 
     Raises:
-        PlanError: the ops cannot run in the order of their ranks; the message begins like ``stage 0
-            at B0: lacks B1 of stage 0``.
+        PlanError: the chunks are invalid (:func:`slices_of`), or the ops cannot run in the order of
+            their ranks. The message then begins like ``stage 0 at B0: lacks B1 of stage 0``.
     """
     needs = needs_of(plan, rules, slices)
     # Byte arrays, because hashing an op for each lookup costs more.

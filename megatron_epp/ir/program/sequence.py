@@ -1,9 +1,9 @@
 """Common sequence of the ops of all ranks, in which producers precede consumers.
 
 Every rank issues its ops and messages in this sequence (:mod:`.lower`), so it must be the same on
-all ranks. It therefore depends on the plan alone. Ops are ordered by their ends, computed from
-estimated durations. If real durations differ, a message may start a little late
-(scripts/bench/results/2026-11-22-issue-order.md), but it always arrives.
+all ranks. It therefore depends on the plan alone, or on all plans of a lockstep group. Ops are
+ordered by their ends, computed from estimated durations. If real durations differ, a message may
+start a little late (scripts/bench/results/2026-11-22-issue-order.md), but it always arrives.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
