@@ -48,10 +48,11 @@ def cut(tried: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Change of a memory budget from an iteration on or, if it failed, from its repetition on.
+    """Change of a rank's memory budget, its correction or the routing factor, from an iteration on.
 
     Attributes:
-        iteration: first iteration that the event applies to.
+        iteration: first iteration that the event applies to; if this iteration ran out of memory,
+            the event applies to its repetition.
         rank: pipeline rank.
         budget_bytes: bytes that a device of ``rank`` may hold, model states included.
         correction: ratio of the bytes held for chunks to the predicted bytes.

@@ -77,13 +77,13 @@ class Groups:
 
 
 def planning_ranks(hosts: Sequence[str], blocks: Sequence[int]) -> dict[int, int]:
-    """Return, for each block of replicas, the rank of the block that runs the planner.
+    """Return, for each lockstep group (block), the global rank that runs its planner.
 
     Ranks are chosen so that planners are distributed evenly over the hosts.
 
     Args:
         hosts: host of every rank of the world.
-        blocks: block of every rank.
+        blocks: number of the block of every rank of the world.
     """
     chosen: dict[int, int] = {}
     taken: Counter[str] = Counter()
