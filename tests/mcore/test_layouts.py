@@ -53,6 +53,17 @@ def test_a_line_that_is_none(tmp_path, text, said) -> None:
         read_layouts(path)
 
 
+@pytest.mark.parametrize(
+    ("contents", "said"), [(None, "No such file or directory"), (b"\xff\xfe", "is not UTF-8 text")]
+)
+def test_a_file_that_cannot_be_read(tmp_path, contents, said) -> None:
+    path = tmp_path / "layouts"
+    if contents is not None:
+        path.write_bytes(contents)
+    with pytest.raises(ValueError, match=f"--epp-layouts {path}: {said}.*; expected a file"):
+        read_layouts(str(path))
+
+
 def test_a_start_without_layouts_reads_nothing(monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["pretrain_gpt", "--epp", "--epp-layout", "x"])
     monkeypatch.setitem(sys.modules, "megatron.training.arguments", None)  # an import would fail

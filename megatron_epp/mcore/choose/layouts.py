@@ -141,9 +141,8 @@ def read_layouts(path: str) -> tuple[AllowedLayout, ...]:
     ``pp`` is the number of the values of ``layers``. ``#`` begins a comment.
 
     Raises:
-        ValueError: The file is not a text file, a line is not a layout (the message contains the
-            line number), or the number of layouts is not between 1 and ``MOST_LAYOUTS``.
-        OSError: The file cannot be read.
+        ValueError: The file cannot be read, a line is not a layout (the message contains the line
+            number), or the number of layouts is not between 1 and ``MOST_LAYOUTS``.
     """
     layouts = []
     if path == "auto" and not Path(path).exists():
@@ -151,7 +150,11 @@ def read_layouts(path: str) -> tuple[AllowedLayout, ...]:
             "--epp-layouts auto is no longer searched; expected a file with one layout per line "
             "(python -m megatron_epp tune --gpus N --lengths FILE prints the line of N devices)"
         )
-    text = bounded_text(Path(path), "layouts, one a line, as in tp 1 pp 2 cp 1 ep 1 layers 4 4")
+    try:
+        text = bounded_text(Path(path), "layouts, one a line, as in tp 1 pp 2 cp 1 ep 1 layers 4 4")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"--epp-layouts {path}: {why}; expected a file of layouts") from error
     for number, line in enumerate(text.split("\n"), 1):
         if words := line.split("#")[0].split():
             try:
@@ -207,7 +210,6 @@ def choice(
     Raises:
         ValueError: The file is not valid, a line of it contradicts the flags, or no layout fits the
             devices, the memory budget and the checkpoint.
-        OSError: The file cannot be read.
     """
     path, expert_tp = wanted.epp_layouts, wanted.expert_tensor_parallel_size
     filled: dict[AllowedLayout, int] = {}

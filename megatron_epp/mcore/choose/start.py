@@ -34,7 +34,6 @@ def choose_allowed_layout() -> ChosenLayout | None:
     Raises:
         ValueError: The flags, the file of layouts or the saved choices are not valid, or no layout
             fits.
-        OSError: On rank 0, if the file of layouts cannot be read.
     """
     if not any(word.partition("=")[0] == "--epp-layouts" for word in sys.argv):
         return None  # do not parse all flags twice
@@ -66,7 +65,6 @@ def as_before(wanted: Namespace, devices: int) -> ChosenLayout | None:
 
     Raises:
         ValueError: The file of layouts or the file of saved choices is not valid.
-        OSError: The file of layouts cannot be read.
     """
     kept = kept_layout(wanted) if resumes(wanted) else None
     if kept is None or kept.get("devices") != devices:
