@@ -118,7 +118,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         arguments: words of the command line without the program; default: those of ``sys.argv``.
 
     Raises:
-        UsageError: if the command or an option is unknown or invalid.
+        UsageError: if the command or an option is missing, unknown or invalid.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words:

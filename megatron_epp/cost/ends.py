@@ -161,7 +161,7 @@ class HeadOnAllStages(Ends):
         return np.tile(each, (self.layout.stages, 1))
 
     def head_comm_seconds(self) -> Mapping[Kind, np.ndarray]:
-        """Return the seconds of one gather of the hidden state in a TP group, for each of H and G.
+        """Return the seconds of gathering the hidden state in a TP group, for each of H and G.
 
         The shape is [stages, columns]. Every rank of the group needs the full hidden state for its
         vocabulary rows.

@@ -101,8 +101,8 @@ class States(_Coefficients):
 
     Attributes:
         zero1_resident: with ZeRO 1, weights and gradients, which every device of the stage holds.
-        zero1_sharded: with ZeRO 1, optimizer states, sharded over cp * dp.
-        zero3_sharded: with ZeRO 3, all model states, sharded over cp * dp.
+        zero1_sharded: with ZeRO 1, optimizer states, sharded over all devices with equal weights.
+        zero3_sharded: with ZeRO 3, all model states, sharded in the same way.
         zero3_gathered: with ZeRO 3, weights of a gathered layer.
         zero3_layers: with ZeRO 3, number of layers that are gathered at a time.
     """
@@ -173,8 +173,8 @@ class LayerCoefficients:
         tensor_bytes_per_token: bytes that a forward gathers and scatters within a TP group;
             backward moves as much.
         layer_parameters: number of parameters that TP shards, before sharding.
-        window: maximum keys of a query, its own included; 0: whole context. Only that many tokens
-            before a boundary between slices are cached.
+        window: maximum keys of a query, its own included; 0: whole context. With a window, only the
+            last ``window - 1`` tokens before a boundary between slices are cached.
         column_seconds: by column and kind of op, seconds per unit of an additional column. Examples
             are pairs of a query and its top-k keys. A missing kind of op takes no time.
         kv_replicated: whether every device of the stage holds all state that later slices need, as

@@ -77,7 +77,7 @@ def tuning_lines(
 def shown_rows(
     rows: Sequence[Choice], mfu: Sequence[float | None], ratios: bool = False
 ) -> tuple[list[str], list[list[str]]]:
-    """Return headers and cells of the table of choices, without columns that are empty.
+    """Return headers and cells of the table of choices, without columns that no row needs.
 
     With ``ratios``, the table also has the fractions of idle time, recompute and communication, and
     the seconds of data-parallel communication.
