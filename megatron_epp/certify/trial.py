@@ -259,7 +259,7 @@ def implied_flags(chosen: argparse.Namespace) -> tuple[str, ...]:
     """Return the flags of Megatron that follow from the command's flags.
 
     Raises:
-        ValueError: if a flag has no meaning for a certificate.
+        ValueError: if a flag is invalid, or has no meaning for a certificate.
     """
     words: tuple[str, ...] = ()
     if chosen.vocab_parallel:

@@ -85,7 +85,7 @@ def profile(
         kv_read: whether reading the K and V of a slice's context and accumulating their gradients
             takes time.
         moe_token_dispatcher_type: how tokens are sent to experts, as in Megatron's flag; values
-            other than `flex` count as `alltoall`.
+            other than ``flex`` count as ``alltoall``.
         kept_in_input: linears whose weight gradients I computes, not W: EXPERTS, ALL, or "".
     """
     token_dispatcher = FLEX if moe_token_dispatcher_type == FLEX else ALLTOALL

@@ -158,7 +158,7 @@ class LayerCoefficients:
         gather_seconds: by kind of op, seconds per chunk of ZeRO 3's parameter gathers.
         saved_bytes: by recompute mode, bytes held from F to B, without K and V of cut documents.
         kv_bytes_per_token: bytes of the K and V, or latents, cached for later slices.
-        kv_gradient_bytes_per_token: bytes of the gradients of these tensors, in float32.
+        kv_gradient_bytes_per_token: bytes of the accumulated gradients of these tensors.
         border_bytes: bytes of state at each boundary of slices, such as an SSM state and the last
             rows before a convolution. They do not depend on the slice's length.
         border_gradient_bytes: bytes of the gradients of this state.
