@@ -65,9 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
     cold = _warm_up(costs, first, options, arguments.dp)
     if _EPP in names and batches.has_prefixes:
         names.insert(names.index(_EPP) + 1, _APART)
-        costs[_APART] = costs[_EPP]
-        if batches.corpus.groups:
-            costs[_APART] = run_cost(arguments, cost, batches, options, _EPP, apart=True)
+        costs[_APART] = run_cost(arguments, cost, batches, options, _EPP, apart=True)
     outcomes: list[Outcome] = []
     failed: dict[str, str] = {}
     stock: Stock | None = None

@@ -78,15 +78,16 @@ class Batches:
     @property
     def first(self) -> list[tuple[int, ...]]:
         """First batches of the corpus: training chooses the layout from the same batches."""
-        return [tuple(lengths_of(batch)) for batch in self.first_drawn]
+        return [*map(self.__getitem__, self._first)]
 
     @property
-    def first_drawn(self) -> list[Batch]:
-        """First batches, as :attr:`first`, with the prefixes of groups of a text file.
+    def first_forests(self) -> list[Batch]:
+        """First batches, as :attr:`first`, with the prefixes that their documents share."""
+        return [*map(self.forest, self._first)]
 
-        No tokens are read.
-        """
-        return [self._drawn(n) for n in range(1 if self.size is None else FIRST_BATCHES)]
+    @property
+    def _first(self) -> range:
+        return range(1 if self.size is None else FIRST_BATCHES)
 
     def __str__(self) -> str:
         size = len(self.corpus) if self.size is None else self.size

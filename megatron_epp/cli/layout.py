@@ -108,7 +108,7 @@ def run_cost(
     words = model_of(arguments).vocabulary if arguments.model else 0
     with Workers() as workers:
         choice = run_choice(
-            *(cost, batches.first if apart else batches.first_drawn, options, planner),
+            *(cost, batches.first if apart else batches.first_forests, options, planner),
             placements=PLACEMENT_NAMES if open_stages else (),
             vocabularies=[False, True] if both else [asked == "on"],
             words=padded_words(words, cost.layout.tp),

@@ -14,9 +14,12 @@ from megatron_epp.cli.machine import with_padding
 from megatron_epp.cli.options import parse
 from megatron_epp.cli.plan import options_of
 from megatron_epp.corpus import text_lengths
-from megatron_epp.corpus.shared_prefixes import PrefixForest
+from megatron_epp.corpus.shared_prefixes import Batch, PrefixForest
 from megatron_epp.cost.catalogue.models import MODELS
+from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step
+from megatron_epp.planner.choose import FIRST_BATCHES
+from megatron_epp.planner.choose.choice import RunChoice, Way
 from megatron_epp.planner.replicas import plan_step
 from tests.cli.commands import GPT, Commands
 
@@ -214,6 +217,26 @@ def test_compare_shows_epp_with_and_without(cli: Commands, agents: Path, words: 
     assert 2 * found["epp"] < found["epp apart"]
     joined = cli.joined(line)
     assert f"{found['epp apart'] / found['epp']:.2f} times as fast as epp apart" in joined
+
+
+def test_stages_are_chosen_for_what_is_computed_once(
+    cli: Commands, agents: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first batches of training, with what they share; row epp apart by whole documents."""
+    seen = []
+
+    def run_choice(cost: Cost, batches: list[Batch], *_: object, **__: object) -> RunChoice:
+        seen.append(batches)
+        way = Way("even", cost.layout.layers)
+        return RunChoice(cost, way, {way: 1.0})
+
+    monkeypatch.setattr("megatron_epp.cli.layout.run_choice", run_choice)
+    job = f"{GPT} --pp 2 --effort 0 --global-batch-size {ANSWERS} --seed {SEED}"
+    cli.said(f"compare --lengths agents.idx {job} --share-from 9 --planner epp packing")
+    documents = documents_of([agents], None, 8192)
+    drawn, shared = GlobalBatches(documents, ANSWERS, 0), SharedTokens(9)
+    forests = [shared.forest(documents, next(drawn)) for _ in range(FIRST_BATCHES)]
+    assert seen == [forests, [forest.lengths for forest in forests]]
 
 
 def test_replicas_that_share_experts_plan_the_forest_of_training(

@@ -16,16 +16,20 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.ir.placement import EVENLY
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.mcore.certify.model_flags import parsed
-from megatron_epp.mcore.choose import choices, faster, from_rank_0
+from megatron_epp.mcore.choose import choices, faster, from_rank_0, layouts
 from megatron_epp.mcore.choose.choices import choose_stages
 from megatron_epp.mcore.choose.kept import CHOICES_FILE, TRACKER, keep_choices, kept_placement
 from megatron_epp.mcore.flags.config import Config
 from megatron_epp.mcore.flags.replaced import warning
+from megatron_epp.mcore.job.job_cost import analytic
 from megatron_epp.mcore.job.read_flags import prepare_parser
 from megatron_epp.mcore.model.shape import placement_of
 from megatron_epp.mcore.placing.placeholder import placeholder
 from megatron_epp.mcore.placing.requested import PLACE, STAGE_LAYERS
+from megatron_epp.planner.choose import FIRST_BATCHES
+from megatron_epp.planner.choose import choice as choices_by_time
 from megatron_epp.planner.options import Options
+from tests.mcore.runs import write_documents
 
 MODEL = """
     --num-layers 6 --hidden-size 32 --num-attention-heads 4 --seq-length 64
@@ -187,6 +191,35 @@ def test_two_layers_on_two_ranks_have_one_placement(monkeypatch: Any) -> None:
     (line,) = choose_stages(validated(num_layers=2, epp_vocab_parallel="off"))
     said = "stages on ranks 0 1, layers 1 1 of the stages; no other can run by"
     assert line.startswith(f"--epp-placement auto: {said}")
+
+
+def test_stages_and_layouts_are_chosen_for_prefixes_that_are_computed_once(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    """At the start, before it (--epp-layouts), and after measuring."""
+    texts = [[*range(2, 52), n, 3, 5, 7, 9] for n in range(16)]
+    corpus, chosen_for = write_documents(tmp_path / "corpus", texts), []
+
+    def run_choice(cost: Any, batches: Any, *rest: Any, **how: Any) -> Any:
+        chosen_for.append(batches)
+        return real(cost, batches, *rest, **how)
+
+    real = choices_by_time.run_choice
+    monkeypatch.setattr(choices_by_time, "run_choice", run_choice)
+    monkeypatch.setattr(layouts, "set_vocabulary_size", lambda args: None)
+    seconds = []
+    for least, once in ((0, ""), (16, "; shared prefixes computed once")):
+        flags = {"data_path": [str(corpus)], "global_batch_size": 8, "epp_share_from": least}
+        args = validated(**flags, epp_blend="tokens")
+        seconds.append(layouts.predicted_seconds(args, layouts.AllowedLayout(pp=2)))
+        line = choose_stages(args)[-1]
+        assert line.startswith("--epp-placement auto: ") and line.endswith(f"(simulated{once})")
+        args.epp_placement = "even"
+        faster.faster_placement(args, analytic(args))
+    whole, _, shared, after = chosen_for
+    assert whole == [[54] * 8] * FIRST_BATCHES and after == shared[:1]
+    assert [forest.tokens for forest in shared] == [49 + 8 * 5] * FIRST_BATCHES
+    assert 1.5 * seconds[1] < seconds[0]
 
 
 def test_layers_of_one_named_stage_a_rank_are_heard() -> None:

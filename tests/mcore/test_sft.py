@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron_epp.control.step_source import planned_documents
 from megatron_epp.corpus.lengths import open_corpus
+from megatron_epp.corpus.shared_prefixes import PrefixForest
 from megatron_epp.mcore.choose.choices import first_batches
-from megatron_epp.mcore.data.chat_cache import ChatFile, check_chat_flags, first_inputs
+from megatron_epp.mcore.data.chat_cache import ChatFile, check_chat_flags, first_documents
 from tests.mcore.chats import CHATS, prepare, script, turns, write_chats
 from tests.mcore.models import TRAINED_SSM
 from tests.mcore.resumes import STOCK, STOCK_ON_CONVERSATIONS, require_same_numbers
@@ -100,12 +102,21 @@ def test_first_chats_have_the_lengths_of_their_corpus(chats, masked, parse) -> N
     """So that placement is chosen before the file is converted."""
     tokenizer = f"--tokenizer-model={chats.parent / 'made.tokenizer'}"
     words = ["--sft", "--tokenizer-type=SFTTokenizer", tokenizer, f"--data-path={chats}"]
-    args = parse(*words, "--epp-overlong=truncate", "--epp-blend=tokens", "--seq-length=128")
-    args.global_batch_size, args.mock_data = len(CHATS) // 2, False
+    words += ["--epp-overlong=truncate", "--epp-blend=tokens", "--seq-length=128"]
+    args, of_corpus = parse(*words), parse(*words)
+    for each in (args, of_corpus):
+        each.global_batch_size, each.mock_data = len(CHATS) // 2, False
+        each.epp_share_from = 2
+    of_corpus.sft, of_corpus.data_path = False, [str(masked)]
     inputs = open_corpus(f"{masked}.idx", 128, "truncate").inputs.tolist()
     assert sorted(chain(*first_batches(args))) == sorted(inputs)
+    shared, expected = (
+        [planned_documents(batch) for batch in first_batches(each)] for each in (args, of_corpus)
+    )
+    assert shared == expected and all(isinstance(forest, PrefixForest) for forest in shared)
     whole = open_corpus(f"{masked}.idx", 0, "truncate").inputs
-    assert first_inputs(ChatFile(str(chats), args), 2).tolist() == whole[:2].tolist()
+    first = first_documents(ChatFile(str(chats), args), 2)
+    assert [len(tokens) - 1 for tokens in first] == whole[:2].tolist()
 
 
 def test_a_chat_that_does_not_parse_ends_every_rank_with_its_line(chats, tmp_path) -> None:

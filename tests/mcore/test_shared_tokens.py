@@ -1,16 +1,26 @@
 """Prefixes that documents of a batch share: found in their tokens, checked in recorded plans."""
 
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
 import numpy
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_epp.control.accept import accept
-from megatron_epp.control.step_source import SourcedStep
+from megatron_epp.control.step_source import SourcedStep, planned_documents
+from megatron_epp.corpus.lengths import DEFAULT_SEED
+from megatron_epp.corpus.shared_prefixes import PrefixForest, lengths_of
 from megatron_epp.ir import Plan, PlanError, Step
-from megatron_epp.mcore.data.global_batches import Batch
+from megatron_epp.mcore.choose.choices import first_batches
+from megatron_epp.mcore.data.global_batches import Batch, GlobalBatches
 from megatron_epp.mcore.data.shared_tokens import SharedTokens
 from megatron_epp.mcore.trainer.stage_runner import StageRunner
+from megatron_epp.planner.choose import FIRST_BATCHES
+from tests.cli.training import documents_of
+from tests.mcore.runs import write_documents
 
 
 class Words:
@@ -41,6 +51,38 @@ def alike(one: numpy.ndarray, other: numpy.ndarray, depths: int) -> int:
             break
         count += 1
     return count
+
+
+@pytest.mark.parametrize("depths", [0, 1])
+def test_stages_are_chosen_for_batches_that_share_as_training_does(
+    tmp_path: Path, parse: Callable[..., Namespace], depths: int
+) -> None:
+    """Of a blend, documents of one corpus share."""
+    random, size, least = numpy.random.default_rng(depths), 6, 3
+    prompt = random.integers(2, 9, 30).tolist()
+    corpora = []
+    for name in ("one", "two"):
+        texts = [[*prompt[: random.integers(31)], *random.integers(2, 9, 8)] for _ in range(13)]
+        corpora.append(write_documents(tmp_path / name, texts))
+
+    def batches(*paths: Path) -> list[Sequence[int] | PrefixForest]:
+        words = "--seq-length=24 --epp-overlong=truncate --epp-blend=documents --epp"
+        args = parse(*words.split(), "--data-path", *map(str, paths))
+        args.global_batch_size, args.mock_data, args.mtp_num_layers = size, False, depths or None
+        whole = first_batches(args)
+        args.epp_share_from = least
+        found = [planned_documents(batch) for batch in first_batches(args)]
+        assert [*map(list, map(lengths_of, found))] == whole
+        return found
+
+    for corpus in corpora:
+        documents = documents_of([corpus], None, 24, random_seed=DEFAULT_SEED)
+        trained, shared = GlobalBatches(documents, size, 0), SharedTokens(least, depths)
+        forests = [shared.forest(documents, next(trained)) for _ in range(FIRST_BATCHES)]
+        assert batches(corpus) == forests and all(forest.shares for forest in forests)
+    for found in batches(*corpora):
+        assert isinstance(found, PrefixForest) and found.shares
+        assert all(found.shared(one, other) == 0 for one in range(3) for other in range(3, 6))
 
 
 @pytest.mark.parametrize("depths", [0, 1, 3])

@@ -81,7 +81,8 @@ def test_documents_with_shared_prefixes_are_planned_as_such() -> None:
     forest = PrefixForest.joined(each for each in groups if each is not None)
     how = Options(context=max(forest.lengths), effort=0)
     two, together = machine().replace(dp=2), replace(how, lockstep=2)
-    found, whole, halves, apart, of_lengths = (
+    four = machine().replace(dp=4)
+    found, whole, halves, group, groups_of_lengths, half_groups = (
         run_choice(cost, [batch], options, "epp", placements=("v",))
         for cost, batch, options in (
             (machine(), forest, how),
@@ -89,6 +90,7 @@ def test_documents_with_shared_prefixes_are_planned_as_such() -> None:
             (two, forest, how),
             (two, forest, together),
             (two, forest.lengths, together),
+            (four, forest, together),
         )
     )
     default = next(iter(found.seconds))
@@ -97,7 +99,10 @@ def test_documents_with_shared_prefixes_are_planned_as_such() -> None:
     for way, cost in ((default, machine()), (found.way, found.cost)):
         planned = PLANNERS["epp"].plan_forest(forest, cost, how).planned[0]
         assert found.seconds[way] == planned.seconds
-    assert apart.seconds == of_lengths.seconds, "replicas in lockstep share nothing"
+    in_lockstep = PLANNERS["epp"].plan_forest(forest, two, together).planned
+    assert group.seconds[default] == max(each.seconds for each in in_lockstep)
+    assert groups_of_lengths.seconds[default] > 5 * group.seconds[default]
+    assert half_groups.seconds[default] == pytest.approx(group.seconds[default] / 2, rel=0.15)
     assert halves.seconds[default] == pytest.approx(found.seconds[default] / 2, rel=0.15)
 
 

@@ -10,17 +10,23 @@ unknown, vocabulary parallelism is off, and every rank has one stage if the plan
 import argparse
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from megatron_epp.control.cost_monitor import last_refit
 from megatron_epp.control.recorded_steps import first_recorded
+from megatron_epp.control.step_source import SharingLengths, planned_documents
 from megatron_epp.corpus.blend import TOKENS, document_weights
-from megatron_epp.corpus.lengths import Corpus, open_corpus
+from megatron_epp.corpus.lengths import DEFAULT_SEED, Corpus, open_corpus
 from megatron_epp.corpus.overlong import apply_context
+from megatron_epp.corpus.shared_prefixes import PrefixForest
+from megatron_epp.corpus.token_prefixes import CorpusTokens
 from megatron_epp.cost.build import even_layers
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.cost.cost import Cost
@@ -36,7 +42,7 @@ from megatron_epp.mcore.choose.kept import (
     kept_vocabulary,
     resumes,
 )
-from megatron_epp.mcore.data.chat_cache import ChatFile, first_inputs
+from megatron_epp.mcore.data.chat_cache import ChatFile, first_documents
 from megatron_epp.mcore.data.data_flags import blends_of
 from megatron_epp.mcore.data.global_batches import ScheduledSizes
 from megatron_epp.mcore.data.row_shard import chunk_multiple, row_block, row_ranks
@@ -368,8 +374,9 @@ def _by_time(
             vocabularies = [False] if why is not None else [False, True]
         if why is not None and not open_layers:
             return (OFF, why), placement, ""
+        batches = [*map(planned_documents, first_batches(args))]
         choice = run_choice(
-            *(cost, first_batches(args), options, args.epp_planner),
+            *(cost, batches, options, args.epp_planner),
             placements=PLACEMENT_NAMES if open_layers else (),
             vocabularies=vocabularies,
             words=getattr(args, "padded_vocab_size", None) or 0,
@@ -385,7 +392,8 @@ def _by_time(
         *others, last = layout.layers
         chosen_layers = (*others, last - len(mtp_shapes(args)))
         placement = Placement(layout.placement.place, chosen_layers)
-    reason = f"{choice.comparison} by {_source_of_costs(where)} (simulated)"
+    once = "; shared prefixes computed once" * isinstance(batches[0], PrefixForest)
+    reason = f"{choice.comparison} by {_source_of_costs(where)} (simulated{once})"
     of_vocabulary = why or ("chosen with the stages" if open_layers else reason)
     value = ON if layout.vocabulary_parallel else OFF
     return (value, of_vocabulary), placement, reason if open_layers else ""
@@ -468,6 +476,9 @@ def cost_models(args: Any) -> Iterator[str | None]:
 def first_batches(args: Any) -> list[list[int]]:
     """Return the document lengths, in tokens, of FIRST_BATCHES typical global batches.
 
+    With --epp-share-from, planned_documents (control) finds the prefixes that documents of the same
+    corpus share; it reads their tokens.
+
     Raises:
         ValueError: There is no corpus (--data-path), or a corpus or chat file is not valid.
     """
@@ -486,17 +497,21 @@ def first_batches(args: Any) -> list[list[int]]:
     parts = None if weights is None else tuple(weights)
     # Of chats, as many as these batches may need: to convert a file may take minutes.
     files = tuple(ChatFile(path, args) if args.sft else path for path in prefixes)
-    return _batches_of(files, parts, by_tokens, args.seq_length, args.epp_overlong, size)
+    how, sharing = (args.seq_length, args.epp_overlong), (args.epp_share_from, args.mtp_num_layers)
+    return _batches_of(files, parts, by_tokens, how, size, sharing)
 
 
 def _corpus_of(file: str | ChatFile, context: int, overlong: str, count: int) -> Corpus:
-    """Return the lengths of a corpus, or of a chat file's first ``count`` conversations."""
+    """Return a corpus, or a chat file's first ``count`` conversations."""
     if isinstance(file, str):
         return open_corpus(f"{file}.idx", context, overlong)
-    index = apply_context(first_inputs(file, count), context, overlong)
+    tokens = first_documents(file, count)
+    inputs = numpy.array([len(each) - 1 for each in tokens], numpy.int64)
+    index = apply_context(inputs, context, overlong)
     if not index.counts.documents:
         raise ValueError(f"{file.path}: no usable document in its first {count} conversations")
-    return Corpus(file.path, file.path, index.inputs, index.counts)
+    read = CorpusTokens(index, lambda _: lambda number, *part: tokens[number][slice(*part)])
+    return Corpus(file.path, file.path, index.inputs, index.counts, document_tokens=read)
 
 
 @lru_cache(maxsize=1)
@@ -504,24 +519,35 @@ def _batches_of(
     files: tuple[str | ChatFile, ...],
     weights: tuple[float, ...] | None,
     by_tokens: bool,
-    context: int,
-    overlong: str,
+    how: tuple[int, str],
     size: int,
+    sharing: tuple[int, int | None],
 ) -> list[list[int]]:
     """Return the document lengths of ``FIRST_BATCHES`` global batches of ``size`` documents.
 
-    The function caches its result, because several choices use it.
+    ``how`` is the context and --epp-overlong; ``sharing``, the least tokens of a shared prefix, or
+    0, and the number of MTP layers. The function caches its result, because several choices use it.
     """
-    corpora = [_corpus_of(file, context, overlong, FIRST_BATCHES * size) for file in files]
+    corpora = [_corpus_of(file, *how, FIRST_BATCHES * size) for file in files]
     # Without weights, each corpus is read once per epoch.
     parts = [float(len(corpus)) for corpus in corpora] if weights is None else list(weights)
     means = [corpus.tokens / len(corpus) if by_tokens else 1.0 for corpus in corpora]
     fractions = document_weights(parts, means)
-    batches = []
+    counts = [min(round(part * size), len(of)) for part, of in zip(fractions, corpora, strict=True)]
+    read = [(corpus, count) for corpus, count in zip(corpora, counts, strict=True) if count]
+    batches: list[list[int]] = []
     for number in range(FIRST_BATCHES):
-        lengths: list[int] = []
-        for corpus, fraction in zip(corpora, fractions, strict=True):
-            if count := min(round(fraction * size), len(corpus)):
-                lengths += corpus.batch(number % max(1, len(corpus) // count), count)
-        batches.append(lengths[:size])
+        drawn = [(corpus, number % (len(corpus) // count), count) for corpus, count in read]
+        lengths = [*chain(*(corpus.batch(*which) for corpus, *which in drawn))][:size]
+        forest = cache(partial(_shared, drawn, len(lengths), *sharing))
+        batches.append(SharingLengths(lengths, forest) if sharing[0] else lengths)
     return batches
+
+
+def _shared(
+    drawn: Sequence[tuple[Corpus, int, int]], documents: int, least: int, depths: int | None
+) -> PrefixForest:
+    """Return the first documents of (corpus, batch, number of documents), with their prefixes."""
+    how = DEFAULT_SEED, least, depths or 0
+    forests = (corpus.sharing(number, count, *how) for corpus, number, count in drawn)
+    return PrefixForest.joined(forests).of(range(documents))

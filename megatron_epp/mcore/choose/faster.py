@@ -9,6 +9,7 @@ import logging
 import shlex
 from typing import Any
 
+from megatron_epp.control.step_source import planned_documents
 from megatron_epp.cost.profile import Profile
 from megatron_epp.ir.placement import EVENLY
 from megatron_epp.mcore.choose.choices import cost_and_options, first_batches
@@ -39,7 +40,7 @@ def faster_placement(args: Any, profile: Profile) -> str | None:
     from megatron_epp.planner.choose.choice import PLACEMENT_NAMES, placed_cost, run_choice
 
     try:
-        batches = first_batches(args)[:1]
+        batches = [planned_documents(first_batches(args)[0])]
         cost, options = cost_and_options(args, placement_of(args).layers, profile)
         choice = run_choice(
             cost,

@@ -307,10 +307,11 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
     The result is 0 if lengths or costs are unknown, and None if the plans exceed the memory budget.
     The function uses the first valid cost model of :func:`.choices.cost_models`.
     """
+    from megatron_epp.control.step_source import planned_documents
     from megatron_epp.cost.build import even_layers
     from megatron_epp.mcore.choose.choices import first_batches, first_cost_and_options
     from megatron_epp.mcore.model.shape import stage_layers
-    from megatron_epp.planner.choose.choice import heaviest, sketched_seconds
+    from megatron_epp.planner.choose.choice import heaviest_part, sketched_seconds
 
     args = copy.copy(args)
     if args.step_batch_size_schedule:  # use the largest batch size
@@ -326,12 +327,13 @@ def predicted_seconds(args: Namespace, layout: AllowedLayout) -> float | None:
             layers = even_layers(args.num_layers, stages)
         else:
             layers = tuple(stage_layers(args, stages, None))
-        batches = first_batches(args)
+        batches = [*map(planned_documents, first_batches(args))]
         cost, options = first_cost_and_options(args, layers)
     except (OSError, ValueError):
         return 0.0
-    held = [heaviest(lengths, cost, options.lockstep) for lengths in batches]
-    seconds = sketched_seconds(cost, held, options, args.epp_planner)
+    planner = args.epp_planner
+    held = [heaviest_part(batch, cost, options, planner) for batch in batches]
+    seconds = sketched_seconds(cost, held, options, planner)
     return None if seconds is None else seconds / len(held)
 
 

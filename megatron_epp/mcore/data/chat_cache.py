@@ -77,19 +77,21 @@ class ChatFile:
 
 
 @lru_cache(maxsize=8)
-def first_inputs(chats: ChatFile, count: int) -> numpy.ndarray:
-    """Return the number of inputs of each of the first ``count`` conversations, in tokens.
+def first_documents(chats: ChatFile, count: int) -> list[numpy.ndarray]:
+    """Return the tokens [inputs + 1] int32 of each of the first ``count`` conversations.
 
-    Inputs after the last target do not count. The result is [conversations] int64, without
-    conversations that have no target.
+    Tokens after the last target, and conversations that have no target, are left out.
 
     Raises:
         ValueError: Flags are invalid, or a line contains no valid conversation.
     """
     check_chat_flags(chats.args)
-    masks = (mask for _, mask in islice(chats.encoded, count))
     # A document ends at its last target; position 0 has none.
-    return numpy.array([int(mask.nonzero()[0][-1]) for mask in masks if mask.any()], numpy.int64)
+    return [
+        tokens[: int(mask.nonzero()[0][-1]) + 1].astype(numpy.int32)
+        for tokens, mask in islice(chats.encoded, count)
+        if mask.any()
+    ]
 
 
 def check_chat_flags(args: Any) -> None:

@@ -27,9 +27,9 @@ from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.order.problem import rates_of
 from megatron_epp.planner.registry import PLANNERS
-from megatron_epp.planner.replicas import balance_blocks
+from megatron_epp.planner.replicas import balance_blocks, divide_documents
 from megatron_epp.planner.runner import Runner, in_turn
-from megatron_epp.planner.tree_division import divided_trees, node_seconds
+from megatron_epp.planner.tree_division import node_seconds
 
 PLACEMENT_NAMES = ("v", "interleaved 2", "interleaved 3", "interleaved 4")
 SKETCH_EFFORT = 1  # effort of the plans that decide between finalists
@@ -165,13 +165,17 @@ def heaviest(lengths: Sequence[int], cost: Cost, lockstep: int = 1) -> list[int]
     return max(of_replicas, key=lambda held: float(rates.document_seconds(np.array(held)).sum()))
 
 
-def _held(batch: Batch, cost: Cost, options: Options, planner: str) -> Batch:
-    """Return the documents of the replica (or lockstep group) with the most work."""
-    computes_once = PLANNERS[planner].takes_prefixes and options.lockstep == 1
+def heaviest_part(batch: Batch, cost: Cost, options: Options, planner: str) -> Batch:
+    """Return the part of ``batch`` of the replica (or lockstep group) with the most work.
+
+    If ``planner`` computes shared prefixes once, it is a forest where ``batch`` is one.
+    """
+    replicas, lengths = cost.layout.dp, lengths_of(batch)
+    computes_once = PLANNERS[planner].takes_prefixes and replicas <= len(lengths)
     if not (computes_once and isinstance(batch, PrefixForest)):
-        return heaviest(lengths_of(batch), cost, options.lockstep)
+        return heaviest(lengths, cost, options.lockstep)
     rates = rates_of(cost)
-    parts = map(batch.of, divided_trees(batch, rates, cost.layout.dp))
+    parts = map(batch.of, divide_documents(batch, cost, options, replicas, planner))
     return max(parts, key=lambda part: sum(node_seconds(part, rates)))
 
 
@@ -213,7 +217,7 @@ def run_choice(
             tensor-parallel ranks; 0 if unknown.
         run: function that maps a function over tasks, for example in worker processes.
     """
-    held = [_held(batch, cost, options, planner) for batch in batches]
+    held = [heaviest_part(batch, cost, options, planner) for batch in batches]
     candidates = _candidates(cost, held, planner, placements, vocabularies, words)
     return _Chooser(held, options, planner, assumes_host_time(cost), run).choice(dict(candidates))
 
