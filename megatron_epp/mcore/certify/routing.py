@@ -41,7 +41,7 @@ class RoutingNotes:
         }
 
     def note_mtp(self, mask_T: numpy.ndarray) -> None:
-        """Add a document's MTP losses as sums; Megatron has just logged them as means.
+        """Add a document's MTP losses to the recorded sums; Megatron has just logged their means.
 
         Args:
             mask_T: [tokens] Loss mask of the document.

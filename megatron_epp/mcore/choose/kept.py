@@ -1,7 +1,7 @@
 """Saved choices of a run, in a file next to its checkpoint, for runs that resume.
 
-A run must resume with the same choices if its checkpoints store optimizer states by rank, and to
-read the same documents.
+With the same choices, a run reads the documents in the same order, and can load optimizer states
+that were saved by rank.
 """
 
 import json

@@ -49,7 +49,8 @@ class ItemDocuments:
     Raises:
         ValueError: The constructor finds invalid lengths or no usable document. Methods that read
             an item raise it if the item lacks a key or rows, contradicts ``original_seq_lens``, has
-            a loss mask other than 0 and 1, or has a token or label outside the vocabulary.
+            a loss mask other than 0 and 1, or has a token, or a label with a loss, outside the
+            vocabulary.
     """
 
     def __init__(

@@ -246,7 +246,7 @@ def unlike_budgets(every: Sequence[tuple[int, str, float]]) -> tuple[float, ...]
 
 
 def training_states(args: Any) -> States:
-    """Return the bytes per parameter that Megatron holds between iterations.
+    """Return the bytes per parameter that Megatron holds on a GPU between iterations.
 
     The bytes include the weight, the gradient and the optimizer states. The distributed optimizer
     shards the optimizer states over the replicas.

@@ -201,7 +201,8 @@ def _finish_saves() -> None:
 def require_launcher() -> None:
     """End this rank with status 1 and one line if torchrun, which serves the store, has ended.
 
-    Later, a thread watches torchrun (launcher.py), but it does not notice an earlier end.
+    Later, a thread watches torchrun (launcher.py), but it does not notice an earlier end. Without
+    torchrun's store, the function does nothing.
     """
     if os.environ.get(AGENT_STORE) != "True":
         return

@@ -234,7 +234,7 @@ def datasets(samples: Sequence[int], vp_stage: int | None = None) -> tuple[Any, 
 
     Raises:
         ValueError: The data flags are invalid, a corpus file is missing or damaged, or the job
-            evaluates without data.
+            evaluates without validation data.
     """
     args = get_args()
     _examine_corpus(args)

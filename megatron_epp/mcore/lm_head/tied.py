@@ -95,7 +95,7 @@ def add_up_tied_gradients(models: Sequence[Any]) -> None:
     """Set the gradients of both copies of every row to their sum. Collective over the pipeline.
 
     Call this function once per iteration, after DDP's gradient reduction. ``models`` are this
-    rank's stage modules, wrapped by DDP.
+    rank's stage modules, wrapped by DDP. Without tied shards, the function does nothing.
     """
     shard = shard_of(models[0])
     if shard is None or not unwrap_model(models[0]).share_embeddings_and_output_weights:

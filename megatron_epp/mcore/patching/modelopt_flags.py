@@ -1,9 +1,9 @@
 """Model flags of Megatron-LM's ModelOpt entry point, translated to Megatron's own flags.
 
 The example configurations of ModelOpt (examples/post_training/modelopt/conf) use flags that
-pretrain_gpt.py does not have. With --epp these flags have the effect that they have in ModelOpt
-(megatron/post_training/arguments.py, model_builder.py). Flags of ModelOpt that do not describe a
-model remain unknown.
+pretrain_gpt.py does not have. This package's parser accepts them, with the effect that they have in
+ModelOpt (megatron/post_training/arguments.py, model_builder.py). Flags of ModelOpt that do not
+describe a model remain unknown.
 """
 
 import argparse

@@ -41,7 +41,7 @@ def tie_embeddings(stages: Mapping[int, Any], count: int) -> None:
 
 
 def add_up_embedding_gradients(models: Sequence[Any]) -> None:
-    """Set the gradients of both copies of a shared embedding to their sum.
+    """Set the gradients of both copies of a shared embedding to their sum, if this rank has both.
 
     ``models`` are this rank's stage modules, wrapped by DDP. With the distributed optimizer, a
     replica holds the same shard of both gradients, because each copy has its own gradient bucket.

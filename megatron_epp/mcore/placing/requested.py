@@ -44,6 +44,8 @@ def local_stages(place: Sequence[int], rank: int) -> tuple[int, ...]:
 def asked_placement(args: Namespace, ranks: int) -> Placement | None:
     """Return the placement of --epp-placement on ``ranks`` ranks; None if stage i lies on rank i.
 
+    The result is also None for ``auto``, and without --epp.
+
     Raises:
         ValueError: The placement is not valid, has no effect, or contradicts another flag.
     """

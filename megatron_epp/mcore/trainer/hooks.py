@@ -117,8 +117,8 @@ class TrainerHooks:
             changed modules, such as modules with adapters. None: no change.
         make_steps: Function (context, this rank's stage modules) -> source of steps.
         items: Function called with the numbers of samples for training, validation and test (None
-            is one epoch). It returns three datasets of items, which replace the corpora of
-            --data-path (data/item_documents.py). None: no replacement.
+            is one epoch). It returns three datasets of items (None for no dataset), which replace
+            the corpora of --data-path (data/item_documents.py). None: no replacement.
         make_batches: Function (documents, batch size, consumed samples) -> global batches. The
             batch size may be a function of the consumed samples.
         summary: Function that returns the log line of an iteration.
