@@ -470,7 +470,6 @@ class TuneFlags:
         COUNT,
     )
     parts: bool = flag(False, "Print the memory of every row by category.")
-    html: str | None = flag(None, "Write the results to a self-contained HTML file.", FILE)
     script: str | None = flag(None, "Write the launch script of the chosen row.", FILE)
     hostfile: str | None = flag(
         None,

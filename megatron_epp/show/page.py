@@ -69,25 +69,12 @@ def to_html(timeline: Timeline, *others: Timeline, title: str = "") -> str:
     data = json.dumps(_data(runs, heading), separators=(",", ":"), allow_nan=False)
     data = data.replace("<", "\\u003c")  # the data must not close the script element
     body = f'{_part("timeline.html")}<script type="application/json" id="data">{data}</script>'
-    return filled("timeline", heading, body, _part("page.js"))
-
-
-def filled(kind: str, title: str, body: str, script: str) -> str:
-    """Return the text of an HTML page of one file, with the style that all pages share.
-
-    Args:
-        kind: class of the body, by which the style distinguishes pages.
-        title: title, as plain text.
-        body: HTML text of the body.
-        script: JavaScript that runs at the end of the body.
-    """
     colours_text = " ".join(f"--{name}: {colour};" for name, colour in _COLOURS.items())
     return Template(_part("page.html")).substitute(
-        kind=kind,
-        title=html.escape(title),
+        title=html.escape(heading),
         style=f":root {{ {colours_text} }}\n{_part('page.css')}",
         body=body,
-        script=script,
+        script=_part("page.js"),
     )
 
 

@@ -132,7 +132,7 @@ REFUSED = {
         "--nodes 1 --like llama": "--like llama: llama3-8b is not a config.json",
     },
     f"tune {LLAMA} --gpus 8": {
-        "--html x.html": "--html: of a survey; expected --lengths too",
+        "--html x.html": "--html was removed; plan the row",
         "--row 2": "--row: of a survey; expected --lengths too",
         "--device h100": "unknown device 'h100'; did you mean h100-80g",
         "--device x": "Known: a100-40g, a100-80g, h100-80g, h200-141g, h800-80g, h20-96g",

@@ -159,7 +159,3 @@ def test_a_row_that_megatron_cannot_run_names_the_best_with_epp(cli: Commands) -
         assert not Path("run.sh").exists()
         assert told.endswith(f": {reason}; row {epp} is the best with --epp: --row {epp}\n")
         assert f"error: --script: row {stock}, stock" in told
-        cli.said(f"{line} --row {stock} --html page.html")
-    page = Path("page.html").read_text()
-    assert f">flags of row {epp}, with CUDA_DEVICE_MAX_CONNECTIONS=32<" in page
-    assert f">flags of row {stock}, " not in page and f"has no flags: {reason}." in page

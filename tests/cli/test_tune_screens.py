@@ -8,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron_epp.__main__ import main
 from megatron_epp.cli.tune.report import survey_verdict, tuning_lines
 from megatron_epp.planner.registry import STOCK
 from megatron_epp.planner.stock import Packed, Stock
 from megatron_epp.planner.tuning.layouts import Layout
 from megatron_epp.planner.tuning.survey import Choice, Survey
 from megatron_epp.show.units import GIB
-from tests.cli.commands import LONG_AND_SHORT, Commands
-from tests.show import browser
+from tests.cli.commands import Commands
 
 LLAMA = "tune --model llama3-8b --device h100-80g"
 MIXTURE = {
@@ -206,51 +204,3 @@ def test_the_default_leaves_room_if_that_costs_little(
         assert ("Fastest that is not tight: row 2, 5.1% slower" in tight[0]) != rows[1].tight
     else:
         assert not tight
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of a survey of a model whose name is hostile."""
-    folder = tmp_path_factory.mktemp("page")
-    model = folder / "a<script>alert(1)<"
-    model.mkdir()
-    keys = {"vocab_size": 32000, "hidden_size": 1024, "num_hidden_layers": 8}
-    config = {**MIXTURE, **keys, "model_type": "qwen3"}
-    (model / "config.json").write_text(json.dumps(config))
-    (folder / "lengths.txt").write_text("\n".join(map(str, LONG_AND_SHORT)))
-    words = ("--lengths", str(folder / "lengths.txt"), "--model", str(model), "--effort", "0")
-    job = ("--device", "h100-80g", "--gpus", "4", "--pp", "2", "--global-batch-size", "8")
-    file = folder / "x.html"
-    assert main(["tune", *words, *job, "--row", "2", "--html", str(file)]) == 0
-    return file
-
-
-def test_the_page_holds_no_address_and_no_foreign_markup(page: Path) -> None:
-    text = page.read_text()
-    assert not re.findall(r"https?:|//[a-z]|src=|href=|url\(|@import", text.split("</head>")[1])
-    assert "<script>alert" not in text and "a&lt;script&gt;alert(1)&lt; (qwen3)" in text
-    assert text.count("<pre id=") == text.count('data-copy="') and "--rotary-base 1000000" in text
-    assert 'class="chosen"' in text and "Row 2, each pipeline rank at its peak" in text
-    for title in ("Layouts", "Memory by part", "Time line", "Gain by context", "Lengths"):
-        assert f"<h2>{title}</h2>" in text
-    assert text.count('role="img" aria-label="') == 4
-
-
-@pytest.mark.skipif(bool(browser.missing()), reason=f"no browser: {browser.missing()}")
-@pytest.mark.parametrize("width", [1280, 500])
-def test_the_page_in_a_browser(page: Path, width: int, tmp_path: Path) -> None:
-    with browser.Browser(width, 900, str(tmp_path)) as chromium:
-        chromium.open(page.as_uri())
-        # Wide tables and pictures scroll in their own boxes, not the page.
-        assert chromium.run("return document.documentElement.scrollWidth <= innerWidth;")
-        assert chromium.run("return document.querySelectorAll('svg text').length > 20;")
-        chromium.run("document.querySelector('tbody details').open = true;")
-        chromium.run("document.querySelector('button[data-copy]').focus();")
-        assert chromium.run("return document.activeElement.tagName;") == "BUTTON"
-        chromium.run("document.activeElement.click();")
-        done = "return document.querySelector('button[data-copy]').textContent;"
-        for _ in range(100):
-            if chromium.run(done)[:4] in ("Copi", "Sele"):
-                break
-        assert chromium.run(done)[:4] in ("Copi", "Sele")
-        assert chromium.complaints() == []

@@ -16,7 +16,6 @@ from megatron_epp.cli.progress import Workers, bar
 from megatron_epp.cli.tune.describe import NOT_PLANNED, print_model, states_bytes
 from megatron_epp.cli.tune.how_many import how_many
 from megatron_epp.cli.tune.job import TunedJob, job_of
-from megatron_epp.cli.tune.page import survey_page
 from megatron_epp.cli.tune.report import runs, spread, tuning_lines
 from megatron_epp.cli.tune.script import launch_script, layouts_line, require_sayable
 from megatron_epp.cost.catalogue.accuracy import accuracy_lines
@@ -38,7 +37,7 @@ from megatron_epp.show.table import COLUMNS
 from megatron_epp.show.units import GIB
 
 # Options that need the search, and therefore --lengths.
-_OF_SURVEY = (*("row", "parts", "html", "script", "hostfile", "dry_run_corpus"),)
+_OF_SURVEY = (*("row", "parts", "script", "hostfile", "dry_run_corpus"),)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -85,10 +84,6 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.dry_run_corpus:
             played = _dry_run(result.choices[row - 1], batches, job, options)
         _write_and_print(job, result, row, played, batches, drawn, options)
-        if arguments.html is not None:
-            page = survey_page(job, result, row, batches, drawn[0], options, workers)
-            write_file(arguments.html, page)
-            print(f"wrote {arguments.html}", file=sys.stderr)
     if arguments.script is not None:  # last: a row that Megatron cannot run ends with status 2
         _write_script(job, result, row, batches, len(drawn[0]))
     return 130 if result.stopped else 0

@@ -14,7 +14,7 @@ from megatron_epp.planner.feasibility import PLANNING_CORES
 from megatron_epp.planner.registry import STOCK
 from megatron_epp.planner.tuning.survey import ELASTIC, TIGHT_MEMORY, Choice, Survey
 from megatron_epp.show.table import COLUMNS, text_table
-from megatron_epp.show.units import GIB, fraction_text, seconds_text, tokens_text
+from megatron_epp.show.units import GIB, seconds_text, tokens_text
 
 _HEADERS = (
     *("", "tp", "cp", "pp", "dp", "ep", "layers", "runs", "tokens/s", "MFU", "seconds", "GiB", ""),
@@ -54,7 +54,7 @@ def tuning_lines(
     """
     lines = [*survey_verdict(result), "", f"lengths  {batches}", f"machine  {machines}", ""]
     text = "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)
-    headers, cells = shown_rows(rows, mfu)
+    headers, cells = _shown_rows(rows, mfu)
     text += "\n" + text_table(headers, cells) + "\n"
     shown = set(re.findall(r"\w+", " ".join(itertools.chain(headers, *cells))))
     for word, meaning in _LEGEND.items():
@@ -74,25 +74,16 @@ def tuning_lines(
     return text
 
 
-def shown_rows(
-    rows: Sequence[Choice], mfu: Sequence[float | None], ratios: bool = False
+def _shown_rows(
+    rows: Sequence[Choice], mfu: Sequence[float | None]
 ) -> tuple[list[str], list[list[str]]]:
-    """Return headers and cells of the table of choices, without columns that no row needs.
-
-    With ``ratios``, the table also has the fractions of idle time, recompute and communication, and
-    the seconds of data-parallel communication.
-    """
+    """Return headers and cells of the table of choices, without columns that no row needs."""
     cells = [_row(n, *each) for n, each in enumerate(zip(rows, mfu, strict=True), 1)]
     shown = [True] * len(_HEADERS)
     shown[_HEADERS.index("ep")] = any(choice.ep > 1 for choice in rows)
     shown[_HEADERS.index("MFU")] = any(each is not None for each in mfu)
     shown[-1] = any(row[-1] for row in cells)
     headers, *table = ([*itertools.compress(row, shown)] for row in (_HEADERS, *cells))
-    if ratios:
-        headers += ["idle", "redo", "comm", "dp s"]
-        for row, choice in zip(table, rows, strict=True):
-            fractions = choice.bubble_ratio, choice.recompute_ratio, choice.comm_ratio
-            row += [*map(fraction_text, fractions), f"{choice.exchange_seconds:.3g}"]
     return headers, table
 
 

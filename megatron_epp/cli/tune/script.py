@@ -154,21 +154,6 @@ def _is_placed(choice: Choice) -> bool:
     return bool(choice.place) and choice.planner == ELASTIC
 
 
-def launch_flags(job: TunedJob, choice: Choice, documents: int, context: int) -> list[list[str]]:
-    """Return all flags of a choice, in groups of flags that share a line.
-
-    Args:
-        job: devices and model.
-        choice: layout and planner that the flags select.
-        documents: number of documents of a global batch.
-        context: tokens of the longest document.
-
-    Raises:
-        ValueError: if ``choice`` is a row of stock that Megatron cannot run.
-    """
-    return _all_flags(job, choice, *_parts(job, choice), documents, context)
-
-
 def _all_flags(
     job: TunedJob,
     choice: Choice,
@@ -177,6 +162,10 @@ def _all_flags(
     documents: int,
     context: int,
 ) -> list[list[str]]:
+    """Return all flags of a choice, in groups of flags that share a line.
+
+    ``stock`` is the job of Megatron's own for a row of stock; otherwise None.
+    """
     multiple = length_multiple(choice.layout)
     tokens, samples = -(-context // multiple) * multiple, documents
     own = elastic_flags(choice, job.arguments)
