@@ -125,10 +125,10 @@ def busy_repeats(probe: Probe, layer: Layer, shape: Shape) -> int:
 def grid(layer: Layer, context: int, flops: float) -> list[tuple[Shape, str]]:
     """Return the chunks and recompute modes to measure.
 
-    The chunks are multiples of a base size, and have at most ``context`` tokens. The base size is
-    the largest power of 2 from 64 to 8192 tokens that does not exceed ``context``, and for which
-    all measurements of ``layer`` take at most ``flops`` floating-point operations; 64 if there is
-    none.
+    The sizes of the chunks are fixed multiples and fractions of a base size, limited to 16 to
+    ``context`` tokens. The base size is the largest power of 2 from 64 to 8192 tokens that does not
+    exceed ``context``, and for which all measurements of ``layer`` take at most ``flops``
+    floating-point operations; 64 if there is none.
     """
 
     def scaled(base: int) -> list[tuple[Shape, str]]:

@@ -202,7 +202,7 @@ def training_cost(args: Any, config: Config, layers: tuple[int, ...], profile: P
         profile: The measured or analytic cost coefficients.
 
     Raises:
-        ValueError: --epp-memory-budget-gib has another number of values than pipeline ranks, or
+        ValueError: --epp-memory-budget-gib has neither one value nor one for each pipeline rank, or
             ``profile`` does not fit the stages.
     """
     if cpu_host.has_gpu():

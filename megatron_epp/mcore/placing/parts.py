@@ -129,8 +129,8 @@ def _as_rank(stage: int, stages: int) -> Iterator[None]:
 def place_parts(description: Any, args: Any) -> None:
     """Make Megatron's trainer build the stages that ``args`` place on this rank.
 
-    The function adds hooks to ``description``, the ModelConfig, that run before its other hooks. If
-    ``args`` contain no placement, the function does nothing.
+    The function sets the builder of ``description``, the ModelConfig, and adds hooks that run
+    before its other hooks. If ``args`` contain no placement, the function does nothing.
     """
     if not place_of(args):
         return

@@ -121,7 +121,7 @@ class TrainerHooks:
             the corpora of --data-path (data/item_documents.py). None: no replacement.
         make_batches: Function (documents, batch size, consumed samples) -> global batches. The
             batch size may be a function of the consumed samples.
-        summary: Function that returns the log line of an iteration.
+        summary: Function that returns the log line of an iteration (control/observe.py).
         choose_paths: Function (context, this rank's stage modules) that chooses one of several
             implementations of layers.
         attention_for: Function (value of --epp-attention, configuration, device) -> attention.
