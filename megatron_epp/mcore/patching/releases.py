@@ -14,8 +14,9 @@ Between 0.19 and main, the sources of four patch points differ in telemetry span
 that --epp does not set, so the replacements are valid for both releases.
 
 To add a release, read the output of ``scripts/upstream/check_upstream.py`` for it, and add an entry
-to ``RELEASES``. If a replacement must differ, give the patch point a second replacement, and let
-the entry select it. Commits of main share a version number; only the fingerprints tell them apart.
+to ``RELEASES``. A replacement receives the original function, and must work with every release.
+Commits of main share a version number, which only one entry may have: the fingerprints of a newer
+commit replace those of the older one.
 """
 
 import re
