@@ -476,8 +476,8 @@ def cost_models(args: Any) -> Iterator[str | None]:
 def first_batches(args: Any) -> list[list[int]]:
     """Return the document lengths, in tokens, of FIRST_BATCHES typical global batches.
 
-    With --epp-share-from, planned_documents (control) finds the prefixes that documents of the same
-    corpus share; it reads their tokens.
+    With --epp-share-from, each batch is a ``SharingLengths`` (control/step_source.py), which reads
+    tokens and finds the prefixes that documents of one corpus share when they are needed.
 
     Raises:
         ValueError: There is no corpus (--data-path), or a corpus or chat file is not valid.
