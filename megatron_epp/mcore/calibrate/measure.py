@@ -2,7 +2,7 @@
 
 All ranks run the same synthetic chunks at the same time, each through one layer of every kind that
 its stages have, and through the embedding and the LM head if its stages have them. So the ranks of
-a host share memory and caches, as in training. Chunks and repeats depend only on the model's shape,
+a host share memory and caches, as in training. Chunks and repeats do not depend on measured times,
 so all ranks run the same number of measurements.
 """
 

@@ -103,8 +103,8 @@ def loss(
 def validate(total: torch.Tensor, args: argparse.Namespace) -> None:
     """Validate the loss with Megatron's re-run machine, which repeats a rejected iteration.
 
-    ``total`` is the summed loss. The forward pass is deterministic, so the tolerance between an
-    iteration and its repeat is 0.
+    ``total`` is the summed loss. Flags select checks for NaN, infinity and spikes. The forward pass
+    is deterministic, so the tolerance between an iteration and its repeat is 0.
     """
     machine = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
