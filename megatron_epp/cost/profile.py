@@ -178,7 +178,7 @@ class LayerCoefficients:
         column_seconds: by column and kind of op, seconds per unit of an additional column. Examples
             are pairs of a query and its top-k keys. A missing kind of op takes no time.
         kv_replicated: whether every device of the stage holds all state that later slices need, as
-            with DSA's latents, which cannot be sharded by heads.
+            with latents, which cannot be sharded by heads.
         expert_bytes_per_token: bytes that a forward sends to experts and back within an EP group,
             summed over its devices; backward exchanges as much.
         expert_parameters: number of parameters that EP shards, before sharding.

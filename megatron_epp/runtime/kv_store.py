@@ -12,8 +12,8 @@ class _Cached:
     """K/V of one document in one layer, and their gradients.
 
     C is the number of rows of the buffer (gradients may have the context's rows only), G of heads,
-    D the head size (which may differ between K and V). With DSA, the key of all heads and
-    the indexer's key take the place of K and V (layers/dsa.py).
+    D the head size (which may differ between K and V). With an indexer, the key of all heads and
+    the key of the indexer take the place of K and V.
     """
 
     key_CGD: Tensor

@@ -88,7 +88,7 @@ class CarryOver:
         channels: channels per token, such as those of K and V; with a sliding window, only the last
             tokens of a slice count.
         heads: number of heads over which a stage's devices shard the state; 0: each device has the
-            full state, as in DSA.
+            full state, as with latents.
         tail: elements of the last rows of a slice, which a convolution needs.
         state: elements of a state at the boundary of two slices.
     """

@@ -57,7 +57,7 @@ def _cached_kv(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
 def _freed(cost: Cost, of: LayerCoefficients, loads: Loads) -> np.ndarray:
     """Return the bytes [chunks] that one recomputed layer frees."""
     # The K and V of a slice are not freed. However, a window caches a copy of its last tokens, and
-    # DSA caches latents, which are not saved activations.
+    # cached latents are not saved activations.
     carries = (loads.document >= 0) & (not (of.window or of.kv_replicated))
     per_token = (
         of.saved_bytes[KEEP].per_token
