@@ -123,17 +123,6 @@ def positive(unit: str, most: float = 1e6) -> Callable[[str], float]:
     return read
 
 
-def fraction(text: str) -> float:
-    """Parse a fraction from 0 to below 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a share from 0 to below 1, as 0.05")
-    return value
-
-
 def one_of(*names: str) -> Callable[[str], str]:
     """Return a type function for one of ``names``.
 

@@ -15,7 +15,6 @@ from megatron_epp.cost.profile import DISPATCHERS
 from megatron_epp.flag_fields import (
     add_flags,
     flag,
-    fraction,
     one_of,
     whole_number,
 )
@@ -316,14 +315,8 @@ class PlanFlags:
 
 @dataclass
 class SimulateFlags:
-    """Options of ``simulate``: noise, and the output."""
+    """Options of ``simulate``: the output."""
 
-    noise: float = flag(
-        0.0,
-        "Standard deviation of each duration, as a fraction of the duration (default: 0).",
-        ("SHARE", fraction),
-    )
-    seed: int = flag(0, "Seed of the noise.", NUMBER)
     output: str | None = flag(
         None, "Write timed records for draw to this file.", ("RECORDS", file_to_write), short="-o"
     )

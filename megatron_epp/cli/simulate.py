@@ -39,12 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan, settings_text, block = read_plan(arguments.plan, arguments.replica)
     taken = recorded_settings.fill_in(arguments, settings_text)
     cost = machine.plan_cost(arguments, plan)
-    played = play(
-        plan,
-        in_step([cost.table(one) for one in block])[0],
-        noise=arguments.noise,
-        seed=arguments.seed,
-    )
+    played = play(plan, in_step([cost.table(one) for one in block])[0])
     if arguments.output is not None:
         write_file(arguments.output, format_records(played.records))
     facts = _facts(plan, cost, played)

@@ -227,14 +227,12 @@ class Simulation:
         return tuple(curve)
 
 
-def play(plan: Plan, table: Table, *, noise: float = 0.0, seed: int = 0) -> Simulation:
+def play(plan: Plan, table: Table) -> Simulation:
     """Simulate ``plan`` with the seconds and bytes of ``table``.
 
     Args:
         plan: plan to simulate.
         table: seconds and bytes of the plan's ops.
-        noise: standard deviation of every duration, relative to the duration; 0.05 means 5%.
-        seed: seed of the random numbers for ``noise``.
 
     Raises:
         PlanError: the plan cannot run (:func:`~megatron_epp.ir.check.check`), or a duration is not
@@ -259,15 +257,11 @@ def play(plan: Plan, table: Table, *, noise: float = 0.0, seed: int = 0) -> Simu
         raise AssertionError("check passed a plan in which an op stands twice or never")
     branching = plan.orders if plan.prefixes else None
     arrays = op_arrays(table, slices, rules_of(plan), branching)
-    factors = np.ones_like(arrays.seconds)
-    if noise:
-        random = np.random.default_rng(seed)
-        arrays, factors = _noisy(arrays, noise, random)
     result = run(orders, arrays, needs_for(plan.vocabulary_parallel, plan.forward_only))
     if not np.isfinite(result.seconds):
         check(plan)
         raise PlanError("the table holds a duration that is not a finite number")
-    return _played(plan, table, orders, arrays, factors, result)
+    return _played(plan, table, orders, arrays, result)
 
 
 def _once(orders: Orders, plan: Plan) -> bool:
@@ -281,22 +275,7 @@ def _once(orders: Orders, plan: Plan) -> bool:
     return bool(matches.all())
 
 
-def _noisy(
-    arrays: OpArrays, noise: float, random: np.random.Generator
-) -> tuple[OpArrays, np.ndarray]:
-    """Return ``arrays`` with every duration times a random factor, and the factors of the ops."""
-
-    def draw(grid: np.ndarray) -> np.ndarray:
-        return np.maximum(0.0, random.normal(1.0, noise, grid.shape))
-
-    factors = draw(arrays.seconds)
-    links = arrays.link_seconds * draw(arrays.link_seconds)
-    return arrays._replace(seconds=arrays.seconds * factors, link_seconds=links), factors
-
-
-def _played(
-    plan: Plan, table: Table, orders: Orders, arrays: OpArrays, factors: np.ndarray, result: Run
-) -> Simulation:
+def _played(plan: Plan, table: Table, orders: Orders, arrays: OpArrays, result: Run) -> Simulation:
     rank = np.repeat(np.arange(plan.ranks), np.diff(orders.offset))
     op = (orders.kind.astype(np.int64), orders.stage, orders.chunk)
     recompute = np.zeros_like(arrays.seconds)
@@ -314,8 +293,8 @@ def _played(
         float(result.seconds),
         tuple(idle.tolist()),
         float(idle.sum() / available),
-        float((recompute * factors)[op].sum() / available),
-        float((comm * factors)[op].sum() / available),
+        float(recompute[op].sum() / available),
+        float(comm[op].sum() / available),
         tuple(np.ceil(result.peak).astype(np.int64).tolist()),
         tuple(result.left.tolist()),
     )

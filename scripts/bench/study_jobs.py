@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from headline import ROOT, markdown, publish
@@ -270,8 +271,20 @@ def noise(jobs: dict[str, Job], batches: int) -> str:
 
 
 def noisy(plan: Plan, cost: Cost, share: float, seed: int) -> float:
+    """Return the seconds of ``plan`` if every duration gets a random factor."""
     table = cost.with_vocabulary(plan.vocabulary_parallel).table(plan)
-    return play(plan, table, noise=share, seed=seed).seconds
+    random = np.random.default_rng(seed)
+
+    def drawn(taken: Any) -> np.ndarray:
+        grid = np.asarray(taken)
+        return grid * np.maximum(0.0, random.normal(1.0, share, grid.shape))
+
+    return play(plan, dataclasses.replace(
+        table,
+        seconds={kind: drawn(taken) for kind, taken in table.seconds.items()},
+        recompute_seconds=drawn(table.recompute_seconds),
+        link_seconds={payload: drawn(taken) for payload, taken in table.link_seconds.items()},
+    )).seconds  # fmt: skip
 
 
 def slowed(plan: Plan, cost: Cost, factor: float) -> float:

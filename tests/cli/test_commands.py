@@ -57,8 +57,6 @@ def test_a_plan_is_made_checked_played_and_drawn(cli: Commands) -> None:
     assert max(r.stop for r in parse_records(Path("x.timed").read_text())) == played["seconds"]
     text = cli.said(f"simulate x.plan {GPT}")
     assert "critical path" in text and "waits for" in text and "peak GiB" in text
-    noisy = cli.facts(f"simulate x.plan {GPT} --noise 0.05 -o x.timed")
-    assert noisy["seconds"] != played["seconds"]
 
     def runs(machine: str) -> list:
         cli.said(f"draw x.plan {machine} --records x.timed -o x.html")
@@ -67,7 +65,7 @@ def test_a_plan_is_made_checked_played_and_drawn(cli: Commands) -> None:
 
     predicted, measured = runs(GPT)
     assert predicted["title"].endswith("predicted") and measured["title"].endswith("measured")
-    assert predicted["seconds"] != measured["seconds"]
+    assert predicted["seconds"] == measured["seconds"]
     Path("x.plan").write_text(promised["plan"])  # without its machine
     assert len(runs("")) == 1
 
