@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
                 documents = batches.forest(number) if name == _EPP else batches[number]
                 job = number, documents, *planned_as(name, number), arguments.dp
                 try:
-                    result = outcome(*job, priced=True, run=workers)
+                    result = outcome(*job, run=workers)
                     outcomes.append(dataclasses.replace(result, planner=name))
                 except ValueError as error:
                     failed.setdefault(name, f"batch {number}: " + str(error).split("\n")[0])
@@ -142,8 +142,6 @@ def run(arguments: argparse.Namespace) -> int:
         _say(slow)
     if late := late_text([each for each in outcomes if each.planner == _EPP], cost):
         _say(f"{_EPP}: {late}")
-    for line in _lockstep_prices(names, outcomes, options.lockstep):
-        _say(line)
     for name, why in failed.items():
         _say(f"{name} failed: {why}")
     if not arguments.planner and not comparison_methods():
@@ -293,26 +291,6 @@ def _table(names: Sequence[str], outcomes: Sequence[Outcome]) -> str:
 
 def _median_fraction(fractions: Sequence[float]) -> str:
     return fraction_text(max(0.0, statistics.median(fractions)))
-
-
-def _lockstep_prices(names: Sequence[str], outcomes: Sequence[Outcome], lockstep: int) -> list[str]:
-    """Return one line with every planner's time in lockstep relative to independent replicas."""
-    parts = []
-    for name in names:
-        prices = [
-            each.lockstep_price
-            for each in outcomes
-            if each.planner == name and each.free_seconds is not None
-        ]
-        if prices:
-            price_range = f" ({min(prices):+.1%} to {max(prices):+.1%})" * (len(prices) > 1)
-            parts.append(f"{name} {statistics.median(prices):+.1%}{price_range}")
-    if not parts:
-        return []
-    return [
-        f"In lockstep, blocks of {lockstep} replicas, against replicas that run freely at the same "
-        f"cost of every op (simulated): {', '.join(parts)}"
-    ]
 
 
 def _static(stock: Stock) -> str:

@@ -1,7 +1,7 @@
 """Result of planning one batch over all replicas, for tables and JSON."""
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,8 +30,6 @@ class Outcome:
         lower_bound_seconds: seconds of the iteration that no plan can beat.
         plan_seconds: seconds that planning took.
         step: the step; None if ``planner`` makes no pipeline plans.
-        free_seconds: seconds of the iteration if the replicas ran without lockstep; None if they
-            were not computed.
     """
 
     batch: int
@@ -41,12 +39,6 @@ class Outcome:
     lower_bound_seconds: float
     plan_seconds: float
     step: Step | None
-    free_seconds: float | None = None
-
-    @property
-    def lockstep_price(self) -> float:
-        """Additional time of lockstep, as a fraction of ``free_seconds``."""
-        return self.seconds / self.free_seconds - 1 if self.free_seconds else 0.0
 
     @property
     def seconds(self) -> float:
@@ -112,7 +104,6 @@ def outcome(
     options: Options,
     planner: str,
     replicas: int,
-    priced: bool = False,
     run: Runner = in_turn,
 ) -> Outcome:
     """Plan one batch.
@@ -124,22 +115,16 @@ def outcome(
         options: options of the planner.
         planner: name of the planner.
         replicas: number of replicas.
-        priced: whether to plan replicas in lockstep a second time, as independent replicas, to
-            compute the price of lockstep.
         run: runner that maps a function over tasks, in this process or in worker processes.
 
     Raises:
         ValueError: if the batch cannot be planned, or ``planner`` does not support lockstep.
     """
     results: tuple[PlannerResult, ...]
-    free, lengths = None, lengths_of(documents)
+    lengths = lengths_of(documents)
     if planner in PLANNERS:
         planned = plan_step(documents, cost, options, planner, replicas, run)
         results, step, took = planned.planned, planned.step, planned.plan_seconds
-        if priced and options.lockstep > 1:
-            alone = replace(options, lockstep=1)
-            others = plan_step(documents, cost, alone, planner, replicas, run).planned
-            free = max(each.seconds for each in others)
     elif options.lockstep > 1:
         raise ValueError(
             f"planner {planner!r} knows no replicas in lockstep (--ep); expected one of "
@@ -162,7 +147,7 @@ def outcome(
         longest = lower_bound_seconds(every[:1], cost, local=local)
         per_replica = lower_bound_seconds(every, cost, local=local) / replicas
         bound = min(bound, max(longest, per_replica))
-    return Outcome(batch, planner, slowest, results, bound, took, step, free)
+    return Outcome(batch, planner, slowest, results, bound, took, step)
 
 
 def known_planner(name: str, *baselines: str) -> str:

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _evaluation(arguments, lengths, cost, options)
     job = arguments.batch, batches.forest(arguments.batch), cost, options, planner, arguments.dp
     with Workers() as workers:
-        result = outcome(*job, priced=True, run=workers.watched("replicas"))
+        result = outcome(*job, run=workers.watched("replicas"))
     text = _text(result.step)
     if arguments.output is not None:
         if text is None:
@@ -73,8 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
         facts["documents"] = len(lengths)
         facts["multiple"] = cost.multiple
         facts["read"] = _read(batches.corpus.counts)
-        if result.free_seconds is not None:
-            facts["lockstep"] = {"replicas": options.lockstep, "free_seconds": result.free_seconds}
         facts["plan"] = text
         print(json.dumps(facts))
         return 0
@@ -235,15 +233,11 @@ def late_text(outcomes: Sequence[Outcome], cost: Cost) -> str | None:
 
 
 def _lockstep_lines(result: Outcome) -> list[str]:
-    """Return a line on the price of lockstep, if the price was computed."""
-    if result.step is None or result.free_seconds is None:
+    """Return a line on lockstep, if replicas share experts."""
+    if result.step is None or result.step.lockstep == 1:
         return []
     empty = sum(not chunk.spans for plan in result.step.plans for chunk in plan.chunks)
-    return [
-        f"lockstep    blocks of {result.step.lockstep} replicas, {empty} chunks empty; takes "
-        f"{result.lockstep_price:+.1%} against {seconds_text(result.free_seconds)} of replicas "
-        "that run freely (simulated)"
-    ]
+    return [f"lockstep    blocks of {result.step.lockstep} replicas, {empty} chunks empty"]
 
 
 def _overlapped(plan: Plan, cost: Cost) -> list[str]:

@@ -90,27 +90,24 @@ SHARED = f"{QWEN} --dp 2 --ep 16 --context 16384"
 
 def test_replicas_that_share_experts_are_planned_in_lockstep(cli: Commands) -> None:
     text = cli.said(f"{SHARED} -o p.step")
-    assert "lockstep    blocks of 2 replicas, " in text and "(simulated)" in text
+    assert "lockstep    blocks of 2 replicas, " in text and " chunks empty\n" in text
     step = Step.parse(Path("p.step").read_text())
     assert step.lockstep == 2 and step.lengths == LENGTHS
     assert cli.said("check p.step").count("ok: ") == 2
     facts = cli.facts(SHARED)
-    free = facts["lockstep"]["free_seconds"]
-    assert facts["lockstep"]["replicas"] == 2 and free == pytest.approx(facts["seconds"], rel=0.5)
     alone = cli.facts(f"{SHARED} --ep 8")
-    assert "lockstep" not in alone and Step.parse(alone["plan"]).lockstep == 1
+    assert Step.parse(alone["plan"]).lockstep == 1
     # Op by op together: the replicas' plans take the same time, by the slower one's ops.
     taken = [cli.facts(f"simulate p.step --replica {replica}")["seconds"] for replica in (0, 1)]
     assert taken[0] == pytest.approx(taken[1]) == pytest.approx(facts["seconds"])
     assert "stage 0" in cli.said("draw p.step --replica 1")
 
 
-def test_compare_says_what_lockstep_costs(cli: Commands) -> None:
+def test_compare_plans_in_lockstep(cli: Commands) -> None:
     line = f"{SHARED.replace('plan', 'compare', 1)} --planner packing flexsp"
     text = cli.said(line)
-    assert "In lockstep, blocks of 2 replicas, against replicas that run freely" in text
     assert "flexsp failed: batch 0: planner 'flexsp' knows no replicas in lockstep" in text
-    assert "lockstep" not in cli.said(f"{line} --ep 8")
+    assert "flexsp failed" not in cli.said(f"{line} --ep 8")
 
 
 def test_a_broken_skeleton_is_drawn(cli: Commands) -> None:
