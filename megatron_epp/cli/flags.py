@@ -470,12 +470,6 @@ class TuneFlags:
         "SLURM_HOSTFILE. This needs a --topology with a grid of nodes.",
         FILE,
     )
-    dry_run_corpus: int | None = flag(
-        None,
-        "Simulate N iterations of the corpus with the chosen row, and print the spread of their "
-        "times.",
-        ("N", whole_number(1, 100_000)),
-    )
 
 
 # Schemas of every command, in the order of its usage line.

@@ -39,6 +39,7 @@ REMOVED = {
     "--framework": _BY_HAND,
     "--devices": "give --pp and --cp; tune --gpus N finds the fastest degrees",
     "--noise": "leave it out: simulate plays a plan with the times of the cost model",
+    "--dry-run-corpus": "give the degrees of the row to `compare --batches N`",
     "--html": "plan the row with `plan -o x.plan`, and draw it with `draw x.plan -o x.html`",
     "serve": "training starts its planner processes itself; for a plan in a file: plan -o FILE",
     "--partition": "leave it out: --placement auto, the default, chooses layers, too; "

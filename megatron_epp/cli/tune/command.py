@@ -16,7 +16,7 @@ from megatron_epp.cli.progress import Workers, bar
 from megatron_epp.cli.tune.describe import NOT_PLANNED, print_model, states_bytes
 from megatron_epp.cli.tune.how_many import how_many
 from megatron_epp.cli.tune.job import TunedJob, job_of
-from megatron_epp.cli.tune.report import runs, spread, tuning_lines
+from megatron_epp.cli.tune.report import runs, tuning_lines
 from megatron_epp.cli.tune.script import launch_script, layouts_line, require_sayable
 from megatron_epp.cost.catalogue.accuracy import accuracy_lines
 from megatron_epp.cost.catalogue.models import model, model_config
@@ -28,7 +28,6 @@ from megatron_epp.planner.tuning.survey import (
     ELASTIC,
     Choice,
     Survey,
-    replanned,
     slow_hosts,
     survey,
 )
@@ -37,7 +36,7 @@ from megatron_epp.show.table import COLUMNS
 from megatron_epp.show.units import GIB
 
 # Options that need the search, and therefore --lengths.
-_OF_SURVEY = (*("row", "parts", "script", "hostfile", "dry_run_corpus"),)
+_OF_SURVEY = (*("row", "parts", "script", "hostfile"),)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -80,10 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     with Workers() as workers:
         result = _survey(job, drawn, options, workers)
         row = _row(result, arguments)
-        played: list[Choice] = []
-        if arguments.dry_run_corpus:
-            played = _dry_run(result.choices[row - 1], batches, job, options)
-        _write_and_print(job, result, row, played, batches, drawn, options)
+        _write_and_print(job, result, row, batches, drawn, options)
     if arguments.script is not None:  # last: a row that Megatron cannot run ends with status 2
         _write_script(job, result, row, batches, len(drawn[0]))
     return 130 if result.stopped else 0
@@ -140,7 +136,6 @@ def _write_and_print(
     job: TunedJob,
     result: Survey,
     row: int,
-    played: Sequence[Choice],
     batches: Batches,
     drawn: Sequence[Sequence[int]],
     options: Options,
@@ -168,8 +163,6 @@ def _write_and_print(
             facts["node_map"] = _node_facts(nodes)
         if chosen.planner == ELASTIC:
             facts["layouts_line"] = layouts_line(job, chosen)
-        if played:
-            facts["dry_run"] = [each.facts() for each in played]
         print(json.dumps(facts, indent=1))
         return
     hosts = f" in hosts of {job.host_devices}" * (job.host_devices < job.node_devices)
@@ -189,8 +182,6 @@ def _write_and_print(
         print(f"for a file of --epp-layouts: {layouts_line(job, chosen)}")
     if nodes is not None:
         print(_node_lines(nodes), end="")
-    if played:
-        print(spread(row, played), end="")
 
 
 def _nodes(job: TunedJob, chosen: Choice) -> NodeMap | None:
@@ -235,19 +226,6 @@ def _padding(first: Choice) -> str:
     """Return a note: training pads the rows of each device to a multiple; "" if that is 1."""
     of_device = first.multiple // (first.layout.tp * first.layout.cp)
     return f"; rows of a device padded to multiples of {of_device}" if of_device > 1 else ""
-
-
-def _dry_run(first: Choice, batches: Batches, job: TunedJob, options: Options) -> list[Choice]:
-    """Plan as many batches as --dry-run-corpus says in the layout ``first``, in training order."""
-    numbers = range(job.arguments.dry_run_corpus)
-    cost = job.cost_for(first.layout)
-    choices = []
-    for number in bar(numbers, len(numbers), "iterations"):
-        try:
-            choices.append(replanned(first, cost, [batches[number]], options))
-        except ValueError as error:
-            raise ValueError(f"iteration {number} of {first.layout}: {error}") from error
-    return choices
 
 
 def _facts(result: Survey, rows: Sequence[Choice], row: int) -> dict:

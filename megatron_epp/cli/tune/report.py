@@ -2,7 +2,6 @@
 
 import itertools
 import re
-import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
 
@@ -214,18 +213,3 @@ def _why(first: Choice, slower_ones: Sequence[Choice]) -> list[str]:
             f"{seconds_text(next_best[most] * other.seconds)} of an iteration."
         )
     return lines
-
-
-def spread(row: int, played: Sequence[Choice]) -> str:
-    """Return a table of minimum, median and maximum over ``played``, iterations of row ``row``."""
-    rows = []
-    for name, values in (
-        ("seconds", [each.seconds for each in played]),
-        ("tokens/s", [each.tokens_per_second for each in played]),
-        ("idle", [each.bubble_ratio for each in played]),
-        ("redo", [each.recompute_ratio for each in played]),
-        ("GiB", [each.peak_bytes / GIB for each in played]),
-    ):
-        rows.append([name, *(f"{f(values):.4g}" for f in (min, statistics.median, max))])
-    head = f"\nRow {row} over {len(played)} iterations of the corpus:\n"
-    return head + text_table(("", "least", "median", "most"), rows) + "\n"
