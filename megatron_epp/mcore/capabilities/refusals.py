@@ -52,7 +52,7 @@ def vocabulary_refusal(args: argparse.Namespace) -> tuple[str, str] | None:
     """Return (reason, remedy) if ``args`` exclude vocabulary parallelism, else None."""
     stages, ranks = stages_of(args), args.tensor_model_parallel_size
     if stages == 1:
-        return "there is one stage, so its words have nowhere else to lie", "leave it out"
+        return "there is one stage, which has the whole vocabulary", "leave it out"
     if lockstep_of(args) > 1:
         return (
             "experts are sharded over replicas",
@@ -63,7 +63,10 @@ def vocabulary_refusal(args: argparse.Namespace) -> tuple[str, str] | None:
         return "it does not run scaled logits (--use-mup)", "leave these out"
     saves = args.save or args.load
     if saves and getattr(args, "ckpt_format", "torch_dist") != "torch_dist":
-        return f"--ckpt-format {args.ckpt_format} knows no parts of it", "give torch_dist"
+        return (
+            f"--ckpt-format {args.ckpt_format} cannot save the LM head in parts",
+            "give torch_dist",
+        )
     words = getattr(args, "padded_vocab_size", None)
     if words and words % (stages * ranks):
         return (

@@ -131,7 +131,7 @@ class ModelStage:
             assert not self._saved, "a chunk's forward has no backward"
             assert not self._deferred, "a chunk's I has no W"
             assert not self.head_ops, "a chunk's H has no G"
-            assert not len(self.host), "a chunk's layers lie in the host's memory for nobody"
+            assert not len(self.host), "host memory holds layers of a chunk that no op fetches"
             # Megatron's overlapped reduction by hooks runs on the first stage only when gradient
             # reduction is aligned over the stages (schedules.py: grad_sync_func).
             if self.config.grad_sync_func is not None and self.stage > 0 and self.reduces:
