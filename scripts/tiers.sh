@@ -6,7 +6,7 @@
 #
 # EPP_TEST_WORKERS=n sets the number of processes (default: the number of cores, 2 to 4; 0: none). Half as many more run,
 # because many tests wait for other processes. Without a GPU, tests marked `gpu` run with emulated kernels of Transformer
-# Engine, in a second pytest process. Tests marked `slow` need --slow. The last lines report what was skipped.
+# Engine, in a second pytest process. The last lines report what was skipped.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 tier=$1

@@ -1,7 +1,4 @@
-"""GPU tests are skipped, and counted, where there is none, slow ones without --slow.
-
-Properties are tested unhurried.
-"""
+"""GPU tests are skipped, and counted, where there is none; properties are tested unhurried."""
 
 import os
 from functools import cache
@@ -14,7 +11,7 @@ from tests.forks import share_one_server
 
 os.environ["TQDM_DISABLE"] = "1"  # tqdm reads it when imported: bars appear by the clock
 
-NO_GPU, SLOW = "needs a GPU", "is slow"
+NO_GPU = "needs a GPU"
 # Files that take more than about 15 s of a core, longest first (pytest --durations=60 says which):
 # those of the run with emulated kernels, then of the other, whose first mostly stands and waits.
 LONGEST = (
@@ -79,10 +76,6 @@ settings.load_profile("shared host")
 share_one_server()
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
-
-
 @cache
 def _has_gpu() -> bool:
     import torch  # seconds: only where a test carries the mark
@@ -92,8 +85,6 @@ def _has_gpu() -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if item.get_closest_marker("slow") and not config.getoption("--slow"):
-            item.add_marker(pytest.mark.skip(reason=SLOW))
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
     items.sort(key=_place)
@@ -109,7 +100,5 @@ def _place(item: pytest.Item) -> tuple[int, bool]:
 
 def pytest_terminal_summary(terminalreporter) -> None:
     skipped = terminalreporter.stats.get("skipped", [])
-    for reason, why in ((NO_GPU, "for lack of a GPU"), (SLOW, "as slow; --slow runs them")):
-        count = sum(reason in str(report.longrepr) for report in skipped)
-        if count or reason == NO_GPU:
-            terminalreporter.write_line(f"{count} tests skipped {why}")
+    count = sum(NO_GPU in str(report.longrepr) for report in skipped)
+    terminalreporter.write_line(f"{count} tests skipped for lack of a GPU")

@@ -10,42 +10,6 @@ from megatron_epp.corpus import blend
 from megatron_epp.corpus.blend import DueTimes, TokenOrder, document_weights
 from megatron_epp.corpus.epochs import epoch_order
 
-
-def order_by_tokens(
-    lengths: Sequence[Callable[[int], numpy.ndarray]], weights: Sequence[float], size: int
-) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Corpus and index in it of each of the first ``size`` documents, sorted at once.
-
-    ``lengths`` of each corpus: the tokens of its first n documents, over all epochs.
-    """
-    if size == 0:  # the corpora may be empty
-        return numpy.empty(0, numpy.int16), numpy.empty(0, numpy.int64)
-    counts = [size // len(weights) + 1] * len(weights)
-    due = [_due(*corpus) for corpus in zip(lengths, weights, counts, strict=True)]
-    # Read more until ``size`` documents are due before any document that has not been read.
-    while sum(map(len, reached := _before(due))) < size:
-        shortest = min(range(len(due)), key=lambda corpus: due[corpus][-1])
-        counts[shortest] *= 2
-        due[shortest] = _due(lengths[shortest], weights[shortest], counts[shortest])
-    order = numpy.argsort(numpy.concatenate(reached), kind="stable")[:size]
-    corpora = numpy.repeat(numpy.arange(len(due), dtype=numpy.int16), list(map(len, reached)))
-    places = numpy.concatenate([numpy.arange(len(one), dtype=numpy.int64) for one in reached])
-    return corpora[order], places[order]
-
-
-def _due(lengths: Callable[[int], numpy.ndarray], weight: float, count: int) -> numpy.ndarray:
-    """Return the due times of ``count`` documents and of the end of the last one: [count + 1]."""
-    tokens = lengths(count).astype(numpy.int64)
-    ends = numpy.cumsum(tokens)
-    return numpy.append(ends - tokens / 2, ends[-1]) / weight
-
-
-def _before(due: Sequence[numpy.ndarray]) -> list[numpy.ndarray]:
-    """Return the due times of each corpus that are below the smallest last value in ``due``."""
-    end = min(one[-1] for one in due)
-    return [one[: numpy.searchsorted(one[:-1], end)] for one in due]
-
-
 # ------------------------------------------------------------------ small blends
 
 
@@ -109,15 +73,14 @@ def test_blocks_are_the_order_made_at_once(monkeypatch, weights, sizes, equal: b
         return cache(lambda epoch: epoch_order(sizes[number], 11 + number, epoch))
 
     permutations = [permutation(number) for number in range(3)]
-
-    def first(number: int) -> Callable[[int], numpy.ndarray]:
-        epochs = lambda count: range(-(-count // sizes[number]))  # noqa: E731
-        order = permutations[number]
-        return lambda count: numpy.concatenate([lengths[number][order(e)] for e in epochs(count)])[
-            :count
-        ]
-
-    corpora, places = order_by_tokens([first(n) for n in range(3)], weights, 4000)
+    first = 4000  # of every corpus: the first of all are among them
+    due = []
+    for number, size in enumerate(sizes):
+        epochs = range(-(-first // size))
+        tokens = numpy.concatenate([lengths[number][permutations[number](e)] for e in epochs])
+        tokens = tokens[:first].astype(numpy.int64)
+        due.append((numpy.cumsum(tokens) - tokens / 2) / weights[number])
+    corpora, places = numpy.divmod(numpy.argsort(numpy.concatenate(due), kind="stable"), first)
     order = TokenOrder([DueTimes(lengths[n], permutations[n], weights[n]) for n in range(3)])
     for samples in (numpy.arange(4000), random.permutation(4000)[:300], numpy.array([3999, 0])):
         of_corpora, items = order.locate(samples)

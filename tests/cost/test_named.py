@@ -65,9 +65,6 @@ def test_a_device_of_ones_own(tmp_path: Path) -> None:
     shape = dataclasses.asdict(DEVICES["h100-80g"]) | {"name": "mine", "budget_gib": 50}
     file.write_text(json.dumps(shape))
     assert device(str(file)).group_bytes_per_second == DEVICES["h100-80g"].group_bytes_per_second
-    file.write_text(json.dumps(shape | {"linear_flops": 0}))
-    with pytest.raises(ValueError, match="linear_flops 0: expected a number above 0"):
-        device(str(file))
 
 
 @pytest.mark.parametrize("name", MODELS)

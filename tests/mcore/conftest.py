@@ -1,10 +1,14 @@
-"""The corpus that tests of training runs read, and flags as a job has them read."""
+"""A host without a GPU; the corpus that tests of training runs read, and flags as a job reads."""
 
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from megatron_epp.mcore.patching import cpu_host
+
+cpu_host.install_cpu_host()  # before the first import of Megatron
 
 
 @pytest.fixture(scope="module")

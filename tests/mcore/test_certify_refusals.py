@@ -6,15 +6,11 @@ from pathlib import Path
 import pytest
 
 from megatron_epp.certify.trial import read
-from megatron_epp.mcore.patching import cpu_host
-
-cpu_host.install_cpu_host()
-
-from megatron_epp.mcore.certify.model_flags import parsed, scaled  # noqa: E402
-from megatron_epp.mcore.flags import replaced  # noqa: E402
-from tests.mcore.runs import flags  # noqa: E402
-from tests.mcore.test_refusals import OF_MAIN, STARTS, row_of  # noqa: E402
-from tests.programs import python  # noqa: E402
+from megatron_epp.mcore.certify.model_flags import parsed, scaled
+from megatron_epp.mcore.flags import replaced
+from tests.mcore.runs import flags
+from tests.mcore.test_refusals import OF_MAIN, STARTS, row_of
+from tests.programs import python
 
 
 def read_by_certify(how: dict[str, object]) -> str | None:

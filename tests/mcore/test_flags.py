@@ -7,11 +7,7 @@ import pytest
 from megatron_epp.cli.megatron_flags import require_known
 from megatron_epp.cli.options import UsageError
 from megatron_epp.mcore.flags.config import Config
-from megatron_epp.mcore.patching import cpu_host
-
-cpu_host.install_cpu_host()
-
-from megatron_epp.mcore.patching.modelopt_flags import MEANT, add_arguments  # noqa: E402
+from megatron_epp.mcore.patching.modelopt_flags import MEANT, add_arguments
 
 
 def test_every_flag_of_megatrons_parser_is_known() -> None:

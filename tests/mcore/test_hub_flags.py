@@ -5,19 +5,14 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+from megatron.training.arguments import add_megatron_arguments
 
 from megatron_epp.cost.catalogue.hub_file import hub_config
 from megatron_epp.cost.catalogue.megatron_flags import model_flags
 from megatron_epp.cost.catalogue.models import MODELS, Model, hub_model, model_config
-from megatron_epp.mcore.patching import cpu_host
-
-cpu_host.install_cpu_host()
-
-from megatron.training.arguments import add_megatron_arguments  # noqa: E402
-
-from megatron_epp.mcore.job.read_flags import prepare_parser  # noqa: E402
-from megatron_epp.mcore.model.shape import model_shape  # noqa: E402
-from tests.cost.hub_models import HUB_MODELS  # noqa: E402
+from megatron_epp.mcore.job.read_flags import prepare_parser
+from megatron_epp.mcore.model.shape import model_shape
+from tests.cost.hub_models import HUB_MODELS
 
 Parse = Callable[[list[str]], argparse.Namespace]
 # What flags cannot say, of models whose sizes they can: another activation has no gate there.

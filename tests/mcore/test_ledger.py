@@ -9,28 +9,23 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
-from megatron_epp.mcore.patching import cpu_host
-
-cpu_host.install_cpu_host()
-
-import torch  # noqa: E402
-
-from megatron_epp.cost.cost import Cost  # noqa: E402
-from megatron_epp.cost.host_memory import host_peak_bytes  # noqa: E402
-from megatron_epp.cost.layout import StageLayout  # noqa: E402
-from megatron_epp.ir import Chunk, Op, Plan  # noqa: E402
-from megatron_epp.layers.attention.reference import ReferenceKernel  # noqa: E402
-from megatron_epp.layers.attention.varlen import VarlenAttention  # noqa: E402
-from megatron_epp.sim.play import play  # noqa: E402
-from scripts.bench.single_stage import (  # noqa: E402
+from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.host_memory import host_peak_bytes
+from megatron_epp.cost.layout import StageLayout
+from megatron_epp.ir import Chunk, Op, Plan
+from megatron_epp.layers.attention.reference import ReferenceKernel
+from megatron_epp.layers.attention.varlen import VarlenAttention
+from megatron_epp.sim.play import play
+from scripts.bench.single_stage import (
     build_stage,
     peak_bytes,
     profile_of,
     run_stage,
     start_single_process,
 )
-from tests.mcore.runs import trained  # noqa: E402
+from tests.mcore.runs import trained
 
 pytestmark = pytest.mark.everything
 

@@ -19,16 +19,12 @@ from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import MEASURED, Profile, Provenance, Seconds
 from megatron_epp.ir import FULL, KEEP, Chunk, Kind, Span
-from megatron_epp.mcore.patching import cpu_host
-
-cpu_host.install_cpu_host()
-
-from megatron_epp.mcore.calibrate import clocks, measure, profile_file  # noqa: E402
-from megatron_epp.mcore.calibrate.clocks import IssueClock  # noqa: E402
-from megatron_epp.mcore.calibrate.measure import calibrate  # noqa: E402
-from megatron_epp.mcore.calibrate.probe import Measurement, Shape  # noqa: E402
-from megatron_epp.mcore.data.row_shard import RowShard  # noqa: E402
-from megatron_epp.mcore.model import shape as shape_module  # noqa: E402
+from megatron_epp.mcore.calibrate import clocks, measure, profile_file
+from megatron_epp.mcore.calibrate.clocks import IssueClock
+from megatron_epp.mcore.calibrate.measure import calibrate
+from megatron_epp.mcore.calibrate.probe import Measurement, Shape
+from megatron_epp.mcore.data.row_shard import RowShard
+from megatron_epp.mcore.model import shape as shape_module
 
 ORIGIN = Provenance("made up", "cpu: none", "float32", "2026-11-22", MEASURED, MEASURED)
 # Of a layer: forward seconds per token, per pair that its window leaves, per chunk; its window;

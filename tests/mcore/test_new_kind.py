@@ -13,20 +13,16 @@ import pytest
 from megatron_epp.cost.kinds.base import CarryOver
 from megatron_epp.cost.kinds.layer import PARTS, Layer
 from megatron_epp.mcore.kinds.attention.kind import AttentionKind
+from megatron_epp.mcore.kinds.attention.module import AttentionModule
 from megatron_epp.mcore.kinds.base import KindModule, LayerKind
+from megatron_epp.mcore.kinds.modules import KIND_MODULES
 from megatron_epp.mcore.kinds.moe.kind import MoEKind
 from megatron_epp.mcore.kinds.registry import LAYER_KINDS
-from megatron_epp.mcore.patching import cpu_host
-
-cpu_host.install_cpu_host()
-
-from megatron_epp.mcore.kinds.attention.module import AttentionModule  # noqa: E402
-from megatron_epp.mcore.kinds.modules import KIND_MODULES  # noqa: E402
-from scripts.kind_files import PACKAGE, KindFiles, put_back, take_out  # noqa: E402
-from tests.cost.test_new_layer_kind import MODELS, SHAPES  # noqa: E402
-from tests.forks import Ended, run_with_torch  # noqa: E402
-from tests.mcore.models import INDEXER, MLA, PATTERN, V3  # noqa: E402
-from tests.programs import run  # noqa: E402
+from scripts.kind_files import PACKAGE, KindFiles, put_back, take_out
+from tests.cost.test_new_layer_kind import MODELS, SHAPES
+from tests.forks import Ended, run_with_torch
+from tests.mcore.models import INDEXER, MLA, PATTERN, V3
+from tests.programs import run
 
 pytestmark = pytest.mark.everything
 

@@ -116,9 +116,6 @@ def test_a_given_plan_offloads_as_far_as_the_host_has_room(corpus, profile, tmp_
 
 
 def test_the_host_must_have_what_is_asked_for(monkeypatch) -> None:
-    from megatron_epp.mcore.patching import cpu_host
-
-    cpu_host.install_cpu_host()
     from megatron_epp.mcore.job import job_cost
 
     whole = SimpleNamespace(total=64 * GIB, available=40 * GIB)

@@ -13,22 +13,18 @@ from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.kinds.layer import LayerShape
 from megatron_epp.cost.profile import LAYER_KIND, Profile, Provenance
 from megatron_epp.ir import FULL, KEEP
-from megatron_epp.mcore.patching import cpu_host
-
-cpu_host.install_cpu_host()
-
-from megatron_epp.mcore.calibrate.measure import CPU_FLOPS, REPEATS, grid  # noqa: E402
-from megatron_epp.mcore.calibrate.probe import Shape  # noqa: E402
-from megatron_epp.mcore.calibrate.profile_file import provenance_of, require  # noqa: E402
-from megatron_epp.mcore.certify.model_flags import parsed  # noqa: E402
-from megatron_epp.mcore.flags.config import Config  # noqa: E402
-from megatron_epp.mcore.job import job_cost  # noqa: E402
-from megatron_epp.mcore.kinds.registry import LAYER_KINDS  # noqa: E402
-from megatron_epp.mcore.lm_head import fused_head  # noqa: E402
-from megatron_epp.mcore.model.shape import model_shape  # noqa: E402
-from megatron_epp.mcore.trainer.profile_command import _without_layout, main  # noqa: E402
-from tests.mcore.models import megatron_args as args  # noqa: E402
-from tests.mcore.runs import MODEL  # noqa: E402
+from megatron_epp.mcore.calibrate.measure import CPU_FLOPS, REPEATS, grid
+from megatron_epp.mcore.calibrate.probe import Shape
+from megatron_epp.mcore.calibrate.profile_file import provenance_of, require
+from megatron_epp.mcore.certify.model_flags import parsed
+from megatron_epp.mcore.flags.config import Config
+from megatron_epp.mcore.job import job_cost
+from megatron_epp.mcore.kinds.registry import LAYER_KINDS
+from megatron_epp.mcore.lm_head import fused_head
+from megatron_epp.mcore.model.shape import model_shape
+from megatron_epp.mcore.trainer.profile_command import _without_layout, main
+from tests.mcore.models import megatron_args as args
+from tests.mcore.runs import MODEL
 
 HIDDEN, FFN, GROUPS, HEAD = 32, 128, 2, 8  # of megatron_args
 

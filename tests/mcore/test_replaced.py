@@ -12,58 +12,37 @@ from tests.mcore.runs import Run, flags, train
 
 # But SEGMENTS, of texts that are read.
 ROWS = (*REPLACED, *(one for one in replaced_by_kinds() if not one.untyped))
-# Flags with a value, or another name than what they set.
-WRITTEN = {
-    "recompute_granularity": "--recompute-granularity full",
-    "recompute_method": "--recompute-method uniform",
-    "recompute_num_layers": "--recompute-num-layers 1",
-    "recompute_modules": "--recompute-modules core_attn mlp",
-    "num_layers_per_virtual_pipeline_stage": "--num-layers-per-virtual-pipeline-stage 1",
-    "num_virtual_stages_per_pipeline_rank": "--num-virtual-stages-per-pipeline-rank 2",
-    "microbatch_group_size_per_vp_stage": ("--microbatch-group-size-per-virtual-pipeline-stage 2"),
-    "overlap_p2p_comm": "--no-overlap-p2p-communication",
-    "overlap_p2p_comm_warmup_flush": "--overlap-p2p-communication-warmup-flush",
-    "cuda_graph_impl": "--cuda-graph-impl local",
-    "cuda_graph_modules": "--cuda-graph-modules attn mlp",
-    "cuda_graph_scope_deprecated": "--cuda-graph-scope full",
-    "cuda_graph_warmup_steps": "--cuda-graph-warmup-steps 5",
-    "tp_comm_overlap_cfg": "--tp-comm-overlap-cfg overlap.yaml",
-    "tp_comm_overlap_ag": "--disable-tp-comm-overlap-ag",
-    "tp_comm_overlap_rs": "--disable-tp-comm-overlap-rs",
-    "tp_comm_bulk_dgrad": "--disable-tp-comm-bulk-dgrad",
-    "tp_comm_bulk_wgrad": "--disable-tp-comm-bulk-wgrad",
-    "tp_comm_split_ag": "--no-tp-comm-split-ag",
-    "tp_comm_split_rs": "--no-tp-comm-split-rs",
-    "tp_comm_bootstrap_backend": "--tp-comm-bootstrap-backend mpi",
-    "cpu_offloading_num_layers": "--cpu-offloading-num-layers 1",
-    "offload_modules": "--offload-modules core_attn",
-    "min_offloaded_tensor_size": "--min-offloaded-tensor-size 4096",
-    "delta_offload_bytes_across_pp_ranks": "--delta-offload-bytes-across-pp-ranks 8",
-    "activation_offload_fraction": "--activation-offload-fraction 0.5",
-    "fine_grained_offloading_max_inflight_offloads": (
-        "--fine-grained-offloading-max-inflight-offloads 2"
-    ),
-    "micro_batch_size": "--micro-batch-size 3",
-    "eval_micro_batch_size": "--eval-micro-batch-size 2",
-    "calculate_per_token_loss": "--no-calculate-per-token-loss",
-    "wgrad_deferral_limit": "--wgrad-deferral-limit 22",
-    "moe_token_dispatcher_type": "--moe-token-dispatcher-type flex",
-    "moe_flex_dispatcher_backend": "--moe-flex-dispatcher-backend hybridep",
-    "moe_flex_dispatcher_num_sms": "--moe-flex-dispatcher-num-sms 16",
-    "moe_deepep_num_sms": "--moe-deepep-num-sms 20",
-    "moe_hybridep_num_sms": "--moe-hybridep-num-sms 24",
-    "moe_hybridep_num_sms_preprocessing": "--moe-hybridep-num-sms-preprocessing 32",
-    "moe_hybridep_num_blocks_permute": "--moe-hybridep-num-blocks-permute 8",
-    "moe_hybridep_num_blocks_unpermute": "--moe-hybridep-num-blocks-unpermute 8",
-    "cp_comm_type": "--cp-comm-type a2a",
-    "dataloader_type": "--dataloader-type single",
+# Values that no parser can tell.
+VALUES = {
+    "recompute_modules": "core_attn mlp",
+    "cuda_graph_modules": "attn mlp",
+    "cuda_graph_scope_deprecated": "full",
+    "tp_comm_overlap_cfg": "overlap.yaml",
+    "offload_modules": "core_attn",
+    "moe_token_dispatcher_type": "flex",
+    "cp_comm_type": "a2a",
 }
-# Every flag of the table, as a user types it.
-TYPED = {
-    name: WRITTEN.get(name, f"--{name.replace('_', '-')}")
-    for row in ROWS
-    for name in row.names.split()
-}
+
+
+@pytest.fixture(scope="module")
+def typed() -> dict[str, str]:
+    """Every flag of the table with a value that is not its default, as a user types it."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    from megatron_epp.mcore.job.read_flags import prepare_parser
+
+    parser = prepare_parser(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+    actions = {action.dest: action for action in parser._actions}
+
+    def words(name: str) -> str:
+        action = actions[name]
+        if action.nargs == 0:
+            return action.option_strings[-1]
+        others = [one for one in action.choices or () if one != action.default]
+        value = VALUES.get(name) or (others[0] if others else 0.5 if action.type is float else 2)
+        return f"{action.option_strings[-1]} {value}"
+
+    return {name: words(name) for row in ROWS for name in row.names.split() if name in actions}
 
 
 @pytest.fixture
@@ -88,18 +67,18 @@ def parsed(monkeypatch):
     return parse
 
 
-def test_each_is_set_back_and_named_as_it_was_typed(parsed) -> None:
-    assert WRITTEN.keys() <= TYPED.keys()
+def test_each_is_set_back_and_named_as_it_was_typed(parsed, typed) -> None:
+    assert VALUES.keys() <= typed.keys()
     plain = parsed("--epp")
     assert replaced.warning(plain) is None
-    words = [word for typed in TYPED.values() for word in typed.split()]
+    words = [word for one in typed.values() for word in one.split()]
     args = parsed("--epp", *words)
-    assert {name: getattr(args, name) for name in TYPED} == {
-        name: getattr(plain, name) for name in TYPED
+    assert {name: getattr(args, name) for name in typed} == {
+        name: getattr(plain, name) for name in typed
     } | {"moe_token_dispatcher_type": "alltoall"}
     said = replaced.warning(args)
     assert said is not None and "\n" not in said
-    assert [typed for typed in TYPED.values() if typed not in said] == []
+    assert [one for one in typed.values() if one not in said] == []
     assert [one.by for one in ROWS if one.by not in said] == []
     # Checkpoints hold the arguments: nothing but words is among them.
     assert all(type(line) is str for line in getattr(args, TAKEN))
@@ -215,13 +194,11 @@ def warnings(run: Run) -> list[str]:
     return [line for line in run.output.splitlines() if "these flags have no effect" in line]
 
 
-def test_a_run_with_all_of_them_is_the_run_without(corpus) -> None:
+def test_a_run_with_all_of_them_is_the_run_without(corpus, typed) -> None:
     """Through the command line, in one run: two of them are other ways to say a third."""
     plain = flags(corpus, pipeline_model_parallel_size=1, train_iters=1, epp=True)
     left_out = ("recompute_activations", "num_virtual_stages_per_pipeline_rank")
-    words = [
-        word for name, typed in TYPED.items() if name not in left_out for word in typed.split()
-    ]
+    words = [word for name, one in typed.items() if name not in left_out for word in one.split()]
     with_all, without = train([*plain, *words], processes=1), train(plain, processes=1)
     assert with_all.status == without.status == 0, with_all.output
     assert warnings(without) == [] and len(warnings(with_all)) == 1

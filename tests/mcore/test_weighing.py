@@ -14,17 +14,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from megatron_epp.cost.catalogue.models import Model
+from megatron_epp.cost.fitting.measured import workspaces
+from megatron_epp.cost.fitting.readings import Readings
+from megatron_epp.cost.kinds.layer import Layer, LayerShape
 from megatron_epp.ir import FULL, KEEP, Kind
-from megatron_epp.mcore.patching import cpu_host
-
-cpu_host.install_cpu_host()
-
-from megatron_epp.cost.catalogue.models import Model  # noqa: E402
-from megatron_epp.cost.fitting.measured import workspaces  # noqa: E402
-from megatron_epp.cost.fitting.readings import Readings  # noqa: E402
-from megatron_epp.cost.kinds.layer import Layer, LayerShape  # noqa: E402
-from megatron_epp.mcore.calibrate.measure import _measure_bytes, _measure_end_bytes  # noqa: E402
-from megatron_epp.mcore.calibrate.probe import Measurement, Shape  # noqa: E402
+from megatron_epp.mcore.calibrate.measure import _measure_bytes, _measure_end_bytes
+from megatron_epp.mcore.calibrate.probe import Measurement, Shape
 
 MIB = 2**20
 

@@ -114,16 +114,6 @@ def test_padding_is_charged() -> None:
                 assert span.stop == lengths[span.document] or span.stop % 64 == 0, name
 
 
-def test_training_levers_give_plans_that_training_runs() -> None:
-    """No lever that is on by default needs what only the simulator can do."""
-    lengths = [30_000, 22_000, 9_000] + [900, 2_500, 4_000] * 8
-    cost = machine(pp=4, room_gib=3)
-    planned = PLANNERS["epp"](lengths, cost, Options())
-    assert planned.plan.layers == cost.layout.layers
-    assert not any("o" in choice for stage in planned.plan.recompute for choice in stage)
-    assert planned.recompute_ratio > 0  # where simulation would offload
-
-
 @given(
     LENGTHS,
     st.integers(2, 8),

@@ -4,21 +4,17 @@ on, which the code itself names."""
 import ast
 import json
 import re
-import sys
 import zipfile
 from pathlib import Path
 
+import canary
+import checkout
 import pytest
 
 from megatron_epp.mcore.patching.patch_points import ALL_PATCH_POINTS
 from megatron_epp.mcore.patching.releases import NEWEST
+from tests.programs import ROOT
 from tests.scripts.test_check_upstream import installed
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts" / "upstream"))
-
-import canary  # noqa: E402
-import checkout  # noqa: E402
 
 pytestmark = pytest.mark.everything
 

@@ -6,22 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+import checkout as checkout_module
 import pytest
+from checkout import Checkout, look
 
 from megatron_epp.mcore.patching import patch_points
 from megatron_epp.mcore.patching.releases import NEWEST, RELEASES, STABLE, release_of
-
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "upstream" / "check_upstream.py"
-sys.path.insert(0, str(SCRIPT.parent))
-
-import checkout as checkout_module  # noqa: E402
-from checkout import Checkout, look  # noqa: E402
-
-from tests.forks import Ended  # noqa: E402
-from tests.programs import megatron_copy, python  # noqa: E402
+from tests.forks import Ended
+from tests.programs import ROOT, megatron_copy, python
 
 pytestmark = pytest.mark.everything
+SCRIPT = ROOT / "scripts" / "upstream" / "check_upstream.py"
 
 
 def installed() -> Path:

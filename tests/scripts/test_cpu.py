@@ -3,11 +3,8 @@
 import sys
 from pathlib import Path
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
-
 import cpu
+import pytest
 
 
 def test_plans_in_turn_are_compared_with_packing_best_of_their_budget() -> None:

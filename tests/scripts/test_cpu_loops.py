@@ -1,21 +1,14 @@
 """The benchmark of loops replays orders as the planner plays them."""
 
-import sys
-from pathlib import Path
-
+import cpu_loops
 import numpy as np
 import pytest
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
-sys.path.insert(0, str(BENCH))
-
-import cpu_loops  # noqa: E402
-
-from megatron_epp.ir import KIND_CODE  # noqa: E402
-from megatron_epp.planner.calls.call_cost import features  # noqa: E402
-from megatron_epp.planner.calls.call_options import CallOptions  # noqa: E402
-from tests.planner.calls.one_replica import call_plan  # noqa: E402
-from tests.planner.calls.test_group_order import rates  # noqa: E402
+from megatron_epp.ir import KIND_CODE
+from megatron_epp.planner.calls.call_cost import features
+from megatron_epp.planner.calls.call_options import CallOptions
+from tests.planner.calls.one_replica import call_plan
+from tests.planner.calls.test_group_order import rates
 
 pytestmark = pytest.mark.everything
 

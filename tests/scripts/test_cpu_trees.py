@@ -1,20 +1,14 @@
 """The measured benchmark of trees: its samples share what they are said to, and its bound is what
 the stage's own seconds make of that."""
 
-import sys
-from pathlib import Path
 from random import Random
 
+import cpu_trees
 import numpy as np
 import pytest
+from trees import answers_to, trajectory
 
-BENCH = Path(__file__).parents[2] / "scripts" / "bench"
-sys.path.insert(0, str(BENCH))
-
-import cpu_trees  # noqa: E402
-from trees import answers_to, trajectory  # noqa: E402
-
-from megatron_epp.corpus.shared_prefixes import shared_prefixes  # noqa: E402
+from megatron_epp.corpus.shared_prefixes import shared_prefixes
 
 pytestmark = pytest.mark.everything
 

@@ -1,19 +1,14 @@
 """Methods without a pipeline: every document once, near the optimum, in ``compare`` where they are
 found."""
 
-import sys
 from itertools import product
-from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
-
 from device_groups import DIVIDE, METHODS, flexsp
 from device_groups.costs import group_costs
+from hypothesis import given, settings
 
 from megatron_epp.cost.columns import CHUNKS
 from megatron_epp.ir import PlanError

@@ -1,10 +1,7 @@
 """The table of ``scripts/bench/peers.py``: its cells and ratios by round."""
 
 import argparse
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "bench"))
 import peers
 
 

@@ -1,24 +1,18 @@
 """Public measurements: which rows are compared or held out, and how far predictions are off."""
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import pytest
 
 from megatron_epp.cost.catalogue.accuracy import accuracy
-from tests.programs import loaded
+from tests.programs import ROOT, loaded
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "public.py"
+SCRIPT = ROOT / "scripts" / "bench" / "public.py"
 
 
 @pytest.fixture(scope="module")
 def script():
-    sys.path.insert(0, str(SCRIPT.parent))
-    try:
-        yield loaded(SCRIPT)
-    finally:
-        sys.path.remove(str(SCRIPT.parent))
+    return loaded(SCRIPT)
 
 
 @pytest.fixture(scope="module")

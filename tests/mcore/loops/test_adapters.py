@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_epp.corpus.shared_prefixes import shared_prefixes
-from megatron_epp.mcore.loops.adapter import forest_of, lengths_of, side_by_side
+from megatron_epp.mcore.loops.adapter import forest_of, lengths_of
 from megatron_epp.mcore.loops.adapters.packed import PackedDocuments, documents_of
 from megatron_epp.mcore.loops.adapters.samples import Samples, masked_sum
 
@@ -31,13 +31,6 @@ def test_samples_end_behind_their_last_target() -> None:
     assert Samples().lengths(samples()) == (4, 2, 1)
     assert Samples().lengths({**samples(), "lengths": [5, 3, 2]}) == (5, 3, 2)
     assert Samples().lengths({"tokens": torch.zeros(2, 6)}) == (6, 6)
-
-
-def test_rows_of_samples_are_those_of_the_sample() -> None:
-    made = Samples().rows(samples(), 1, 2, 5)
-    assert made["tokens"].tolist() == [[8, 9, 10]]
-    assert made["labels"].tolist() == [[9, 10, 11]]
-    assert set(made) == {"tokens", "labels", "loss_mask"}
 
 
 def test_outputs_of_samples_are_padded_for_the_loops_loss() -> None:
@@ -69,19 +62,6 @@ def test_packed_documents_lie_where_the_borders_say(padded) -> None:
     whole = adapter.loss(batch, [torch.ones(3), 2 * torch.ones(5)])
     gap = [0.0] * (begin - 3)
     assert whole.tolist() == [[1.0] * 3 + gap + [2.0] * 5 + [0.0] * (10 - begin - 5)]
-
-
-def test_a_gradient_finds_its_way_back() -> None:
-    batch = {
-        "input_ids": torch.zeros(1, 6, dtype=torch.int64),
-        "cu_seqlens": torch.tensor([0, 2, 6]),
-    }
-    outputs = [torch.ones(2, requires_grad=True), torch.ones(4, requires_grad=True)]
-    weights = torch.arange(6.0)
-    (
-        PackedDocuments(lambda batch, whole: (whole[0] * weights).sum()).loss(batch, outputs)
-    ).backward()
-    assert outputs[0].grad.tolist() == [0, 1] and outputs[1].grad.tolist() == [2, 3, 4, 5]
 
 
 def test_borders_beyond_the_rows_are_refused() -> None:
@@ -139,16 +119,6 @@ def test_lengths_that_cannot_be_are_refused(lengths, says) -> None:
         lengths_of(SimpleNamespace(lengths=lambda micro_batch: lengths), None, 1, 8)
 
 
-def test_slices_side_by_side_are_padded_together() -> None:
-    """With a row that there is: a temperature of 0 would divide by it."""
-    parts = [
-        {"tokens": torch.ones(1, 2), "labels": None},
-        {"tokens": 2 * torch.ones(1, 1), "labels": None},
-    ]
-    made = side_by_side(parts, 4)
-    assert made["tokens"].tolist() == [[1, 1, 2, 2]] and made["labels"] is None
-
-
 # ------------------------------------------------------------------ models that cannot be cut
 
 
@@ -194,9 +164,6 @@ def test_slices_side_by_side_are_padded_together() -> None:
     ],
 )
 def test_attach_says_what_slices_do_not_compute(changed, says) -> None:
-    from megatron_epp.mcore.patching import cpu_host
-
-    cpu_host.install_cpu_host()
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer import TransformerConfig
 

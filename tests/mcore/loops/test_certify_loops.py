@@ -65,7 +65,7 @@ def test_loops_compute_what_the_plain_model_computes() -> None:
     ("degrees", "llama", "kind"),
     [
         (Degrees(1, 2, 1), AUXILIARY, "encoder"),
-        pytest.param(Degrees(1, 2, 1, cp=2), AUXILIARY, "subclass", marks=pytest.mark.slow),
+        (Degrees(1, 2, 1, cp=2), AUXILIARY, "subclass"),
     ],
 )
 def test_slices_of_models_of_others(degrees, llama, kind) -> None:
@@ -127,9 +127,6 @@ ERRORS = {
 
 def branches(number: int, seed: int) -> bool:
     """Whether somewhere several parts continue one, in the batch of a loop's turn."""
-    from megatron_epp.mcore.patching import cpu_host
-
-    cpu_host.install_cpu_host()
     from megatron_epp.mcore.loops.adapter import forest_of
     from megatron_epp.mcore.loops.adapters.samples import Samples
 

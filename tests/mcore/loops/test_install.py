@@ -94,9 +94,6 @@ def test_an_import_round_a_corner_is_found() -> None:
 
 @pytest.fixture(scope="module")
 def megatron() -> Any:
-    from megatron_epp.mcore.patching import cpu_host
-
-    cpu_host.install_cpu_host()
     import megatron.core
     from megatron.core.pipeline_parallel import schedules
 

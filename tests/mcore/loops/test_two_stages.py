@@ -95,9 +95,6 @@ def test_megatrons_own_schedules_come_back(answers) -> None:
 
 def megatrons_reason(stages: int = 2, changed: dict | None = None, **config: object) -> str | None:
     """Why Megatron runs a training call of a model with that configuration; None if a plan can."""
-    from megatron_epp.mcore.patching import cpu_host
-
-    cpu_host.install_cpu_host()
     from megatron_epp.mcore.loops.call_arguments import megatron_only
 
     return megatron_only(call_of(changed, **config), stages)
