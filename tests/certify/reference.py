@@ -25,12 +25,7 @@ class CheckedReference(ReferenceModel):
                 raise ValueError(
                     f"--planner {planner}: experts over replicas run in lockstep; leave it out"
                 )
-            plans = PlansOf(
-                planner,
-                frame.layers,
-                frame.place,
-                frame.vocabulary_parallel,
-            )
+            plans = PlansOf(planner, frame.layers, frame.place, frame.vocabulary_parallel)
             plans([CONTEXT, CONTEXT // 2])  # raises early if the planner refuses these stages
         args = pickle.loads(setup.args)
         if self.trial.trees:

@@ -75,10 +75,7 @@ NO_LENGTH = ["0", "-5", "1.5", "abc", "1e9", "2147483648", "+3", "nan"]
             (f"12\n{text}\n".encode(), r"line 2: .*expected a positive whole number")
             for text in (*NO_LENGTH, "9" * 16, "9" * 5000, "3 4")
         ),
-        (
-            b"4000\n900\nprefix 1: 0[0:4000]\n",
-            r"line 3: .*or a group with a prefix, as in 3000\+",
-        ),
+        (b"4000\n900\nprefix 1: 0[0:4000]\n", r"line 3: .*or a group with a prefix, as in 3000\+"),
         (b"", "holds no length"),
         (b"\n\n# nothing\n", "holds no length"),
         (b"\x93\xff\x00garbage", "cannot be read as a list of lengths"),

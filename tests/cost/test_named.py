@@ -118,10 +118,7 @@ def test_a_device_that_makes_no_sense_is_refused(tmp_path: Path, change: dict, e
 @pytest.mark.parametrize(
     ("seconds", "error"),
     [
-        (
-            Seconds(),
-            "layer_seconds: F: a token takes no time; expected per_token or per_pair",
-        ),
+        (Seconds(), "layer_seconds: F: a token takes no time; expected per_token or per_pair"),
         (Seconds(1e9), "layer_seconds: .*expected at most 1000"),
     ],
 )

@@ -18,13 +18,7 @@ from tests.engine.enums import NVTE_Mask_Type as Mask
 from tests.engine.enums import NVTE_QKV_Format as Format
 from tests.engine.enums import NVTE_QKV_Layout as Layout
 from tests.engine.enums import NVTE_Softmax_Type as Softmax
-from tests.engine.operands import (
-    HALVES,
-    expect,
-    no_quantizer,
-    torch_dtype,
-    wide,
-)
+from tests.engine.operands import HALVES, expect, no_quantizer, torch_dtype, wide
 
 _CAUSAL = (
     Mask.NVTE_CAUSAL_MASK,

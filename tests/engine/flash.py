@@ -9,12 +9,7 @@ import torch
 from torch import Tensor, library
 
 from tests.engine.attention import fused_attn_bwd, fused_attn_fwd
-from tests.engine.enums import (
-    NVTE_Bias_Type,
-    NVTE_Mask_Type,
-    NVTE_QKV_Format,
-    NVTE_QKV_Layout,
-)
+from tests.engine.enums import NVTE_Bias_Type, NVTE_Mask_Type, NVTE_QKV_Format, NVTE_QKV_Layout
 from tests.engine.enums import NVTE_Softmax_Type as Softmax
 from tests.engine.operands import HALVES, expect
 

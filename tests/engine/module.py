@@ -4,15 +4,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from tests.engine import (
-    attention,
-    enums,
-    norms,
-    optimizers,
-    products,
-    rotary,
-    row_padding,
-)
+from tests.engine import attention, enums, norms, optimizers, products, rotary, row_padding
 from tests.engine.device import CUBLASLT, CUDNN
 from tests.engine.fp8 import primary, quantizers
 

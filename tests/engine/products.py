@@ -16,14 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.fp8.quantizers import is_quantised, operand, quantize
-from tests.engine.operands import (
-    dense,
-    expect,
-    no_quantizer,
-    torch_dtype,
-    wide,
-    written,
-)
+from tests.engine.operands import dense, expect, no_quantizer, torch_dtype, wide, written
 
 STREAMS = 4
 STEP = 16  # divisor of the sizes of quantised operands

@@ -162,9 +162,7 @@ def test_a_module_that_hands_over_more_is_called_every_time(engine, monkeypatch)
     )
     fused = backends.fused_attn_fwd
     monkeypatch.setattr(
-        backends,
-        "fused_attn_fwd",
-        lambda *args, rng_gen=None, **named: fused(*args, **named),
+        backends, "fused_attn_fwd", lambda *args, rng_gen=None, **named: fused(*args, **named)
     )
     kernel = TransformerEngineKernel(HEADS, GROUPS, HEAD_SIZE, SCALE)
     q, k, v, grad = documents((9,), HEADS, GROUPS, torch.bfloat16)[0]

@@ -73,14 +73,7 @@ EVERY_DEGREE = {
     "one process": CheckedTrial(
         Degrees(1, 1, 1),
         models(
-            DENSE,
-            f"{GPT} --num-layers 2",
-            EXPERTS,
-            EXPERTS + GROUPED,
-            V3,
-            LITE,
-            GPT_OSS,
-            HYBRID,
+            DENSE, f"{GPT} --num-layers 2", EXPERTS, EXPERTS + GROUPED, V3, LITE, GPT_OSS, HYBRID
         ),
         batches=8,
     ),

@@ -14,15 +14,7 @@ from megatron_epp.ir import slices_of
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from tests.certify.backend import certify_checked
 from tests.certify.trial import CheckedTrial
-from tests.engine.test_certificate import (
-    DEEPSEEK,
-    ENGINE,
-    EXPERTS,
-    GROUPED,
-    V3,
-    by_command,
-    models,
-)
+from tests.engine.test_certificate import DEEPSEEK, ENGINE, EXPERTS, GROUPED, V3, by_command, models
 from tests.mcore.certified import certified
 from tests.mcore.fault_injection import first_seed, inject_alone, names
 

@@ -9,15 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine import (
-    attention,
-    enums,
-    module,
-    norms,
-    optimizers,
-    products,
-    rotary,
-)
+from tests.engine import attention, enums, module, norms, optimizers, products, rotary
 from tests.engine.fp8 import primary, quantizers
 from tests.engine.operands import Misread
 

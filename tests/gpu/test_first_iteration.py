@@ -12,9 +12,7 @@ LENGTH, SLICES = 1024, 4
 
 
 def plan(
-    boundaries=tuple(range(0, LENGTH + 1, LENGTH // SLICES)),
-    letters=("kk",) * SLICES,
-    weights=None,
+    boundaries=tuple(range(0, LENGTH + 1, LENGTH // SLICES)), letters=("kk",) * SLICES, weights=None
 ):
     """A document in slices; on the stage in the middle ``letters`` of each. ``weights``: chunks
     whose Ws run at the end in turn, with every B as an I; None for whole backwards."""

@@ -107,11 +107,7 @@ def wrap_a_linear(model: Any) -> None:
         ("adapters or quantised linears", wrap_a_linear, {}),
         ("biases of experts", None, {"add_bias_linear": True, "bias_dropout_fusion": False}),
         ("a single expert on a rank", leave_one, {}),
-        (
-            "weights of (512, 36), not in multiples of 16 bytes",
-            None,
-            {"moe_ffn_hidden_size": 36},
-        ),
+        ("weights of (512, 36), not in multiples of 16 bytes", None, {"moe_ffn_hidden_size": 36}),
     ],
 )
 def test_what_cannot_be_one_product_is_said(alone, engine, reason, change, flags) -> None:

@@ -7,16 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_epp.ir import (
-    Deadlock,
-    Op,
-    Plan,
-    PlanError,
-    check,
-    slices_in,
-    slices_of,
-    walk,
-)
+from megatron_epp.ir import Deadlock, Op, Plan, PlanError, check, slices_in, slices_of, walk
 from tests.plans import EXAMPLE, any_plans, evaluation, reordered
 from tests.refusals import refusal
 

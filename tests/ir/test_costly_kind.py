@@ -23,7 +23,7 @@ LATE = {
 RULES = {**RULES, Kind.LATE: RULES[Kind.WEIGHT]}
 CHUNK_OPS = (*CHUNK_OPS, (Kind.FORWARD, Kind.HEAD, Kind.INPUT, Kind.LATE, Kind.HEAD_WEIGHT))
 """,
-        ),
+        )
     ],
     "ir/program/sequence.py": [
         ("# Work of an op on a stage's vocabulary rows", "FORWARDS = {**FORWARDS, Kind.LATE: 2}\n")
@@ -156,11 +156,6 @@ def test_the_docstring_names_the_places() -> None:
     named = re.findall(r"\b(?:ir|sim|runtime|show)/[a-z_]+", op.Kind.__doc__ or "")
     assert (
         {f"{name}.py" for name in named if "test" not in name}
-        == {
-            "ir/rules.py",
-            "sim/unit_table.py",
-            "runtime/executor.py",
-            "show/colours.py",
-        }
+        == {"ir/rules.py", "sim/unit_table.py", "runtime/executor.py", "show/colours.py"}
         <= set(LATE)
     )

@@ -68,10 +68,7 @@ def test_a_slice_is_not_local() -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "wrong"),
-    [
-        (1, r"chunk 1: 1\[0:1500\]@1 is local to context-parallel rank 1; expected no @"),
-        (2, None),
-    ],
+    [(1, r"chunk 1: 1\[0:1500\]@1 is local to context-parallel rank 1; expected no @"), (2, None)],
 )
 def test_ranks_must_be_there(ranks: int, wrong: str | None) -> None:
     plan = Plan.parse(LOCAL)

@@ -61,12 +61,7 @@ def test_random_plans(stages: int) -> None:
         place = random_place(stages, random) if seed % 3 else ()
         for cut in (False, True):
             plan = arbitrary_plan(
-                lengths,
-                layers,
-                random,
-                split_backward=split,
-                vocabulary_parallel=cut,
-                place=place,
+                lengths, layers, random, split_backward=split, vocabulary_parallel=cut, place=place
             )
             assert_sound(plan)
             assert_sound(evaluation(plan))

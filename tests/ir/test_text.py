@@ -191,14 +191,8 @@ def _edited(old: str, new: str) -> str:
         (_edited("layers 4 4", "layers"), "expected 'layers' and whole numbers"),
         (_edited("chunk 1", "chunk 2"), "plan line 6 ("),
         (_edited("2[0:900]", "3[0:900]"), "chunk 2: document 3; there are 3"),
-        (
-            _edited("2[0:900]", "2[0:901]"),
-            "chunk 2: 2[0:901] exceeds document 2 of 900 inputs",
-        ),
-        (
-            _edited("3f1k 4k", "3f2k 4k"),
-            "recompute 0, chunk 0: 3f2k covers 5 layers; stage 0",
-        ),
+        (_edited("2[0:900]", "2[0:901]"), "chunk 2: 2[0:901] exceeds document 2 of 900 inputs"),
+        (_edited("3f1k 4k", "3f2k 4k"), "recompute 0, chunk 0: 3f2k covers 5 layers; stage 0"),
         (_edited("3f1k 4k 2c2k", "3f1k 4k"), "2 choices for 3 chunks"),
         (_edited("recompute 1: 4k 4k 4k\n", ""), "1 have recompute choices"),
         (_edited("B1 B0 B2\n", "B1 B0 B3\n"), "B3 names chunk 3; there are 3"),

@@ -13,12 +13,7 @@ from megatron_epp.layers.chunk_state import ChunkState, chunk_rows, store_for
 from megatron_epp.layers.concatenated import concatenated
 from megatron_epp.layers.ssm import carried
 from megatron_epp.layers.ssm.carried import CarriedStates
-from megatron_epp.layers.ssm.scans import (
-    SCAN_ROWS,
-    causal_conv,
-    gated_delta_rule,
-    selective_scan,
-)
+from megatron_epp.layers.ssm.scans import SCAN_ROWS, causal_conv, gated_delta_rule, selective_scan
 from megatron_epp.runtime.kv_store import Store
 from megatron_epp.runtime.memory_meter import SavedBytesMeter
 

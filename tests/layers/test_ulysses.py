@@ -42,8 +42,7 @@ def state_of(spread: int, local: int | None) -> ChunkState:
 
 
 @pytest.mark.parametrize(
-    ("spread", "local", "exchanged"),
-    [(12, None, [6]), (0, 6, []), (8, 2, [4])],
+    ("spread", "local", "exchanged"), [(12, None, [6]), (0, 6, []), (8, 2, [4])]
 )
 def test_only_rows_that_are_spread_are_exchanged(spread, local, exchanged) -> None:
     qkv = [made(HEADS, seed)[:6] for seed in (1, 2, 3)]

@@ -13,13 +13,7 @@ from megatron_epp.layers.attention.padded import PaddedKernel
 from megatron_epp.layers.attention.reference import ReferenceKernel
 from megatron_epp.layers.attention.selftest import require_right
 from megatron_epp.layers.attention.varlen import CuSeqlens
-from tests.layers.runner import (
-    HEAD_SIZE,
-    SCALE,
-    Varlen,
-    documents,
-    plan_of,
-)
+from tests.layers.runner import HEAD_SIZE, SCALE, Varlen, documents, plan_of
 
 HEADS, GROUPS = 4, 2
 

@@ -117,9 +117,7 @@ def test_heads_of_two_sizes_are_padded_where_no_kernel_takes_them(kernels, caplo
 def test_kernels_are_tried_on_every_kind_of_layers(kernels, monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(
-        attention,
-        "require_right",
-        lambda kernel, *given: asked.append((kernel.layers, given[-2:])),
+        attention, "require_right", lambda kernel, *given: asked.append((kernel.layers, given[-2:]))
     )
     attention_for("te", config(), GPU)
     windows = config(window_size=(16, 0), window_attn_skip_freq=2, softmax_type="learnable")

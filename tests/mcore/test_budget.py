@@ -219,8 +219,7 @@ def test_the_slow_rank_is_named_by_what_its_work_should_take() -> None:
 
 
 @pytest.mark.parametrize(
-    ("busy", "named"),
-    [((1.0, 2 * 1.12), True), ((1.0, 2 * 1.05), False), ((2.0, 4.0), False)],
+    ("busy", "named"), [((1.0, 2 * 1.12), True), ((1.0, 2 * 1.05), False), ((2.0, 4.0), False)]
 )
 def test_a_rank_is_slow_from_a_tenth_on(busy: tuple[float, float], named: bool) -> None:
     """All slow is nobody's fault."""

@@ -11,11 +11,7 @@ from megatron_epp.certify.batches import Frame, StepCoverage, draw
 from megatron_epp.certify.command import BatchVerdict, header, row, verdict
 from megatron_epp.certify.compare import Shard, assembled, worst_gradient
 from megatron_epp.certify.degrees import Degrees
-from megatron_epp.mcore.certify.scale_down import (
-    fewer,
-    heads,
-    small,
-)
+from megatron_epp.mcore.certify.scale_down import fewer, heads, small
 from megatron_epp.mcore.model.shape import stage_layers
 from megatron_epp.show.table import COLUMNS
 from tests.mcore.models import megatron_args

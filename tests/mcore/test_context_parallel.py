@@ -42,10 +42,7 @@ def test_rows_are_padded_to_what_gpus_like(monkeypatch) -> None:
 
 @pytest.mark.parametrize("documents", [8, 40], ids=["few", "many"])
 def test_training_and_plan_pad_the_same_corpus_alike(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
-    tmp_path: Path,
-    documents: int,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path, documents: int
 ) -> None:
     """Padding to 16 takes 128 tokens; 1% of twice 8 documents are 100, of twice 40 about 500."""
     prefix = write_corpus(tmp_path / "corpus", [481, 961, 33, 1441] * documents)

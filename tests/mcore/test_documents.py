@@ -23,11 +23,7 @@ from megatron.core.datasets.gpt_dataset import (
 
 from megatron_epp.corpus import epochs, idx_file, loss_mask
 from megatron_epp.corpus.lengths import open_corpus
-from megatron_epp.mcore.data.documents import (
-    DocumentConfig,
-    check_corpora,
-    config_from_args,
-)
+from megatron_epp.mcore.data.documents import DocumentConfig, check_corpora, config_from_args
 from megatron_epp.mcore.data.global_batches import (
     Documents,
     GlobalBatches,
@@ -237,9 +233,7 @@ def test_a_blends_tokens_are_those_of_megatrons_own_samples(
         prefixes.append(corpus_of(tmp_path / str(number), documents, dtype=numpy.uint8))
     common = {"split": "60,40,0", "sequence_length": 1000}
     of_stock = GPTDatasetConfig(
-        **SETTINGS | common,
-        blend=(prefixes, [*weights]),
-        path_to_cache=str(tmp_path / "cache"),
+        **SETTINGS | common, blend=(prefixes, [*weights]), path_to_cache=str(tmp_path / "cache")
     )
     sizes = [300, 300, 0]
     stock = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, of_stock).build()

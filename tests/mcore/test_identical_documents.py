@@ -61,8 +61,7 @@ _SCALED = {"use_rope_scaling": True, "rope_scaling_factor": 8}
 FEATURES = {
     "router losses": Feature(_ROUTED, {"moe_aux_loss_coeff": 0, "moe_z_loss_coeff": None}),
     "tied embeddings": Feature(
-        {"untie_embeddings_and_output_weights": None},
-        {"untie_embeddings_and_output_weights": True},
+        {"untie_embeddings_and_output_weights": None}, {"untie_embeddings_and_output_weights": True}
     ),
     "windows and sinks": Feature(
         {"window_size": "16,0", "window_attn_skip_freq": 2, "softmax_type": "learnable"},

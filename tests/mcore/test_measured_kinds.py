@@ -29,10 +29,7 @@ from megatron_epp.mcore.model import shape as shape_module
 ORIGIN = Provenance("made up", "cpu: none", "float32", "2026-11-22", MEASURED, MEASURED)
 # Of a layer: forward seconds per token, per pair that its window leaves, per chunk; its window;
 # bytes per token from F to B.
-RULES = {
-    "local": (2e-6, 4e-9, 1e-4, 100, 700.0),
-    "far": (3e-6, 2e-9, 2e-4, 0, 500.0),
-}
+RULES = {"local": (2e-6, 4e-9, 1e-4, 100, 700.0), "far": (3e-6, 2e-9, 2e-4, 0, 500.0)}
 
 
 class MadeUpLayers:

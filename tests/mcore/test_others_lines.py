@@ -54,7 +54,7 @@ NAMED = {
     "ms-swift dense": (
         "--recompute-granularity full, --recompute-method uniform, --recompute-num-layers 1",
         "--no-calculate-per-token-loss",
-    ),
+    )
 }
 
 

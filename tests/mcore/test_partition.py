@@ -17,12 +17,7 @@ from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.cost import Cost
 from megatron_epp.mcore.choose import choices as job_choices
 from megatron_epp.mcore.choose.choices import choose_stages
-from megatron_epp.mcore.choose.kept import (
-    BLEND_KEY,
-    CHOICES_FILE,
-    kept_placement,
-    kept_vocabulary,
-)
+from megatron_epp.mcore.choose.kept import BLEND_KEY, CHOICES_FILE, kept_placement, kept_vocabulary
 from megatron_epp.mcore.flags.config import PLACING_FLAGS
 from megatron_epp.mcore.hybrid.pattern import with_boundaries
 from megatron_epp.mcore.kinds.registry import require_pattern

@@ -217,11 +217,7 @@ def test_tensorboard_shows_every_iteration(six) -> None:
 
 
 # What is drawn from the generator that Megatron's warm-up of fused functions draws from before.
-DRAWN_LATE = {
-    "routers": EXPERTS,
-    "sinks": {"softmax_type": "learnable"},
-    "neither": {},
-}
+DRAWN_LATE = {"routers": EXPERTS, "sinks": {"softmax_type": "learnable"}, "neither": {}}
 
 
 @pytest.mark.parametrize("kind", DRAWN_LATE)

@@ -37,9 +37,7 @@ HYBRID = (
 EVERY_DEGREE = {
     "four stages": Trial(Degrees(pp=4, tp=1, dp=1), model(), batches=4),
     "tensor ranks that split the sequence": Trial(
-        Degrees(pp=2, tp=2, dp=1),
-        (*model("--sequence-parallel"), tuple(HYBRID.split())),
-        batches=4,
+        Degrees(pp=2, tp=2, dp=1), (*model("--sequence-parallel"), tuple(HYBRID.split())), batches=4
     ),
 }
 

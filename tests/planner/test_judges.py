@@ -92,8 +92,7 @@ def test_the_diagonal_program_against_scipy(seed) -> None:
     lengths = [random.randint(2_000, 12_000) for _ in range(10)]
     _, _, loads, work, in_flight_limit = prepared(cost, lengths, 8.0)
     alone = list_schedule(
-        work,
-        policy_of(next(iter(policies(False, many=False))), work, in_flight_limit),
+        work, policy_of(next(iter(policies(False, many=False))), work, in_flight_limit)
     )
     budget = alone.peak_bytes * random.uniform(0.55, 0.9)
     rows = ilp.memory_rows(

@@ -193,11 +193,7 @@ def test_chunks_hold_every_token_once(lengths, cost, chunks, multiple) -> None:
     chunking = build_chunks(ChunkingParams(chunks), batch.lengths, rates_of(cost), 20_000, multiple)
     orders = ((*(Op(Kind.FORWARD, c) for c in range(chunking.count)),),)
     plan = Plan(
-        batch.documents,
-        (1,),
-        chunking.ir_chunks(batch.names),
-        (("k",) * chunking.count,),
-        orders,
+        batch.documents, (1,), chunking.ir_chunks(batch.names), (("k",) * chunking.count,), orders
     )
     check(plan)
     assert tuple(chunk.tokens for chunk in plan.chunks) == tuple(chunking.tokens.tolist())

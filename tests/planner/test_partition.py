@@ -16,12 +16,7 @@ from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Kind
 from megatron_epp.ir.placement import EVENLY, named_placement
 from megatron_epp.planner.choose import choice
-from megatron_epp.planner.choose.choice import (
-    PARTITION_PAYS,
-    RunChoice,
-    run_choice,
-    with_placement,
-)
+from megatron_epp.planner.choose.choice import PARTITION_PAYS, RunChoice, run_choice, with_placement
 from megatron_epp.planner.choose.partition import (
     expected_features,
     fastest_layers,
@@ -143,10 +138,7 @@ def test_flags_are_megatrons() -> None:
         *("--decoder-first-pipeline-num-layers", "9"),
         *("--decoder-last-pipeline-num-layers", "7"),
     ]
-    assert layout_flags((9, 9, 8, 6)) == [
-        "--pipeline-model-parallel-layout",
-        "Et*9|t*9|t*8|t*6L",
-    ]
+    assert layout_flags((9, 9, 8, 6)) == ["--pipeline-model-parallel-layout", "Et*9|t*9|t*8|t*6L"]
     assert layout_text((5, 1)) == "Et*5|tL"
 
 

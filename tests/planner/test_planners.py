@@ -12,14 +12,7 @@ from megatron_epp.planner.options import ALL, TRAINING_LEVERS, Options
 from megatron_epp.planner.registry import COMPARED, PLANNERS
 from megatron_epp.planner.result import PlannedReplica
 from megatron_epp.sim.play import play
-from tests.planner.cases import (
-    LENGTHS,
-    ROOMS_GIB,
-    evaluation_plan,
-    machine,
-    machines,
-    priced,
-)
+from tests.planner.cases import LENGTHS, ROOMS_GIB, evaluation_plan, machine, machines, priced
 from tests.sim.replay import Replay
 
 QUICK = settings(
@@ -69,8 +62,7 @@ def test_plans_are_sound(name, lengths, cost, levers, effort) -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.everything] * (name == "epp")) for name in EVEN],
+    "name", [pytest.param(name, marks=[pytest.mark.everything] * (name == "epp")) for name in EVEN]
 )
 @given(LENGTHS, machines(), st.randoms(use_true_random=False))
 @settings(QUICK, max_examples=5)

@@ -10,17 +10,7 @@ import numpy
 import pytest
 import torch
 
-from megatron_epp.ir import (
-    HandOver,
-    Kind,
-    Payload,
-    Plan,
-    Post,
-    StageOp,
-    Timed,
-    Transfer,
-    lower,
-)
+from megatron_epp.ir import HandOver, Kind, Payload, Plan, Post, StageOp, Timed, Transfer, lower
 from megatron_epp.ir.random_plan import arbitrary_plan
 from megatron_epp.runtime.clock import HostClock
 from megatron_epp.runtime.executor import CurrentOp, Executor

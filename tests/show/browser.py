@@ -30,9 +30,7 @@ class Browser:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self._driver = subprocess.Popen(
-            ["chromedriver", f"--port={port}"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            ["chromedriver", f"--port={port}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         self._base = f"http://127.0.0.1:{port}"
         switches = [

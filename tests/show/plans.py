@@ -25,10 +25,7 @@ def split_example() -> Plan:
 
 def vocabulary_example() -> Plan:
     """The same with the output layer over both stages, so that it holds all kinds there are."""
-    stages = (
-        "F0 F1 F2 H0 H1 I1 W1 B0 G1 G0 H2 I2 W2 G2",
-        "F0 F1 H0 H1 B1 I0 F2 W0 G1 H2 B2 G0 G2",
-    )
+    stages = ("F0 F1 F2 H0 H1 I1 W1 B0 G1 G0 H2 I2 W2 G2", "F0 F1 H0 H1 B1 I0 F2 W0 G1 H2 B2 G0 G2")
     head = EXAMPLE.split("stage 0")[0]
     return Plan.parse(head + "".join(f"stage {s}: {order}\n" for s, order in enumerate(stages)))
 

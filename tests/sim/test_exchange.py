@@ -43,8 +43,7 @@ def test_computation_hides_what_is_overlapped_and_only_that() -> None:
     # On a link a hundred times slower computation is too short.
     assert cost.layout.network is not None
     slow = dataclasses.replace(
-        cost.layout.network,
-        share_bytes_per_second=cost.layout.network.share_bytes_per_second / 100,
+        cost.layout.network, share_bytes_per_second=cost.layout.network.share_bytes_per_second / 100
     )
     late = exchange(cost.replace(network=slow), played)
     assert late.exposed_seconds > 0.5 * late.seconds

@@ -20,12 +20,7 @@ from megatron_epp.mcore.certify.reference import Gradients, Sums, off, token_los
 from megatron_epp.mcore.kinds.certificates import LAYER_CERTIFICATES
 from megatron_epp.mcore.kinds.moe.limits import balancing_types, has_experts
 from tests.certify.loops.loop_results import LoopReference
-from tests.certify.loops.micro_batches import (
-    DrawnMicroBatches,
-    LoopFrame,
-    MicroBatch,
-    loop_loss,
-)
+from tests.certify.loops.micro_batches import DrawnMicroBatches, LoopFrame, MicroBatch, loop_loss
 from tests.certify.loops.other_models import WithEncoder
 from tests.certify.reference import CheckedReference
 from tests.certify.trial import ENCODER

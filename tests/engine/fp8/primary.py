@@ -12,14 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.fp8.per_tensor import cast, scale_of
-from tests.engine.fp8.quantizers import (
-    MX_BIAS,
-    MX_BLOCK,
-    expand_blocks,
-    exponents_of,
-    power,
-    tiled,
-)
+from tests.engine.fp8.quantizers import MX_BIAS, MX_BLOCK, expand_blocks, exponents_of, power, tiled
 from tests.engine.operands import dense, expect, torch_dtype, wide
 
 Lists = Sequence[Sequence[Tensor]]

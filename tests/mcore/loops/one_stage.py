@@ -107,10 +107,7 @@ def log_probs(ran: list) -> tuple[dict, list]:
                 ]
             within(made, 2**-10)
             said = [
-                (
-                    r"attach\(memory_gib=",
-                    outcome(lambda: trained(model, BATCHES, without_logits)),
-                )
+                (r"attach\(memory_gib=", outcome(lambda: trained(model, BATCHES, without_logits)))
             ]
     labels = BATCHES[1]["labels"]
     for says, labels_BS, heat in (

@@ -63,10 +63,7 @@ def test_loops_compute_what_the_plain_model_computes() -> None:
 
 @pytest.mark.parametrize(
     ("degrees", "llama", "kind"),
-    [
-        (Degrees(1, 2, 1), AUXILIARY, "encoder"),
-        (Degrees(1, 2, 1, cp=2), AUXILIARY, "subclass"),
-    ],
+    [(Degrees(1, 2, 1), AUXILIARY, "encoder"), (Degrees(1, 2, 1, cp=2), AUXILIARY, "subclass")],
 )
 def test_slices_of_models_of_others(degrees, llama, kind) -> None:
     """An encoder that sees whole documents once; rows of a slice over context-parallel ranks, and

@@ -37,10 +37,7 @@ def test_who_draws_nothing_leaves_the_source_alone() -> None:
 
 @pytest.mark.parametrize(
     "source",
-    [
-        Offsets(list(range(6)), indices=[[0, 5], [1], [2, 3, 4]]),
-        Offsets(list(range(6)), size=2),
-    ],
+    [Offsets(list(range(6)), indices=[[0, 5], [1], [2, 3, 4]]), Offsets(list(range(6)), size=2)],
 )
 def test_sources_with_an_offset(source) -> None:
     """They are read at the place of each micro-batch, and stand behind the last one afterwards."""
