@@ -315,6 +315,8 @@ def test_the_levers_of_training(monkeypatch) -> None:
     monkeypatch.setattr(cpu_host, "has_gpu", lambda: True)
     assert training_levers("default") == TRAINING_LEVERS | {"offload"}
     assert "offload" not in training_levers("default,-offload")
+    with pytest.raises(ValueError, match="uneven: removed; --placement auto moves layers"):
+        training_levers("default,uneven")
 
 
 @pytest.mark.parametrize(

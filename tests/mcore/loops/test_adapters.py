@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_epp.corpus.shared_prefixes import shared_prefixes
-from megatron_epp.mcore.loops.adapter import forest_of, lengths_of
+from megatron_epp.mcore.loops.adapter import forest_of, lengths_of, side_by_side
 from megatron_epp.mcore.loops.adapters.packed import PackedDocuments, documents_of
 from megatron_epp.mcore.loops.adapters.samples import Samples, masked_sum
 
@@ -117,6 +117,16 @@ def test_rows_that_are_drawn_decide_what_is_shared() -> None:
 def test_lengths_that_cannot_be_are_refused(lengths, says) -> None:
     with pytest.raises(ValueError, match=says):
         lengths_of(SimpleNamespace(lengths=lambda micro_batch: lengths), None, 1, 8)
+
+
+def test_slices_side_by_side_are_padded_together() -> None:
+    """With a row that there is: a temperature of 0 would divide by it."""
+    parts = [
+        {"tokens": torch.ones(1, 2), "labels": None},
+        {"tokens": 2 * torch.ones(1, 1), "labels": None},
+    ]
+    made = side_by_side(parts, 4)
+    assert made["tokens"].tolist() == [[1, 1, 2, 2]] and made["labels"] is None
 
 
 # ------------------------------------------------------------------ models that cannot be cut
