@@ -222,6 +222,16 @@ def lengths_of(batch: Batch) -> Sequence[int]:
     return batch.lengths if isinstance(batch, PrefixForest) else batch
 
 
+def sharing_text(forests: Sequence[PrefixForest], where: str, document: str) -> str:
+    """Describe how many tokens of ``forests`` repeat others, as "of 9 tokens in ``where``, ..."."""
+    tokens = sum(sum(forest.lengths) for forest in forests)
+    saved = tokens - sum(forest.tokens for forest in forests)
+    return (
+        f"of {tokens:,} tokens in {where}, {saved:,} ({saved / max(1, tokens):.0%}) repeat the "
+        f"beginning of another {document}; a replica computes them once"
+    )
+
+
 def computed_spans(batch: Batch) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the number of tokens of each span that is computed once, and its first position.
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy
 
 from megatron_epp.control.step_source import SharingLengths
-from megatron_epp.corpus.shared_prefixes import PrefixForest
+from megatron_epp.corpus.shared_prefixes import PrefixForest, sharing_text
 from megatron_epp.corpus.token_prefixes import token_prefixes
 from megatron_epp.mcore.data.global_batches import Batch, BatchDocument, GlobalBatches
 
@@ -33,13 +33,10 @@ class SharedTokens:
     def first_line(self, batches: GlobalBatches) -> str:
         """Return a line on the tokens that documents of the first batches share."""
         ahead = [one for n in range(_SHOWN) if (one := batches.peek(n)) is not None]
-        tokens = sum(int(batch.lengths.sum()) for batch in ahead)
-        saved = tokens - sum(self.forest(batches.documents, batch).tokens for batch in ahead)
-        return (
-            f"--epp-share-from {self.least}: of {tokens:,} tokens in the first {len(ahead)} "
-            f"batches, {saved:,} ({saved / max(1, tokens):.0%}) repeat the beginning of another "
-            "document of the batch; a replica computes them once"
-        )
+        forests = [self.forest(batches.documents, batch) for batch in ahead]
+        where = f"the first {len(ahead)} batches"
+        shared = sharing_text(forests, where, "document of the batch")
+        return f"--epp-share-from {self.least}: {shared}"
 
     def forest(self, documents: Any, batch: Batch) -> PrefixForest:
         """Return the documents of the batch, with the prefixes that they share."""

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_epp.corpus.shared_prefixes import PrefixForest
+from megatron_epp.corpus.shared_prefixes import PrefixForest, sharing_text
 from megatron_epp.cost.catalogue.devices import GIB
 from megatron_epp.ir import Message, Plan, lower_rank
 from megatron_epp.mcore.data.row_shard import RowShard, row_block
 from megatron_epp.mcore.kinds.registry import require_shared
 from megatron_epp.mcore.loops.adapter import forest_of
 from megatron_epp.mcore.loops.agreement import exchange
-from megatron_epp.mcore.loops.attached import AttachedModel, attached
+from megatron_epp.mcore.loops.attached import AttachedModel, attached, say
 from megatron_epp.mcore.loops.call_arguments import LoopCall, process_groups
 from megatron_epp.mcore.loops.microbatch_iterators import MicroBatches
 from megatron_epp.mcore.loops.pipelines import ModelPipeline
@@ -193,6 +193,9 @@ class PlannedCall:
         if measured:
             pipeline.rates_SK3 = pipeline.slowest(every, sizes_3C)
         self.batches.finish()
+        if least := self.model.share_from:
+            shared = sharing_text(forests, "a call", "sample of the micro-batch")
+            say(f"megatron_epp: share_from={least}: {shared}")
         if self.settings.observe is not None:
             self.settings.observe(CallRecord(plan, records, meter.peak_bytes))
         return stage

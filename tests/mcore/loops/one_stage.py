@@ -4,7 +4,7 @@
     one_stage.py FOLDER
 
 Log-probabilities without logits, whole and in slices; slices within a memory bound; positions of
-several axes; what attach refuses.
+several axes; shared prefixes; what attach refuses.
 """
 
 import sys
@@ -16,6 +16,7 @@ sys.path[:0] = [str(Path(__file__).parents[3])]
 
 from tests.mcore.loops.loop import (  # isort: skip  (prepares the host)
     WORDS,
+    call,
     difference,
     inputs_of,
     joined,
@@ -33,7 +34,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
 import megatron_epp
-from megatron_epp.mcore.loops import attached, token_log_probs
+from megatron_epp.mcore.loops import attached, planned_call, token_log_probs
 from megatron_epp.mcore.loops.adapters.samples import Samples
 from megatron_epp.mcore.loops.install import Installation
 from megatron_epp.mcore.loops.settings import Settings
@@ -155,6 +156,22 @@ def several_axes(ran: list) -> dict:
     return {"axes": [found, len(ran[-1].plan.chunks)], "axes left out": other}
 
 
+def shared() -> dict:
+    """Two of three samples begin alike, in one of two micro-batches; what each call says."""
+    model, batches, lines = build(), micro_batches((64, 24, 30), (16,)), []
+    for name in ("tokens", "labels"):
+        batches[0][name] = batches[0][name].clone()
+        batches[0][name][2, :12] = batches[0][name][0, :12]
+    expected = trained(model, batches, by_losses)
+    with Installation(Settings()), patch.object(planned_call, "say", lines.append):
+        made = megatron_epp.attach(model, Samples(policy_loss), memory_gib=1, share_from=9)
+        error = difference(trained(model, batches, by_losses), expected)
+        call(model, batches[1:], by_losses, forward_only=True)
+        made.share_from = 0
+        call(model, batches, by_losses, forward_only=True)
+    return {"shared": [error, *lines]}
+
+
 class Strange(torch.nn.Module):
     """Two language models."""
 
@@ -194,7 +211,7 @@ def main() -> None:
     with joined(2) as (_, answers):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
         found, said = log_probs(ran)
-        answers |= found | several_axes(ran) | {"bad": said + bad_attaches()}
+        answers |= found | several_axes(ran) | shared() | {"bad": said + bad_attaches()}
         lines: list[str] = []
         with patch.object(attached, "say", lines.append):
             megatron_epp.attach(build(), Samples())

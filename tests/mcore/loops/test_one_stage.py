@@ -28,6 +28,17 @@ def test_positions_of_several_axes(answers) -> None:
         assert answer["axes left out"] > 1e-6
 
 
+def test_a_call_says_what_its_samples_share(answers) -> None:
+    once = "repeat the beginning of another sample of the micro-batch; a replica computes them once"
+    for answer in answers:
+        error, *lines = answer["shared"]
+        assert error < 1e-12
+        assert lines == [
+            f"megatron_epp: share_from=9: of {tokens} tokens in a call, {saved} {once}"
+            for tokens, saved in ((134, "12 (9%)"), (16, "0 (0%)"))
+        ]
+
+
 def test_bad_input_is_one_line_on_every_rank(answers) -> None:
     for answer in answers:
         require_said(answer["bad"], 9)
