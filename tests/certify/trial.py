@@ -18,6 +18,7 @@ class CheckedTrial(Trial):
         trees: whether documents continue other documents.
         planner: name of the planner that makes the plans; None for random plans.
         loop: whether an external training loop runs, in slices; otherwise Megatron's trainer.
+        packed: whether the loop packs the samples of a micro-batch.
         loop_model: class of the external loop's model.
     """
 
@@ -41,6 +42,7 @@ class CheckedTrial(Trial):
         "certify external training loops, in slices of their documents (default: Megatron's "
         "trainer)",
     )
+    packed: bool = flag(False, "loops pack the samples of a micro-batch into one row, with --loop")
     loop_model: str | None = flag(
         None,
         "a model of another class around the layers: subclass, which turns rows by their "
@@ -55,6 +57,8 @@ class CheckedTrial(Trial):
             raise ValueError(f"--documents {self.documents}: expected at least 1")
         if self.loop_model is not None and not self.loop:
             raise ValueError(f"--loop-model {self.loop_model}: of slices; give --loop")
+        if self.packed and (not self.loop or self.loop_model == ENCODER):
+            raise ValueError("--packed: of slices, without an encoder; give --loop")
         if self.trees and self.loop_model == ENCODER:
             raise ValueError(
                 "--trees: an encoder sees documents whole, so they share nothing; leave out "

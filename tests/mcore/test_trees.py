@@ -80,6 +80,9 @@ TRIALS = {
     "ranks share a document": experts(Degrees(1, 1, 1, cp=2), *BOTH, ep=2),
     "loops, experts": experts(Degrees(2, 1, 1), *BOTH[:1] * 2, *BOTH[1:] * 2, loop=True, seed=4),
     "loops, ranks share experts": experts(Degrees(2, 1, 1, cp=2), *BOTH, ep=2, loop=True, seed=4),
+    "loops, packed, replicas share experts": experts(
+        Degrees(2, 1, 2), *BOTH, ep=2, loop=True, packed=True, seed=4
+    ),
     "first": experts(Degrees(1, 2, 1), *BOTH, ep=2, loop=True, seed=4),
 }
 

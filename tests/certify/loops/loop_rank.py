@@ -1,6 +1,7 @@
 """Rank of a training loop under test: it builds a model and calls the package's schedule."""
 
 from collections.abc import Sequence
+from itertools import accumulate
 from random import Random
 from typing import Any, ClassVar, override
 
@@ -15,6 +16,7 @@ from megatron_epp.certify.protocol import ModelSetup
 from megatron_epp.ir import OFFLOAD, Kind, Plan
 from megatron_epp.layers.recompute.wrap import EXECUTABLE
 from megatron_epp.mcore.certify.models import elastic_models
+from megatron_epp.mcore.loops.adapters.packed import PackedDocuments
 from megatron_epp.mcore.loops.adapters.samples import Samples
 from megatron_epp.mcore.loops.attached import attach_to
 from megatron_epp.mcore.loops.install import Installation, installed
@@ -88,6 +90,8 @@ class LoopRank(WatchedRank):
         get_model_config(models[0]).variable_seq_lengths = True
         Installation(Settings(make_plans=self._plans, observe=self.ran.append))
         adapter = PixelSamples(loop_loss) if frame.pixels else Samples(loop_loss)
+        if self.trial.packed:
+            adapter = PackedDocuments(_loss_of_packed)
         attach_to(models[0], adapter, share_from=int(frame.model.trees and not frame.pixels))
         self.models = models
         return models
@@ -104,6 +108,8 @@ class LoopRank(WatchedRank):
     def run(self, drawn: Any, forward_only: bool) -> Any:
         """Call the schedule with the drawn micro-batches, and return its forward_data_store."""
         batches = [*map(_on_device, drawn.micro_batches[mpu.get_data_parallel_rank()])]
+        if self.trial.packed:
+            batches = [*map(_packed, batches)]
         for model in self.models:
             model.train(not forward_only)
         with torch.set_grad_enabled(not forward_only):
@@ -130,6 +136,23 @@ class LoopRank(WatchedRank):
         block = mpu.get_data_parallel_rank() // len(calls)
         random = Random(f"{self.seed} {self.number // self.frame.turns} {block} {forward_only}")
         return arbitrary_sliced_plans(calls, layers, random, freedom.split, forward_only, modes)
+
+
+def _packed(batch: MicroBatch) -> MicroBatch:
+    """Return the samples of ``batch`` as documents of one row, and ``batch`` for the loss."""
+    lengths = batch["lengths"]
+    rows = {
+        name: torch.cat([row[:n] for row, n in zip(batch[name], lengths, strict=True)])[None]
+        for name in ("tokens", "labels", "loss_mask", "position_ids")
+    }
+    return rows | {"cu_seqlens": torch.tensor([0, *accumulate(lengths)]), "padded": batch}
+
+
+def _loss_of_packed(batch: MicroBatch, losses_1T: torch.Tensor, **how: bool) -> Any:
+    """Return the loss of the samples, whose losses are padded again."""
+    padded = batch["padded"]
+    parts = losses_1T[0].split(padded["lengths"])
+    return loop_loss(padded, Samples().laid_out(padded, parts), **how)
 
 
 def _on_device(batch: MicroBatch) -> MicroBatch:
