@@ -31,7 +31,8 @@ Ratios are seconds of the first way over the row's, for the same batch, measured
                 in Megatron's interleaved schedule, one stage on a rank, two (V, interleaved), and
                 --epp-placement auto
     chats       a system prompt of 2K tokens before answers of 0.2K to 2K (2.5 times the tokens that
-                differ): packing as above, documents whole, and --epp-share-from 512
+                differ): packing as above, documents whole, and --epp-share-from 512; and the
+                time in which prefixes are found
     slow-rank   libraries of rank --rank use SSE 4.2 or AVX2 alone: taken for alike, as measured,
                 and as measured with stages by time
 
@@ -52,7 +53,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headline import abreast, heading, host, markdown, write
+from headline import ROOT, abreast, heading, host, markdown, write
 from in_turns import (
     AT_END,
     IN_PLACE,
@@ -312,6 +313,8 @@ STOCK_INTERLEAVED = (
     *("--epp-planner", "packing-best", "--epp-placement", "interleaved 2"),
     *("--epp-vocab-parallel", "off"),
 )
+LEAST = 512
+SHARING = f"--epp-share-from {LEAST}"
 WAYS: dict[str, Ways] = {
     "vocab": {
         "LM head on the last stage": ("--epp-vocab-parallel", "off", *ONE_STAGE),
@@ -333,7 +336,7 @@ WAYS: dict[str, Ways] = {
         "packing at its best length": ("--epp-planner", "packing-best"),
         "packing, interleaved 2": STOCK_INTERLEAVED,
         "whole documents": AUTO,
-        "--epp-share-from 512": (*AUTO, "--epp-share-from", "512"),
+        SHARING: (*AUTO, "--epp-share-from", str(LEAST)),
     },
 }
 # The last quarter of the layers has full attention.
@@ -427,6 +430,7 @@ def way_rows(size: Size, rounds: list[dict[str, list[Iteration]]]) -> list[list[
 
 
 PROMPT, ANSWERS, CHATS, TOKENS = 2048, (200, 2048), 256, 1000
+FOUND = 16  # batches whose prefixes are found
 
 
 def chats(prefix: Path) -> Path:
@@ -448,6 +452,27 @@ def chats(prefix: Path) -> Path:
     lengths = random.integers(*ANSWERS, CHATS)
     write_encoded(([chat(length)] for length in lengths), prefix, TOKENS, prefix)
     return prefix
+
+
+def finding(size: Size, corpus: Path, seconds: float) -> str:
+    """Return a line on the CPU time in which prefixes of a batch are found, of an iteration's."""
+    from megatron_epp.mcore.data.global_batches import GlobalBatches
+    from megatron_epp.mcore.data.shared_tokens import SharedTokens
+
+    sys.path.insert(0, str(ROOT))
+    from tests.cli.training import documents_of
+
+    documents = documents_of([corpus], None, size.context)
+    batches = GlobalBatches(documents, size.documents, 0)
+    drawn = [next(batches) for _ in range(FOUND)]
+    shared, began = SharedTokens(LEAST), time.process_time()
+    forests = [shared.forest(documents, batch) for batch in drawn]
+    taken = (time.process_time() - began) / FOUND
+    repeated = statistics.mean(1 - forest.tokens / sum(forest.lengths) for forest in forests)
+    return (
+        f"- {size}: prefixes of a batch, {repeated:.0%} of its tokens, are found in "
+        f"{taken * 1e3:.1f} ms of CPU time, {taken / seconds:.2%} of an iteration (bound 5%)"
+    )
 
 
 def compare_ways(arguments: argparse.Namespace, corpus: Path, folder: Path) -> None:
@@ -484,6 +509,9 @@ def compare_ways(arguments: argparse.Namespace, corpus: Path, folder: Path) -> N
                 if choice and number == 0:
                     said.append(f"- {size}, {way}: {choice.replace(str(place), '')}")
             rounds.append({way: found[way] for way in ways})
+        if arguments.case == "chats" and SHARING in ways:
+            ran = (one.seconds for found in rounds for one in found[SHARING])
+            said.append(finding(size, corpus, statistics.median(ran)))
         table += way_rows(size, rounds)
         show(WAY_HEADERS, table)
     sizes = f"hidden {arguments.hidden}, vocabulary {arguments.words}, {arguments.planner}"
