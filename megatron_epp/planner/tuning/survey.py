@@ -1,11 +1,12 @@
-"""Search over layouts (parallel degrees of a job), in four steps.
+"""Search over layouts (parallel degrees of a job), in five steps.
 
     bound    lower bound of each layout: no layer partition and no schedule is faster
     glance   first feasible plan of one batch, most promising layouts first. For n wanted results,
              layouts whose bound exceeds the n-th best time so far are left out
-    sketch   plans of that batch with little effort, for layouts whose first plan is nearly best,
-             with the layers and the LM head of that plan
-    finals   the best sketches, planned on all batches with the full effort. Other layouts rank
+    sketch   plans of that batch with little effort, for layouts whose first plan is nearly best and
+             recomputes nothing, with the layers and the LM head of that plan
+    stages   placement, layers and LM head of the best layouts, chosen for that batch
+    finals   the best of them, planned on all batches with the full effort. Other layouts rank
              after them, with the seconds of their first batch scaled to all batches
 
 Plans are made for the replica with the most work, because the other replicas wait for this replica.
@@ -60,8 +61,8 @@ from megatron_epp.sim.play import play
 ELASTIC = "epp"
 FINALISTS = 4
 # Bound of the ratio of a first plan's time to its sketch's time; the largest observed ratio is
-# 1.26.
-GLANCE = 1.3
+# 1.09.
+GLANCE = 1.1
 # Largest observed relative difference of a sketch from the plan with the full effort.
 MARGIN = 0.02
 # Offloading is tried only if recompute takes more than this fraction of the time.
@@ -301,7 +302,9 @@ def survey(
             wanted = [
                 layout
                 for at, layout in enumerate(group, number * AT_ONCE)
-                if at < top or near[layout] <= least * GLANCE
+                if (at < top or near[layout] <= least * GLANCE)
+                # Where memory is tight, a first plan took as much effort as a sketch, or more.
+                and not ((first := _elastic(glances[layout])) and first.recompute_ratio > 0)
             ]
             for layout, sketched in looks(wanted, sketch, (ELASTIC,)):
                 glances[layout] = [*glances[layout], *sketched]
@@ -336,6 +339,8 @@ def _look_at(
     for planner in planners:
         cuts = (glanced.vocabulary_parallel,) if glanced else _cuts(cost, planner, vocabulary)
         for cut in cuts:
+            if cut and len(cuts) > 1 and choices and choices[-1].recompute_ratio > 0:
+                continue  # it has never been faster where memory is tight; finalists try both
             open_layers = by_time and planner == ELASTIC  # stock chooses its layers itself
             if glanced:
                 ways = [glanced.layers]
@@ -379,64 +384,65 @@ def _finals(
 ) -> list[Choice]:
     """Return ``choices``, in which the most promising ones are planned with the full effort."""
     elastic = sorted((c for c in choices if c.planner == ELASTIC), key=_order)
+    stock = sorted((c for c in choices if c.planner != ELASTIC), key=_order)
     least = min((c.seconds for c in elastic), default=0.0)
     near = [c for c in elastic if c.seconds <= least * (1 + 2 * MARGIN)]
     finalists = near[: 2 * FINALISTS] if len(near) > FINALISTS else elastic[:FINALISTS]
-    baselines: dict[str, list[Choice]] = {}
-    for choice in sorted((c for c in choices if c.planner != ELASTIC), key=_order):
-        baselines.setdefault(choice.planner, []).append(choice)
-    work = [*finalists, *(c for each in baselines.values() for c in each[:FINALISTS])]
     # The default may be a choice that is not tight, so the fastest such choice is a finalist, too.
     most = min((c.seconds for c in choices), default=0.0) * (1 + HEADROOM_COSTS + 2 * MARGIN)
-    for ordered in (elastic, *baselines.values()):
-        roomy = next((c for c in ordered if not c.tight and c.seconds <= most), None)
-        if roomy is not None and roomy not in work:
-            work.append(roomy)
-    tasks = [
-        (choice, cost := costs[choice.layout], batches, options, how_of(cost)) for choice in work
-    ]
+    roomy = [c for c in elastic if not c.tight and c.seconds <= most][:1]
+    asked = dict.fromkeys((*finalists, *roomy))
+    tasks = [(c, cost := costs[c.layout], batches[0], options, how_of(cost)) for c in asked]
+    placed = sorted(progress(run(_with_stages, tasks), len(tasks), "stages"), key=_order)
+    work = placed[:FINALISTS]
+    work += [c for c in placed[FINALISTS:] if c.layout in [each.layout for each in roomy]]
+    roomy = [c for c in stock if not c.tight and c.seconds <= most][:1]
+    work += dict.fromkeys((*stock[:FINALISTS], *roomy))
+    finals = [(choice, costs[choice.layout], batches, options) for choice in work]
     evaluated = [
         each
-        for several in progress(run(_with_full_effort, tasks), len(tasks), "finals")
+        for several in progress(run(_with_full_effort, finals), len(finals), "finals")
         for each in several
     ]
-    others = (choice for choice in choices if choice not in work)
+    planned = {(c.layout, c.planner) for c in work}
+    others = (c for c in choices if (c.layout, c.planner) not in planned)
     return [*_best_of(evaluated), *(_on_all(c, batches, costs[c.layout], options) for c in others)]
 
 
-def _with_full_effort(
-    choice: Choice,
-    cost: Cost,
-    batches: Sequence[Sequence[int]],
-    options: Options,
-    how: Mapping[str, Any],
-) -> list[Choice]:
-    """Return ``choice`` and its variants, planned on all batches.
+def _with_stages(
+    choice: Choice, cost: Cost, lengths: Sequence[int], options: Options, how: Mapping[str, Any]
+) -> Choice:
+    """Return ``choice`` with the stages of :func:`~.choice.run_choice`, and their time.
 
-    The stages of planner `epp` are those of :func:`~.choice.run_choice` for the first batch, with
-    the arguments ``how``; stock chooses its own. Offloading is tried if recompute takes more than
-    the fraction ``TIGHT`` of the time.
+    ``lengths`` are those of the first batch, and ``how`` the arguments of run_choice.
     """
-    if choice.planner != ELASTIC:
-        variants = [choice]
-    else:
-        together = dataclasses.replace(options, lockstep=cost.layout.lockstep)
-        chosen = run_choice(cost, batches[:1], together, ELASTIC, **how).cost.layout
-        variants = [
-            dataclasses.replace(
-                choice,
-                layers=chosen.layers,
-                place=chosen.place,
-                vocabulary_parallel=chosen.vocabulary_parallel,
-                offload=False,
-            )
-        ]
-        tight = choice.recompute_ratio > TIGHT and cost.layout.profile.host_bytes_per_second > 0
-        if tight and "offload" in options.levers:
-            variants.append(dataclasses.replace(variants[0], offload=True))
+    together = dataclasses.replace(options, lockstep=cost.layout.lockstep)
+    chosen = run_choice(cost, [lengths], together, ELASTIC, **how)
+    stages, seconds = chosen.cost.layout, chosen.seconds[chosen.way]
+    return dataclasses.replace(
+        choice,
+        layers=stages.layers,
+        place=stages.place,
+        vocabulary_parallel=stages.vocabulary_parallel,
+        seconds=choice.seconds if seconds is None else seconds + choice.exchange_seconds,
+    )
+
+
+def _with_full_effort(
+    choice: Choice, cost: Cost, batches: Sequence[Sequence[int]], options: Options
+) -> list[Choice]:
+    """Return ``choice``, planned on all batches, without and perhaps with offloading.
+
+    Offloading is tried if recompute takes more than the fraction ``TIGHT`` of the time.
+    """
+    offloads = [False]
+    tight = choice.recompute_ratio > TIGHT and cost.layout.profile.host_bytes_per_second > 0
+    if tight and choice.planner == ELASTIC and "offload" in options.levers:
+        offloads.append(True)
     evaluated = []
-    for variant in variants:
+    for offload in offloads:
         with suppress(ValueError):  # a later batch does not fit, which rules the variant out
+            variant = dataclasses.replace(choice, offload=offload)
             evaluated.append(replanned(variant, cost, batches, options))
     return evaluated
 
