@@ -137,6 +137,9 @@ def run(arguments: argparse.Namespace) -> int:
         f"Longest time to plan: {seconds_text(slowest.plan_seconds)} ({slowest.planner}, batch "
         f"{slowest.batch}); the first start took {seconds_text(cold)} more."
     )
+    elastic = next((each for each in outcomes if each.planner == _EPP), None)
+    if elastic is not None and (slow := elastic.slow_host_line(elastic_cost, options)):
+        _say(slow)
     if late := late_text([each for each in outcomes if each.planner == _EPP], cost):
         _say(f"{_EPP}: {late}")
     for name, why in failed.items():

@@ -8,12 +8,13 @@ import numpy as np
 from megatron_epp.corpus.shared_prefixes import Batch, lengths_of
 from megatron_epp.cost.cost import Cost
 from megatron_epp.ir import Step
+from megatron_epp.planner.choose.slow_hosts import slow_host_line
 from megatron_epp.planner.comparison_methods import ABSENT, comparison_methods
 from megatron_epp.planner.lower_bound import lower_bound_seconds
 from megatron_epp.planner.options import Options
 from megatron_epp.planner.registry import COMPARISON_METHODS, PLANNERS, planner_of
 from megatron_epp.planner.replicas import balance_replicas, plan_step
-from megatron_epp.planner.result import PlannerResult
+from megatron_epp.planner.result import PlannedReplica, PlannerResult
 from megatron_epp.planner.runner import Runner, in_turn
 
 
@@ -43,6 +44,16 @@ class Outcome:
     def seconds(self) -> float:
         """Predicted seconds of the iteration."""
         return self.slowest.seconds
+
+    def slow_host_line(self, cost: Cost, options: Options) -> str | None:
+        """Return a line on what the slowest plan loses on slow hosts, if that is much."""
+        if self.step is None or self.planner not in PLANNERS:
+            return None
+        slowest = next(at for at, each in enumerate(self.replicas) if each is self.slowest)
+        first = slowest - slowest % options.lockstep
+        group = self.replicas[first : first + options.lockstep]
+        planned = [each for each in group if isinstance(each, PlannedReplica)]
+        return slow_host_line(planned, cost, options, self.planner)
 
     @property
     def gap(self) -> float:

@@ -82,6 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
     print(_summary(result, batches, lengths, cost), end="", file=report)
+    if line := result.slow_host_line(cost, options):
+        print(line, file=report)
     if arguments.output is not None:
         print(f"wrote {arguments.output}", file=report)
     return 0

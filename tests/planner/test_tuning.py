@@ -9,12 +9,13 @@ from megatron_epp.cost.build import named_cost
 from megatron_epp.cost.catalogue.models import MODELS
 from megatron_epp.cost.cost import Cost
 from megatron_epp.planner.choose.choice import heaviest
+from megatron_epp.planner.choose.slow_hosts import slow_host_line
 from megatron_epp.planner.options import Options
-from megatron_epp.planner.registry import PACKED, STOCK
+from megatron_epp.planner.registry import PACKED, PLANNERS, STOCK
 from megatron_epp.planner.replicas import plan_step
 from megatron_epp.planner.stock import stock_of
 from megatron_epp.planner.tuning.layouts import JobRequest, Layout, divisors, layouts
-from megatron_epp.planner.tuning.survey import ELASTIC, choice_of, partitions, survey
+from megatron_epp.planner.tuning.survey import ELASTIC, choice_of, partitions, slow_hosts, survey
 from megatron_epp.sim.exchange import exchange
 from megatron_epp.sim.play import play
 from tests.cost.simple_device import OLD_H100
@@ -121,6 +122,21 @@ def test_experts_over_replicas_are_planned_as_training_runs_them() -> None:
     alone = cost.replace(ep=2)
     within = choice_of(layout, alone, cost.layout.layers, [batch], options, ELASTIC)
     assert within.ep == 2 and within.seconds < chosen.seconds
+
+
+@pytest.mark.parametrize("lockstep", [1, 2])
+def test_the_loss_on_slow_hosts_is_of_the_plan_of_the_choice(lockstep: int) -> None:
+    """Of a lockstep group, all replicas count."""
+    model, experts = ("llama3-8b", {}) if lockstep == 1 else ("qwen3-30b-a3b", {"ep": 16})
+    layout, degrees = Layout(8, 1, 4, lockstep), {"pp": 4, "tp": 8, "dp": lockstep}
+    cost = named_cost(model, "h100-80g", **degrees, **experts, logits_held=False)
+    batch, options = [9000, 4000, 2500, *[400] * 40] * lockstep, Options(16 * K, effort=1)
+    chosen = choice_of(layout, cost, cost.layout.layers, [batch], options, ELASTIC)
+    together = dataclasses.replace(options, lockstep=lockstep)
+    group = PLANNERS[ELASTIC].plan_block(batch, cost, together).planned
+    assert len(group) == lockstep
+    line = slow_hosts(chosen, batch, options)
+    assert line is not None and line == slow_host_line(group, cost, together, ELASTIC)
 
 
 def test_what_cannot_run_is_named_with_its_reason() -> None:

@@ -28,6 +28,7 @@ from megatron_epp.planner.tuning.survey import (
     ELASTIC,
     Choice,
     Survey,
+    slow_hosts,
     survey,
 )
 from megatron_epp.show.grid import grid_text
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     with Workers() as workers:
         result = _survey(job, drawn, options, workers)
         row = _row(result, arguments)
-        _write_and_print(job, result, row, batches, drawn)
+        _write_and_print(job, result, row, batches, drawn, options)
     if arguments.script is not None:  # last: a row that Megatron cannot run ends with status 2
         _write_script(job, result, row, batches, len(drawn[0]))
     return 130 if result.stopped else 0
@@ -137,6 +138,7 @@ def _write_and_print(
     row: int,
     batches: Batches,
     drawn: Sequence[Sequence[int]],
+    options: Options,
 ) -> None:
     """Write the files that the options name for row ``row``; print the table or its JSON."""
     arguments, documents, chosen = job.arguments, len(drawn[0]), result.choices[row - 1]
@@ -172,6 +174,7 @@ def _write_and_print(
     for line in (
         *(f"note: {note}" for note in (job.config.notes if job.config is not None else ())),
         f"not planned: {NOT_PLANNED}",
+        *_slow_host_lines(result, drawn[0], options),
         *accuracy_lines(job.cost_for(chosen.layout)),
     ):
         print(textwrap.fill(line, COLUMNS, subsequent_indent="  "))
@@ -209,6 +212,14 @@ def _write_script(
         raise UsageError(f"--script: row {row}, {runs(chosen)}: {error}; {remedy}") from error
     write_file(arguments.script, text)
     print(f"wrote {arguments.script}", file=sys.stderr)
+
+
+def _slow_host_lines(result: Survey, lengths: Sequence[int], options: Options) -> list[str]:
+    """Return a line on what the best plan of --epp loses on slow hosts, if that is much."""
+    elastic = ((n, each) for n, each in enumerate(result.choices, 1) if each.planner == ELASTIC)
+    row, best = next(elastic, (0, None))
+    line = slow_hosts(best, lengths, options) if best is not None else None
+    return [f"row {row}: {line}"] if line else []
 
 
 def _padding(first: Choice) -> str:

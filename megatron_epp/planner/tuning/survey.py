@@ -45,6 +45,7 @@ from megatron_epp.planner.choose.partition import (
     layer_costs,
     with_layers,
 )
+from megatron_epp.planner.choose.slow_hosts import assumes_host_time, slow_host_line
 from megatron_epp.planner.epp.planner import can_be_local
 from megatron_epp.planner.feasibility import planning_load
 from megatron_epp.planner.lower_bound import least_seconds_per
@@ -645,6 +646,15 @@ def _options_of(choice: Choice, options: Options) -> Options:
     """Return ``options`` with the lever offload as ``choice`` has it."""
     levers = options.levers | {"offload"} if choice.offload else options.levers - {"offload"}
     return dataclasses.replace(options, levers=levers)
+
+
+def slow_hosts(choice: Choice, lengths: Sequence[int], options: Options) -> str | None:
+    """Return :func:`~.choose.slow_hosts.slow_host_line` for the plan of ``choice`` for a batch."""
+    if choice.cost is None or not assumes_host_time(choice.cost):
+        return None
+    how = dataclasses.replace(_options_of(choice, options), lockstep=choice.cost.layout.lockstep)
+    planned = _heaviest_block(lengths, choice.cost, how, choice.planner).planned
+    return slow_host_line(planned, choice.cost, how, choice.planner)
 
 
 def _heaviest_block(
