@@ -17,6 +17,7 @@ from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.columns import CONTEXT
 from megatron_epp.cost.kinds.base import (
     ATTENTION_BACKWARD,
+    BF16,
     ELEMENT_BYTES,
     GRADIENT_BYTES,
     MOVED_BACKWARD,
@@ -24,6 +25,8 @@ from megatron_epp.cost.kinds.base import (
     CarryOver,
     RecomputedModule,
     Work,
+    element_bytes,
+    summed_bytes,
 )
 from megatron_epp.cost.kinds.layer import Layer
 from megatron_epp.cost.network.topology import TOPOLOGIES, Network
@@ -42,9 +45,6 @@ from megatron_epp.cost.profile import (
 )
 from megatron_epp.ir import BACKWARDS, FULL, KEEP, SELECTIVE, Kind
 
-# Of one logit: its softmax in float32, held from F to B; and both the softmax and, in F the logit,
-# in B its gradient, in bf16 (megatron.core.tensor_parallel.cross_entropy).
-SOFTMAX_BYTES, LOGITS_BYTES = 4, 6
 # Fraction of the time to read weights at the memory rate that a product takes in addition to its
 # flops. It fits cuBLAS on an H100 with few rows (`cublas-h100` of the public measurements).
 WEIGHT_READ = 0.75
@@ -72,6 +72,7 @@ def profile(
     kv_read: bool = False,
     moe_token_dispatcher_type: str = ALLTOALL,
     kept_in_input: str = EXPERTS,
+    dtype: str = BF16,
 ) -> Profile:
     """Return the analytic profile of ``model`` on ``device``, for one layer of every kind.
 
@@ -87,29 +88,35 @@ def profile(
         moe_token_dispatcher_type: how tokens are sent to experts, as in Megatron's flag; values
             other than ``flex`` count as ``alltoall``.
         kept_in_input: linears whose weight gradients I computes, not W: EXPERTS, ALL, or "".
+        dtype: data type of weights and activations, as torch names it. It scales bytes, but not the
+            rates of products, which are those of bf16.
     """
     token_dispatcher = FLEX if moe_token_dispatcher_type == FLEX else ALLTOALL
+    dtype = dtype.removeprefix("torch.")
+    element, summed = element_bytes(dtype), summed_bytes(dtype)
     coefficients = {
-        kind: _coefficients(layer, device, kv_read, token_dispatcher, kept_in_input)
+        kind: _coefficients(layer, device, kv_read, token_dispatcher, kept_in_input, dtype)
         for kind, layer in model.shapes.items()
     }
     source = "analytic: flops and bytes of the device's rates"
-    head_inputs = float(ELEMENT_BYTES * (model.hidden + model.vocabulary))
+    head_inputs = float(element * (model.hidden + model.vocabulary))
     head_token = 2.0 * model.vocabulary_parameters / device.linear_flops if head_seconds else 0.0
     of_head = [each * head_token for each in ((1, 2, 1, 1) if logits_held else (3, 0, 0, 0))]
     if head_seconds and logits_held:
         of_head[-1] += _read_seconds(head_inputs, device)
-    softmax = float(SOFTMAX_BYTES * model.vocabulary)
-    logits = float((LOGITS_BYTES - SOFTMAX_BYTES * logits_held) * model.vocabulary)
+    # Of one logit: its softmax, held from F to B; and in F the logit, in B its gradient
+    # (megatron.core.tensor_parallel.cross_entropy).
+    softmax = float(summed * model.vocabulary)
+    logits = float(element * model.vocabulary) + softmax * (not logits_held)
     none = {kind: Workspace() for kind in Kind if kind in _COMPUTE}
     with_logits = (Kind.FORWARD, *BACKWARDS) if logits_held else (Kind.FORWARD,)
-    boundary = ELEMENT_BYTES * model.hidden
+    boundary = element * model.hidden
     (first, its), *others = coefficients.items()
     of_first = {
         field.name: getattr(its, field.name) for field in dataclasses.fields(LayerCoefficients)
     }
     return Profile(
-        provenance=Provenance(model.name, device.name, "bf16", "2026-11-21", source, ANALYTIC),
+        provenance=Provenance(model.name, device.name, dtype, "2026-11-21", source, ANALYTIC),
         tp=1,
         cp=1,
         **of_first,
@@ -150,7 +157,7 @@ def head_block_tokens(words: int) -> int:
     return next(fitting, HEAD_BLOCK_TOKENS[-1])
 
 
-def _kv_read_seconds(layer: Layer, device: Device) -> dict[Kind, float]:
+def _kv_read_seconds(layer: Layer, device: Device, dtype: str) -> dict[Kind, float]:
     """Return the seconds to read K and V of the context, per context token, by kind of op.
 
     Backward reads K and V again, and writes, reads and accumulates their gradients. Blocks of
@@ -162,8 +169,9 @@ def _kv_read_seconds(layer: Layer, device: Device) -> dict[Kind, float]:
     rate, carried = device.memory_bytes_per_second, layer.carried.channels
     if not rate or layer.window or not carried:
         return {}
-    again = 3 * ELEMENT_BYTES + 2 * GRADIENT_BYTES  # K and V, their gradients twice, the store's
-    return _without_weights(ELEMENT_BYTES * carried / rate, again * carried / rate)
+    element, gradient = element_bytes(dtype), summed_bytes(dtype)
+    again = 3 * element + 2 * gradient  # K and V, their gradients twice, the store's
+    return _without_weights(element * carried / rate, again * carried / rate)
 
 
 def _without_weights(forward: float, backward: float) -> dict[Kind, float]:
@@ -173,24 +181,30 @@ def _without_weights(forward: float, backward: float) -> dict[Kind, float]:
 
 
 def _coefficients(
-    layer: Layer, device: Device, kv_read: bool, token_dispatcher: str, kept_in_input: str
+    layer: Layer,
+    device: Device,
+    kv_read: bool,
+    token_dispatcher: str,
+    kept_in_input: str,
+    dtype: str,
 ) -> LayerCoefficients:
     """Return the coefficients of one layer, from flops and bytes."""
+    element = element_bytes(dtype)
     linear = _product_flops(layer, device) / device.linear_flops  # forward seconds per token
     attention = layer.flops_per_pair / device.attention_flops  # forward seconds per pair
     # ZeRO 3 gathers a layer's weights in F and B and scatters its gradients in B.
-    weights = ELEMENT_BYTES * (layer.parameters + layer.expert_parameters)
+    weights = element * (layer.parameters + layer.expert_parameters)
     gather = 3 * weights / device.group_bytes_per_second[min(device.group_bytes_per_second)]
     rate = device.memory_efficiency * device.memory_bytes_per_second
     # DeepEP and HybridEP sort tokens while they send them.
     moved = layer.moved + (layer.routed.permuted if token_dispatcher == ALLTOALL else 0.0)
-    light = ELEMENT_BYTES * moved / rate if rate else 0.0
-    saved, carried = _saved_bytes(layer, float(ELEMENT_BYTES * layer.saved)), layer.carried
+    light = element * moved / rate if rate else 0.0
+    saved, carried = _saved_bytes(layer, element), layer.carried
     back, pairs = MOVED_BACKWARD * light, ATTENTION_BACKWARD * attention
     # W reads the operands of its products again, which no cache holds after I. It launches neither
     # scans nor exchanges of tokens.
     flops, channels = _deferred(layer, device, kept_in_input)
-    weight, weight_inputs = flops / device.linear_flops, float(ELEMENT_BYTES * channels)
+    weight, weight_inputs = flops / device.linear_flops, float(element * channels)
     launch = device.launch_seconds * layer.launches
     tail = device.tail_seconds if layer.launches == 1 else 0.0
     launch_weight = device.launch_seconds if channels else 0.0
@@ -198,11 +212,13 @@ def _coefficients(
         column: _column_seconds(layer, work, device, attention)
         for column, work in layer.work.items()
     }
-    if read := _kv_read_seconds(layer, device) if kv_read else {}:
+    if read := _kv_read_seconds(layer, device, dtype) if kv_read else {}:
         own = columns.get(CONTEXT, {})
         columns[CONTEXT] = {op: own.get(op, 0.0) + seconds for op, seconds in read.items()}
     workspaces = {kind: Workspace() for kind in _COMPUTE} | {
-        op: Workspace(per_context_token=each.per_context_token, per_op=each.per_op)
+        op: Workspace(
+            per_context_token=each.per_context_token * element / ELEMENT_BYTES, per_op=each.per_op
+        )
         for op, each in layer.workspaces.items()
     }
     workspaces[Kind.INPUT] = workspaces[Kind.BACKWARD]
@@ -224,24 +240,24 @@ def _coefficients(
         recompute_seconds=_recompute_seconds(layer, linear, attention, launch + tail, light),
         gather_seconds=dict.fromkeys(_COMPUTE, gather / 3) | {Kind.BACKWARD: 2 * gather / 3},
         saved_bytes=saved,
-        **carried_bytes(carried, ELEMENT_BYTES, GRADIENT_BYTES),
+        **carried_bytes(carried, dtype),
         weight_input_bytes=Bytes(weight_inputs, weight_inputs),
         workspace_bytes=workspaces,
         recompute_workspace_bytes={mode: _difference(saved[KEEP], saved[mode]) for mode in MODES},
-        all_to_all_bytes_per_token=float(ELEMENT_BYTES * layer.exchanged),
+        all_to_all_bytes_per_token=float(element * layer.exchanged),
         # Gather and scatter of the hidden state around each sublayer that needs all of it.
-        tensor_bytes_per_token=2.0 * layer.gathers * ELEMENT_BYTES * layer.model.hidden,
+        tensor_bytes_per_token=2.0 * layer.gathers * element * layer.model.hidden,
         layer_parameters=layer.parameters,
         window=layer.window,
         column_seconds=columns,
         kv_replicated=carried != CarryOver() and not carried.heads,
         # To the experts and back.
-        expert_bytes_per_token=2.0 * ELEMENT_BYTES * layer.routed.exchanged,
+        expert_bytes_per_token=2.0 * element * layer.routed.exchanged,
         expert_parameters=float(layer.expert_parameters),
         heads=float(layer.heads),
-        weight_seconds=in_input(_weight_seconds(layer.parameters, device), of_layer),
+        weight_seconds=in_input(_weight_seconds(layer.parameters, device, element), of_layer),
         expert_weight_seconds=in_input(
-            _weight_seconds(layer.expert_parameters, device), of_experts
+            _weight_seconds(layer.expert_parameters, device, element), of_experts
         ),
         host_seconds=in_input(device.host_seconds, of_layer),
         expert_host_seconds=in_input(issue, of_experts),
@@ -289,12 +305,12 @@ def _product_flops(layer: Layer, device: Device) -> float:
     return layer.flops_per_token + _narrow_flops(layer, device)
 
 
-def _weight_seconds(parameters: int, device: Device) -> dict[Kind, float]:
+def _weight_seconds(parameters: int, device: Device, element: int) -> dict[Kind, float]:
     """Return the seconds per chunk, by kind of op, to read weights and accumulate gradients."""
     if not device.memory_efficiency or not parameters:
         return {}
     read = WEIGHT_READ * parameters / device.memory_bytes_per_second
-    forward, weight = ELEMENT_BYTES * read, 2 * GRADIENT_BYTES * read
+    forward, weight = element * read, 2 * GRADIENT_BYTES * read
     seconds = (forward, forward + weight, forward, weight)
     return dict(zip(_COMPUTE, seconds, strict=True))
 
@@ -351,17 +367,18 @@ def is_of_cpu(profile: Profile) -> bool:
     return profile.provenance.device.partition(":")[0] == "cpu"
 
 
-def carried_bytes(carried: CarryOver, element_bytes: int, gradient_bytes: int) -> dict[str, Any]:
+def carried_bytes(carried: CarryOver, dtype: str) -> dict[str, Any]:
     """Return the fields of LayerCoefficients for ``carried``, the state that later slices need."""
+    element, gradient = element_bytes(dtype), summed_bytes(dtype)
     return {
-        "kv_bytes_per_token": float(element_bytes * carried.channels),
-        "kv_gradient_bytes_per_token": float(gradient_bytes * carried.channels),
-        "border_bytes": float(element_bytes * carried.tail + STATE_BYTES * carried.state),
-        "border_gradient_bytes": float(gradient_bytes * (carried.tail + carried.state)),
+        "kv_bytes_per_token": float(element * carried.channels),
+        "kv_gradient_bytes_per_token": float(gradient * carried.channels),
+        "border_bytes": float(element * carried.tail + STATE_BYTES * carried.state),
+        "border_gradient_bytes": float(gradient * (carried.tail + carried.state)),
     }
 
 
-def _saved_bytes(layer: Layer, kept: float) -> dict[str, Bytes]:
+def _saved_bytes(layer: Layer, element: int) -> dict[str, Bytes]:
     """Return the bytes that one layer holds from F to B, by recompute mode.
 
     The K and V of a slice do not count, because they are in the buffer of its document.
@@ -370,11 +387,11 @@ def _saved_bytes(layer: Layer, kept: float) -> dict[str, Bytes]:
     def saved(mode: str) -> Bytes:
         modules = SELECTIVE.get(mode, ())
         dropped = sum(layer.recomputed[n].channels for n in modules if n in layer.recomputed)
-        per_token = kept - float(ELEMENT_BYTES * dropped)
-        return Bytes(per_token, per_token - float(ELEMENT_BYTES * layer.stored_in(mode)))
+        per_token = float(element * (layer.saved - dropped))
+        return Bytes(per_token, per_token - float(element * layer.stored_in(mode)))
 
     kept_before_layer = sum(part.saved for part in layer.before_layer)
-    layer_input = float(ELEMENT_BYTES * (layer.model.hidden + kept_before_layer))
+    layer_input = float(element * (layer.model.hidden + kept_before_layer))
     every = {mode: saved(mode) for mode in MODES if mode != FULL}
     return {**every, FULL: Bytes(layer_input, layer_input)}
 

@@ -19,9 +19,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from megatron_epp.cost.analytic import ELEMENT_BYTES, HEAD_BLOCK_TOKENS
+from megatron_epp.cost.analytic import HEAD_BLOCK_TOKENS
 from megatron_epp.cost.columns import CHUNKS, TOKENS
 from megatron_epp.cost.communication import tensor_seconds
+from megatron_epp.cost.kinds.base import element_bytes
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import Loads
 from megatron_epp.ir import OF_HEAD, Item, Kind, Payload
@@ -239,7 +240,8 @@ class HeadOnAllStages(Ends):
         if kind is Kind.HEAD:
             held = held + 4 * self._hidden(loads)
         else:
-            held = held + ELEMENT_BYTES * profile.last_parameters / (stages * layout.tp)
+            element = element_bytes(profile.provenance.dtype)
+            held = held + element * profile.last_parameters / (stages * layout.tp)
         return np.ceil(np.tile(held, (stages, 1)))
 
 

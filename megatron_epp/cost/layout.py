@@ -14,7 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_epp.cost.columns import CHUNKS, PAIRS, TOKENS, Columns, WindowPairs
-from megatron_epp.cost.kinds.base import ELEMENT_BYTES
+from megatron_epp.cost.kinds.base import element_bytes
 from megatron_epp.cost.layer_kinds import StageKinds, format_kinds, stage_kinds
 from megatron_epp.cost.loads import Loads
 from megatron_epp.cost.network.topology import Network
@@ -179,10 +179,12 @@ class StageLayout:
     def _with_expert_gradients(self, of: LayerCoefficients) -> LayerCoefficients:
         """Return ``of`` with the gradients of a rank's experts in the workspaces of B and I.
 
-        One matrix in bf16 contains the gradients of one linear of all experts, until it is added to
-        the full gradients. The first linear of gated experts has two thirds of their parameters.
+        One matrix contains the gradients of one linear of all experts, in the weights' data type,
+        until it is added to the full gradients. The first linear of gated experts has two thirds of
+        their parameters.
         """
-        gradients = ELEMENT_BYTES * 2 / 3 * of.expert_parameters / self.ep
+        element = element_bytes(self.profile.provenance.dtype)
+        gradients = element * 2 / 3 * of.expert_parameters / self.ep
         if not gradients:
             return of
         workspaces = dict(of.workspace_bytes)

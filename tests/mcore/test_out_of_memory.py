@@ -75,8 +75,9 @@ def test_a_limit_that_nobody_knew_of_is_survived(corpus, measured, tmp_path) -> 
 def test_what_was_predicted_too_little_is_learnt_once_and_nothing_of_it_ends_training(
     corpus, tmp_path
 ) -> None:
-    """The analytic cost model predicts a part of what a host holds. The budget was cut again in
-    every iteration; and what cannot be kept ended the training."""
+    """The analytic cost model counts what fused kernels save, in the job's data type; a host's
+    layers save more. The budget was cut again in every iteration; and what cannot be kept ended
+    the training."""
     records = tmp_path / "records"
     (records / "errors.txt").mkdir(parents=True)
     (records / BUDGET_FILE).mkdir()
@@ -89,13 +90,13 @@ def test_what_was_predicted_too_little_is_learnt_once_and_nothing_of_it_ends_tra
     assert {rank for _, rank, _, _ in learnt} == {"0", "1"}
     assert {int(budget) for _, _, budget, _ in learnt} == {int(0.0006 * GIB)}
     corrections = [float(correction) for _, _, _, correction in learnt]
-    assert min(corrections) > 1.5 and max(corrections) < 10
+    assert min(corrections) > 1.1 and max(corrections) < 2
     # Plans differ, so does the error; what is learnt once is hardly learnt again.
     assert len(learnt) <= 6
     for each in "01":
         own = [(int(at), float(correction)) for at, rank, _, correction in learnt if rank == each]
         early = max(correction for at, correction in own if at <= 5)
-        assert all(correction < 1.05 * early for at, correction in own if at > 5)
+        assert all(correction < 1.1 * early for at, correction in own if at > 5)
     cut = [f"{records}/{BUDGET_FILE}, cannot be kept", f"--epp-record {records} cannot be kept"]
     for words in cut:
         assert ran.output.count(words) == 1, ran.output

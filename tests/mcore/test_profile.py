@@ -11,8 +11,9 @@ from megatron_epp.cost.analytic import profile as analytic_profile
 from megatron_epp.cost.catalogue.devices import BUDGET_HELP, DEVICES, GIB
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.kinds.layer import LayerShape
+from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.profile import LAYER_KIND, Profile, Provenance
-from megatron_epp.ir import FULL, KEEP
+from megatron_epp.ir import FULL, KEEP, Kind
 from megatron_epp.mcore.calibrate.measure import CPU_FLOPS, REPEATS, grid
 from megatron_epp.mcore.calibrate.probe import Shape
 from megatron_epp.mcore.calibrate.profile_file import provenance_of, require
@@ -95,8 +96,9 @@ def test_every_pipeline_rank_may_have_its_own_budget() -> None:
 
     def budgets(*gib: str, **changes) -> tuple[float, ...]:
         args = parsed([*words, *gib], 2)
-        filled = {"padded_vocab_size": 128, "kv_channels": 8, "ffn_hidden_size": 128, **changes}
-        vars(args).update(filled, data_parallel_size=1, epp_vocab_parallel="off")
+        filled = {"padded_vocab_size": 128, "kv_channels": 8, "ffn_hidden_size": 128}
+        filled |= {"data_parallel_size": 1, "epp_vocab_parallel": "off", **changes}
+        vars(args).update(filled, params_dtype="torch.bfloat16")
         config, layers = Config.of(args), (1,) * (4 if changes else 2)
         cost = job_cost.training_cost(args, config, layers, job_cost.analytic(args))
         return tuple(each / 2**30 for each in cost.device_budget_bytes)
@@ -133,6 +135,41 @@ def test_default_budgets_are_by_rank_where_devices_go_by_different_names() -> No
 def test_an_analytic_profile_sends_tokens_to_experts_as_the_job_does(flag, counted) -> None:
     profile = job_cost.analytic(args(moe_token_dispatcher_type=flag))
     assert profile.token_dispatcher == counted
+
+
+@pytest.mark.parametrize(("dtype", "element", "summed"), [("float32", 4, 4), ("float64", 8, 8)])
+def test_an_analytic_profile_counts_the_elements_of_the_jobs_data_type(
+    dtype, element, summed
+) -> None:
+    """Softmaxes and the gradients of K and V are in float32 or wider. Products take as long."""
+    experts = {"num_experts": 4, "moe_ffn_hidden_size": 64}
+    half, wide = (
+        job_cost.analytic(args(params_dtype=f"torch.{name}", **experts))
+        for name in ("bfloat16", dtype)
+    )
+
+    def of_elements(profile: Profile) -> list[float]:
+        held = (*profile.saved_bytes.values(), profile.weight_input_bytes)
+        stage = StageLayout(profile, (1, 1), stacked_experts=True)
+        return [
+            *(one(2, 1) for one in held),
+            profile.kv_bytes_per_token,
+            profile.all_to_all_bytes_per_token,
+            profile.tensor_bytes_per_token,
+            profile.expert_bytes_per_token,
+            profile.link_seconds_per_token,
+            stage.coefficients[0].workspace_bytes[Kind.BACKWARD].per_op,
+        ]
+
+    assert min(of_elements(half)) > 0
+    assert of_elements(wide) == [element / 2 * each for each in of_elements(half)]
+    sizes = (half, 2, 4), (wide, element, summed)
+    for profile, of_element, of_sum in sizes:
+        assert profile.kv_gradient_bytes_per_token == of_sum * 2 * GROUPS * HEAD
+        logits = profile.last_workspace_bytes[Kind.FORWARD].per_token
+        assert logits == (of_element + of_sum) * 128
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        assert wide.layer_seconds[kind] == half.layer_seconds[kind]
 
 
 def test_an_analytic_profile_was_measured_on_nothing() -> None:

@@ -41,16 +41,12 @@ class Conditions:
         device: name of the catalogue's device, which provides coefficients that are not measured.
         tp: tensor-parallel size.
         cp: context-parallel size.
-        itemsize: bytes of a parameter.
-        gradient_itemsize: bytes of an accumulated gradient of cached K and V.
         head_tokens: maximum tokens of a chunk that the LM head processes at once; 0: all.
     """
 
     device: str
     tp: int
     cp: int
-    itemsize: int
-    gradient_itemsize: int
     head_tokens: int
 
 
@@ -96,7 +92,8 @@ def _fitted(
 ) -> Profile:
     """Return the profile of one layer kind from the readings of all ranks."""
     layer = model.shapes[kind]
-    template = analytic_profile(model, named_device(where.device), kv_read=True).of_kind(kind)
+    device = named_device(where.device)
+    template = analytic_profile(model, device, kv_read=True, dtype=origin.dtype).of_kind(kind)
     if where.device != "cpu" and layer.masks_diagonal:
         pairs = {op: seconds.per_pair for op, seconds in template.layer_seconds.items()}
         columns = {**template.column_seconds, **dict.fromkeys(DIAGONALS, pairs)}
@@ -135,7 +132,7 @@ def _fitted(
         },
         first_bytes=_alike(profile.first_bytes),
         last_bytes=_alike(profile.last_bytes),
-        **carried_bytes(carried, where.itemsize, where.gradient_itemsize),
+        **carried_bytes(carried, origin.dtype),
         stores_last_slice=any(readings.stores_last_slice for readings in every),
         workspace_bytes=workspace,
         last_workspace_bytes=last_workspace,

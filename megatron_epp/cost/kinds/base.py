@@ -13,7 +13,8 @@ from megatron_epp.cost.columns import Column
 from megatron_epp.ir import Kind
 from megatron_epp.ir.errors import quoted
 
-ELEMENT_BYTES = 2  # bf16
+BF16, ELEMENT_BYTES = "bf16", 2
+_WIDER = {"float32": 4, "float64": 8}
 STATE_BYTES = 4  # float32, as scans store their states
 GRADIENT_BYTES = 4  # of cached K and V: the executor accumulates their gradients in float32
 # Ratio of backward to forward flops: 2 for linear layers, 2.5 for attention, as FlashAttention has
@@ -25,6 +26,16 @@ ATTENTION_BACKWARD = 2.5
 # many.
 MOVED, MOVED_BACKWARD = 1.4, 1.5
 MOST = 10**9  # of any size; products of larger sizes would overflow
+
+
+def element_bytes(dtype: str) -> int:
+    """Return the bytes of an element of ``dtype``; 2 for names other than float32 and float64."""
+    return _WIDER.get(dtype, ELEMENT_BYTES)
+
+
+def summed_bytes(dtype: str) -> int:
+    """Return the bytes of an element of sums and softmaxes: float32, or ``dtype`` if wider."""
+    return max(GRADIENT_BYTES, element_bytes(dtype))
 
 
 def require_sizes(value: Any, least: Mapping[str, int]) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-import torch
 import torch.distributed as dist
 from megatron.core.transformer.identity_op import IdentityOp
 
@@ -251,13 +250,10 @@ def _most_flops(probe: Probe) -> float:
 
 def _conditions(probe: Probe) -> Conditions:
     config = probe.config
-    gradient = torch.promote_types(config.params_dtype, torch.float32)
     return Conditions(
         "cpu" if probe.device.type == "cpu" else _GPU,
         config.tensor_model_parallel_size,
         config.context_parallel_size,
-        config.params_dtype.itemsize,
-        gradient.itemsize,
         # A block counts one rank's rows, but peaks are predicted for the rows of all
         # context-parallel ranks.
         probe.head_tokens * config.context_parallel_size,

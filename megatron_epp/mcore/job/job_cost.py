@@ -157,6 +157,7 @@ def analytic(args: Any) -> Profile:
         device(device_name()),
         logits_held=not early,
         kept_in_input=kept_in_input(args),
+        dtype=str(args.params_dtype),
         **priced_flags(args),
     )
     attention = VarlenAttention if cpu_host.has_gpu_kernels() else PartsAttention

@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from megatron_epp.cost.analytic import ELEMENT_BYTES, profile, without_states
+from megatron_epp.cost.analytic import profile, without_states
 from megatron_epp.cost.catalogue.devices import GIB, device
 from megatron_epp.cost.catalogue.models import Model
 from megatron_epp.cost.columns import CHUNKS, TOKENS
 from megatron_epp.cost.cost import Cost
+from megatron_epp.cost.kinds.base import BF16
 from megatron_epp.cost.layer_kinds import Counts
 from megatron_epp.cost.layout import StageLayout
 from megatron_epp.cost.loads import Loads, loads_of_plan
@@ -64,29 +65,22 @@ class ActivationBudget:
     Attributes:
         budget_bytes: bytes per device.
         profile: cost coefficients of the model.
-        scale: ratio of the bytes per element of the model's parameters to those in the profile.
         tp: number of tensor-parallel ranks of a stage.
     """
 
     budget_bytes: float
     profile: Profile
-    scale: float = 1.0
     tp: int = 1
 
     @classmethod
     def of(cls, config: Any, vocabulary: int, budget_bytes: float) -> "ActivationBudget":
         """Return the budget of a GPTModel with Megatron's ``config``, assuming fused kernels."""
-        scale = config.params_dtype.itemsize / ELEMENT_BYTES
-        return cls(
-            budget_bytes, _profile(config, vocabulary), scale, config.tensor_model_parallel_size
-        )
+        of_model = _profile(config, vocabulary, dtype=str(config.params_dtype))
+        return cls(budget_bytes, of_model, config.tensor_model_parallel_size)
 
     def cost(self, layers: Sequence[int]) -> Cost:
-        """Return the cost model of stages with ``layers[s]`` layers on stage s.
-
-        It counts the profile's bytes per element, so its budget is ``budget_bytes / scale``.
-        """
-        budgets = (self.budget_bytes / self.scale,) * len(layers)
+        """Return the cost model of stages with ``layers[s]`` layers on stage s."""
+        budgets = (self.budget_bytes,) * len(layers)
         return Cost(StageLayout(self.profile, tuple(layers), tp=self.tp), budgets)
 
     def too_little(self, of: str, tokens: int) -> PlanError:
@@ -138,7 +132,7 @@ def guessed_token_bytes(
     return tuple(held)
 
 
-def _profile(config: Any, vocabulary: int, active: int = 1) -> Profile:
+def _profile(config: Any, vocabulary: int, active: int = 1, dtype: str = BF16) -> Profile:
     """Return the cost coefficients of the model that Megatron's ``config`` describes.
 
     The ``active`` feed-forward modules that process a token count as one dense MLP.
@@ -154,10 +148,10 @@ def _profile(config: Any, vocabulary: int, active: int = 1) -> Profile:
         vocabulary=max(1, vocabulary),
         gated=config.gated_linear_unit,
     )
-    costed = profile(
-        model, device("cpu"), head_seconds=vocabulary > 0, link_seconds=False, kv_read=False
+    head = vocabulary > 0
+    return without_states(
+        profile(model, device("cpu"), head_seconds=head, link_seconds=False, dtype=dtype)
     )
-    return without_states(costed)
 
 
 def features(

@@ -139,16 +139,16 @@ def test_figures_follow_from_the_models_shape() -> None:
     two = plan_loads((Chunk((Span(0, 0, 1),)), Chunk((Span(0, 1, 2),))), (2,))
 
     def bytes_of(letter: str) -> float:
-        """A layer's per token, in bytes of the model's elements."""
+        """A layer's per token."""
         one = ActivationBudget.of(Config, 97, 1e6)
-        return one.scale * float(one.cost((1,)).memory.saved_bytes((0, letter), token)[0])
+        return float(one.cost((1,)).memory.saved_bytes((0, letter), token)[0])
 
     assert bytes_of(FULL) == 64 * 8  # a layer's input
     # Four norms' inputs and outputs, queries and the output, K and V, the MLP's insides.
     assert bytes_of(KEEP) == 8 * (4 * 64 + 2 * 64 + 2 * 32 + 2 * 256)
     one = ActivationBudget.of(Config, 97, 1e6)
     gradients = float(one.cost((1,)).memory.kv_gradient_bytes(two)[0, 0])
-    assert one.scale * gradients == 4 * 4 * 2 * 32  # in float32, of the one token of context
+    assert gradients == 8 * 2 * 32  # of the one token of context
     whole = bytes_of(KEEP)
     Config.tensor_model_parallel_size = 2
     assert bytes_of(KEEP) == whole / 2
