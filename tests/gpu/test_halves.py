@@ -281,6 +281,33 @@ def test_the_slowest_rank_decides(stage, monkeypatch, own, slowest, said) -> Non
     assert list(tokens) == [1, 2000, 4096, 0]
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"moe_token_dispatcher_type": "flex"}, "token dispatcher flex"),
+        ({"moe_token_dispatcher_type": "allgather"}, "token dispatcher allgather"),
+        ({"expert_tensor_parallel_size": 2}, "expert tensor parallelism"),
+        ({"moe_router_padding_for_quantization": True}, "row counts padded for fp8 or fp4"),
+        ({}, "a product for each expert"),  # of the layer: its weights are not stacked
+    ],
+)
+def test_what_keeps_chunks_whole_is_said_in_one_line(stage, monkeypatch, changes, reason) -> None:
+    from megatron_epp.mcore.kinds.base import ChosenBy
+    from megatron_epp.mcore.kinds.moe import choose_halves
+
+    args = copy.copy(stage[0].args)
+    vars(args).update({"expert_model_parallel_size": 2, **changes})
+    cost = SimpleNamespace(seconds=SimpleNamespace(halved_from=0.0))
+    monkeypatch.setattr(choose_halves, "largest", lambda values, group: values)
+    monkeypatch.setattr(choose_halves, "stacks_of", lambda layer: [layer] * bool(changes))
+    with halved(stage):
+        line = choose_halves.choose_halves([stage[1]], ChosenBy(args, lambda: cost, None, None))
+        assert line == f"experts: chunks stay whole, because of {reason}"
+        with exchanged() as order:
+            computed(stage)
+            assert not order
+
+
 # ------------------------------------------------------------------ faults
 
 
