@@ -1,12 +1,12 @@
 """Flags before Megatron is loaded, patterns and sizes that cannot be, flags of ModelOpt's entry."""
 
 import argparse
+import re
 
 import pytest
 
 from megatron_epp.cli.megatron_flags import require_known
 from megatron_epp.cli.options import UsageError
-from megatron_epp.mcore.flags.config import Config
 from megatron_epp.mcore.patching.modelopt_flags import MEANT, add_arguments
 
 
@@ -50,23 +50,21 @@ def test_patterns_and_sizes_that_cannot_be_are_one_line(flags: str, says: str) -
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("flags", "message"),
     [
-        (
-            {"epp_memory_budget_gib": (1.0, float("inf"))},
-            "--epp-memory-budget-gib inf: expected from",
-        ),
-        ({"epp_memory_budget_gib": (1e7,)}, r"--epp-memory-budget-gib 1e\+07: expected from 1e-06"),
-        ({"epp_memory_limit_gib": 1e-300}, "--epp-memory-limit-gib 1e-300: expected from 1e-06"),
-        ({"epp_memory_limit_gib": float("nan")}, "--epp-memory-limit-gib nan: expected from"),
-        ({"epp_effort": 10**5000}, "--epp-effort: expected from 0 to 1000000"),
-        ({"epp_effort": -1}, "--epp-effort: expected from 0"),
-        ({"epp_plan_cores": 0}, "--epp-plan-cores: expected from 1 to 4096 cores "),
+        ("--epp-memory-budget-gib 1 inf", "--epp-memory-budget-gib: 'inf': expected a number ab"),
+        ("--epp-memory-budget-gib 1e7", "'1e7': expected a number from 1e-06 to 1e+06, in GiB"),
+        ("--epp-memory-limit-gib 1e-300", "'1e-300': expected a number from 1e-06 to 1e+06, in"),
+        ("--epp-memory-limit-gib nan", "--epp-memory-limit-gib: 'nan': expected a number above"),
+        (f"--epp-effort 1{'0' * 5000}", "expected a whole number of at most 1000000"),
+        ("--epp-effort=-1", "--epp-effort: '-1': expected a whole number of at least 0"),
+        ("--epp-plan-cores 0", "--epp-plan-cores: '0': expected a whole number of at least 1"),
+        ("--epp-row-multiple 2000", "'2000': expected a whole number of at most 1024"),
     ],
 )
-def test_what_the_planner_would_refuse_is_refused_at_start(values, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        Config(**values)
+def test_what_the_planner_would_refuse_is_refused_at_start(parse, flags, message) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parse(*flags.split(), "--epp")
 
 
 # ------------------------------------------------------------------ of ModelOpt's entry

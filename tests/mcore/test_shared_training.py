@@ -126,7 +126,7 @@ def test_recorded_steps_and_a_resumed_run_follow(chats: Path, shared: Run) -> No
             {"hidden_dropout": 0.1},
             "--epp-share-from: with --hidden-dropout 0.1 documents draw masks",
         ),
-        ({"epp_share_from": -1}, "--epp-share-from -1: expected 0 (off) or more tokens"),
+        ({"epp_share_from": -1}, "--epp-share-from: '-1': expected a whole number of at least 0"),
     ],
 )
 def test_what_cannot_share_is_one_line(chats: Path, changes: dict, said: str) -> None:

@@ -13,8 +13,6 @@ from megatron_epp.ir.errors import quoted, require_name
 
 # Host time of I and of W, relative to the host time of B: an assumption.
 HOST_INPUT, HOST_WEIGHT = 0.8, 0.45
-# Largest memory budget in GiB; the smallest is 1 / MOST_GIB.
-MOST_GIB = 1e6
 GIB = 2**30
 MOST_DEVICES = 1_000_000
 # Shared by --epp-memory-budget-gib of training and --memory-budget-gib of the other commands.

@@ -2,18 +2,21 @@
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import lcm
 from typing import Any, ClassVar
 
 from megatron_epp.corpus.blend import BLENDS
-from megatron_epp.cost.catalogue.devices import MOST_GIB
-from megatron_epp.flag_fields import add_flags, flag, flag_of, refuse_removed
+from megatron_epp.flag_fields import (
+    add_flags,
+    flag,
+    positive,
+    refuse_removed,
+    whole_number,
+)
 from megatron_epp.mcore.flags import replaced
 from megatron_epp.mcore.patching import modelopt_flags
-from megatron_epp.planner.options import MOST_EFFORT
 from megatron_epp.planner.padding import FEWER_GPU_ROWS, GPU_ROWS, MOST_PADDING, MOST_ROWS
 from megatron_epp.planner.settings import shared_setting
 
@@ -88,19 +91,17 @@ class Config:
         " Default: on a GPU its budget in the catalogue, but at most 0.97 of the free memory; on a "
         "CPU 0.8 of the memory that is available after 400 MiB are subtracted for each planner "
         "process, divided by the number of local ranks.",
-        type=float,
     )
     epp_memory_limit_gib: float | None = flag(
         None,
         "On a CPU-only host, the size in GiB at which the chunks of a rank run out of memory, to "
         "test how training reacts. Training continues with plans that need less (default: none).",
-        metavar="GIB",
+        ("GIB", positive("GiB")),
     )
     epp_host_memory_gib: float | None = shared_setting(
         "host_memory_gib",
         " On a GPU host it is pinned. Default: half of the available memory (0.15 of it on a "
         "CPU-only host), divided by the number of local ranks.",
-        type=float,
     )
     epp_attention: str = flag(
         "auto",
@@ -114,7 +115,7 @@ class Config:
         "Default: the file next to the loaded checkpoint. If there is none, the job measures the "
         "cost model at startup, in seconds to minutes, and saves it with --save.",
     )
-    epp_effort: int | None = shared_setting("effort", type=int)
+    epp_effort: int | None = shared_setting("effort")
     epp_overlong: str = shared_setting("overlong", " The context is --seq-length.")
     epp_blend: str = flag(
         AUTO,
@@ -126,7 +127,7 @@ class Config:
         0,
         "Compute a prefix of at least N tokens that documents of a batch share, such as a system "
         "prompt, once per replica. Losses and gradients stay the same (default: 0, off).",
-        metavar="N",
+        ("N", whole_number(0)),
     )
     epp_record: str | None = flag(
         None,
@@ -152,7 +153,7 @@ class Config:
         f"kernels. Default: {GPU_ROWS} with Transformer Engine's layers on a GPU, or "
         f"{FEWER_GPU_ROWS} if {GPU_ROWS} would add more than {MOST_PADDING:.0%}% to a batch's "
         "tokens; otherwise 1.",
-        metavar="N",
+        ("N", whole_number(1, MOST_ROWS)),
     )
     epp_plan_ahead: bool = flag(
         True,
@@ -166,33 +167,8 @@ class Config:
         "host share them, with at least one process each. If planning takes longer than an "
         "iteration, a replica uses several processes, each for a different iteration. Default: "
         "half of the cores that the host's ranks leave idle.",
-        metavar="N",
-        type=int,
+        ("N", whole_number(1, MOST_CORES)),
     )
-
-    def __post_init__(self):
-        for name in ("epp_memory_budget_gib", "epp_memory_limit_gib", "epp_host_memory_gib"):
-            setting = getattr(self, name)
-            for value in setting if isinstance(setting, Sequence) else (setting,):
-                if value is not None and not 1 / MOST_GIB <= value <= MOST_GIB:
-                    raise ValueError(
-                        f"{flag_of(name)} {value:g}: expected from {1 / MOST_GIB:g} to "
-                        f"{MOST_GIB:g} GiB"
-                    )
-        if self.epp_row_multiple is not None and not 1 <= self.epp_row_multiple <= MOST_ROWS:
-            raise ValueError(f"--epp-row-multiple: expected from 1 to {MOST_ROWS}")
-        if self.epp_share_from < 0:
-            raise ValueError(
-                f"--epp-share-from {self.epp_share_from}: expected 0 (off) or more tokens"
-            )
-        if self.epp_plan_cores is not None and not 1 <= self.epp_plan_cores <= MOST_CORES:
-            raise ValueError(
-                f"--epp-plan-cores: expected from 1 to {MOST_CORES} cores of a host; to plan in "
-                "the trainer give --no-epp-plan-ahead"
-            )
-        if self.epp_effort is not None and not 0 <= self.epp_effort <= MOST_EFFORT:
-            # The message omits the number, which may have thousands of digits.
-            raise ValueError(f"--epp-effort: expected from 0 to {MOST_EFFORT}")
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> "Config":
