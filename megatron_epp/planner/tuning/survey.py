@@ -66,7 +66,8 @@ FINALISTS = 4
 GLANCE = 1.1
 # Largest observed relative difference of a sketch from the plan with the full effort.
 MARGIN = 0.02
-# Offloading is tried only if recompute takes more than this fraction of the time.
+# Offloading is tried only if recompute takes more than this fraction of the time, and first plans
+# with vocabulary parallelism only if it takes less.
 TIGHT = 0.005
 OFFLOAD_PAYS = 0.01  # fraction of the time that offloading must save
 # A choice is tight if it leaves less than this fraction of the budget. Predicted peaks of 45 public
@@ -340,8 +341,8 @@ def _look_at(
     for planner in planners:
         cuts = (glanced.vocabulary_parallel,) if glanced else _cuts(cost, planner, vocabulary)
         for cut in cuts:
-            if cut and len(cuts) > 1 and choices and choices[-1].recompute_ratio > 0:
-                continue  # it has never been faster where memory is tight; finalists try both
+            if cut and len(cuts) > 1 and choices and choices[-1].recompute_ratio > TIGHT:
+                continue  # slower in all layouts measured; finalists try both
             open_layers = by_time and planner == ELASTIC  # stock chooses its layers itself
             if glanced:
                 ways = [glanced.layers]
