@@ -277,9 +277,7 @@ class Executor:
             self._finish()
         self.current_op.links = None
         # 10. Check that no tensor is left over, and read the clock.
-        assert not self._inbox and not self._outbox, (
-            "no op uses a tensor that was received or computed"
-        )
+        assert not self._inbox and not self._outbox, "no op uses a received or computed tensor"
         assert len(self.store) == 0, f"{len(self.store)} K/V buffers outlive the iteration"
         # The type checker does not know which of the two clocks made the marks.
         seconds: Callable[[Any], float] = self.clock.seconds
@@ -373,7 +371,7 @@ class Executor:
     def _hand_over(self, op: Op, tensor: Tensor | None):
         if tensor is not None:
             payload = self._carrying.get(self.stage, {}).get(op)
-            assert payload is not None, f"{op}: no op uses a tensor that was received or computed"
+            assert payload is not None, f"{op}: no op uses a received or computed tensor"
             self._outbox[self._at(payload, op.chunk)] = tensor
 
     def _hand_to_stage(self, message: Message):
