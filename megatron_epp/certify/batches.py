@@ -273,10 +273,10 @@ def _first_input(chunk: Chunk, assignment: tuple[int, ...]) -> bool:
 
 
 def random_lengths(number: int, random: Random, least: int) -> list[int]:
-    """Return the tokens of more than ``least`` documents; ``number`` selects a distribution.
+    """Return random lengths, in tokens, of more than ``least`` documents.
 
-    The four distributions together lead to every kind of chunk. Documents of fewer than 8 tokens
-    are not sliced.
+    ``number`` selects one of four distributions, which together lead to every kind of chunk.
+    Documents of fewer than 8 tokens are not sliced.
     """
     assert LONGEST < CONTEXT
     count = least + random.randint(3, 6)

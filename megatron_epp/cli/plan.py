@@ -100,7 +100,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
     Raises:
         UsageError: if an option has no effect, or two options contradict each other.
-        ValueError: if a lever or the device is unknown.
+        ValueError: as :func:`levers_of`.
     """
     levers = levers_of(arguments)
     if arguments.host_memory_gib is not None and "offload" not in levers:
@@ -142,7 +142,12 @@ def require_sharing(arguments: argparse.Namespace, planners: Iterable[str]) -> N
 
 
 def levers_of(arguments: argparse.Namespace) -> frozenset[str]:
-    """Return the levers of --levers; by default, those of training on the device."""
+    """Return the levers of --levers; by default, those of training on the device.
+
+    Raises:
+        ValueError: if a lever or the device is unknown, --levers names no lever, or the file of the
+            device or of the cost model is missing or invalid.
+    """
     name = "cpu"  # default if no machine is named
     if file := getattr(arguments, "cost_model", None):  # tune has no such option
         name = Profile.load(file).provenance.device

@@ -11,7 +11,7 @@ def verdict(epp: float | None, stock: float | None, which: str, why: str) -> str
         epp: seconds of an iteration with ``--epp``; None if no plan fits the memory budget.
         stock: seconds of the fastest of Megatron's own schedules; None if none fits.
         which: description of this schedule.
-        why: reason why stock is faster, used if it is.
+        why: reason why stock is faster; used only if ``epp`` exceeds ``stock`` by more than 1%.
     """
     if epp is None and stock is None:
         return "Verdict: neither --epp nor a schedule of Megatron's own fits the memory budget."

@@ -97,7 +97,9 @@ class AcceptedSteps:
         following: Following | None,
         forward_only: bool,
     ) -> AcceptedStep:
-        """Return the accepted step for a batch on all ranks, and request plans of the next steps.
+        """Return this rank's part of the step that all ranks accept for a batch.
+
+        Collective over the job. The method then requests plans of the next steps.
 
         Args:
             iteration: number of the iteration.

@@ -234,10 +234,12 @@ class MemoryBudget:
         write_atomically(Path(folder) / BUDGET_FILE, "".join(f"{line}\n" for line in lines))
 
     def load(self, folder: str, iteration: int) -> None:
-        """Read a resumed run's events; apply those of iterations up to ``iteration`` + 1.
+        """Read a resumed run's events from ``folder``, and apply those that are due.
 
-        :meth:`measured` applies each later event before the event's iteration. If ``folder`` has no
-        budget file, or the file is for another number of pipeline ranks, nothing changes.
+        ``iteration`` is the last iteration that the checkpoint contains. Events of iterations up to
+        ``iteration`` + 1, the next one to run, are due; :meth:`measured` applies each later event
+        before the event's iteration. If ``folder`` has no budget file, or the file is for another
+        number of pipeline ranks, nothing changes.
 
         Raises:
             ValueError: the file cannot be parsed.

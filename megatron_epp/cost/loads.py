@@ -122,10 +122,11 @@ class Loads:
         return np.bincount(chunk, weights=amount, minlength=self.chunks)
 
     def tail_tokens(self, window: int) -> np.ndarray:
-        """Return how many tokens of each cut document later slices attend to with ``window``: [D].
+        """Return, for each document, the number of tokens that later slices attend to: [D].
 
-        The last ``window - 1`` tokens of a slice count, or all tokens of a shorter slice; last
-        slices do not count. With window 0, later slices attend to all of their context.
+        ``window`` is the maximum number of keys of a query, its own included; 0: no maximum. Later
+        slices attend to the last ``window - 1`` tokens of each slice, or to all tokens of a shorter
+        slice. The result is 0 for an uncut document.
         """
         if not window:
             return self.context_tokens
@@ -176,7 +177,7 @@ class Loads:
 
     @property
     def context_tokens(self) -> np.ndarray:
-        """[D] tokens of a cut document that later slices attend to: those before its last slice.
+        """[D] number of tokens before each document's last slice, to which later slices attend.
 
         The number is 0 for an uncut document.
         """
@@ -261,7 +262,7 @@ class TreeLoads(Loads):
     read: np.ndarray = field(kw_only=True)
 
     def tail_tokens(self, window: int) -> np.ndarray:
-        """Return how many tokens of each document later spans attend to with ``window``: [D]."""
+        """Return, for each document, the number of tokens that later spans attend to: [D]."""
         if not window:
             return self.context_tokens
         slices = (np.diff((0, *boundaries)) for boundaries in self.boundaries_of)
@@ -278,7 +279,7 @@ class TreeLoads(Loads):
 
     @property
     def context_tokens(self) -> np.ndarray:
-        """[D]: how many tokens of each document later spans or other documents attend to."""
+        """[D] number of each document's tokens to which later spans or other documents attend."""
         return np.array([max(each, default=0) for each in self.boundaries_of], np.float64)
 
 

@@ -19,8 +19,9 @@ def stuck_grid(
 ) -> str:
     """Return a drawing, as text, of the orders of ranks that are stuck after ``at[rank]`` ops.
 
-    Every op that ran takes one column. It is drawn as late as the rank's next op and the ops that
-    need it allow. The ops at which the ranks are stuck share a column and are marked by ``>``.
+    Every op takes one column. An op that ran is drawn as late as the rank's next op and the ops
+    that need it allow. The ops at which the ranks are stuck share a column and are marked by ``>``.
+    Of more than COLUMNS columns, only those around the stuck ops are drawn.
 
     Args:
         plan: plan of the orders.

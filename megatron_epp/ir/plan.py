@@ -372,7 +372,8 @@ class Plan:
         """Return the plan that ``text`` describes.
 
         Raises:
-            PlanError: a line is invalid, or the lines contradict each other.
+            PlanError: a line is invalid or missing, there are too many lines, or they contradict
+                each other.
         """
         return cls.of_lines(enumerate(lines_of(text), 1))
 

@@ -1,7 +1,7 @@
-"""Norms with a zero-centred weight, which torch lacks: y = x / norm(x) * (1 + weight).
+"""LayerNorm and RMSNorm that scale by 1 + weight (zero-centred weight), which torch lacks.
 
-The weight is initialised to zero, so weight decay pulls 1 + weight towards 1. Checkpoints store the
-weight like Transformer Engine's norms with ``zero_centered_gamma``.
+The weight is initialised to zero. Weight decay pulls it towards zero, and thus the scale towards 1.
+Checkpoints store the weight like Transformer Engine's norms with ``zero_centered_gamma``.
 """
 
 from torch import Tensor, nn

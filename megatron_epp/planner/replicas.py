@@ -64,7 +64,8 @@ def balance_replicas(
         For every replica, the indices of its documents, in the order of the batch.
 
     Raises:
-        ValueError: if there are fewer than ``least`` documents for every replica.
+        ValueError: if ``replicas`` is less than 1, or there are fewer than ``least`` documents for
+            every replica.
     """
     documents = len(lengths)
     if not min(1, least) <= replicas * least <= documents:
@@ -148,11 +149,11 @@ def plan_step(
         run: function that maps a function over tasks, for example in worker processes.
 
     Raises:
-        PlanError: if a document alone does not fit in memory, or planner `epp` finds no plan that
-            fits.
-        ValueError: if the planner is unknown or does not support the placement, the size of a
-            lockstep group does not divide ``replicas``, there are no documents, or a length is less
-            than 1.
+        PlanError: if there are no documents, a document alone does not fit in memory, or planner
+            `epp` finds no plan that fits.
+        ValueError: if the planner is unknown or does not support the placement, ``replicas`` is
+            less than 1 or not a multiple of the size of a lockstep group, or a length is less than
+            1.
     """
     began = time.perf_counter()
     assigned, blocks = _planned(batch, cost, options, replicas, planner, run)
@@ -185,6 +186,9 @@ def plan_part(
     stands_in_for: str | None = None,
 ) -> StepPart:
     """Return the part of :func:`plan_step`'s result for the lockstep group of ``replica``.
+
+    Unlike :func:`plan_step`, this function accepts a batch without documents, and may not check the
+    documents of other groups.
 
     Args:
         batch: documents of the global batch, which is divided over all replicas.
@@ -239,8 +243,8 @@ def divide_documents(
         planner: name of the planner; "" for evaluation.
 
     Raises:
-        ValueError: if the size of a lockstep group does not divide ``replicas``, or the planner is
-            unknown.
+        ValueError: if ``replicas`` is less than 1 or not a multiple of the size of a lockstep
+            group, or the planner is unknown.
     """
     width, lengths = options.lockstep, lengths_of(batch)
     if replicas % width:
@@ -446,9 +450,10 @@ def evaluation_step(
         most: maximum number of tokens of a chunk; None if only memory limits it.
 
     Raises:
-        PlanError: if a document does not fit in memory, even in the smallest slices.
-        ValueError: if the size of a lockstep group does not divide ``replicas``, there are no
-            documents, or a length is less than 1.
+        PlanError: if there are no documents, or a document does not fit in memory, even in the
+            smallest slices.
+        ValueError: if ``replicas`` is less than 1 or not a multiple of the size of a lockstep
+            group, or a length is less than 1.
     """
     every = range(replicas // options.lockstep)
     return Step.of_parts(_evaluation_parts(lengths, cost, options, replicas, every, most))
@@ -464,7 +469,8 @@ def evaluation_part(
 ) -> StepPart:
     """Return the part of :func:`evaluation_step`'s result for the lockstep group of ``replica``.
 
-    ``replica`` is an index. Other arguments and errors are those of :func:`evaluation_step`.
+    ``replica`` is an index. Other arguments and errors are those of :func:`evaluation_step`, but
+    this function accepts a batch without documents, and checks only the group's documents.
     """
     block = replica // options.lockstep
     (part,) = _evaluation_parts(lengths, cost, options, replicas, (block,), most)

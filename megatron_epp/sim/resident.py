@@ -19,7 +19,7 @@ Interval = tuple[float, float]
 
 
 def resident_ratios(played: Simulation) -> tuple[float, ...]:
-    """Return, for every rank, the fraction of compute time with a message's kernel on the GPU.
+    """Return, for every rank, the fraction of compute time during which messages occupy the GPU.
 
     The plan's lowered programs (ir.lower) determine when messages are posted.
     """

@@ -9,7 +9,8 @@ document. An all-to-all before the attention and an all-to-all after it exchange
 The K/V cache is thus sharded by heads. With fewer key heads than ranks, several ranks get a copy of
 the same key head, and their gradients of this head are summed.
 
-T rows of the padded chunk, t = T/N on this rank; D head size.
+T is the number of rows of the padded chunk, t = T/N the number of rows of this rank, and D the head
+size.
 """
 
 from collections.abc import Sequence

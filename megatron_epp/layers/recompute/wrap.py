@@ -94,7 +94,7 @@ def wrap_norm(norm: nn.Module, dropped: DroppedOutputs):
 
 
 def wrap_mlp(mlp: nn.Module, dropped: DroppedOutputs):
-    """Wrap an MLP to save only its input if MLPs are recomputed.
+    """Wrap an MLP, which returns (output, bias), to save only its input if MLPs are recomputed.
 
     If the input was also dropped, its recompute handle is saved instead.
     """

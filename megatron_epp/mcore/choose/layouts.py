@@ -1,7 +1,9 @@
-"""Layouts that --epp-layouts allows, and the choice of the fastest one for a number of devices.
+"""Layouts that --epp-layouts allows, and the choice of one for a number of devices.
 
-The choice depends on the flags, the document lengths, the number of devices, and the resumed run's
-cost model. start.py makes the choice when a job starts.
+Of the layouts that fit, the choice is the one that trains on the most devices; of several such
+layouts, the fastest. It depends on the flags, the document lengths, the number of devices and, if a
+run resumes, on that run's cost model and expert-parallel size. start.py makes the choice when a job
+starts.
 """
 
 import copy
@@ -199,7 +201,7 @@ def choice(
     devices: int,
     seconds_of: Callable[[Namespace, AllowedLayout], float | None],
 ) -> ChosenLayout:
-    """Return the allowed layout that trains on the most devices; of several, the fastest.
+    """Return the layout that fits and trains on the most devices; of several, the fastest.
 
     Args:
         wanted: Megatron's flags, not validated.

@@ -55,9 +55,10 @@ class Limit:
     of_call: bool = False
 
     def reason(self, column: Column, holder: Any) -> str | None:
-        """Return the reason why ``column`` refuses ``holder``; None if it does not.
+        """Return the reason why ``holder`` is refused; None if it is not.
 
-        ``holder`` is args, or for slices a model or a call, which have a ``config``.
+        ``column`` names the test to apply: ``training``, ``slices`` or ``no_gpu``. ``holder``
+        is args, or for slices a model or a call, which have a ``config``.
         """
         if column == "no_gpu":
             return self._without_gpu(holder)

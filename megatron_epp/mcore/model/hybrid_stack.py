@@ -75,7 +75,8 @@ def take_output_processor(model: HybridModel | GPTModel) -> None:
 
     ``output_processor`` is a callable that replaces the output layer and the loss. A GPTModel with
     MTP is patched, too, because its own forward computes the MTP losses before it calls the
-    processor.
+    processor. If a model with MTP computes a chunk and no processor is given, the forward returns
+    the losses [1 + D, T] of the decoder and of D MTP modules (:func:`.fused_head.losses_of_each`).
     """
     original: Callable[..., Tensor] = model.forward
 

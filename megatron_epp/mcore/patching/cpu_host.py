@@ -156,9 +156,9 @@ def _refuse_unseen_gpus() -> None:
 def cpu_defaults() -> dict[str, Any]:
     """Return the defaults of a CPU-only host for Megatron's arguments, by destination.
 
-    The table of unsupported features refuses other values of --distributed-backend and
-    --transformer-impl; other flags, such as --num-workers, override the defaults. With an emulation
-    of Transformer Engine, defaults that its layers do not need are left out.
+    The table of unsupported features refuses other values of --distributed-backend and, without an
+    emulation of Transformer Engine, of --transformer-impl. Other flags, such as --num-workers,
+    override the defaults. With an emulation, defaults that do not apply to its layers are left out.
     """
     left_out = _OF_ENGINE if emulated_engine.is_wanted() else ()
     return {name: value for name, value in _CPU_DEFAULTS.items() if name not in left_out}

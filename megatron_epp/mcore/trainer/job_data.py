@@ -49,7 +49,8 @@ class JobData:
         blend_by: Unit of a blend's weights: tokens or documents.
 
     Attributes:
-        chats: Path prefix of the converted corpus of each chat file, by chat file.
+        chats: {chat file: path prefix of its converted corpus}; to be set before
+            :meth:`global_batches`.
         truncated_documents: Number of training documents that were truncated to the context.
     """
 

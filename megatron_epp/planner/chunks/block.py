@@ -280,8 +280,10 @@ def block_of(
 ) -> BlockChunking:
     """Return the lockstep group's chunking from spans of all replicas' documents.
 
-    Span s is in chunk ``position[s]`` of replica ``member[s]``, one of ``width`` replicas.
-    ``starts`` [groups + 1] contains the first chunk of each group, then the number of chunks.
+    Span s is assigned to chunk ``position[s]`` of replica ``member[s]``, one of ``width`` replicas.
+    ``starts`` [groups + 1] contains the first chunk of each group, then the number of chunks. A
+    replica without spans gets a document of another replica; there must be at least ``width``
+    documents. Chunks that are empty on all replicas are removed.
     """
     member = _none_empty(spans, member, width)
     starts, position = _without_gaps(starts, position)

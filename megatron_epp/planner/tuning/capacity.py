@@ -19,9 +19,9 @@ class Capacity:
     Attributes:
         layouts: number of layouts (sets of parallel degrees) tried.
         fitting: number of layouts in which the model states fit.
-        best: layout in which the longest document fits; None if no document fits in any layout.
-        tokens: length of this longest document in tokens, if all layers are recomputed; 0 if none
-            fits.
+        best: layout with the highest limit; None if no document fits in any layout.
+        tokens: limit of ``best``: tokens of the longest document that fits if all layers are
+            recomputed; 0 if none fits.
         states_bytes: bytes of model states on the fullest device of ``best``; 0 if there is none.
     """
 
@@ -58,7 +58,10 @@ def longest_document(cost: Cost, least: int = 1) -> int:
 
 
 def capacity(layouts: Iterable[Layout], cost_for: Callable[[Layout], Cost]) -> Capacity:
-    """Return how many layouts fit, and the layout in which the longest document fits.
+    """Return in how many layouts the model states fit, and the layout with the highest limit.
+
+    A layout's limit is the length of the longest document that fits in memory. A later layout
+    replaces an earlier one only if its limit is at least about 1% higher.
 
     ``cost_for`` returns the cost model of a layout. It raises a ValueError if the model states
     do not fit.

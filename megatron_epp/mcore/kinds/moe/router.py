@@ -3,8 +3,9 @@
 Three methods of ``TopKRouter`` (core/transformer/moe/router.py) are replaced on the instance:
 
     apply_z_loss                Megatron calls it first, with the logits; here it adds all router
-                                losses, per document instead of per chunk
-                                (layers/moe/router_stats.py)
+                                losses; auxiliary losses are computed per document, or per
+                                micro-batch of an external training loop (aux_loss), instead of per
+                                chunk (layers/moe/router_stats.py)
     is_aux_loss_enabled         returns False on chunks
     _apply_expert_bias          counts the tokens of each expert once per chunk, without padding
                                 (Megatron's method counts padding, and fails with a mask)
@@ -56,7 +57,7 @@ def moe_layers(model: Any) -> Iterator[tuple[int, MoELayer]]:
 
 
 class ChunkRouter:
-    """Methods with which Megatron's ``router`` computes losses and token counts per document.
+    """Methods with which Megatron's ``router`` computes losses and token counts of chunks.
 
     The constructor replaces ``apply_z_loss``, ``is_aux_loss_enabled`` and ``_apply_expert_bias`` of
     the router.
