@@ -1,6 +1,6 @@
-"""Jobs of many kinds: epp against stock, with other host times, with noise, without each default.
+"""Jobs of many kinds: epp against stock, with other host times, without each default.
 
-    python scripts/bench/study_jobs.py [--parts stock,host,noise,defaults] [--jobs 8b-a 8b-b ...]
+    python scripts/bench/study_jobs.py [--parts stock,host,defaults] [--jobs 8b-a 8b-b ...]
                                        [--batches 1] [-o RESULT.md]
     python scripts/bench/study_jobs.py --parts stock,host --jobs table --batches 2
 
@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 from headline import ROOT, markdown, publish
@@ -118,8 +117,6 @@ TABLE = {
 }
 EVEN, ODD = tuple(JOBS)[1::2], tuple(JOBS)[::2]
 WORLDS = (0.5, 1.0, 2.0)  # times the host time that plans assume
-NOISES, SLOW = (0.1, 0.2), (1.1, 1.3)
-SEEDS = range(5)
 
 
 def with_host(name: str, factor: float, folder: str) -> str:
@@ -237,68 +234,6 @@ def host_times(jobs: dict[str, Job], batches: int) -> str:
     return f"Hosts {SLOW_HOST:g} times as slow:\n\n{slow}\n{losses}"
 
 
-def noise(jobs: dict[str, Job], batches: int) -> str:
-    """Return the speedups of epp over other planners: predicted, with noise, with a slow rank."""
-    rows = []
-    for name, batch, job in each_batch(jobs, batches):
-        cost, cells = job.cost(), [name]
-        ours = planned(job, cost, batch)
-        for other in ("packing-best", "infinipipe"):
-            try:
-                theirs = planned(job, cost, batch, other)
-            except PlanError:
-                cells += ["-"] * (1 + len(NOISES) + len(SLOW))
-                continue
-            cells.append(f"{theirs.seconds / ours.seconds:.2f}")
-            for share in NOISES:
-                pairs = [
-                    [noisy(p.plan, cost, share, seed) for p in (theirs, ours)] for seed in SEEDS
-                ]
-                cells.append(f"{statistics.median(a / b for a, b in pairs):.2f}")
-            for factor in SLOW:
-                cells.append(
-                    f"{slowed(theirs.plan, cost, factor) / slowed(ours.plan, cost, factor):.2f}"
-                )
-        rows.append(cells)
-        progress(cells)
-    ways = [f"noise {share:.0%}" for share in NOISES] + [f"a rank {factor}" for factor in SLOW]
-    heads = [
-        f"{other} / epp{how}"
-        for other in ("packing-best", "infinipipe")
-        for how in ("", *(f", {way}" for way in ways))
-    ]
-    return markdown(["job", *heads], rows)
-
-
-def noisy(plan: Plan, cost: Cost, share: float, seed: int) -> float:
-    """Return the seconds of ``plan`` if every duration gets a random factor."""
-    table = cost.with_vocabulary(plan.vocabulary_parallel).table(plan)
-    random = np.random.default_rng(seed)
-
-    def drawn(taken: Any) -> np.ndarray:
-        grid = np.asarray(taken)
-        return grid * np.maximum(0.0, random.normal(1.0, share, grid.shape))
-
-    return play(plan, dataclasses.replace(
-        table,
-        seconds={kind: drawn(taken) for kind, taken in table.seconds.items()},
-        recompute_seconds=drawn(table.recompute_seconds),
-        link_seconds={payload: drawn(taken) for payload, taken in table.link_seconds.items()},
-    )).seconds  # fmt: skip
-
-
-def slowed(plan: Plan, cost: Cost, factor: float) -> float:
-    """Return the seconds of ``plan`` if the middle rank is slower by ``factor``."""
-    table = cost.with_vocabulary(plan.vocabulary_parallel).table(plan)
-    slow = np.ones((plan.stages, 1))
-    slow[plan.stages // 2] = factor
-    return play(plan, dataclasses.replace(
-        table,
-        seconds={kind: slow * np.asarray(taken) for kind, taken in table.seconds.items()},
-        recompute_seconds=slow * np.asarray(table.recompute_seconds),
-    )).seconds  # fmt: skip
-
-
 def defaults(jobs: dict[str, Job], batches: int) -> str:
     """Return seconds with all defaults, and the ratio to them if one choice is changed."""
     rows = []
@@ -364,7 +299,6 @@ def progress(cells: Sequence[str]) -> None:
 PARTS: dict[str, tuple[str, Callable[[dict[str, Job], int], str]]] = {
     "stock": ("epp by default against stock", against_stock),
     "host": ("Plans of the assumed host time where hosts are faster or slower", host_times),
-    "noise": ("epp's lead under noise and one slow rank", noise),
     "defaults": ("Choices made otherwise, over the default's seconds", defaults),
 }
 
