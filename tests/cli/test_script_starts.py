@@ -64,7 +64,7 @@ def surveyed(line: str) -> tuple:
     """The job and all choices of a survey, and its documents and context."""
     with patch.object(command, "_write_and_print") as shown:
         assert main(["tune", *line.split()]) == 0
-    job, result, _, _, batches, drawn, _ = shown.call_args.args
+    job, result, _, batches, drawn, _ = shown.call_args.args
     job.arguments.script = "run.sh"
     context = job.arguments.context or int(batches.corpus.inputs.max())
     return job, result.choices, len(drawn[0]), context

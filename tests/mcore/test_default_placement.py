@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_epp.cost.build import named_cost
 from megatron_epp.ir.placement import EVENLY
@@ -46,7 +47,8 @@ def validated(words: str = "", **changes: Any) -> Namespace:
     filled = {"padded_vocab_size": 128, "data_parallel_size": 1, "kv_channels": 8}
     filled |= {"calculate_per_token_loss": True, "dataloader_type": "external"}
     filled |= {"attention_dropout": 0.0, "ffn_hidden_size": 128, "num_query_groups": 4}
-    filled |= {"expert_tensor_parallel_size": 1, **placeholder(args)}
+    filled |= {"expert_tensor_parallel_size": 1, "params_dtype": torch.bfloat16}
+    filled |= placeholder(args)
     vars(args).update(filled | changes)
     return args
 
