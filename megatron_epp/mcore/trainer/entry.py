@@ -58,6 +58,7 @@ def main(
     try:
         train(time.time() if program_start is None else program_start, hooks, datasets, hybrid)
     except job_exit.ENDINGS as error:
+        # A LinkLost is an error of this package: it ends the job as a mistake does, with status 1.
         ending = job_exit.refused_by_megatron(error) or job_exit.lost_rank(error)
         if ending is None and not job_exit.is_users_mistake(error):
             raise
