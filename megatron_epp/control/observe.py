@@ -190,7 +190,7 @@ class Observer:
             steps.narrow()
 
     def _routed(self, cost: Cost, step: AcceptedStep) -> list[float]:
-        """Return the growth of each rank's peak bytes if the routing factor grows by 1. Collective.
+        """Return the growth of each rank's peak bytes if the routing factor grows by 1.
 
         Only ranks that plan compute the bytes. All ranks call this method in the same iterations,
         because they all compare the same peaks with the same predictions.

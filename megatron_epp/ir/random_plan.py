@@ -85,10 +85,13 @@ def arbitrary_plan(
 
 
 def placed(plan: Plan, place: Sequence[int], stages: Sequence[int]) -> Plan:
-    """Return ``plan`` with stage s on rank ``place[s]``.
+    """Return ``plan`` with stage s on rank ``place[s]``; an empty ``place`` has stage s on rank s.
 
     ``stages`` lists the stage of every op, in an order in which all ops can run. Each rank runs its
     ops in this order.
+
+    Raises:
+        PlanError: ``place`` does not list every rank from 0 on.
     """
     if len(set(place)) in (0, plan.stages):
         return replace(plan, place=tuple(place))

@@ -43,9 +43,10 @@ LEAD_OPS = 2
 class Compute(Protocol):
     """Interface of the model of a stage: one method per op kind.
 
-    Arguments and results are messages with planned shapes. With vocabulary parallelism, the output
-    of the last stage's ``forward`` goes to the first stage's ``head``. The output of each ``head``
-    goes to the ``head`` of the next stage.
+    ``chunk`` is the number of the chunk. Tensors have the shapes that the ``shape`` function of
+    :class:`.Links` returns for these messages. With vocabulary parallelism, the output of the last
+    stage's ``forward`` goes to the first stage's ``head``. The output of each ``head`` goes to the
+    ``head`` of the next stage.
     """
 
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:

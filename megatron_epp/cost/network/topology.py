@@ -197,7 +197,8 @@ class Network:
     Attributes:
         topology: how devices and nodes are joined.
         node_devices: devices of a node.
-        host_devices: devices of a host.
+        host_devices: number of devices of a host; less than ``node_devices`` if a node (an NVLink
+            domain) consists of several hosts.
         inside_bytes_per_second: rates of an all-to-all inside a node, by group size.
         across_bytes_per_second: measured rates of an all-to-all over whole nodes, by group size.
         ring_bytes_per_second: rates of gathers and scatters inside a node, by group size.

@@ -112,7 +112,7 @@ def _flops(layer: Layer, shape: Shape, mode: str) -> float:
 
 
 def busy_repeats(probe: Probe, layer: Layer, shape: Shape) -> int:
-    """Return how often a GPU must run ``layer`` on a chunk to work for about BUSY_SECONDS.
+    """Return how many times a GPU must run ``layer`` on a chunk to be busy for BUSY_SECONDS.
 
     Ranks that share the layer exchange data in it, so all of them need the same number. It
     therefore follows from the model's shape, and not from a measurement.

@@ -136,7 +136,7 @@ def obtain(
     rows: Any,
     after: Callable[[Profile], object] = lambda profile: None,
 ) -> Profile:
-    """Return the profile of this job. Collective: every rank passes its wrapped stage modules.
+    """Return the profile of this job; all ranks must call this function.
 
     With --epp-cost-model FILE, the function reads the file; with --epp-cost-model analytic, it
     returns the analytic profile. Otherwise it reads the file next to the resumed checkpoint. If

@@ -40,11 +40,12 @@ _TOKENIZER_SUFFIXES = {".jinja", ".json", ".model", ".tiktoken", ".txt", ".vocab
 
 
 def converted_chats(args: Any, group: dist.ProcessGroup) -> Mapping[str, str]:
-    """Convert the chat files of all data flags; return {path: corpus prefix}. Collective.
+    """Convert the chat files of all data flags; return {path: corpus prefix}.
 
-    Rank 0 tokenizes each chat file that has no corpus in the cache, writes the corpus, and prints
-    its name. The cache is the folder --data-cache-path; by default, the folder ``cache`` next to
-    the chat file. Every rank raises the same errors.
+    All ranks of ``group`` must call this function. Rank 0 tokenizes each chat file that has no
+    corpus in the cache, writes the corpus, and prints its name. The cache is the folder
+    --data-cache-path; by default, the folder ``cache`` next to the chat file. Every rank raises the
+    same errors.
 
     Raises:
         PlanError: A file cannot be read, converted or written. If a line is not valid, the message

@@ -453,11 +453,11 @@ def _allow_open_files(config: DocumentConfig, sizes: Sequence[int | None]) -> No
 
 
 def require_same_documents(config: DocumentConfig, group: torch.distributed.ProcessGroup) -> None:
-    """Compare the document lengths on all ranks of ``group``, a CPU group. Collective.
+    """Compare the document lengths on all ranks of ``group``, a CPU group.
 
-    Nodes without a shared file system read their own copies of the files. Without this check, a
-    difference would cause an error only when training reaches the document. The function does not
-    compare tokens.
+    All ranks of ``group`` must call this function. Nodes without a shared file system read their
+    own copies of the files. Without this check, a difference would cause an error only when
+    training reaches the document. The function does not compare tokens.
 
     Raises:
         ValueError: Ranks have different corpora or document lengths; the message names the ranks.

@@ -362,7 +362,9 @@ def build_documents(
     sizes: Sequence[int | None],
     group: torch.distributed.ProcessGroup | None = None,
 ) -> list[Documents | None]:
-    """Check and build the documents of training, validation and test. Collective.
+    """Check and build the documents of training, validation and test.
+
+    All ranks of the job must call this function.
 
     Args:
         config: The configuration.

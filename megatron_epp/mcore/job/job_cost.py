@@ -61,20 +61,23 @@ def make_planning(
     groups: Groups,
     profile: Profile,
 ) -> PlannedSteps:
-    """Return the job's planner, with memory budgets that rank 0 broadcasts. Collective.
+    """Return the job's planner, with memory budgets that rank 0 broadcasts.
+
+    All ranks of the job must call this function.
 
     Args:
         args: Megatron's arguments.
         config: The configuration of --epp.
         layers: Number of layers of every stage.
-        multiple: Multiple to which a chunk's rows over all ranks are padded.
+        multiple: Number to a multiple of which the rows of a chunk are padded, summed over the
+            ranks that share them.
         groups: The job's process groups.
         profile: The measured or analytic cost coefficients.
 
     Raises:
         ValueError: A value of --epp-planner, --epp-levers, --epp-memory-budget-gib or
-            --epp-host-memory-gib is not valid in this job, or a file of memory budgets is damaged
-            or cannot be written.
+            --epp-host-memory-gib is not valid in this job, ``profile`` does not fit the stages, or
+            a file of memory budgets is damaged or cannot be written.
     """
     from megatron_epp.planner.options import Options
     from megatron_epp.planner.registry import planner_of

@@ -50,7 +50,7 @@ _REFUSED, _REPORTED = "megatron_epp/refused", "megatron_epp/spoken"
 
 
 def finish() -> None:
-    """Destroy the process groups on all ranks, at the end of a successful job. Collective.
+    """Destroy the process groups on all ranks, at the end of a successful job.
 
     Python must not shut down while a gloo worker thread still cleans up its last operation.
     Otherwise, Python ends the thread while the thread waits for the interpreter's lock, and the

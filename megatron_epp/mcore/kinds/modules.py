@@ -1,6 +1,6 @@
 """Registry of the classes that patch Megatron's modules: at most one class per layer kind.
 
-This package refuses a model if no layer kind supports a module of one of its layers.
+A model is refused if one of its layers has a module that no layer kind supports.
 """
 
 from collections.abc import Mapping

@@ -137,12 +137,12 @@ LOSS_KEYS = ("loss_mask",)
 
 
 def _shared_prefixes(
-    adapter: Adapter, micro_batch: Any, lengths: Sequence[int], least: int
+    adapter: Adapter, micro_batch: Any, number: int, lengths: Sequence[int], least: int
 ) -> PrefixForest:
     """Compare the rows of documents; return their forest with prefixes of ``least`` or more."""
     rows = []
     for document, length in enumerate(lengths):
-        drawn = _compared(adapter, adapter.rows(micro_batch, document, 0, length))
+        drawn = _compared(adapter, rows_of(adapter, micro_batch, number, document, 0, length))
         # float64 represents tokens and labels exactly up to 2^53.
         columns = [one[0].reshape(length, -1).double() for one in drawn.values()]
         rows.append(torch.cat(columns, dim=1).cpu().numpy())
@@ -244,7 +244,7 @@ def forest_of(
     if find is None and not least:
         return PrefixForest.apart(lengths)
     if find is None:
-        return _shared_prefixes(adapter, micro_batch, lengths, least)
+        return _shared_prefixes(adapter, micro_batch, number, lengths, least)
     forest = find(micro_batch)
     if not isinstance(forest, PrefixForest):
         raise ValueError(

@@ -66,7 +66,7 @@ class PlannedCall:
     # -------------------------------------------------------------- before the ops
 
     def _read(self) -> list[list[PrefixForest]]:
-        """Set ``groups``; return the documents of every replica's micro-batches. Collective.
+        """Set ``groups``; return the documents of every replica's micro-batches.
 
         Raises:
             ValueError: Ranks of a replica read different micro-batches, no rank has a data
@@ -112,7 +112,7 @@ class PlannedCall:
         }
 
     def _plans(self, replicas: Sequence[Sequence[PrefixForest]]) -> tuple[Plan, ...]:
-        """Return the plans of the replicas in lockstep, or of this replica alone. Collective."""
+        """Return the plans of the replicas in lockstep, or of this replica alone."""
         call, pipeline, model = self.call, self.pipeline, self.model
         trees = any(forest.shares for forests in replicas for forest in forests)
         if trees:

@@ -279,14 +279,14 @@ class SliceStage(ModelStage):
 
 
 def _of_all_ranks(local: Tensor, group: Any) -> Tensor:
-    """Return the tensors [t, ...] of all context-parallel ranks, concatenated. Collective."""
+    """Return the tensors [t, ...] of all context-parallel ranks, concatenated."""
     gathered = local.new_empty(group.size() * len(local), *local.shape[1:])
     dist.all_gather_into_tensor(gathered, local.contiguous(), group=group)
     return gathered
 
 
 def _of_all_parts(gradients: tuple[Tensor, ...], group: Any) -> tuple[Tensor, ...]:
-    """Return the gradients [L, ...] of all documents, summed over CP ranks. Collective."""
+    """Return the gradients [L, ...] of all documents, summed over CP ranks."""
     every = torch.cat(gradients)
     dist.all_reduce(every, group=group)
     return tuple(every.split([len(one) for one in gradients]))

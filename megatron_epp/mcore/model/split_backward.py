@@ -48,7 +48,7 @@ def early_modules(model: Any, early: bool) -> tuple[nn.Module, ...]:
 
 
 def kept_in_input(model: nn.Module) -> list[str]:
-    """Return the names of the classes of linears whose weight gradients I computes.
+    """Return the class names of the linears whose weight gradients are computed in op ``I``.
 
     Transformer Engine's linears with a single weight can defer its gradient to W. Grouped linears,
     fused MLPs, and linears of a version without ``wgrad_store`` cannot. Megatron's linears cannot
@@ -59,9 +59,9 @@ def kept_in_input(model: nn.Module) -> list[str]:
 
 
 def report_kept(models: Sequence[nn.Module], group: dist.ProcessGroup) -> None:
-    """Log on rank 0 the linears of any rank whose weight gradients stay in I. Collective.
+    """Log on rank 0 the linears of any rank whose weight gradients stay in ``I``.
 
-    ``models`` are this rank's stage modules, and ``group`` contains all ranks.
+    ``models`` are this rank's stage modules. All ranks of ``group`` must call this function.
     """
     every = all_gathered([name for model in models for name in kept_in_input(model)], group)
     if (names := sorted(set(chain.from_iterable(every)))) and group.rank() == 0:

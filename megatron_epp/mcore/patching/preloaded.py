@@ -1,8 +1,9 @@
 """Imports of a fork server whose processes run Megatron's trainer on the CPU.
 
 The forked processes inherit the imports and need not repeat them. Unlike every other module, this
-module changes the process that imports it: it installs the replacements of a CPU-only host. Only
-the fork server imports it.
+module changes the process that imports it: it hides GPUs, sets one thread per process, installs the
+replacements of a CPU-only host and the patches of Megatron, and excludes the imported objects from
+garbage collection.
 """
 
 import gc

@@ -59,9 +59,10 @@ class JobContext:
 
 
 def make_steps(place: JobContext, models: Sequence[Any]) -> StepSource:
-    """Return the source of steps: recorded steps with --epp-plan, else the planner. Collective.
+    """Return the source of steps: recorded steps with --epp-plan, else the planner.
 
-    For the planner, :func:`.profile_file.obtain` reads or measures the cost model.
+    All ranks of the job must call this function. For the planner, :func:`.profile_file.obtain`
+    reads or measures the cost model.
 
     Args:
         place: Context of this rank.
@@ -80,7 +81,9 @@ def make_steps(place: JobContext, models: Sequence[Any]) -> StepSource:
 
 
 def choose_paths(place: JobContext, models: Sequence[Any]) -> None:
-    """Choose one of several implementations of layers; rank 0 logs the choices. Collective.
+    """Choose one of several implementations of layers; rank 0 logs the choices.
+
+    All ranks of the job must call this function.
 
     Args:
         place: Context of this rank.

@@ -28,7 +28,9 @@ _FILE_FLAGS = (
 
 
 def require_same_facts(args: Any, group: dist.ProcessGroup) -> None:
-    """Compare the checkpoint, tokenizer and files that the ranks of ``group`` see. Collective.
+    """Compare the checkpoint, tokenizer and files that the ranks of ``group`` see.
+
+    All ranks of ``group`` must call this function.
 
     Raises:
         ValueError: Ranks see different files; raised on every rank. The message names ranks and

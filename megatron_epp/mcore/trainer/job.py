@@ -177,7 +177,7 @@ class Job:
                 fuse_weight_gradients(model)
 
     def _claim_folders(self, groups: Groups) -> None:
-        """Lock this job's output folders, so that no other job writes to them. Collective.
+        """Lock this job's output folders, so that no other job writes to them.
 
         Raises:
             ValueError: A rank does not see the --save folder that rank 0 has locked.

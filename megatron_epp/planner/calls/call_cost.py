@@ -1,7 +1,8 @@
 """Seconds and bytes of a call's chunks on every stage.
 
-Seconds come from measurements, because the training loop may have layers of any kind, which no cost
-model knows. The ops of complete stages are timed while the loop runs (stage_seconds). If the user
+Seconds are estimated at first and then measured, because the training loop may have layers of kinds
+that the cost model does not know. Ops of complete stages are timed while the loop runs
+(stage_seconds). If the user
 sets a memory budget in bytes, the cost model of a GPT model with the same sizes predicts the bytes.
 Otherwise, memory is counted in tokens.
 """

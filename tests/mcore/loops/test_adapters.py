@@ -105,6 +105,17 @@ def test_rows_that_are_drawn_decide_what_is_shared() -> None:
         "those of document 0; expected equal rows (shared_prefixes finds them)"
     )
 
+    class Long(Samples):
+        """Gives a row too many."""
+
+        def rows(self, micro_batch, document, start, stop):
+            return super().rows(micro_batch, document, start, stop + 1)
+
+    with pytest.raises(
+        ValueError, match=r"document 0, tokens \[0:7\]: 'tokens' has shape \(1, 8\)"
+    ):
+        forest_of(Long(keys=keys), {**batch, "lengths": (7, 7)}, 0, 8, 1)
+
 
 @pytest.mark.parametrize(
     ("lengths", "says"),
