@@ -59,7 +59,7 @@ def install(
 
 
 def prepare_host() -> bool:
-    """Prepare Megatron for a CPU-only host, and return whether this host is CPU-only.
+    """If this host is CPU-only, prepare Megatron for it; return whether the host is CPU-only.
 
     Example::
 
@@ -145,14 +145,14 @@ def divide(
     import torch.
 
     Args:
-        lengths: tokens of every sample.
+        lengths: number of tokens of every sample.
         replicas: number of replicas.
         model: name in the catalogue (``python -m megatron_epp plan --help``), a JSON file, or a
             config.json of transformers.
         device: name in the catalogue of devices, or a JSON file.
         profile: file that ``python -m megatron_epp profile`` wrote; replaces the device's analytic
             cost model.
-        same_count: whether every replica gets equally many samples.
+        same_count: whether every replica gets the same number of samples.
         prefixes: result of ``megatron_epp.corpus.shared_prefixes.shared_prefixes`` for the samples.
             A prefix is computed once on each replica that has a sample with this prefix.
 
@@ -161,8 +161,8 @@ def divide(
 
     Raises:
         ValueError: a length is below 1, there are fewer samples than replicas, ``same_count`` is
-            set and the samples are not a multiple of the replicas, ``prefixes`` are not those of
-            the samples, or ``model``, ``device`` or ``profile`` is unknown or invalid.
+            set and the number of samples is not a multiple of ``replicas``, ``prefixes`` are not
+            those of the samples, or ``model``, ``device`` or ``profile`` is unknown or invalid.
 
     Example::
 

@@ -1,7 +1,8 @@
-"""Entry point of torch (``torch.backends``): an answer to MEGATRON_EPP=1, which has no effect.
+"""Entry point of torch (``torch.backends``): a message if MEGATRON_EPP is set.
 
-The variable turned on an earlier mode (scheduling mode), which was removed. An error here would
-abort every import of torch, so this module prints one line, and Megatron's own schedule runs.
+In earlier versions this environment variable turned on a mode that was removed (scheduling mode).
+Now it has no effect: Megatron's own schedule runs. An error here would abort every import of torch,
+so this module only prints one line.
 """
 
 import os

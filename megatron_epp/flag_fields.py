@@ -64,7 +64,7 @@ def flag_of(name: str) -> str:
 
 
 def refuse_removed(parser: Any, removed: Mapping[str, str]) -> None:
-    """Make ``parser`` refuse flags of earlier versions; ``removed`` says what to do instead."""
+    """Make ``parser`` refuse removed flags; ``removed`` has an explanation for each flag."""
     for name, instead in removed.items():
         parser.add_argument(
             name, action=_Removed, nargs="?", const=instead, default=argparse.SUPPRESS,
@@ -102,7 +102,7 @@ def whole_number(least: int, most: int = 10**15 - 1) -> Callable[[str], int]:
 
 
 def positive(unit: str, most: float = 1e6) -> Callable[[str], float]:
-    """Return a type function for numbers from 1 / ``most`` to ``most``.
+    """Return a ``type`` for argparse that parses a number from 1 / ``most`` to ``most``.
 
     Its error message names ``unit``.
     """
@@ -124,9 +124,9 @@ def positive(unit: str, most: float = 1e6) -> Callable[[str], float]:
 
 
 def one_of(*names: str) -> Callable[[str], str]:
-    """Return a type function for one of ``names``.
+    """Return a ``type`` for argparse that accepts only the words in ``names``.
 
-    Its error suggests a near match, which argparse's ``choices`` do not.
+    Unlike with ``choices`` of argparse, the error message suggests the most similar name.
     """
 
     def read(text: str) -> str:

@@ -8,7 +8,8 @@ _STARTED = time.time()
 def run() -> None:
     """Train the GPT that Megatron's flags describe.
 
-    Imports are local, because Megatron's checkpoint writer processes import this file again.
+    Imports are inside the function, because the processes with which Megatron writes
+    checkpoints import this file again.
     """
     from megatron_epp.mcore.trainer.launcher import end_with_launcher
 

@@ -13,13 +13,13 @@ MOST_TEXT_BYTES = 16 << 20  # limit of texts that people and jobs write, far abo
 def read_bounded(path: str | Path, most_bytes: int, expected: str) -> bytes:
     """Return the bytes of the file at ``path``.
 
-    A named pipe in a folder is refused, because opening it blocks until another process writes. The
-    pipe of a shell's ``<(command)`` is not in a folder, and is read. ``expected`` describes the
-    expected contents, for error messages.
+    A named pipe is refused, because opening it blocks until another process writes. The anonymous
+    pipe of a shell's ``<(command)`` is read. ``expected`` describes the expected contents, for
+    error messages.
 
     Raises:
         ValueError: if the file is longer than ``most_bytes`` (such as an endless device), or is a
-            pipe in a folder.
+            named pipe.
         OSError: if the file cannot be read.
     """
     if stat.S_ISFIFO(os.stat(path).st_mode) and os.path.exists(os.path.realpath(path)):
@@ -60,7 +60,7 @@ def bounded_text(path: str | Path, expected: str, errors: str = "strict") -> str
         errors: error handling of ``bytes.decode``.
 
     Raises:
-        ValueError: if the file is longer than ``MOST_TEXT_BYTES``, is a pipe in a folder, or (with
+        ValueError: if the file is longer than ``MOST_TEXT_BYTES``, is a named pipe, or (with
             "strict") is not UTF-8.
         OSError: if the file cannot be read.
     """

@@ -30,8 +30,8 @@ class Frame:
         ranks: number of context-parallel ranks of a stage. If it exceeds 1, some documents are
             single-rank documents.
         place: pipeline rank of every stage; () if stage i is on rank i.
-        alone: in half of the batches, every document is one chunk, as in the reference model, and
-            its length is a multiple of ``alone``; 0 for no such batches.
+        alone: if not 0, then in half of the batches every document is one chunk, as in the
+            reference model, and its length is a multiple of ``alone``.
     """
 
     vocabulary: int

@@ -127,8 +127,8 @@ def certify(
 ) -> list[BatchVerdict]:
     """Run the batches of ``trial``, and pass each line of output to ``show``.
 
-    ``backend`` contains the functions with which the processes compute. Stop at the first batch in
-    which a rank has a problem, unless there is only one rank.
+    ``backend`` contains the functions with which the processes compute. The first batch in which a
+    rank has a problem is the last one that runs, unless there is only one rank.
 
     Raises:
         ValueError: if flags cannot be used.

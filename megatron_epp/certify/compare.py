@@ -19,8 +19,8 @@ CANCELLING = ("A_log", "dt_bias", "D")
 class Shard:
     """Part of a tensor of the model: the elements ``values`` at index ``where``.
 
-    ``key`` and ``shape`` are those of the complete tensor. It stacks the parameters of all layers,
-    so the leading integers in ``where`` are layer indices.
+    ``key`` and ``shape`` are those of the complete tensor. The complete tensor stacks the
+    parameters of all layers, so the leading integers in ``where`` are layer indices.
     """
 
     key: str
@@ -69,7 +69,8 @@ def worst_gradient(
     """Return the largest error of all parameters.
 
     The error of a parameter is max |difference| / max |reference|. For parameters in CANCELLING,
-    the denominator is the maximum over all parameters of their module. With ``own``, the error is
+    the denominator is the maximum over all parameters of their module. A denominator below NOISE
+    times the maximum over all parameters is replaced by this maximum. With ``own``, the error is
     |difference| / |own - reference| in the 2-norm; with ``rounded``, |difference| / |reference| in
     the 2-norm. Every copy of a parameter is compared: those of all replicas, and those of tied
     embeddings on the first and the last stage. A gradient that is not finite, or that no rank

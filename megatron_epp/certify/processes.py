@@ -62,7 +62,8 @@ class Children:
     def ask(self, ranks: Iterable[int], method: str, *arguments: Any) -> dict[int, Any]:
         """Call ``method`` on ``ranks``, and return their answers by rank.
 
-        If a rank fails, return only the answers that arrive within ``GRACE_SECONDS``.
+        The answer of a rank that fails is a RequestFailure. From then on, the method waits at most
+        GRACE_SECONDS for the other answers, and may return without them.
 
         Raises:
             ChildLost: if a process ends without an answer, or a rank does not answer in time.

@@ -117,8 +117,8 @@ class Reference(ABC):
     Attributes:
         gradients: by key, the gradient of every weight, and the value of every buffer (such as
             expert biases) after the step.
-        own: the same in the certified dtype or without fp8, whose error is the unit of errors.
-            None: errors are relative to ``gradients``.
+        own: the same values, computed in the certified dtype or without fp8. Their error is the
+            unit of other errors. None: errors are relative to ``gradients``.
         quantised: keys of the weights in fp8 products; empty if errors are in units of ``own``.
     """
 

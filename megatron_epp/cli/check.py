@@ -1,4 +1,4 @@
-"""The ``check`` command, which checks that a plan can run and, with a machine, fits in memory."""
+"""The ``check`` command, which checks that a plan can run and fits in the memory of a machine."""
 
 import argparse
 import json

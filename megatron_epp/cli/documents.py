@@ -107,7 +107,7 @@ def open_batches(arguments: argparse.Namespace, numbers: Sequence[int], depths: 
 
     Args:
         arguments: options of the command.
-        numbers: batches that the command uses.
+        numbers: numbers of the batches that the command uses.
         depths: number of MTP layers.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Layout of a run: what the options name, and what is chosen where they leave it open."""
+"""Layout of a run: options define it, and this module chooses what they leave open."""
 
 import argparse
 import shlex

@@ -67,7 +67,7 @@ class Outcome:
 
     @property
     def peak_bytes(self) -> list[int]:
-        """Peak of each pipeline rank over all replicas; without ``step``, of each device group."""
+        """Peak bytes of each rank, the maximum over replicas; without ``step``, all peaks."""
         if self.step is None:
             return [int(peak) for replica in self.replicas for peak in replica.peak_bytes]
         return [

@@ -148,9 +148,9 @@ def status_line(command: str) -> Iterator[None]:
 
 
 class Workers:
-    """Runner of tasks, in this process at first, and on all cores if the tasks take long.
+    """Runner of tasks, as a context manager whose exit ends all worker processes.
 
-    The runner is a context manager, whose exit ends all worker processes.
+    Tasks run in this process at first, and in worker processes on all cores if they take long.
     """
 
     def __init__(self) -> None:
@@ -168,9 +168,10 @@ class Workers:
                 each.terminate()
 
     def watched(self, what: str) -> Callable[[Callable[..., Any], Sequence[tuple]], Iterator[Any]]:
-        """Return a runner with a progress bar over several tasks, or the effort of a single task.
+        """Return a runner with a progress bar.
 
-        ``what`` is the label of the bar of several tasks.
+        The bar shows the number of finished tasks and the label ``what``. If there is only one
+        task, the bar shows the effort of its plan searches instead (:func:`search_bar`).
         """
 
         def run(function: Callable[..., Any], tasks: Sequence[tuple], /) -> Iterator[Any]:

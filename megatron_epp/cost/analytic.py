@@ -1,11 +1,11 @@
 """Analytic profiles: seconds and bytes from a model's flops and bytes and a device's rates.
 
-They are computed for each layer kind. For MoE, tokens are assumed to be distributed evenly over the
-experts.
+A profile has such coefficients for each layer kind. For MoE, tokens are assumed to be distributed
+evenly over the experts.
 
-I and W together take longer than B: W reads the inputs and output gradients of products again, and
-I exposes communication that B hides (:mod:`megatron_epp.cost.seconds`). Linears that cannot defer
-their weight gradients to W compute them in I.
+Ops I and W together take longer than op B: W reads the inputs and output gradients of matrix
+products again, and I exposes communication that B hides (:mod:`megatron_epp.cost.seconds`). Linears
+that cannot defer their weight gradients to W compute them in I.
 """
 
 import dataclasses
@@ -87,7 +87,8 @@ def profile(
             takes time.
         moe_token_dispatcher_type: how tokens are sent to experts, as in Megatron's flag; values
             other than ``flex`` count as ``alltoall``.
-        kept_in_input: linears whose weight gradients I computes, not W: EXPERTS, ALL, or "".
+        kept_in_input: linears whose weight gradients are computed in op I instead of W: EXPERTS,
+            ALL, or "".
         dtype: data type of weights and activations, as torch names it. It scales bytes, but not the
             rates of products, which are those of bf16.
     """
@@ -281,7 +282,7 @@ def _deferred(layer: Layer, device: Device, kept_in_input: str) -> tuple[float, 
 
 
 def in_input(seconds: Mapping[Kind, float], kept: bool = True) -> Mapping[Kind, float]:
-    """Return ``seconds`` by kind of op; if ``kept``, I does what B does, and W nothing."""
+    """Return ``seconds`` by kind of op; if ``kept``, I takes as long as B, and W takes 0."""
     if not kept or not seconds:
         return seconds
     return {**seconds, Kind.INPUT: seconds[Kind.BACKWARD], Kind.WEIGHT: 0.0}

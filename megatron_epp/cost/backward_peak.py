@@ -14,13 +14,13 @@ from megatron_epp.ir import KEEP, OFFLOAD, Kind, Plan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerRun:
-    """Run of layers of one kind and recompute mode in backward, for every stage and chunk.
+    """Consecutive layers of one kind and recompute mode, for every stage and chunk.
 
     Attributes:
         count: [stages, chunks], number of layers.
         saved: [stages, chunks], bytes that each layer holds from F to B.
         again: [stages, chunks], additional bytes while a layer is recomputed.
-        kind: [stages], number of the layer kind; arbitrary if ``count`` is 0 for the stage.
+        kind: [stages], index of the layer kind; arbitrary if ``count`` is 0 for the stage.
     """
 
     count: np.ndarray
@@ -30,7 +30,7 @@ class LayerRun:
 
 
 class BackwardPeak:
-    """Memory peak of the B or I of every chunk, as a function of the recomputed layers.
+    """Memory peak of op B or I of every chunk, as a function of the recomputed layers.
 
     Args:
         memory: memory model of the cost.
@@ -70,11 +70,11 @@ class BackwardPeak:
         return part
 
     def bytes_of(self, runs: Iterable[LayerRun]) -> np.ndarray:
-        """Return the peak minus bytes that are counted elsewhere: [stages, chunks].
+        """Return the peak in bytes minus bytes that are counted elsewhere: [stages, chunks].
 
-        Counted elsewhere are the bytes that the chunk holds from F to B and the bytes that I saves
-        for W. The K and V gradients that a last slice makes and the largest workspace of a layer
-        are also counted elsewhere.
+        The bytes counted elsewhere are those that the chunk holds from F to B, those that it holds
+        from I to W, the K and V gradients that a last slice makes, and the largest workspace of a
+        layer.
 
         Without recompute the result is at most 0: the last layer frees its activations before the
         first layer makes its gradients, and I replaces activations by weight inputs layer by layer.
@@ -103,9 +103,10 @@ class BackwardPeak:
 def runs_of_counts(memory: ChunkMemory, loads: Loads, counts: Counts) -> list[LayerRun]:
     """Return the layers of all stages and chunks as runs, last layers first.
 
-    ``counts`` contains the number of layers by (kind, recompute mode): [stages, chunks]. The first
-    layers of a kind have the mode of its first entry in ``counts``, and so on. Layers that save
-    everything are last in their stage. The place of offloaded layers does not change the result.
+    ``counts`` contains the number of layers by (kind, recompute mode): [stages, chunks]. Modes are
+    assigned to the layers of a kind from its first layer on, in the order of its entries in
+    ``counts``. Layers that save everything are last in their stage. The positions of offloaded
+    layers do not change the result.
     """
     if memory.layout.kinds.number > 1:
         return list(_layer_by_layer(memory, loads, counts))

@@ -64,15 +64,15 @@ def named_cost(
         zero: ZeRO stage: 1 or 3; 3 is for estimates only, as --epp does not support it.
         memory_budget_gib: budget of each device in GiB; default: budget_gib of the device.
         layers: number of layers of each stage; default: as :func:`even_layers`.
-        ep: expert-parallel size; default: gcd of tp * cp and the number of experts, or 1.
+        ep: expert-parallel size; default: as :func:`expert_degree`.
         layer_kinds: kind of each layer, by its name in ``profile``; default: the model's kinds.
         profile: measured profile; default: the analytic profile.
         topology: name or file of a topology for an analytic profile; a measured profile contains
             the rates of its groups.
         vocabulary_parallel: whether the LM head is sharded over the stages.
         place: rank of each stage; empty if stage i is on rank i.
-        stacked_experts: whether the experts of a rank are one product per linear, unless tokens
-            are sent to them by DeepEP or HybridEP (``flex``).
+        stacked_experts: whether one matrix product computes a linear of all experts of a rank. It
+            has no effect if tokens are sent to experts by DeepEP or HybridEP (``flex``).
         **assumptions: arguments of :func:`megatron_epp.cost.analytic.profile`.
 
     Raises:

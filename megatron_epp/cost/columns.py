@@ -98,9 +98,10 @@ class DiagonalPairs(Column):
 
 @dataclass(frozen=True, slots=True)
 class ContextDiagonalPairs(DiagonalPairs):
-    """Query-key pairs within a span that has context, in addition to :class:`DiagonalPairs`.
+    """Query-key pairs within a span that does not begin at token 0 of its document.
 
-    Calls without context may have a mask that makes such pairs no slower than others.
+    :class:`DiagonalPairs` counts these pairs, too. They have a column of their own, because the
+    attention mask of a span without context may make the pairs within it faster.
     """
 
     NAME = "context_diagonal_pairs"
@@ -158,9 +159,10 @@ class Columns:
     def batch_features(
         self, lengths: np.ndarray, chunks: float, starts: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return column sums of uncut documents of ``lengths`` in ``chunks`` chunks: [columns].
+        """Return the sums of all columns over uncut documents in ``chunks`` chunks: [columns].
 
-        ``starts`` contains the position of each document's first token; default: 0.
+        ``lengths`` contains the number of tokens of each document, ``starts`` the position of its
+        first token; default: 0.
         """
         lengths = np.asarray(lengths, dtype=np.float64)
         begins = np.zeros_like(lengths) if starts is None else np.asarray(starts, np.float64)

@@ -16,7 +16,7 @@ def tensor_seconds(layout: StageLayout, bytes_per_token: float) -> float:
 
 
 def gathered_bytes(layout: StageLayout, of: LayerCoefficients) -> float:
-    """Return the bytes per token of other ranks' rows that I leaves for W on a device.
+    """Return the bytes per token of other ranks' rows that a device holds from I to W.
 
     With tensor parallelism a sublayer's first product reads all rows of its TP group, and its last
     product all rows of the output's gradient (sequence parallelism gathers both).

@@ -43,7 +43,7 @@ class Cost:
         device_budget_bytes: memory budget of a device, for each pipeline rank. It covers all stages
             of the rank, model states included.
         host_budget_bytes: host memory for the offloaded layers of one device.
-        multiple: the executor pads every chunk to a multiple of this many tokens.
+        multiple: the executor pads every chunk's number of tokens to a multiple of this number.
 
     Raises:
         ValueError: the number of device budgets is not that of the pipeline ranks.

@@ -9,10 +9,9 @@ computes the first two; G repeats the first and computes the third. On each stag
 
 Every profile has these coefficients (``last_seconds``). F and B together contain the three
 products, with or without a fused LM head. If a profile contains the seconds of H and G
-(head_seconds), they are used instead. The constant per chunk is not divided by the number of
-stages. With multi-token prediction the LM head runs once more per MTP layer. Source: arXiv
-2411.05288 (algorithm 2, which has these two passes); recomputing the logits is this project's
-choice.
+(head_seconds), they are used instead. The constant seconds per chunk are not divided by the number
+of stages. With multi-token prediction the LM head runs once more per MTP layer. The two passes are
+those of algorithm 2 in arXiv 2411.05288; recomputing the logits is this project's choice.
 """
 
 from collections.abc import Mapping
@@ -196,10 +195,11 @@ class HeadOnAllStages(Ends):
     def head_link_seconds(self, loads: Loads, forward_only: bool) -> Mapping[Payload, np.ndarray]:
         """Return the seconds that a message of H occupies each link: [stages, chunks].
 
-        The last entry is the link from the last stage to the first. Other messages have three equal
-        parts: the hidden state, and, unless plans are forward-only, the softmax-weighted sum of
-        vocabulary rows and the labels' vocabulary rows. The last stage has the hidden state and
-        receives only the other two parts. The two softmax statistics per token are not counted.
+        The last entry is the link from the last stage to the first; its messages are hidden states.
+        A message on another link has three equal parts: the hidden state, and, unless plans are
+        forward-only, the softmax-weighted sum of vocabulary rows and the labels' vocabulary rows.
+        The last stage has the hidden state and receives only the other two parts. The two softmax
+        statistics per token are not counted.
         """
         link = np.outer(self.times * self.layout.links_per_token, loads.tokens)
         link[:-2] *= 1 if forward_only else 3

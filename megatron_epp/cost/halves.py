@@ -5,7 +5,7 @@
 
 Without halves, a layer takes x + c. With halves, the first dispatch and the last combine remain
 exposed, and the layer takes x / 2 + max(x / 2, c): min(x / 2, c) is hidden. Products are slower
-while an exchange runs, weights are read once for each half, and the host issues the experts twice.
+while an exchange runs, weights are read once for each half, and the host issues products twice.
 Small chunks therefore stay whole. Training applies the same rule (mcore/kinds/moe/halves.py).
 
 Measured coefficients include what halves hide, so no more is subtracted from them.

@@ -8,7 +8,7 @@ from megatron_epp.ir import BACKWARDS, KEEP, OFFLOAD, Kind, Plan
 
 
 def host_peak_bytes(cost: Cost, plan: Plan, loads: Loads | None = None) -> tuple[int, ...]:
-    """Return the peak of each stage's offloaded bytes in host memory, for one device.
+    """Return, for each stage, the peak bytes that one device has offloaded to host memory.
 
     Args:
         cost: cost model.

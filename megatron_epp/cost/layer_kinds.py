@@ -60,10 +60,11 @@ class StageKinds:
 
     @cached_property
     def nth(self) -> tuple[np.ndarray, np.ndarray]:
-        """Kind of each layer, and its index among the stage's layers of that kind: two [stages, n].
+        """Kind of each layer, and its index among the stage's layers of that kind.
 
-        Column 0 is the last layer of a stage; indices count from its first layer. n is the largest
-        number of layers of a stage, and entries beyond a stage's layers are -1.
+        Both are arrays [stages, n]. Column 0 is the last layer of a stage; indices count from its
+        first layer. n is the largest number of layers of a stage, and entries beyond a stage's
+        layers are -1.
         """
         most = max(len(word) for word in self.words)
         kinds = np.full((len(self.words), most), -1, np.int64)

@@ -27,7 +27,7 @@ class LocalSpans:
     Attributes:
         rank: [spans] rank of every span; ALL_RANKS if the span is sharded over all ranks.
         ranks: context-parallel size.
-        tokens: [C], equivalent tokens of each chunk that need no CP all-to-all: ``ranks`` times the
+        tokens: [C], tokens of each chunk that need no CP all-to-all, counted as ``ranks`` times the
             tokens that the busiest rank computes alone.
     """
 

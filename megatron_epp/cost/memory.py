@@ -1,8 +1,8 @@
 """Bytes of model states, and of every chunk on every stage.
 
-K, V and their gradients are counted only for documents that are cut or that others continue, once
-for all chunks that read them; the rule table (ir.rules) defines when they exist. A backward frees
-activations layer by layer while it makes gradients and recomputes
+K, V and their gradients are counted only for documents that are cut or that other documents
+continue. They are counted once for all chunks that read them; the rule table (ir.rules) defines
+when they exist. A backward frees activations layer by layer while it makes gradients and recomputes
 (:mod:`megatron_epp.cost.backward_peak`).
 """
 

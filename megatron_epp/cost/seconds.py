@@ -2,7 +2,7 @@
 
     seconds[s, c] = per(kind)[s] . (tokens[c], pairs[c], 1, additional columns)
 
-The seconds are at least those of the host to issue the op. For a chunk with single-rank documents,
+An op takes at least the time in which the host issues it. For a chunk with single-rank documents,
 tokens and pairs are scaled to the busiest rank (:func:`~megatron_epp.cost.loads.over_ranks`). Only
 tokens of sharded documents are exchanged between ranks. The coefficients of a stage are sums over
 its layers, which may be of several kinds with additional columns

@@ -74,7 +74,7 @@ class Prediction:
 
     Attributes:
         seconds: time of the iteration in seconds.
-        peak_gib: peak GiB of each rank; on CPUs without model states, like the memory budget.
+        peak_gib: peak memory of each rank in GiB; on CPUs, model states are not counted.
         planner: name of the planner.
 
     Raises:

@@ -131,6 +131,9 @@ def arbitrary_block(
         place: rank of each stage; empty if stage i is on rank i.
         trees: for each replica, a dict with arguments ``chunks`` and ``prefixes`` as of
             :func:`arbitrary_plan`, or an empty dict; empty if no replica has them.
+
+    Raises:
+        PlanError: the arguments do not fit together.
     """
     trees = trees or [{} for _ in lengths]
     drawn = [

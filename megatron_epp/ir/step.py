@@ -17,7 +17,7 @@ of a group run the same ops in the same order on every stage, because the expert
 sharded over the group. :mod:`.program.op_template` defines what their plans have in common.
 
 Documents of the batch with common tokens share documents of the plan: a document of the batch
-consists of the plan document in which it *ends* and everything that this one continues (the
+consists of the plan document in which it *ends* and all documents that this one continues (the
 ``prefix`` lines of the plan). ``ends R`` follows ``deal R`` and has the same order. Without it,
 the n-th document of ``deal R`` ends in document n of the plan. The line is printed only if the plan
 has prefixes or the numbers differ.

@@ -49,7 +49,7 @@ def tuning_lines(
         machines: description of the devices.
         rows: the choices shown.
         mfu: MFU of each of ``rows``; None if the device's peak is unknown.
-        parts: for some rows, by index in ``rows``: for each rank, bytes at its peak by category.
+        parts: by index in ``rows``, for some rows only: bytes of each rank at its peak by category.
     """
     lines = [*survey_verdict(result), "", f"lengths  {batches}", f"machine  {machines}", ""]
     text = "\n".join(textwrap.fill(line, COLUMNS, subsequent_indent="  ") for line in lines)

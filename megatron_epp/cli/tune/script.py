@@ -195,7 +195,7 @@ def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
 
     With --epp and several stages per rank, --epp-placement sets the stages. Otherwise, the pattern
     of a HybridModel contains the stages, and Megatron's own flags set the stages of other models.
-    If all stages have equally many layers, --epp needs --epp-placement even instead of these flags.
+    If all stages have the same number of layers, the flag is ``--epp-placement even`` with --epp.
     """
     layout = choice.layout
     flags = [["--tensor-model-parallel-size", str(layout.tp)]]
@@ -226,8 +226,8 @@ def layout_arguments(choice: Choice, hybrid: bool = False) -> list[list[str]]:
 def layouts_line(job: TunedJob, choice: Choice) -> str:
     """Return the line of a --epp-layouts file for ``choice``, which must run --epp.
 
-    Layers are omitted if they are even. They are also omitted for a HybridModel and with a
-    placement, because flags determine them.
+    The line omits the numbers of layers if all stages have the same number, or if other flags
+    determine them (for a HybridModel, and with a placement).
     """
     layout, of_flags = choice.layout, choice.place or _model_flags(job, choice).hybrid
     even = of_flags or not layout_flags(choice.layers)
@@ -238,8 +238,8 @@ def layouts_line(job: TunedJob, choice: Choice) -> str:
 def training_flags(samples: int, *, bf16: bool) -> list[list[str]]:
     """Return the flags that are common to all models.
 
-    ``samples`` are those of a global batch; with --epp, a sample is a document. ``bf16`` is False
-    on CPUs, which train in float32 because they are slow in bf16.
+    ``samples`` is the global batch size; with --epp, a sample is a document. ``bf16`` is False on
+    CPUs, which train in float32 because they are slow in bf16.
     """
     return [
         ["--micro-batch-size", "1", "--global-batch-size", str(samples)],

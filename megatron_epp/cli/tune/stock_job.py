@@ -2,8 +2,8 @@
 
 A row of stock in the table of ``tune`` packs whole documents, each batch to its own best length. In
 Megatron, all samples have ``--seq-length`` tokens, and the end of a sample cuts a document. The job
-therefore has the best length that is the same for all batches, and as many samples as give the
-tokens of a batch. If a batch has few packs, which are not full, its samples are shorter instead.
+therefore has one length of samples for all batches, the fastest one. Its samples hold about the
+tokens of a batch. If samples of this length would not be full, they are shorter.
 """
 
 import math
@@ -83,7 +83,8 @@ def connections(job: TunedJob, choice: Choice) -> int:
     """Return the value of CUDA_DEVICE_MAX_CONNECTIONS for a row.
 
     It is 1 for Megatron's own schedules with tensor or context parallelism on devices before
-    Blackwell, because their overlap depends on the order of issue. Otherwise it is 32.
+    Blackwell, because their overlap depends on the order in which kernels start. Otherwise the
+    value is 32.
     """
     split = choice.layout.tp * choice.layout.cp > 1
     return 1 if choice.stock and split and job.device.name not in BLACKWELL else 32

@@ -31,10 +31,11 @@ def accuracy() -> dict[str, Errors]:
 
 
 def accuracy_lines(cost: Cost) -> list[str]:
-    """Return lines on the accuracy of an analytic ``cost`` for its device.
+    """Return lines of text on the accuracy of an analytic ``cost`` for its device.
 
-    The second line is about experts in two halves of rows, if chunks of any size gain by them. The
-    list is empty for a measured profile, and for a device that is not in the catalogue.
+    If experts compute large chunks in two halves (cost/halves.py), a second line names the minimum
+    number of tokens of these chunks. The list is empty for a measured profile, and for a device
+    that is not in the catalogue.
     """
     origin, least = cost.layout.profile.provenance, cost.seconds.halved_from
     device = origin.device

@@ -86,9 +86,9 @@ class Device:
             of the wire, for bytes that leave a device; otherwise they include memory copies.
         link_bytes_per_second: rate of a node's network link, in one direction.
         link_latency_seconds: latency of one message between stages.
-        node_devices: devices of a node, which share its link.
-        host_devices: devices of a host, if a node (an NVLink domain) consists of several hosts; 0:
-            a node is one host.
+        node_devices: number of devices of a node, which share its link.
+        host_devices: number of devices of a host, if a node (an NVLink domain) consists of several
+            hosts; 0: a node is one host.
         host_bytes_per_second: rate between one device and host memory in one direction, while the
             other direction is busy, too; 0: none or unknown.
         memory_bytes_per_second: rate of the device's memory; 0: unknown, so that reading K and V
@@ -260,7 +260,7 @@ def gpu_name(memory_bytes: int, capability: int) -> str:
 
 
 def device_like(text: str, memory_bytes: float = math.inf) -> Device | None:
-    """Return the device with the name ``text``, or whose chip ``text`` names; None if unknown.
+    """Return the device called ``text``, or a device whose chip ``text`` names; else None.
 
     ``NVIDIA H100 80GB HBM3``, as torch calls this GPU, gives ``h100-80g``. If several devices have
     the chip, the device with the largest budget up to ``memory_bytes`` is returned.

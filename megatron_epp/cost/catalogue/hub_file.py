@@ -63,10 +63,10 @@ class HubConfig:
         name: name of the model, on one printable line.
         model_type: model type used to interpret the file.
         family: properties and defaults of this model type.
-        keys: keys of the decoder, with one name for each quantity.
+        keys: keys of the decoder with their values; every quantity has one key.
         notes: lines of text on parts of the file that were left out or not used.
         assumed: missing keys that were needed, with the values that were assumed.
-        spelt: for keys with several names, the name in the file.
+        spelt: for keys that may have several names, the name that the file uses.
     """
 
     where: str
@@ -210,8 +210,8 @@ def read_description(name: str, path: Path) -> Any:
     """Return the JSON value at ``path``; errors call it ``name``.
 
     Raises:
-        ValueError: the file cannot be read, is not JSON, or is of another kind, such as a
-            tokenizer's.
+        ValueError: the file cannot be read, is not JSON, or is another known file, such as that of
+            a tokenizer.
     """
     value = read_json("model", str(path))
     if isinstance(value, Mapping) and not is_hub_config(value):

@@ -151,8 +151,9 @@ class Model:
     def training_flops(self, lengths: Sequence[int]) -> float:
         """Return the flops of training on documents of these ``lengths``, without recompute.
 
-        Backward counts as twice the flops of forward. Attention counts only pairs of a query and a
-        key that it attends to. Divided by seconds and the devices' peak flops, this is the MFU.
+        Backward counts as twice the flops of forward. Pairs of a query and a
+        key count only if the query attends to the key. The MFU is the result divided by the seconds
+        and by the peak flops per second of all devices.
         """
         stops = np.array(lengths, np.int64)
         starts, tokens = np.zeros_like(stops), float(stops.sum())
@@ -293,7 +294,8 @@ def model(name: str, like: str | None = None) -> Model:
         like: model type used to interpret a config.json, instead of the file's model_type.
 
     Raises:
-        ValueError: there is no such model, or its description is invalid.
+        ValueError: there is no such model, its description is invalid, or ``like`` is given for a
+            model that is not a config.json.
     """
     if name in MODELS:
         require_no_like(name, like)
@@ -327,7 +329,7 @@ def model_config(name: str, like: str | None = None) -> HubConfig | None:
     Return None if the model is unknown or has no config.json, as in this project's own JSON form.
 
     Raises:
-        ValueError: the config.json is invalid.
+        ValueError: the file cannot be read or is invalid.
     """
     if name in MODELS:
         return catalogue_config(name, CONFIGS[name]) if name in CONFIGS else None

@@ -47,8 +47,8 @@ def unknown_name(what: str, name: str, known: Iterable[str], *others: str) -> st
     Args:
         what: kind of value that was looked up, named in the line.
         name: name that is unknown.
-        known: names that may have been meant.
-        *others: valid names that are never suggested.
+        known: valid names; similar ones are suggested.
+        *others: other valid names, which are never suggested.
     """
     names = list(known)
     near = did_you_mean(name, names, most=2)

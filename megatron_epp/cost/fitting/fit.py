@@ -48,7 +48,7 @@ class Sample:
         last: number of runs of the LM head: on the last stage one per predicted token, on other
             stages 0.
         tokens: tokens of the chunk.
-        pairs: query-key pairs; within the window, unless ``columns`` contains those pairs.
+        pairs: query-key pairs; only those within the window, unless these are in ``columns``.
         cut_tokens: tokens whose K and V are cached for later slices (Loads.cached_tokens).
         value: seconds or bytes.
         kinds: kind of each layer of the stage; empty: the profile has only one kind.
@@ -122,7 +122,7 @@ def fit_profile(
     link_seconds: Sequence[tuple[int, float]] = (),
     near: bool = False,
 ) -> FitResult:
-    """Return ``template`` with new values for all coefficients that the samples determine.
+    """Return ``template`` with the coefficients that the samples determine, and the fits' quality.
 
     The samples are of one device with ``tp`` and ``cp``. Communication in the samples becomes part
     of the layer's seconds.
@@ -403,11 +403,11 @@ def _fit_held(template: Profile, every: Sequence[Sample], quality: dict[str, Qua
 def line_above(points: Sequence[tuple[float, float]], goes_on: bool = False) -> tuple[float, float]:
     """Return (slope, constant), each at least 0, of a line with none of ``points`` (x, y) above it.
 
-    The line bounds memory peaks. A peak is the maximum over several moments. Every moment needs
-    constant bytes and bytes proportional to x. The peak as a function of x is therefore convex: its
-    last segment is steepest. With ``goes_on`` the line also covers x far beyond the last point,
-    where another moment may be the peak. The slope of that moment is at most y / x of the last
-    point.
+    The line bounds memory peaks. A peak is the maximum over several moments. The bytes of each
+    moment are a constant plus a number proportional to x. The peak as a function of x is therefore
+    convex: its last segment is steepest. With ``goes_on`` the line also covers x far beyond the
+    last point, where another moment may be the peak. The slope of that moment is at most y / x of
+    the last point.
     """
     highest: dict[float, float] = {}
     for x, y in points:

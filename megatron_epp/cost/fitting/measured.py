@@ -302,7 +302,8 @@ def measured_slowness(of_kinds: Mapping[str, Sequence[Readings]]) -> tuple[float
 
     The result is empty if ranks differ by a factor below DIFFER. Ranks with the same layer kind are
     compared by the median over replicas, and over F and B of the chunks that all of them measured.
-    A rank that has no kind in common with other ranks is assumed to have their average speed.
+    A rank that has no kind in common with other ranks is assumed to have their average speed. Ranks
+    whose speeds differ by a factor of at most ALIKE get the same number.
     """
     ranks = 1 + max(one.rank for every in of_kinds.values() for one in every)
     rows, sides = [], []

@@ -24,10 +24,11 @@ class Refit:
 
 
 def refit(profile: Profile, samples: Mapping[Kind, Sequence[Sample]]) -> Refit | None:
-    """Return a profile fitted to ``samples``, or None if it is not better on held-out samples.
+    """Return ``profile`` with seconds fitted to ``samples``, and its errors on held-out samples.
 
-    ``samples`` contains measured seconds of ops by kind. The result is None, too, if there are
-    fewer than LEAST of them.
+    ``samples`` contains measured seconds of ops by kind. The result is None if there
+    are fewer than LEAST samples, or if the median error on held-out samples exceeds BETTER times
+    that of ``profile``.
 
     Raises:
         ValueError: a measured time is not a finite number above 0.

@@ -47,8 +47,8 @@ def with_split(profile: Profile, splits: Sequence[SplitSeconds]) -> Profile:
 
     ``splits`` must contain times of one layer for SMALL_TOKENS and for more tokens, and bytes.
 
-    If I leaves nothing for W, no linear of the layer defers its weight gradient: I takes as long as
-    B, and W takes no time.
+    If no bytes are held from I to W, no linear of the layer defers its weight gradient. Then I
+    takes as long as B, and W takes no time.
     """
     timed = [split for split in splits if split.whole]
     small = [s for s in timed if not s.end and s.tokens == SMALL_TOKENS]

@@ -45,7 +45,7 @@ class AttentionPart(Part):
 def attention(
     model: Decoder, query: int, key: int, value: int, output: int, gate: int = 0
 ) -> Sublayer:
-    """Return the quantities of attention with these channels of Q, K, V and output over all heads.
+    """Return the quantities of attention; channels are summed over all heads.
 
     Args:
         model: the model.

@@ -1,4 +1,4 @@
-"""Sublayers: a mixer, which moves information between tokens, or a feed-forward sublayer.
+"""Sublayers: mixers, which move information between tokens, and feed-forward sublayers.
 
 Each kind of sublayer is a subclass of :class:`Part`, which returns a :class:`Sublayer` with the
 quantities that the cost model needs. Sizes are numbers of channels per token unless stated
@@ -100,8 +100,8 @@ class CarryOver:
             tokens of a slice count.
         heads: number of heads over which a stage's devices shard the state; 0: each device has the
             full state, as with latents.
-        tail: elements of the last rows of a slice, which a convolution needs.
-        state: elements of a state at the boundary of two slices.
+        tail: number of elements of the last rows of a slice, which a convolution needs.
+        state: number of elements of a state at the boundary of two slices.
     """
 
     channels: int = 0
@@ -158,8 +158,8 @@ class Work:
 
     Attributes:
         flops: forward flops per unit.
-        backward: ratio of backward to forward flops; I does all of the backward.
-        attention: whether attention kernels do the work, at their rate.
+        backward: ratio of backward to forward flops; op I does the whole backward.
+        attention: whether the work runs in attention kernels, at their rate.
     """
 
     flops: float
@@ -218,9 +218,9 @@ class Sublayer:
         recomputed: modules that backward can recompute, by Megatron's names.
         carried: state that a slice leaves for later slices.
         stored: ``saved`` channels that the K/V buffer of a cut document holds.
-        stored_unless: module that, if B recomputes it, replaces the ``stored`` channels by others;
-            empty: none.
-        unmoved: ``saved`` channels that no kernel besides products and attention moves.
+        stored_unless: name of a module; if B recomputes it, the buffer does not hold the
+            ``stored`` channels. Empty: there is no such module.
+        unmoved: ``saved`` channels that no element-wise kernel reads or writes.
         flops_per_pair: forward flops per query-key pair.
         scan_flops: forward flops per token in addition to products with the sublayer's weights.
         work: work per unit of columns other than tokens and pairs; no two sublayers of a layer have

@@ -1,7 +1,7 @@
 """DeepSeek sparse attention (DSA): an indexer scores all pairs, and attention uses the top-k keys.
 
 Attention runs on latents. Queries and the single key of all heads are latents with a rotary part.
-Later slices need this key and the indexer's key, and do not project either of them again.
+Later slices read this key and the indexer's key from a cache, and do not project them again.
 """
 
 from dataclasses import dataclass, replace

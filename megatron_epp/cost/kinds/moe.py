@@ -55,8 +55,8 @@ class MoEPart(MLPPart):
     """Router, experts, optional shared expert, and optional latent projections around them.
 
     Tokens are assumed to be distributed evenly over the experts. The constant time per chunk is
-    five times that of a dense layer, because of the router, the all-to-all and the wait for its
-    sizes. The factor is fitted to public measurements.
+    five times that of a dense layer, because of the router, the all-to-all and the wait for the
+    sizes of its messages. The factor is fitted to public measurements.
     """
 
     DEFAULT, WORD, ALONE, MODES, LAUNCHES = False, "experts", "experts", "e", 5

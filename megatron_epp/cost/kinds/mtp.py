@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): projection and norms around the layers of an MTP layer."""
+"""Multi-token prediction (MTP): an MTP layer's projection and norms."""
 
 from dataclasses import dataclass
 

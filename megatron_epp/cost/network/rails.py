@@ -47,7 +47,7 @@ class Dimension:
     def pair_bytes_per_second(self) -> float:
         """Rate of the direct link between two nodes in bytes per second.
 
-        Rails that do not complete a further Hamiltonian decomposition are idle.
+        Rails that are too few for one more Hamiltonian decomposition are idle.
         """
         if self.nodes == 2:
             return self.bytes_per_second

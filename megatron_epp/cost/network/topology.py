@@ -2,7 +2,8 @@
 
 Megatron numbers ranks tensor-parallel first, then context-parallel, then replicas, then stages
 (order tp-cp-ep-dp-pp). Members of a tensor-parallel group are therefore adjacent. Members of a
-context-parallel group are ``tp`` devices apart, members of a data-parallel group ``tp * cp``:
+context-parallel group are ``tp`` devices apart, those of a data-parallel group are ``tp * cp``
+devices apart:
 
     node 0: | t0 t1 | t0 t1 | t0 t1 | t0 t1 |   tp 2, cp 4: the context-parallel groups are the
               c0      c1      c2      c3        devices 0 2 4 6 and 1 3 5 7
@@ -51,7 +52,7 @@ class Topology:
         link_bytes_per_second: rate of a node in one direction, over all rails; 0: as in the
             device's description.
         nodes: rows and columns of the grid. Empty: unknown; each group's nodes count as one row.
-        failed_nodes: (row, column) of each failed node, counted from 0.
+        failed_nodes: (row, column) of each failed node, counted from 0, or its name in ``hosts``.
         used: number of rows and of columns of the grid that a job uses; empty: all.
         hosts: names of the nodes, row by row; empty: none.
         column_load: load of the busiest link in a column, relative to a grid without failures. It
@@ -196,7 +197,7 @@ class Network:
 
     Attributes:
         topology: how devices and nodes are joined.
-        node_devices: devices of a node.
+        node_devices: number of devices of a node.
         host_devices: number of devices of a host; less than ``node_devices`` if a node (an NVLink
             domain) consists of several hosts.
         inside_bytes_per_second: rates of an all-to-all inside a node, by group size.
@@ -309,7 +310,7 @@ class Network:
 
         Args:
             copy: bytes that a device sends if it sends one copy of each of its tokens.
-            copies: copies of each token, one for each expert that it chooses.
+            copies: number of copies of each token, one for each expert that it chooses.
             size: expert-parallel size.
             once: whether each node or device receives a token at most once.
 

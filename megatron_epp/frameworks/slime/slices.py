@@ -1,7 +1,7 @@
 """Slicing mode in slime: slices compute log-probabilities, and slime computes its losses.
 
 slime's forward step packs samples and computes losses from logits. The adapter's forward step
-computes slices instead, without logits. slime's forward step only returns slime's loss function.
+computes slices instead, without logits. It takes only the loss function from slime's forward step.
 The loss function receives log-probabilities in place of the result of
 ``calculate_log_probs_and_entropy`` (slime's ``loss.py``). Policy, value and supervised losses and
 log-probability passes are therefore slime's own.
@@ -78,11 +78,11 @@ def before_train_step(
 
     Args:
         args: slime's arguments.
-        rollout_id: Unused.
-        step_id: Unused.
+        rollout_id: Number of the rollout; not used.
+        step_id: Number of the training step; not used.
         model: The list of model chunks.
-        optimizer: Unused.
-        scheduler: Unused.
+        optimizer: Optimizer; not used.
+        scheduler: Scheduler of the learning rate; not used.
 
     Raises:
         ValueError: Slices do not support the arguments or the model.

@@ -43,9 +43,9 @@ class VerlSamples(TokenSamples):
         """Return the label that verl gives to the last token of sample ``number`` of a pack.
 
         The label is padding (0) if verl pads the sample. Otherwise it is the first token of the
-        next sample or, with context parallelism, of the same sample. With context parallelism, verl
-        pads samples to a multiple of 2 x TP x CP tokens; before release 0.9.1, it pads only samples
-        that are shorter.
+        next sample (after the last sample, of the first one) or, with context parallelism, of the
+        same sample. verl pads samples to a multiple of TP tokens or, with context parallelism, of
+        2 x TP x CP tokens. Before release 0.9.1, context parallelism pads only shorter samples.
         """
         length = len(samples[number])
         if self._context_ranks > 1:
