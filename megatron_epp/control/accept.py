@@ -99,7 +99,7 @@ class AcceptedSteps:
     ) -> AcceptedStep:
         """Return this rank's part of the step that all ranks accept for a batch.
 
-        Collective over the job. The method then requests plans of the next steps.
+        All ranks of the job must call this method. It also requests plans of the next steps.
 
         Args:
             iteration: number of the iteration.
@@ -233,7 +233,7 @@ def accept(
 
     Raises:
         PlanError: the replica cannot run the step; the text gives the reason.
-        ValueError: the tokens of a document, which the step shares, cannot be read.
+        ValueError: the tokens of a document that shares a prefix cannot be read.
     """
     step, source = sourced.step, sourced.source
     if step.replicas != replicas:

@@ -118,7 +118,7 @@ class CostMonitor:
         return self.drift.see(predicted_seconds, report)
 
     def refit(self, iteration: int, cost: Cost) -> Profile | None:
-        """Refit the cost model if predictions are wrong; return the new one or None.
+        """Refit the cost model if predictions are wrong; return the new model, or None.
 
         All ranks of the job must call this method. The new cost model applies from the next
         iteration on. Rank 0 logs it and saves it in ``folders``. In a resumed run, this method

@@ -1,7 +1,7 @@
 """Files of a job: written atomically, in folders that one job at a time claims.
 
 A job may be killed while it writes, its disk may be full, and another job may use the same folder.
-In all of these cases files stay readable, and a training run that can continue does not end.
+In all of these cases, files stay readable, and training continues if it can.
 """
 
 import fcntl

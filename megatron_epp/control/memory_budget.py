@@ -96,7 +96,7 @@ class MemoryBudget:
     """Memory budget of each pipeline rank's device, with the events that changed the budget.
 
     Args:
-        device_bytes: budget of each pipeline rank, model states included.
+        device_bytes: budget of each pipeline rank, in bytes, model states included.
         states_bytes: bytes of weights, gradients and optimizer states of each rank; the rest of the
             budget is for chunks.
         most: upper bound of ``routing``: the expert-parallel size.

@@ -97,9 +97,10 @@ class Observer:
         failure: Failure | None,
         host_bytes: int = 0,
     ) -> IterationReport:
-        """Summarise this rank's records of ``step``, and all-gather the reports of all ranks.
+        """Summarise this rank's records of ``step``, and return the reports of all ranks.
 
-        In training with a cost model, the ops are saved as samples for a refit.
+        All ranks of the job must call this method. In training with a cost model, the ops are saved
+        as samples for a refit.
 
         Args:
             step: step that this rank ran.

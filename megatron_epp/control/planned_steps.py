@@ -31,7 +31,7 @@ class PlannedSteps:
     The assignment of documents to replicas follows from the lengths and the cost model, so it is
     equal on all hosts. Replicas in lockstep are planned together, by one rank. If a planner process
     fails, the fallback planner plans that iteration for the same replicas, and a warning is logged.
-    An evaluation is then planned in this process.
+    For an evaluation, this process runs ``planner`` itself instead.
 
     Args:
         cost: cost model of the job.

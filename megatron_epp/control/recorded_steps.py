@@ -1,4 +1,4 @@
-"""Steps read from files: one file for every iteration, or a folder of recorded steps."""
+"""Steps read from one file that serves all iterations, or from a folder with a file for each."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -214,7 +214,7 @@ class IterationReport:
 
 
 def gather_report(own_report: RankReport, leads: bool, group: dist.ProcessGroup) -> IterationReport:
-    """Gather the reports of all pipeline ranks on every rank, in one all-gather on the CPU.
+    """Return the reports of all pipeline ranks on every rank, after one all-gather on the CPU.
 
     ``leads`` is whether this rank reports for its pipeline rank; other ranks report only failures.
     ``group`` is a CPU group of all ranks.

@@ -1,4 +1,4 @@
-"""Repetition of an iteration that ran out of memory, with less memory each time.
+"""Repetition of an iteration that ran out of memory, with a new plan that needs less memory.
 
 All ranks know the failures of all ranks, so all ranks make the same decision.
 """
@@ -34,10 +34,10 @@ class Attempt:
 
 
 class Retry:
-    """Runner that repeats iterations that run out of memory, with smaller plans.
+    """Runner that repeats iterations that run out of memory, with plans that need less memory.
 
-    Only a source that plans again (PlannedSteps) allows repetition; with others, a failure is a
-    PlanError.
+    Iterations are repeated only if the source plans again (PlannedSteps). With other sources, a
+    failure raises a PlanError.
     """
 
     def __init__(self, steps: StepSource, groups: Groups):

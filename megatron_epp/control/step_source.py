@@ -15,8 +15,8 @@ Following = Callable[[int], Sequence[int] | None]
 class SharingLengths(list[int]):
     """Lengths of a batch's documents, and a function that finds the prefixes that they share.
 
-    A rank calls :meth:`forest` only if it plans the batch or checks a recorded plan, because the
-    function reads tokens.
+    A rank calls :meth:`forest` only if it plans the batch or checks a recorded plan, because this
+    method reads tokens.
     """
 
     def __init__(self, lengths: Sequence[int], forest: Callable[[], PrefixForest]):

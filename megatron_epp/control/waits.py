@@ -28,7 +28,7 @@ class Waits:
 
         Args:
             planning: record of the iteration's planning, with the time that training waited.
-            seconds: time of the iteration, without the wait.
+            seconds: time of the iteration in seconds, without the wait.
         """
         self.seen += 1
         waited = planning.waited_seconds

@@ -90,9 +90,10 @@ class ChunkState:
         return installed + self.repeated
 
     def again(self, layers: int) -> "ChunkState":
-        """Return a copy for a later layer of a repeated module, ``layers`` layers after the first.
+        """Return a copy of the state for a later layer of a repeated module.
 
-        Both states share the results of :meth:`once`.
+        The later layer is ``layers`` layers after the module's first layer. Both states share the
+        results of :meth:`once`.
         """
         return replace(self, repeated=layers)
 
@@ -114,9 +115,9 @@ class ChunkState:
 
 
 def chunk_rows(plan: Plan, slices: Slices, chunk: int, rank: int = ALL_RANKS) -> tuple[Rows, ...]:
-    """Return the rows of those spans of a chunk that one rank computes alone, or that are sharded.
+    """Return the rows of the spans of a chunk that are sharded, or that ``rank`` computes alone.
 
-    Rows are counted from 0 over the returned spans, before any sharding.
+    Row 0 is the first row of the first returned span. Sharding does not change row numbers.
 
     Args:
         plan: the plan.

@@ -20,8 +20,9 @@ rank's gradients of attention's keys include only that rank's heads.
 
 Rows are processed in blocks, so that no tensor has the size of (rows of the chunk) x (keys).
 
-T rows of the chunk, b rows of a block, S keys that the rows see, K keys of the top-k; H heads, D
-channels of a key, R channels of a value; J heads of the indexer, I channels of an indexer head
+Shape suffixes: T rows of the chunk, b rows of a block, S keys that the rows see, K keys of the
+top-k; H heads, D channels of a key, R channels of a value; J heads of the indexer, I channels of an
+indexer head.
 """
 
 from collections.abc import Iterator
@@ -51,7 +52,7 @@ class Sparse:
         scale: scale of attention's logits.
         most: number of keys of the top-k.
         values: R, the channels of a value.
-        relu: whether scores apply a ReLU.
+        relu: whether scores contain the ReLU of the formula.
         weight: weight of the rows' losses; 0 for no loss.
         among: whether the loss is over the top-k keys instead of all keys.
         group: ranks over which the heads are sharded; None if the heads are not sharded.

@@ -9,8 +9,8 @@ from torch import Tensor
 class SavedTensorHooks:
     """Saved-tensor hooks that are active when this object is created.
 
-    A function that saves tensors by itself, or in a graph with other hooks, passes the tensors
-    through these hooks. Meters and offloading then see all saved tensors.
+    A function that saves tensors without autograd, or in a graph with other hooks, passes the
+    tensors through these hooks. Meters and offloading then see all saved tensors.
 
     Attributes:
         active: whether there are hooks.

@@ -10,7 +10,7 @@ Queries are processed in tiles, so that each tile needs few keys:
 A mask selects the keys that each query of a tile sees; tiles of the same shape share a mask. Each
 query is compared with at most W + (tile size) keys.
 
-T queries, P context rows (at most W), H query heads, G key heads, D head size
+Shape suffixes: T queries, P context rows (at most W), H query heads, G key heads, D head size.
 """
 
 from collections.abc import Iterator

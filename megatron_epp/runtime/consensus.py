@@ -41,7 +41,9 @@ def broadcast_text(
 def broadcast_result(
     make: Callable[[], str | None], group: dist.ProcessGroup, source: int = 0
 ) -> str:
-    """Call ``make`` on rank ``source`` of a gloo ``group``, and broadcast its text ("" for None).
+    """Call ``make`` on rank ``source`` of a gloo ``group``; return its text on all ranks.
+
+    The result is "" if ``make`` returns None.
 
     Raises:
         PlanError: on all ranks, if ``make`` raises a ValueError.
@@ -63,7 +65,7 @@ def largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
 
 
 def digest_bounds(text: str) -> tuple[float, ...]:
-    """Return two 32-bit pieces of the digest of ``text``, and then the negatives of both.
+    """Return two 32-bit pieces of the digest of ``text``, followed by their negatives.
 
     If ranks all-reduce these numbers by maximum, :func:`same_digests` can compare all texts.
     """

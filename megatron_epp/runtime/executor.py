@@ -50,14 +50,14 @@ class Compute(Protocol):
     """
 
     def forward(self, chunk: int, received: Tensor | None) -> Tensor | None:
-        """Run F of ``chunk`` on ``received``, the previous stage's output; None on the first stage.
+        """Run F of ``chunk``; ``received`` is its input from the previous stage, None on the first.
 
         Returns:
             The output to send; None on the last stage without vocabulary parallelism.
         """
 
     def backward(self, chunk: int, gradient: Tensor | None) -> Tensor | None:
-        """Run B of ``chunk`` on ``gradient``, that of the stage's output; None on the last stage.
+        """Run B of ``chunk``; ``gradient`` is that of the output, None on the last stage.
 
         Returns:
             The gradient of the stage's input; None on the first stage.

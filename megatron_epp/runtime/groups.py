@@ -27,7 +27,7 @@ class Groups:
         replica: number of this rank's replica.
         replicas: number of replicas.
         leads: whether this rank reports for the tensor- and context-parallel ranks of its stage.
-        timeout: time after which a rank that waits for another fails.
+        timeout: maximum time that a rank waits for another rank before it fails.
         peers: ranks that compute every op together: tensor- and context-parallel ranks of the
             stage, in all replicas of a lockstep group (block). None if this rank is the only one.
         lockstep: number of replicas of a block, over which a layer's experts are sharded.

@@ -53,8 +53,8 @@ class Store:
             if kernels read its K/V from the buffer. Default: ``context_tokens``.
         boundaries: per document, the ends of all slices but the last; they select the rows of
             sliding-window layers. None if they are unknown.
-        readers: per document that other documents continue, the number of spans that attend to it;
-            None if there are no such documents.
+        readers: for each document that other documents continue, the number of spans that attend to
+            it; None if there are no such documents.
         followers: per document, the number of branches that begin at one of its slice boundaries
             and read the SSM state at that boundary; None without branches.
     """

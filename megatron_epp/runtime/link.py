@@ -101,8 +101,8 @@ class Links:
 
     Each payload, such as activations, has a process group, so that messages do not wait for those
     of another payload. Messages of a link (a pair of ranks) are posted, sent and received in the
-    planned order, so they need no tag. The program's POST starts each receive, with the planned
-    shape. If a group can transfer only host memory, messages are copied to and from the host.
+    planned order, so they need no tag. A ``POST`` in the program starts each receive. If a group
+    can transfer only host memory, messages are copied to and from the host.
 
     Args:
         groups: process group of each payload (kind of message).

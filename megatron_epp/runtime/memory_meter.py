@@ -83,7 +83,7 @@ class SavedBytesMeter(NoMeter):
 
     Args:
         parameters: tensors that do not count.
-        limit_bytes: limit that ``check`` enforces.
+        limit_bytes: limit that ``check`` enforces, in bytes.
     """
 
     def __init__(self, parameters: Iterable[Tensor], limit_bytes: float = math.inf):

@@ -27,7 +27,8 @@ class Peers:
 
     Args:
         group: group of these ranks.
-        busy: groups over which the ops issue collectives; ``all_failed`` compares how many.
+        busy: groups over which the ops issue collectives; ``all_failed`` compares the number of
+            these collectives.
         device: device of the tensors that are all-reduced over ``group``.
     """
 

@@ -33,9 +33,9 @@ class Watcher:
         ranks: global rank of each pipeline rank.
         rank: global rank of this process.
         timeout: timeout of the process groups.
-        patience_seconds: time without progress before the first line; None for PATIENCE_SECONDS. In
-            an :class:`~megatron_epp.runtime.executor.OutsidePhase`, it is ELSEWHERE_PATIENCE times
-            as long.
+        patience_seconds: time without progress before the thread prints its first line; None for
+            PATIENCE_SECONDS. In an :class:`~megatron_epp.runtime.executor.OutsidePhase`, it is
+            ELSEWHERE_PATIENCE times as long.
         grace_seconds: time after the timeout before the rank is ended.
         tell: function that receives the lines; None prints them to stderr.
         end: function that ends the process with a status.

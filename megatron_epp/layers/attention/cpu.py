@@ -13,11 +13,11 @@ is read. If a document continues other documents, their prefixes are its context
 earlier rows of the same chunk.
 
 For a slice, attention to the context (no mask) and to the slice's rows (causal mask) is computed
-separately and merged by the log-sum-exps; both backwards use the merged log-sum-exp. Documents of a
-chunk that continue the same prefix attend to it in one call: the kernel is faster with more queries
-(cpu_flash.py), and the gradients of the prefix are added up once. A sliding-window layer sees and
-caches only the tail of the context (window.py, tails.py). The sinks' part of the softmax is merged
-last (merge.py).
+separately and merged by the log-sum-exps. The backwards of both parts use the merged log-sum-exp.
+Documents of a chunk that continue the same prefix attend to it in one call: the kernel is faster
+with more queries (cpu_flash.py), and the gradients of the prefix are added up once. A
+sliding-window layer sees and caches only the tail of the context (window.py, tails.py). The sinks'
+part of the softmax is merged last (merge.py).
 """
 
 from collections.abc import Callable
@@ -81,7 +81,8 @@ class ChunkAttention(torch.autograd.Function):
     gradients that later slices added to the store. After the backward of a document's first slice,
     the document's buffer is freed.
 
-    T rows of the chunk, H query heads, G key heads, D head size (v and output may differ).
+    Shape suffixes: T rows of the chunk, H query heads, G key heads, D head size (v and output may
+    differ).
     """
 
     @staticmethod

@@ -1,13 +1,13 @@
 """torch's CPU attention kernels with their log-sum-exp, forward and backward.
 
-T query rows, S key rows, H query heads, G key heads (H a multiple of G), D head size, V head size
-of values. The kernel supports one head size, so the smaller of D and V is padded with zero
-channels. The kernel aligns a causal mask at the top left. ``causal`` requires T = S, for which this
-is the same as alignment at the bottom right.
+Shape suffixes: T query rows, S key rows, H query heads, G key heads (H a multiple of G), D head
+size, V head size of values. The kernel supports one head size, so the smaller of D and V is padded
+with zero channels. The kernel aligns a causal mask at the top left. ``causal`` requires T = S, for
+which this is the same as alignment at the bottom right.
 
 Without a mask, queries are independent. The H / G query heads of a key head are then passed as one
-head with H / G times as many queries. From 768 queries on, the kernel processes larger blocks (256
-queries), which speeds up short slices.
+head with H / G times as many queries. With 768 or more queries, the kernel processes larger blocks
+(256 queries). Short slices are faster because they reach this number.
 """
 
 from torch import Tensor, ops
@@ -40,10 +40,10 @@ def attend(q_THD: Tensor, k_SGD: Tensor, v_SGV: Tensor, causal: bool, scale: flo
 def attend_backward(
     grad_THV, q_THD, k_SGD, v_SGV, out_THV, lse_HT, causal: bool, scale: float, mask_TS=None
 ):
-    """Return the gradients of q, k and v, from output and log-sum-exp over *all* keys of each row.
+    """Return the gradients of q, k and v, in their shapes.
 
-    ``k_SGD`` may be a part of the keys that the rows attended to. Probabilities are computed with
-    ``lse_HT``, so the gradient of q is the sum of the results for all parts.
+    ``k_SGD`` and ``v_SGV`` may be a part of the keys and values that the queries attended to. The
+    full gradient of q is then the sum of the results for all parts.
 
     Args:
         grad_THV: [queries, heads, value size] gradient of the output.

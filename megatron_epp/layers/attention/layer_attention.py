@@ -52,7 +52,7 @@ class Attention(Protocol):
 
         Raises:
             ValueError: if the kernels do not support the window or the sinks.
-            TypeError: if the installed version of the kernels' package has no sinks.
+            TypeError: if the installed version of the kernels' package does not support sinks.
             ImportError: if a required package is missing.
         """
         ...

@@ -8,8 +8,8 @@ The two parts are computed separately. The first part is this rank's rows of sha
 ranks exchange these rows for heads. The second part is the documents on this rank alone, with all
 heads and without an exchange. If no document is sharded, nothing is exchanged.
 
-t rows of this rank, s of them exchanged; T = N s exchanged rows of all N ranks; H query heads, G
-key heads, D head size.
+Shape suffixes: t rows of this rank, s of them exchanged; T = N s exchanged rows of all N ranks; H
+query heads, G key heads, D head size.
 """
 
 from collections.abc import Callable, Sequence

@@ -4,7 +4,7 @@ A *sink* is an additional logit per head without a value, which takes a part of 
 needs no kernel: with lse' = log(exp(lse) + exp(sink)) the output is scaled by exp(lse - lse'), and
 the backward uses lse' in place of lse.
 
-T rows, H heads, D head size
+Shape suffixes: T rows, H heads, D head size.
 """
 
 import torch

@@ -4,8 +4,8 @@ FlashAttention 2 supports one head size, and all kernels require multiples of 8.
 with zero channels before the kernel, and the output and gradients are cut afterwards; the K/V store
 holds unpadded values. Queries and keys are padded likewise: zeros add nothing to a score.
 
-T rows of the chunk, S keys of a call, H query heads, G key heads, D head size, V head size of
-values.
+Shape suffixes: T rows of the chunk, S keys of a call, H query heads, G key heads, D head size, V
+head size of values.
 """
 
 from dataclasses import replace

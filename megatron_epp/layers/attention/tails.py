@@ -10,7 +10,8 @@ a slice. The buffer holds these rows for every slice but the document's last sli
 If boundaries are unknown, as in calibration, all rows are cached, and the buffer's row numbers are
 token positions.
 
-T rows of a chunk, t rows of a slice, P context rows that the slice sees, G key heads, D head size.
+Shape suffixes: T rows of a chunk, t rows of a slice, P context rows that the slice sees, G key
+heads, D head size.
 """
 
 from collections.abc import Sequence
@@ -49,7 +50,8 @@ class Tails:
     def seen(self, start: int, most: int | None = None) -> tuple[int, int]:
         """Return the range [first, stop) of buffer rows that a slice beginning at ``start`` sees.
 
-        ``most`` is the maximum number of rows; None for the full window.
+        ``start`` is the position of the slice's first token. ``most`` is the maximum number of
+        rows; None for the full window.
         """
         most = self.before if most is None else most
         if self.boundaries is None:

@@ -3,9 +3,10 @@
 For slices, these points matter; a mistake raises no error (checked in version 2.20):
 
 - The mask is ``padding_causal_bottom_right``. ``padding_causal`` with fewer queries than keys is
-  aligned at the top left. Without context the two are the same, but under the first the backward
-  also computes the masked tiles, about half of all. Calls without context can therefore have a
-  kernel of their own (:meth:`TransformerEngineKernel.use_top_left`).
+  aligned at the top left. Without context the two masks are equal, but with
+  ``padding_causal_bottom_right`` the backward also computes the masked tiles, about half of all
+  tiles. Calls without context can therefore have a kernel of their own
+  (:meth:`TransformerEngineKernel.use_top_left`).
 - Queries, keys and values start at the beginning of their storage. The module infers their layout
   from pointers and offsets, and refuses or misreads a view into the middle of a buffer.
 - The module's context parallelism is off, because it does not support this mask. Instead, rows are
@@ -50,7 +51,7 @@ class TransformerEngineKernel:
         groups: number of key heads of a call.
         head_size: head size, or (head size of keys, head size of values).
         scale: scale of the logits.
-        around: function that returns a context manager; each call of the module runs in one.
+        around: function that returns a context manager; each call of the module runs in a new one.
         before: number of earlier tokens that a query sees (window); None for all.
         sinks: whether the layers have sinks.
         mask: Transformer Engine's name of the causal mask.

@@ -115,9 +115,9 @@ def _same(recorded: Any, expected: Any) -> bool:
 def alike(call: Operands, backward: bool) -> tuple[Any, ...]:
     """Return a dictionary key; DotProductAttention chooses the same kernel for equal keys.
 
-    Calls with equal keys have the same dtype and ``backward``. Their numbers of documents, and
-    their longest query and key lengths, round up to the same powers of two. In both calls or in
-    neither, the longest query and key lengths are equal.
+    The key contains the dtype and ``backward``. It also contains the powers of two to which the
+    number of documents, the longest query length and the longest key length round up, and whether
+    these two lengths are equal.
 
     Args:
         call: the call.

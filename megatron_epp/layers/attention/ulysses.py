@@ -122,7 +122,7 @@ def _exchange(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]
 class RowsRecompute:
     """Recompute handle of an attention output; it repeats the attention and the all-to-all.
 
-    All ranks have equal handles and use them in the same order, the order of the backward.
+    All ranks use their handles in the same order, the order of the backward.
     """
 
     def __init__(self, ulysses: Ulysses, recompute: RecomputeHandle):

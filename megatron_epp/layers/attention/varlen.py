@@ -19,7 +19,7 @@ K/V, which no later slice attends to, are stored too: the buffers have capacity 
 of the tail before the slice and of the slice's rows. Windows are aligned at the bottom right, like
 the mask.
 
-T rows of the chunk, S keys of a call, H query heads, G key heads, D head size.
+Shape suffixes: T rows of the chunk, S keys of a call, H query heads, G key heads, D head size.
 """
 
 import builtins
@@ -145,7 +145,7 @@ class Kernel(Protocol):
 
         Raises:
             ValueError: if no kernel supports the window or the sinks.
-            TypeError: if the installed version of the kernel's package has no sinks.
+            TypeError: if the installed version of the kernel's package does not support sinks.
             ImportError: if a package of the kernel is missing.
         """
         ...
@@ -186,7 +186,7 @@ def pieces_of(
     """Return the kernel calls of a chunk in layers with a window of ``before`` tokens.
 
     ``before`` is None without a window. The result is computed in the first layer with this window,
-    and cached for later layers.
+    and cached for later layers with the same window.
     """
     return state.once(f"pieces {before}", lambda: _pieces(state.rows, device, before))
 
@@ -223,7 +223,8 @@ class VarlenAttention:
 
     Args:
         kernel: kernel for this rank's heads.
-        uncut: kernel for all heads of the tensor-parallel rank; None to use ``kernel``.
+        uncut: kernel for all heads of the tensor-parallel rank, for documents that this rank
+            computes alone; None to use ``kernel``.
         before: number of earlier tokens that a query sees (window); None for all.
         sinks: function that returns the logits [H] of the heads' sinks, or None without sinks.
     """

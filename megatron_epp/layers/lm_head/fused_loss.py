@@ -8,7 +8,7 @@ which is known before any backward. From F to B, a chunk then saves the gradient
 state instead of logits over the vocabulary, without additional arithmetic. Gradients of the LM
 head's weight accumulate during F.
 
-T rows of the chunk, t of them on this rank, H hidden size
+Shape suffixes: T rows of the chunk, t of them on this rank, H hidden size.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,8 @@ def fused_backward(
 ) -> Tensor:
     """Return the losses [1, T], and compute the gradient of the hidden states in the forward.
 
-    The backward ignores the gradient of the losses that it receives, which must be ``weights_1T``.
-    The forward also accumulates the gradients of the weights that ``losses`` uses.
+    The backward ignores the gradient of the losses, which must be ``weights_1T``. The forward also
+    accumulates the gradients of the weights that ``losses`` uses.
 
     Args:
         hidden_t1H: [local rows, 1, hidden size] hidden states of this rank's rows.

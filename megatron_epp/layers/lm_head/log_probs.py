@@ -9,8 +9,8 @@ implementation that saves the logits has three.
 
     log-probability = label's logit - lse        entropy = lse - mean logit under the softmax
 
-t rows on this rank, T rows on its tensor-parallel group (as in layers.lm_head.vocabulary), H hidden
-size, V vocabulary rows of this rank
+Shape suffixes: t rows on this rank, T rows on its tensor-parallel group (as in
+layers.lm_head.vocabulary), H hidden size, V vocabulary rows of this rank
 """
 
 from typing import Any
@@ -37,8 +37,9 @@ def block_log_probs(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities [T] of the labels, and entropies [T].
 
-    The results are float32, or float64 for a float64 weight. Forward and backward are collectives
-    over ``words.group``. In backward, every rank must pass equal gradients, those of the full loss.
+    The results are float32, or float64 for a float64 weight. All ranks of ``words.group`` must run
+    the forward and the backward. In backward, all ranks must pass equal gradients, those of the
+    full loss.
 
     Args:
         hidden_tH: [local rows, hidden size] hidden states of this rank's rows.

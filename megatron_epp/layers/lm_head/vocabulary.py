@@ -15,8 +15,8 @@ a block of logits is alive at a time. G recomputes the logits: softmax = exp(log
 Statistics are float32, or float64 for float64 hidden states. Mean weight rows and label weight rows
 have the dtype of the hidden states.
 
-t rows of the chunk on this rank, T rows on its tensor-parallel group (t < T if sequence parallelism
-shards the rows), H hidden size, V vocabulary rows of this rank
+Shape suffixes: t rows of the chunk on this rank, T rows on its tensor-parallel group (t < T if
+sequence parallelism shards the rows), H hidden size, V vocabulary rows of this rank
 """
 
 from collections.abc import Callable, Iterator
@@ -181,8 +181,8 @@ def statistics(
 ) -> Statistics:
     """Compute op H, the softmax statistics of this rank's t rows.
 
-    The statistics cover the vocabulary rows of all ranks of ``words.group`` (tensor parallelism),
-    over which this function is a collective.
+    The statistics cover the vocabulary rows of all ranks of ``words.group`` (tensor parallelism).
+    All ranks of this group must call this function.
 
     Args:
         hidden_tH: [local rows, hidden size] hidden states of this rank's rows.

@@ -4,8 +4,8 @@
     B    start: wait for dx ...  other work  ... wait: send dy
 
 Autograd runs nodes in the reverse order of their creation. The order of exchanges in backward is
-therefore the reverse of that in forward, and equal on all ranks of the group. A gradient that is
-underway is not in the graph: the backward of the wait returns a placeholder of the right shape,
+therefore the reverse of that in forward, and equal on all ranks of the group. While a gradient is
+exchanged, it is not in the graph: the backward of the wait returns a placeholder of the same shape,
 which the backward of the start ignores.
 """
 

@@ -39,9 +39,10 @@ def note_in_layer(
     current_chunk: CurrentChunk,
     state_of: Callable[[dict[str, Any]], ChunkState | None],
 ) -> Callable[..., Any]:
-    """Wrap a layer's ``forward`` to set ``current_chunk`` to the state among its arguments.
+    """Wrap a layer's ``forward`` so that it sets ``current_chunk`` to the state of its chunk.
 
-    The state is also set when the full layer is recomputed.
+    ``state_of`` returns the state from the keyword arguments of ``forward``. The state is also set
+    when the full layer is recomputed.
     """
 
     @wraps(forward)

@@ -14,8 +14,8 @@ counts tokens, and the backward of an identity on the logits adds the gradient.
 
     F   slice 0: count     F   slice 1: count     B   slice 1: all-reduce, add     B   slice 0: add
 
-t rows of a rank, E experts, k experts of a token, T_d tokens of sample d, L layers, S spans of the
-plan's chunks, P pools, n pairs of a pool and one of its spans
+Shape suffixes: t rows of a rank, E experts, k experts of a token, T_d tokens of sample d, L layers,
+S spans of the plan's chunks, P pools, n pairs of a pool and one of its spans
 """
 
 from collections import Counter
@@ -65,12 +65,13 @@ class Balancing:
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Pools of samples balanced together, such as micro-batches of an external training loop.
+    """Sets of samples (pools) over which the load of experts is balanced together.
 
-    All forwards of a pool precede its first backward.
+    For example, a pool is a micro-batch of an external training loop. All forwards of a pool
+    precede its first backward.
 
     Attributes:
-        paths: for each sample, the spans of the plan's documents that make it up.
+        paths: for each sample, the spans of the plan's documents of which it consists.
         of: index of the pool of every sample.
         shares: for each pool, factor on its auxiliary losses, which are also multiplied by its
             token count.
@@ -168,7 +169,7 @@ class RouterStats:
         return owners
 
     def times(self, state: ChunkState, like: Tensor) -> Tensor:
-        """Return how many samples contain each of this rank's rows: [t], 0 for padding.
+        """Return the number of samples that contain each of this rank's rows: [t], 0 for padding.
 
         The result has the device of ``like``, and at least the precision of float32.
         """
@@ -186,7 +187,7 @@ class RouterStats:
         first: bool,
         fraction: float = 1.0,
     ) -> Tensor:
-        """Return the logits of ``layer``; their backward adds gradients of auxiliary losses.
+        """Return ``logits_tE``, whose backward adds the gradients of auxiliary losses.
 
         The first run of a chunk adds the chosen experts and the scores to the statistics. The first
         backward that needs the counts of a pool all-reduces them.
@@ -279,7 +280,7 @@ class RouterStats:
     # -------------------------------------------------------------- z-loss
 
     def restrained(self, logits_tE: Tensor, layer: int, state: ChunkState, first: bool) -> Tensor:
-        """Return the logits of ``layer``; their backward adds the z-loss's gradient.
+        """Return ``logits_tE``, whose backward adds the gradient of the z-loss.
 
         The z-loss is a loss per token, so it does not depend on the chunks. Padding has no loss. In
         the first run of a chunk, the z-loss is added to the log.

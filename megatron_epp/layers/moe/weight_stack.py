@@ -10,10 +10,10 @@ place i of a stack is expert E - 1 - i, and rows come in the same order.
     B    dX_i = dY_i A_i
          dA_i = dY_i^T X_i    one matrix of all experts, which is added to their main_grad at once
 
-The ends stay on the device, and in bf16 each line is one kernel. Other dtypes have no such kernel:
-there the same function runs a loop over experts, and copies the ends to the host.
+The row numbers ``ends_E`` stay on the device. In bf16, each of the three products is one kernel.
+For other dtypes, torch's function runs a loop over experts, and copies ``ends_E`` to the host.
 
-t rows of all experts on this rank, E experts, K inputs and N outputs of the linear
+Shape suffixes: t rows of all experts on this rank, E experts, K inputs and N outputs of the linear.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +33,8 @@ class WeightStack:
     Shapes: E experts, N output channels, K input channels.
 
     Autograd does not reach the weights: the backward adds to their ``main_grad``. The backward of
-    :func:`reported` then calls ``report`` with them, instead of running a hook for each of them.
+    :func:`reported` then calls the attribute ``report`` with the weights, instead of running a hook
+    for each weight.
 
     Args:
         weights: Weights of at least two experts, from the first to the last expert, for which
@@ -111,7 +112,7 @@ def row_ends(counts_E: Tensor) -> Tensor:
 
 
 def distance(tensors: Sequence[Tensor]) -> int | None:
-    """Return the number of elements from the start of each tensor to that of the tensor before it.
+    """Return the distance between the starts of consecutive tensors in memory, in elements.
 
     There must be at least two tensors. The result is None unless they are contiguous, have the same
     shape and dtype, and lie in one storage in reverse order, at equal distances.

@@ -4,8 +4,8 @@ A state passes through all rows of a document, but heads are independent. The ra
 exchange rows for heads, as for attention (layers/attention/ulysses.py). A document on one rank has
 all its rows and heads there, so it is not exchanged (layers/attention/local.py).
 
-t rows of this rank, s of them exchanged; T = N s exchanged rows of all N ranks; C channels of a
-row; H heads with P output channels each.
+Shape suffixes: t rows of this rank, s of them exchanged; T = N s exchanged rows of all N ranks; C
+channels of a row; H heads with P output channels each.
 """
 
 from collections.abc import Callable, Sequence

@@ -45,7 +45,7 @@ class Call:
         start: first row.
         stop: row after the last row.
         lengths: number of rows of each sequence.
-        document: document of the last sequence of a sliced document; -1 if there is none.
+        document: document of the last sequence, if this document is sliced; else -1.
         before: index of the slice boundary of document ``of`` at which the first sequence begins;
             None if a document begins there, ``WITHIN`` if the span begins in an earlier call.
         after: index of the slice boundary of ``document`` at which the last sequence ends; None if

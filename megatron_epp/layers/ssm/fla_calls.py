@@ -4,7 +4,7 @@ Both support several sequences per call; a delta rule has an initial state for e
 released kernels, the state of a convolution is wrong for sequences of one or two rows. The rows
 before a boundary are therefore passed as additional rows, whose outputs are dropped.
 
-T rows of a chunk, C channels, H heads of P channels of values.
+Shape suffixes: T rows of a chunk, C channels, H heads of P channels of values.
 """
 
 from collections.abc import Callable, Sequence

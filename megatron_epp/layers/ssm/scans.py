@@ -3,8 +3,8 @@
 Each scan works in blocks of rows: the rows of a block interact as in attention, and a state passes
 from block to block. A call scans one sequence.
 
-L rows of a sequence, in c blocks of Q rows; H heads, in G groups of R heads (H = G R); P channels
-of a head's values; N channels of a head's keys (K channels in the delta rule).
+Shape suffixes: L rows of a sequence, in c blocks of Q rows; H heads, in G groups of R heads (H = G
+R); P channels of a head's values; N channels of a head's keys (K channels in the delta rule).
 """
 
 from collections.abc import Callable, Sequence

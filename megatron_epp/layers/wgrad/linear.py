@@ -8,8 +8,8 @@
 A root is the output of an autograd graph. Saved-tensor hooks therefore see the tensors that op I
 saves for W, and gradients accumulate as in any backward. Hooks on a weight fire once per W.
 
-T rows of the chunk (t on this rank, if sequence parallelism shards them), K inputs and N outputs of
-the linear on this rank.
+Shape suffixes: T rows of the chunk (t on this rank, if sequence parallelism shards them), K inputs
+and N outputs of the linear on this rank.
 """
 
 from collections.abc import Callable, Sequence

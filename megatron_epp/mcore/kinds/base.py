@@ -92,7 +92,7 @@ class LayerKind:
         return []
 
     def active(self, config: Any) -> int:
-        """Return how many modules of a layer process each token: top-k for MoE, else 1."""
+        """Return the number of a layer's modules that process each token: top-k for MoE, else 1."""
         return 1
 
     def heads(self, config: Any, context: int) -> Heads | None:

@@ -34,11 +34,11 @@ class Limit:
         what: Description of the feature, with its flags.
         instead: What the user should do instead.
         training: Test of args; --epp refuses the flags. "" refuses nothing.
-        slices: Test of the model of an external training loop, which ``attach`` then refuses; with
-            ``of_call``, test of a call of the loop, which Megatron's own schedule then runs.
-            A dict {setting of the configuration: description} refuses the first setting that is
-            set, and gives its description as the reason. True applies the test ``training`` to the
-            model's configuration. None refuses nothing.
+        slices: Test of the model of an external training loop; if it is true, ``attach`` refuses
+            the model. With ``of_call``, test of a call of the loop; if it is true, Megatron's own
+            schedule runs the call. A dict {setting of the configuration: description} refuses the
+            first setting that is set, and gives its description as the reason. True applies the
+            test ``training`` to the model's configuration. None refuses nothing.
         no_gpu: {setting of args: what to do instead}; CPU-only hosts refuse these settings.
         typed: Whether --epp refuses the flags on the command line. If False, flags on the command
             line are reset with a warning (replaced.py); flags that a checkpoint or a script sets

@@ -131,8 +131,8 @@ def require_shared(holder: Any, what: str, ahead: bool = False) -> None:
     Args:
         holder: Megatron's args or configuration.
         what: Name of the feature that shares prefixes; the message begins with it.
-        ahead: Whether documents also share the tokens after their prefix that MTP layers predict
-            from rows of the prefix.
+        ahead: Whether documents with the same prefix also have the same tokens directly after it,
+            as far as MTP layers predict these tokens from rows of the prefix.
     """
     refused = ", ".join(filter(None, (part.unshared(holder, ahead) for part in LAYER_KINDS)))
     if refused:

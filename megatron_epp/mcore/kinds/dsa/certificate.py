@@ -20,9 +20,9 @@ AT_ONCE = 2000  # elements of a block of rows: a few rows of a small model
 class DSACertificate(MLACertificate):
     """Certificate of DSA layers.
 
-    In addition to MLA's smaller sizes, the indexer of the small model has fewer channels, heads and
-    chosen keys. The small model does not apply the Hadamard matrix. This matrix rotates queries and
-    keys equally, and therefore does not change scores.
+    The small model has the sizes of MLA's small model. Its indexer has fewer channels, heads and
+    chosen keys. The small model does not apply the Hadamard matrix, which does not change scores:
+    it rotates queries and keys equally.
     """
 
     KIND = DSAKind()

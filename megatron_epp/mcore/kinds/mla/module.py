@@ -8,8 +8,8 @@ Every layer has its own rotary embedding and scale. ``project`` replaces
 ``get_query_key_value_tensors`` and computes Q, K and V with Megatron's modules. ``attend`` replaces
 ``_run_core_attention``, in which Megatron would pad V to the size of Q.
 
-For later slices of a document, a slice caches K and V of all heads: the kernels of GPUs attend to K
-and V of a whole context only.
+For later slices of a document, a slice caches K and V of all heads, because GPU kernels read K and
+V of the whole context.
 
 If Megatron's own linears compute the latents, Megatron 0.19 makes two errors with several
 tensor-parallel ranks. This module corrects both. First, each rank's heads yield only a part of the

@@ -34,8 +34,8 @@ class MoECertificate(LayerCertificate):
 
     The small model has at least 8 experts, unless the full model has fewer. A token chooses at most
     4 experts. The small model has groups of experts, shared experts and latents if the full model
-    has them. Experts, shared experts and latents have the full model's ratios of width to hidden
-    size, but at most 4. Their widths are rounded.
+    has them. The widths of experts, shared experts and latents have the full model's ratio to the
+    hidden size, or 4 if the ratio is larger. The widths are then rounded.
     """
 
     KIND = MoEKind()

@@ -17,7 +17,7 @@ MARGIN = 4
 
 
 def choose_halves(models: Sequence[Any], chosen_by: ChosenBy) -> str:
-    """Choose the smallest number of tokens of chunks that run in halves; return the line to log.
+    """Choose the number of tokens from which chunks run in halves; return the line to log.
 
     All ranks of the job must call this function. The number follows from the analytic cost model,
     so that a resumed job has the same number. On GPUs, each rank times its first MoE layer with and

@@ -1,12 +1,12 @@
 """Megatron's token dispatchers on chunks: freed tensors, and row counts for HybridEP.
 
-A dispatcher references tensors of the last chunk, and with their autograd graph the input of the
-layer and its gradient. These would stay allocated until the layer's next chunk.
+A dispatcher references tensors of the last chunk. Their autograd graph references the input of the
+layer and its gradient, which would stay allocated until the layer's next chunk.
 
-HybridEP, a backend of the flex dispatcher, requires an equal number of rows, a multiple of 64, on
-all ranks that share the experts, and buffers for the largest number (token_dispatcher.py and
-fused_a2a.py in core/transformer/moe/). The other backend, DeepEP, accepts any number of rows per
-rank.
+HybridEP, a backend of the flex dispatcher, requires the same number of rows on all ranks that share
+the experts. This number must be a multiple of 64. HybridEP's buffers must hold the largest number
+of rows (token_dispatcher.py and fused_a2a.py in core/transformer/moe/). The other backend, DeepEP,
+accepts any number of rows per rank.
 
 The plans of an iteration determine each chunk's number of rows and the largest number. Chunk i of
 each replica in lockstep is padded to the largest chunk i of these replicas. Padding rows are sent

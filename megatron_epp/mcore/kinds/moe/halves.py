@@ -1,4 +1,4 @@
-"""MoE layers that overlap the token exchange of half of a chunk with the experts of the other half.
+"""MoE layers that overlap the token exchange of one half of a chunk with the experts of the other.
 
     exchange   dispatch 1 | dispatch 2 | combine 1 | combine 2
     compute                 experts 1    experts 2   shared experts

@@ -1,8 +1,8 @@
 """Compilation of Triton's kernels that permute tokens by expert (--moe-permute-fusion).
 
-Triton compiles a kernel once for multiples of 16 rows and once for other numbers, and the kernel of
-the row map once for each doubling of blocks of 1024 rows. The number of rows of a chunk, and of
-rows from other ranks, may be any, so all variants are compiled before the first iteration.
+Triton compiles a kernel once for multiples of 16 rows, and once for other numbers of rows. It
+compiles the kernel of the row map again each time the number of blocks of 1024 rows doubles.
+Numbers of rows vary from chunk to chunk, so all variants are compiled before the first iteration.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ NARROW = 16  # channels; the row map does not depend on them
 
 
 def compile_permutations(experts: Any, device: torch.device) -> None:
-    """Run permutations of an MoE layer ``experts``: forward and backward of few rows, then maps."""
+    """Compile all variants of the permutation kernels of MoE layer ``experts`` by running them."""
     config = experts.config
     if not config.moe_permute_fusion:
         return

@@ -1,8 +1,9 @@
 """Experts of Megatron's MoE layers as one grouped product (layers/moe/weight_stack.py).
 
-Of Transformer Engine's grouped experts (core/transformer/moe/experts.py), the two linears are
-replaced. The activation, its recompute and the routing weights remain Megatron's, and so do the
-parameters, their buffers and the modules, whose forward pre-hooks gather parameters.
+This module replaces the two linears of Transformer Engine's grouped experts
+(core/transformer/moe/experts.py). The activation, its recompute, the routing weights, the
+parameters and their buffers remain Megatron's. The modules of the linears also remain, because
+their forward pre-hooks gather parameters.
 
     routing map [t, E]    the columns of each rank's experts are reversed after routing, so that
                           rows arrive in the order of the stack, from the last expert to the first
@@ -53,9 +54,10 @@ _DISPATCHERS = (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher)
 def stack_experts(models: Sequence[Any], group: dist.ProcessGroup | None) -> None:
     """Patch the grouped experts of ``models`` to compute one product for each linear.
 
-    If a layer of any rank does not support this, all layers keep Transformer Engine's linears, and
-    rank 0 logs the reasons. All ranks must call this function after Megatron has wrapped the models
-    and before it builds the optimizer: weights in separate storages are moved into one storage.
+    If a layer of any rank does not support this product, all layers keep Transformer Engine's
+    linears, and rank 0 logs the reasons. All ranks must call this function after Megatron has
+    wrapped the models and before it builds the optimizer, because weights in separate storages are
+    moved into one storage.
 
     Args:
         models: Stage modules of this rank.

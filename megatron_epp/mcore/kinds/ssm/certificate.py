@@ -16,7 +16,7 @@ class SSMCertificate(LayerCertificate):
     """Certificate of SSM and linear-attention layers.
 
     The small model has fewer heads, groups and channels of states. It has at most 4 heads per
-    group, or more if 4 per group cannot be sharded over the context-parallel ranks.
+    group, unless 4 heads cannot be sharded over the context-parallel ranks.
     """
 
     KIND: SSMKind
